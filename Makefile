@@ -1,0 +1,47 @@
+# Everything a newcomer needs: `make demo` and `make test`. Both set themselves up in .venv.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check
+OLDEST := .oldest
+
+.PHONY: demo test test-all test-oldest check wheel gpu clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q --constraint constraints.txt torch
+	$(PIP) install -q --constraint constraints.txt --editable . pytest hypothesis ruff mypy build hatchling
+	touch $@
+
+# The oldest supported transformers, laid over the environment instead of into it.
+$(OLDEST)/.installed: $(VENV)/.installed
+	rm -rf $(OLDEST)
+	$(PIP) install -q --no-deps --target $(OLDEST) transformers==5.17.0 'huggingface_hub==1.33.0'
+	$(PIP) install -q --target $(OLDEST) --constraint constraints.txt httpx
+	touch $@
+
+demo: $(VENV)/.installed
+	$(RUN) -m eval.demo
+
+test: $(VENV)/.installed
+	$(RUN) -m pytest -m "not slow and not gpu"
+
+test-all: $(VENV)/.installed
+	$(RUN) -m pytest -m "not gpu"
+
+test-oldest: $(OLDEST)/.installed
+	PYTHONPATH=$(OLDEST) $(RUN) -m pytest -m "not slow and not gpu"
+
+gpu: $(VENV)/.installed
+	$(RUN) -m pytest -m gpu
+
+check: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+wheel: $(VENV)/.installed
+	$(RUN) -m build --wheel --no-isolation --outdir dist
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist

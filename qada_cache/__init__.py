@@ -1,0 +1,10 @@
+"""QAdACache: a KV cache for Hugging Face transformers that reads the long context only where a head needs it."""
+
+from .attention import restore_attention
+from .cache import QAdACache
+from .criterion import StaticHeads
+from .moments import KeyMoments
+from .statistics import CacheStats
+
+__all__ = ["CacheStats", "KeyMoments", "QAdACache", "StaticHeads", "restore_attention"]
+__version__ = "0.1.0.dev0"

@@ -1,0 +1,163 @@
+"""The attention function QAdACache registers with transformers, and which models it is switched on for.
+
+A model finds its attention by name, `config._attn_implementation`. Building a QAdACache replaces that name by one
+of ours, which remembers the original: for the keys of a QAdACache our function computes, for any other call it
+passes straight through to what the model used before. `restore_attention` puts the old name back.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from .decode import query_adaptive, whole_context
+
+# The dispatcher treats names that hold "sdpa", "flash", "paged" or "/" specially, so ours hold none of them.
+_OUR_NAMES = {
+    "eager": "qada_over_eager",
+    "sdpa": "qada_over_torch",
+    "flash_attention_2": "qada_over_fa2",
+    "flash_attention_3": "qada_over_fa3",
+    "flash_attention_4": "qada_over_fa4",
+}
+_BASES = {ours: base for base, ours in _OUR_NAMES.items()}
+
+# Arguments some models hand to attention that change its result in ways this cache does not compute.
+_UNSUPPORTED = {
+    "softcap": "soft-capped scores",
+    "s_aux": "learned attention sinks",
+    "sinks": "learned attention sinks",
+    "position_bias": "a position bias",
+    "sliding_window": "a sliding window on a layer the config calls full attention",
+    "indices": "sparse attention indices",
+    "block_indices": "sparse attention indices",
+    "cache": "paged attention",
+}
+
+
+def switch_on(config: PreTrainedConfig) -> None:
+    """Make the model that owns `config` (its text config) ask our function for attention. Idempotent.
+
+    Raises:
+        ValueError: the config belongs to no model yet, or its attention implementation is not one we can wrap.
+    """
+    current = config._attn_implementation
+    if current in _BASES:
+        return
+    if current is None:
+        raise ValueError(
+            "this config belongs to no model (it names no attention implementation): pass model.config, or the model"
+        )
+    if current not in _OUR_NAMES:
+        raise ValueError(
+            f"QAdACache cannot wrap the attention implementation {current!r}: load the model with attn_implementation "
+            f"set to one of {', '.join(_OUR_NAMES)}"
+        )
+    ours = _OUR_NAMES[current]
+    AttentionInterface.register(ours, attention_forward)
+    AttentionMaskInterface.register(ours, ALL_MASK_ATTENTION_FUNCTIONS[current])
+    config._attn_implementation = ours
+
+
+def is_switched_on(config: PreTrainedConfig) -> bool:
+    """Whether a model with this config asks our function for attention."""
+    return config._attn_implementation in _BASES
+
+
+def restore_attention(model: PreTrainedModel | PreTrainedConfig) -> None:
+    """Undo what building a QAdACache did to `model`: its attention implementation is again what it was.
+
+    Caches built for the model stop working (they say so when used) until a new QAdACache is built.
+    """
+    config = model.config if isinstance(model, PreTrainedModel) else model
+    config = config.get_text_config(decoder=True)
+    config._attn_implementation = _BASES.get(config._attn_implementation, config._attn_implementation)
+
+
+def _base_attention(module: torch.nn.Module, base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """What `module` would have called under the implementation named `base`."""
+    namespace = sys.modules[type(module).__module__].__dict__
+    if base == "eager":  # not registered anywhere: each modeling file defines or imports its own
+        return namespace["eager_attention_forward"]
+    return namespace.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)[base]
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The signature transformers gives attention functions; returns `[batch, tokens, heads, dim]` and weights.
+
+    The first call on an empty cache, and every call of another cache, is the model's own implementation. A call
+    with more new tokens than the window is exact attention over everything; a shorter one is query-adaptive.
+
+    Raises:
+        NotImplementedError: the model asks for something this cache does not compute (see the message).
+        RuntimeError: training mode, or keys of a cache already used with another model.
+        ValueError: an attention mask this cache cannot follow.
+    """
+    config = cast(PreTrainedConfig, module.config)
+    base = _base_attention(module, _BASES[config._attn_implementation])
+    layer = getattr(key, "_qada_layer", None)
+    if layer is None:
+        return base(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    if layer.incoming is not key:
+        raise NotImplementedError(
+            f"{layer.policy.model_type} shares one layer's keys with other layers, which QAdACache does not support: "
+            "use transformers.DynamicCache for this model"
+        )
+    queries, policy = query.shape[-2], layer.policy
+    try:
+        _check_supported(module, layer, dropout, kwargs)
+        valid = policy.token_validity(attention_mask, batch=query.shape[0], seen=layer.seen, queries=queries)
+        valid = layer.check_history(valid, queries)
+    except (NotImplementedError, RuntimeError, ValueError):
+        layer.abandon(queries)
+        raise
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if layer.seen == queries:
+        out, _ = base(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        layer.store.absorb(key, value, valid)
+    elif queries > policy.window:
+        out = whole_context(layer, layer.store, query, key, value, scaling=scaling, valid=valid).transpose(1, 2)
+        layer.store.absorb(key, value, valid)
+    else:
+        layer.store.append(key, value, valid)
+        out = query_adaptive(layer, layer.store, query, scaling=scaling, valid=valid).transpose(1, 2)
+    layer.incoming = None
+    return out, None
+
+
+def _check_supported(module: torch.nn.Module, layer: Any, dropout: float, kwargs: dict[str, Any]) -> None:
+    name = layer.policy.model_type
+    way_out = "use transformers.DynamicCache for this model"
+    for argument, meaning in _UNSUPPORTED.items():
+        if kwargs.get(argument) is not None:
+            raise NotImplementedError(f"QAdACache does not support {meaning} ({argument}), as {name} uses: {way_out}")
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise NotImplementedError(f"QAdACache supports causal attention only, {name} asks for bidirectional: {way_out}")
+    if kwargs.get("output_attentions") or cast(PreTrainedConfig, module.config).output_attentions:
+        raise NotImplementedError(
+            "QAdACache cannot return attention weights, as it never computes most of them: "
+            "drop output_attentions=True, or use transformers.DynamicCache with attn_implementation='eager'"
+        )
+    if module.training or dropout:
+        raise RuntimeError("QAdACache serves inference only: call model.eval(), or train without a cache")
+    if layer.bound_module is None:
+        layer.bound_module = weakref.ref(module)
+    elif layer.bound_module() is not module:
+        raise RuntimeError(
+            "this QAdACache already holds tokens of another model: build one QAdACache per model, or reset() it first"
+        )

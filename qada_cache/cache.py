@@ -1,0 +1,219 @@
+"""QAdACache: the KV cache a user hands to `generate()`."""
+
+import copy
+import logging
+import os
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from . import attention, serialization
+from .criterion import StaticHeads
+from .layer import QAdALayer
+from .moments import KeyMoments
+from .policy import Policy
+from .statistics import CacheStats, collect
+
+logger = logging.getLogger(__name__)
+
+
+class QAdACache(DynamicCache):
+    """A KV cache whose attention heads read 128 tokens unless a Gaussian model of the rest says they need it all.
+
+    Implements QAdA ("Adaptive Long-Context Head Identification", arXiv 2502.09647): for every generated token and
+    every attention head, eq. 7 estimates from the sinks, the sliding window and the mean and covariance of all
+    other keys (the bulk) which share of attention stays local. A head below `threshold` attends to everything,
+    exactly; the others to sinks and window. Nothing is evicted. The bulk lives in host memory and only the heads
+    that need it pull their share.
+
+        cache = QAdACache(model)
+        model.generate(**inputs, past_key_values=cache)
+        print(cache.stats())
+
+    Building a cache switches the model's attention function to ours, which passes straight through for any other
+    cache; `restore_attention(model)` undoes it. Calls with more new tokens than the window (prefill, long turns)
+    are exact full attention. Layers that are not full attention keep transformers' own caches.
+
+    Args:
+        model: the model the cache is for; or give `config`, which must be that model's own `model.config`.
+        threshold: tau in [0, 1]: a head is local if at least this share of its attention stays local. 0 makes
+            every head local, 1 makes none, which is `DynamicCache`'s attention.
+        sink_tokens: tokens at the start of each row that are always read.
+        local_tokens: sinks and sliding window together, in tokens.
+        criterion: "gaussian" (eq. 7); "oracle" (eq. 2, reads everything to decide: for analysis); "dense" (no head
+            is local); "local" (every head is); or `StaticHeads`, the same heads for every token.
+        moments: where the Gaussian's mean and covariance come from: "current", the prompt being read, or the
+            `KeyMoments` of another prompt, or the path of a file of them.
+        update_moments: with "current" moments, whether tokens that leave the window keep updating them during
+            query-adaptive calls; False freezes them after prefill, as the paper does.
+        offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or outside its range, moments or heads of another
+            shape or model.
+        NotImplementedError: a kind of model this cache does not support.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | None = None,
+        *,
+        config: PreTrainedConfig | None = None,
+        threshold: float = 0.6,
+        sink_tokens: int = 16,
+        local_tokens: int = 128,
+        criterion: str | StaticHeads = "gaussian",
+        moments: str | KeyMoments | os.PathLike = "current",
+        update_moments: bool = True,
+        offloading: bool = True,
+    ) -> None:
+        text_config = _text_config(model, config)
+        if not isinstance(moments, KeyMoments) and moments != "current":
+            moments = KeyMoments.load(moments)
+        policy = Policy(
+            threshold=threshold,
+            sink_tokens=sink_tokens,
+            local_tokens=local_tokens,
+            criterion=criterion,
+            moments=moments,
+            update_moments=update_moments,
+            offloading=offloading,
+            model_type=text_config.model_type,
+        )
+        _check_model(model, text_config)
+        _check_tables(policy, text_config)
+        super().__init__(config=text_config)
+        # Exact type: subclasses (sliding windows, indexers, linear attention) keep what they need themselves.
+        self.layers = [
+            QAdALayer(policy, index) if type(layer) is DynamicLayer else layer
+            for index, layer in enumerate(self.layers)
+        ]
+        self._policy = policy
+        self._config = text_config
+        if not any(isinstance(layer, QAdALayer) for layer in self.layers):
+            logger.warning(
+                "%s has no full-attention layers: QAdACache has nothing to do and acts as DynamicCache",
+                text_config.model_type,
+            )
+        attention.switch_on(text_config)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple:
+        """Take in one layer's new keys and values `[batch, kv_heads, tokens, dim]`; for the model to call."""
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"this QAdACache was built for {len(self.layers)} layers and layer {layer_idx} called it: "
+                "build one QAdACache per model"
+            )
+        if not attention.is_switched_on(self._config):
+            raise RuntimeError(
+                "the model's attention implementation was changed after this QAdACache was built "
+                f"(to {self._config._attn_implementation!r}): build a new QAdACache"
+            )
+        for layer in self.layers[:layer_idx]:
+            if isinstance(layer, QAdALayer):
+                layer.check_settled()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys a mask must cover; the first thing a forward pass asks of a cache."""
+        for layer in self.layers:
+            if isinstance(layer, QAdALayer):
+                layer.check_settled()
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def __iter__(self):
+        raise TypeError(
+            "QAdACache cannot be unpacked into keys and values (nn.DataParallel does that): run one process per "
+            "device, or use save() to keep a cache"
+        )
+
+    def __deepcopy__(self, memo: dict) -> "QAdACache":
+        # The model's config and the moments are shared, never changed here: a copied config would not be the model's.
+        for shared in (self._config, self._policy.moments, self._policy.criterion):
+            memo[id(shared)] = shared
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def stats(self) -> CacheStats:
+        """Sparsity, bytes held and bytes pulled so far."""
+        return collect(self, offloading=self._policy.offloading)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the whole state to one safetensors file, so that a long prompt is prefilled once and reused.
+
+        Raises:
+            RuntimeError: a forward pass was interrupted, so there is no whole state.
+            NotImplementedError: a layer of another kind holds something that cannot be written.
+        """
+        serialization.save(self, path)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike, model: PreTrainedModel | None = None, *, config: PreTrainedConfig | None = None
+    ) -> "QAdACache":
+        """The cache that `save` wrote, for the same model; generating on continues as if it had never left.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is truncated, altered, not a QAdACache file, of a newer format, or of another model.
+        """
+        return serialization.load(cls, path, model=model, config=config)
+
+    def __repr__(self) -> str:
+        policy = self._policy
+        criterion = policy.criterion if isinstance(policy.criterion, str) else "static heads"
+        moments = policy.moments if isinstance(policy.moments, str) else f"of {policy.moments.prompt}"
+        ours = sum(isinstance(layer, QAdALayer) for layer in self.layers)
+        return (
+            f"QAdACache({policy.model_type}, {ours} of {len(self.layers)} layers, criterion {criterion}, "
+            f"moments {moments}, threshold {policy.threshold}, {policy.sink_tokens} sinks + {policy.window} window, "
+            f"offloading {'on' if policy.offloading else 'off'}; {self.stats()})"
+        )
+
+
+def _text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
+    if model is not None and not isinstance(model, PreTrainedModel):
+        hint = "as config=..." if isinstance(model, PreTrainedConfig) else "or config=model.config"
+        raise TypeError(f"QAdACache takes a transformers model {hint}, got {type(model).__name__}")
+    if (model is None) == (config is None):
+        raise TypeError("QAdACache takes either a model or config=model.config")
+    whole = config if model is None else model.config
+    if not isinstance(whole, PreTrainedConfig):
+        raise TypeError(f"config must be a transformers PreTrainedConfig, got {type(whole).__name__}")
+    return whole.get_text_config(decoder=True)
+
+
+def _check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
+    way_out = f"use transformers.DynamicCache for {config.model_type}"
+    if config.is_encoder_decoder:
+        raise NotImplementedError(f"QAdACache serves decoder-only models: {way_out}")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise NotImplementedError(f"QAdACache does not support soft-capped attention scores: {way_out}")
+    if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0):
+        raise NotImplementedError(f"QAdACache does not support layers that share another layer's keys: {way_out}")
+    if model is not None and not model._can_set_attn_implementation():
+        raise NotImplementedError(f"this model computes attention without transformers' AttentionInterface: {way_out}")
+
+
+def _check_tables(policy: Policy, config: PreTrainedConfig) -> None:
+    """Moments and static heads must have this model's shape."""
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if isinstance(policy.criterion, StaticHeads):
+        shape = list(policy.criterion.long_context.shape)
+        if shape not in ([layers, heads], [layers, kv_heads]):
+            raise ValueError(
+                f"StaticHeads has shape {shape}, this model needs {[layers, heads]} or {[layers, kv_heads]}"
+            )
+    if isinstance(policy.moments, KeyMoments):
+        moments = policy.moments
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        if moments.model_type != config.model_type or list(moments.mean.shape) != [layers, kv_heads, dim]:
+            raise ValueError(
+                f"these KeyMoments are of a {moments.model_type} model with [layers, kv_heads, dim] = "
+                f"{list(moments.mean.shape)}; this {config.model_type} model has {[layers, kv_heads, dim]}"
+            )

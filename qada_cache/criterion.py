@@ -1,0 +1,83 @@
+"""Which attention heads need the long context for one query: pure functions of scores and moments.
+
+Notation of the paper: `A_local` and `A_bulk` are the sums of `exp(score)` over the local set (sinks and window)
+and over every other token. All functions work on logarithms, so no score can overflow.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CRITERIA = ("gaussian", "oracle", "dense", "local")
+
+
+@dataclass(frozen=True, eq=False)
+class StaticHeads:
+    """Heads that always, and alone, attend to the long context (the paper's static criteria).
+
+    Args:
+        long_context: bool `[layers, heads]`, True for a long-context head; `heads` counts query heads, or KV
+            heads, in which case all query heads of a group follow.
+    """
+
+    long_context: Tensor
+
+    def __post_init__(self) -> None:
+        table = self.long_context
+        if not isinstance(table, Tensor) or table.dtype != torch.bool or table.dim() != 2:
+            got = f"{table.dtype} {list(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
+            raise TypeError(f"StaticHeads(long_context) takes a bool tensor [layers, heads], got {got}")
+
+
+def score_moments(query: Tensor, mean: Tensor, covariance: Tensor, *, scaling: float) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the scores of keys with the given moments (below eq. 7).
+
+    `mu_s = scaling * q . mu_K` and `sigma_s^2 = scaling^2 * q Sigma_K q^T`.
+
+    Args:
+        query: `[batch, kv_heads, queries, dim]` float32, query heads of a group packed along `queries`.
+        mean: `[batch or 1, kv_heads, dim]` float32.
+        covariance: `[batch or 1, kv_heads, dim, dim]` float32.
+        scaling: the attention's own score multiplier.
+
+    Returns:
+        two float32 tensors `[batch, kv_heads, queries]`.
+    """
+    score_mean = torch.matmul(query, mean.unsqueeze(-1)).squeeze(-1) * scaling
+    score_variance = (torch.matmul(query, covariance) * query).sum(dim=-1) * scaling**2
+    return score_mean, score_variance.clamp_min(0.0)  # rounding may leave a tiny negative
+
+
+def pool_score_moments(
+    count_a: Tensor, mean_a: Tensor, variance_a: Tensor, count_b: Tensor, mean_b: Tensor, variance_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mean and population variance of two disjoint sets of scores pooled (Chan et al., 1983).
+
+    Scores are linear in the key, so pooling in score space equals pooling the keys: tokens that left the window
+    since the key moments were last updated cost one pass over their scores. All tensors broadcast; counts may
+    be 0 (then the other set's moments come back).
+    """
+    total = (count_a + count_b).clamp_min(1)
+    delta = mean_b - mean_a
+    mean = mean_a + delta * (count_b / total)
+    variance = (count_a * variance_a + count_b * variance_b + delta.square() * (count_a * count_b / total)) / total
+    return mean, variance
+
+
+def gaussian_log_bulk(score_mean: Tensor, score_variance: Tensor, bulk_tokens: Tensor) -> Tensor:
+    """The paper's estimate of `log A_bulk`: `log T_bulk + mu_s + sigma_s^2 / 2` (eq. 7); `-inf` without a bulk."""
+    return torch.log(bulk_tokens.float()) + score_mean + 0.5 * score_variance
+
+
+def long_context(log_local: Tensor, log_bulk: Tensor, threshold: float) -> Tensor:
+    """True where a head needs the long context: `A_local / (A_local + A_bulk) < threshold` (eq. 2, eq. 7).
+
+    Written as `log A_local - log A_bulk < logit(threshold)`, which is exact at both ends: at 0 every head is
+    local, at 1 no head with a bulk (`log_bulk > -inf`) is, however small that bulk's share.
+    """
+    if threshold >= 1.0:
+        return log_bulk > -torch.inf
+    limit = math.log(threshold) - math.log1p(-threshold) if threshold > 0.0 else -math.inf
+    return log_local - log_bulk < limit

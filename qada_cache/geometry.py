@@ -1,0 +1,83 @@
+"""Which tokens of the near buffer each query sees: the bookkeeping of one forward call, shared by all layers."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Masks over the near buffer for the queries of one call; `rows` is 1 when all rows are alike.
+
+    Attributes:
+        local: bool `[rows, 1, queries, columns]`, the query's sinks and window (itself included).
+        staged: bool, same shape: tokens of the query's bulk that still lie in the near buffer.
+        bulk_tokens: int64 `[rows, 1, queries]`, the paper's `T_bulk` of each query.
+        decided: bool `[rows, 1, queries]`, real queries that have a bulk: the ones a criterion decides about.
+        decisions: how many (row, query) pairs `decided` holds over the whole batch.
+        any_staged: whether `staged` holds anything.
+    """
+
+    local: Tensor
+    staged: Tensor
+    bulk_tokens: Tensor
+    decided: Tensor
+    decisions: int
+    any_staged: bool
+
+
+def call_geometry(
+    *,
+    lengths: list[int],
+    flushed: list[int],
+    end: int,
+    queries: int,
+    valid: Tensor | None,
+    sinks: int,
+    window: int,
+    device: torch.device,
+) -> Geometry:
+    """Masks for a call whose tokens have already been appended.
+
+    Args:
+        lengths: real tokens of each row, the call's own included.
+        flushed: of each row, how many of its oldest tokens have left the staging columns for sinks and bulk.
+        end: staging columns in use; they are right-aligned, so column `end - 1` is every row's newest token.
+        queries: tokens of the call, padding included.
+        valid: bool `[batch, queries]` on the host, False for padding; None when every token is real.
+        sinks: sink tokens, which are also the first columns of the near buffer.
+        window: tokens of the sliding window.
+        device: where the masks go.
+    """
+    batch = len(lengths)
+    alike = valid is None and len(set(lengths)) == 1 and len(set(flushed)) == 1
+    rows = 1 if alike else batch
+    total = torch.tensor(lengths[:rows])[:, None]
+    gone = torch.tensor(flushed[:rows])[:, None]
+    if valid is None:
+        position = total - queries + torch.arange(queries)
+        real = torch.ones(rows, queries, dtype=torch.bool)
+    else:
+        # A padding query borrows the position of the real one before it: its output is finite and unused.
+        position = total - valid.sum(dim=-1, keepdim=True) + valid.cumsum(dim=-1) - 1
+        real = valid
+    sink_column = torch.arange(sinks).expand(rows, sinks)
+    tail_column = total - end + torch.arange(end)
+    token = torch.cat([sink_column, tail_column], dim=-1)
+    held = torch.cat([sink_column < gone.clamp_max(sinks), tail_column >= gone], dim=-1)
+
+    token, position = token[:, None, None, :], position[:, None, :, None]
+    seen = held[:, None, None, :] & (token <= position)
+    local = seen & ((token < sinks) | (token > position - window))
+    staged = seen & ~local
+    bulk_tokens = (position.squeeze(-1) + 1 - sinks - window).clamp_min(0)
+    decided = (bulk_tokens > 0) & real[:, None, :]
+    return Geometry(
+        local=local.to(device),
+        staged=staged.to(device),
+        bulk_tokens=bulk_tokens.to(device),
+        decided=decided.to(device),
+        decisions=int(decided.sum()) * (batch // rows),
+        any_staged=bool(staged.any()),
+    )

@@ -1,0 +1,40 @@
+"""Attention over parts of the keys: a reference, faster paths with the same signature, and the choice."""
+
+import torch
+from torch import Tensor
+
+from . import fused, reference
+from .reference import merge_partials, softmax_average
+
+__all__ = ["merge_partials", "partial_attention", "softmax_average"]
+
+# Bounds the score matrix of the reference path to queries x 1024 x heads floats.
+QUERY_BLOCK, KEY_BLOCK = 512, 1024
+
+
+def partial_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`reference.partial_attention` in bounded memory: fused where torch has a kernel, else block by block.
+
+    Args and returns as `reference.partial_attention`, without a mask. `tokens` may be 0.
+    """
+    if key.shape[-2] and fused.supports(query, value, None):
+        return fused.partial_attention(query, key, value, scaling=scaling, causal=causal)
+    out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)
+    lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
+    block = min(QUERY_BLOCK, KEY_BLOCK) if causal else KEY_BLOCK
+    for first in range(0, query.shape[-2], QUERY_BLOCK):
+        queries = slice(first, min(first + QUERY_BLOCK, query.shape[-2]))
+        seen = queries.stop if causal else key.shape[-2]
+        for start in range(0, seen, block):
+            keys = slice(start, min(start + block, seen))
+            part = reference.partial_attention(
+                query[..., queries, :],
+                key[..., keys, :],
+                value[..., keys, :],
+                scaling=scaling,
+                causal=causal and start == first,
+            )
+            out[..., queries, :], lse[..., queries] = merge_partials(out[..., queries, :], lse[..., queries], *part)
+    return out, lse

@@ -1,0 +1,178 @@
+"""One layer of the cache: every verb transformers asks of it, on top of a `TokenStore`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from .policy import Policy
+from .store import TokenStore
+
+
+class QAdALayer(DynamicLayer):
+    """One full-attention layer: its tokens, its padding, and what its criterion decided.
+
+    `update` only takes new tokens in; they are stored by the registered attention function (`attention.py`), which
+    has the mask that tells real tokens from padding, and the queries.
+
+    Attributes:
+        store: the real tokens; None before the first update.
+        seen: logical tokens, padding included (what transformers calls the sequence length).
+        padding: host records `(first logical position, bool [batch, tokens])` of calls that held padding.
+        incoming: the key tensor handed out by `update` and not yet seen by the attention function.
+        local_heads: int64 `[kv_heads, group]`, decisions that called the query head local.
+        local_groups: int64 `[kv_heads]`, decisions without a long-context head in the group.
+        decisions, steps, pulled_bytes, streamed_bytes: see `CacheStats`.
+    """
+
+    supports_early_init = False  # nothing is preallocated by transformers' export path
+
+    def __init__(self, policy: Policy, index: int) -> None:
+        super().__init__()
+        self.policy = policy
+        self.index = index
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop all tokens and counters."""
+        self.is_initialized = False
+        self.bound_module: Any = None  # weak reference to the attention module served, see attention.py
+        self.incoming: Tensor | None = None
+        self.store: TokenStore | None = None
+        self.seen = 0
+        self.padding: list[tuple[int, Tensor]] = []
+        self.local_heads: Tensor | None = None
+        self.local_groups: Tensor | None = None
+        self.decisions = self.steps = self.pulled_bytes = self.streamed_bytes = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """An empty store for tensors like these `[batch, kv_heads, tokens, dim]`."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.store = TokenStore(
+            key_states,
+            value_states,
+            sinks=self.policy.sink_tokens,
+            window=self.policy.window,
+            offloading=self.policy.offloading,
+            track_moments=self.policy.tracks_moments,
+            update_moments=self.policy.update_moments,
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take in new tokens `[batch, kv_heads, tokens, dim]`; what comes back is only for our attention function.
+
+        Raises:
+            RuntimeError: gradients are recorded, the batch size changed, or the last tokens never reached us.
+        """
+        self.check_settled()
+        if key_states.requires_grad or value_states.requires_grad:
+            raise RuntimeError(
+                "QAdACache serves inference only: call the model under torch.no_grad() (generate() does), "
+                "or train without a cache"
+            )
+        if self.store is None:
+            self.lazy_initialization(key_states, value_states)
+        elif key_states.shape[0] != self.store.batch:
+            raise RuntimeError(
+                f"this QAdACache holds {self.store.batch} rows and was given {key_states.shape[0]}: use "
+                "batch_repeat_interleave or batch_select_indices first, or reset()"
+            )
+        elif key_states.device != self.device:
+            self.store.move(key_states.device)
+            self.device = key_states.device
+        self.seen += key_states.shape[-2]
+        tagged = key_states.view_as(key_states)  # a new Python object, so that the caller's is not written to
+        tagged._qada_layer = self  # type: ignore[attr-defined]  # the tag attention.py looks for
+        self.incoming = tagged
+        return tagged, value_states
+
+    def check_settled(self) -> None:
+        """Raise if tokens were taken in that never came back through our attention function."""
+        if self.incoming is not None:
+            raise RuntimeError(
+                f"layer {self.index}: the keys that QAdACache returned did not come back to its attention function. "
+                f"Either this {self.policy.model_type} model computes attention in a way QAdACache does not support, "
+                "or the cache was built with a config that is not this model's own (use QAdACache(model)), or the "
+                "model's attention implementation was changed since, or a forward pass was interrupted. "
+                "Nothing was computed from the cache; use DynamicCache, or fix the cause and call reset()"
+            )
+
+    def abandon(self, tokens: int) -> None:
+        """Undo `update`: its tokens were refused before anything was stored."""
+        self.incoming = None
+        self.seen -= tokens
+
+    def check_history(self, valid: Tensor | None, tokens: int) -> Tensor | None:
+        """Compare what a mask says of the tokens stored with what was stored, and record new padding.
+
+        Args:
+            valid: bool `[batch, seen]` on the host as the mask tells it, None when it hides nothing.
+            tokens: tokens of this call, the last of `seen`.
+
+        Returns:
+            bool `[batch, tokens]`, which of the call's tokens are real; None if all are.
+
+        Raises:
+            ValueError: the mask hides a token that was real, or shows one that was padding.
+        """
+        past = self.seen - tokens
+        if valid is None:
+            agrees = not self.padding
+        else:
+            agrees = self.store is not None and valid[:, :past].sum(dim=-1).tolist() == self.store.lengths
+        if not agrees:
+            raise ValueError(
+                "the attention mask of this call does not agree with the tokens already cached: pass the whole mask "
+                "[batch, cached + new tokens], with the same padding as before"
+            )
+        new = None if valid is None or valid[:, past:].all() else valid[:, past:]
+        if new is not None:
+            self.padding.append((past, new))
+        return new
+
+    def get_seq_length(self) -> int:
+        """Logical tokens held, padding included."""
+        return self.seen
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` logical tokens of every row, as if they had never been seen."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a negative count of tokens to remove, got {tokens_to_remove}")
+        self.check_settled()
+        if tokens_to_remove == 0 or self.store is None:
+            return
+        seen = max(self.seen + tokens_to_remove, 0)
+        removed = torch.full((self.store.batch,), self.seen - seen)
+        padding = []
+        for first, valid in self.padding:
+            keep = max(seen - first, 0)
+            removed -= (~valid[:, keep:]).sum(dim=-1)
+            if keep and not valid[:, :keep].all():
+                padding.append((first, valid[:, :keep]))
+        self.store.crop([length - gone for length, gone in zip(self.store.lengths, removed.tolist(), strict=True)])
+        self.seen, self.padding = seen, padding
+
+    def select(self, index: list[int]) -> None:
+        """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
+        self.check_settled()
+        if self.store is None or index == list(range(self.store.batch)):
+            return
+        self.store.select(index)
+        padding = [(first, valid[index]) for first, valid in self.padding]
+        self.padding = [(first, valid) for first, valid in padding if not valid.all()]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` becomes the old row `beam_idx[i]` (beam search)."""
+        self.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, next to each other."""
+        if self.store is not None:
+            self.select([row for row in range(self.store.batch) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (ints, or a bool mask)."""
+        if self.store is not None:
+            self.select(torch.arange(self.store.batch)[indices.cpu()].tolist())

@@ -1,0 +1,160 @@
+"""A QAdACache as one safetensors file, and back."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from . import files
+from .criterion import StaticHeads
+from .layer import QAdALayer
+from .moments import KeyMoments
+
+if TYPE_CHECKING:
+    import os
+
+    from .cache import QAdACache
+
+KIND = "qada-cache"
+_OPTIONS = ("threshold", "sink_tokens", "local_tokens", "update_moments", "offloading")
+_IDENTITY = (
+    "model_type",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_size",
+    "vocab_size",
+    "rope_parameters",
+)
+_LAYER_FIELDS = (
+    "seen",
+    "padding",
+    "local_heads",
+    "local_groups",
+    "decisions",
+    "steps",
+    "pulled_bytes",
+    "streamed_bytes",
+)
+
+
+def _identity(config: PreTrainedConfig) -> dict[str, Any]:
+    """What must agree for keys of one model to mean anything to another."""
+    return {name: getattr(config, name, None) for name in _IDENTITY}
+
+
+def save(cache: "QAdACache", path: "str | os.PathLike") -> None:
+    """See `QAdACache.save`."""
+    policy, tensors = cache._policy, {}
+    state: dict[str, Any] = {"options": {name: getattr(policy, name) for name in _OPTIONS}}
+    state["model"] = _identity(cache._config)
+    if isinstance(policy.criterion, StaticHeads):
+        tensors["static_heads"] = policy.criterion.long_context
+    else:
+        state["criterion"] = policy.criterion
+    if isinstance(policy.moments, KeyMoments):
+        tensors |= policy.moments.tensors()
+        state["moments"] = policy.moments.header()
+    state["layers"] = []
+    for index, layer in enumerate(cache.layers):
+        kept = _layer_state(layer) if isinstance(layer, QAdALayer) else vars(layer)
+        state["layers"].append(_encode(kept, f"layer {index}", tensors))
+    files.write(path, KIND, tensors, state)
+
+
+def load(
+    cls: "type[QAdACache]",
+    path: "str | os.PathLike",
+    *,
+    model: PreTrainedModel | None,
+    config: PreTrainedConfig | None,
+) -> "QAdACache":
+    """See `QAdACache.load`."""
+    tensors, state = files.read(path, KIND)
+    criterion = state["criterion"] if "criterion" in state else StaticHeads(tensors["static_heads"])
+    moments = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else "current"
+    given = model.config if model is not None else config
+    if given is not None:  # with neither, the constructor says so
+        for name, value in _identity(given.get_text_config(decoder=True)).items():
+            if state["model"][name] != value:
+                raise ValueError(
+                    f"{path} was saved for another model: its {name} is {state['model'][name]!r}, "
+                    f"this model's is {value!r}"
+                )
+    cache = cls(model, config=config, criterion=criterion, moments=moments, **state["options"])
+    device = model.device if model is not None else torch.device("cpu")
+    for layer, kept in zip(cache.layers, state["layers"], strict=True):
+        decoded = _decode(kept, tensors, device)
+        if isinstance(layer, QAdALayer):
+            _restore_layer(layer, decoded)
+        else:
+            vars(layer).update(decoded)
+    return cache
+
+
+def _layer_state(layer: QAdALayer) -> dict[str, Any]:
+    """Everything `_restore_layer` needs, the unused room of buffers left out."""
+    layer.check_settled()
+    if layer.store is None:
+        return {}
+    store, state = layer.store, {name: getattr(layer, name) for name in _LAYER_FIELDS}
+    used, stored = slice(0, store.sinks + store.end), slice(0, max(store.bulk.lengths))
+    state |= {"near_keys": store.near_keys[:, :, used], "near_values": store.near_values[:, :, used]}
+    state |= {"bulk_keys": store.bulk.keys[:, :, stored], "bulk_values": store.bulk.values[:, :, stored]}
+    state |= {"lengths": store.lengths, "flushed": store.flushed}
+    if store.moments is not None:
+        state |= {"count": store.moments.count, "mean": store.moments.mean, "scatter": store.moments.scatter}
+    return state
+
+
+def _restore_layer(layer: QAdALayer, state: dict[str, Any]) -> None:
+    if not state:
+        return
+    layer.lazy_initialization(state["near_keys"], state["near_values"])
+    store = layer.store
+    assert store is not None
+    columns = state["near_keys"].shape[2]
+    store.near_keys[:, :, :columns] = state["near_keys"]
+    store.near_values[:, :, :columns] = state["near_values"]
+    store.end = columns - store.sinks
+    store.lengths, store.flushed = state["lengths"], state["flushed"]
+    for row, gone in enumerate(store.flushed):
+        rows, stored = slice(row, row + 1), max(gone - store.sinks, 0)
+        store.bulk.append(rows, state["bulk_keys"][rows, :, :stored], state["bulk_values"][rows, :, :stored])
+    if store.moments is not None:
+        store.moments.count, store.moments.mean, store.moments.scatter = state["count"], state["mean"], state["scatter"]
+    for name in _LAYER_FIELDS:
+        setattr(layer, name, state[name])
+    layer.padding = [(first, valid.cpu()) for first, valid in layer.padding]  # read on the host, see padding.py
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` as JSON, its tensors moved to `tensors` under names that start with `path`."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return {"tensor": path}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {"dict": [[key, _encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {type(value).__name__: str(value).removeprefix("torch.")}
+    raise NotImplementedError(f"QAdACache.save cannot write {path}, a {type(value).__name__}")
+
+
+def _decode(value: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
+    """The inverse of `_encode`, every tensor on `device`."""
+    if isinstance(value, list):
+        return [_decode(item, tensors, device) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content].to(device)
+    if kind == "dict":
+        return {key: _decode(item, tensors, device) for key, item in content}
+    return getattr(torch, content) if kind == "dtype" else device

@@ -1,0 +1,94 @@
+"""What a QAdACache did and holds: sparsity and bytes."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from .layer import QAdALayer
+
+
+@dataclass(frozen=True, eq=False)
+class CacheStats:
+    """A snapshot made by `QAdACache.stats()`.
+
+    A decision is one query token of one row in one layer that had a bulk to decide about; first calls and long
+    calls, which are exact, decide nothing.
+
+    Attributes:
+        layers: indices of the layers that decide (full attention), the row order of the tables below.
+        heads: float32 `[layers, query_heads]`, share of decisions that called the query head local; nan if none.
+        kv_heads: float32 `[layers, kv_heads]`, share with no long-context head in the KV head's group: its bulk
+            was not needed for that token.
+        steps: query-adaptive forward passes.
+        decisions: decisions taken per layer.
+        tokens: logical length of the cache, padding included.
+        device_bytes: bytes on the compute device: sinks, window, staging, moments, layers of other kinds, and the
+            bulk unless it is offloaded. On a CPU model host and device are one memory; the bulk still counts as
+            host bytes under `offloading=True`, since that is where it would be.
+        host_bytes: bytes of the offloaded bulk, preallocated room included.
+        pulled_bytes: bulk bytes read for query-adaptive calls since the last reset.
+        streamed_bytes: bulk bytes read for exact calls on a filled cache (long second turns, chunked prefill).
+    """
+
+    layers: tuple[int, ...]
+    heads: Tensor
+    kv_heads: Tensor
+    steps: int
+    decisions: int
+    tokens: int
+    device_bytes: int
+    host_bytes: int
+    pulled_bytes: int
+    streamed_bytes: int
+
+    @property
+    def sparsity(self) -> float:
+        """Share of query-head decisions that said local, over all layers; nan before the first decision."""
+        return self.heads.mean().item() if self.heads.numel() else math.nan
+
+    @property
+    def kv_sparsity(self) -> float:
+        """Share of decisions in which a KV head's bulk was not needed: what memory traffic follows."""
+        return self.kv_heads.mean().item() if self.kv_heads.numel() else math.nan
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens} tokens, {self.steps} adaptive steps: query heads local {self.sparsity:.1%}, KV heads "
+            f"local {self.kv_sparsity:.1%}; device {self.device_bytes / 2**20:.1f} MiB, host "
+            f"{self.host_bytes / 2**20:.1f} MiB, pulled {self.pulled_bytes / 2**20:.1f} MiB"
+        )
+
+
+def _tensor_bytes(holder: object) -> int:
+    """Bytes of the tensors an object holds itself."""
+    return sum(value.nbytes for value in vars(holder).values() if isinstance(value, Tensor))
+
+
+def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
+    """Read the counters of all layers (waits for the device once per layer)."""
+    ours = [(index, layer) for index, layer in enumerate(cache.layers) if isinstance(layer, QAdALayer)]
+    heads, kv_heads = [], []
+    for _, layer in ours:
+        if layer.local_heads is not None and layer.local_groups is not None:
+            heads.append(layer.local_heads.flatten().cpu() / layer.decisions)
+            kv_heads.append(layer.local_groups.cpu() / layer.decisions)
+    stores = [layer.store for _, layer in ours if layer.store is not None]
+    bulk_bytes = sum(store.bulk.nbytes for store in stores)
+    device_bytes = sum(_tensor_bytes(holder) for holder in (*cache.layers, *stores))
+    device_bytes += sum(_tensor_bytes(store.moments) for store in stores if store.moments is not None)
+    undecided = torch.full((len(ours), 1), math.nan)
+    return CacheStats(
+        layers=tuple(index for index, _ in ours),
+        heads=torch.stack(heads) if heads else undecided,
+        kv_heads=torch.stack(kv_heads) if kv_heads else undecided,
+        steps=max((layer.steps for _, layer in ours), default=0),
+        decisions=max((layer.decisions for _, layer in ours), default=0),
+        tokens=cache.get_seq_length(),
+        device_bytes=device_bytes + (0 if offloading else bulk_bytes),
+        host_bytes=bulk_bytes if offloading else 0,
+        pulled_bytes=sum(layer.pulled_bytes for _, layer in ours),
+        streamed_bytes=sum(layer.streamed_bytes for _, layer in ours),
+    )

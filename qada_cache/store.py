@@ -1,0 +1,229 @@
+"""The tokens of one layer: sinks, window and staging on the compute device, older ones in the bulk."""
+
+import torch
+from torch import Tensor
+
+from .bulk import Bulk
+from .moments import RunningMoments
+
+STAGING_TOKENS = 128  # tokens leave the device in chunks of about this many
+
+
+class TokenStore:
+    """Keys and values of one layer, every row kept as `sinks | bulk | tail`, oldest first.
+
+    The tail is the sliding window plus staged tokens: tokens that have left the window but not yet the compute
+    device, so that they travel in chunks. It is right-aligned in its columns, so the newest tokens of all rows
+    share columns; padding is never stored, so rows may differ in length. Tokens leave the tail first into the
+    sinks until those are full, then into the bulk and the running moments. Whatever has left the tail precedes
+    the window of every query of the next call of at most `window` tokens.
+
+    Attributes:
+        near_keys, near_values: `[batch, kv_heads, sinks + capacity, dim]`, sink columns first, then the tail's.
+        end: tail columns in use.
+        lengths: tokens of each row.
+        flushed: of those, the oldest ones, that have left the tail.
+        bulk: where they are, but for the sinks.
+        moments: of the keys in the bulk, or None if not asked for. Frozen moments cover a prefix of the bulk.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        sinks: int,
+        window: int,
+        offloading: bool,
+        track_moments: bool,
+        update_moments: bool,
+    ) -> None:
+        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`).
+
+        `update_moments` False leaves the moments alone in `append`, so that only `absorb` adds to them.
+        """
+        self.sinks, self.window = sinks, window
+        self.offloading, self.update_moments = offloading, update_moments
+        batch, kv_heads = keys.shape[:2]
+        self.end = 0
+        self.lengths, self.flushed = [0] * batch, [0] * batch
+        # A call appends at most `window` tokens to at most `window` kept ones; the rest is the staging chunk.
+        columns = sinks + window + max(window, STAGING_TOKENS)
+        with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
+            # Zeros, not empty: masked columns meet a weight of 0, and 0 times garbage could be nan.
+            self.near_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
+            self.near_values = self.near_keys.new_zeros(batch, kv_heads, columns, values.shape[3])
+            self.moments = RunningMoments(batch, kv_heads, keys.shape[3], keys.device) if track_moments else None
+        self.bulk = Bulk(self.near_keys, self.near_values, offloading=offloading)
+
+    @property
+    def batch(self) -> int:
+        """Rows held."""
+        return len(self.lengths)
+
+    @property
+    def capacity(self) -> int:
+        """Columns of the tail."""
+        return self.near_keys.shape[2] - self.sinks
+
+    def append(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
+        """Add at most `window` tokens to every row's tail; `valid` `[batch, tokens]` is None without padding."""
+        tokens = keys.shape[2]
+        if self.end + tokens > self.capacity:
+            self._keep_window()
+        if valid is None:
+            start = self.sinks + self.end
+            self.near_keys[:, :, start : start + tokens] = keys
+            self.near_values[:, :, start : start + tokens] = values
+            self.end += tokens
+            self.lengths = [length + tokens for length in self.lengths]
+            return
+        groups, tails = self._single_rows(), []
+        for rows in groups:
+            real = valid[rows.start].to(keys.device)
+            tail_keys, tail_values = self._tail(rows)
+            tails.append(
+                (
+                    torch.cat([tail_keys, keys[rows][:, :, real]], 2),
+                    torch.cat([tail_values, values[rows][:, :, real]], 2),
+                )
+            )
+        self._set_tail(groups, tails)
+        self.lengths = [length + int(new) for length, new in zip(self.lengths, valid.sum(dim=-1), strict=True)]
+
+    def absorb(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
+        """Add any number of tokens: each row keeps its window in the tail, everything older goes on at once."""
+        groups = self._alike(self.lengths, self.flushed) if valid is None else self._single_rows()
+        tails, lengths = [], []
+        for rows in groups:
+            self._catch_up(rows)
+            new_keys, new_values = keys[rows], values[rows]
+            if valid is not None:
+                real = valid[rows.start].to(keys.device)
+                new_keys, new_values = new_keys[:, :, real], new_values[:, :, real]
+            if self.lengths[rows.start] > self.flushed[rows.start]:
+                tail_keys, tail_values = self._tail(rows)
+                new_keys = torch.cat([tail_keys, new_keys], dim=2)
+                new_values = torch.cat([tail_values, new_values], dim=2)
+            older = max(new_keys.shape[2] - self.window, 0)
+            self._flush(rows, new_keys[:, :, :older], new_values[:, :, :older], exact=True)
+            tails.append((new_keys[:, :, older:], new_values[:, :, older:]))
+            lengths += [self.flushed[rows.start] + tails[-1][0].shape[2]] * len(self.lengths[rows])
+        self._set_tail(groups, tails)
+        self.lengths = lengths
+
+    def near(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
+        """Views of sinks and tail of rows alike, `[rows, kv_heads, tokens, dim]` each."""
+        sinks = slice(0, min(self.flushed[rows.start], self.sinks))
+        return [(self.near_keys[rows, :, sinks], self.near_values[rows, :, sinks]), self._tail(rows)]
+
+    def crop(self, lengths: list[int]) -> None:
+        """Row `r` keeps its first `lengths[r]` tokens; the rest is as if it had never been seen, moments included."""
+        flushed = [min(gone, max(new - self.window, 0)) for gone, new in zip(self.flushed, lengths, strict=True)]
+        removed = [old - new for old, new in zip(self.lengths, lengths, strict=True)]
+        if flushed == self.flushed and len(set(removed)) == 1:
+            self.end -= removed[0]
+        else:  # the window reaches back into what has left the tail, or rows lose different numbers of tokens
+            groups = self._alike(flushed, lengths, self.flushed, self.lengths)
+            self._set_tail(groups, [self._tokens(rows, flushed[rows.start], lengths[rows.start]) for rows in groups])
+        self.lengths, self.flushed = lengths, flushed
+        stored = [max(gone - self.sinks, 0) for gone in flushed]
+        self.bulk.truncate(stored)
+        if self.moments is not None:
+            self._shorten_moments(self.moments, stored)
+
+    def _shorten_moments(self, moments: RunningMoments, stored: list[int]) -> None:
+        for row, tokens in enumerate(stored):
+            if moments.count[row] <= tokens:
+                continue
+            # Taken anew rather than subtracted: cancellation would leave errors that no later token heals.
+            rows = slice(row, row + 1)
+            moments.clear(rows)
+            for keys, _ in self.bulk.stream(rows):
+                moments.update(rows, keys)
+
+    def select(self, index: list[int]) -> None:
+        """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
+        self.near_keys, self.near_values = self.near_keys[index], self.near_values[index]
+        self.bulk.select(index)
+        if self.moments is not None:
+            self.moments.select(index)
+        self.lengths = [self.lengths[row] for row in index]
+        self.flushed = [self.flushed[row] for row in index]
+
+    def move(self, device: torch.device) -> None:
+        """Serve keys on another device (a loaded cache does not know where its model lives until it is used)."""
+        self.near_keys, self.near_values = self.near_keys.to(device), self.near_values.to(device)
+        old, self.bulk = self.bulk, Bulk(self.near_keys, self.near_values, offloading=self.offloading)
+        for row in range(self.batch):
+            for keys, values in old.stream(slice(row, row + 1)):
+                self.bulk.append(slice(row, row + 1), keys, values)
+        if self.moments is not None:
+            self.moments.mean, self.moments.scatter = self.moments.mean.to(device), self.moments.scatter.to(device)
+
+    def _single_rows(self) -> list[slice]:
+        return [slice(row, row + 1) for row in range(self.batch)]
+
+    def _alike(self, *per_row: list[int]) -> list[slice]:
+        """Groups of rows that can be handled as one: all of them if these counts agree, else one by one."""
+        return [slice(0, self.batch)] if all(len(set(counts)) == 1 for counts in per_row) else self._single_rows()
+
+    def _catch_up(self, rows: slice) -> None:
+        """Frozen moments take in, before an exact call, what query-adaptive calls put into the bulk without them."""
+        if self.moments is not None and self.moments.count[rows.start] < self.bulk.lengths[rows.start]:
+            for row in range(rows.start, rows.stop):
+                known, stored = self.moments.count[row], self.bulk.lengths[row]
+                keys, _ = self.bulk.read(slice(row, row + 1), slice(None), known, stored)
+                self.moments.update(slice(row, row + 1), keys)
+
+    def _tail(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Views of the tail tokens of rows alike."""
+        stop = self.sinks + self.end
+        start = stop - (self.lengths[rows.start] - self.flushed[rows.start])
+        return self.near_keys[rows, :, start:stop], self.near_values[rows, :, start:stop]
+
+    def _tokens(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Copies of real tokens `start..stop` of rows alike, wherever they lie, on the compute device."""
+        row, sinks = rows.start, self.sinks
+        gone = self.flushed[row]
+        parts = []
+        for first, last, read in (
+            (0, min(gone, sinks), lambda a, b: (self.near_keys[rows, :, a:b], self.near_values[rows, :, a:b])),
+            (sinks, gone, lambda a, b: self.bulk.read(rows, slice(None), a - sinks, b - sinks)),
+            (gone, self.lengths[row], lambda a, b: tuple(t[:, :, a - gone : b - gone] for t in self._tail(rows))),
+        ):
+            if max(first, start) < min(last, stop):
+                parts.append(read(max(first, start), min(last, stop)))
+        if not parts:
+            parts.append(tuple(tensor[rows, :, :0] for tensor in (self.near_keys, self.near_values)))
+        return torch.cat([keys for keys, _ in parts], dim=2), torch.cat([values for _, values in parts], dim=2)
+
+    def _set_tail(self, groups: list[slice], tails: list[tuple[Tensor, Tensor]]) -> None:
+        """Replace the tail of every group of rows by these tokens, right-aligned (copies, not views of it)."""
+        self.end = max(keys.shape[2] for keys, _ in tails)
+        stop = self.sinks + self.end
+        for rows, (keys, values) in zip(groups, tails, strict=True):
+            self.near_keys[rows, :, stop - keys.shape[2] : stop] = keys
+            self.near_values[rows, :, stop - values.shape[2] : stop] = values
+
+    def _flush(self, rows: slice, keys: Tensor, values: Tensor, *, exact: bool) -> None:
+        """Rows alike lose their oldest tail tokens, these: to the sinks until they are full, then to the bulk."""
+        gone = self.flushed[rows.start]
+        missing = min(max(self.sinks - gone, 0), keys.shape[2])
+        self.near_keys[rows, :, gone : gone + missing] = keys[:, :, :missing]
+        self.near_values[rows, :, gone : gone + missing] = values[:, :, :missing]
+        if keys.shape[2] > missing:
+            self.bulk.append(rows, keys[:, :, missing:], values[:, :, missing:])
+            if self.moments is not None and (self.update_moments or exact):
+                self.moments.update(rows, keys[:, :, missing:])
+        self.flushed[rows] = [gone + keys.shape[2]] * len(self.flushed[rows])
+
+    def _keep_window(self) -> None:
+        """Flush every staged token, so that each row's tail is at most its window."""
+        groups, tails = self._alike(self.lengths, self.flushed), []
+        for rows in groups:
+            keys, values = (tensor.clone() for tensor in self._tail(rows))
+            staged = max(keys.shape[2] - self.window, 0)
+            self._flush(rows, keys[:, :, :staged], values[:, :, :staged], exact=False)
+            tails.append((keys[:, :, staged:], values[:, :, staged:]))
+        self._set_tail(groups, tails)
