@@ -92,6 +92,7 @@ class QAdACache(DynamicCache):
         ]
         self._policy = policy
         self._config = text_config
+        self._latest: QAdALayer | None = None  # the layer updated last
         if not any(isinstance(layer, QAdALayer) for layer in self.layers):
             logger.warning(
                 "%s has no full-attention layers: QAdACache has nothing to do and acts as DynamicCache",
@@ -111,16 +112,19 @@ class QAdACache(DynamicCache):
                 "the model's attention implementation was changed after this QAdACache was built "
                 f"(to {self._config._attn_implementation!r}): build a new QAdACache"
             )
-        for layer in self.layers[:layer_idx]:
-            if isinstance(layer, QAdALayer):
-                layer.check_settled()
+        self._check_settled()
+        layer = self.layers[layer_idx]
+        self._latest = layer if isinstance(layer, QAdALayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_settled(self) -> None:
+        """Raise if the last keys handed out did not reach our attention function: the next call would be wrong."""
+        if self._latest is not None:
+            self._latest.check_settled()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys a mask must cover; the first thing a forward pass asks of a cache."""
-        for layer in self.layers:
-            if isinstance(layer, QAdALayer):
-                layer.check_settled()
+        self._check_settled()
         return super().get_mask_sizes(query_length, layer_idx)
 
     def __iter__(self):
