@@ -5,6 +5,7 @@ import logging
 import os
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -133,6 +134,7 @@ class QAdACache(DynamicCache):
             "device, or use save() to keep a cache"
         )
 
+    @torch.inference_mode(False)  # the copies are written to later, perhaps outside inference mode
     def __deepcopy__(self, memo: dict) -> "QAdACache":
         # The model's config and the moments are shared, never changed here: a copied config would not be the model's.
         for shared in (self._config, self._policy.moments, self._policy.criterion):
@@ -156,6 +158,7 @@ class QAdACache(DynamicCache):
         serialization.save(self, path)
 
     @classmethod
+    @torch.inference_mode(False)  # as for deepcopy
     def load(
         cls, path: str | os.PathLike, model: PreTrainedModel | None = None, *, config: PreTrainedConfig | None = None
     ) -> "QAdACache":

@@ -220,7 +220,9 @@ def whole_context(
         new_query, new_key, new_value = query[rows][:, :, real], key[rows][:, :, real], value[rows][:, :, real]
         kv_heads, tokens = new_key.shape[1:3]
         group = query.shape[1] // kv_heads
-        packed = new_query.reshape(new_query.shape[0], kv_heads, group * tokens, -1)
+        if not tokens:  # this row is padding from end to end of the call
+            continue
+        packed = new_query.reshape(-1, kv_heads, group * tokens, new_query.shape[-1])
         out, lse = partial_attention(
             new_query,
             new_key.repeat_interleave(group, dim=1),

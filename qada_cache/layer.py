@@ -121,7 +121,9 @@ class QAdALayer(DynamicLayer):
         if valid is None:
             agrees = not self.padding
         else:
-            agrees = self.store is not None and valid[:, :past].sum(dim=-1).tolist() == self.store.lengths
+            # Equal where padding was recorded, and equal in number, is equal everywhere.
+            agrees = all(valid[:, first : first + old.shape[1]].equal(old) for first, old in self.padding)
+            agrees = agrees and self.store is not None and valid[:, :past].sum(dim=-1).tolist() == self.store.lengths
         if not agrees:
             raise ValueError(
                 "the attention mask of this call does not agree with the tokens already cached: pass the whole mask "

@@ -24,6 +24,8 @@ def token_validity(mask: Tensor | None, *, batch: int, seen: int, queries: int) 
     if mask is None:
         return None
     shape = list(mask.shape)
+    if shape[0] not in (1, batch):
+        raise ValueError(f"an attention mask of shape {shape} does not fit a batch of {batch}")
     if mask.dim() == 2 and shape[1] == seen:
         valid = mask.bool()
     elif mask.dim() == 4 and shape[1] == 1 and shape[2] == queries and shape[3] == seen:

@@ -25,7 +25,7 @@ class Policy:
     update_moments: bool
     offloading: bool
     model_type: str
-    _mask: tuple[Any, Tensor | None] | None = field(default=None, repr=False)
+    _mask: tuple[Any, Any, Tensor | None] | None = field(default=None, repr=False)
     _geometry: tuple[Any, Geometry] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -71,9 +71,10 @@ class Policy:
         """`padding.token_validity`, once per mask: every layer of a forward pass is handed the same tensor."""
         if mask is None:
             return None
-        if self._mask is None or self._mask[0]() is not mask:
-            self._mask = (weakref.ref(mask), token_validity(mask, batch=batch, seen=seen, queries=queries))
-        return self._mask[1]
+        call = (batch, seen, queries)
+        if self._mask is None or self._mask[0]() is not mask or self._mask[1] != call:
+            self._mask = (weakref.ref(mask), call, token_validity(mask, batch=batch, seen=seen, queries=queries))
+        return self._mask[2]
 
     def geometry(
         self,

@@ -142,6 +142,7 @@ class TokenStore:
             for keys, _ in self.bulk.stream(rows):
                 moments.update(rows, keys)
 
+    @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
     def select(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
         self.near_keys, self.near_values = self.near_keys[index], self.near_values[index]
@@ -151,6 +152,7 @@ class TokenStore:
         self.lengths = [self.lengths[row] for row in index]
         self.flushed = [self.flushed[row] for row in index]
 
+    @torch.inference_mode(False)  # as for select
     def move(self, device: torch.device) -> None:
         """Serve keys on another device (a loaded cache does not know where its model lives until it is used)."""
         self.near_keys, self.near_values = self.near_keys.to(device), self.near_values.to(device)
@@ -170,9 +172,11 @@ class TokenStore:
 
     def _catch_up(self, rows: slice) -> None:
         """Frozen moments take in, before an exact call, what query-adaptive calls put into the bulk without them."""
-        if self.moments is not None and self.moments.count[rows.start] < self.bulk.lengths[rows.start]:
-            for row in range(rows.start, rows.stop):
-                known, stored = self.moments.count[row], self.bulk.lengths[row]
+        if self.moments is None:
+            return
+        for row in range(rows.start, rows.stop):
+            known, stored = self.moments.count[row], self.bulk.lengths[row]
+            if known < stored:
                 keys, _ = self.bulk.read(slice(row, row + 1), slice(None), known, stored)
                 self.moments.update(slice(row, row + 1), keys)
 
