@@ -6,14 +6,17 @@ read and where its bytes lie. Exits with 1 unless QAdACache answered every quest
 """
 
 import argparse
+import csv
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from eval.machine import machine
 from qada_cache import KeyMoments, QAdACache, needle
 
 
@@ -60,36 +63,45 @@ def run(
     return Result(name, answers, prefilled - start, time.perf_counter() - prefilled, decoded, cache)
 
 
-def dense_bytes(cache: DynamicCache) -> int:
-    """Bytes of every key and value of a DynamicCache."""
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-def table(results: list[Result], prompt: needle.NeedlePrompt) -> str:
-    """The results as plain text, one method a line."""
-    header = ["method", "right", "q heads local", "KV heads local", "device MiB", "host MiB", "pulled KiB/token"]
-    header += ["prefill s", "tokens/s"]
-    lines = [header]
+def measure(results: list[Result], prompt: needle.NeedlePrompt) -> list[dict[str, str]]:
+    """The results as a table of text cells, one method a row."""
+    table = []
     for result in results:
         right = sum(answer == expected for answer, expected in zip(result.answers, prompt.answers, strict=True))
-        line = [result.name, f"{right}/{len(prompt.answers)}"]
         if isinstance(result.cache, QAdACache):
             stats = result.cache.stats()
-            line += [f"{stats.sparsity:.0%}", f"{stats.kv_sparsity:.0%}"]
-            line += [f"{stats.device_bytes / 2**20:.2f}", f"{stats.host_bytes / 2**20:.2f}"]
-            line += [f"{stats.pulled_bytes / result.decode_tokens / 2**10:.0f}"]
+            local, kv_local = f"{stats.sparsity:.0%}", f"{stats.kv_sparsity:.0%}"
+            device, host, pulled = stats.device_bytes, stats.host_bytes, stats.pulled_bytes / result.decode_tokens
         else:  # DynamicCache keeps everything on the device, and every head reads it for every token
-            everything = dense_bytes(result.cache)
-            line += ["0%", "0%", f"{everything / 2**20:.2f}", "0.00", "-"]
-        line += [f"{result.prefill_seconds:.1f}", f"{result.decode_tokens / result.decode_seconds:.1f}"]
-        lines.append(line)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    rows = [
-        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
-        for pairs in (list(zip(line, widths, strict=True)) for line in lines)
-    ]
-    rows.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(rows)
+            device = sum(layer.keys.nbytes + layer.values.nbytes for layer in result.cache.layers)
+            local, kv_local, host, pulled = "0%", "0%", 0, 0.0
+        table.append(
+            {
+                "method": result.name,
+                "right": f"{right}/{len(prompt.answers)}",
+                "q heads local": local,
+                "KV heads local": kv_local,
+                "device MiB": f"{device / 2**20:.2f}",
+                "host MiB": f"{host / 2**20:.2f}",
+                "pulled MiB/token": f"{pulled / 2**20:.2f}",
+                "prefill s": f"{result.prefill_seconds:.1f}",
+                "tokens/s": f"{result.decode_tokens / result.decode_seconds:.1f}",
+            }
+        )
+    return table
+
+
+def plain(table: list[dict[str, str]]) -> str:
+    """Aligned text: the first column to the left, figures to the right."""
+    lines = [list(table[0]), *(list(row.values()) for row in table)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in lines
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -100,6 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--questions", type=int, default=16, help="questions asked (default %(default)s)")
     parser.add_argument("--threshold", type=float, default=0.3, help="QAdACache's threshold (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompt (default %(default)s)")
+    parser.add_argument("--out", type=Path, help="CSV file to write the table to as well")
     options = parser.parse_args(arguments)
     try:
         prompt = needle.make_prompt(
@@ -131,11 +144,17 @@ def main(arguments: list[str] | None = None) -> int:
             methods.append(run(name, model, tokenizer, prompt, cache, bar))
         bar.set_postfix_str("done")
     print()
-    print(table(methods, prompt))
+    table = measure(methods, prompt)
+    print(plain(table))
     print(
         f"\nQAdACache ran at threshold {options.threshold} with the key moments of {options.tokens} random words. A "
         "local head reads 128 tokens.\nOn a CPU, host and device are one memory: host is where the bulk would lie."
     )
+    if options.out:
+        with options.out.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*table[0], "machine"], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(row | {"machine": machine()} for row in table)
     wrong = [
         f"{question}: {answer!r}, expected {expected!r}"
         for question, answer, expected in zip(prompt.questions, methods[-1].answers, prompt.answers, strict=True)

@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from .decode import query_adaptive, whole_context
+from .layer import QAdALayer
 
 # The dispatcher treats names that hold "sdpa", "flash", "paged" or "/" specially, so ours hold none of them.
 _OUR_NAMES = {
@@ -110,8 +111,8 @@ def attention_forward(
     """
     config = cast(PreTrainedConfig, module.config)
     base = _base_attention(module, _BASES[config._attn_implementation])
-    layer = getattr(key, "_qada_layer", None)
-    if layer is None:
+    layer: QAdALayer | None = getattr(key, "_qada_layer", None)
+    if layer is None or layer.store is None:
         return base(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if layer.incoming is not key:
         raise NotImplementedError(
@@ -120,7 +121,7 @@ def attention_forward(
         )
     queries, policy = query.shape[-2], layer.policy
     try:
-        _check_supported(module, layer, dropout, kwargs)
+        _check_supported(module, layer, queries, dropout, kwargs)
         valid = policy.token_validity(attention_mask, batch=query.shape[0], seen=layer.seen, queries=queries)
         valid = layer.check_history(valid, queries)
     except (NotImplementedError, RuntimeError, ValueError):
@@ -140,7 +141,9 @@ def attention_forward(
     return out, None
 
 
-def _check_supported(module: torch.nn.Module, layer: Any, dropout: float, kwargs: dict[str, Any]) -> None:
+def _check_supported(
+    module: torch.nn.Module, layer: QAdALayer, tokens: int, dropout: float, kwargs: dict[str, Any]
+) -> None:
     name = layer.policy.model_type
     way_out = "use transformers.DynamicCache for this model"
     for argument, meaning in _UNSUPPORTED.items():
@@ -155,7 +158,11 @@ def _check_supported(module: torch.nn.Module, layer: Any, dropout: float, kwargs
         )
     if module.training or dropout:
         raise RuntimeError("QAdACache serves inference only: call model.eval(), or train without a cache")
-    if layer.bound_module is None:
+    if layer.policy.config is not None and layer.policy.config is not module.config:
+        raise RuntimeError(
+            f"this QAdACache was built for another model (of type {name}): build one QAdACache per model"
+        )
+    if layer.bound_module is None or layer.seen == tokens:  # nothing cached yet: any model may have it
         layer.bound_module = weakref.ref(module)
     elif layer.bound_module() is not module:
         raise RuntimeError(

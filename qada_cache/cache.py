@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from . import attention, serialization
 from .criterion import StaticHeads
@@ -45,6 +45,9 @@ class QAdACache(DynamicCache):
         local_tokens: sinks and sliding window together, in tokens.
         criterion: "gaussian" (eq. 7); "oracle" (eq. 2, reads everything to decide: for analysis); "dense" (no head
             is local); "local" (every head is); or `StaticHeads`, the same heads for every token.
+        group_rule: "head", every query head decides for itself, as in the paper; "mean", the query heads of a KV head
+            decide together, from the mean of their local shares; "all", they read the long context only if every
+            one of them needs it.
         moments: where the Gaussian's mean and covariance come from: "current", the prompt being read, or the
             `KeyMoments` of another prompt, or the path of a file of them.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
@@ -66,22 +69,25 @@ class QAdACache(DynamicCache):
         sink_tokens: int = 16,
         local_tokens: int = 128,
         criterion: str | StaticHeads = "gaussian",
+        group_rule: str = "head",
         moments: str | KeyMoments | os.PathLike = "current",
         update_moments: bool = True,
         offloading: bool = True,
     ) -> None:
         text_config = _text_config(model, config)
-        if not isinstance(moments, KeyMoments) and moments != "current":
+        if isinstance(moments, (str, os.PathLike)) and moments != "current":
             moments = KeyMoments.load(moments)
         policy = Policy(
             threshold=threshold,
             sink_tokens=sink_tokens,
             local_tokens=local_tokens,
             criterion=criterion,
+            group_rule=group_rule,
             moments=moments,
             update_moments=update_moments,
             offloading=offloading,
             model_type=text_config.model_type,
+            config=text_config,
         )
         _check_model(model, text_config)
         _check_tables(policy, text_config)
@@ -93,7 +99,10 @@ class QAdACache(DynamicCache):
         ]
         self._policy = policy
         self._config = text_config
-        self._latest: QAdALayer | None = None  # the layer updated last
+        # Linear layers do not count: some models write to their states without telling the cache.
+        attending = [index for index, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin)]
+        self._has_linear_layers = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
+        self._last_layer = attending[-1] if attending else -1
         if not any(isinstance(layer, QAdALayer) for layer in self.layers):
             logger.warning(
                 "%s has no full-attention layers: QAdACache has nothing to do and acts as DynamicCache",
@@ -113,20 +122,84 @@ class QAdACache(DynamicCache):
                 "the model's attention implementation was changed after this QAdACache was built "
                 f"(to {self._config._attn_implementation!r}): build a new QAdACache"
             )
-        self._check_settled()
-        layer = self.layers[layer_idx]
-        self._latest = layer if isinstance(layer, QAdALayer) else None
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._check_order(layer_idx, again=True)
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._policy.reached = layer_idx
+        return states
 
-    def _check_settled(self) -> None:
-        """Raise if the last keys handed out did not reach our attention function: the next call would be wrong."""
-        if self._latest is not None:
-            self._latest.check_settled()
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """As transformers' own, for linear-attention layers."""
+        self._check_order(layer_idx, again=state_idx == 0)
+        self._policy.reached = layer_idx
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """As transformers' own, for linear-attention layers."""
+        self._check_order(layer_idx, again=False)
+        self._policy.reached = layer_idx
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def _check_order(self, layer_idx: int, *, again: bool) -> None:
+        """Raise if a forward pass that comes to this layer left something undone before it.
+
+        `again`: whether coming to the layer reached last can only mean that a new pass has begun.
+        """
+        if layer_idx < self._policy.reached or (again and layer_idx == self._policy.reached):
+            self._check_whole()
+        elif layer_idx > self._policy.reached:
+            self._check_handed_back()
+
+    def _check_handed_back(self) -> None:
+        """Raise if keys handed out by the layer reached last did not come to our attention function."""
+        if self._policy.reached >= 0 and isinstance(layer := self.layers[self._policy.reached], QAdALayer):
+            layer.check_settled()
+
+    def _check_whole(self) -> None:
+        """Raise unless the last forward pass came through all attention layers: else they hold different tokens."""
+        self._check_handed_back()
+        if 0 <= self._policy.reached < self._last_layer:
+            raise RuntimeError(
+                f"a forward pass was interrupted after layer {self._policy.reached}, so layers hold different tokens: "
+                "call reset() and read the prompt again"
+            )
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the keys a mask must cover; the first thing a forward pass asks of a cache."""
-        self._check_settled()
+        """Length and offset of the keys a mask must cover."""
+        # Linear layers may come and go unseen, so with them a pass is only seen to begin here. Not checked for other
+        # models: some of them ask again in the middle of a pass.
+        if self._has_linear_layers:
+            self._check_whole()
         return super().get_mask_sizes(query_length, layer_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen."""
+        self._check_whole()
+        super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row `i` becomes the old row `beam_idx[i]` (beam search)."""
+        self._check_whole()
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, next to each other."""
+        self._check_whole()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (ints, or a bool mask)."""
+        self._check_whole()
+        super().batch_select_indices(indices)
+
+    def reset(self) -> None:
+        """Drop all tokens and counters."""
+        for layer in self.layers:
+            # Before 5.18, transformers' own layers keep their length on reset; dropping the tensors forgets it.
+            if isinstance(layer, DynamicLayer) and not isinstance(layer, QAdALayer):
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+        super().reset()
+        self._policy.reached = -1
 
     def __iter__(self):
         raise TypeError(
@@ -155,6 +228,7 @@ class QAdACache(DynamicCache):
             RuntimeError: a forward pass was interrupted, so there is no whole state.
             NotImplementedError: a layer of another kind holds something that cannot be written.
         """
+        self._check_whole()
         serialization.save(self, path)
 
     @classmethod

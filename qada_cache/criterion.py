@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 CRITERIA = ("gaussian", "oracle", "dense", "local")
+GROUP_RULES = ("head", "mean", "all")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,3 +82,25 @@ def long_context(log_local: Tensor, log_bulk: Tensor, threshold: float) -> Tenso
         return log_bulk > -torch.inf
     limit = math.log(threshold) - math.log1p(-threshold) if threshold > 0.0 else -math.inf
     return log_local - log_bulk < limit
+
+
+def group_decision(flags: Tensor, local_share: Tensor | None, threshold: float, rule: str) -> Tensor:
+    """What the query heads of each KV head do together, since memory traffic follows KV heads.
+
+    Args:
+        flags: bool `[batch, kv_heads, group, queries]`, what `long_context` says of each query head.
+        local_share: `A_local / (A_local + A_bulk)` of each, same shape; None if the criterion has none, in which
+            case a long-context head counts 0 and a local one 1.
+        threshold: as for `long_context`.
+        rule: "head", each query head for itself (the paper's rule); "mean", the group is long-context if the mean
+            local share of its heads is below the threshold; "all", if every head of it is long-context.
+
+    Returns:
+        bool, same shape; the same for all heads of a group unless the rule is "head".
+    """
+    if rule == "head":
+        return flags
+    if rule == "all" or threshold >= 1.0:
+        return flags.all(dim=2, keepdim=True).expand_as(flags)
+    share = (~flags).float() if local_share is None else local_share
+    return (share.mean(dim=2, keepdim=True) < threshold).expand_as(flags)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .criterion import StaticHeads, gaussian_log_bulk, long_context, pool_score_moments, score_moments
+from .criterion import StaticHeads, gaussian_log_bulk, group_decision, long_context, pool_score_moments, score_moments
 from .geometry import Geometry
 from .kernels import merge_partials, partial_attention, softmax_average
 from .layer import QAdALayer
@@ -83,7 +83,8 @@ def _needs_long_context(
     if isinstance(policy.criterion, StaticHeads):
         table = policy.criterion.long_context[layer.index].to(scores.device)
         table = table.reshape(shape[1], -1, 1)  # heads given as KV heads broadcast over their group
-        return (decided & table).expand(shape)
+        flags = group_decision(table.expand(shape), None, policy.threshold, policy.group_rule)
+        return flags & decided
 
     log_local = scores.masked_fill(~geometry.local.unsqueeze(1), -torch.inf).logsumexp(dim=-1)
     if far is not None:
@@ -94,7 +95,9 @@ def _needs_long_context(
         log_bulk = gaussian_log_bulk(mean, variance, geometry.bulk_tokens.unsqueeze(2))
         # Without any moments nothing can be said about the bulk: read it.
         log_bulk = log_bulk.masked_fill(~known, torch.inf)
-    return long_context(log_local, log_bulk, policy.threshold) & decided
+    flags = long_context(log_local, log_bulk, policy.threshold)
+    flags = group_decision(flags, torch.sigmoid(log_local - log_bulk), policy.threshold, policy.group_rule)
+    return flags & decided
 
 
 def _bulk_score_moments(

@@ -103,6 +103,7 @@ class QAdALayer(DynamicLayer):
         """Undo `update`: its tokens were refused before anything was stored."""
         self.incoming = None
         self.seen -= tokens
+        self.policy.reached = self.index - 1
 
     def check_history(self, valid: Tensor | None, tokens: int) -> Tensor | None:
         """Compare what a mask says of the tokens stored with what was stored, and record new padding.
@@ -129,7 +130,8 @@ class QAdALayer(DynamicLayer):
                 "the attention mask of this call does not agree with the tokens already cached: pass the whole mask "
                 "[batch, cached + new tokens], with the same padding as before"
             )
-        new = None if valid is None or valid[:, past:].all() else valid[:, past:]
+        # A copy: a view would keep the whole mask alive, [batch, 1, tokens, tokens] on a CPU model.
+        new = None if valid is None or valid[:, past:].all() else valid[:, past:].clone()
         if new is not None:
             self.padding.append((past, new))
         return new

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .criterion import CRITERIA, StaticHeads
+from .criterion import CRITERIA, GROUP_RULES, StaticHeads
 from .geometry import Geometry, call_geometry
 from .moments import KeyMoments
 from .padding import token_validity
@@ -25,6 +25,9 @@ class Policy:
     update_moments: bool
     offloading: bool
     model_type: str
+    group_rule: str = "head"
+    config: Any = None  # of the model served, compared by identity
+    reached: int = field(default=-1, repr=False)  # the layer that took in tokens last, in the forward pass under way
     _mask: tuple[Any, Any, Tensor | None] | None = field(default=None, repr=False)
     _geometry: tuple[Any, Geometry] | None = field(default=None, repr=False)
 
@@ -54,6 +57,8 @@ class Policy:
                 )
         elif not isinstance(self.criterion, StaticHeads):
             raise TypeError(f"criterion must be a str or StaticHeads, got {type(self.criterion).__name__}")
+        if self.group_rule not in GROUP_RULES:
+            raise ValueError(f"unknown group_rule {self.group_rule!r}: use one of {', '.join(GROUP_RULES)}")
         if not isinstance(self.moments, KeyMoments) and self.moments != "current":
             raise TypeError('moments must be "current", a KeyMoments or the path of a moments file')
 

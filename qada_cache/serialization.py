@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .cache import QAdACache
 
 KIND = "qada-cache"
-_OPTIONS = ("threshold", "sink_tokens", "local_tokens", "update_moments", "offloading")
+_OPTIONS = ("threshold", "sink_tokens", "local_tokens", "group_rule", "update_moments", "offloading")
 _IDENTITY = (
     "model_type",
     "num_hidden_layers",
@@ -27,6 +27,13 @@ _IDENTITY = (
     "hidden_size",
     "vocab_size",
     "rope_parameters",
+    "layer_types",
+    "sliding_window",
+    "linear_conv_kernel_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
 )
 _LAYER_FIELDS = (
     "seen",

@@ -114,6 +114,37 @@ def test_fixed_criteria() -> None:
         decide(**options, position=4, criterion="nothing", **SMALL)
 
 
+def test_group_rules() -> None:
+    """Query heads 0 and 1 share a key head; scores are the queries, over a bulk of two of five equal keys."""
+    options = {"query": random(4, 3), "keys": random(2, 1, 3).expand(2, 5, 3), "position": 4, "scaling": 1.0}
+    static = torch.tensor([True, False, True, True])
+    for rule, expected in [("head", [False, True, False, False]), ("all", [True, True, False, False])]:
+        assert decide(criterion=static, group_rule=rule, **options, **SMALL).tolist() == expected
+    for threshold, expected in [(0.5, [True, True, False, False]), (0.51, [False] * 4), (0.0, [True] * 4)]:
+        found = decide(criterion=static, group_rule="mean", threshold=threshold, **options, **SMALL)
+        assert found.tolist() == expected
+    for threshold, expected in [(0.599, True), (0.601, False)]:  # every head's fraction is 3 / 5
+        for rule in ("head", "all", "mean"):
+            found = decide(criterion="oracle", group_rule=rule, threshold=threshold, **options, **SMALL)
+            assert found.tolist() == [expected] * 4
+    # Fractions 3 / 5 and, for a query of 0 mass but in the bulk, about 0: their mean is 0.3.
+    keys = torch.zeros(1, 5, 1)
+    keys[:, 1:3] = 50.0
+    query = torch.tensor([[0.0], [1.0]])
+    for rule, threshold, expected in [
+        ("head", 0.4, [True, False]),
+        ("all", 0.4, [True, True]),
+        ("mean", 0.299, [True, True]),
+        ("mean", 0.301, [False, False]),
+        ("mean", 1.0, [False, False]),
+    ]:
+        found = decide(
+            query=query, keys=keys, position=4, scaling=1.0, criterion="oracle", threshold=threshold,
+            group_rule=rule, **SMALL,
+        )  # fmt: skip
+        assert found.tolist() == expected
+
+
 def test_attend_by_hand() -> None:
     """Equal scores average the values: locally tokens 0, 3, 4 of 0..4; in full, all five; never token 5."""
     values = torch.tensor([1.0, 10.0, 100.0, 1000.0, 10000.0, 1e9])[None, :, None]

@@ -1,0 +1,122 @@
+"""One cache layer driven without a model: `update`, then the registered attention function, with a mask as
+transformers builds it.
+"""
+
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from qada_cache import decode
+from qada_cache.attention import attention_forward, switch_on
+from qada_cache.layer import QAdALayer
+from qada_cache.policy import Policy
+
+SINKS, LOCAL = 3, 11  # small, so that a few dozen tokens reach every place a token can be
+WINDOW = LOCAL - SINKS
+POLICY = {
+    "threshold": 0.15,  # decides about half of the calls of `Inputs` each way
+    "sink_tokens": SINKS,
+    "local_tokens": LOCAL,
+    "criterion": "gaussian",
+    "group_rule": "head",
+    "moments": "current",
+    "update_moments": True,
+    "offloading": False,
+    "model_type": "llama",
+}
+
+
+class FakeAttention(nn.Module):
+    """What the attention function reads of a transformers attention module."""
+
+    def __init__(self, config: LlamaConfig, *, groups: int, layer_idx: int = 0) -> None:
+        super().__init__()
+        self.config, self.num_key_value_groups, self.layer_idx = config, groups, layer_idx
+        self.is_causal = True
+        self.eval()
+
+
+class Inputs:
+    """Random keys, values and queries, the same for the same seed and the same sequence of calls.
+
+    Scores have a standard deviation of about 1.5, so that heads differ in where their attention lies.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        dim: int = 16,
+        value_dim: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.heads, self.kv_heads, self.dim, self.value_dim = heads, kv_heads, dim, value_dim
+        self.dtype, self.device = dtype, device
+
+    def __call__(self, tokens: int, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values, queries `[batch, heads, tokens, dim]` for one call."""
+        keys, values, queries = (
+            torch.randn(batch, heads, tokens, dim, generator=self.generator)
+            for heads, dim in ((self.kv_heads, self.dim), (self.kv_heads, self.value_dim), (self.heads, self.dim))
+        )
+        made = keys + 0.5, values, 1.5 * queries  # a mean, so that the estimate of the bulk's needs it
+        return tuple(tensor.to(self.device, self.dtype) for tensor in made)
+
+
+def transformers_mask(valid: Tensor, queries: int) -> Tensor | None:
+    """The mask `sdpa_mask` builds from a 2-D mask `valid` bool `[batch, seen]`, for the last `queries` tokens."""
+    seen = valid.shape[1]
+    if valid.all() and queries in (1, seen):
+        return None
+    causal = torch.ones(queries, seen, dtype=torch.bool, device=valid.device).tril(seen - queries)
+    return causal & valid[:, None, None, :]
+
+
+def make_policy(**options: Any) -> Policy:
+    return Policy(**(POLICY | options))
+
+
+class Driver:
+    """Calls one `QAdALayer` as a model does.
+
+    Args:
+        layer: the layer to drive.
+        groups: query heads of each key-value head.
+        module: the attention module the calls come from; a new one by default.
+    """
+
+    def __init__(self, layer: QAdALayer, *, groups: int = 2, module: FakeAttention | None = None) -> None:
+        if module is None:
+            config = LlamaConfig()
+            config._attn_implementation = "sdpa"
+            switch_on(config)
+            module = FakeAttention(config, groups=groups)
+        self.layer, self.module = layer, module
+
+    def __call__(
+        self, keys: Tensor, values: Tensor, queries: Tensor, mask: Tensor | None, *, scaling: float, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs `[batch, heads, tokens, dim]`; bool flags of the same leading shape, True = local.
+
+        The flags are None when the call was exact: nothing was decided.
+        """
+        seen = []
+        original = decode._needs_long_context
+
+        def spy(*args: Any, **options: Any) -> Tensor:
+            seen.append(original(*args, **options))
+            return seen[-1]
+
+        with mock.patch.object(decode, "_needs_long_context", spy), torch.no_grad():
+            tagged, stored = self.layer.update(keys, values)
+            outputs, weights = attention_forward(self.module, queries, tagged, stored, mask, scaling=scaling, **kwargs)
+        assert weights is None
+        assert len(seen) <= 1
+        return outputs.transpose(1, 2), ~seen[0].flatten(1, 2).cpu() if seen else None

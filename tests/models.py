@@ -1,0 +1,182 @@
+"""Tiny random models by family, and the two ways the tests run them: `generate()`, and forced tokens.
+
+No end-of-sequence token, so that random models do not stop, and weights large enough (`initializer_range`) that
+attention is peaked and the best token leads the second by far more than rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from qada_cache import QAdACache
+
+VOCABULARY = 97
+SMALL = {"sink_tokens": 4, "local_tokens": 20}  # so that a short prompt has a bulk
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.35,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_HYBRID = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 8,
+    "mlp_only_layers": [0, 1],  # no mixture of experts: torch has none in float64
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 2,
+}
+_SHARED = {
+    **_HYBRID,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "head_dim": 8,
+    "intermediate_size": [48] * 4,
+    "activation_sparsity_pattern": [0.0] * 4,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
+}
+
+# Family: the prefix of transformers' own classes, and what the family needs beside or instead of _COMMON.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral_sliding": ("Mistral", {"sliding_window": 12}),
+    "phi3": ("Phi3", {}),
+    "gemma3": ("Gemma3", {"head_dim": 8, **_HYBRID}),
+    "olmo2": ("Olmo2", {}),
+    "glm4": ("Glm4", {"head_dim": 8}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "granite": ("Granite", {"attention_multiplier": 0.35}),
+    "qwen3_next": ("Qwen3Next", _LINEAR),
+    # Not supported, each for a reason of its own.
+    "gemma2": ("Gemma2", {"head_dim": 8, "attn_logit_softcapping": 5.0, **_HYBRID}),
+    "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, **_HYBRID}),
+    "deepseek_v3": ("DeepseekV3", _LATENT),
+    "gptj": ("GPTJ", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_inner": 48, "rotary_dim": 4, "n_positions": 1024}),
+    "gemma3n": ("Gemma3n", _SHARED),
+}
+
+
+def tiny(
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    attention: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> PreTrainedModel:
+    """A seeded random model of `family` in eval mode; `changes` go to its config; sdpa attention where there is one."""
+    prefix, needs = FAMILIES[family]
+    suffix = "TextConfig" if family in ("gemma3", "gemma3n") else "Config"
+    common = {} if family == "gptj" else _COMMON
+    if family == "gptj":  # whose config has names of its own, and aliases that refuse to be set
+        common = {name: _COMMON[name] for name in ("vocab_size", "initializer_range", "tie_word_embeddings")}
+        common |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    config = getattr(transformers, prefix + suffix)(**{**common, **needs, **changes})
+    torch.manual_seed(seed)
+    attention = attention or ("eager" if family in ("gemma2", "gpt_oss", "gptj") else "sdpa")
+    model = getattr(transformers, prefix + "ForCausalLM")._from_config(config, attn_implementation=attention)
+    return model.eval().to(dtype)
+
+
+def prompt(*lengths: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Random token ids `[rows, max(lengths)]`, padded on the left with 0, and their attention mask."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, -length:] = torch.randint(1, VOCABULARY, (length,), generator=generator)
+        mask[row, -length:] = 1
+    return ids, mask
+
+
+def exact(model: PreTrainedModel, **options: Any) -> QAdACache:
+    """A cache whose every head reads everything: it must be indistinguishable from DynamicCache."""
+    return QAdACache(model, **{"threshold": 1.0, **SMALL, **options})
+
+
+def generate(model: PreTrainedModel, ids: Tensor, cache: Cache | None, *, tokens: int = 24, **options: Any) -> Any:
+    """`generate()`'s whole output, raw logits included; greedy unless `options` say otherwise; always seeded."""
+    torch.manual_seed(5)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **options}
+    return model.generate(
+        ids,
+        past_key_values=cache,
+        max_new_tokens=tokens,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+
+
+def logits_of(output: Any) -> Tensor:
+    """`[rows, generated tokens, vocabulary]` of an output of `generate`."""
+    return torch.stack(output.logits, dim=1)
+
+
+@torch.no_grad()
+def forced(
+    model: PreTrainedModel, ids: Tensor, split: list[int], cache: Cache | None, mask: Tensor | None = None
+) -> Tensor:
+    """Logits `[rows, tokens, vocabulary]` of `ids` given to the model in calls of `split` tokens (the last repeats).
+
+    Forced tokens let two runs be compared that rounding might send down different paths.
+    """
+    logits, start = [], 0
+    split = list(split)
+    while start < ids.shape[1]:
+        stop = min(start + (split.pop(0) if len(split) > 1 else split[0]), ids.shape[1])
+        given = None if mask is None else mask[:, :stop]
+        logits.append(model(ids[:, start:stop], attention_mask=given, past_key_values=cache, use_cache=True).logits)
+        start = stop
+    return torch.cat(logits, dim=1)
+
+
+def rounding(model: PreTrainedModel, ids: Tensor) -> float:
+    """The model's own worst rounding error in its logits of `ids`: against itself in float64, without any cache.
+
+    Two correct orders of the same sums differ by about this much; tests allow a few times it.
+    """
+    twin = tiny_like(model, torch.float64)
+    with torch.no_grad():
+        wanted, got = (m(ids, use_cache=False).logits.double() for m in (twin, model))
+    return (wanted - got).abs().max().item()
+
+
+def tiny_like(model: PreTrainedModel, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+    """The same weights in another dtype, and with an attention implementation that no cache has switched."""
+    config = type(model.config)(**{k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "model_type")})
+    twin = type(model)._from_config(config, attn_implementation=attention).eval()
+    twin.load_state_dict(model.state_dict())
+    return twin.to(dtype)

@@ -1,0 +1,217 @@
+"""A cache layer in step with the float64 reference: every call goes to both, and is compared."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from harness import Driver, FakeAttention, make_policy, transformers_mask
+from reference import error_budget, log_local_fraction, log_masses
+from reference_layer import ReferenceLayer
+from torch import Tensor
+
+from qada_cache import KeyMoments, StaticHeads
+from qada_cache.layer import QAdALayer
+from qada_cache.store import TokenStore
+
+
+@dataclass
+class Tally:
+    """What a run has seen, so that a test can tell that it compared something."""
+
+    local: int = 0
+    long_context: int = 0
+    skipped: int = 0
+    exact: int = 0
+
+
+class Pair:
+    """A layer and its reference, given the same calls and compared after each.
+
+    Args:
+        options: those of `Policy` that differ from `POLICY`.
+        scaling: multiplies the scores.
+        layer: the product's layer, if it exists already (in a `QAdACache`, say).
+        module: as for `Driver`.
+        heads, kv_heads: query heads and key-value heads.
+    """
+
+    def __init__(
+        self,
+        *,
+        scaling: float = 0.25,
+        heads: int = 4,
+        kv_heads: int = 2,
+        layer: QAdALayer | None = None,
+        module: FakeAttention | None = None,
+        **options: Any,
+    ) -> None:
+        layer = QAdALayer(make_policy(**options), 0) if layer is None else layer
+        self.groups, self.scaling = heads // kv_heads, scaling
+        self.driver = Driver(layer, groups=self.groups, module=module)
+        self.reference = ReferenceLayer(scaling=scaling, **reference_options(layer, heads=heads))
+        self.mask_form = lambda mask: mask  # how masks of calls on a filled cache are written down
+        self.tally = Tally()
+        self.decisions, self.local_heads, self.local_groups = 0, None, None
+
+    @property
+    def layer(self) -> QAdALayer:
+        """The product's layer."""
+        return self.driver.layer
+
+    def update(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        queries: Tensor,
+        valid: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """One call to both; `valid` bool `[batch, tokens]`, None without padding. Returns the layer's outputs.
+
+        `mask` is what `next_mask` returns, if several layers are to be handed the very same tensor.
+        """
+        count, reference = keys.shape[2], self.reference
+        mask = self.next_mask(keys.shape[0], count, valid) if mask is None else mask
+        mask = None if mask is None else mask.to(keys.device)
+        expected, local, has_bulk = reference.update(keys, values, queries, valid)
+        outputs, flags = self.driver(keys, values, queries, mask, scaling=self.scaling)
+
+        assert outputs.dtype == queries.dtype
+        assert outputs.shape == (*queries.shape[:3], values.shape[-1])
+        real = torch.ones(keys.shape[0], count, dtype=torch.bool) if valid is None else valid
+        wrong = torch.zeros_like(local)
+        if flags is None:
+            assert not local.any(), "the layer was exact where the reference was not"
+            self.tally.exact += 1
+        else:
+            wrong = (flags != local) & real[:, None]
+            self._check_flags(wrong, queries)
+            self._count(flags & real[:, None], has_bulk)
+        lowp = reference.naive_outputs(queries.cpu(), local, queries.dtype, valid)
+        compared = (real[:, None] & ~wrong).unsqueeze(-1)
+        difference = (outputs.cpu().double() - expected).masked_fill(~compared, 0.0).abs()
+        budget = error_budget(reference64=expected, lowp=lowp)
+        assert difference.max() <= budget, f"off by {difference.max():.3g}, budget {budget:.3g}"
+        self.check_state()
+        return outputs
+
+    def next_mask(self, batch: int, count: int, valid: Tensor | None) -> Tensor | None:
+        """The mask of a call with `count` more tokens, of which `valid` are real."""
+        valid = torch.ones(batch, count, dtype=torch.bool) if valid is None else valid
+        history = torch.tensor(self.reference.history, dtype=torch.bool).reshape(batch, -1)
+        mask = transformers_mask(torch.cat([history, valid], dim=1), count)
+        return mask if mask is None or not history.numel() else self.mask_form(mask)
+
+    def _check_flags(self, wrong: Tensor, queries: Tensor) -> None:
+        """Flags may differ from the reference's only where rounding decides."""
+        reference, policy = self.reference, self.layer.policy
+        options = {name: reference.options[name] for name in ("criterion", "moments") if name in reference.options}
+        for row, index in wrong.any(dim=1).nonzero().tolist():
+            after = sum(reference.history[row][len(reference.history[row]) - queries.shape[2] + index + 1 :])
+            masses = log_masses(
+                query=queries[row, :, index].cpu(), keys=reference.keys[row], scaling=self.scaling,
+                position=reference.lengths[row] - after - 1, **reference.sizes, **options,
+                frozen_count=None if policy.update_moments else reference.frozen_counts[row],
+            )  # fmt: skip
+            for head in wrong[row, :, index].nonzero()[:, 0].tolist():
+                assert 0 < policy.threshold < 1
+                heads = slice(head, head + 1)
+                if policy.group_rule != "head":
+                    heads = slice(head - head % self.groups, head - head % self.groups + self.groups)
+                # The fused kernel's log-sum-exp is coarser in half precision, see test_kernels.py.
+                rounding = 1e-5 if queries.dtype == torch.float32 else 1e-4
+                slack = rounding * (1 + max(abs(log_mass) for masses_of in masses[heads] for log_mass in masses_of))
+                fractions = [math.exp(log_local_fraction(log_local=a, log_bulk=b)) for a, b in masses[heads]]
+                if policy.group_rule == "mean":
+                    fractions = [sum(fractions) / len(fractions)]
+                close = min(abs(fraction / policy.threshold - 1) for fraction in fractions)
+                assert close < slack, f"row {row}, query {index}, head {head}"
+                self.tally.skipped += 1
+
+    def _count(self, local: Tensor, has_bulk: Tensor) -> None:
+        decided = has_bulk[:, None] & torch.ones_like(local)
+        self.tally.local += int((local & decided).sum())
+        self.tally.long_context += int((~local & decided).sum())
+        if self.local_heads is None:
+            self.local_heads = torch.zeros(local.shape[1], dtype=torch.int64)
+            self.local_groups = torch.zeros(local.shape[1] // self.groups, dtype=torch.int64)
+        self.decisions += int(has_bulk.sum())
+        self.local_heads += (local & decided).sum(dim=(0, 2))
+        self.local_groups += (local & decided).unflatten(1, (-1, self.groups)).all(dim=2).sum(dim=(0, 2))
+
+    def check_state(self) -> None:
+        """Tokens (exactly), lengths, moments and counters of the layer are the reference's."""
+        layer, reference = self.layer, self.reference
+        assert layer.seen == layer.get_seq_length() == reference.length
+        if layer.store is None:
+            return
+        assert layer.store.lengths == reference.lengths
+        assert layer.decisions == self.decisions
+        if layer.local_heads is not None:
+            assert torch.equal(layer.local_heads.flatten().cpu(), self.local_heads)
+            assert torch.equal(layer.local_groups.cpu(), self.local_groups)
+        for row, (keys, values) in enumerate(stored_tokens(layer.store)):
+            assert torch.equal(keys.double(), reference.keys[row])
+            assert torch.equal(values.double(), reference.values[row])
+        if layer.store.moments is not None:
+            for row in range(layer.store.batch):
+                self._check_moments(row)
+
+    def _check_moments(self, row: int) -> None:
+        moments, reference = self.layer.store.moments, self.reference
+        bulk = self.layer.store.bulk.lengths[row]
+        expected = bulk if self.layer.policy.update_moments else reference.frozen_counts[row]
+        assert moments.count[row] == expected
+        mean, covariance = reference.moments(row, count=expected)
+        for name, found, true in (
+            ("mean", moments.mean, mean),
+            ("covariance", moments.covariance, covariance),
+        ):
+            error = float((found[row].cpu().double() - true).abs().max())
+            assert error <= 1e-5 * max(1.0, float(true.abs().max())), f"{name} of row {row} is off by {error:.3g}"
+
+    def crop(self, count: int) -> None:
+        self.layer.crop(-count)
+        self.reference.crop(count)
+        self.check_state()
+
+    def reset(self) -> None:
+        self.layer.reset()
+        self.reference.reset()
+        self.decisions, self.local_heads, self.local_groups = 0, None, None
+        self.check_state()
+
+
+def reference_options(layer: QAdALayer, *, heads: int) -> dict[str, Any]:
+    """What `ReferenceLayer` is to do so that it does what the layer's policy says."""
+    policy = layer.policy
+    options = {
+        name: getattr(policy, name)
+        for name in ("threshold", "sink_tokens", "local_tokens", "update_moments", "group_rule")
+    }
+    options["criterion"] = policy.criterion
+    if isinstance(policy.criterion, StaticHeads):
+        table = policy.criterion.long_context[layer.index]
+        options["criterion"] = table.repeat_interleave(heads // len(table))  # KV heads speak for their group
+    if isinstance(policy.moments, KeyMoments):
+        options["moments"] = policy.moments.mean[layer.index], policy.moments.covariance[layer.index]
+    return options
+
+
+def stored_tokens(store: TokenStore) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values `[kv_heads, tokens, dim]` of each row on the host, read from the buffers themselves."""
+    rows = []
+    for row, (length, gone) in enumerate(zip(store.lengths, store.flushed, strict=True)):
+        stored, stop = store.bulk.lengths[row], store.sinks + store.end
+        assert stored == max(gone - store.sinks, 0)
+        sinks, tail = slice(0, min(gone, store.sinks)), slice(stop - (length - gone), stop)
+        buffers = (store.near_keys, store.bulk.keys), (store.near_values, store.bulk.values)
+        rows.append(
+            tuple(
+                torch.cat([near[row, :, sinks].cpu(), bulk[row, :, :stored].cpu(), near[row, :, tail].cpu()], dim=1)
+                for near, bulk in buffers
+            )
+        )
+    return rows

@@ -1,0 +1,142 @@
+"""The criteria as pure functions, against the float64 reference one query at a time."""
+
+import math
+
+import pytest
+import reference
+import torch
+
+from qada_cache import StaticHeads
+from qada_cache.criterion import gaussian_log_bulk, group_decision, long_context, pool_score_moments, score_moments
+
+SCALING = 0.3
+EDGE_THRESHOLDS = (0.0, 1e-300, 1e-6, 0.1, 0.5, 0.6, 0.999, 1 - 1e-15, 1.0)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 63, 111, 257])
+def test_gaussian_estimate_equals_reference(tokens: int, group: int) -> None:
+    """Row by row and head by head; the budget is a few ulps of the sums that the estimate adds up."""
+    batch, kv_heads, dim = 2, 2, 16
+    keys, queries = random(batch, kv_heads, tokens, dim) + 0.7, random(batch, kv_heads, group, dim, seed=1)
+    moments = [[reference.key_moments(keys=head) for head in row] for row in keys]
+    mean = torch.stack([torch.stack([head[0] for head in row]) for row in moments])
+    covariance = torch.stack([torch.stack([head[1] for head in row]) for row in moments])
+    score_mean, score_variance = score_moments(queries, mean.float(), covariance.float(), scaling=SCALING)
+    found = gaussian_log_bulk(score_mean, score_variance, torch.tensor(tokens))
+    for row in range(batch):
+        for head in range(kv_heads):
+            for index in range(group):
+                query = queries[row, head, index]
+                expected = reference.gaussian_log_bulk(
+                    query=query, mean=mean[row, head], covariance=covariance[row, head], bulk_tokens=tokens,
+                    scaling=SCALING,
+                )  # fmt: skip
+                magnitude = float(query.abs() @ mean[row, head].float().abs()) * SCALING
+                magnitude += float(query.abs() @ covariance[row, head].float().abs() @ query.abs()) * SCALING**2
+                budget = 8 * torch.finfo(torch.float32).eps * (magnitude + math.log(tokens) + 1)
+                assert abs(float(found[row, head, index]) - expected) <= budget
+
+
+def test_moments_of_one_prompt_serve_every_row() -> None:
+    queries, mean, covariance = random(3, 2, 4, 8), random(1, 2, 8, seed=1), random(1, 2, 8, 8, seed=2)
+    covariance = covariance @ covariance.transpose(-1, -2)
+    together = score_moments(queries, mean, covariance, scaling=SCALING)
+    apart = score_moments(queries, mean.expand(3, -1, -1), covariance.expand(3, -1, -1, -1), scaling=SCALING)
+    torch.testing.assert_close(together, apart)
+
+
+def test_variance_is_never_negative() -> None:
+    """A covariance without a direction of the query, off by rounding: the variance is 0 rather than below."""
+    covariance = torch.tensor([[[[1.0, 0.0], [0.0, -1e-7]]]])
+    _, variance = score_moments(torch.tensor([[[[0.0, 1.0]]]]), torch.zeros(1, 1, 2), covariance, scaling=1.0)
+    assert variance.item() == 0.0
+
+
+@pytest.mark.parametrize("split", [0, 1, 17, 63])
+def test_pooling_scores_equals_pooling_keys(split: int) -> None:
+    scores = (random(63) * 3 + 40).double()
+    parts = scores[:split], scores[split:]
+    moments = [
+        (torch.tensor(float(len(part))), part.mean(), part.var(correction=0))
+        if len(part)
+        else (torch.tensor(0.0), torch.tensor(9.9), torch.tensor(9.9))  # without weight, whatever it holds
+        for part in parts
+    ]
+    mean, variance = pool_score_moments(*moments[0], *moments[1])
+    torch.testing.assert_close(mean, scores.mean())
+    torch.testing.assert_close(variance, scores.var(correction=0))
+
+
+def test_no_bulk_has_no_mass() -> None:
+    assert gaussian_log_bulk(torch.tensor(3.0), torch.tensor(2.0), torch.tensor(0)).item() == -math.inf
+
+
+@pytest.mark.parametrize("threshold", EDGE_THRESHOLDS)
+def test_decision_equals_reference(threshold: float) -> None:
+    """Away from the threshold itself the two formulas agree, up to masses that overflow and to empty bulks."""
+    masses = [-math.inf, -500.0, -80.0, -1.0, 0.0, 0.25, 1.0, 7.0, 90.0, 500.0, math.inf]
+    compared = 0
+    for log_local in masses[1:-1]:
+        for log_bulk in masses:
+            fraction = reference.log_local_fraction(log_local=log_local, log_bulk=log_bulk) if log_bulk > -800 else 0.0
+            if 0 < threshold < 1 and abs(fraction - math.log(threshold)) < 1e-6:
+                continue
+            local = reference.is_local(log_local=log_local, log_bulk=log_bulk, threshold=threshold)
+            found = long_context(torch.tensor(log_local), torch.tensor(log_bulk), threshold)
+            assert bool(found) is not local, (log_local, log_bulk)
+            compared += 1
+    assert compared >= 60
+
+
+def test_decision_at_the_threshold() -> None:
+    """A head whose share is exactly the threshold is local (the paper's >=)."""
+    half = torch.tensor(2.0)
+    assert not long_context(half, half, 0.5)
+    assert long_context(half, half, 0.5 + 1e-6)
+    assert not long_context(half, half, 0.5 - 1e-6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_decisions_of_random_heads(scale: float) -> None:
+    log_local, log_bulk = scale * random(500), scale * random(500, seed=1)
+    for threshold in (0.1, 0.6, 0.95):
+        expected = [
+            not reference.is_local(log_local=local, log_bulk=bulk, threshold=threshold)
+            for local, bulk in zip(log_local.tolist(), log_bulk.tolist(), strict=True)
+        ]
+        assert long_context(log_local, log_bulk, threshold).tolist() == expected
+        assert 10 < sum(expected) < 490
+
+
+def test_group_rules() -> None:
+    """Two groups of two heads, `[batch, kv_heads, group, queries]`; every query decides by itself."""
+    flags = torch.tensor([[[[True, False], [False, False]], [[True, True], [True, False]]]])
+    share = torch.tensor([[[[0.1, 0.9], [0.9, 0.9]], [[0.2, 0.2], [0.4, 0.9]]]])
+    assert group_decision(flags, share, 0.5, "head") is flags
+    expected = torch.tensor([[[[False, False]] * 2, [[True, False]] * 2]])
+    assert torch.equal(group_decision(flags, share, 0.5, "all"), expected)
+    assert torch.equal(group_decision(flags, share, 0.5, "mean"), expected)  # means .5, .9, .3, .55
+    assert group_decision(flags, share, 0.91, "mean").all()
+    assert not group_decision(flags, share, 0.0, "mean").any()
+    assert torch.equal(group_decision(flags, torch.ones_like(share), 1.0, "mean"), expected)  # shares rounded to 1
+    expected = torch.tensor([[[[True, False]] * 2, [[True, True]] * 2]])
+    assert torch.equal(group_decision(flags, None, 0.6, "mean"), expected)
+
+
+@pytest.mark.parametrize(
+    ("table", "got"),
+    [
+        ([[True, False]], "got list"),
+        (torch.ones(2, 4), "torch.float32"),
+        (torch.ones(4, dtype=torch.bool), r"\[4\]"),
+        (torch.ones(1, 2, 4, dtype=torch.bool), r"\[1, 2, 4\]"),
+    ],
+)
+def test_static_heads_validation(table: object, got: str) -> None:
+    with pytest.raises(TypeError, match=f"StaticHeads.*bool tensor.*{got}"):
+        StaticHeads(table)

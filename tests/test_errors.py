@@ -1,0 +1,299 @@
+"""Bad input and wrong use: one clear exception each, and nothing half-done by it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import SMALL, exact, forced, generate, logits_of, prompt, tiny
+from torch import Tensor
+from transformers import BartConfig, BartForConditionalGeneration, DynamicCache, LlamaConfig, PreTrainedModel, T5Config
+
+from qada_cache import KeyMoments, QAdACache, StaticHeads, attention
+
+
+def moments(layers: int, kv_heads: int, dim: int, model_type: str = "llama") -> KeyMoments:
+    covariance = torch.eye(dim).expand(layers, kv_heads, dim, dim).clone()
+    return KeyMoments(torch.zeros(layers, kv_heads, dim), covariance, tokens=100, model_type=model_type)
+
+
+ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"threshold": -0.1}, ValueError, r"threshold must be in \[0, 1\], got -0.1"),
+    ({"threshold": 1.01}, ValueError, r"threshold must be in \[0, 1\], got 1.01"),
+    ({"threshold": math.nan}, ValueError, r"threshold must be in \[0, 1\], got nan"),
+    ({"threshold": "0.5"}, TypeError, "threshold must be a number .* got str"),
+    ({"threshold": True}, TypeError, "threshold must be a number .* got bool"),
+    ({"threshold": None}, TypeError, "threshold must be a number .* got NoneType"),
+    ({"threshold": torch.tensor(0.5)}, TypeError, "threshold must be a number .* got Tensor"),
+    ({"local_tokens": 16}, ValueError, r"local_tokens \(16\) .* must exceed sink_tokens \(16\)"),
+    ({"sink_tokens": 300}, ValueError, r"local_tokens \(128\) .* must exceed sink_tokens \(300\)"),
+    ({"sink_tokens": -1}, ValueError, "sink_tokens must not be negative, got -1"),
+    ({"local_tokens": -1, "sink_tokens": -2}, ValueError, "sink_tokens must not be negative"),
+    ({"local_tokens": 128.0}, TypeError, "local_tokens must be an int, got float"),
+    ({"sink_tokens": True}, TypeError, "sink_tokens must be an int, got bool"),
+    ({"criterion": "eager"}, ValueError, "unknown criterion 'eager': use one of gaussian, .* or StaticHeads"),
+    ({"criterion": None}, TypeError, "criterion must be a str or StaticHeads, got NoneType"),
+    ({"criterion": torch.ones(2, 4).bool()}, TypeError, "criterion must be a str or StaticHeads, got Tensor"),
+    ({"criterion": StaticHeads(torch.ones(3, 4).bool())}, ValueError, r"\[3, 4\].* needs \[2, 4\] or \[2, 2\]"),
+    ({"criterion": StaticHeads(torch.ones(2, 8).bool())}, ValueError, r"\[2, 8\].* needs \[2, 4\] or \[2, 2\]"),
+    ({"moments": moments(3, 2, 8)}, ValueError, r"of a llama model with .* \[3, 2, 8\]; this .* has \[2, 2, 8\]"),
+    ({"moments": moments(2, 4, 8)}, ValueError, r"\[2, 4, 8\]; this llama model has \[2, 2, 8\]"),
+    ({"moments": moments(2, 2, 8, "qwen2")}, ValueError, "of a qwen2 model .* this llama model"),
+    ({"moments": 3}, TypeError, "moments must be .*path"),
+    ({"moments": None}, TypeError, "moments must be .*path"),
+    ({"moments": "nowhere.safetensors"}, FileNotFoundError, "no qada-moments file at nowhere.safetensors"),
+    ({"group_rule": "any"}, ValueError, "unknown group_rule 'any': use one of head, mean, all"),
+    ({"group_rule": None}, ValueError, "unknown group_rule None: use one of head"),
+    ({"update_moments": 1}, TypeError, "update_moments must be a bool, got int"),
+    ({"offloading": "cpu"}, TypeError, "offloading must be a bool, got str"),
+    ({"sinks": 4}, TypeError, "unexpected keyword argument 'sinks'"),
+]
+
+
+@pytest.fixture(scope="module")
+def shared() -> PreTrainedModel:
+    """For tests that end before the model is touched."""
+    return tiny()
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny()
+
+
+@pytest.mark.parametrize(("argument", "error", "message"), ARGUMENTS, ids=lambda value: str(value)[:40])
+def test_bad_arguments(shared: PreTrainedModel, argument: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        QAdACache(shared, **argument)
+    assert shared.config._attn_implementation == "sdpa"  # nothing was switched
+
+
+@pytest.mark.parametrize("table", [torch.ones(2, 4), torch.ones(4).bool(), [[True]], None], ids=str)
+def test_static_heads_of_another_kind(table: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes a bool tensor \[layers, heads\], got"):
+        StaticHeads(table)
+
+
+def test_key_moments_of_another_shape() -> None:
+    with pytest.raises(ValueError, match=r"takes mean \[layers, kv_heads, dim\].* got \[2, 2, 8\] and \[2, 2, 8\]"):
+        KeyMoments(torch.zeros(2, 2, 8), torch.zeros(2, 2, 8), tokens=1, model_type="llama")
+    with pytest.raises(ValueError, match="nan or infinity"):
+        KeyMoments(torch.full((1, 1, 2), math.nan), torch.zeros(1, 1, 2, 2), tokens=1, model_type="llama")
+
+
+def test_what_a_cache_is_built_for(shared: PreTrainedModel) -> None:
+    keys = torch.zeros(1, 2, 3, 8)
+    for wrong in ([(keys, keys)], iter([(keys, keys)]), ((keys, keys),)):  # nn.DataParallel's gather
+        with pytest.raises(TypeError, match=r"takes a transformers model or config=model.config, got \w+"):
+            QAdACache(wrong)
+    with pytest.raises(TypeError, match=r"model as config=..., got LlamaConfig"):
+        QAdACache(shared.config)
+    with pytest.raises(TypeError, match="either a model or config"):
+        QAdACache()
+    with pytest.raises(TypeError, match="either a model or config"):
+        QAdACache(shared, config=shared.config)
+    with pytest.raises(TypeError, match="PreTrainedConfig, got dict"):
+        QAdACache(config=shared.config.to_dict())
+    with pytest.raises(TypeError, match="positional"):
+        QAdACache(shared, 0.5)
+    assert shared.config._attn_implementation == "sdpa"
+    config = LlamaConfig(num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"belongs to no model .*pass model.config, or the model"):
+        QAdACache(config=config)
+    assert config._attn_implementation is None
+
+
+def test_models_of_other_kinds() -> None:
+    sizes = {"vocab_size": 50, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16}
+    sizes |= {"decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    bart = BartForConditionalGeneration(BartConfig(**sizes))
+    with pytest.raises(NotImplementedError, match=r"decoder-only models: use transformers.DynamicCache for bart"):
+        QAdACache(bart)
+    assert bart.config._attn_implementation == "sdpa"
+    with pytest.raises(NotImplementedError, match=r"decoder-only models: use transformers.DynamicCache for t5"):
+        QAdACache(config=T5Config())
+    flex = tiny(attention="flex_attention")
+    with pytest.raises(ValueError, match=r"cannot wrap .*'flex_attention': load the model with .* one of eager, sdpa"):
+        QAdACache(flex)
+    assert flex.config._attn_implementation == "flex_attention"
+
+
+def test_another_model(model: PreTrainedModel) -> None:
+    """Never wrong tokens, whichever model it is, and whether or not that one has been switched on."""
+    other, text = tiny(seed=1), prompt(150)[0]
+    cache = exact(model)
+    generate(model, text, cache)
+    for fed in (text[:, :1], text[:, :40]):
+        twin = copy.deepcopy(cache)
+        with pytest.raises(RuntimeError), torch.no_grad():  # never switched: torch or we notice, by shapes or tags
+            other(fed, past_key_values=twin)
+        with pytest.raises(RuntimeError, match="did not come back to its attention function"):
+            forced(model, fed, [40], twin)
+    with pytest.raises(RuntimeError, match="did not come back to its attention function"):
+        generate(other, text, exact(model))
+    exact(other)
+    refusal = pytest.raises(RuntimeError, match=r"another model.*: build one QAdACache per model")
+    with refusal:
+        forced(other, text[:, :5], [5], cache)
+    cache.reset()
+    with refusal:  # also an empty one
+        generate(other, text, cache)
+    cache.reset()
+    for layers in (1, 3):
+        another = tiny(num_hidden_layers=layers)
+        exact(another)
+        with refusal:
+            generate(another, text, exact(model))
+    wanted = generate(model, text, DynamicCache(config=model.config))
+    assert torch.equal(generate(model, text, cache).sequences, wanted.sequences)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [("gemma3", "llama"), ("llama", "gemma3"), ("llama", "mistral_sliding")])
+def test_another_family(mine: str, theirs: str) -> None:
+    """Layers of another kind than the model's: the model's full-attention layers would read a sliding window."""
+    cache, other = exact(tiny(mine)), tiny(theirs)
+    exact(other)
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"model|sliding window"):
+        generate(other, prompt(150)[0], cache)
+
+
+@pytest.mark.parametrize("attention_name", ["sdpa", "eager"])
+def test_attention_weights_are_refused(attention_name: str) -> None:
+    model, ids = tiny(attention=attention_name), prompt(50)[0]
+    refusal = pytest.raises(NotImplementedError, match=r"cannot return attention weights.*drop output_attentions=True")
+    with refusal:
+        generate(model, ids, exact(model), output_attentions=True)
+    with refusal, torch.no_grad():
+        model(ids, past_key_values=exact(model), output_attentions=True)
+    if attention_name == "eager":  # transformers refuses to set it for sdpa
+        asking = tiny(attention="eager")
+        asking.config.output_attentions = True
+        with refusal:
+            generate(asking, ids, exact(asking))
+
+
+def test_training_is_refused(model: PreTrainedModel) -> None:
+    ids, cache = prompt(50)[0], exact(model)
+    with pytest.raises(RuntimeError, match=r"inference only: call the model under torch.no_grad\(\)"):
+        model(ids, past_key_values=cache)
+    model.train()
+    with pytest.raises(RuntimeError, match=r"inference only: call model.eval\(\)"), torch.no_grad():
+        model(ids, past_key_values=cache)
+    model.eval()
+    got = forced(model, ids, [50], cache)  # both were refused before anything was stored
+    assert (got - forced(model, ids, [50], None)).abs().max() < 1e-4
+
+
+def test_a_cache_is_not_a_list(model: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match="cannot be unpacked into keys and values"):
+        list(exact(model))
+    with pytest.raises(ValueError, match="crop takes a negative count of tokens to remove, got 3"):
+        exact(model).crop(3)
+
+
+def test_another_batch_size(model: PreTrainedModel) -> None:
+    cache, ids = exact(model), prompt(60)[0]
+    forced(model, ids, [60], cache)
+    with pytest.raises(RuntimeError, match="holds 1 rows and was given 2: use batch_repeat_interleave"):
+        forced(model, ids[:, :5].repeat(2, 1), [5], cache)
+
+
+def missing(mask: Tensor) -> None:
+    return None
+
+
+def unpadded(mask: Tensor) -> Tensor:
+    return torch.ones_like(mask)
+
+
+def custom(mask: Tensor) -> Tensor:
+    """All to all, also to the future."""
+    return torch.ones(2, 1, 20, 170, dtype=torch.bool)
+
+
+# All but a custom mask for gemma3: transformers itself refuses a 4-D mask that does not fit a sliding window.
+WRONG_MASKS = [(family, wrong) for family in ("llama", "qwen3_next", "gemma3") for wrong in (missing, unpadded)]
+WRONG_MASKS += [("llama", custom), ("qwen3_next", custom)]
+
+
+@pytest.mark.parametrize(("family", "wrong"), WRONG_MASKS)
+def test_masks_that_do_not_fit(family: str, wrong: Callable[[Tensor], Any]) -> None:
+    """Refused; and what was refused is either undone or the cache says that it is unusable from here on."""
+    model, (ids, mask) = tiny(family), prompt(170, 120)
+    cache, plain = exact(model), DynamicCache(config=model.config)
+    if wrong is custom:
+        mask = torch.ones_like(mask)
+    wanted = forced(model, ids, [150, 20], plain, mask)[:, 150:]
+    forced(model, ids[:, :150], [150], cache, mask)
+    message = r"attention mask .*(does not agree with the tokens|is not causal attention)"
+    with pytest.raises(ValueError, match=message), torch.no_grad():
+        model(ids[:, 150:], past_key_values=cache, attention_mask=wrong(mask))
+    if family == "llama":
+        with torch.no_grad():
+            got = model(ids[:, 150:], past_key_values=cache, attention_mask=mask).logits
+        assert (got - wanted)[mask[:, 150:].bool()].abs().max() < 1e-3
+    else:  # a layer of transformers' own had taken the tokens in already
+        with pytest.raises(RuntimeError, match=r"interrupted.*reset\(\)"), torch.no_grad():
+            model(ids[:, 150:], past_key_values=cache, attention_mask=mask)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("tokens", [1, 9, 20])
+@pytest.mark.parametrize("place", ["first mlp", "before last attention", "in last attention"])
+def test_interrupted_forward(
+    family: str, tokens: int, place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An exception between two layers (out of memory, Ctrl-C) leaves them at different lengths."""
+    model, text = tiny(family), prompt(150 + 2 * tokens)[0]
+    cache = exact(model)
+    forced(model, text[:, :150], [150], cache)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    layers = model.model.layers
+    with monkeypatch.context() as patch:
+        if place == "in last attention":
+            patch.setattr(attention, "query_adaptive" if tokens <= 16 else "whole_context", interrupt)
+        else:
+            patch.setattr(layers[0].mlp if place == "first mlp" else layers[1].self_attn.q_proj, "forward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            forced(model, text[:, 150 : 150 + tokens], [tokens], cache)
+
+    unusable = pytest.raises(RuntimeError, match=r"interrupted.*reset\(\)")
+    with unusable:
+        forced(model, text[:, 150 + tokens :], [tokens], cache)
+    with unusable:
+        cache.save(tmp_path / "half.safetensors")
+    if family == "llama":  # transformers' other layers refuse these verbs for reasons of their own
+        with unusable:
+            cache.crop(-1)
+        with unusable:
+            cache.batch_repeat_interleave(2)
+    cache.reset()
+    wanted = generate(model, text, DynamicCache(config=model.config))
+    got = generate(model, text, cache)
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3
+
+
+def test_changed_attention_implementation(model: PreTrainedModel) -> None:
+    text, cache = prompt(150)[0], exact(model)
+    generate(model, text, cache)
+    model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match=r"was changed after this QAdACache was built \(to 'eager'\): build a new"):
+        generate(model, prompt(180)[0], cache)
+    wanted = generate(model, text, DynamicCache(config=model.config))
+    assert torch.equal(generate(model, text, exact(model)).sequences, wanted.sequences)
+
+
+def test_config_that_is_not_the_models_own(model: PreTrainedModel) -> None:
+    cache = QAdACache(config=copy.deepcopy(model.config), **SMALL)
+    with pytest.raises(RuntimeError, match=r"not this model's own \(use QAdACache\(model\)\)"):
+        generate(model, prompt(150)[0], cache)
+    assert model.config._attn_implementation == "sdpa"

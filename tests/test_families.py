@@ -1,0 +1,129 @@
+"""Model families: exact where QAdACache supports them, one clear error where not, never a wrong answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import FAMILIES, SMALL, exact, generate, logits_of, prompt, rounding, tiny
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
+
+from qada_cache import QAdACache
+from qada_cache.layer import QAdALayer
+
+UNSUPPORTED = {
+    "gemma2": (NotImplementedError, "soft-capped attention scores: use transformers.DynamicCache for gemma2"),
+    "gpt_oss": (NotImplementedError, "learned attention sinks .*gpt_oss uses: use transformers.DynamicCache"),
+    "deepseek_v3": (RuntimeError, "deepseek_v3 model computes attention in a way .*use DynamicCache"),
+    "gptj": (NotImplementedError, "without transformers' AttentionInterface: use transformers.DynamicCache for gptj"),
+    "gemma3n": (NotImplementedError, "share another layer's keys: use transformers.DynamicCache for gemma3n"),
+}
+SUPPORTED = [family for family in FAMILIES if family not in UNSUPPORTED]
+LAYERS = {
+    "gemma3": [DynamicSlidingWindowLayer, QAdALayer],
+    "qwen3_next": [LinearAttentionLayer, QAdALayer],
+    "mistral_sliding": [DynamicSlidingWindowLayer, DynamicSlidingWindowLayer],
+}
+# Longer than the sliding windows (12) and the local tokens (20); the last row has no bulk until it grows one.
+LENGTHS = (150, 47, 11)
+
+
+def assert_same(model: PreTrainedModel, got: Any, wanted: Any) -> None:
+    """The same tokens, and logits that differ by rounding: a few times the model's own."""
+    assert torch.equal(got.sequences, wanted.sequences)
+    budget = 4 * rounding(model, prompt(200)[0])
+    assert budget < 1e-3  # or it would say nothing
+    assert (logits_of(got) - logits_of(wanted)).abs().max() <= budget
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_threshold_one_is_dynamic_cache(family: str, attention: str) -> None:
+    model = tiny(family, attention=attention)
+    ids, mask = prompt(*LENGTHS)
+    wanted = generate(model, ids, DynamicCache(config=model.config), attention_mask=mask)
+    cache = exact(model)
+    assert [type(layer) for layer in cache.layers] == LAYERS.get(family, [QAdALayer, QAdALayer])
+    assert_same(model, generate(model, ids, cache, attention_mask=mask), wanted)
+    if family != "mistral_sliding":
+        assert cache.stats().decisions > 0
+        assert cache.stats().sparsity == 0.0
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_turns_and_beams(family: str) -> None:
+    """A short and a long second turn, in beam search, on one cache."""
+    model = tiny(family)
+    text, cache, plain = prompt(100)[0], exact(model), DynamicCache(config=model.config)
+    for length in (7, 40):
+        wanted = generate(model, text, plain, tokens=6)
+        assert_same(model, generate(model, text, cache, tokens=6), wanted)
+        text = torch.cat([wanted.sequences, prompt(length, seed=length)[0]], dim=1)
+    wanted = generate(model, text[:, :90], DynamicCache(config=model.config), tokens=12, num_beams=3)
+    assert_same(model, generate(model, text[:, :90], exact(model), tokens=12, num_beams=3), wanted)
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_config_works_like_model(family: str) -> None:
+    """And the query-adaptive path runs in every family: some heads local, some not."""
+    outputs, caches = [], []
+    for how in ("model", "config"):
+        model = tiny(family)
+        caches.append(QAdACache(**{how: model if how == "model" else model.config}, threshold=0.12, **SMALL))
+        outputs.append(generate(model, prompt(150)[0], caches[-1]))
+    assert torch.equal(logits_of(outputs[0]), logits_of(outputs[1]))
+    assert str(caches[0]) == str(caches[1])
+    if family != "mistral_sliding":
+        assert 0.0 < caches[0].stats().sparsity < 1.0
+
+
+def test_crops_of_a_hybrid_model() -> None:
+    """Prompt lookup crops every step, which sliding layers allow only once they record their past."""
+    model = tiny("gemma3", initializer_range=0.2, seed=3)  # which repeats itself, so that there is text to look up
+    ids, options = prompt(150)[0], {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 3}
+    wanted = generate(model, ids, DynamicCache(config=model.config), **options)
+    cache = exact(model)
+    assert_same(model, generate(model, ids, cache, **options), wanted)
+    assert cache.stats().steps < 23  # some guess was accepted
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "mistral_sliding"])
+def test_hybrid_cache_is_reset_whole(family: str) -> None:
+    model = tiny(family)
+    cache = exact(model)
+    generate(model, prompt(90, seed=9)[0], cache)
+    cache.reset()
+    wanted = generate(model, prompt(150)[0], DynamicCache(config=model.config))
+    assert_same(model, generate(model, prompt(150)[0], cache), wanted)
+
+
+def test_no_full_attention_is_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    cache = exact(tiny("mistral_sliding"))
+    assert "mistral has no full-attention layers: QAdACache has nothing to do" in caplog.text
+    assert cache.stats().layers == ()
+    assert "0 of 2 layers" in repr(cache)
+
+
+@pytest.mark.parametrize("length", [9, 150])
+@pytest.mark.parametrize("how", ["model", "config"])
+@pytest.mark.parametrize("family", UNSUPPORTED)
+def test_unsupported_models_raise(family: str, how: str, length: int) -> None:
+    model, (error, message) = tiny(family), UNSUPPORTED[family]
+    ids = prompt(length)[0]
+    wanted = generate(model, ids, DynamicCache(config=model.config))
+    if family == "gptj" and how == "config":  # a config does not say how its model computes attention: only use does
+        error, message = RuntimeError, "gptj model computes attention in a way .*use DynamicCache"
+    with pytest.raises(error, match=message):
+        generate(model, ids, QAdACache(**{how: model if how == "model" else model.config}, threshold=1.0, **SMALL))
+    # The way out that the message names works, on the same model.
+    got = generate(model, ids, DynamicCache(config=model.config))
+    assert torch.equal(logits_of(got), logits_of(wanted))
+
+
+def test_one_layer_of_lost_keys_is_noticed() -> None:
+    """With one layer no later layer can notice: the first call is exact, the next one raises."""
+    model = tiny("deepseek_v3", num_hidden_layers=1)
+    with pytest.raises(RuntimeError, match="deepseek_v3 model computes attention in a way"):
+        generate(model, prompt(40)[0], exact(model), tokens=3)

@@ -1,0 +1,259 @@
+"""An offloaded bulk gives the same answers as one on the device, and `stats()` tells the truth about bytes.
+
+Without an accelerator the offloaded path is forced on the CPU: copies to read, blocks to stream. The tests marked
+`gpu` take the real one.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from harness import SINKS, WINDOW, FakeAttention, Inputs
+from pair import Pair, stored_tokens
+from scenarios import SCENARIOS, left_padded, play, small_buffers
+from torch import Tensor
+from transformers import LlamaConfig
+
+from qada_cache import QAdACache, bulk
+from qada_cache.bulk import Bulk
+
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
+
+
+class Copies:
+    """What was copied to the device: how many tokens in the longest block, how many bytes."""
+
+    def __init__(self) -> None:
+        self.longest = self.bytes = self.count = 0
+
+    def __call__(self, tensors: tuple[Tensor, ...], device: torch.device, non_blocking: bool) -> tuple[Tensor, ...]:
+        assert non_blocking
+        self.count += 1
+        self.longest = max(self.longest, *(tensor.shape[2] for tensor in tensors))
+        self.bytes += sum(tensor.nbytes for tensor in tensors)
+        return tuple(tensor.to(device, copy=True) for tensor in tensors)
+
+
+@pytest.fixture
+def copies(request: pytest.FixtureRequest) -> Iterator[Copies]:
+    """Streams in blocks of 7 tokens; on the CPU, offloads as an accelerator would, but for pinning."""
+    spy = Copies()
+    patches = [mock.patch.object(bulk, "STREAM_TOKENS", 7), mock.patch.object(bulk, "send_to_device", spy)]
+    if request.node.callspec.params["device"] == "cpu":
+        initialise, empty = Bulk.__init__, torch.empty
+
+        def offloaded(store: Bulk, keys: Tensor, values: Tensor, *, offloading: bool) -> None:
+            initialise(store, keys, values, offloading=offloading)
+            store.offloaded = offloading
+
+        def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+            return empty(*args, **kwargs)
+
+        patches += [
+            mock.patch.object(Bulk, "__init__", offloaded),
+            mock.patch.object(torch, "empty", unpinned),
+            mock.patch.object(torch.accelerator, "synchronize"),
+        ]
+    for patch in patches:
+        patch.start()
+    with small_buffers():
+        yield spy
+    for patch in patches:
+        patch.stop()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{"update_moments": False}, {"criterion": "oracle"}], ids=["frozen", "oracle"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_offloaded_equals_reference(scenario: str, options: dict[str, Any], device: str, copies: Copies) -> None:
+    pair = play(scenario, device=device, offloading=True, **options)
+    assert pair.layer.store.bulk.offloaded
+    assert copies.count
+    assert pair.layer.store.bulk.keys.device.type == "cpu"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_offloaded_equals_on_device(device: str, copies: Copies) -> None:
+    """Flags, tokens and moments alike to the bit; outputs to rounding, as blocks are merged."""
+    outputs = []
+    for offloading in (False, True):
+        pair, inputs = Pair(offloading=offloading), Inputs(device=device)
+        outputs.append([pair.update(*inputs(tokens)) for tokens in (60, 1, 5, 30, 1, WINDOW, 1, 1)])
+        if not offloading:
+            assert not copies.count
+            kept, tally = pair, pair.tally
+    assert copies.count
+    assert tally == pair.tally
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(stored_tokens(pair.layer.store), stored_tokens(kept.layer.store), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_host_waits_for_copies_before_it_reads_them(device: str, copies: Copies) -> None:
+    """Copies to the host are asynchronous: a store that grows or changes rows moves what they may not have written."""
+    pair, inputs = Pair(offloading=True), Inputs(device=device)
+    pair.update(*inputs(40))
+    wait, store = torch.accelerator.synchronize, pair.layer.store.bulk
+    for move in (lambda: store.reserve(store.capacity + 1), lambda: store.select([1, 0])):
+        wait.reset_mock()
+        with mock.patch.object(store, "_allocate", side_effect=store._allocate) as allocate:
+            move()
+        assert allocate.called
+        wait.assert_called_once_with(store.device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_and_bytes(device: str, copies: Copies) -> None:
+    """Exact calls copy in blocks; adaptive calls only the heads they need; both are counted."""
+    pair, inputs = Pair(offloading=True, threshold=0.05), Inputs(device=device)
+    pair.update(*inputs(100))
+    assert copies.count == 0
+    pair.update(*inputs(WINDOW + 1))
+    layer, per_token = pair.layer, 2 * 2 * (16 + 16) * 4  # rows, heads, dimensions, bytes
+    assert copies.longest == 7
+    assert copies.count == -(-(100 - SINKS - WINDOW) // 7)
+    assert layer.streamed_bytes == copies.bytes == (100 - SINKS - WINDOW) * per_token
+    copies.bytes = expected = 0
+    needed, before = set(), torch.zeros(2, dtype=torch.int64)
+    for _ in range(8):
+        pair.update(*inputs(1))
+        read = 2 * 2 - int((pair.local_groups - before).sum())  # KV heads of both rows with a long-context head
+        needed.add(read)
+        expected += read * layer.store.bulk.lengths[0] * (16 + 16) * 4
+        before = pair.local_groups.clone()
+    assert layer.pulled_bytes == copies.bytes == expected
+    assert needed & {1, 2, 3}
+
+
+# -- bytes --------------------------------------------------------------------------------------------------------
+
+
+def small_cache(**options: Any) -> tuple[QAdACache, list[Pair]]:
+    """A cache of two layers and what drives each."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    config._attn_implementation = "sdpa"
+    cache = QAdACache(config=config, threshold=0.15, sink_tokens=3, local_tokens=11, **options)
+    modules = [FakeAttention(config, groups=2, layer_idx=index) for index in range(2)]
+    return cache, [Pair(layer=layer, module=module) for layer, module in zip(cache.layers, modules, strict=True)]
+
+
+def storages(holder: object, seen: dict[int, Tensor] | None = None) -> dict[int, Tensor]:
+    """Every tensor storage reachable from an object's attributes, by address; policy and configuration left out.
+
+    They are shared with other caches, and hold masks of the current call.
+    """
+    seen = {} if seen is None else seen
+    if isinstance(holder, Tensor):
+        seen[holder.untyped_storage().data_ptr()] = holder
+    elif isinstance(holder, (list, tuple)):
+        for item in holder:
+            storages(item, seen)
+    elif isinstance(holder, dict):
+        for name, item in holder.items():
+            if name not in ("policy", "bound_module"):
+                storages(item, seen)
+    elif type(holder).__module__.startswith("qada_cache"):
+        storages(vars(holder), seen)
+    return seen
+
+
+def reachable_bytes(cache: QAdACache) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages(cache.layers).values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("offloading", [False, True])
+def test_stats_count_real_storages(offloading: bool, device: str, copies: Copies, tmp_path: Path) -> None:
+    cache, pairs = small_cache(offloading=offloading)
+    stats = cache.stats()
+    assert (stats.device_bytes, stats.host_bytes) == (0, 0)
+
+    def check(cache: QAdACache) -> None:
+        stats = cache.stats()
+        stores = [layer.store for layer in cache.layers]
+        host = sum(store.bulk.keys.untyped_storage().nbytes() for store in stores)
+        host += sum(store.bulk.values.untyped_storage().nbytes() for store in stores)
+        assert host > 0
+        assert stats.host_bytes == (host if offloading else 0)
+        assert stats.device_bytes + stats.host_bytes == reachable_bytes(cache)
+
+    inputs = Inputs(device=device)
+    for tokens in (60, 1, 20, 1, WINDOW, 1):
+        for pair in pairs:
+            pair.update(*inputs(tokens))
+        check(cache)
+    for verb in (
+        lambda: cache.crop(-20),
+        lambda: cache.batch_repeat_interleave(2),
+        lambda: cache.reorder_cache(torch.tensor([3, 0, 0, 1])),
+        lambda: cache.batch_select_indices(torch.tensor([1, 2])),
+    ):
+        verb()
+        check(cache)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = QAdACache.load(tmp_path / "cache.safetensors", config=cache._config)
+    check(loaded)
+    cache.reset()
+    assert (cache.stats().device_bytes, cache.stats().host_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_padding_is_recorded_by_itself(batch: int, tmp_path: Path) -> None:
+    """One small record a layer: not a view that keeps the call's mask, tokens x tokens, or shares another layer's."""
+    cache, pairs = small_cache()
+    valid = left_padded([30] * batch, 40)
+    mask = pairs[0].next_mask(batch, 40, valid)
+    assert mask.untyped_storage().nbytes() == batch * 40 * 40
+    for pair in pairs:
+        pair.update(*Inputs()(40, batch), valid, mask=mask)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = QAdACache.load(tmp_path / "cache.safetensors", config=cache._config)
+    assert all(torch.equal(layer.padding[0][1], valid) for layer in loaded.layers)
+    records = [layer.padding[0][1].untyped_storage() for layer in cache.layers]
+    assert [record.nbytes() for record in records] == [batch * 40] * 2
+    assert records[0].data_ptr() != records[1].data_ptr()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_offloaded_device_bytes_do_not_grow(device: str, copies: Copies) -> None:
+    sizes = []
+    for tokens in (50, 1000):
+        cache, pairs = small_cache(offloading=True)
+        inputs = Inputs(device=device)
+        for index, pair in enumerate(pairs):
+            for count in (tokens, 1):
+                pair.driver(*inputs(count), None, scaling=0.25)
+            assert pair.layer.index == index
+        sizes.append((cache.stats().device_bytes, cache.stats().host_bytes))
+    (short_device, short_host), (long_device, long_host) = sizes
+    assert short_device == long_device
+    assert long_host > 10 * short_host
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_real_device_memory_does_not_grow() -> None:
+    """What the allocator holds after prefill: the same for ten times the tokens."""
+    held = []
+    for tokens in (2_000, 20_000):
+        cache, pairs = small_cache(offloading=True)
+        inputs = Inputs(device="cuda")
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        for pair in pairs:
+            pair.driver(*inputs(tokens, 1), None, scaling=0.25)
+            pair.driver(*inputs(1, 1), None, scaling=0.25)
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated() - before)
+        assert held[-1] >= cache.stats().device_bytes
+        assert all(layer.store.bulk.keys.is_pinned() for layer in cache.layers)
+    assert held[1] <= held[0] + 4096

@@ -1,0 +1,294 @@
+"""Saved, loaded, continued equals continued; and a file that is not what it should be says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import SMALL, exact, generate, logits_of, prompt, tiny
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qada_cache import KeyMoments, QAdACache, StaticHeads, files
+
+FAMILIES = ["llama", "gemma3", "qwen3_next", "mistral_sliding"]
+LENGTHS = {"one row": (150,), "padded": (150, 61, 9), "no bulk": (10,)}
+TABLES = ("heads", "kv_heads")
+COUNTERS = ("layers", "steps", "decisions", "tokens", "pulled_bytes", "streamed_bytes")
+
+
+def adaptive(model: PreTrainedModel, **options: Any) -> QAdACache:
+    return QAdACache(model, **{"threshold": 0.12, **SMALL, **options})
+
+
+def assert_continues_alike(
+    model: PreTrainedModel, cache: QAdACache, loaded: QAdACache, ids: Tensor, mask: Tensor
+) -> None:
+    """Two turns on, one short, one long: the same bits, and the same counts from the beginning."""
+    texts, masks = [ids, ids], mask
+    for length in (6, 40):
+        turn = prompt(*[length] * len(ids), seed=length)[0]
+        texts = [torch.cat([text, turn], dim=1) for text in texts]
+        masks = torch.cat([masks, torch.ones(len(ids), texts[0].shape[1] - masks.shape[1], dtype=torch.long)], dim=1)
+        outputs = [
+            generate(model, text, used, tokens=8, attention_mask=masks)
+            for text, used in zip(texts, (cache, loaded), strict=True)
+        ]
+        texts = [output.sequences for output in outputs]
+        assert torch.equal(texts[0], texts[1])
+        assert torch.equal(logits_of(outputs[0]), logits_of(outputs[1]))
+        ours, theirs = cache.stats(), loaded.stats()
+        for name in COUNTERS:
+            assert getattr(ours, name) == getattr(theirs, name), name
+        for name in TABLES:
+            assert torch.equal(getattr(ours, name).nan_to_num(-1), getattr(theirs, name).nan_to_num(-1)), name
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_continue(family: str, lengths: str, tmp_path: Path) -> None:
+    model, (ids, mask) = tiny(family), prompt(*LENGTHS[lengths])
+    cache = adaptive(model)
+    text = generate(model, ids, cache, tokens=12, attention_mask=mask).sequences
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = QAdACache.load(tmp_path / "cache.safetensors", model)
+    assert repr(loaded) == repr(cache)
+    assert [type(layer) for layer in loaded.layers] == [type(layer) for layer in cache.layers]
+    assert_continues_alike(model, cache, loaded, text, mask)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "oracle": {"criterion": "oracle"},
+    "dense": {"criterion": "dense", "offloading": False},
+    "frozen moments": {"update_moments": False},
+    "other sizes": {"threshold": 0.3, "sink_tokens": 0, "local_tokens": 33},
+    "group rule": {"group_rule": "all"},
+    "query heads": {"criterion": StaticHeads(torch.tensor([[True, False, False, True], [False, True, False, False]]))},
+    "kv heads": {"criterion": StaticHeads(torch.tensor([[True, False], [False, True]]))},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_continue_with_options(options: str, tmp_path: Path) -> None:
+    model, (ids, mask) = tiny(), prompt(150, 61)
+    cache = adaptive(model, **OPTIONS[options])
+    text = generate(model, ids, cache, tokens=12, attention_mask=mask).sequences
+    cache.save(str(tmp_path / "cache"))  # a str, and no suffix
+    loaded = QAdACache.load(str(tmp_path / "cache"), config=model.config)
+    assert repr(loaded) == repr(cache)
+    assert_continues_alike(model, cache, loaded, text, mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_continue_with_key_moments(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, ids = tiny(dtype=dtype), prompt(150)[0]
+    KeyMoments.collect(model, prompt(180, seed=8)[0], prompt="random-words").save(tmp_path / "moments.safetensors")
+    cache = adaptive(model, moments=tmp_path / "moments.safetensors")
+    text = generate(model, ids, cache, tokens=12).sequences
+    cache.save(tmp_path / "cache.safetensors")
+    (tmp_path / "moments.safetensors").unlink()  # the cache's file holds them
+    loaded = QAdACache.load(tmp_path / "cache.safetensors", model)
+    assert "moments of random-words" in repr(loaded)
+    assert 0.0 < cache.stats().sparsity < 1.0
+    assert_continues_alike(model, cache, loaded, text, torch.ones_like(ids))
+
+
+@pytest.mark.parametrize("saving", [True, False])
+@pytest.mark.parametrize("loading", [True, False])
+def test_inference_mode(saving: bool, loading: bool, tmp_path: Path) -> None:
+    model, ids = tiny(), prompt(150)[0]
+    cache = adaptive(model)
+    with torch.inference_mode(saving):
+        text = generate(model, ids, cache, tokens=12).sequences.clone()
+        cache.save(tmp_path / "cache.safetensors")
+    with torch.inference_mode(loading):
+        loaded = QAdACache.load(tmp_path / "cache.safetensors", model)
+    assert_continues_alike(model, cache, loaded, text.clone(), torch.ones_like(ids))
+
+
+def test_empty_cache(tmp_path: Path) -> None:
+    model, ids = tiny(), prompt(150)[0]
+    adaptive(model).save(tmp_path / "cache.safetensors")
+    loaded = QAdACache.load(tmp_path / "cache.safetensors", model)
+    assert loaded.get_seq_length() == 0
+    assert torch.equal(logits_of(generate(model, ids, loaded)), logits_of(generate(model, ids, adaptive(model))))
+
+
+def test_loading_switches_a_fresh_model_on(tmp_path: Path) -> None:
+    """Another process: the same weights, and no cache built for them before."""
+    model, ids = tiny(), prompt(150)[0]
+    cache, fresh = adaptive(model), tiny()
+    text = generate(model, ids, cache).sequences
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = QAdACache.load(tmp_path / "cache.safetensors", fresh)
+    outputs = [generate(*pair) for pair in ((model, text, cache), (fresh, text, loaded))]
+    assert torch.equal(logits_of(outputs[0]), logits_of(outputs[1]))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model = tiny()
+    cache = adaptive(model)
+    generate(model, prompt(150)[0], cache)
+    cache.save(tmp_path / "cache.safetensors")
+    return tmp_path / "cache.safetensors"
+
+
+def split(path: Path) -> tuple[dict[str, Any], bytes]:
+    """A safetensors file's own header (JSON) and its tensor data."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+
+def join(path: Path, header: dict[str, Any], data: bytes) -> None:
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def flip_a_byte(path: Path) -> None:
+    header, data = split(path)
+    join(path, header, data[:100] + bytes([data[100] ^ 1]) + data[101:])
+
+
+def flip_the_last_byte(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 0x80]))
+
+
+def edit_state(path: Path) -> None:
+    header, data = split(path)
+    header["__metadata__"]["state"] = header["__metadata__"]["state"].replace('"threshold": 0.12', '"threshold": 0.13')
+    join(path, header, data)
+
+
+def swap_tensors(path: Path) -> None:
+    header, data = split(path)
+    first, second = [name for name in sorted(header) if header[name].get("shape") == [1, 2, 8]][:2]
+    header[first], header[second] = header[second], header[first]
+    join(path, header, data)
+
+
+def drop_checksum(path: Path) -> None:
+    header, data = split(path)
+    del header["__metadata__"]["sha256"]
+    join(path, header, data)
+
+
+def drop_state(path: Path) -> None:
+    header, data = split(path)
+    del header["__metadata__"]["state"]
+    join(path, header, data)
+
+
+def newer_version(path: Path) -> None:
+    header, data = split(path)
+    header["__metadata__"]["version"] = str(files.FORMAT_VERSION + 1)
+    join(path, header, data)
+
+
+def cut(keep: float) -> Callable[[Path], Any]:
+    return lambda path: path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (cut(0.9), "not a safetensors file, or is truncated"),
+    "truncated in the header": (cut(0.001), "not a safetensors file, or is truncated"),
+    "empty": (lambda path: path.write_bytes(b""), "not a safetensors file, or is truncated"),
+    "text": (lambda path: path.write_text("hello " * 50), "not a safetensors file, or is truncated"),
+    "extra bytes": (lambda path: path.write_bytes(path.read_bytes() + b"\0" * 8), "not a safetensors file"),
+    "a byte": (flip_a_byte, r"was altered after it was written \(checksum mismatch\)"),
+    "the last byte": (flip_the_last_byte, r"was altered after it was written \(checksum mismatch\)"),
+    "the header": (edit_state, r"was altered after it was written \(checksum mismatch\)"),
+    "names swapped": (swap_tensors, r"was altered after it was written \(checksum mismatch\)"),
+    "no checksum": (drop_checksum, r"was altered after it was written \(checksum mismatch\)"),
+    "no state": (drop_state, r"was altered after it was written \(checksum mismatch\)"),
+    "newer": (newer_version, "has format version '2', this qada-cache reads up to 1: upgrade"),
+    "foreign": (lambda path: save_file({"x": torch.ones(2)}, path), "is not a qada-cache file .*nothing about what it"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files(damage: str, saved: Path) -> None:
+    act, message = DAMAGE[damage]
+    act(saved)
+    model = tiny()
+    with pytest.raises(ValueError, match=f"{saved.name} .*{message}"):
+        QAdACache.load(saved, model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_wrong_file(saved: Path, tmp_path: Path) -> None:
+    model = tiny()
+    with pytest.raises(FileNotFoundError, match=r"no qada-cache file at .*missing"):
+        QAdACache.load(tmp_path / "missing", model)
+    with pytest.raises(FileNotFoundError, match="no qada-cache file at"):
+        QAdACache.load(tmp_path, model)  # a folder
+    with pytest.raises(ValueError, match=r"not a qada-moments file \(it says 'qada-cache'\)"):
+        KeyMoments.load(saved)
+    KeyMoments.collect(model, prompt(50)[0]).save(tmp_path / "moments")
+    with pytest.raises(ValueError, match=r"not a qada-cache file \(it says 'qada-moments'\)"):
+        QAdACache.load(tmp_path / "moments", model)
+    with pytest.raises(TypeError, match="either a model or config"):
+        QAdACache.load(saved)
+    with pytest.raises(TypeError, match="either a model or config"):
+        QAdACache.load(saved, model, config=model.config)
+    assert model.config._attn_implementation == "sdpa"
+
+
+CHANGES = {
+    "num_hidden_layers": {"num_hidden_layers": 3},
+    "num_attention_heads": {"num_attention_heads": 8},
+    "num_key_value_heads": {"num_key_value_heads": 4},
+    "hidden_size": {"hidden_size": 64},
+    "vocab_size": {"vocab_size": 98},
+    "rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_models_file(name: str, saved: Path) -> None:
+    other = tiny(**CHANGES[name])
+    with pytest.raises(ValueError, match=f"{saved.name} was saved for another model: its ({name}|head_dim) is"):
+        QAdACache.load(saved, other)
+    with pytest.raises(ValueError, match=r"another model: its model_type is 'llama', this model's (is )?'qwen2'"):
+        QAdACache.load(saved, config=tiny("qwen2").config)
+    assert other.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "change", [{"sliding_window": 24}, {"layer_types": ["full_attention", "sliding_attention"]}], ids=str
+)
+def test_another_hybrid_models_file(change: dict[str, Any], tmp_path: Path) -> None:
+    """Other windows, or the same layers in another order: keys that mean nothing to this model."""
+    model = tiny("gemma3")
+    cache = exact(model)
+    generate(model, prompt(90)[0], cache)
+    cache.save(tmp_path / "cache.safetensors")
+    with pytest.raises(ValueError, match=f"was saved for another model: its {next(iter(change))} is"):
+        QAdACache.load(tmp_path / "cache.safetensors", tiny("gemma3", **change))
+
+
+@pytest.mark.parametrize("failing", ["save_file", "os.replace"])
+def test_an_interrupted_save_leaves_the_old_file(failing: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, model = saved.read_bytes(), tiny()
+    cache = exact(model)
+    generate(model, prompt(90)[0], cache)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"qada_cache.files.{failing}", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cache.save(saved)
+    assert saved.read_bytes() == before
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]  # and nothing half-written beside it
+    cache.save(saved)
+    assert QAdACache.load(saved, model).get_seq_length() == cache.get_seq_length()
