@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=16384, help="length of the prompt (default %(default)s)")
     parser.add_argument("--facts", type=int, default=48, help="facts hidden in it (default %(default)s)")
     parser.add_argument("--questions", type=int, default=16, help="questions asked (default %(default)s)")
-    parser.add_argument("--threshold", type=float, default=0.3, help="QAdACache's threshold (default %(default)s)")
+    parser.add_argument("--threshold", type=float, default=0.6, help="QAdACache's threshold (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompt (default %(default)s)")
     parser.add_argument("--out", type=Path, help="CSV file to write the table to as well")
     options = parser.parse_args(arguments)

@@ -28,7 +28,7 @@ class Bulk:
         self.values = self._allocate(values, 0)
 
     def _allocate(self, like: Tensor, capacity: int, batch: int | None = None) -> Tensor:
-        shape = (batch or like.shape[0], like.shape[1], capacity, like.shape[3])
+        shape = (like.shape[0] if batch is None else batch, like.shape[1], capacity, like.shape[3])
         device = torch.device("cpu") if self.offloaded else self.device
         with torch.inference_mode(False):  # an inference tensor could not be appended to outside inference mode
             return torch.empty(shape, dtype=like.dtype, device=device, pin_memory=self.offloaded and capacity > 0)
@@ -43,14 +43,14 @@ class Bulk:
         """Bytes of the storage, unused capacity included."""
         return self.keys.nbytes + self.values.nbytes
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for copies to the host that are still under way, before the host itself reads them."""
         if self.offloaded:
             torch.accelerator.synchronize(self.device)
 
     def _rebuild(self, index: list[int], capacity: int) -> None:
         """Move to a new storage whose row `i` is the old row `index[i]`."""
-        self._settle()
+        self.settle()
         lengths = [self.lengths[row] for row in index]
         used = max(lengths, default=0)
         for name in ("keys", "values"):

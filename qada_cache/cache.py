@@ -210,12 +210,19 @@ class QAdACache(DynamicCache):
     @torch.inference_mode(False)  # the copies are written to later, perhaps outside inference mode
     def __deepcopy__(self, memo: dict) -> "QAdACache":
         # The model's config and the moments are shared, never changed here: a copied config would not be the model's.
+        self._settle()
         for shared in (self._config, self._policy.moments, self._policy.criterion):
             memo[id(shared)] = shared
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
+
+    def _settle(self) -> None:
+        """Wait for copies to the host, before the host reads the bulk."""
+        for layer in self.layers:
+            if isinstance(layer, QAdALayer) and layer.store is not None:
+                layer.store.bulk.settle()
 
     def stats(self) -> CacheStats:
         """Sparsity, bytes held and bytes pulled so far."""
@@ -229,6 +236,7 @@ class QAdACache(DynamicCache):
             NotImplementedError: a layer of another kind holds something that cannot be written.
         """
         self._check_whole()
+        self._settle()
         serialization.save(self, path)
 
     @classmethod

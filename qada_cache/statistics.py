@@ -25,8 +25,8 @@ class CacheStats:
         steps: query-adaptive forward passes.
         decisions: decisions taken per layer.
         tokens: logical length of the cache, padding included.
-        device_bytes: bytes on the compute device: sinks, window, staging, moments, layers of other kinds, and the
-            bulk unless it is offloaded. On a CPU model host and device are one memory; the bulk still counts as
+        device_bytes: bytes on the compute device: sinks, window, staging, running moments, layers of other kinds,
+            and the bulk unless it is offloaded. On a CPU model host and device are one memory; the bulk still counts as
             host bytes under `offloading=True`, since that is where it would be.
         host_bytes: bytes of the offloaded bulk, preallocated room included.
         pulled_bytes: bulk bytes read for query-adaptive calls since the last reset.

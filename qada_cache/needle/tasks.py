@@ -1,6 +1,6 @@
 """Prompts for the needle model: seeded generators of plain text, one word per token.
 
-A needle prompt is a haystack of a few noise sentences repeated in random order, with facts ("note tiger copper .")
+A needle prompt is a haystack, a dozen noise sentences repeated in random order, with facts ("note tiger copper .")
 scattered between them. Asking is appending a question ("ask tiger"): the next word is the answer. Several questions
 are asked one after the other on the same text: "ask tiger copper ask otter honey ...".
 
@@ -10,10 +10,10 @@ are asked one after the other on the same text: "ask tiger copper ask otter hone
 import random
 from dataclasses import dataclass
 
-from .words import ASK, KEYS, NOISE, NOTE, ORDINARY, SENTENCE, STOP, VALUES
+from .words import ASK, KEYS, NOISE, NOTE, ORDINARY, SENTENCES, STOP, VALUES
 
 FACT_WORDS = 4
-_DISTINCT_SENTENCES = 12
+_SENTENCE_WORDS = len(SENTENCES[0])
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def needle_words(generator: random.Random, count: int, facts: int) -> tuple[list
     """
     pairs = list(zip(generator.sample(KEYS, facts), generator.sample(VALUES, facts), strict=True))
     noise = _noise_words(generator, count - facts * FACT_WORDS)
-    sentence = len(SENTENCE) + 1
-    starts = sorted((generator.randint(0, len(noise) // sentence) * sentence for _ in pairs), reverse=True)
+    sentences = len(noise) // _SENTENCE_WORDS
+    starts = sorted((generator.randint(0, sentences) * _SENTENCE_WORDS for _ in pairs), reverse=True)
     words = noise
     for start, (key, value) in zip(starts, pairs, strict=True):  # from the back, so that earlier starts stay valid
         words[start:start] = [NOTE, key, value, STOP]
@@ -79,9 +79,5 @@ def needle_words(generator: random.Random, count: int, facts: int) -> tuple[list
 
 
 def _noise_words(generator: random.Random, count: int) -> list[str]:
-    sentences = [[generator.choice(words) for words in SENTENCE] + [STOP] for _ in range(_DISTINCT_SENTENCES)]
-    words: list[str] = []
-    while len(words) < count:
-        words += generator.choice(sentences)
-    del words[count:]
-    return words
+    sentences = generator.choices(SENTENCES, k=-(-count // _SENTENCE_WORDS))
+    return [word for sentence in sentences for word in sentence][:count]

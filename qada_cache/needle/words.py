@@ -1,4 +1,4 @@
-"""The 512 words the needle model knows, by role. A word's place in `VOCABULARY` is its token id."""
+"""The words the needle model knows, by role. A word's place in `VOCABULARY` is its token id."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -8,31 +8,26 @@ def _words(text: str) -> tuple[str, ...]:
 PAD, BOS, EOS, UNKNOWN = SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 NOTE, ASK, STOP = MARKERS = ("note", "ask", ".")
 
-# A noise sentence is one word of each of these eight classes, in this order, then a full stop.
-_DETERMINERS = ("the", "this", "that", "every")
-_ADJECTIVES = _words(
-    """old young quiet loud tired happy clever gentle proud brave lonely friendly careful curious honest polite
-    serious silly famous patient humble nervous cheerful sleepy"""
+# The haystack: these sentences, over and over. They are the same in every prompt, so a model that has learnt them
+# needs only the last few words to continue one; nothing but a question asks for something far away.
+SENTENCES = tuple(
+    sentence.split()
+    for sentence in (
+        "the old farmer walks slowly along the river .",
+        "a young sailor waits quietly behind the harbor .",
+        "every morning fresh snow covers our little village .",
+        "her brother paints tall ships on brown paper .",
+        "some children play loud games under the bridge .",
+        "that teacher often reads long letters after dinner .",
+        "cold wind moves dark clouds across empty fields .",
+        "my neighbor grows bright flowers near his window .",
+        "this train leaves the station early each evening .",
+        "two friends share one umbrella in heavy rain .",
+        "an honest writer opens another shop before dawn .",
+        "few people visit that quiet museum during winter .",
+    )
 )
-_PEOPLE = _words(
-    """farmer teacher sailor baker doctor painter singer writer soldier student tailor driver dancer hunter nurse
-    lawyer miner weaver judge clerk"""
-)
-_VERBS = _words(
-    """walks runs waits sits stands sleeps sings reads talks works rests looks laughs climbs travels dreams hides
-    moves stays hurries wanders listens whistles stumbles"""
-)
-_ADVERBS = _words(
-    """slowly quickly often never always calmly gladly again alone early late today there twice outdoors somehow
-    bravely"""
-)
-_PREPOSITIONS = _words("near behind beside under past toward around inside outside beyond above across")
-_PLACES = _words(
-    """river bridge garden market station harbor forest valley village castle tower church school kitchen office
-    library tunnel meadow theater prison"""
-)
-SENTENCE = (_DETERMINERS, _ADJECTIVES, _PEOPLE, _VERBS, _ADVERBS, _PREPOSITIONS, _DETERMINERS, _PLACES)
-NOISE = tuple(dict.fromkeys(word for words in SENTENCE for word in words))
+NOISE = tuple(dict.fromkeys(word for sentence in SENTENCES for word in sentence if word != STOP))
 
 KEYS = _words(
     """tiger lion bear wolf fox deer moose elk bison buffalo camel llama alpaca donkey horse zebra giraffe elephant
