@@ -1,0 +1,93 @@
+"""The embedded needle model, its prompts, and the demo that runs on it."""
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from eval import demo
+from eval.needle import make_tokenizer, right_answers
+from qada_cache import KeyMoments, QAdACache, needle
+
+TOKENS = 4096
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return needle.load_model()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return needle.load_tokenizer()
+
+
+@pytest.mark.parametrize("tokens", [300, 1024, TOKENS])
+def test_prompts_are_text_of_the_asked_length(tokenizer: PreTrainedTokenizerFast, tokens: int) -> None:
+    prompt = needle.make_prompt(tokens=tokens, seed=3)
+    assert prompt == needle.make_prompt(tokens=tokens, seed=3)
+    assert prompt != needle.make_prompt(tokens=tokens, seed=4)
+    for text in (prompt.context, needle.random_words(tokens=tokens), needle.haystack(tokens=tokens)):
+        ids = tokenizer(text).input_ids
+        assert len(ids) == tokens
+        assert tokenizer.unk_token_id not in ids
+        assert tokenizer.decode(ids, skip_special_tokens=True).split() == text.split()
+    for question, answer in zip(prompt.questions, prompt.answers, strict=True):
+        assert f"note {question.split()[1]} {answer} ." in prompt.context
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"facts": 0}, "facts"), ({"questions": 49}, "questions"), ({"tokens": 100}, "at least 193 tokens")],
+)
+def test_impossible_prompts_are_refused(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        needle.make_prompt(**arguments)
+
+
+def test_shipped_tokenizer_is_the_one_the_script_makes(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert make_tokenizer().get_vocab() == tokenizer.get_vocab()
+
+
+def test_recall_needs_the_long_context(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    prompts = [needle.make_prompt(tokens=TOKENS, seed=seed) for seed in range(4)]
+    full = sum(right_answers(model, tokenizer, prompt, window_only=False) for prompt in prompts)
+    window = sum(right_answers(model, tokenizer, prompt, window_only=True) for prompt in prompts)
+    assert full >= 0.98 * 64
+    assert window < 0.15 * 64
+
+
+def test_few_heads_need_it(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The method's point: with key moments of random words, recall stays while most heads are local."""
+    words = tokenizer(needle.random_words(tokens=TOKENS), return_tensors="pt").input_ids
+    moments = KeyMoments.collect(model, words, prompt="random-words")
+    right, asked, sparsity = 0, 0, []
+    for seed in range(2):
+        prompt = needle.make_prompt(tokens=TOKENS, seed=seed)
+        cache = QAdACache(model, moments=moments)
+        with torch.no_grad():
+            context = tokenizer(prompt.context, return_tensors="pt").input_ids
+            model(context, past_key_values=cache, logits_to_keep=1)
+            last = context[:, :0]
+            for question, answer in zip(prompt.questions, prompt.answers, strict=True):
+                ids = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
+                last = model(torch.cat([last, ids], dim=1), past_key_values=cache).logits[:, -1:].argmax(-1)
+                right += tokenizer.decode(last[0]) == answer
+                asked += 1
+        sparsity.append(cache.stats().sparsity)
+    assert right >= 0.95 * asked
+    assert min(sparsity) >= 0.6
+
+
+def test_demo_tells_right_from_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--tokens", str(TOKENS), "--questions", "6"]
+    assert demo.main(arguments) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("QAdACache  ")]
+    assert "6/6" in row
+    assert demo.main([*arguments, "--threshold", "0"]) == 1  # every head local: the answers cannot be right
+    assert "FAILED: QAdACache got" in capsys.readouterr().out
+
+
+def test_demo_refuses_impossible_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        demo.main(["--facts", "0"])
+    assert "facts must lie in" in capsys.readouterr().err
