@@ -131,19 +131,26 @@ class KeyMoments:
 
     @classmethod
     @torch.no_grad()
-    def collect(cls, model: "PreTrainedModel", input_ids: Tensor, *, prompt: str = "custom") -> "KeyMoments":
+    def collect(
+        cls, model: "PreTrainedModel", input_ids: Tensor, *, sink_tokens: int = 16, prompt: str = "custom"
+    ) -> "KeyMoments":
         """Moments of the keys of one forward pass over `input_ids` `[1, tokens]` (the paper's own scheme).
 
         Give it about as many tokens as the prompts it will serve: moments carry position, so a prompt much
-        longer than yours describes keys yours does not have.
+        longer than yours describes keys yours does not have. The keys of the first `sink_tokens` tokens are left
+        out: they are never part of a bulk, and a sink's key is unlike all others.
 
         Raises:
-            ValueError: `input_ids` is not one row, or a layer's keys cannot be read from a `DynamicCache`.
+            ValueError: `input_ids` is not one row of more than `sink_tokens` tokens, or a layer's keys cannot be
+                read from a `DynamicCache`.
         """
         from transformers import DynamicCache
 
-        if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 2:
-            raise ValueError(f"input_ids must be [1, tokens] with tokens >= 2, got {list(input_ids.shape)}")
+        if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] <= sink_tokens:
+            raise ValueError(
+                f"input_ids must be [1, tokens] with more than sink_tokens = {sink_tokens} tokens, "
+                f"got {list(input_ids.shape)}"
+            )
         cache = DynamicCache()  # without a config every layer keeps every key, sliding ones included
         model(input_ids=input_ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
         means, covariances = [], []
@@ -154,7 +161,7 @@ class KeyMoments:
                     f"layer {index} of {model.config.model_type} keeps no [batch, heads, tokens, dim] keys"
                 )
             running = RunningMoments(1, keys.shape[1], keys.shape[3], keys.device)
-            running.update(slice(0, 1), keys)
+            running.update(slice(0, 1), keys[:, :, sink_tokens:])
             means.append(running.mean[0].cpu())
             covariances.append(running.covariance[0].cpu())
         return cls(
