@@ -84,7 +84,7 @@ def test_demo_tells_right_from_wrong(capsys: pytest.CaptureFixture[str]) -> None
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("QAdACache  ")]
     assert "6/6" in row
     assert demo.main([*arguments, "--threshold", "0"]) == 1  # every head local: the answers cannot be right
-    assert "FAILED: QAdACache got" in capsys.readouterr().out
+    assert "FAILED: 6 of them DynamicCache got right." in capsys.readouterr().out
 
 
 def test_demo_refuses_impossible_arguments(capsys: pytest.CaptureFixture[str]) -> None:
