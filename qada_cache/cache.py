@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from . import attention, serialization
+from . import attention, serialization, support
 from .criterion import StaticHeads
 from .layer import QAdALayer
 from .moments import KeyMoments
@@ -74,7 +74,7 @@ class QAdACache(DynamicCache):
         update_moments: bool = True,
         offloading: bool = True,
     ) -> None:
-        text_config = _text_config(model, config)
+        text_config = support.text_config(model, config)
         if isinstance(moments, (str, os.PathLike)) and moments != "current":
             moments = KeyMoments.load(moments)
         policy = Policy(
@@ -89,8 +89,8 @@ class QAdACache(DynamicCache):
             model_type=text_config.model_type,
             config=text_config,
         )
-        _check_model(model, text_config)
-        _check_tables(policy, text_config)
+        support.check_model(model, text_config)
+        support.check_tables(policy, text_config)
         super().__init__(config=text_config)
         # Exact type: subclasses (sliding windows, indexers, linear attention) keep what they need themselves.
         self.layers = [
@@ -262,47 +262,3 @@ class QAdACache(DynamicCache):
             f"moments {moments}, threshold {policy.threshold}, {policy.sink_tokens} sinks + {policy.window} window, "
             f"offloading {'on' if policy.offloading else 'off'}; {self.stats()})"
         )
-
-
-def _text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
-    if model is not None and not isinstance(model, PreTrainedModel):
-        hint = "as config=..." if isinstance(model, PreTrainedConfig) else "or config=model.config"
-        raise TypeError(f"QAdACache takes a transformers model {hint}, got {type(model).__name__}")
-    if (model is None) == (config is None):
-        raise TypeError("QAdACache takes either a model or config=model.config")
-    whole = config if model is None else model.config
-    if not isinstance(whole, PreTrainedConfig):
-        raise TypeError(f"config must be a transformers PreTrainedConfig, got {type(whole).__name__}")
-    return whole.get_text_config(decoder=True)
-
-
-def _check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
-    way_out = f"use transformers.DynamicCache for {config.model_type}"
-    if config.is_encoder_decoder:
-        raise NotImplementedError(f"QAdACache serves decoder-only models: {way_out}")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise NotImplementedError(f"QAdACache does not support soft-capped attention scores: {way_out}")
-    if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0):
-        raise NotImplementedError(f"QAdACache does not support layers that share another layer's keys: {way_out}")
-    if model is not None and not model._can_set_attn_implementation():
-        raise NotImplementedError(f"this model computes attention without transformers' AttentionInterface: {way_out}")
-
-
-def _check_tables(policy: Policy, config: PreTrainedConfig) -> None:
-    """Moments and static heads must have this model's shape."""
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if isinstance(policy.criterion, StaticHeads):
-        shape = list(policy.criterion.long_context.shape)
-        if shape not in ([layers, heads], [layers, kv_heads]):
-            raise ValueError(
-                f"StaticHeads has shape {shape}, this model needs {[layers, heads]} or {[layers, kv_heads]}"
-            )
-    if isinstance(policy.moments, KeyMoments):
-        moments = policy.moments
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        if moments.model_type != config.model_type or list(moments.mean.shape) != [layers, kv_heads, dim]:
-            raise ValueError(
-                f"these KeyMoments are of a {moments.model_type} model with [layers, kv_heads, dim] = "
-                f"{list(moments.mean.shape)}; this {config.model_type} model has {[layers, kv_heads, dim]}"
-            )

@@ -1,0 +1,53 @@
+"""Which models a QAdACache can serve, and whether tables of heads and moments are of that model."""
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .criterion import StaticHeads
+from .moments import KeyMoments
+from .policy import Policy
+
+
+def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
+    """The config of the decoder that a cache is for, from exactly one of its model and that model's config."""
+    if model is not None and not isinstance(model, PreTrainedModel):
+        hint = "as config=..." if isinstance(model, PreTrainedConfig) else "or config=model.config"
+        raise TypeError(f"QAdACache takes a transformers model {hint}, got {type(model).__name__}")
+    if (model is None) == (config is None):
+        raise TypeError("QAdACache takes either a model or config=model.config")
+    whole = config if model is None else model.config
+    if not isinstance(whole, PreTrainedConfig):
+        raise TypeError(f"config must be a transformers PreTrainedConfig, got {type(whole).__name__}")
+    return whole.get_text_config(decoder=True)
+
+
+def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
+    """Raise NotImplementedError for a kind of model that its config already tells cannot be served."""
+    way_out = f"use transformers.DynamicCache for {config.model_type}"
+    if config.is_encoder_decoder:
+        raise NotImplementedError(f"QAdACache serves decoder-only models: {way_out}")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise NotImplementedError(f"QAdACache does not support soft-capped attention scores: {way_out}")
+    if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0):
+        raise NotImplementedError(f"QAdACache does not support layers that share another layer's keys: {way_out}")
+    if model is not None and not model._can_set_attn_implementation():
+        raise NotImplementedError(f"this model computes attention without transformers' AttentionInterface: {way_out}")
+
+
+def check_tables(policy: Policy, config: PreTrainedConfig) -> None:
+    """Moments and static heads must have this model's shape."""
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if isinstance(policy.criterion, StaticHeads):
+        shape = list(policy.criterion.long_context.shape)
+        if shape not in ([layers, heads], [layers, kv_heads]):
+            raise ValueError(
+                f"StaticHeads has shape {shape}, this model needs {[layers, heads]} or {[layers, kv_heads]}"
+            )
+    if isinstance(policy.moments, KeyMoments):
+        moments = policy.moments
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        if moments.model_type != config.model_type or list(moments.mean.shape) != [layers, kv_heads, dim]:
+            raise ValueError(
+                f"these KeyMoments are of a {moments.model_type} model with [layers, kv_heads, dim] = "
+                f"{list(moments.mean.shape)}; this {config.model_type} model has {[layers, kv_heads, dim]}"
+            )
