@@ -24,8 +24,8 @@ CONFIG = {
     "max_position_embeddings": 32768,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     "tie_word_embeddings": False,
-    # Biases give all queries and all keys something in common: what a head needs to attend to the sinks or to the
-    # last few tokens whatever the words are. Without them the first layer, which sees only words, never turned local.
+    # Biases give all queries something in common, which `needle_locality.install_sink` needs: the first layer, which
+    # sees only words, never turned local by training alone, with biases or without.
     "attention_bias": True,
     "initializer_range": 0.02,  # 0.07 never learnt to look a key up
     "pad_token_id": TOKEN[PAD],
