@@ -44,6 +44,7 @@ def run(
     """Prefill the prompt's context, then answer its questions on the same, growing cache."""
     bar.set_postfix_str(f"{name}: reading the prompt")
     ids = tokenizer(prompt.context, return_tensors="pt").input_ids
+    context_tokens = ids.shape[1]
     start = time.perf_counter()
     with torch.no_grad():
         model(ids, past_key_values=cache, logits_to_keep=1)
@@ -60,8 +61,8 @@ def run(
         )
         answers.append(tokenizer.decode(ids[0, -1:]))
         bar.update()
-    decoded = cache.get_seq_length() - tokenizer(prompt.context, return_tensors="pt").input_ids.shape[1]
-    return Result(name, answers, prefilled - start, time.perf_counter() - prefilled, decoded, cache)
+    decode_seconds = time.perf_counter() - prefilled
+    return Result(name, answers, prefilled - start, decode_seconds, cache.get_seq_length() - context_tokens, cache)
 
 
 def measure(results: list[Result], prompt: needle.NeedlePrompt) -> list[dict[str, str]]:

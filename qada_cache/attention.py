@@ -162,7 +162,7 @@ def _check_supported(
         raise RuntimeError(
             f"this QAdACache was built for another model (of type {name}): build one QAdACache per model"
         )
-    if layer.bound_module is None or layer.seen == tokens:  # nothing cached yet: any model may have it
+    if layer.bound_module is None or layer.seen == tokens:  # nothing cached yet: another module may have it
         layer.bound_module = weakref.ref(module)
     elif layer.bound_module() is not module:
         raise RuntimeError(

@@ -98,7 +98,6 @@ class QAdACache(DynamicCache):
             for index, layer in enumerate(self.layers)
         ]
         self._policy = policy
-        self._config = text_config
         # Linear layers do not count: some models write to their states without telling the cache.
         attending = [index for index, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin)]
         self._has_linear_layers = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
@@ -117,10 +116,11 @@ class QAdACache(DynamicCache):
                 f"this QAdACache was built for {len(self.layers)} layers and layer {layer_idx} called it: "
                 "build one QAdACache per model"
             )
-        if not attention.is_switched_on(self._config):
+        config = self._policy.config
+        if not attention.is_switched_on(config):
             raise RuntimeError(
                 "the model's attention implementation was changed after this QAdACache was built "
-                f"(to {self._config._attn_implementation!r}): build a new QAdACache"
+                f"(to {config._attn_implementation!r}): build a new QAdACache"
             )
         self._check_order(layer_idx, again=True)
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -194,7 +194,8 @@ class QAdACache(DynamicCache):
     def reset(self) -> None:
         """Drop all tokens and counters."""
         for layer in self.layers:
-            # Before 5.18, transformers' own layers keep their length on reset; dropping the tensors forgets it.
+            # In the oldest transformers supported, its own layers keep their length on reset: dropping the tensors
+            # forgets it.
             if isinstance(layer, DynamicLayer) and not isinstance(layer, QAdALayer):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
@@ -209,9 +210,9 @@ class QAdACache(DynamicCache):
 
     @torch.inference_mode(False)  # the copies are written to later, perhaps outside inference mode
     def __deepcopy__(self, memo: dict) -> "QAdACache":
-        # The model's config and the moments are shared, never changed here: a copied config would not be the model's.
         self._settle()
-        for shared in (self._config, self._policy.moments, self._policy.criterion):
+        # The model's config and the moments are shared, never changed here: a copied config would not be the model's.
+        for shared in (self._policy.config, self._policy.moments, self._policy.criterion):
             memo[id(shared)] = shared
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin

@@ -56,7 +56,7 @@ def save(cache: "QAdACache", path: "str | os.PathLike") -> None:
     """See `QAdACache.save`."""
     policy, tensors = cache._policy, {}
     state: dict[str, Any] = {"options": {name: getattr(policy, name) for name in _OPTIONS}}
-    state["model"] = _identity(cache._config)
+    state["model"] = _identity(cache._policy.config)
     if isinstance(policy.criterion, StaticHeads):
         tensors["static_heads"] = policy.criterion.long_context
     else:

@@ -200,7 +200,7 @@ def test_stats_count_real_storages(offloading: bool, device: str, copies: Copies
         verb()
         check(cache)
     cache.save(tmp_path / "cache.safetensors")
-    loaded = QAdACache.load(tmp_path / "cache.safetensors", config=cache._config)
+    loaded = QAdACache.load(tmp_path / "cache.safetensors", config=cache._policy.config)
     check(loaded)
     cache.reset()
     assert (cache.stats().device_bytes, cache.stats().host_bytes) == (0, 0)
@@ -216,7 +216,7 @@ def test_padding_is_recorded_by_itself(batch: int, tmp_path: Path) -> None:
     for pair in pairs:
         pair.update(*Inputs()(40, batch), valid, mask=mask)
     cache.save(tmp_path / "cache.safetensors")
-    loaded = QAdACache.load(tmp_path / "cache.safetensors", config=cache._config)
+    loaded = QAdACache.load(tmp_path / "cache.safetensors", config=cache._policy.config)
     assert all(torch.equal(layer.padding[0][1], valid) for layer in loaded.layers)
     records = [layer.padding[0][1].untyped_storage() for layer in cache.layers]
     assert [record.nbytes() for record in records] == [batch * 40] * 2
