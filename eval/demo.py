@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.machine import machine
-from qada_cache import KeyMoments, QAdACache, needle
+from qada_cache import QAdACache, needle
 
 
 @dataclass
@@ -133,15 +133,11 @@ def main(arguments: list[str] | None = None) -> int:
     words = prompt.context.split()
     print(f"\n  {' '.join(words[:24])} ... {prompt.questions[0]} -> {prompt.answers[0]}\n")
     methods: list[Result] = []
-    with tqdm(total=1 + 3 * (1 + len(prompt.questions)), unit="step", bar_format="{l_bar}{bar}| {postfix}") as bar:
-        bar.set_postfix_str("key moments of a random-words prompt")
-        random_words = tokenizer(needle.random_words(tokens=options.tokens), return_tensors="pt").input_ids
-        moments = KeyMoments.collect(model, random_words, prompt="random-words")
-        bar.update()
+    with tqdm(total=3 * (1 + len(prompt.questions)), unit="step", bar_format="{l_bar}{bar}| {postfix}") as bar:
         for name, cache in (
             ("DynamicCache", DynamicCache(config=model.config)),
             ("sinks + window only", QAdACache(model, criterion="local")),
-            ("QAdACache", QAdACache(model, threshold=options.threshold, moments=moments)),
+            ("QAdACache", QAdACache(model, threshold=options.threshold)),
         ):
             methods.append(run(name, model, tokenizer, prompt, cache, bar))
         bar.set_postfix_str("done")
@@ -149,8 +145,8 @@ def main(arguments: list[str] | None = None) -> int:
     table = measure(methods, prompt)
     print(plain(table))
     print(
-        f"\nQAdACache ran at threshold {options.threshold} with the key moments of {options.tokens} random words. A "
-        "local head reads 128 tokens.\nOn a CPU, host and device are one memory: host is where the bulk would lie."
+        f"\nQAdACache ran at threshold {options.threshold} with the key moments of 1,024 random words. A local "
+        "head reads 128 tokens.\nOn a CPU, host and device are one memory: host is where the bulk would lie."
     )
     if options.out:
         with options.out.open("w", newline="", encoding="utf-8") as file:

@@ -4,16 +4,13 @@ from pathlib import Path
 
 from qada_cache import KeyMoments, needle
 
-TOKENS = 4096
-
 
 def main() -> None:
     """Collect the needle model's key moments on random words, and write them beside this script."""
-    words = needle.load_tokenizer()(needle.random_words(tokens=TOKENS), return_tensors="pt").input_ids
-    moments = KeyMoments.collect(needle.load_model(), words, prompt="random-words")
-    path = Path(__file__).parent / f"needle-random-words-{TOKENS}.safetensors"
+    moments = KeyMoments.collect(needle.load_model(), needle.load_tokenizer(), "random-words")
+    path = Path(__file__).parent / "needle-random-words.safetensors"
     moments.save(path)
-    print(f"wrote {path.name}: {TOKENS} tokens, {list(moments.mean.shape)} means")
+    print(f"wrote {path.name}: {moments.tokens} tokens, {list(moments.shape)} means, for bulks of any length")
 
 
 if __name__ == "__main__":

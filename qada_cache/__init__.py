@@ -3,7 +3,7 @@
 from .attention import restore_attention
 from .cache import QAdACache
 from .criterion import StaticHeads
-from .moments import KeyMoments
+from .key_moments import KeyMoments
 from .statistics import CacheStats
 
 __all__ = ["CacheStats", "KeyMoments", "QAdACache", "StaticHeads", "restore_attention"]

@@ -42,15 +42,15 @@ _UNSUPPORTED = {
 }
 
 
-def switch_on(config: PreTrainedConfig) -> None:
-    """Make the model that owns `config` (its text config) ask our function for attention. Idempotent.
+def our_name(config: PreTrainedConfig) -> str:
+    """The name under which our function wraps the attention implementation of `config`.
 
     Raises:
         ValueError: the config belongs to no model yet, or its attention implementation is not one we can wrap.
     """
     current = config._attn_implementation
     if current in _BASES:
-        return
+        return current
     if current is None:
         raise ValueError(
             "this config belongs to no model (it names no attention implementation): pass model.config, or the model"
@@ -60,7 +60,18 @@ def switch_on(config: PreTrainedConfig) -> None:
             f"QAdACache cannot wrap the attention implementation {current!r}: load the model with attn_implementation "
             f"set to one of {', '.join(_OUR_NAMES)}"
         )
-    ours = _OUR_NAMES[current]
+    return _OUR_NAMES[current]
+
+
+def switch_on(config: PreTrainedConfig) -> None:
+    """Make the model that owns `config` (its text config) ask our function for attention. Idempotent.
+
+    Raises:
+        ValueError: as `our_name`.
+    """
+    if is_switched_on(config):
+        return
+    current, ours = config._attn_implementation, our_name(config)
     AttentionInterface.register(ours, attention_forward)
     AttentionMaskInterface.register(ours, ALL_MASK_ATTENTION_FUNCTIONS[current])
     config._attn_implementation = ours

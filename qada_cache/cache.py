@@ -12,9 +12,11 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttent
 
 from . import attention, serialization, support
 from .criterion import StaticHeads
+from .home import resolve_moments
+from .key_moments import KeyMoments
 from .layer import QAdALayer
-from .moments import KeyMoments
 from .policy import Policy
+from .prompts import PROMPTS
 from .statistics import CacheStats, collect
 
 logger = logging.getLogger(__name__)
@@ -48,8 +50,11 @@ class QAdACache(DynamicCache):
         group_rule: "head", every query head decides for itself, as in the paper; "mean", the query heads of a KV head
             decide together, from the mean of their local shares; "all", they read the long context only if every
             one of them needs it.
-        moments: where the Gaussian's mean and covariance come from: "current", the prompt being read, or the
-            `KeyMoments` of another prompt, or the path of a file of them.
+        moments: where the Gaussian's mean and covariance come from: "random-words", "wiki" or "single-word", a short
+            prompt of that kind, read by the model the first time it gets a cache (seconds) and kept in memory and in
+            the user's cache folder (`QADA_HOME`); `KeyMoments`, or their file's path or Hub repository; "current",
+            the prompt being read. With `config` and no model to ask, the prompts' moments are looked up in the cache
+            folder, and without them the current prompt's are used, with a warning.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
@@ -70,33 +75,36 @@ class QAdACache(DynamicCache):
         local_tokens: int = 128,
         criterion: str | StaticHeads = "gaussian",
         group_rule: str = "head",
-        moments: str | KeyMoments | os.PathLike = "current",
+        moments: str | KeyMoments | os.PathLike = "random-words",
         update_moments: bool = True,
         offloading: bool = True,
     ) -> None:
         text_config = support.text_config(model, config)
-        if isinstance(moments, (str, os.PathLike)) and moments != "current":
-            moments = KeyMoments.load(moments)
         policy = Policy(
             threshold=threshold,
             sink_tokens=sink_tokens,
             local_tokens=local_tokens,
             criterion=criterion,
             group_rule=group_rule,
-            moments=moments,
+            moments="current",
             update_moments=update_moments,
             offloading=offloading,
             model_type=text_config.model_type,
             config=text_config,
         )
         support.check_model(model, text_config)
-        support.check_tables(policy, text_config)
+        attention.our_name(text_config)
         super().__init__(config=text_config)
         # Exact type: subclasses (sliding windows, indexers, linear attention) keep what they need themselves.
         self.layers = [
             QAdALayer(policy, index) if type(layer) is DynamicLayer else layer
             for index, layer in enumerate(self.layers)
         ]
+        used = criterion == "gaussian" and any(isinstance(layer, QAdALayer) for layer in self.layers)
+        policy.moments = resolve_moments(moments, model=model, config=config, used=used)
+        support.check_heads(criterion, text_config)
+        if moments not in PROMPTS:  # else they were collected from this very model
+            support.check_moments(policy.moments, text_config)
         self._policy = policy
         # Linear layers do not count: some models write to their states without telling the cache.
         attending = [index for index, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin)]

@@ -8,8 +8,10 @@ from torch import Tensor
 from .criterion import StaticHeads, gaussian_log_bulk, group_decision, long_context, pool_score_moments, score_moments
 from .geometry import Geometry
 from .kernels import merge_partials, partial_attention, softmax_average
+from .key_moments import KeyMoments
 from .layer import QAdALayer
-from .moments import KeyMoments, RunningMoments
+from .moments import RunningMoments
+from .rotary import rounded
 from .store import TokenStore
 
 
@@ -113,10 +115,10 @@ def _bulk_score_moments(
     policy, shape = layer.policy, scores.shape[:-1]
     if moments is None:
         assert isinstance(policy.moments, KeyMoments)
-        mean, covariance = policy.moments.layer(layer.index, packed.device)
-        score_mean, score_variance = score_moments(packed.float(), mean, covariance, scaling=scaling)
-        known = torch.ones((), dtype=torch.bool, device=packed.device)
-        return score_mean.view(shape), score_variance.view(shape), known
+        score_mean, score_variance = _kept_score_moments(
+            policy.moments, layer.index, packed.float().view(*shape, -1), geometry, scaling=scaling
+        )
+        return score_mean, score_variance, torch.ones((), dtype=torch.bool, device=packed.device)
 
     score_mean, score_variance = score_moments(packed.float(), moments.mean, moments.covariance, scaling=scaling)
     score_mean, score_variance = score_mean.view(shape), score_variance.view(shape)
@@ -156,6 +158,25 @@ def _runs(wanted: list[bool]) -> Iterator[slice]:
         elif not flag and start is not None:
             yield slice(start, index)
             start = None
+
+
+def _kept_score_moments(
+    moments: KeyMoments, layer: int, query: Tensor, geometry: Geometry, *, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """As `_bulk_score_moments`, from another prompt's moments, for each query those of its own bulk's length.
+
+    `query` is `[batch, kv_heads, group, queries, dim]` float32.
+    """
+    mean = variance = query.new_zeros(query.shape[:-1])
+    shortest = 0
+    for length in sorted({rounded(length) for length in geometry.lengths}):  # nearly always one
+        key_mean, key_covariance = moments.layer(layer, length, query.device)
+        found = score_moments(query.flatten(2, 3), key_mean, key_covariance, scaling=scaling)
+        longer = (geometry.bulk_tokens > shortest).unsqueeze(2)
+        mean = torch.where(longer, found[0].view_as(mean), mean)
+        variance = torch.where(longer, found[1].view_as(mean), variance)
+        shortest = length
+    return mean, variance
 
 
 def _bulk_partial(

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 def write(path: str | os.PathLike, kind: str, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[st
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is truncated, altered, of another kind, or of a newer format; the message says which.
+        ValueError: it is truncated, altered, of another kind, or of another format; the message says which.
     """
     path = Path(path)
     if not path.is_file():
@@ -53,11 +53,10 @@ def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[st
         raise ValueError(f"{path} is not a safetensors file, or is truncated: {error}") from error
     if header.get("kind") != kind:
         raise ValueError(f"{path} is not a {kind} file (it says {header.get('kind', 'nothing about what it is')!r})")
-    if not header.get("version", "").isdigit() or int(header["version"]) > FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format version {header.get('version')!r}, this qada-cache reads up to {FORMAT_VERSION}: "
-            "upgrade qada-cache"
-        )
+    if (version := header.get("version", "")) != str(FORMAT_VERSION):
+        old = version.isdigit() and int(version) < FORMAT_VERSION
+        way_out = "make it again" if old else "upgrade qada-cache"
+        raise ValueError(f"{path} has format version {version!r}, this qada-cache reads {FORMAT_VERSION}: {way_out}")
     if header.get("sha256") != _digest(header.get("state", ""), tensors):
         raise ValueError(f"{path} was altered after it was written (checksum mismatch)")
     return tensors, json.loads(header["state"])

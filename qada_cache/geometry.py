@@ -15,6 +15,7 @@ class Geometry:
         staged: bool, same shape: tokens of the query's bulk that still lie in the near buffer.
         bulk_tokens: int64 `[rows, 1, queries]`, the paper's `T_bulk` of each query.
         decided: bool `[rows, 1, queries]`, real queries that have a bulk: the ones a criterion decides about.
+        lengths: the different values of `bulk_tokens` where `decided`, on the host.
         decisions: how many (row, query) pairs `decided` holds over the whole batch.
         any_staged: whether `staged` holds anything.
     """
@@ -23,6 +24,7 @@ class Geometry:
     staged: Tensor
     bulk_tokens: Tensor
     decided: Tensor
+    lengths: tuple[int, ...]
     decisions: int
     any_staged: bool
 
@@ -78,6 +80,7 @@ def call_geometry(
         staged=staged.to(device),
         bulk_tokens=bulk_tokens.to(device),
         decided=decided.to(device),
+        lengths=tuple(bulk_tokens[decided].unique().tolist()),
         decisions=int(decided.sum()) * (batch // rows),
         any_staged=bool(staged.any()),
     )

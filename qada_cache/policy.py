@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .criterion import CRITERIA, GROUP_RULES, StaticHeads
 from .geometry import Geometry, call_geometry
-from .moments import KeyMoments
+from .key_moments import KeyMoments
 from .padding import token_validity
 
 
@@ -60,7 +60,7 @@ class Policy:
         if self.group_rule not in GROUP_RULES:
             raise ValueError(f"unknown group_rule {self.group_rule!r}: use one of {', '.join(GROUP_RULES)}")
         if not isinstance(self.moments, KeyMoments) and self.moments != "current":
-            raise TypeError('moments must be "current", a KeyMoments or the path of a moments file')
+            raise TypeError('moments must be "current" or a KeyMoments')
 
     @property
     def window(self) -> int:

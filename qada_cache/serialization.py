@@ -8,8 +8,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from . import files
 from .criterion import StaticHeads
+from .key_moments import KeyMoments
 from .layer import QAdALayer
-from .moments import KeyMoments
 
 if TYPE_CHECKING:
     import os

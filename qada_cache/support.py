@@ -1,10 +1,12 @@
 """Which models a QAdACache can serve, and whether tables of heads and moments are of that model."""
 
+import json
+
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .criterion import StaticHeads
-from .moments import KeyMoments
-from .policy import Policy
+from .key_moments import KeyMoments
+from .rope import rope_settings
 
 
 def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
@@ -33,21 +35,36 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         raise NotImplementedError(f"this model computes attention without transformers' AttentionInterface: {way_out}")
 
 
-def check_tables(policy: Policy, config: PreTrainedConfig) -> None:
-    """Moments and static heads must have this model's shape."""
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if isinstance(policy.criterion, StaticHeads):
-        shape = list(policy.criterion.long_context.shape)
+def check_heads(criterion: str | StaticHeads, config: PreTrainedConfig) -> None:
+    """Raise ValueError if static heads are not of this model's shape."""
+    layers, heads, kv_heads = _shape(config)
+    if isinstance(criterion, StaticHeads):
+        shape = list(criterion.long_context.shape)
         if shape not in ([layers, heads], [layers, kv_heads]):
             raise ValueError(
                 f"StaticHeads has shape {shape}, this model needs {[layers, heads]} or {[layers, kv_heads]}"
             )
-    if isinstance(policy.moments, KeyMoments):
-        moments = policy.moments
+
+
+def check_moments(moments: str | KeyMoments, config: PreTrainedConfig) -> None:
+    """Raise ValueError if key moments are of another kind of model, another shape or other rotary positions."""
+    layers, heads, kv_heads = _shape(config)
+    if isinstance(moments, KeyMoments):
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        if moments.model_type != config.model_type or list(moments.mean.shape) != [layers, kv_heads, dim]:
+        if moments.model_type != config.model_type or list(moments.shape) != [layers, kv_heads, dim]:
             raise ValueError(
                 f"these KeyMoments are of a {moments.model_type} model with [layers, kv_heads, dim] = "
-                f"{list(moments.mean.shape)}; this {config.model_type} model has {[layers, kv_heads, dim]}"
+                f"{list(moments.shape)}; this {config.model_type} model has {[layers, kv_heads, dim]}"
             )
+        theirs, ours = json.loads(json.dumps([moments.rope, rope_settings(config)]))
+        for name in theirs.keys() & ours.keys():
+            if theirs[name] != ours[name]:
+                raise ValueError(
+                    f"these KeyMoments are of a {moments.model_type} model whose {name} is {theirs[name]}; this "
+                    f"model's is {ours[name]}"
+                )
+
+
+def _shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    heads = config.num_attention_heads
+    return config.num_hidden_layers, heads, getattr(config, "num_key_value_heads", None) or heads

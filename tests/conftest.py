@@ -1,6 +1,22 @@
 """Settings every test runs under."""
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 import torch
 
 # Tensors here are tiny: more threads only wait for each other, and badly so on a busy machine.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The user's cache folder is not the tests'."""
+    folder = tmp_path_factory.mktemp("qada-home")
+    before, os.environ["QADA_HOME"] = os.environ.get("QADA_HOME"), str(folder)
+    yield folder
+    del os.environ["QADA_HOME"]
+    if before is not None:
+        os.environ["QADA_HOME"] = before

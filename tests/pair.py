@@ -1,12 +1,14 @@
 """A cache layer in step with the float64 reference: every call goes to both, and is compared."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from harness import Driver, FakeAttention, make_policy, transformers_mask
-from reference import error_budget, log_local_fraction, log_masses
+from reference import Moments, averaged_moments, error_budget, log_local_fraction, log_masses, rotary_matrix
 from reference_layer import ReferenceLayer
 from torch import Tensor
 
@@ -196,8 +198,27 @@ def reference_options(layer: QAdALayer, *, heads: int) -> dict[str, Any]:
         table = policy.criterion.long_context[layer.index]
         options["criterion"] = table.repeat_interleave(heads // len(table))  # KV heads speak for their group
     if isinstance(policy.moments, KeyMoments):
-        options["moments"] = policy.moments.mean[layer.index], policy.moments.covariance[layer.index]
+        options["moments"] = kept_moments(policy.moments, layer.index)
     return options
+
+
+def kept_moments(moments: KeyMoments, layer: int) -> Callable[[int], Moments]:
+    """Another prompt's moments for a bulk of so many tokens, which the cache rounds up to a multiple of 64."""
+
+    @lru_cache
+    def of_length(bulk_tokens: int) -> Moments:
+        length = max(1, -(-bulk_tokens // 64)) * 64
+        if not moments.rotations:
+            index = max([index for index, known in enumerate(moments.lengths) if known <= length], default=0)
+            return moments.mean[index, layer].double(), moments.covariance[index, layer].double()
+        rotation = moments.rotations[layer]
+        turns = [
+            rotary_matrix(dim=rotation.dim, frequencies=rotation.frequencies, layout=rotation.layout, position=position)
+            for position in range(moments.sink_tokens, moments.sink_tokens + length)
+        ]
+        return averaged_moments(mean=moments.mean[0, layer], covariance=moments.covariance[0, layer], turns=turns)
+
+    return of_length
 
 
 def stored_tokens(store: TokenStore) -> list[tuple[Tensor, Tensor]]:

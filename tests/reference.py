@@ -8,6 +8,7 @@ position below is an index into them, from 0. Query head `h` reads key-value hea
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,6 +68,24 @@ def gaussian_log_bulk(*, query: Tensor, mean: Tensor, covariance: Tensor, bulk_t
     return math.log(bulk_tokens) + score_mean + score_variance / 2
 
 
+def rotary_matrix(*, dim: int, frequencies: tuple[float, ...], layout: str, position: int) -> Tensor:
+    """`[dim, dim]` float64: what turns a key of position 0 to `position`, pair of dims by pair of dims."""
+    matrix = torch.eye(dim, dtype=torch.float64)
+    for pair, frequency in enumerate(frequencies):
+        one, other = (pair, pair + len(frequencies)) if layout == "half" else (2 * pair, 2 * pair + 1)
+        cos, sin = math.cos(position * frequency), math.sin(position * frequency)
+        matrix[one, one], matrix[one, other], matrix[other, one], matrix[other, other] = cos, -sin, sin, cos
+    return matrix
+
+
+def averaged_moments(*, mean: Tensor, covariance: Tensor, turns: list[Tensor]) -> Moments:
+    """Moments `[heads, d]`, `[heads, d, d]` of keys each of which is turned by every one of the matrices `turns`."""
+    second = covariance.double() + mean.double()[:, :, None] * mean.double()[:, None, :]
+    mean = sum(mean.double() @ turn.T for turn in turns) / len(turns)
+    second = sum(turn @ second @ turn.T for turn in turns) / len(turns)
+    return mean, second - mean[:, :, None] * mean[:, None, :]
+
+
 def log_mass(*, query: Tensor, keys: Tensor, scaling: float) -> float:
     """log A = log sum_i exp(scaling q.k_i) of `query [d]` over `keys [T, d]`; -inf over no keys."""
     scores = scaling * (keys.to(torch.float64) @ query.to(torch.float64))
@@ -101,16 +120,16 @@ def log_masses(
     position: int,
     scaling: float,
     criterion: str,
-    moments: Moments | None = None,
+    moments: Callable[[int], Moments] | None = None,
     frozen_count: int | None = None,
     sink_tokens: int = SINK_TOKENS,
     local_tokens: int = LOCAL_TOKENS,
 ) -> list[tuple[float, float]]:
     """(log A_local, log A_bulk) of each query head: what "oracle" (eq. 2) and "gaussian" (eq. 7) compare.
 
-    `query [Hq, d]`, `keys [Hkv, T, d]` with T > `position`. The gaussian moments are `moments` (another
-    prompt) when given; else of the first `frozen_count` bulk tokens when given; else of this query's own
-    bulk. `frozen_count` 0 means that no moments exist: log A_bulk is +inf, so the head is long-context.
+    `query [Hq, d]`, `keys [Hkv, T, d]` with T > `position`. The gaussian moments are `moments` (another prompt's,
+    for so many bulk tokens) when given; else of the first `frozen_count` bulk tokens when given; else of this query's
+    own bulk. `frozen_count` 0 means that no moments exist: log A_bulk is +inf, so the head is long-context.
     """
     local = sorted(local_indices(position, sink_tokens=sink_tokens, local_tokens=local_tokens))
     bulk = bulk_indices(position, sink_tokens=sink_tokens, local_tokens=local_tokens)
@@ -119,7 +138,7 @@ def log_masses(
     for head, head_keys in enumerate(keys):
         if criterion == "gaussian":
             if moments is not None:
-                mean, covariance = moments[0][head], moments[1][head]
+                mean, covariance = (moment[head] for moment in moments(len(bulk)))
             else:
                 mean, covariance = key_moments(keys=head_keys[bulk[:frozen_count]])
         for head_query in query[head * group : (head + 1) * group]:

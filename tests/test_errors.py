@@ -17,9 +17,10 @@ from transformers import BartConfig, BartForConditionalGeneration, DynamicCache,
 from qada_cache import KeyMoments, QAdACache, StaticHeads, attention
 
 
-def moments(layers: int, kv_heads: int, dim: int, model_type: str = "llama") -> KeyMoments:
-    covariance = torch.eye(dim).expand(layers, kv_heads, dim, dim).clone()
-    return KeyMoments(torch.zeros(layers, kv_heads, dim), covariance, tokens=100, model_type=model_type)
+def moments(layers: int, kv_heads: int, dim: int, model_type: str = "llama", **fields: Any) -> KeyMoments:
+    covariance = torch.eye(dim).expand(1, layers, kv_heads, dim, dim).clone()
+    mean = torch.zeros(1, layers, kv_heads, dim)
+    return KeyMoments(mean, covariance, lengths=(84,), tokens=100, model_type=model_type, prompt="test", **fields)
 
 
 ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -44,8 +45,13 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"moments": moments(3, 2, 8)}, ValueError, r"of a llama model with .* \[3, 2, 8\]; this .* has \[2, 2, 8\]"),
     ({"moments": moments(2, 4, 8)}, ValueError, r"\[2, 4, 8\]; this llama model has \[2, 2, 8\]"),
     ({"moments": moments(2, 2, 8, "qwen2")}, ValueError, "of a qwen2 model .* this llama model"),
-    ({"moments": 3}, TypeError, "moments must be .*path"),
-    ({"moments": None}, TypeError, "moments must be .*path"),
+    (
+        {"moments": moments(2, 2, 8, rope={"rope_parameters": {"rope_theta": 5.0}})},
+        ValueError,
+        "whose rope_parameters is .*5.0.* this model's is",
+    ),
+    ({"moments": 3}, TypeError, "moments must be .*path.* got (int|NoneType)"),
+    ({"moments": None}, TypeError, "moments must be .*path.* got (int|NoneType)"),
     ({"moments": "nowhere.safetensors"}, FileNotFoundError, "no qada-moments file at nowhere.safetensors"),
     ({"group_rule": "any"}, ValueError, "unknown group_rule 'any': use one of head, mean, all"),
     ({"group_rule": None}, ValueError, "unknown group_rule None: use one of head"),
@@ -77,13 +83,6 @@ def test_bad_arguments(shared: PreTrainedModel, argument: dict, error: type[Exce
 def test_static_heads_of_another_kind(table: Any) -> None:
     with pytest.raises(TypeError, match=r"takes a bool tensor \[layers, heads\], got"):
         StaticHeads(table)
-
-
-def test_key_moments_of_another_shape() -> None:
-    with pytest.raises(ValueError, match=r"takes mean \[layers, kv_heads, dim\].* got \[2, 2, 8\] and \[2, 2, 8\]"):
-        KeyMoments(torch.zeros(2, 2, 8), torch.zeros(2, 2, 8), tokens=1, model_type="llama")
-    with pytest.raises(ValueError, match="nan or infinity"):
-        KeyMoments(torch.full((1, 1, 2), math.nan), torch.zeros(1, 1, 2, 2), tokens=1, model_type="llama")
 
 
 def test_what_a_cache_is_built_for(shared: PreTrainedModel) -> None:

@@ -71,7 +71,8 @@ def test_config_works_like_model(family: str) -> None:
     outputs, caches = [], []
     for how in ("model", "config"):
         model = tiny(family)
-        caches.append(QAdACache(**{how: model if how == "model" else model.config}, threshold=0.12, **SMALL))
+        given = {how: model if how == "model" else model.config, "moments": "current"}
+        caches.append(QAdACache(**given, threshold=0.12, **SMALL))
         outputs.append(generate(model, prompt(150)[0], caches[-1]))
     assert torch.equal(logits_of(outputs[0]), logits_of(outputs[1]))
     assert str(caches[0]) == str(caches[1])

@@ -242,7 +242,7 @@ def test_threshold_zero_is_sinks_and_window(model: PreTrainedModel, criterion: s
 def test_padded_batch_equals_its_rows_at_half(model: PreTrainedModel, criterion: str) -> None:
     """Tokens, and which heads were local: the batch's tables are the sum of its rows' (invariant 3)."""
     ids, mask = prompt(150, 71, 10)
-    options = {"threshold": 0.5, "criterion": criterion, **SMALL}
+    options = {"threshold": 0.5, "criterion": criterion, "moments": "current", **SMALL}
     batch = QAdACache(model, **options)
     output = generate(model, ids, batch, attention_mask=mask, tokens=40)
     heads, kv_heads, decisions = 0, 0, 0

@@ -12,20 +12,23 @@ from torch import Tensor
 from qada_cache import KeyMoments, StaticHeads
 from qada_cache.bulk import Bulk
 from qada_cache.layer import QAdALayer
+from qada_cache.rotary import Rotation
 
 
-def other_prompt() -> KeyMoments:
-    keys = Inputs(seed=77)(50, 1)[0][0]
-    covariance = torch.stack([torch.cov(head.T, correction=0) for head in keys])
-    return KeyMoments(
-        mean=keys.mean(dim=1)[None], covariance=covariance[None], tokens=50, model_type="llama", prompt="test"
-    )
+def other_prompt(**fields: Any) -> KeyMoments:
+    """Moments of as many random prompts as there are `lengths`, or of one whose keys turn with position."""
+    made = [Inputs(seed=77 + index)(50, 1)[0][0] for index in range(len(fields.get("lengths", [0])))]
+    covariance = torch.stack([torch.stack([torch.cov(head.T, correction=0) for head in keys]) for keys in made])
+    mean = torch.stack([keys.mean(dim=1) for keys in made])
+    fields = {"lengths": (), "tokens": 50, "model_type": "llama", "prompt": "test", **fields}
+    return KeyMoments(mean[:, None], covariance[:, None], **fields)
 
 
 POLICIES: dict[str, dict[str, Any]] = {
     "gaussian": {},
     "frozen": {"update_moments": False},
-    "other-prompt": {"moments": other_prompt()},
+    "lengths": {"moments": other_prompt(lengths=(64, 128))},
+    "rotated": {"moments": other_prompt(rotations=(Rotation(16, (0.9, 0.05, 0.002)),))},
     "oracle": {"criterion": "oracle"},
     "dense": {"criterion": "dense"},
     "local": {"criterion": "local"},
@@ -56,7 +59,7 @@ MIXED = ["turns", "holes", "crops_with_padding", "rows"]  # enough for what diff
 CASES = [
     (scenario, policy)
     for policy in POLICIES
-    for scenario in (SCENARIOS if policy in ("gaussian", "frozen", "oracle") else MIXED)
+    for scenario in (SCENARIOS if policy in ("gaussian", "frozen", "oracle", "rotated") else MIXED)
 ]
 
 

@@ -141,7 +141,7 @@ def small_cache(**options: Any) -> tuple[QAdACache, list[Pair]]:
         hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
     )
     config._attn_implementation = "sdpa"
-    cache = QAdACache(config=config, threshold=0.15, sink_tokens=3, local_tokens=11, **options)
+    cache = QAdACache(config=config, moments="current", threshold=0.15, sink_tokens=3, local_tokens=11, **options)
     modules = [FakeAttention(config, groups=2, layer_idx=index) for index in range(2)]
     return cache, [Pair(layer=layer, module=module) for layer, module in zip(cache.layers, modules, strict=True)]
 

@@ -95,7 +95,7 @@ def test_moments_of_current_frozen_and_other_prompt() -> None:
     assert log_bulk() == pytest.approx(math.log(4) + 4 + 5 / 2)
     assert log_bulk(frozen_count=2) == pytest.approx(math.log(4) + 2 + 1 / 2)
     other = torch.full((1, 1), 6.0), torch.full((1, 1, 1), 0.5)
-    assert log_bulk(moments=other, frozen_count=2) == pytest.approx(math.log(4) + 6 + 0.25)
+    assert log_bulk(moments={4: other}.__getitem__, frozen_count=2) == pytest.approx(math.log(4) + 6 + 0.25)
     assert log_bulk(frozen_count=0) == INFINITY
     assert not decide(**options, **SMALL, threshold=0.001, frozen_count=0).any()
     assert decide(**options, **SMALL, threshold=0.0, frozen_count=0).all()

@@ -23,7 +23,7 @@ COUNTERS = ("layers", "steps", "decisions", "tokens", "pulled_bytes", "streamed_
 
 
 def adaptive(model: PreTrainedModel, **options: Any) -> QAdACache:
-    return QAdACache(model, **{"threshold": 0.12, **SMALL, **options})
+    return QAdACache(model, **{"threshold": 0.12, "moments": "current", **SMALL, **options})
 
 
 def assert_continues_alike(
@@ -87,13 +87,13 @@ def test_continue_with_options(options: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_continue_with_key_moments(dtype: torch.dtype, tmp_path: Path) -> None:
     model, ids = tiny(dtype=dtype), prompt(150)[0]
-    KeyMoments.collect(model, prompt(180, seed=8)[0], prompt="random-words").save(tmp_path / "moments.safetensors")
+    KeyMoments.collect(model, prompt=prompt(180, seed=8)[0]).save(tmp_path / "moments.safetensors")
     cache = adaptive(model, moments=tmp_path / "moments.safetensors")
     text = generate(model, ids, cache, tokens=12).sequences
     cache.save(tmp_path / "cache.safetensors")
     (tmp_path / "moments.safetensors").unlink()  # the cache's file holds them
     loaded = QAdACache.load(tmp_path / "cache.safetensors", model)
-    assert "moments of random-words" in repr(loaded)
+    assert "moments of custom" in repr(loaded)
     assert 0.0 < cache.stats().sparsity < 1.0
     assert_continues_alike(model, cache, loaded, text, torch.ones_like(ids))
 
@@ -209,7 +209,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "names swapped": (swap_tensors, r"was altered after it was written \(checksum mismatch\)"),
     "no checksum": (drop_checksum, r"was altered after it was written \(checksum mismatch\)"),
     "no state": (drop_state, r"was altered after it was written \(checksum mismatch\)"),
-    "newer": (newer_version, "has format version '2', this qada-cache reads up to 1: upgrade"),
+    "newer": (newer_version, "has format version '3', this qada-cache reads 2: upgrade"),
     "foreign": (lambda path: save_file({"x": torch.ones(2)}, path), "is not a qada-cache file .*nothing about what it"),
 }
 
@@ -232,7 +232,7 @@ def test_the_wrong_file(saved: Path, tmp_path: Path) -> None:
         QAdACache.load(tmp_path, model)  # a folder
     with pytest.raises(ValueError, match=r"not a qada-moments file \(it says 'qada-cache'\)"):
         KeyMoments.load(saved)
-    KeyMoments.collect(model, prompt(50)[0]).save(tmp_path / "moments")
+    KeyMoments.collect(model, prompt=prompt(50)[0]).save(tmp_path / "moments")
     with pytest.raises(ValueError, match=r"not a qada-cache file \(it says 'qada-moments'\)"):
         QAdACache.load(tmp_path / "moments", model)
     with pytest.raises(TypeError, match="either a model or config"):

@@ -52,7 +52,9 @@ class CacheMachine(RuleBasedStateMachine):
     def build(self, options: str, batch: int, seed: int, prompt: int, padding: str) -> None:
         self.config, self.inputs, self.batch = tiny_config(), Inputs(seed), batch
         self.generator = torch.Generator().manual_seed(seed)
-        cache = QAdACache(config=self.config, threshold=0.15, sink_tokens=3, local_tokens=11, **OPTIONS[options])
+        cache = QAdACache(
+            config=self.config, moments="current", threshold=0.15, sink_tokens=3, local_tokens=11, **OPTIONS[options]
+        )
         self.modules = [FakeAttention(self.config, groups=2, layer_idx=index) for index in range(2)]
         self.pairs = [
             Pair(layer=layer, module=module) for layer, module in zip(cache.layers, self.modules, strict=True)

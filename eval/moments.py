@@ -1,0 +1,210 @@
+"""Which key moments, and which group rule, keep the needle model's recall: `python -m eval.moments`.
+
+One table: recall of the facts asked for, query heads local, and KV heads whose bulk is read, for moments of several
+prompts, made in several ways, at several thresholds. Every prompt is read once; each way of deciding then answers its
+questions from a copy of that state. Beside it, the error of moments made length-free from a short prompt.
+"""
+
+import argparse
+import copy
+import csv
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from eval.machine import machine
+from qada_cache import KeyMoments, QAdACache, needle
+from qada_cache.layer import QAdALayer
+
+THRESHOLDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 0.6, 0.9)
+RULES = ("head", "mean", "all")
+LONG = 1024  # the paper takes the first T - 1024 keys of the other prompt
+SHORT = 1024  # tokens that length-free moments come from
+
+
+@dataclass
+class Variant:
+    """One way of deciding, and what came of it."""
+
+    tokens: int
+    moments: str
+    group_rule: str
+    threshold: float
+    options: dict
+    asked: int = 0
+    right: int = 0
+    sparsities: list[tuple[float, float]] = field(default_factory=list)
+
+    def row(self) -> dict[str, str]:
+        """As a row of the table."""
+        local, kv_local = (sum(share) / len(share) for share in zip(*self.sparsities, strict=True))
+        return {
+            "prompt tokens": str(self.tokens),
+            "moments": self.moments,
+            "group_rule": self.group_rule,
+            "threshold": f"{self.threshold:g}",
+            "questions": str(self.asked),
+            "recall": f"{self.right / self.asked:.3f}",
+            "q heads local": f"{local:.3f}",
+            "KV heads read": f"{1 - kv_local:.3f}",
+        }
+
+
+def forked(cache: QAdACache, model: PreTrainedModel, **options: object) -> QAdACache:
+    """A copy of what `cache` holds that decides by other options.
+
+    Exact prefill does not depend on them, so a prompt is read once for all; `cache` must keep the running moments.
+    """
+    policy = QAdACache(model, **options)._policy  # type: ignore[arg-type]
+    twin = copy.deepcopy(cache)
+    policy.reached = twin._policy.reached
+    twin._policy = policy
+    for layer in twin.layers:
+        if isinstance(layer, QAdALayer) and layer.store is not None:
+            layer.policy = policy
+            if not policy.tracks_moments:
+                layer.store.moments = None
+    return twin
+
+
+@torch.no_grad()
+def answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: QAdACache, questions: list[str]
+) -> Iterator[str]:
+    """The model's greedy answers to questions asked one after the other."""
+    last = torch.empty(1, 0, dtype=torch.long)
+    for question in questions:
+        asked = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
+        last = model(torch.cat([last, asked], dim=1), past_key_values=cache).logits[:, -1:].argmax(-1)
+        yield tokenizer.decode(last[0])
+
+
+def text_moments(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, **options: object
+) -> KeyMoments:
+    """Moments of all of a text."""
+    ids: Tensor = tokenizer(text, return_tensors="pt").input_ids[0]
+    return KeyMoments.collect(model, prompt=ids, progress=False, **options)  # type: ignore[arg-type]
+
+
+def variants(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[Variant]:
+    """What is compared on prompts of `tokens` tokens."""
+    whole = tokens - LONG
+    long_words, short_words = needle.random_words(tokens=whole), needle.random_words(tokens=SHORT)
+    default = KeyMoments.collect(model, progress=False)
+    made: dict[str, object] = {
+        "default": default,
+        "random-words, analytic": text_moments(model, tokenizer, short_words, scheme="analytic"),
+        "random-words, spread": text_moments(model, tokenizer, short_words, scheme="spread"),
+        "random-words, long prompt": text_moments(model, tokenizer, long_words, scheme="prompt"),
+        "single-word": text_moments(model, tokenizer, needle.single_word(tokens=whole), scheme="prompt"),
+        "haystack": text_moments(model, tokenizer, needle.haystack(tokens=whole), scheme="prompt"),
+        "current": "current",
+    }
+    found = [
+        Variant(tokens, name, "head", threshold, {"moments": moments})
+        for name, moments in made.items()
+        for threshold in (0.3, 0.6)
+    ]
+    found += [
+        Variant(tokens, "default", rule, threshold, {"moments": default})
+        for rule in RULES
+        for threshold in THRESHOLDS
+        if rule != "head" or threshold not in (0.3, 0.6)
+    ]
+    found += [Variant(tokens, "oracle", rule, 0.3, {"criterion": "oracle"}) for rule in RULES]
+    found += [Variant(tokens, "full attention", "head", 1.0, {"criterion": "dense"})]
+    found += [Variant(tokens, "sinks + window", "head", 0.0, {"criterion": "local"})]
+    for variant in found:
+        variant.options |= {"group_rule": variant.group_rule, "threshold": variant.threshold}
+    return found
+
+
+def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int, seeds: int) -> list[Variant]:
+    """Every variant on the prompts of `seeds` seeds."""
+    found = variants(model, tokenizer, tokens)
+    for seed in tqdm(range(seeds), f"prompts of {tokens} tokens"):
+        prompt = needle.make_prompt(tokens=tokens, seed=seed)
+        read = QAdACache(model, moments="current")
+        with torch.no_grad():
+            model(tokenizer(prompt.context, return_tensors="pt").input_ids, past_key_values=read, logits_to_keep=1)
+        for variant in found:
+            cache = forked(read, model, **variant.options)
+            given = list(answers(model, tokenizer, cache, prompt.questions))
+            variant.asked += len(given)
+            variant.right += sum(map(str.__eq__, given, prompt.answers))
+            stats = cache.stats()
+            variant.sparsities.append((stats.sparsity, stats.kv_sparsity))
+    return found
+
+
+def covariance_errors(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int) -> dict[str, float]:
+    """Relative error (Frobenius norm) of covariances at `length`, against those of a random prompt of that length."""
+    true = text_moments(model, tokenizer, needle.random_words(tokens=length + 16, seed=1), scheme="prompt")
+    expected = true.at(length)[1]
+    short = needle.random_words(tokens=SHORT)
+    ways = {scheme: text_moments(model, tokenizer, short, scheme=scheme) for scheme in ("prompt", "spread", "analytic")}
+    ways["default"] = KeyMoments.collect(model, progress=False)
+    # What the best way could reach: another random prompt of the same length.
+    ways["long prompt"] = text_moments(model, tokenizer, needle.random_words(tokens=length + 16), scheme="prompt")
+    return {name: float((kept.at(length)[1] - expected).norm() / expected.norm()) for name, kept in ways.items()}
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> None:
+    """The rows as CSV, with the machine."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*rows[0], "machine"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row | {"machine": machine()} for row in rows)
+
+
+def show(rows: list[dict[str, str]]) -> None:
+    """The rows, aligned."""
+    for line in ([*rows[0]], *(list(row.values()) for row in rows)):
+        print("".join(f"{cell:<28}" if column == 1 else f"{cell:>15}" for column, cell in enumerate(line)))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m eval.moments", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192], help="lengths (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=24, help="prompts, 16 questions each (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="folder to write moments.csv and moments_error.csv to")
+    options = parser.parse_args()
+    model, tokenizer = needle.load_model(), needle.load_tokenizer()
+
+    rows = [
+        {"bulk tokens": str(length), "moments": name, "covariance error": f"{error:.3f}"}
+        for length in (3072, 7168, 15360)
+        for name, error in covariance_errors(model, tokenizer, length).items()
+    ]
+    begin = time.perf_counter()
+    kept = KeyMoments.collect(model, progress=False)
+    collecting = time.perf_counter() - begin
+    begin = time.perf_counter()
+    kept.at(15361)
+    rows.append({"bulk tokens": "", "moments": "seconds to collect", "covariance error": f"{collecting:.2f}"})
+    rows.append(
+        {
+            "bulk tokens": "",
+            "moments": "seconds of .at(length)",
+            "covariance error": f"{time.perf_counter() - begin:.4f}",
+        }
+    )
+    show(rows)
+    if options.out:
+        write(options.out / "moments_error.csv", rows)
+    rows = [variant.row() for tokens in options.tokens for variant in measure(model, tokenizer, tokens, options.seeds)]
+    show(rows)
+    if options.out:
+        write(options.out / "moments.csv", rows)
+
+
+if __name__ == "__main__":
+    main()

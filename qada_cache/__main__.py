@@ -1,0 +1,7 @@
+"""`python -m qada_cache` is the command `qada`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

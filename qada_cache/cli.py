@@ -1,0 +1,110 @@
+"""The command `qada`: what users do besides calling Python."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import __version__
+from .collecting import SCHEMES
+from .prompts import PROMPTS
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run `qada`; returns the exit status. Errors of the user's making are one line on stderr and status 1."""
+    parser = argparse.ArgumentParser(
+        prog="qada", description="QAdACache: attention heads that read the long context only when they need it."
+    )
+    parser.add_argument("--version", action="version", version=f"qada-cache {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_moments(commands)
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except (OSError, ValueError, NotImplementedError) as error:
+        print(f"qada {options.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _add_moments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "moments",
+        help="collect a model's key moments",
+        description="Collect the key moments of a model on a prompt, for QAdACache(moments=FILE). QAdACache(model) does "
+        "so by itself, on random words; this is for other prompts, and for caches made from a config.",
+    )
+    command.add_argument("--model", required=True, help="path or Hugging Face Hub id")
+    command.add_argument("--revision", help="of a model of the Hub")
+    command.add_argument(
+        "--prompt", choices=PROMPTS, default="random-words", help="what the model reads (default: %(default)s)"
+    )
+    command.add_argument("--text", type=Path, help="text file to take real text or words from, instead of our article")
+    command.add_argument("--dataset", help="dataset to take the text from, of the Hub or a path")
+    command.add_argument("--subset", help="of the dataset, e.g. wikitext-103-raw-v1")
+    command.add_argument("--split", default="train", help="of the dataset (default: %(default)s)")
+    command.add_argument("--column", default="text", help="of the dataset (default: %(default)s)")
+    command.add_argument("--tokens", type=int, help="how many to read (default: 1024)")
+    command.add_argument("--seed", type=int, default=0, help="of the random words (default: %(default)s)")
+    command.add_argument(
+        "--scheme", choices=SCHEMES, default="auto", help="how moments become length-free (default: %(default)s)"
+    )
+    command.add_argument("--dtype", default="auto", help="of the model (default: the checkpoint's)")
+    command.add_argument("--device-map", default=None, help="where the model goes, e.g. auto, cuda, cpu")
+    command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    command.add_argument("--out", type=Path, required=True, help="safetensors file to write")
+    command.set_defaults(run=_moments)
+
+
+def _moments(options: argparse.Namespace) -> int:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .key_moments import KeyMoments
+
+    if not options.out.parent.is_dir():
+        raise FileNotFoundError(f"--out: there is no folder {options.out.parent}")
+    text = _text(options)
+    where = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(options.model, **where)
+    model = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=options.dtype, device_map=options.device_map, **where
+    )
+    moments = KeyMoments.collect(
+        model,
+        tokenizer,
+        options.prompt,
+        tokens=options.tokens,
+        seed=options.seed,
+        text=text,
+        scheme=options.scheme,
+    )
+    moments.save(options.out)
+    layers, kv_heads, dim = moments.shape
+    lengths = f"bulks of {', '.join(map(str, moments.lengths))} tokens" if moments.lengths else "bulks of any length"
+    print(
+        f"wrote {options.out}: {layers} layers, {kv_heads} KV heads, {dim} dims, for {lengths}, from {moments.tokens} "
+        f"tokens ({moments.prompt})"
+    )
+    return 0
+
+
+def _text(options: argparse.Namespace) -> str | None:
+    """The text the user named, if any."""
+    if options.text and options.dataset:
+        raise ValueError("give --text or --dataset, not both")
+    if options.text:
+        return options.text.read_text(encoding="utf-8")
+    if not options.dataset:
+        return None
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError("--dataset needs the package datasets: pip install datasets") from error
+    rows = load_dataset(options.dataset, options.subset, split=options.split, streaming=True)
+    wanted = 16 * (options.tokens or 1024)  # characters: more than enough for as many tokens
+    text = ""
+    for row in rows:
+        if options.column not in row:
+            raise ValueError(f"{options.dataset} has no column {options.column!r}, it has {', '.join(row)}")
+        text += row[options.column] + "\n"
+        if len(text) >= wanted:
+            break
+    return text

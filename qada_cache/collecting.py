@@ -1,0 +1,183 @@
+"""The forward passes that key moments come from."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from .moments import RunningMoments
+from .prompts import PROMPTS, prompt_ids
+from .rope import (
+    find_rotations,
+    frequencies_by_length,
+    layer_keys,
+    rope_settings,
+    served_layers,
+    takes_positions,
+)
+from .rotary import Rotation
+
+SCHEMES = ("auto", "analytic", "spread", "prompt")
+TOKENS = 1024
+PROBE_TOKENS = 4
+SHORTEST_PREFIX = 256
+CHUNK_TOKENS = 512  # of one forward pass
+LONGEST_SPREAD = 131072  # longer bulks get the moments of this one
+
+
+def collect(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: str | Tensor,
+    *,
+    tokens: int | None,
+    seed: int,
+    text: str | None,
+    scheme: str,
+    sink_tokens: int,
+    progress: bool,
+) -> dict[str, Any]:
+    """The fields of `KeyMoments`; arguments as for `KeyMoments.collect`."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"key moments are collected from a transformers model, got {type(model).__name__}")
+    if scheme not in SCHEMES:
+        raise ValueError(f"unknown scheme {scheme!r}: use one of {', '.join(SCHEMES)}")
+    config = model.config.get_text_config(decoder=True)
+    longest = getattr(config, "max_position_embeddings", None) or LONGEST_SPREAD
+    if tokens is None:
+        tokens = prompt.numel() if isinstance(prompt, Tensor) else min(TOKENS, longest)
+    if tokens <= sink_tokens:
+        raise ValueError(f"tokens ({tokens}) must exceed sink_tokens ({sink_tokens}), whose keys are left out")
+    kind = prompt if isinstance(prompt, str) and prompt in PROMPTS else "custom"
+    with _evaluating(model):
+        ids = prompt_ids(prompt, model=model, tokenizer=tokenizer, tokens=tokens, seed=seed, text=text)
+        scheme, rotations = _choose_scheme(model, scheme, ids)
+        lengths = _lengths(scheme, tokens - sink_tokens, min(longest, LONGEST_SPREAD))
+        passes = lengths if scheme == "spread" else lengths[-1:]
+        grid: list[tuple[dict[int, Tensor], dict[int, Tensor]]] = []
+        with tqdm(
+            total=tokens * len(passes),
+            desc=f"key moments ({kind})",
+            unit="token",
+            leave=False,
+            delay=1,
+            disable=not progress,
+        ) as bar:
+            for length in passes:
+                spread = torch.linspace(0, length - 1, tokens - sink_tokens).round().long() + sink_tokens
+                positions = torch.cat([torch.arange(sink_tokens), spread])
+                keys = read_keys(model, ids, positions, bar)
+                if scheme == "prompt":
+                    grid += [_moments(keys, slice(sink_tokens, sink_tokens + prefix)) for prefix in lengths]
+                    continue
+                if scheme == "analytic":
+                    keys = {
+                        index: rotations[index].turn(kept.cpu().double(), -positions) for index, kept in keys.items()
+                    }
+                grid.append(_moments(keys, slice(sink_tokens, None)))
+    layers, name = config.num_hidden_layers, model.config._name_or_path
+    mean, covariance = (torch.stack([_by_layer(step[which], layers) for step in grid]) for which in (0, 1))
+    analytic = scheme == "analytic"
+    return {
+        "mean": mean,
+        "covariance": covariance,
+        "lengths": () if analytic else tuple(lengths),
+        "rotations": tuple(rotations.get(layer, Rotation(mean.shape[-1])) for layer in range(layers)) * analytic,
+        "model_type": config.model_type,
+        "prompt": kind,
+        "tokens": tokens,
+        "sink_tokens": sink_tokens,
+        "rope": rope_settings(config),
+        "origin": {
+            "model": os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "scheme": scheme,
+            "seed": seed,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def _choose_scheme(model: PreTrainedModel, scheme: str, ids: Tensor) -> tuple[str, dict[int, Rotation]]:
+    """The scheme that "auto" stands for, and the rotations of the layers if it is "analytic"."""
+    known: dict[int, Rotation] = {}
+    if scheme in ("auto", "analytic"):
+        found = find_rotations(model, ids.unique()[:PROBE_TOKENS], len(ids))
+        known = {index: rotation for index, rotation in found.items() if rotation is not None}
+        if scheme == "analytic" and len(known) < len(found):
+            raise ValueError(
+                f"how layers {sorted(found.keys() - known.keys())} of {model.config.model_type} turn their keys with "
+                'position was not found out: use scheme="spread"'
+            )
+        scheme = "analytic" if len(known) == len(found) else "spread"
+    if scheme == "spread" and not takes_positions(model):
+        scheme = "prompt"
+    return scheme, known
+
+
+def _lengths(scheme: str, tokens: int, longest: int) -> list[int]:
+    """The bulk lengths to take moments for, from a prompt with `tokens` tokens of bulk."""
+    lengths = [tokens]
+    while scheme == "spread" and 2 * lengths[-1] <= longest:
+        lengths.append(2 * lengths[-1])
+    while scheme == "prompt" and lengths[0] // 2 >= SHORTEST_PREFIX:
+        lengths.insert(0, lengths[0] // 2)
+    return lengths
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Without dropout and gradients, whatever the model was doing."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def read_keys(model: PreTrainedModel, ids: Tensor, positions: Tensor, bar: tqdm) -> dict[int, Tensor]:
+    """Keys `[1, kv_heads, tokens, dim]` of every full-attention layer, of `ids` `[tokens]` read at `positions`."""
+    config = model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=config)
+    contiguous = torch.equal(positions, torch.arange(len(ids)))
+    # Every chunk would get the frequencies of its own length.
+    chunk = len(ids) if frequencies_by_length(rope_settings(config)) else CHUNK_TOKENS
+    for part, where in zip(ids.split(chunk), positions.split(chunk), strict=True):
+        # Contiguous positions are left to the model: not every one takes them as an argument.
+        place = {} if contiguous else {"position_ids": where[None].to(model.device)}
+        model(input_ids=part[None].to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1, **place)
+        bar.update(len(part))
+    served = served_layers(cache)
+    if not served:
+        raise ValueError(f"{config.model_type} has no full-attention layers, so there are no key moments to collect")
+    return {index: layer_keys(cache, index, config) for index in served}
+
+
+def _moments(keys: dict[int, Tensor], part: slice) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Mean `[kv_heads, dim]` and covariance `[kv_heads, dim, dim]` of each layer's keys of these tokens."""
+    means, covariances = {}, {}
+    for index, kept in keys.items():
+        running = RunningMoments(1, kept.shape[1], kept.shape[3], kept.device)
+        running.update(slice(0, 1), kept[:, :, part])
+        means[index], covariances[index] = running.mean[0].cpu(), running.covariance[0].cpu()
+    return means, covariances
+
+
+def _by_layer(found: dict[int, Tensor], layers: int) -> Tensor:
+    """`[layers, ...]`, zeros for layers that have none."""
+    like = next(iter(found.values()))
+    if any(tensor.shape != like.shape for tensor in found.values()):
+        raise ValueError(
+            f"layers differ in the shape of their keys: {sorted({tuple(t.shape) for t in found.values()})}"
+        )
+    return torch.stack([found.get(layer, torch.zeros_like(like)) for layer in range(layers)])

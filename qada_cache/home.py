@@ -1,0 +1,169 @@
+"""A model's default key moments: collected at first use, kept in memory and in a file of the user's cache folder."""
+
+import hashlib
+import json
+import logging
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from . import files
+from .key_moments import KeyMoments
+from .prompts import PROMPTS
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED = 8  # models
+SAMPLED = 16  # values of each weight that stand for the whole
+_remembered: dict[Path, KeyMoments] = {}
+
+
+def home() -> Path:
+    """`QADA_HOME`, else "qada" beside the Hugging Face cache."""
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(os.environ.get("QADA_HOME") or Path(HF_HOME).parent / "qada")
+
+
+def resolve_moments(
+    moments: str | os.PathLike | KeyMoments,
+    *,
+    model: PreTrainedModel | None,
+    config: PreTrainedConfig | None,
+    used: bool,
+) -> str | KeyMoments:
+    """What `QAdACache(moments=...)` stands for: a `KeyMoments`, or "current".
+
+    Args:
+        moments: see `QAdACache`.
+        model, config: whose, exactly one of them not None.
+        used: whether the cache will ask for moments; if not, none are collected for it.
+
+    Raises:
+        TypeError, FileNotFoundError, ValueError: it is something else, or cannot be loaded or collected.
+    """
+    if isinstance(moments, KeyMoments) or moments == "current":
+        return moments
+    if not isinstance(moments, (str, os.PathLike)):
+        raise TypeError(
+            f'moments must be one of {", ".join(PROMPTS)}, "current", a KeyMoments, or the path or Hub repository of a '
+            f"moments file, got {type(moments).__name__}"
+        )
+    if moments not in PROMPTS:
+        return KeyMoments.load(moments)
+    if not used:
+        return "current"
+    if model is not None:
+        return default_moments(model, moments)
+    assert config is not None
+    found = find_moments(config, moments)
+    if found is None:
+        say_once(
+            f"no {moments} moments of {config._name_or_path or 'this model'} are kept in {home()}, and a cache built "
+            "with config= has no model to collect them from: it goes by the current prompt's, which miss facts in "
+            "repetitive text. Build one QAdACache(model) first, or give moments=FILE (`qada moments` makes one)"
+        )
+    return found or "current"
+
+
+def default_moments(model: PreTrainedModel, prompt: str) -> KeyMoments:
+    """This model's moments on one of `prompts.PROMPTS`: remembered, else read from the file, else collected and kept.
+
+    The file's name holds what determines the moments: the weights (a sample of every one), the config, the dtype, the
+    prompt, and the format. A folder that cannot be written to costs a warning, not the moments.
+    """
+    path = _path(model, prompt)
+    if path not in _remembered:
+        if len(_remembered) >= REMEMBERED:
+            del _remembered[next(iter(_remembered))]
+        _remembered[path] = _read(path) or _collect(model, prompt, path)
+    return _remembered[path]
+
+
+def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
+    """The file that `default_moments` kept for the model that this config was loaded with; None without exactly one.
+
+    The config names a model (its path or repository, and the commit), not its weights, so a config made by hand finds
+    none, and several files of one name (weights changed in memory) are as good as none.
+    """
+    source = _source(config)
+    found = list((home() / "moments").glob(f"{source}-{prompt}-*.safetensors")) if source else []
+    return _read(found[0]) if len(found) == 1 else None
+
+
+@cache
+def say_once(message: str) -> None:
+    """Log a warning the first time it is given."""
+    logger.warning(message)
+
+
+def _read(path: Path) -> KeyMoments | None:
+    try:
+        return KeyMoments.load(path)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        logger.warning("%s; collecting the moments again", error)
+        return None
+
+
+def _collect(model: PreTrainedModel, prompt: str, path: Path) -> KeyMoments:
+    moments = KeyMoments.collect(model, prompt=prompt)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        moments.save(path)
+    except OSError as error:
+        say_once(f"key moments cannot be kept in {path.parent} ({error}): they will be collected in every process")
+    return moments
+
+
+def _path(model: PreTrainedModel, prompt: str) -> Path:
+    whole = {"config": _settings(model.config), "dtype": str(model.dtype), "format": files.FORMAT_VERSION}
+    digest = hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode())
+    digest.update(_weights_sample(model))
+    name = f"{_source(model.config) or model.config.model_type}-{prompt}-{digest.hexdigest()[:16]}.safetensors"
+    return home() / "moments" / name
+
+
+def _source(config: PreTrainedConfig) -> str:
+    """Where the weights were loaded from, and which version of them; empty if they were not loaded."""
+    name = config._name_or_path
+    if not name:
+        return ""
+    version: Any = getattr(config, "_commit_hash", None)
+    if os.path.isdir(name):
+        weights = [entry for entry in os.scandir(name) if entry.name.endswith((".safetensors", ".bin"))]
+        version = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in weights)
+    whole = json.dumps([name, version, _settings(config)], sort_keys=True, default=str)
+    return f"{config.model_type}-{hashlib.sha256(whole.encode()).hexdigest()[:16]}"
+
+
+def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+    settings = config.to_dict()
+    for name in ("transformers_version", "_name_or_path", "use_cache"):
+        settings.pop(name, None)
+    return settings
+
+
+@torch.no_grad()
+def _weights_sample(model: PreTrainedModel) -> bytes:
+    """Name, shape and a few values of every weight: enough to tell one checkpoint from another, and quick to read."""
+    digest = hashlib.sha256()
+    samples: dict[torch.device, list[Tensor]] = {}
+    for name, weight in model.state_dict().items():
+        if not isinstance(weight, Tensor):
+            continue
+        digest.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
+        if weight.device.type == "meta" or not weight.numel():  # kept elsewhere by accelerate
+            continue
+        index = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), device=weight.device).long()
+        places = torch.unravel_index(index, weight.shape) if weight.dim() else ()
+        samples.setdefault(weight.device, []).append(weight[places].reshape(-1).float())
+    for device in sorted(samples, key=str):  # one transfer each
+        digest.update(torch.cat(samples[device]).cpu().numpy().tobytes())
+    return digest.digest()

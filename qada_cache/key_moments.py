@@ -1,0 +1,253 @@
+"""Key moments of a whole model, kept from a prompt other than the one being read, for bulks of any length."""
+
+import os
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from . import collecting, files
+from .rope import rotation_at
+from .rotary import Rotation, rounded
+
+KIND = "qada-moments"
+HUB_FILE = "moments.safetensors"
+PLACED = 8  # lengths whose moments are kept on a device, for rows and caches of different lengths used in turn
+
+
+@dataclass(frozen=True, eq=False)
+class KeyMoments:
+    """Mean and covariance of every layer's keys, from another prompt (the paper's option 2).
+
+    Made by `collect`. The moments of a bulk depend on its length, because keys turn with position: `at(length)` gives
+    them for any. They are kept either as those of keys turned back to position 0, with the rotation of every layer, or
+    for a list of lengths.
+
+    Args:
+        mean: `[lengths, layers, kv_heads, dim]` float32; zeros for layers that are not full attention.
+        covariance: `[lengths, layers, kv_heads, dim, dim]` float32, population covariance.
+        lengths: what the first dim counts, ascending, in tokens of bulk; empty (first dim 1) with `rotations`.
+        rotations: of every layer, if `mean` and `covariance` are of keys turned back to position 0; else empty.
+        model_type: the `model_type` of the config.
+        prompt: what was read: "random-words", "wiki", "single-word", "custom".
+        tokens: how many tokens were read.
+        sink_tokens: how many of the first of them were left out; also where a bulk begins.
+        rope: what determines the model's rotary frequencies (`rope.rope_settings`).
+        origin: what else is known of where the moments come from: seed, dtype, model's name, library versions.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    lengths: tuple[int, ...]
+    model_type: str
+    prompt: str
+    tokens: int
+    rotations: tuple[Rotation, ...] = ()
+    sink_tokens: int = 16
+    rope: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, Any] = field(default_factory=dict)
+    _placed: dict = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.mean.shape)
+        if len(shape) != 4 or self.covariance.shape != (*shape, shape[-1]):
+            raise ValueError(
+                "KeyMoments takes mean [lengths, layers, kv_heads, dim] and covariance [lengths, layers, kv_heads, "
+                f"dim, dim], got {list(self.mean.shape)} and {list(self.covariance.shape)}"
+            )
+        if not (torch.isfinite(self.mean).all() and torch.isfinite(self.covariance).all()):
+            raise ValueError("KeyMoments: mean or covariance holds nan or infinity")
+        if self.rotations:
+            if self.lengths or shape[0] != 1 or [rotation.dim for rotation in self.rotations] != [shape[3]] * shape[1]:
+                raise ValueError("KeyMoments with rotations take one for each layer, and no lengths")
+        elif len(self.lengths) != shape[0] or list(self.lengths) != sorted(set(self.lengths)) or self.lengths[0] < 1:
+            raise ValueError(f"KeyMoments take {shape[0]} ascending lengths, got {list(self.lengths)}")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """`(layers, kv_heads, dim)`."""
+        return tuple(self.mean.shape[1:])  # type: ignore[return-value]
+
+    def at(self, length: int) -> tuple[Tensor, Tensor]:
+        """Moments of a bulk of `length` tokens: mean `[layers, kv_heads, dim]` and covariance `[..., dim, dim]`.
+
+        Averaged over the bulk's positions, exactly `length` of them, where the layers' rotations are known; else those
+        of the greatest of `lengths` up to `length` (moments of a shorter bulk do little harm, of a longer one much).
+        float64 on the CPU.
+        """
+        layers = [self._layer_at(layer, length) for layer in range(self.mean.shape[1])]
+        return torch.stack([mean for mean, _ in layers]), torch.stack([covariance for _, covariance in layers])
+
+    def _layer_at(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        if length < 1:
+            raise ValueError(f"moments are of a bulk of at least 1 token, got length {length}")
+        if not self.rotations:
+            index = max(0, bisect_right(self.lengths, length) - 1)
+            return self.mean[index, layer].double(), self.covariance[index, layer].double()
+        rotation = rotation_at(self.rotations[layer], self.rope, layer, length)
+        return rotation.average(self.mean[0, layer], self.covariance[0, layer], first=self.sink_tokens, length=length)
+
+    def layer(self, layer: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Moments of one layer for a bulk of about `length` tokens, on `device`, float32.
+
+        `length` is rounded (`rotary.rounded`), so that few different ones are ever asked for; the latest are kept.
+
+        Returns:
+            mean `[1, kv_heads, dim]` and covariance `[1, kv_heads, dim, dim]`.
+        """
+        kept = self._placed.setdefault((layer, device), {})
+        length = rounded(length)
+        if length not in kept:
+            if len(kept) >= PLACED:
+                del kept[next(iter(kept))]
+            mean, covariance = self._layer_at(layer, length)
+            kept[length] = (mean.float().to(device).unsqueeze(0), covariance.float().to(device).unsqueeze(0))
+        return kept[length]
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a file keeps of these moments, under the names `from_file` reads."""
+        return {"moments.mean": self.mean, "moments.covariance": self.covariance}
+
+    def header(self) -> dict[str, Any]:
+        """Everything else a file keeps, JSON-able."""
+        frequencies = list(dict.fromkeys(rotation.frequencies for rotation in self.rotations))
+        return {
+            "lengths": list(self.lengths),
+            "model_type": self.model_type,
+            "prompt": self.prompt,
+            "tokens": self.tokens,
+            "sink_tokens": self.sink_tokens,
+            "rope": self.rope,
+            "origin": self.origin,
+            "frequencies": frequencies,  # layers share them
+            "rotations": [[rotation.layout, frequencies.index(rotation.frequencies)] for rotation in self.rotations],
+        }
+
+    @classmethod
+    def from_file(cls, tensors: dict[str, Tensor], header: dict[str, Any]) -> "KeyMoments":
+        """The inverse of `tensors` and `header`."""
+        header = dict(header)
+        mean, frequencies = tensors["moments.mean"], header.pop("frequencies")
+        rotations = tuple(
+            Rotation(mean.shape[-1], tuple(frequencies[index]), layout) for layout, index in header.pop("rotations")
+        )
+        lengths = tuple(header.pop("lengths"))
+        return cls(mean, tensors["moments.covariance"], lengths=lengths, rotations=rotations, **header)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write to one safetensors file, whole or not at all."""
+        files.write(path, KIND, self.tensors(), self.header())
+
+    @classmethod
+    def load(cls, source: str | os.PathLike, *, revision: str | None = None) -> "KeyMoments":
+        """Read what `save` wrote, from a file, or what `push_to_hub` put into a repository of the Hugging Face Hub.
+
+        Args:
+            source: a path, or a repository's "owner/name".
+            revision: of the repository: a branch, tag or commit.
+
+        Raises:
+            FileNotFoundError: there is no such file or repository.
+            ValueError: the file is truncated, altered, not a moments file, or of another format.
+        """
+        text = os.fspath(source)
+        is_repository = isinstance(source, str) and text.count("/") == 1 and not text.endswith(".safetensors")
+        if os.path.exists(text) or not (is_repository or revision):
+            if revision is not None:
+                raise ValueError(f"revision is for a repository of the Hub, and {text} is a path")
+            return cls.from_file(*files.read(text, KIND))
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+        try:
+            path = hf_hub_download(text, HUB_FILE, revision=revision)
+        except LocalEntryNotFoundError as error:
+            raise FileNotFoundError(f"no file at {text}, and the Hugging Face Hub cannot be reached") from error
+        except (RepositoryNotFoundError, EntryNotFoundError) as error:
+            raise FileNotFoundError(f"no file at {text}, and no {HUB_FILE} in a Hub repository of that name") from error
+        return cls.from_file(*files.read(path, KIND))
+
+    def push_to_hub(self, repository: str, *, revision: str | None = None, private: bool | None = None) -> str:
+        """Put the moments into the repository "owner/name" of the Hugging Face Hub, made if it does not exist.
+
+        Returns:
+            the address of the commit.
+        """
+        import tempfile
+
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        api.create_repo(repository, exist_ok=True, private=private)
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, HUB_FILE)
+            self.save(path)
+            message = f"Key moments of {self.origin.get('model') or self.model_type}, {self.prompt}"
+            return str(
+                api.upload_file(
+                    path_or_fileobj=path,
+                    path_in_repo=HUB_FILE,
+                    repo_id=repository,
+                    revision=revision,
+                    commit_message=message,
+                )
+            )
+
+    # -- collecting -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def collect(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        prompt: str | Tensor = "random-words",
+        *,
+        tokens: int | None = None,
+        seed: int = 0,
+        text: str | None = None,
+        scheme: str = "auto",
+        sink_tokens: int = 16,
+        progress: bool = True,
+    ) -> "KeyMoments":
+        """Moments of a model's keys on a prompt, from forward passes over `tokens` tokens.
+
+        The keys of the first `sink_tokens` tokens are left out: they are never part of a bulk, and a sink's key is
+        unlike all others.
+
+        Args:
+            model: any decoder whose cache layers a `QAdACache` serves.
+            tokenizer: the model's; without it "random-words" and "single-word" are made of ordinary token ids.
+            prompt: "random-words" (the paper's most robust choice), "wiki", "single-word", a text, or token ids; see
+                `prompts.prompt_ids`.
+            tokens: how many to read; 1,024 if not given, or as many as the token ids or the model's positions are.
+            seed: of the random words.
+            text: for "random-words" and "wiki", instead of the article that comes with this package.
+            scheme: "analytic", keys turned back to position 0, to be averaged over the positions of any bulk; "spread",
+                the same tokens read at positions spread over bulks of ever twice the length, which needs no
+                knowledge of the model's positions; "prompt", the paper's own, the keys as they are read, for bulks of
+                up to `tokens`; "auto", analytic if the rotation of every layer was found out, else spread.
+            sink_tokens: see above.
+            progress: whether to show a progress bar.
+
+        Raises:
+            ValueError: an argument outside its range, a prompt too short, an "analytic" scheme for a model whose
+                rotation was not found out, or no layer whose keys a QAdACache could use.
+        """
+        return cls(
+            **collecting.collect(
+                model,
+                tokenizer,
+                prompt,
+                tokens=tokens,
+                seed=seed,
+                text=text,
+                scheme=scheme,
+                sink_tokens=sink_tokens,
+                progress=progress,
+            )
+        )

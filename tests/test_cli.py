@@ -1,0 +1,86 @@
+"""The command `qada`."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qada_cache import KeyMoments, QAdACache, __version__, needle
+from qada_cache.cli import main
+
+MODEL = str(needle.FOLDER)
+
+
+def test_moments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file serves the model, and is what Python would have collected."""
+    path = tmp_path / "moments.safetensors"
+    assert main(["moments", "--model", MODEL, "--tokens", "300", "--seed", "2", "--out", str(path)]) == 0
+    assert f"wrote {path}: 4 layers, 4 KV heads, 32 dims, for bulks of any length, from 300 tokens" in (
+        capsys.readouterr().out
+    )
+    model = needle.load_model()
+    expected = KeyMoments.collect(model, needle.load_tokenizer(), tokens=300, seed=2)
+    assert torch.equal(KeyMoments.load(path).covariance, expected.covariance)
+    assert "random-words" in repr(QAdACache(model, moments=path))
+    assert str(needle.FOLDER.parent) not in path.read_bytes().decode("latin-1")  # no paths of the machine
+
+
+def test_moments_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "words.txt").write_text(needle.haystack(tokens=400))
+    out = tmp_path / "moments.safetensors"
+    arguments = ["moments", "--model", MODEL, "--prompt", "wiki", "--tokens", "200", "--out", str(out)]
+    assert main([*arguments, "--text", str(tmp_path / "words.txt"), "--scheme", "prompt"]) == 0
+    assert "for bulks of 184 tokens, from 200 tokens (wiki)" in capsys.readouterr().out
+    with (tmp_path / "words.jsonl").open("w") as file:
+        for line in (tmp_path / "words.txt").read_text().split(" . "):
+            file.write(json.dumps({"words": line}) + "\n")
+    pytest.importorskip("datasets", reason="--dataset needs the package datasets")
+    dataset = ["--dataset", str(tmp_path), "--column"]
+    assert main([*arguments, *dataset, "words"]) == 0
+    assert main([*arguments, *dataset, "text"]) == 1
+    assert "has no column 'text', it has words" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nowhere", "--out", "{}/x"], "nowhere"),
+        (["--model", MODEL, "--out", "{}/no/x"], "--out: there is no folder {}/no"),
+        (["--model", MODEL, "--out", "{}/x", "--prompt", "wiki", "--text", "{}/none"], "No such file .*none"),
+        (["--model", MODEL, "--out", "{}/x", "--tokens", "9"], r"tokens \(9\) must exceed sink_tokens"),
+        (["--model", MODEL, "--out", "{}/x", "--prompt", "wiki"], "does not know the words"),
+        (["--model", MODEL, "--out", "{}/x", "--text", "a", "--dataset", "b"], "--text or --dataset, not both"),
+    ],
+)
+def test_errors_are_one_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["moments", *(argument.format(tmp_path) for argument in arguments)]) == 1
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qada moments: ")]
+    assert len(error) == 1
+    assert re.search(message.format(tmp_path), error[0])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, status, expected in (
+        ([], 2, "the following arguments are required: command"),
+        (["moments"], 2, "required: --model, --out"),
+        (["moments", "--prompt", "poem"], 2, "choose from"),
+        (["--version"], 0, __version__),
+        (["moments", "--help"], 0, "random-words"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == status
+        shown = capsys.readouterr()
+        assert expected in shown.out + shown.err
+
+
+def test_as_a_module() -> None:
+    run = subprocess.run([sys.executable, "-m", "qada_cache", "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == f"qada-cache {__version__}"

@@ -1,0 +1,206 @@
+"""Default moments: collected once, kept in memory and on disk, found again, and never another model's."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import SMALL, prompt, tiny
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from qada_cache import KeyMoments, QAdACache, home, key_moments
+from qada_cache.collecting import collect
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and no memory of what earlier tests collected."""
+    monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
+    forget(monkeypatch)
+    home.say_once.cache_clear()
+    return tmp_path / "home" / "moments"
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home, "_remembered", {})
+
+
+@pytest.fixture
+def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prompts that moments were collected on, while the test runs."""
+    prompts: list[str] = []
+
+    def counting(model: Any, tokenizer: Any, prompt: Any, **options: Any) -> dict[str, Any]:
+        prompts.append(prompt)
+        return collect(model, tokenizer, prompt, **options)
+
+    monkeypatch.setattr(key_moments.collecting, "collect", counting)
+    return prompts
+
+
+def of(cache: QAdACache) -> KeyMoments:
+    moments = cache._policy.moments
+    assert isinstance(moments, KeyMoments)
+    return moments
+
+
+def saved(model: PreTrainedModel, path: Path) -> PreTrainedModel:
+    """The model as one that was loaded from a folder."""
+    model.save_pretrained(path)
+    return LlamaForCausalLM.from_pretrained(path, local_files_only=True).eval()
+
+
+def test_once_per_model(collected: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    first = of(QAdACache(model))
+    assert first.prompt == "random-words"
+    assert first.tokens == 1024
+    assert of(QAdACache(model, threshold=0.1)) is first  # in memory
+    assert of(QAdACache(tiny())) is first  # the same weights
+    assert collected == ["random-words"]
+    forget(monkeypatch)  # another process
+    again = of(QAdACache(model))
+    assert torch.equal(again.covariance, first.covariance)
+    assert collected == ["random-words"]
+    (path,) = folder.iterdir()
+    assert path.name.startswith("llama-random-words-")
+    of(QAdACache(model, moments="single-word"))
+    assert collected == ["random-words", "single-word"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: tiny(seed=1),
+        lambda: tiny(dtype=torch.bfloat16),
+        lambda: tiny(rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+        lambda: tiny(num_hidden_layers=3),
+    ],
+    ids=["weights", "dtype", "rope", "layers"],
+)
+def test_another_model_gets_its_own(other: Any, collected: list[str]) -> None:
+    first, second = of(QAdACache(tiny())), of(QAdACache(other()))
+    assert first is not second
+    assert len(collected) == 2
+
+
+def test_weights_changed_in_place(collected: list[str]) -> None:
+    """As after a few steps of training."""
+    model = tiny()
+    before = of(QAdACache(model))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.01)
+    assert of(QAdACache(model)) is not before
+    assert len(collected) == 2
+
+
+def test_nothing_is_collected_that_is_not_used(collected: list[str], folder: Path) -> None:
+    for criterion in ("oracle", "dense", "local"):
+        QAdACache(tiny(), criterion=criterion)
+    QAdACache(tiny(), moments="current")
+    QAdACache(tiny("mistral_sliding"))  # no layer for us
+    with pytest.raises(ValueError, match="threshold"):
+        QAdACache(tiny(), threshold=7)
+    assert collected == []
+    assert not folder.exists()
+
+
+def test_damaged_file_is_made_again(
+    collected: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny()
+    wanted = of(QAdACache(model)).covariance
+    (path,) = folder.iterdir()
+    path.write_bytes(path.read_bytes()[:-200])
+    forget(monkeypatch)
+    assert torch.equal(of(QAdACache(model)).covariance, wanted)
+    assert len(collected) == 2
+    assert "truncated" in caplog.text
+    assert torch.equal(KeyMoments.load(path).covariance, wanted)
+
+
+def test_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("QADA_HOME", str(tmp_path / "file"))
+    assert of(QAdACache(tiny())).tokens == 1024
+    assert "cannot be kept in" in caplog.text
+
+
+def test_home_is_beside_the_hugging_face_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert home.home() == tmp_path / "home"
+    monkeypatch.delenv("QADA_HOME")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", "/data/huggingface")
+    assert home.home() == Path("/data/qada")
+
+
+# -- from the config alone -------------------------------------------------------------------------------------------
+
+
+def test_config_finds_what_its_model_left(tmp_path: Path, collected: list[str], monkeypatch: Any) -> None:
+    model = saved(tiny(), tmp_path / "model")
+    wanted = of(QAdACache(model))
+    forget(monkeypatch)
+    assert torch.equal(of(QAdACache(config=model.config)).covariance, wanted.covariance)
+    assert len(collected) == 1
+    assert QAdACache(config=model.config, moments="wiki")._policy.moments == "current"
+
+
+def test_config_says_once_that_it_found_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = saved(tiny(), tmp_path / "model")
+    for _ in range(3):
+        assert QAdACache(config=model.config)._policy.moments == "current"
+    assert caplog.text.count("goes by the current prompt's") == 1
+
+
+def test_config_never_gets_another_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other weights under the same name, weights changed in memory, no name at all."""
+    model = saved(tiny(), tmp_path / "model")
+    QAdACache(model)
+    retrained = saved(tiny(seed=1), tmp_path / "model")
+    assert QAdACache(config=retrained.config)._policy.moments == "current"
+    wanted = of(QAdACache(retrained)).covariance
+    forget(monkeypatch)
+    assert torch.equal(of(QAdACache(config=retrained.config)).covariance, wanted)
+    with torch.no_grad():
+        retrained.lm_head.weight.add_(1.0)
+    QAdACache(retrained)  # two files now go by this config's name
+    assert QAdACache(config=retrained.config)._policy.moments == "current"
+    nameless = tiny()
+    QAdACache(nameless)
+    assert QAdACache(config=nameless.config)._policy.moments == "current"
+
+
+# -- several processes -----------------------------------------------------------------------------------------------
+
+_PROCESS = """
+import sys
+sys.path.insert(0, "tests")
+from models import tiny
+from qada_cache import QAdACache
+print(QAdACache(tiny())._policy.moments.covariance.double().sum().item())
+"""
+
+
+def test_processes_at_once(folder: Path) -> None:
+    """All collect the same, and the one file they leave is whole."""
+    command = [sys.executable, "-c", _PROCESS]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    sums = {process.communicate()[0].strip() for process in running}
+    assert [process.returncode for process in running] == [0, 0, 0]
+    assert len(sums) == 1
+    (path,) = folder.iterdir()
+    assert str(KeyMoments.load(path).covariance.double().sum().item()) in sums
+
+
+def test_moments_do_not_depend_on_what_the_model_did_before() -> None:
+    """Collected after a cache was used, they are those collected before."""
+    model = tiny()
+    before = KeyMoments.collect(model, progress=False)
+    model.generate(prompt(90)[0], past_key_values=QAdACache(model, **SMALL), max_new_tokens=4, do_sample=False)
+    after = KeyMoments.collect(model, progress=False)
+    assert torch.equal(before.covariance, after.covariance)

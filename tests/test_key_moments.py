@@ -1,0 +1,245 @@
+"""Another prompt's key moments as objects and files: validation, lengths, what a file must survive."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from reference import averaged_moments, rotary_matrix
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from qada_cache import KeyMoments
+from qada_cache.key_moments import PLACED
+from qada_cache.rotary import Rotation, rounded
+
+CPU = torch.device("cpu")
+
+
+def moments(**changes: Any) -> KeyMoments:
+    """Of 2 layers, 3 KV heads, 8 dims: for every length, the first layer turning and the second not."""
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(1, 2, 3, 8, 8, generator=generator)
+    fields = {
+        "mean": torch.randn(1, 2, 3, 8, generator=generator),
+        "covariance": root @ root.mT,
+        "lengths": (),
+        "rotations": (Rotation(8, (0.5, 0.01), "interleaved"), Rotation(8)),
+        "tokens": 100,
+        "model_type": "llama",
+        "prompt": "random-words",
+    }
+    return KeyMoments(**(fields | changes))
+
+
+def listed(*lengths: int) -> KeyMoments:
+    """For a list of lengths: means are the length's place in it."""
+    mean = torch.arange(len(lengths)).float()[:, None, None, None].expand(-1, 2, 3, 8).contiguous()
+    covariance = torch.eye(8).expand(len(lengths), 2, 3, 8, 8).contiguous()
+    return moments(mean=mean, covariance=covariance, lengths=lengths, rotations=())
+
+
+def test_at_averages_over_the_bulks_positions() -> None:
+    """A bulk of 37 tokens lies behind 16 sinks, at positions 16 to 52; the layer without a rotation is as it was."""
+    made = moments()
+    mean, covariance = made.at(37)
+    assert mean.dtype == covariance.dtype == torch.float64
+    assert (mean.shape, covariance.shape) == ((2, 3, 8), (2, 3, 8, 8))
+    turns = [
+        rotary_matrix(dim=8, frequencies=(0.5, 0.01), layout="interleaved", position=position)
+        for position in range(16, 53)
+    ]
+    expected = averaged_moments(mean=made.mean[0, 0], covariance=made.covariance[0, 0], turns=turns)
+    torch.testing.assert_close(mean[0], expected[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(covariance[0], expected[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(mean[1], made.mean[0, 1].double())
+    torch.testing.assert_close(covariance[1], made.covariance[0, 1].double())
+
+
+def test_at_takes_the_longest_list_entry_that_fits() -> None:
+    """A shorter prompt's moments do little harm, a longer one's much."""
+    made = listed(100, 200, 400)
+    found = {length: int(made.at(length)[0][0, 0, 0]) for length in (1, 99, 100, 199, 200, 399, 400, 100_000)}
+    assert found == {1: 0, 99: 0, 100: 0, 199: 0, 200: 1, 399: 1, 400: 2, 100_000: 2}
+    for length in (0, -5):
+        with pytest.raises(ValueError, match=f"at least 1 token, got length {length}"):
+            made.at(length)
+
+
+def test_layer_is_at_rounded_up() -> None:
+    made = moments()
+    for length in (1, 64, 65, 3968, 3969, 32769):
+        mean, covariance = made.layer(0, length, CPU)
+        whole = made.at(rounded(length))
+        torch.testing.assert_close(mean, whole[0][:1].float())
+        torch.testing.assert_close(covariance, whole[1][:1].float())
+        assert mean.dtype == covariance.dtype == torch.float32
+        assert made.layer(0, length, CPU)[0] is mean  # kept, as every token of every cache asks again
+    for length in range(1, 64 * 3 * PLACED):
+        made.layer(1, length, CPU)
+    assert len(made._placed[1, CPU]) == PLACED
+
+
+def test_rounding() -> None:
+    """Up, by at most 64 or one part in 32; monotone; to itself; exact where longrope models change."""
+    before = 0
+    for length in [*range(1, 5000), 32767, 32768, 32769, 131072, 131073, 1_000_001]:
+        up = rounded(length)
+        assert length <= up <= length + max(63, length / 32)
+        assert up >= before
+        assert rounded(up) == up
+        before = up
+    assert rounded(4096 - 128) == 4096 - 128  # 4,096 tokens with sinks and window, and one more is beyond
+    assert len({rounded(length) for length in range(16384, 32768)}) <= 33
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mean": torch.zeros(2, 3)}, r"mean \[lengths, layers, kv_heads, dim\].*got \[2, 3\]"),
+        ({"mean": torch.zeros(1, 2, 3, 7)}, r"got \[1, 2, 3, 7\] and \[1, 2, 3, 8, 8\]"),
+        ({"covariance": torch.zeros(1, 2, 3, 8, 7)}, r"got \[1, 2, 3, 8\] and \[1, 2, 3, 8, 7\]"),
+        ({"mean": torch.full((1, 2, 3, 8), torch.nan)}, "nan or infinity"),
+        ({"covariance": torch.full((1, 2, 3, 8, 8), torch.inf)}, "nan or infinity"),
+        ({"lengths": (100,)}, "one for each layer, and no lengths"),
+        ({"rotations": (Rotation(8),)}, "one for each layer"),
+        ({"rotations": (Rotation(8), Rotation(6))}, "one for each layer"),
+        ({"rotations": ()}, r"take 1 ascending lengths, got \[\]"),
+        ({"rotations": (), "lengths": (5, 6)}, r"take 1 ascending lengths, got \[5, 6\]"),
+        ({"rotations": (), "lengths": (0,)}, r"take 1 ascending lengths, got \[0\]"),
+    ],
+)
+def test_validation(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"KeyMoments.*{message}"):
+        moments(**changes)
+
+
+def test_lengths_ascend() -> None:
+    for lengths in ((200, 100), (100, 100)):
+        with pytest.raises(ValueError, match="ascending lengths"):
+            listed(*lengths)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", [moments(), listed(100, 200)], ids=["rotations", "lengths"])
+def test_save_and_load(tmp_path: Path, made: KeyMoments) -> None:
+    made = moments(
+        **{name: getattr(made, name) for name in ("mean", "covariance", "lengths", "rotations")},
+        rope={"rope_parameters": {"rope_theta": 1e4}},
+        origin={"seed": 3},
+    )
+    made.save(tmp_path / "moments.safetensors")
+    loaded = KeyMoments.load(str(tmp_path / "moments.safetensors"))
+    for name in vars(made).keys() - {"_placed"}:
+        ours, theirs = getattr(made, name), getattr(loaded, name)
+        assert torch.equal(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
+    assert torch.equal(loaded.at(333)[1], made.at(333)[1])  # frequencies too, to the bit
+    assert [path.name for path in tmp_path.iterdir()] == ["moments.safetensors"]  # no temporary is left
+
+
+def test_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "moments.safetensors"
+    moments().save(path)
+    before = path.read_bytes()
+
+    def full_disk(*args: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.replace", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        moments(tokens=5).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def rewritten(path: Path, *, tensors: dict[str, Tensor] | None = None, **header: str) -> None:
+    """The file again, with other tensors or header fields: what a mistaken or malicious edit would leave."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    old = json.loads(content[8 : 8 + length])["__metadata__"]
+    save_file(load_file(path) | (tensors or {}), path, metadata=old | header)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "truncated"),
+        (lambda path: path.write_bytes(path.read_bytes()[:20]), "truncated"),
+        (lambda path: path.write_bytes(b""), "truncated"),
+        (lambda path: path.write_text("moments: none"), "not a safetensors file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x7f"), "altered"),
+        (lambda path: rewritten(path, tensors={"moments.mean": torch.zeros(1, 2, 3, 8)}), "altered"),
+        (lambda path: rewritten(path, tensors={"extra": torch.zeros(1)}), "altered"),
+        (lambda path: rewritten(path, state='{"tokens": 5, "model_type": "llama", "prompt": "x"}'), "altered"),
+        (lambda path: rewritten(path, sha256=""), "altered"),
+        (lambda path: rewritten(path, kind="qada-cache"), "not a qada-moments file.*'qada-cache'"),
+        (lambda path: rewritten(path, version="3"), "format version '3'.*upgrade"),
+        (lambda path: rewritten(path, version="1"), "format version '1'.*make it again"),
+        (lambda path: rewritten(path, version="one"), "format version 'one'"),
+        (lambda path: save_file({"weight": torch.zeros(3)}, path), "not a qada-moments file.*nothing"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, damage: object, message: str) -> None:
+    path = tmp_path / "moments.safetensors"
+    moments().save(path)
+    damage(path)
+    with pytest.raises(ValueError, match=message) as caught:
+        KeyMoments.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no qada-moments file at .*missing\.safetensors"):
+        KeyMoments.load(tmp_path / "missing.safetensors")
+    with pytest.raises(FileNotFoundError, match="qada-moments"):
+        KeyMoments.load(tmp_path)  # a folder
+    with pytest.raises(ValueError, match="revision is for a repository"):
+        KeyMoments.load(tmp_path, revision="main")
+
+
+# -- the Hub ---------------------------------------------------------------------------------------------------------
+
+
+def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pushed and loaded under one name, through the Hub's client; the Hub itself is a folder here."""
+
+    class Hub:
+        def create_repo(self, repository: str, **options: Any) -> None:
+            assert options == {"exist_ok": True, "private": None}
+            (tmp_path / repository).mkdir(parents=True)
+
+        def upload_file(self, *, path_or_fileobj: str, path_in_repo: str, repo_id: str, **options: Any) -> str:
+            (tmp_path / repo_id / path_in_repo).write_bytes(Path(path_or_fileobj).read_bytes())
+            assert options == {"revision": "v1", "commit_message": "Key moments of llama, random-words"}
+            return "https://hub/commit"
+
+    def download(repository: str, name: str, *, revision: str | None) -> str:
+        assert revision == "v1"
+        return str(tmp_path / repository / name)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    made = moments()
+    assert made.push_to_hub("me/moments", revision="v1") == "https://hub/commit"
+    assert torch.equal(KeyMoments.load("me/moments", revision="v1").mean, made.mean)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (LocalEntryNotFoundError("offline"), "cannot be reached"),
+        (EntryNotFoundError("404"), "no moments.safetensors in"),
+    ],
+)
+def test_hub_without_the_file(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*args: object, **options: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(FileNotFoundError, match=f"no file at me/moments, and .*{message}"):
+        KeyMoments.load("me/moments")
