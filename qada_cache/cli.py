@@ -29,8 +29,8 @@ def _add_moments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     command = commands.add_parser(
         "moments",
         help="collect a model's key moments",
-        description="Collect the key moments of a model on a prompt, for QAdACache(moments=FILE). QAdACache(model) does "
-        "so by itself, on random words; this is for other prompts, and for caches made from a config.",
+        description="Collect the key moments of a model on a prompt, for QAdACache(moments=FILE). QAdACache(model) "
+        "does so by itself, on random words; this is for other prompts, and for caches made from a config.",
     )
     command.add_argument("--model", required=True, help="path or Hugging Face Hub id")
     command.add_argument("--revision", help="of a model of the Hub")

@@ -169,8 +169,9 @@ def _kept_score_moments(
     """
     mean = variance = query.new_zeros(query.shape[:-1])
     shortest = 0
-    for length in sorted({rounded(length) for length in geometry.lengths}):  # nearly always one
-        key_mean, key_covariance = moments.layer(layer, length, query.device)
+    lengths = sorted({rounded(length) for length in geometry.lengths})  # nearly always one
+    kept = moments.layer(layer, lengths, query.device)
+    for length, (key_mean, key_covariance) in zip(lengths, kept, strict=True):
         found = score_moments(query.flatten(2, 3), key_mean, key_covariance, scaling=scaling)
         longer = (geometry.bulk_tokens > shortest).unsqueeze(2)
         mean = torch.where(longer, found[0].view_as(mean), mean)

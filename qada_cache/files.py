@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,12 @@ def write(path: str | os.PathLike, kind: str, tensors: dict[str, Tensor], state:
     header["sha256"] = _digest(header["state"], tensors)
     path = Path(path)
     # Beside the target, so that the rename cannot cross file systems; another process sees the old file or the new.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         save_file(tensors, temporary, metadata=header)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -2,6 +2,7 @@
 
 import os
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from .rotary import Rotation, rounded
 
 KIND = "qada-moments"
 HUB_FILE = "moments.safetensors"
-PLACED = 8  # lengths whose moments are kept on a device, for rows and caches of different lengths used in turn
+KEPT = 2  # lengths whose moments stay on a device at the least
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,22 +91,32 @@ class KeyMoments:
         rotation = rotation_at(self.rotations[layer], self.rope, layer, length)
         return rotation.average(self.mean[0, layer], self.covariance[0, layer], first=self.sink_tokens, length=length)
 
-    def layer(self, layer: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Moments of one layer for a bulk of about `length` tokens, on `device`, float32.
+    def layer(self, layer: int, lengths: Sequence[int], device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        """Moments of one layer for bulks of about these many tokens each, on `device`, float32.
 
-        `length` is rounded (`rotary.rounded`), so that few different ones are ever asked for; the latest are kept.
+        Lengths are rounded (`rotary.rounded`), so that few different ones are ever asked for. Those of this call are
+        kept, and of earlier ones so many that two caches may take turns.
 
         Returns:
-            mean `[1, kv_heads, dim]` and covariance `[1, kv_heads, dim, dim]`.
+            for each length: mean `[1, kv_heads, dim]` and covariance `[1, kv_heads, dim, dim]`.
         """
         kept = self._placed.setdefault((layer, device), {})
-        length = rounded(length)
-        if length not in kept:
-            if len(kept) >= PLACED:
-                del kept[next(iter(kept))]
-            mean, covariance = self._layer_at(layer, length)
-            kept[length] = (mean.float().to(device).unsqueeze(0), covariance.float().to(device).unsqueeze(0))
-        return kept[length]
+        found = []
+        for length in map(rounded, lengths):
+            if (placed := kept.pop(length, None)) is None:
+                mean, covariance = self._layer_at(layer, length)
+                placed = mean.float().to(device).unsqueeze(0), covariance.float().to(device).unsqueeze(0)
+            kept[length] = placed  # the latest are last
+            found.append(placed)
+        while len(kept) > max(KEPT, len(lengths)):
+            del kept[next(iter(kept))]
+        return found
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of what `layer` keeps on devices, for all caches that share these moments."""
+        kept = [pair for lengths in self._placed.values() for pair in lengths.values()]
+        return sum(mean.nbytes + covariance.nbytes for mean, covariance in kept)
 
     # -- files ----------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from .key_moments import KeyMoments
 from .layer import QAdALayer
 
 
@@ -25,9 +26,9 @@ class CacheStats:
         steps: query-adaptive forward passes.
         decisions: decisions taken per layer.
         tokens: logical length of the cache, padding included.
-        device_bytes: bytes on the compute device: sinks, window, staging, running moments, layers of other kinds,
-            and the bulk unless it is offloaded. On a CPU model host and device are one memory; the bulk still counts as
-            host bytes under `offloading=True`, since that is where it would be.
+        device_bytes: bytes on the compute device: sinks, window, staging, key moments (shared by all caches that go by
+            them), layers of other kinds, and the bulk unless it is offloaded. On a CPU model host and device are one
+            memory; the bulk still counts as host bytes under `offloading=True`, since that is where it would be.
         host_bytes: bytes of the offloaded bulk, preallocated room included.
         pulled_bytes: bulk bytes read for query-adaptive calls since the last reset.
         streamed_bytes: bulk bytes read for exact calls on a filled cache (long second turns, chunked prefill).
@@ -79,6 +80,8 @@ def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
     bulk_bytes = sum(store.bulk.nbytes for store in stores)
     device_bytes = sum(_tensor_bytes(holder) for holder in (*cache.layers, *stores))
     device_bytes += sum(_tensor_bytes(store.moments) for store in stores if store.moments is not None)
+    for moments in {layer.policy.moments for _, layer in ours}:
+        device_bytes += moments.device_bytes if isinstance(moments, KeyMoments) else 0
     undecided = torch.full((len(ours), 1), math.nan)
     return CacheStats(
         layers=tuple(index for index, _ in ours),

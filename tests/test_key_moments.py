@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qada_cache import KeyMoments
-from qada_cache.key_moments import PLACED
 from qada_cache.rotary import Rotation, rounded
 
 CPU = torch.device("cpu")
@@ -72,15 +71,31 @@ def test_at_takes_the_longest_list_entry_that_fits() -> None:
 def test_layer_is_at_rounded_up() -> None:
     made = moments()
     for length in (1, 64, 65, 3968, 3969, 32769):
-        mean, covariance = made.layer(0, length, CPU)
+        [(mean, covariance)] = made.layer(0, [length], CPU)
         whole = made.at(rounded(length))
         torch.testing.assert_close(mean, whole[0][:1].float())
         torch.testing.assert_close(covariance, whole[1][:1].float())
         assert mean.dtype == covariance.dtype == torch.float32
-        assert made.layer(0, length, CPU)[0] is mean  # kept, as every token of every cache asks again
-    for length in range(1, 64 * 3 * PLACED):
-        made.layer(1, length, CPU)
-    assert len(made._placed[1, CPU]) == PLACED
+        assert made.layer(0, [length], CPU)[0][0] is mean  # kept, as every token asks again
+
+
+def test_what_stays_on_the_device() -> None:
+    """The call's own lengths, however many, and those of a cache that takes turns; a growing one leaves no trail."""
+    made = moments()
+    each = 3 * 8 * 4 + 3 * 8 * 8 * 4
+    for length in range(1, 2000):
+        made.layer(0, [length], CPU)
+    assert made.device_bytes == 2 * each
+    one, other = made.layer(0, [5000], CPU)[0][0], made.layer(0, [9000], CPU)[0][0]
+    for _ in range(3):
+        assert made.layer(0, [5000], CPU)[0][0] is one
+        assert made.layer(0, [9000], CPU)[0][0] is other
+    rows = [100, 200, 300, 400, 500]
+    first = made.layer(0, rows, CPU)
+    assert all(again[0] is before[0] for again, before in zip(made.layer(0, rows, CPU), first, strict=True))
+    assert made.device_bytes == 5 * each
+    made.layer(1, [100], CPU)
+    assert made.device_bytes == 6 * each
 
 
 def test_rounding() -> None:
