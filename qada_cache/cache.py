@@ -58,6 +58,8 @@ class QAdACache(DynamicCache):
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
+        audit_every: every so many query-adaptive steps, read the whole bulk of one layer, each in its turn, and book in
+            `stats().audit` what the decisions missed; outputs stay the same. 0: never.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or outside its range, moments or heads of another
@@ -78,6 +80,7 @@ class QAdACache(DynamicCache):
         moments: str | KeyMoments | os.PathLike = "random-words",
         update_moments: bool = True,
         offloading: bool = True,
+        audit_every: int = 0,
     ) -> None:
         text_config = support.text_config(model, config)
         policy = Policy(
@@ -89,6 +92,7 @@ class QAdACache(DynamicCache):
             moments="current",
             update_moments=update_moments,
             offloading=offloading,
+            audit_every=audit_every,
             model_type=text_config.model_type,
             config=text_config,
         )
@@ -100,7 +104,8 @@ class QAdACache(DynamicCache):
             QAdALayer(policy, index) if type(layer) is DynamicLayer else layer
             for index, layer in enumerate(self.layers)
         ]
-        used = criterion == "gaussian" and any(isinstance(layer, QAdALayer) for layer in self.layers)
+        policy.served = tuple(index for index, layer in enumerate(self.layers) if isinstance(layer, QAdALayer))
+        used = criterion == "gaussian" and bool(policy.served)
         policy.moments = resolve_moments(moments, model=model, config=config, used=used)
         support.check_heads(criterion, text_config)
         if moments not in PROMPTS:  # else they were collected from this very model
@@ -110,7 +115,7 @@ class QAdACache(DynamicCache):
         attending = [index for index, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin)]
         self._has_linear_layers = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
         self._last_layer = attending[-1] if attending else -1
-        if not any(isinstance(layer, QAdALayer) for layer in self.layers):
+        if not policy.served:
             logger.warning(
                 "%s has no full-attention layers: QAdACache has nothing to do and acts as DynamicCache",
                 text_config.model_type,

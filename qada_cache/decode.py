@@ -5,13 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .criterion import StaticHeads, gaussian_log_bulk, group_decision, long_context, pool_score_moments, score_moments
-from .geometry import Geometry
+from .decide import audit, count, needs_long_context
 from .kernels import merge_partials, partial_attention, softmax_average
-from .key_moments import KeyMoments
 from .layer import QAdALayer
-from .moments import RunningMoments
-from .rotary import rounded
 from .store import TokenStore
 
 
@@ -45,11 +41,18 @@ def query_adaptive(
     scores = torch.matmul(packed.float(), near_keys.float().transpose(-1, -2)) * scaling
     scores = scores.unflatten(2, (group, queries))
 
-    far = None
+    far, everything = None, torch.ones(batch, kv_heads, dtype=torch.bool)
     if layer.policy.criterion == "oracle":  # needs every score, so everything is read whatever it decides
-        far = _bulk_partial(layer, store, packed, torch.ones(batch, kv_heads, dtype=torch.bool), scaling=scaling)
-    flags = _needs_long_context(layer, store.moments, packed, scores, far, geometry, scaling=scaling)
-    _count(layer, flags, geometry)
+        far = _bulk_partial(layer, store, packed, everything, scaling=scaling)
+    far_lse = None if far is None else far[1]
+    flags = needs_long_context(layer, store.moments, packed, scores, far_lse, geometry, scaling=scaling)
+    if layer.is_audited():
+        before = layer.pulled_bytes
+        _, true_lse = far or _bulk_partial(layer, store, packed, everything, scaling=scaling)
+        audit(layer, flags, scores, true_lse, geometry)
+        layer.audited_bytes += layer.pulled_bytes - before
+        layer.pulled_bytes = before
+    count(layer, flags, geometry)
 
     visible = geometry.local.unsqueeze(1) | (geometry.staged.unsqueeze(1) & flags.unsqueeze(-1))
     out, lse = softmax_average(scores.masked_fill(~visible, -torch.inf).flatten(2, 3), near_values)
@@ -61,94 +64,6 @@ def query_adaptive(
     return out.unflatten(2, (group, queries)).flatten(1, 2).to(query.dtype)
 
 
-def _needs_long_context(
-    layer: QAdALayer,
-    moments: RunningMoments | None,
-    packed: Tensor,
-    scores: Tensor,
-    far: tuple[Tensor, Tensor] | None,
-    geometry: Geometry,
-    *,
-    scaling: float,
-) -> Tensor:
-    """Bool `[batch, kv_heads, group, queries]`: heads that need the long context, False where there is no bulk.
-
-    `packed` is `[batch, kv_heads, group * queries, dim]`, `scores` `[batch, kv_heads, group, queries, columns]`
-    float32 over the near buffer, `far` the bulk's partial attention if the criterion asked for it.
-    """
-    policy, shape = layer.policy, scores.shape[:-1]
-    decided = geometry.decided.unsqueeze(2)
-    if policy.criterion == "dense":
-        return decided.expand(shape)
-    if policy.criterion == "local":
-        return torch.zeros(shape, dtype=torch.bool, device=scores.device)
-    if isinstance(policy.criterion, StaticHeads):
-        table = policy.criterion.long_context[layer.index].to(scores.device)
-        table = table.reshape(shape[1], -1, 1)  # heads given as KV heads broadcast over their group
-        flags = group_decision(table.expand(shape), None, policy.threshold, policy.group_rule)
-        return flags & decided
-
-    log_local = scores.masked_fill(~geometry.local.unsqueeze(1), -torch.inf).logsumexp(dim=-1)
-    if far is not None:
-        log_staged = scores.masked_fill(~geometry.staged.unsqueeze(1), -torch.inf).logsumexp(dim=-1)
-        log_bulk = torch.logaddexp(log_staged, far[1].view(shape))
-    else:
-        mean, variance, known = _bulk_score_moments(layer, moments, packed, scores, geometry, scaling=scaling)
-        log_bulk = gaussian_log_bulk(mean, variance, geometry.bulk_tokens.unsqueeze(2))
-        # Without any moments nothing can be said about the bulk: read it.
-        log_bulk = log_bulk.masked_fill(~known, torch.inf)
-    flags = long_context(log_local, log_bulk, policy.threshold)
-    flags = group_decision(flags, torch.sigmoid(log_local - log_bulk), policy.threshold, policy.group_rule)
-    return flags & decided
-
-
-def _bulk_score_moments(
-    layer: QAdALayer,
-    moments: RunningMoments | None,
-    packed: Tensor,
-    scores: Tensor,
-    geometry: Geometry,
-    *,
-    scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance `[batch, kv_heads, group, queries]` of each query's bulk scores, and where they are known."""
-    policy, shape = layer.policy, scores.shape[:-1]
-    if moments is None:
-        assert isinstance(policy.moments, KeyMoments)
-        score_mean, score_variance = _kept_score_moments(
-            policy.moments, layer.index, packed.float().view(*shape, -1), geometry, scaling=scaling
-        )
-        return score_mean, score_variance, torch.ones((), dtype=torch.bool, device=packed.device)
-
-    score_mean, score_variance = score_moments(packed.float(), moments.mean, moments.covariance, scaling=scaling)
-    score_mean, score_variance = score_mean.view(shape), score_variance.view(shape)
-    count = torch.tensor(moments.count, dtype=torch.float32).to(packed.device).view(-1, 1, 1, 1)
-    if not (policy.update_moments and geometry.any_staged):
-        return score_mean, score_variance, count > 0
-    staged = geometry.staged.unsqueeze(1)
-    tokens = staged.sum(dim=-1).float()
-    staged_scores = scores.masked_fill(~staged, 0.0)
-    staged_mean = staged_scores.sum(dim=-1) / tokens.clamp_min(1)
-    deviation = (scores - staged_mean.unsqueeze(-1)).masked_fill(~staged, 0.0)
-    staged_variance = deviation.square().sum(dim=-1) / tokens.clamp_min(1)
-    score_mean, score_variance = pool_score_moments(
-        count, score_mean, score_variance, tokens, staged_mean, staged_variance
-    )
-    return score_mean, score_variance, count + tokens > 0
-
-
-def _count(layer: QAdALayer, flags: Tensor, geometry: Geometry) -> None:
-    """Book one call's decisions on the device, without waiting for it."""
-    layer.steps += 1
-    if not geometry.decisions:
-        return
-    local = ~flags & geometry.decided.unsqueeze(2)
-    heads, groups = local.sum(dim=(0, 3)), local.all(dim=2).sum(dim=(0, 2))
-    layer.local_heads = heads if layer.local_heads is None else layer.local_heads + heads
-    layer.local_groups = groups if layer.local_groups is None else layer.local_groups + groups
-    layer.decisions += geometry.decisions
-
-
 def _runs(wanted: list[bool]) -> Iterator[slice]:
     """Maximal runs of neighbouring True entries."""
     start = None
@@ -158,26 +73,6 @@ def _runs(wanted: list[bool]) -> Iterator[slice]:
         elif not flag and start is not None:
             yield slice(start, index)
             start = None
-
-
-def _kept_score_moments(
-    moments: KeyMoments, layer: int, query: Tensor, geometry: Geometry, *, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """As `_bulk_score_moments`, from another prompt's moments, for each query those of its own bulk's length.
-
-    `query` is `[batch, kv_heads, group, queries, dim]` float32.
-    """
-    mean = variance = query.new_zeros(query.shape[:-1])
-    shortest = 0
-    lengths = sorted({rounded(length) for length in geometry.lengths})  # nearly always one
-    kept = moments.layer(layer, lengths, query.device)
-    for length, (key_mean, key_covariance) in zip(lengths, kept, strict=True):
-        found = score_moments(query.flatten(2, 3), key_mean, key_covariance, scaling=scaling)
-        longer = (geometry.bulk_tokens > shortest).unsqueeze(2)
-        mean = torch.where(longer, found[0].view_as(mean), mean)
-        variance = torch.where(longer, found[1].view_as(mean), variance)
-        shortest = length
-    return mean, variance
 
 
 def _bulk_partial(

@@ -24,6 +24,9 @@ class QAdALayer(DynamicLayer):
         local_heads: int64 `[kv_heads, group]`, decisions that called the query head local.
         local_groups: int64 `[kv_heads]`, decisions without a long-context head in the group.
         decisions, steps, pulled_bytes, streamed_bytes: see `CacheStats`.
+        audited: float64 `[5]`, sums over audited decisions of query heads: all, long-context in truth, found of those,
+            called long-context, attention missed. None before the first.
+        audited_bytes: bulk bytes read for audits.
     """
 
     supports_early_init = False  # nothing is preallocated by transformers' export path
@@ -44,7 +47,13 @@ class QAdALayer(DynamicLayer):
         self.padding: list[tuple[int, Tensor]] = []
         self.local_heads: Tensor | None = None
         self.local_groups: Tensor | None = None
-        self.decisions = self.steps = self.pulled_bytes = self.streamed_bytes = 0
+        self.audited: Tensor | None = None
+        self.decisions = self.steps = self.pulled_bytes = self.streamed_bytes = self.audited_bytes = 0
+
+    def is_audited(self) -> bool:
+        """Whether it is this layer's turn to be audited in the query-adaptive call under way."""
+        every, served = self.policy.audit_every, self.policy.served
+        return bool(every) and self.steps % every == 0 and served[self.steps // every % len(served)] == self.index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """An empty store for tensors like these `[batch, kv_heads, tokens, dim]`."""

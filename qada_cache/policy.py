@@ -26,6 +26,8 @@ class Policy:
     offloading: bool
     model_type: str
     group_rule: str = "head"
+    audit_every: int = 0
+    served: tuple[int, ...] = ()  # the layers that share this policy
     config: Any = None  # of the model served, compared by identity
     reached: int = field(default=-1, repr=False)  # the layer that took in tokens last, in the forward pass under way
     _mask: tuple[Any, Any, Tensor | None] | None = field(default=None, repr=False)
@@ -36,7 +38,7 @@ class Policy:
             raise TypeError(f"threshold must be a number in [0, 1], got {type(self.threshold).__name__}")
         if not 0.0 <= self.threshold <= 1.0:  # also refuses nan
             raise ValueError(f"threshold must be in [0, 1], got {self.threshold}")
-        for name in ("sink_tokens", "local_tokens"):
+        for name in ("sink_tokens", "local_tokens", "audit_every"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an int, got {type(value).__name__}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .cache import QAdACache
 
 KIND = "qada-cache"
-_OPTIONS = ("threshold", "sink_tokens", "local_tokens", "group_rule", "update_moments", "offloading")
+_OPTIONS = ("threshold", "sink_tokens", "local_tokens", "group_rule", "update_moments", "offloading", "audit_every")
 _IDENTITY = (
     "model_type",
     "num_hidden_layers",
@@ -44,6 +44,8 @@ _LAYER_FIELDS = (
     "steps",
     "pulled_bytes",
     "streamed_bytes",
+    "audited",
+    "audited_bytes",
 )
 
 

@@ -11,6 +11,27 @@ from .key_moments import KeyMoments
 from .layer import QAdALayer
 
 
+@dataclass(frozen=True)
+class AuditStats:
+    """What `QAdACache(audit_every=...)` measured: the decisions on query heads against their true attention.
+
+    Attributes:
+        decisions: of query heads, audited.
+        needed: of them, how many were long-context in truth: more than 1 - threshold of their attention is on the bulk.
+        recall: of the needed, the share called long-context; nan if none was needed.
+        excess: of those called long-context, the share that was not needed; nan if none was called so.
+        missed: mean share of attention that a decision lost, over all decisions (0 for heads called long-context).
+        read_bytes: bulk bytes read for the audit, not part of `CacheStats.pulled_bytes`.
+    """
+
+    decisions: int
+    needed: int
+    recall: float
+    excess: float
+    missed: float
+    read_bytes: int
+
+
 @dataclass(frozen=True, eq=False)
 class CacheStats:
     """A snapshot made by `QAdACache.stats()`.
@@ -32,6 +53,7 @@ class CacheStats:
         host_bytes: bytes of the offloaded bulk, preallocated room included.
         pulled_bytes: bulk bytes read for query-adaptive calls since the last reset.
         streamed_bytes: bulk bytes read for exact calls on a filled cache (long second turns, chunked prefill).
+        audit: what audits found, None if there were none.
     """
 
     layers: tuple[int, ...]
@@ -44,6 +66,7 @@ class CacheStats:
     host_bytes: int
     pulled_bytes: int
     streamed_bytes: int
+    audit: AuditStats | None
 
     @property
     def sparsity(self) -> float:
@@ -94,4 +117,20 @@ def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
         host_bytes=bulk_bytes if offloading else 0,
         pulled_bytes=sum(layer.pulled_bytes for _, layer in ours),
         streamed_bytes=sum(layer.streamed_bytes for _, layer in ours),
+        audit=_audit([layer for _, layer in ours]),
+    )
+
+
+def _audit(layers: list[QAdALayer]) -> AuditStats | None:
+    sums = [layer.audited.cpu() for layer in layers if layer.audited is not None]
+    if not sums:
+        return None
+    decisions, needed, found, called, missed = torch.stack(sums).sum(dim=0).tolist()
+    return AuditStats(
+        decisions=int(decisions),
+        needed=int(needed),
+        recall=found / needed if needed else math.nan,
+        excess=1 - found / called if called else math.nan,
+        missed=missed / decisions if decisions else math.nan,
+        read_bytes=sum(layer.audited_bytes for layer in layers),
     )

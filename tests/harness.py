@@ -108,13 +108,13 @@ class Driver:
         The flags are None when the call was exact: nothing was decided.
         """
         seen = []
-        original = decode._needs_long_context
+        original = decode.needs_long_context
 
         def spy(*args: Any, **options: Any) -> Tensor:
             seen.append(original(*args, **options))
             return seen[-1]
 
-        with mock.patch.object(decode, "_needs_long_context", spy), torch.no_grad():
+        with mock.patch.object(decode, "needs_long_context", spy), torch.no_grad():
             tagged, stored = self.layer.update(keys, values)
             outputs, weights = attention_forward(self.module, queries, tagged, stored, mask, scaling=scaling, **kwargs)
         assert weights is None

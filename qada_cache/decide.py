@@ -1,0 +1,164 @@
+"""Which heads need the long context for the queries of one call, and whether that was right."""
+
+import torch
+from torch import Tensor
+
+from .criterion import StaticHeads, gaussian_log_bulk, group_decision, long_context, pool_score_moments, score_moments
+from .geometry import Geometry
+from .key_moments import KeyMoments
+from .layer import QAdALayer
+from .moments import RunningMoments
+from .rotary import rounded
+
+
+def needs_long_context(
+    layer: QAdALayer,
+    moments: RunningMoments | None,
+    packed: Tensor,
+    scores: Tensor,
+    far_lse: Tensor | None,
+    geometry: Geometry,
+    *,
+    scaling: float,
+) -> Tensor:
+    """Heads that need the long context, False where there is no bulk.
+
+    Args:
+        layer: whose policy decides.
+        moments: running moments of its stored keys, if it keeps any.
+        packed: queries `[batch, kv_heads, group * queries, dim]`.
+        scores: of them over the near buffer, `[batch, kv_heads, group, queries, columns]` float32.
+        far_lse: log-sum-exp of their scores over the stored bulk `[batch, kv_heads, group * queries]`, for the
+            criterion that asks for it ("oracle"); else None.
+        geometry: of the call.
+        scaling: multiplies the scores.
+
+    Returns:
+        bool `[batch, kv_heads, group, queries]`.
+    """
+    policy, shape = layer.policy, scores.shape[:-1]
+    decided = geometry.decided.unsqueeze(2)
+    if policy.criterion == "dense":
+        return decided.expand(shape)
+    if policy.criterion == "local":
+        return torch.zeros(shape, dtype=torch.bool, device=scores.device)
+    if isinstance(policy.criterion, StaticHeads):
+        table = policy.criterion.long_context[layer.index].to(scores.device)
+        table = table.reshape(shape[1], -1, 1)  # heads given as KV heads broadcast over their group
+        flags = group_decision(table.expand(shape), None, policy.threshold, policy.group_rule)
+        return flags & decided
+
+    log_local = log_local_mass(scores, geometry)
+    if far_lse is not None:
+        log_bulk = log_bulk_mass(scores, far_lse, geometry)
+    else:
+        log_bulk = estimated_log_bulk(layer, moments, packed, scores, geometry, scaling=scaling)
+    flags = long_context(log_local, log_bulk, policy.threshold)
+    flags = group_decision(flags, torch.sigmoid(log_local - log_bulk), policy.threshold, policy.group_rule)
+    return flags & decided
+
+
+def log_local_mass(scores: Tensor, geometry: Geometry) -> Tensor:
+    """`log A_local` `[batch, kv_heads, group, queries]`; arguments as for `needs_long_context`."""
+    return scores.masked_fill(~geometry.local.unsqueeze(1), -torch.inf).logsumexp(dim=-1)
+
+
+def log_bulk_mass(scores: Tensor, far_lse: Tensor, geometry: Geometry) -> Tensor:
+    """The true `log A_bulk`: of what is stored (`far_lse`), and of what still lies in the near buffer."""
+    log_staged = scores.masked_fill(~geometry.staged.unsqueeze(1), -torch.inf).logsumexp(dim=-1)
+    return torch.logaddexp(log_staged, far_lse.view_as(log_staged))
+
+
+def estimated_log_bulk(
+    layer: QAdALayer,
+    moments: RunningMoments | None,
+    packed: Tensor,
+    scores: Tensor,
+    geometry: Geometry,
+    *,
+    scaling: float,
+) -> Tensor:
+    """Eq. 7's `log A_bulk`, `+inf` where there are no moments yet: nothing can be said about the bulk, so read it."""
+    mean, variance, known = _bulk_score_moments(layer, moments, packed, scores, geometry, scaling=scaling)
+    return gaussian_log_bulk(mean, variance, geometry.bulk_tokens.unsqueeze(2)).masked_fill(~known, torch.inf)
+
+
+def _bulk_score_moments(
+    layer: QAdALayer,
+    moments: RunningMoments | None,
+    packed: Tensor,
+    scores: Tensor,
+    geometry: Geometry,
+    *,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance `[batch, kv_heads, group, queries]` of each query's bulk scores, and where they are known."""
+    policy, shape = layer.policy, scores.shape[:-1]
+    if moments is None:
+        assert isinstance(policy.moments, KeyMoments)
+        score_mean, score_variance = _kept_score_moments(
+            policy.moments, layer.index, packed.float().view(*shape, -1), geometry, scaling=scaling
+        )
+        return score_mean, score_variance, torch.ones((), dtype=torch.bool, device=packed.device)
+
+    score_mean, score_variance = score_moments(packed.float(), moments.mean, moments.covariance, scaling=scaling)
+    score_mean, score_variance = score_mean.view(shape), score_variance.view(shape)
+    count = torch.tensor(moments.count, dtype=torch.float32).to(packed.device).view(-1, 1, 1, 1)
+    if not (policy.update_moments and geometry.any_staged):
+        return score_mean, score_variance, count > 0
+    staged = geometry.staged.unsqueeze(1)
+    tokens = staged.sum(dim=-1).float()
+    staged_scores = scores.masked_fill(~staged, 0.0)
+    staged_mean = staged_scores.sum(dim=-1) / tokens.clamp_min(1)
+    deviation = (scores - staged_mean.unsqueeze(-1)).masked_fill(~staged, 0.0)
+    staged_variance = deviation.square().sum(dim=-1) / tokens.clamp_min(1)
+    score_mean, score_variance = pool_score_moments(
+        count, score_mean, score_variance, tokens, staged_mean, staged_variance
+    )
+    return score_mean, score_variance, count + tokens > 0
+
+
+def _kept_score_moments(
+    moments: KeyMoments, layer: int, query: Tensor, geometry: Geometry, *, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """As `_bulk_score_moments`, from another prompt's moments, for each query those of its own bulk's length.
+
+    `query` is `[batch, kv_heads, group, queries, dim]` float32.
+    """
+    mean = variance = query.new_zeros(query.shape[:-1])
+    shortest = 0
+    lengths = sorted({rounded(length) for length in geometry.lengths})  # nearly always one
+    kept = moments.layer(layer, lengths, query.device)
+    for length, (key_mean, key_covariance) in zip(lengths, kept, strict=True):
+        found = score_moments(query.flatten(2, 3), key_mean, key_covariance, scaling=scaling)
+        longer = (geometry.bulk_tokens > shortest).unsqueeze(2)
+        mean = torch.where(longer, found[0].view_as(mean), mean)
+        variance = torch.where(longer, found[1].view_as(mean), variance)
+        shortest = length
+    return mean, variance
+
+
+def count(layer: QAdALayer, flags: Tensor, geometry: Geometry) -> None:
+    """Book one call's decisions on the device, without waiting for it."""
+    layer.steps += 1
+    if not geometry.decisions:
+        return
+    local = ~flags & geometry.decided.unsqueeze(2)
+    heads, groups = local.sum(dim=(0, 3)), local.all(dim=2).sum(dim=(0, 2))
+    layer.local_heads = heads if layer.local_heads is None else layer.local_heads + heads
+    layer.local_groups = groups if layer.local_groups is None else layer.local_groups + groups
+    layer.decisions += geometry.decisions
+
+
+def audit(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, geometry: Geometry) -> None:
+    """Book what the truth says about one call's decisions, on the device: see `CacheStats.audit`.
+
+    `far_lse` is over the whole stored bulk, for every head; the other arguments as for `needs_long_context`.
+    """
+    decided = geometry.decided.unsqueeze(2)
+    log_local, log_bulk = log_local_mass(scores, geometry), log_bulk_mass(scores, far_lse, geometry)
+    needed = long_context(log_local, log_bulk, layer.policy.threshold) & decided
+    missed = torch.sigmoid(log_bulk - log_local).masked_fill(flags | ~decided, 0.0)
+    tallies = (decided.expand_as(flags), needed, needed & flags, flags, missed)
+    sums = torch.stack([tally.sum(dtype=torch.float64) for tally in tallies])
+    layer.audited = sums if layer.audited is None else layer.audited + sums
