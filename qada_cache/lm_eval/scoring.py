@@ -73,7 +73,7 @@ def score(
         cache = copy.deepcopy(prefilled) if again else prefilled
         places = [prefixes[number].index(row.prefix) for row in batch]
         if places != list(range(len(prefixes[number]))):
-            cache.batch_select_indices(torch.tensor(places))
+            cache.reorder_cache(torch.LongTensor(places))  # repeats rows, in every kind of layer
         yield cache, _score_batch(batch, mask[places], forward, cache)
 
 
