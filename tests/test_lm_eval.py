@@ -186,7 +186,7 @@ def test_static_heads_come_from_a_file(tmp_path: Path) -> None:
 def test_short_texts_have_no_sparsity() -> None:
     lm = needle_lm()
     lm._loglikelihood_tokens([(("", ""), [1, 5], [6, 7])], disable_tqdm=True)
-    assert lm.cache_totals[""].metrics()["cache_sparsity,none"] == "N/A"
+    assert lm.cache_totals["none"].metrics()["cache_sparsity,none"] == "N/A"
 
 
 @pytest.mark.parametrize(

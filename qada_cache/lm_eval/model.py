@@ -1,6 +1,5 @@
 """lm-eval's `HFLM` with every token it scores or generates read through a QAdACache."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -39,10 +38,10 @@ class QAdALM(HFLM):
     def __init__(self, pretrained: Any, *positional: Any, cache: str = "qada", **keywords: Any) -> None:
         options, keywords = split_arguments(cache, keywords)
         super().__init__(pretrained, *positional, **keywords)
-        # Built once, so that a wrong option or model is refused before any request; every batch gets a copy.
-        self._empty_cache = QAdACache(self.model, **options)
+        self._cache_options = options
+        self._new_cache()  # a wrong option or model is refused before any request
         self.cache_totals: dict[str, report.Totals] = {}
-        self._task = ""
+        self._task = "none"
         report.install()
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -61,7 +60,7 @@ class QAdALM(HFLM):
         """`run(requests)`, every task's by themselves: no cache serves two tasks, so that its counters are one's."""
         results: list[Any] = [None] * len(requests)
         for task in dict.fromkeys(request.task_name for request in requests):
-            self._task = task or "none"
+            self._task = task or "none"  # requests made by hand need not name one
             places = [place for place, request in enumerate(requests) if request.task_name == task]
             done = run([requests[place] for place in places], disable_tqdm=disable_tqdm)
             for place, result in zip(places, done, strict=True):
@@ -69,7 +68,7 @@ class QAdALM(HFLM):
         return results
 
     def _new_cache(self) -> QAdACache:
-        return copy.deepcopy(self._empty_cache)
+        return QAdACache(self.model, **self._cache_options)
 
     def _count(self, cache: QAdACache) -> None:
         self.cache_totals.setdefault(self._task, report.Totals()).add(cache.stats())
