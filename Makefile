@@ -10,7 +10,7 @@ OLDEST := .oldest
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q --constraint constraints.txt torch
-	$(PIP) install -q --constraint constraints.txt --editable . pytest hypothesis ruff mypy build hatchling
+	$(PIP) install -q --constraint constraints.txt --editable '.[eval]' pytest hypothesis ruff mypy build hatchling
 	touch $@
 
 # The oldest supported transformers, laid over the environment instead of into it.

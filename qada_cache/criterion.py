@@ -5,10 +5,13 @@ and over every other token. All functions work on logarithms, so no score can ov
 """
 
 import math
+import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from . import files
 
 CRITERIA = ("gaussian", "oracle", "dense", "local")
 GROUP_RULES = ("head", "mean", "all")
@@ -30,6 +33,21 @@ class StaticHeads:
         if not isinstance(table, Tensor) or table.dtype != torch.bool or table.dim() != 2:
             got = f"{table.dtype} {list(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
             raise TypeError(f"StaticHeads(long_context) takes a bool tensor [layers, heads], got {got}")
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write to one safetensors file."""
+        files.write(path, "qada-heads", {"static_heads": self.long_context}, {})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "StaticHeads":
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is truncated, altered, not a heads file, or of a newer format.
+        """
+        tensors, _ = files.read(path, "qada-heads")
+        return cls(tensors["static_heads"])
 
 
 def score_moments(query: Tensor, mean: Tensor, covariance: Tensor, *, scaling: float) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,133 @@
+"""lm-eval's `HFLM` with every token it scores or generates read through a QAdACache."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from tqdm import tqdm
+
+from qada_cache import QAdACache
+
+from . import report, scoring
+from .options import split_arguments
+
+
+class QAdALM(HFLM):
+    """An `HFLM` whose prompts are prefilled exactly and whose answers are decoded or scored query-adaptively.
+
+    The last token of a prompt counts as part of the answer: its query yields the answer's first token, which would
+    otherwise be full attention's, and so would a whole one-token answer. A text scored from its start
+    (`loglikelihood_rolling`) has no prompt: all of it is query-adaptive.
+
+    Args:
+        pretrained: as for `HFLM`.
+        cache: "qada", "oracle", "static", "local" or "dense".
+        keywords: `cache_*` are the cache's (see `options`); all others are `HFLM`'s.
+
+    Attributes:
+        cache_totals: of each task run, what its caches did in this process.
+
+    Raises:
+        ValueError, TypeError: an argument the cache cannot take.
+        NotImplementedError: a model the cache does not support.
+    """
+
+    def __init__(self, pretrained: Any, *positional: Any, cache: str = "qada", **keywords: Any) -> None:
+        options, keywords = split_arguments(cache, keywords)
+        super().__init__(pretrained, *positional, **keywords)
+        self._cache_options = options
+        self._new_cache()  # a wrong option or model is refused before any request
+        self.cache_totals: dict[str, report.Totals] = {}
+        self._task = "none"
+        report.install()
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """As `HFLM`'s, task by task."""
+        return self._by_task(super().loglikelihood, requests, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """As `HFLM`'s, task by task."""
+        return self._by_task(super().loglikelihood_rolling, requests, disable_tqdm)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """As `HFLM`'s, task by task."""
+        return self._by_task(super().generate_until, requests, disable_tqdm)
+
+    def _by_task(self, run: Callable[..., list], requests: list[Instance], disable_tqdm: bool) -> list:
+        """`run(requests)`, every task's by themselves: no cache serves two tasks, so that its counters are one's."""
+        results: list[Any] = [None] * len(requests)
+        for task in dict.fromkeys(request.task_name for request in requests):
+            self._task = task or "none"  # requests made by hand need not name one
+            places = [place for place, request in enumerate(requests) if request.task_name == task]
+            done = run([requests[place] for place in places], disable_tqdm=disable_tqdm)
+            for place, result in zip(places, done, strict=True):
+                results[place] = result
+        return results
+
+    def _new_cache(self) -> QAdACache:
+        return QAdACache(self.model, **self._cache_options)
+
+    def _count(self, cache: QAdACache) -> None:
+        self.cache_totals.setdefault(self._task, report.Totals()).add(cache.stats())
+
+    def _forward(self, cache: QAdACache, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
+        """Log-probabilities `[rows, tokens, vocabulary]` after each of the new tokens `ids` `[rows, tokens]`.
+
+        `mask` `[rows, cached + tokens]` is 0 at padding. The model counts positions from 0 only if it is told to.
+        """
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        with (
+            torch.no_grad(),
+            torch.autocast(
+                self.device.type, dtype=self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
+            ),
+        ):
+            logits = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                **options,
+            ).logits
+        return torch.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
+        cache = self._new_cache()
+        if context.shape[1] > 1:  # generate() itself decodes the one token that is left
+            mask = generation_kwargs["attention_mask"]
+            self._forward(cache, context[:, :-1], mask[:, :-1], logits_to_keep=1)
+            beams = generation_kwargs.get("num_beams") or self.model.generation_config.num_beams or 1
+            if beams > 1:  # generate() repeats the rows of a prompt, not those of a cache
+                cache.reorder_cache(torch.LongTensor([row for row in range(len(context)) for _ in range(beams)]))
+        tokens = super()._model_generate(context, max_length, stop, past_key_values=cache, **generation_kwargs)
+        self._count(cache)
+        return tokens
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        rows = scoring.rows([(context, continuation) for _, context, continuation in requests], self.max_length)
+        size = override_bs or self.batch_size
+        if size == "auto":
+            longest = max(requests, key=lambda request: len(request[1]) + len(request[2]))
+            size = self._detect_batch_size([longest])
+        batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        answers: list[Any] = [None] * len(requests)
+        with tqdm(
+            total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
+        ) as bar:
+            for cache, scores in scoring.score(batches, self._forward, self._new_cache, self.device):
+                self._count(cache)
+                for index, log_likelihood, greedy in scores:
+                    answers[index] = (log_likelihood, greedy)
+                    if requests[index][0] is not None:  # None for the windows of a longer text
+                        self.cache_hook.add_partial("loglikelihood", requests[index][0], answers[index])
+                bar.update(len(scores))
+        return answers

@@ -1,0 +1,89 @@
+"""What the caches of a run did, task by task, put into lm-eval's results."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import lm_eval.evaluator
+
+from qada_cache import CacheStats
+
+NOT_MEASURED = "N/A"  # lm-eval's own word for it: no token had a bulk to decide about
+
+
+@dataclass
+class Totals:
+    """Sums over the caches of one task's batches.
+
+    Attributes:
+        decisions: decisions taken per layer, the weight of a cache's sparsity.
+        local, kv_local: of those, how many called a query head local, or did not need a KV head's bulk; the mean
+            over heads.
+        pulled_bytes: bulk bytes read by query-adaptive calls.
+        device_bytes, host_bytes: the most that one batch's cache held, of each kind.
+    """
+
+    decisions: int = 0
+    local: float = 0.0
+    kv_local: float = 0.0
+    pulled_bytes: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+    def add(self, stats: CacheStats) -> None:
+        """Take in one batch's cache, at the end of the batch, when it is largest."""
+        if stats.decisions:
+            self.decisions += stats.decisions
+            self.local += stats.sparsity * stats.decisions
+            self.kv_local += stats.kv_sparsity * stats.decisions
+        self.pulled_bytes += stats.pulled_bytes
+        self.device_bytes = max(self.device_bytes, stats.device_bytes)
+        self.host_bytes = max(self.host_bytes, stats.host_bytes)
+
+    def merge(self, other: "Totals") -> None:
+        """Take in what another process did; the bytes held are those of the process that held most."""
+        for name in (field.name for field in fields(self)):
+            combine = max if name in ("device_bytes", "host_bytes") else sum
+            setattr(self, name, combine([getattr(self, name), getattr(other, name)]))
+
+    def metrics(self) -> dict[str, Any]:
+        """As entries of lm-eval's results, which its table prints beside the scores."""
+        return {
+            "cache_sparsity,none": self.local / self.decisions if self.decisions else NOT_MEASURED,
+            "cache_kv_sparsity,none": self.kv_local / self.decisions if self.decisions else NOT_MEASURED,
+            "cache_pulled_bytes,none": self.pulled_bytes,
+            "cache_device_bytes,none": self.device_bytes,
+            "cache_host_bytes,none": self.host_bytes,
+        }
+
+
+def install() -> None:
+    """Have `lm_eval.evaluator.evaluate` report the totals of a model that keeps some. Idempotent.
+
+    lm-eval asks the model for nothing that ends up with a task's results, so its function is wrapped.
+    """
+    if not hasattr(lm_eval.evaluator.evaluate, "_reports_caches"):
+        lm_eval.evaluator.evaluate = _reporting(lm_eval.evaluator.evaluate)
+
+
+def _reporting(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(evaluate)
+    def evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
+        lm = kwargs["lm"] if "lm" in kwargs else args[0]
+        totals: dict[str, Totals] | None = getattr(lm, "cache_totals", None)  # through lm-eval's CachingLM as well
+        if totals is None:
+            return evaluate(*args, **kwargs)
+        totals.clear()
+        results = evaluate(*args, **kwargs)
+        gathered = lm.gather_object(totals)
+        if results is not None:
+            for task in results["results"].keys() & totals.keys():
+                whole = Totals()
+                for part in gathered:
+                    whole.merge(part.get(task, Totals()))
+                results["results"][task] |= whole.metrics()
+        return results
+
+    evaluate_and_report._reports_caches = True  # type: ignore[attr-defined]
+    return evaluate_and_report

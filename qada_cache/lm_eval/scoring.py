@@ -1,0 +1,98 @@
+"""Teacher forcing through a QAdACache: what log-likelihood requests have their models read, and in which calls."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from qada_cache import QAdACache
+
+Forward = Callable[..., Tensor]  # QAdALM._forward
+
+
+@dataclass
+class Row:
+    """Tokens of one row of a batch; the requests that share them differ in the last token they score, if at all.
+
+    Attributes:
+        prefix: token ids that are prefilled, exactly: the context but for its last token.
+        queries: token ids that are read query-adaptively: that token, and the continuation but for its last.
+        requests: `(index, continuation)` of the requests; query `i` scores token `i` of a continuation.
+    """
+
+    prefix: tuple[int, ...]
+    queries: tuple[int, ...]
+    requests: list[tuple[int, list[int]]] = field(default_factory=list)
+
+
+def rows(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> list[Row]:
+    """Requests `(context, continuation)`, token ids both, as rows: longest first, those with equal prefixes together.
+
+    A row longer than `max_length` loses its oldest tokens, as in lm-eval.
+    """
+    made: dict[tuple[tuple[int, ...], tuple[int, ...]], Row] = {}
+    for index, (context, continuation) in enumerate(requests):
+        tokens = tuple((context + continuation)[-(max_length + 1) : -1])
+        split = len(tokens) - len(continuation)
+        row = made.setdefault((tokens[:split], tokens[split:]), Row(tokens[:split], tokens[split:]))
+        row.requests.append((index, continuation))
+    return sorted(made.values(), key=lambda row: (-len(row.prefix), row.prefix, -len(row.queries), row.queries))
+
+
+def padded(sequences: Sequence[Sequence[int]], device: torch.device, *, left: bool) -> tuple[Tensor, Tensor]:
+    """Token ids `[rows, longest]`, padded with 0, and their mask."""
+    longest = max(map(len, sequences))
+    ids, mask = torch.zeros(2, len(sequences), longest, dtype=torch.long)
+    for row, tokens in enumerate(sequences):
+        columns = slice(longest - len(tokens), longest) if left else slice(len(tokens))
+        ids[row, columns] = torch.tensor(tokens, dtype=torch.long)
+        mask[row, columns] = 1
+    return ids.to(device), mask.to(device)
+
+
+def score(
+    batches: Sequence[Sequence[Row]], forward: Forward, new_cache: Callable[[], QAdACache], device: torch.device
+) -> Iterator[tuple[QAdACache, list[tuple[int, float, bool]]]]:
+    """Score batches of rows one after the other.
+
+    A prefix is read once per batch however many rows share it, and once for neighbouring batches of the same ones.
+
+    Yields:
+        each batch's cache, and of each of its requests `(index, log-likelihood, whether greedy decoding agrees)`.
+    """
+    prefixes = [list(dict.fromkeys(row.prefix for row in batch)) for batch in batches]
+    for number, batch in enumerate(batches):
+        ids, mask = padded(prefixes[number], device, left=True)
+        if number == 0 or prefixes[number] != prefixes[number - 1]:
+            prefilled = new_cache()
+            if ids.shape[1]:
+                forward(prefilled, ids, mask, logits_to_keep=1)
+        again = prefixes[number] in prefixes[number + 1 : number + 2]
+        cache = copy.deepcopy(prefilled) if again else prefilled
+        places = [prefixes[number].index(row.prefix) for row in batch]
+        if places != list(range(len(prefixes[number]))):
+            cache.reorder_cache(torch.LongTensor(places))  # repeats rows, in every kind of layer
+        yield cache, _score_batch(batch, mask[places], forward, cache)
+
+
+def _score_batch(
+    batch: Sequence[Row], prefix_mask: Tensor, forward: Forward, cache: QAdACache
+) -> list[tuple[int, float, bool]]:
+    """Read the rows' queries, in calls no longer than the window: longer ones would be exact attention."""
+    ids, mask = padded([row.queries for row in batch], prefix_mask.device, left=False)
+    parts: dict[int, list[Tensor]] = {}
+    agrees: dict[int, bool] = {}
+    window = cache._policy.window
+    for start in range(0, ids.shape[1], window):
+        stop = min(start + window, ids.shape[1])
+        log_probabilities = forward(cache, ids[:, start:stop], torch.cat([prefix_mask, mask[:, :stop]], dim=1))
+        greedy = log_probabilities.argmax(dim=-1)
+        for place, row in enumerate(batch):
+            for index, continuation in row.requests:
+                wanted = torch.tensor(continuation[start:stop], dtype=torch.long, device=ids.device)
+                scored = log_probabilities[place, : len(wanted)].gather(-1, wanted[:, None])
+                parts.setdefault(index, []).append(scored.squeeze(-1))
+                agrees[index] = agrees.get(index, True) and greedy[place, : len(wanted)].equal(wanted)
+    return [(index, float(torch.cat(scored).sum()), agrees[index]) for index, scored in parts.items()]

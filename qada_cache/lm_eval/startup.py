@@ -1,0 +1,104 @@
+"""What makes `lm_eval --model hf --model_args ...,cache=qada` work with stock lm-eval: three small post-import hooks.
+
+Installing the package puts this file into site-packages as `_qada_cache_startup`, outside the package, and beside it a
+`.pth` file that has every interpreter call `install()`, unless QADA_LM_EVAL_HOOK=0. So this module imports nothing but
+`sys` (not qada_cache, hence not torch), and what it changes in lm-eval imports qada_cache only for a model that was
+asked for a `cache`.
+"""
+
+import sys
+
+
+class _Loader:
+    """A module's own loader, except that `after(module)` runs when the module has been executed."""
+
+    def __init__(self, inner, after):
+        self.inner, self.after = inner, after
+
+    def create_module(self, spec):
+        return self.inner.create_module(spec)
+
+    def exec_module(self, module):
+        # Before its code runs: nobody is to find anything but the module's own loader.
+        module.__loader__ = module.__spec__.loader = self.inner
+        self.inner.exec_module(module)
+        self.after(module)
+
+
+class _Finder:
+    """Finds nothing itself: has the other finders find the modules in `_AFTER`, and wraps their loaders."""
+
+    is_qada_cache = True
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in _AFTER:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is None:
+                continue
+            if hasattr(spec.loader, "exec_module"):
+                spec.loader = _Loader(spec.loader, _AFTER[name])  # type: ignore[assignment]  # abc is not imported
+            return spec
+        return None
+
+
+def _add_model(models):
+    """After `lm_eval.models`: the name `hf-qada`."""
+    registry = getattr(sys.modules.get("lm_eval.api.registry"), "model_registry", None)
+    if registry is not None and "hf-qada" not in registry:
+        registry.register("hf-qada", target="qada_cache.lm_eval:QAdALM")
+
+
+def _teach_hflm(huggingface):
+    """After `lm_eval.models.huggingface`: `HFLM(cache=...)` makes our subclass; without `cache` nothing changes."""
+    hflm = getattr(huggingface, "HFLM", None)
+    if hflm is None:
+        return
+    inherited = hflm.__new__
+
+    def new(cls, *args, **kwargs):
+        if cls is hflm and "cache" in kwargs:
+            from qada_cache.lm_eval import QAdALM
+
+            cls = QAdALM
+        return inherited(cls) if inherited is object.__new__ else inherited(cls, *args, **kwargs)
+
+    hflm.__new__ = staticmethod(new)
+
+
+def _add_tasks(manager):
+    """After `lm_eval.tasks.manager`: our tasks are found by name wherever lm-eval's own are, whose names win."""
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    index, package = getattr(manager, "TaskIndex", None), find_spec("qada_cache")
+    if index is None or package is None:
+        return
+    build, defaults = index.build, Path(manager.__file__).parent
+    ours = [Path(folder) / "lm_eval" / "tasks" for folder in package.submodule_search_locations or ()]
+
+    def build_with_ours(paths, **kwargs):
+        paths = list(paths)
+        return build([*ours, *paths] if defaults in paths else paths, **kwargs)
+
+    index.build = staticmethod(build_with_ours)
+
+
+_AFTER = {
+    "lm_eval.models": _add_model,
+    "lm_eval.models.huggingface": _teach_hflm,
+    "lm_eval.tasks.manager": _add_tasks,
+}
+
+
+def install():
+    """Have lm-eval understand `cache=`, know `hf-qada` and find our tasks, once it is imported. Idempotent."""
+    if any(getattr(finder, "is_qada_cache", False) for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _Finder())
+    for name, after in _AFTER.items():
+        if name in sys.modules:
+            after(sys.modules[name])

@@ -1,0 +1,30 @@
+"""Documents of the `needle` task: one question each about a long synthetic text, made as they are asked for."""
+
+from typing import Any
+
+from datasets import Dataset, Split
+
+from qada_cache.needle import make_prompt
+
+PROMPTS = 4  # texts per length, of sixteen questions each
+
+
+def dataset(*, max_seq_lengths: list[int] | tuple[int, ...] = (4096,), **metadata: Any) -> dict[str, Dataset]:
+    """The split `test`: `context`, `question`, `answer` and `max_length` of every document.
+
+    Args:
+        max_seq_lengths: tokens of the texts, by the needle model's tokenizer; `--metadata` of the command line.
+        metadata: the rest of it, and the model arguments; not used.
+
+    Raises:
+        ValueError: a length too short for the facts.
+    """
+    documents = []
+    for tokens in max_seq_lengths:
+        for seed in range(PROMPTS):
+            prompt = make_prompt(tokens=tokens, seed=seed)
+            documents += [
+                {"context": prompt.context, "question": question, "answer": answer, "max_length": tokens}
+                for question, answer in zip(prompt.questions, prompt.answers, strict=True)
+            ]
+    return {"test": Dataset.from_list(documents, split=Split.TEST)}

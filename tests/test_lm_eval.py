@@ -1,0 +1,231 @@
+"""lm-eval's tasks through a QAdACache: scores against full attention and against decoding token by token."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import SMALL, forced, tiny
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install qada-cache[eval])")
+
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from qada_cache import QAdACache, StaticHeads, needle  # noqa: E402
+from qada_cache.lm_eval import QAdALM  # noqa: E402
+from qada_cache.lm_eval.options import split_arguments  # noqa: E402
+from qada_cache.lm_eval.scoring import rows  # noqa: E402
+
+HERE = Path(__file__).parent
+TASKS = {"tiny_choice": "acc,none", "tiny_perplexity": "word_perplexity,none", "needle": "exact_match,none"}
+
+
+def evaluate(lm: HFLM, *tasks: str) -> dict[str, Any]:
+    """The results of the tasks, and every log-likelihood under "log_likelihoods"."""
+    ours = [HERE / "lm_eval_tasks", HERE.parent / "qada_cache" / "lm_eval" / "tasks"]
+    manager = TaskManager(include_path=ours, include_defaults=False, metadata={"max_seq_lengths": [600]})
+    results = lm_eval.simple_evaluate(
+        lm, tasks=list(tasks or TASKS), task_manager=manager, bootstrap_iters=0, limit=4, log_samples=True
+    )
+    samples = results["samples"].get("tiny_choice", [])
+    scores = [response[0][0] for sample in samples for response in sample["resps"]]
+    return {**results["results"], "log_likelihoods": torch.tensor(scores)}
+
+
+def needle_lm(model: type[HFLM] = QAdALM, **arguments: Any) -> HFLM:
+    return model(str(needle.FOLDER), device="cpu", **arguments)
+
+
+def random_lm(family: str = "llama", **arguments: Any) -> QAdALM:
+    """On a tiny random model, which decides less clearly than the needle model; its options are SMALL."""
+    model = tiny(family, vocab_size=482)
+    options = {f"cache_{name}": value for name, value in SMALL.items()}
+    return QAdALM(model, tokenizer=needle.load_tokenizer(), **{**options, **arguments})
+
+
+def token_requests(*lengths: tuple[int, int]) -> list[tuple[tuple[str, str], list[int], list[int]]]:
+    """Random contexts and continuations of these lengths, as lm-eval hands them to a model."""
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda count: torch.randint(4, 482, (count,), generator=generator).tolist()  # noqa: E731
+    return [(("", str(place)), draw(context), draw(answer)) for place, (context, answer) in enumerate(lengths)]
+
+
+def texts_to_go_on(*tokens: int) -> list[Instance]:
+    until = {"until": [], "max_gen_toks": 24, "do_sample": False}
+    return [
+        Instance("generate_until", {}, (needle.make_prompt(tokens=count, facts=8, questions=1).context, until), 0)
+        for count in tokens
+    ]
+
+
+@pytest.fixture(scope="module")
+def stock() -> dict[str, Any]:
+    return evaluate(needle_lm(HFLM))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"batch_size": 3, "cache_local_tokens": 40}], ids=str)
+def test_threshold_one_scores_as_without_a_cache(stock: dict[str, Any], arguments: dict[str, Any]) -> None:
+    ours = evaluate(needle_lm(cache_threshold=1, **arguments))
+    for task, metric in TASKS.items():
+        assert ours[task][metric] == pytest.approx(stock[task][metric], rel=1e-5), task
+    torch.testing.assert_close(ours["log_likelihoods"], stock["log_likelihoods"], rtol=0, atol=1e-4)
+    assert ours["needle"]["cache_sparsity,none"] == 0.0
+
+
+def test_every_kind_of_task_reads_the_cache(stock: dict[str, Any]) -> None:
+    """Sinks and window alone cannot know the answers: not the one-token one either, nor may rolling be exact."""
+    local = evaluate(needle_lm(cache="local"))
+    assert stock["needle"]["exact_match,none"] == 1.0
+    assert local["needle"]["exact_match,none"] == 0.0
+    assert local["tiny_choice"]["acc,none"] < stock["tiny_choice"]["acc,none"]
+    assert local["tiny_perplexity"]["word_perplexity,none"] != stock["tiny_perplexity"]["word_perplexity,none"]
+    for task in TASKS:
+        assert local[task]["cache_sparsity,none"] == local[task]["cache_kv_sparsity,none"] == 1.0
+        assert local[task]["cache_pulled_bytes,none"] == 0
+        assert local[task]["cache_host_bytes,none"] > 0
+
+
+def test_rows_of_a_batch_score_as_alone() -> None:
+    alone, padded = evaluate(needle_lm(batch_size=1)), evaluate(needle_lm(batch_size=7))
+    torch.testing.assert_close(padded["log_likelihoods"], alone["log_likelihoods"], rtol=0, atol=1e-4)
+    for task, metric in TASKS.items():
+        assert padded[task][metric] == pytest.approx(alone[task][metric], rel=1e-5), task
+        for name in ("cache_sparsity,none", "cache_kv_sparsity,none", "cache_pulled_bytes,none"):
+            assert padded[task][name] == pytest.approx(alone[task][name]), (task, name)
+        assert 0.5 < alone[task]["cache_sparsity,none"] < 1.0
+        assert padded[task]["cache_device_bytes,none"] > alone[task]["cache_device_bytes,none"] > 0
+
+
+# One of one token each; continuations within, at and beyond the window (16); a context shorter than the sinks.
+LENGTHS = [(150, 5), (90, 16), (61, 40), (1, 30), (3, 17), (120, 1)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_scores_are_those_of_decoding_token_by_token(family: str, batch_size: int) -> None:
+    lm = random_lm(family, batch_size=batch_size, cache_threshold=0.12)
+    requests = token_requests(*LENGTHS)
+    scores = lm._loglikelihood_tokens(requests, disable_tqdm=True)
+    undecided = 0
+    for (_, context, continuation), (log_likelihood, greedy) in zip(requests, scores, strict=True):
+        cache = QAdACache(lm.model, threshold=0.12, **SMALL)
+        ids = torch.tensor([context + continuation])
+        prefix = [len(context) - 1] if len(context) > 1 else []
+        logits = forced(lm.model, ids[:, :-1], [*prefix, 1], cache)[0, len(context) - 1 :]
+        wanted = logits.log_softmax(-1).gather(-1, ids[0, len(context) :, None]).sum()
+        assert log_likelihood == pytest.approx(wanted.item(), abs=2e-3)
+        assert greedy == logits.argmax(-1).equal(ids[0, len(context) :])
+        undecided += cache.stats().sparsity not in (0.0, 1.0)
+    assert undecided >= 1  # else the threshold decides nothing
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_continuations_of_one_context_share_its_prefill(
+    family: str, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = random_lm(family, cache_threshold=0.12, batch_size=batch_size)
+    (_, context, _), *_ = token_requests((100, 1))
+    endings = [[5, 6, 7], [5, 6, 8], [9], [10, 11]]
+    requests = [((str(number), ""), context, ending) for number, ending in enumerate(endings)]
+    apart = [lm._loglikelihood_tokens([request], disable_tqdm=True)[0] for request in requests]
+    calls, forward = [], lm._forward
+
+    def recorded(cache: QAdACache, ids: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        calls.append(tuple(ids.shape))
+        return forward(cache, ids, *rest, **options)
+
+    monkeypatch.setattr(lm, "_forward", recorded)
+    together = lm._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert [score for score, _ in together] == pytest.approx([score for score, _ in apart], abs=1e-4)
+    # Two endings differ only in a token that is scored and never read: they are one row.
+    assert calls == [(1, 99), *([(1, 3), (1, 2), (1, 1)] if batch_size == 1 else [(3, 3)])]
+
+
+def test_a_request_is_cut_as_lm_eval_cuts_it() -> None:
+    ((row),) = rows([([1, 2, 3, 4], [5, 6])], max_length=3)
+    assert (row.prefix, row.queries) == ((3,), (4, 5))
+    ((row),) = rows([([1, 2, 3, 4], [5, 6])], max_length=30)
+    assert (row.prefix, row.queries) == ((1, 2, 3), (4, 5))
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_generation_at_threshold_one_is_as_without_a_cache(batch_size: int, beams: int) -> None:
+    requests = texts_to_go_on(300, 500, 420)
+    for request in requests:
+        request.args[1]["num_beams"] = beams
+    ours, stock = needle_lm(cache_threshold=1, batch_size=batch_size), needle_lm(HFLM, batch_size=batch_size)
+    assert ours.generate_until(requests, disable_tqdm=True) == stock.generate_until(requests, disable_tqdm=True)
+
+
+def test_batches_generate_as_their_rows_alone() -> None:
+    alone, padded = random_lm(cache_threshold=0.12), random_lm(cache_threshold=0.12, batch_size=3)
+    requests = texts_to_go_on(300, 500, 420)
+    assert padded.generate_until(requests, disable_tqdm=True) == alone.generate_until(requests, disable_tqdm=True)
+    assert 0.0 < padded.cache_totals["none"].metrics()["cache_sparsity,none"] < 1.0
+
+
+def test_static_heads_come_from_a_file(tmp_path: Path) -> None:
+    StaticHeads(torch.ones(4, 8, dtype=torch.bool)).save(tmp_path / "all")
+    StaticHeads(torch.zeros(4, 4, dtype=torch.bool)).save(tmp_path / "none")
+    everything = evaluate(needle_lm(cache="static", cache_heads=str(tmp_path / "all")), "needle")["needle"]
+    nothing = evaluate(needle_lm(cache="static", cache_heads=str(tmp_path / "none")), "needle")["needle"]
+    assert (everything["exact_match,none"], everything["cache_sparsity,none"]) == (1.0, 0.0)
+    assert (nothing["exact_match,none"], nothing["cache_sparsity,none"]) == (0.0, 1.0)
+
+
+def test_short_texts_have_no_sparsity() -> None:
+    lm = needle_lm()
+    lm._loglikelihood_tokens([(("", ""), [1, 5], [6, 7])], disable_tqdm=True)
+    assert lm.cache_totals["none"].metrics()["cache_sparsity,none"] == "N/A"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cache": "qda"}, "unknown cache=qda: use one of qada, oracle, static, local, dense"),
+        ({"cache_treshold": 1}, "unknown cache_treshold=1: use one of cache_threshold, cache_sink_tokens"),
+        ({"cache": "static"}, "needs cache_heads=FILE"),
+        ({"cache_heads": "file"}, "cache=static needs"),
+        ({"cache_threshold": 2}, "threshold must be in"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        needle_lm(**arguments)
+
+
+def test_arguments_of_transformers_pass() -> None:
+    options, rest = split_arguments("oracle", {"cache_dir": "d", "dtype": "auto", "cache_update_moments": False})
+    assert options == {"criterion": "oracle", "update_moments": False}
+    assert rest == {"cache_dir": "d", "dtype": "auto"}
+
+
+def test_unsupported_models_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="soft-capped"):
+        random_lm("gemma2")
+
+
+def test_two_processes_report_as_one() -> None:
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), environment.get("PYTHONPATH", "")])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = [str(HERE / "lm_eval_ranks.py"), str(needle.FOLDER), str(HERE / "lm_eval_tasks")]
+    run = subprocess.run([*launch, *script], env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("RESULTS ")]
+    rank, world_size, results = json.loads(line.removeprefix("RESULTS "))
+    assert (rank, world_size) == (0, 2)
+    alone = evaluate(needle_lm(), *results)
+    for task, metrics in results.items():
+        for name, value in metrics.items():
+            assert value == (pytest.approx(alone[task][name]) if isinstance(value, float) else alone[task][name]), name

@@ -1,0 +1,194 @@
+"""The startup hook: stock lm-eval's command in a fresh environment, and processes that have nothing to do with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from qada_cache import needle
+
+REPOSITORY = Path(__file__).parents[1]
+needs_lm_eval = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed (pip install qada-cache[eval])"
+)
+
+
+class Environment:
+    """A virtual environment that holds nothing but qada-cache, and runs commands."""
+
+    def __init__(self, folder: Path, *install: str) -> None:
+        self.folder = folder
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+        self.python = folder / "bin" / "python"
+        self.site_packages = next(folder.glob("lib/python*/site-packages"))
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python, "install", "-q"]
+        self.borrow()  # the build backend
+        offline = ["--no-index", "--no-deps", "--no-build-isolation"]
+        subprocess.run([*pip, *offline, *install], check=True, capture_output=True, text=True)
+        self.give_back()
+
+    def borrow(self) -> None:
+        """Let it import what the environment of the tests has; `.pth` files there are not run."""
+        (self.site_packages / "zz_borrowed.pth").write_text(sysconfig.get_path("purelib"))
+
+    def give_back(self) -> None:
+        (self.site_packages / "zz_borrowed.pth").unlink()
+
+    def run(self, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [self.python, *arguments],
+            env={**os.environ, **offline, **variables},
+            capture_output=True,
+            text=True,
+            cwd=self.folder,
+            timeout=300,
+        )
+
+    def code(self, code: str, **variables: str) -> str:
+        """What `python -c code` prints; nothing may go wrong, nor be said on stderr."""
+        run = self.run("-c", code, **variables)
+        assert (run.returncode, run.stderr) == (0, "")
+        return run.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """qada-cache from a wheel; neither torch nor lm-eval, so that qada_cache itself cannot be imported."""
+    return Environment(tmp_path_factory.mktemp("bare") / "venv", str(REPOSITORY))
+
+
+@pytest.fixture(scope="module", params=["wheel", "editable"])
+def fresh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """qada-cache as a user installs it, with lm-eval and torch."""
+    install = [str(REPOSITORY)] if request.param == "wheel" else ["--editable", str(REPOSITORY)]
+    environment = Environment(tmp_path_factory.mktemp(request.param) / "venv", *install)
+    environment.borrow()
+    return environment
+
+
+NEEDLE = ["--tasks", "needle", "--limit", "4", "--metadata", '{"max_seq_lengths": [1024]}']
+
+
+@needs_lm_eval
+def test_the_literal_command(fresh: Environment, tmp_path: Path) -> None:
+    console_script = Path(sysconfig.get_path("scripts")) / "lm_eval"
+    arguments = f"pretrained={needle.FOLDER},cache=qada,cache_local_tokens=64"
+    command = ["--model", "hf", "--model_args", arguments, *NEEDLE, "--output_path", str(tmp_path)]
+    run = fresh.run(console_script, *command)
+    assert run.returncode == 0, run.stderr
+    (file,) = tmp_path.rglob("results_*.json")
+    metrics = json.loads(file.read_text())["results"]["needle"]
+    assert metrics["exact_match,none"] == 1.0
+    assert 0.0 < metrics["cache_kv_sparsity,none"] <= metrics["cache_sparsity,none"] < 1.0
+    for name in ("sparsity", "kv_sparsity", "pulled_bytes", "device_bytes", "host_bytes"):
+        assert metrics[f"cache_{name},none"] > 0
+        assert f"|cache_{name}" in run.stdout
+
+
+@needs_lm_eval
+def test_the_module_needs_no_hook(fresh: Environment) -> None:
+    arguments = f"pretrained={needle.FOLDER},cache=local,cache_sink_tokens=4"
+    command = ["--model", "hf", "--model_args", arguments, *NEEDLE]
+    run = fresh.run("-m", "qada_cache.lm_eval", *command, QADA_LM_EVAL_HOOK="0")
+    assert run.returncode == 0, run.stderr
+    assert "|cache_sparsity" in run.stdout
+
+
+@needs_lm_eval
+def test_hflm_without_cache_is_untouched(fresh: Environment) -> None:
+    code = f"""
+import sys
+from lm_eval.models.huggingface import HFLM
+def state():
+    return {{name: value for name, value in vars(HFLM).items() if name != "__new__"}}
+before = state()
+lm = HFLM({str(needle.FOLDER)!r}, device="cpu")
+assert type(lm) is HFLM and "qada_cache" not in sys.modules
+lm = HFLM({str(needle.FOLDER)!r}, device="cpu", cache="qada")
+assert type(lm).__mro__[1] is HFLM and type(lm).__name__ == "QAdALM"
+assert state() == before
+assert HFLM.__module__ == "lm_eval.models.huggingface"
+assert type(sys.modules[HFLM.__module__].__loader__).__name__ == "SourceFileLoader"
+import lm_eval.models  # the name of its own, in lm-eval's registry
+from lm_eval.api.registry import get_model
+assert get_model("hf-qada") is type(lm) and get_model("hf") is HFLM
+"""
+    run = fresh.run("-c", code)
+    assert run.returncode == 0, run.stderr
+
+
+def test_an_interpreter_without_lm_eval_starts_as_ever(bare: Environment) -> None:
+    loaded = "import sys; print(*sorted(sys.modules))"
+    without = set(bare.code(loaded, QADA_LM_EVAL_HOOK="0").split())
+    assert set(bare.code(loaded).split()) - without == {"_qada_cache_startup"}
+    assert bare.code("import sys; print(len(sys.meta_path))", QADA_LM_EVAL_HOOK="0") == "3"
+    code = """
+import importlib.util
+assert importlib.util.find_spec("lm_eval") is None
+try:
+    import lm_eval.models.huggingface
+except ModuleNotFoundError as error:
+    print(error.name)
+"""
+    assert bare.code(code) == "lm_eval"
+
+
+def test_starting_costs_less_than_a_millisecond(bare: Environment) -> None:
+    code = """
+import time
+start = time.perf_counter()
+import _qada_cache_startup
+_qada_cache_startup.install()
+print(time.perf_counter() - start)
+"""
+    assert min(float(bare.code(code, QADA_LM_EVAL_HOOK="0")) for _ in range(9)) < 1e-3
+
+
+@pytest.fixture
+def other_lm_eval(tmp_path: Path) -> str:
+    """The folder of a package by the name of lm_eval, of another version: its modules hold other things."""
+    package = tmp_path / "lm_eval"
+    (package / "models").mkdir(parents=True)
+    (package / "tasks").mkdir()
+    for name in ("__init__", "models/__init__", "tasks/__init__", "tasks/manager"):
+        (package / f"{name}.py").write_text("")
+    (package / "models" / "huggingface.py").write_text(
+        "class HFLM:\n    def __init__(self, pretrained, **kwargs):\n        self.kwargs = kwargs\n"
+    )
+    return str(tmp_path)
+
+
+def test_other_lm_evals_and_other_finders(bare: Environment, other_lm_eval: str) -> None:
+    code = """
+import sys
+
+class Old:  # a finder of before Python 3.4
+    def find_module(self, name, path=None):
+        return None
+
+class Other:  # one that finds lm_eval's module itself, before the path finder does
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "lm_eval.models.huggingface":
+            import importlib.machinery
+            return importlib.machinery.PathFinder.find_spec(name, path, target)
+
+sys.meta_path[1:1] = [Old(), Other]
+import lm_eval.models, lm_eval.tasks.manager
+from lm_eval.models.huggingface import HFLM
+assert HFLM("x", dtype="auto").kwargs == {"dtype": "auto"}
+try:
+    HFLM("x", cache="qada")  # asked for by name, what is missing is said
+except ModuleNotFoundError as error:
+    print(error.name)
+"""
+    run = bare.run("-W", "ignore", "-c", code, PYTHONPATH=other_lm_eval)
+    assert (run.returncode, run.stderr, run.stdout.strip()) == (0, "", "torch")
