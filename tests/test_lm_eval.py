@@ -196,6 +196,7 @@ def test_short_texts_have_no_sparsity() -> None:
         ({"cache_treshold": 1}, "unknown cache_treshold=1: use one of cache_threshold, cache_sink_tokens"),
         ({"cache": "static"}, "needs cache_heads=FILE"),
         ({"cache_heads": "file"}, "cache=static needs"),
+        ({"cache": "static", "cache_heads": needle.FOLDER / "model.safetensors"}, "is not a qada-heads file"),
         ({"cache_threshold": 2}, "threshold must be in"),
     ],
 )

@@ -94,6 +94,7 @@ def test_the_literal_command(fresh: Environment, tmp_path: Path) -> None:
 
 
 @needs_lm_eval
+@pytest.mark.parametrize("fresh", ["wheel"], indirect=True)
 def test_the_module_needs_no_hook(fresh: Environment) -> None:
     arguments = f"pretrained={needle.FOLDER},cache=local,cache_sink_tokens=4"
     command = ["--model", "hf", "--model_args", arguments, *NEEDLE]
@@ -103,6 +104,7 @@ def test_the_module_needs_no_hook(fresh: Environment) -> None:
 
 
 @needs_lm_eval
+@pytest.mark.parametrize("fresh", ["wheel"], indirect=True)
 def test_hflm_without_cache_is_untouched(fresh: Environment) -> None:
     code = f"""
 import sys

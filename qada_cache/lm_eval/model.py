@@ -9,7 +9,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
 
-from qada_cache import QAdACache
+from qada_cache import CacheStats, QAdACache
 
 from . import report, scoring
 from .options import split_arguments
@@ -20,7 +20,8 @@ class QAdALM(HFLM):
 
     The last token of a prompt counts as part of the answer: its query yields the answer's first token, which would
     otherwise be full attention's, and so would a whole one-token answer. A text scored from its start
-    (`loglikelihood_rolling`) has no prompt: all of it is query-adaptive.
+    (`loglikelihood_rolling`) has no prompt: all of it is query-adaptive. (Moments of the current prompt that are not
+    updated then know of nothing, and every head reads everything.)
 
     Args:
         pretrained: as for `HFLM`.
@@ -70,8 +71,8 @@ class QAdALM(HFLM):
     def _new_cache(self) -> QAdACache:
         return QAdACache(self.model, **self._cache_options)
 
-    def _count(self, cache: QAdACache) -> None:
-        self.cache_totals.setdefault(self._task, report.Totals()).add(cache.stats())
+    def _count(self, stats: CacheStats) -> None:
+        self.cache_totals.setdefault(self._task, report.Totals()).add(stats)
 
     def _forward(self, cache: QAdACache, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
         """Log-probabilities `[rows, tokens, vocabulary]` after each of the new tokens `ids` `[rows, tokens]`.
@@ -104,7 +105,7 @@ class QAdALM(HFLM):
             if beams > 1:  # generate() repeats the rows of a prompt, not those of a cache
                 cache.reorder_cache(torch.LongTensor([row for row in range(len(context)) for _ in range(beams)]))
         tokens = super()._model_generate(context, max_length, stop, past_key_values=cache, **generation_kwargs)
-        self._count(cache)
+        self._count(cache.stats())
         return tokens
 
     def _loglikelihood_tokens(
@@ -123,8 +124,8 @@ class QAdALM(HFLM):
         with tqdm(
             total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
         ) as bar:
-            for cache, scores in scoring.score(batches, self._forward, self._new_cache, self.device):
-                self._count(cache)
+            for stats, scores in scoring.score(batches, self._forward, self._new_cache, self.device):
+                self._count(stats)
                 for index, log_likelihood, greedy in scores:
                     answers[index] = (log_likelihood, greedy)
                     if requests[index][0] is not None:  # None for the windows of a longer text

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qada_cache import QAdACache
+from qada_cache import CacheStats, QAdACache
 
 Forward = Callable[..., Tensor]  # QAdALM._forward
 
@@ -54,13 +54,13 @@ def padded(sequences: Sequence[Sequence[int]], device: torch.device, *, left: bo
 
 def score(
     batches: Sequence[Sequence[Row]], forward: Forward, new_cache: Callable[[], QAdACache], device: torch.device
-) -> Iterator[tuple[QAdACache, list[tuple[int, float, bool]]]]:
+) -> Iterator[tuple[CacheStats, list[tuple[int, float, bool]]]]:
     """Score batches of rows one after the other.
 
     A prefix is read once per batch however many rows share it, and once for neighbouring batches of the same ones.
 
     Yields:
-        each batch's cache, and of each of its requests `(index, log-likelihood, whether greedy decoding agrees)`.
+        what each batch's cache did, and of each request `(index, log-likelihood, whether greedy decoding agrees)`.
     """
     prefixes = [list(dict.fromkeys(row.prefix for row in batch)) for batch in batches]
     for number, batch in enumerate(batches):
@@ -74,7 +74,11 @@ def score(
         places = [prefixes[number].index(row.prefix) for row in batch]
         if places != list(range(len(prefixes[number]))):
             cache.reorder_cache(torch.LongTensor(places))  # repeats rows, in every kind of layer
-        yield cache, _score_batch(batch, mask[places], forward, cache)
+        scores, stats = _score_batch(batch, mask[places], forward, cache), cache.stats()
+        del cache  # before the next prefix is read: no two caches need room at once
+        if not again:
+            del prefilled
+        yield stats, scores
 
 
 def _score_batch(
