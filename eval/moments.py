@@ -6,7 +6,6 @@ questions from a copy of that state. Beside it, the error of moments made length
 """
 
 import argparse
-import copy
 import csv
 import time
 from collections.abc import Iterator
@@ -18,9 +17,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from eval.forking import forked
 from eval.machine import machine
 from qada_cache import KeyMoments, QAdACache, needle
-from qada_cache.layer import QAdALayer
 
 THRESHOLDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 0.6, 0.9)
 RULES = ("head", "mean", "all")
@@ -54,23 +53,6 @@ class Variant:
             "q heads local": f"{local:.3f}",
             "KV heads read": f"{1 - kv_local:.3f}",
         }
-
-
-def forked(cache: QAdACache, model: PreTrainedModel, **options: object) -> QAdACache:
-    """A copy of what `cache` holds that decides by other options.
-
-    Exact prefill does not depend on them, so a prompt is read once for all; `cache` must keep the running moments.
-    """
-    policy = QAdACache(model, **options)._policy  # type: ignore[arg-type]
-    twin = copy.deepcopy(cache)
-    policy.reached = twin._policy.reached
-    twin._policy = policy
-    for layer in twin.layers:
-        if isinstance(layer, QAdALayer) and layer.store is not None:
-            layer.policy = policy
-            if not policy.tracks_moments:
-                layer.store.moments = None
-    return twin
 
 
 @torch.no_grad()

@@ -34,6 +34,26 @@ class StaticHeads:
             got = f"{table.dtype} {list(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
             raise TypeError(f"StaticHeads(long_context) takes a bool tensor [layers, heads], got {got}")
 
+    @classmethod
+    def from_oracle(cls, local_share: Tensor, alpha: float) -> "StaticHeads":
+        """The paper's static criteria: the share `alpha` of heads that the oracle called local most often stays local.
+
+        Args:
+            local_share: `[layers, heads]`, how often each head was local; nan for heads never asked about, which come
+                first in line to stay long-context. `QAdACache(model, criterion="oracle").stats().heads` after
+                generating, on the prompts of the task itself ("static oracle") or of others ("static RULER").
+            alpha: in [0, 1].
+        """
+        if local_share.dim() != 2 or not 0.0 <= alpha <= 1.0:
+            raise ValueError(
+                "from_oracle takes shares [layers, heads] and alpha in [0, 1], got "
+                f"{list(local_share.shape)} and {alpha}"
+            )
+        shares = local_share.float().nan_to_num(nan=-1.0).flatten()
+        table = torch.ones(shares.numel(), dtype=torch.bool)
+        table[shares.argsort(descending=True, stable=True)[: round(alpha * shares.numel())]] = False
+        return cls(table.view(local_share.shape))
+
     def save(self, path: str | os.PathLike) -> None:
         """Write to one safetensors file."""
         files.write(path, "qada-heads", {"static_heads": self.long_context}, {})

@@ -1,0 +1,262 @@
+"""Scores against sparsity on lm-eval tasks, for every way of deciding: `python -m eval.sweep`.
+
+    python -m eval.sweep --model ID_OR_PATH --tasks ruler_vt ruler_fwe --lengths 8192 16384 --out sweep.csv
+
+Criteria x thresholds x moments x group rules x tasks x lengths, in one tidy table, a row for each. A prompt is read
+once, and all that is left to measure of its task and length answers it from a copy of that state. Rows that the table
+holds already are not measured again, so a sweep may be interrupted, and widened later. Tasks must be generation tasks.
+"""
+
+import argparse
+import csv
+import sys
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import torch
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from torch import Tensor
+from tqdm import tqdm
+
+from eval.forking import forked
+from eval.machine import machine
+from qada_cache import KeyMoments, QAdACache, StaticHeads, needle
+from qada_cache.lm_eval import QAdALM
+
+THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.995)  # the paper's
+ALPHAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6)
+ORACLE = 0.6  # the threshold that static heads are found with
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of deciding: a row of the table, but for its results.
+
+    Args:
+        criterion: "qada", "oracle", "static oracle" (heads found on the task itself), "static other" (on the other
+            tasks of the sweep), "dense", "local".
+        moments: for "qada": as for `QAdACache`.
+        group_rule: as for `QAdACache`.
+        threshold: as for `QAdACache`; for static criteria alpha, the share of heads made local.
+    """
+
+    criterion: str
+    moments: str = ""
+    group_rule: str = "head"
+    threshold: float = 0.0
+
+
+def variants(options: argparse.Namespace) -> list[Variant]:
+    """What the command line asks for, full attention and sinks + window always."""
+    made = [Variant("dense"), Variant("local")]
+    for rule in options.group_rules:
+        made += [Variant("oracle", "", rule, threshold) for threshold in options.thresholds]
+        made += [Variant("qada", kind, rule, tau) for kind in options.moments for tau in options.thresholds]
+    made += [Variant(f"static {heads}", "", "head", alpha) for heads in options.static for alpha in options.alphas]
+    return made
+
+
+class SweepLM(QAdALM):
+    """A `QAdALM` that reads each prompt once for all variants, and replays what it kept for them one by one.
+
+    Args:
+        pretrained: as for `HFLM`.
+        keywords: as for `HFLM`.
+
+    Attributes:
+        measured: cache options by variant, all to be generated with when a prompt is first met.
+        shown: the variant whose answers are given.
+        kept: tokens and statistics, by prompt and variant.
+        heads: of each variant, how often each head was local, and the decisions that counts.
+    """
+
+    def __init__(self, pretrained: str, **keywords: Any) -> None:
+        super().__init__(pretrained, cache="dense", **keywords)
+        self.measured: dict[Variant, dict[str, Any]] = {}
+        self.shown: Variant | None = None
+        self.kept: dict[bytes, dict[Variant, tuple[Tensor, Any]]] = {}
+        self.heads: dict[Variant, tuple[Tensor, int]] = {}
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
+        key = context.cpu().numpy().tobytes()
+        if key not in self.kept:
+            self.kept[key] = {}
+            read = QAdACache(self.model, moments="current")
+            mask = generation_kwargs["attention_mask"]
+            self._forward(read, context[:, :-1], mask[:, :-1], logits_to_keep=1)
+            for variant, options in self.measured.items():
+                twin = forked(read, self.model, **options)
+                # HFLM's own: QAdALM's would prefill again.
+                tokens = HFLM._model_generate(
+                    self, context, max_length, stop, past_key_values=twin, **generation_kwargs
+                )
+                stats = twin.stats()
+                self.kept[key][variant] = tokens, stats
+                if stats.decisions:
+                    share, count = self.heads.get(variant, (0.0, 0))
+                    total = count + stats.decisions
+                    self.heads[variant] = (share * count + stats.heads * stats.decisions) / total, total
+        assert self.shown is not None
+        tokens, stats = self.kept[key][self.shown]
+        self._count(stats)
+        return tokens
+
+
+@cache
+def task_manager(model: str, length: int) -> TaskManager:
+    """lm-eval's index of tasks, whose metadata are a length and the model's tokenizer; slow to make."""
+    return TaskManager(metadata={"pretrained": model, "tokenizer": model, "max_seq_lengths": [length]})
+
+
+def evaluate(lm: SweepLM, task: str, length: int, limit: int | None) -> dict[str, Any]:
+    """lm-eval's results for the variant shown: score, and what the caches did."""
+    results = lm_eval.simple_evaluate(
+        lm,
+        tasks=[task],
+        limit=limit,
+        task_manager=task_manager(lm.pretrained, length),
+        bootstrap_iters=0,
+        log_samples=False,
+        confirm_run_unsafe_code=True,
+    )["results"][task]
+    numbers = {name.split(",")[0]: value for name, value in results.items() if isinstance(value, (int, float))}
+    local, kv_local = numbers.get("cache_sparsity"), numbers.get("cache_kv_sparsity")
+    scores = {name: value for name, value in numbers.items() if not name.startswith("cache_") and "stderr" not in name}
+    scores.pop("sample_len", None)
+    metric = str(length) if str(length) in scores else next(iter(scores))
+    return {
+        "metric": metric,
+        "score": f"{scores[metric]:.4f}",
+        "q_heads_local": "" if local is None else f"{local:.4f}",
+        "kv_heads_local": "" if kv_local is None else f"{kv_local:.4f}",
+    }
+
+
+def measure(
+    lm: SweepLM, options: argparse.Namespace, wanted: list[Variant], task: str, length: int
+) -> list[dict[str, Any]]:
+    """Rows for the variants of one task and length."""
+    lm.kept, lm.heads = {}, {}
+    kept_moments: dict[str, Any] = {}
+    lm.measured = {variant: cache_options(variant, lm, kept_moments) for variant in wanted}
+    rows = []
+    for variant in wanted:
+        lm.shown = variant
+        found = evaluate(lm, task, length, options.limit)
+        rows.append({"task": task, "length": length, **asdict(variant), "documents": len(lm.kept), **found})
+    return rows
+
+
+def cache_options(variant: Variant, lm: SweepLM, kept: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of `QAdACache`; static heads are filled in by `with_static`."""
+    options: dict[str, Any] = {"group_rule": variant.group_rule, "threshold": variant.threshold}
+    if variant.criterion != "qada":
+        return {"criterion": variant.criterion, **options, "moments": "current"}
+    if variant.moments not in kept:
+        kept[variant.moments] = text_moments(lm, variant.moments)
+    return {"moments": kept[variant.moments], **options}
+
+
+def text_moments(lm: SweepLM, kind: str) -> str | KeyMoments:
+    """The moments a name stands for; "haystack" is the needle model's own, of text like its prompts'."""
+    if kind != "haystack":
+        return kind
+    ids = lm.tokenizer(needle.haystack(tokens=1024), return_tensors="pt").input_ids[0]
+    return KeyMoments.collect(lm.model, prompt=ids, progress=False)
+
+
+def with_static(lm: SweepLM, options: argparse.Namespace, done: set, path: Path, bar: tqdm) -> None:
+    """Static heads, found by an oracle pass over each task and length, then measured like the rest."""
+    cells = [(task, length) for task in options.tasks for length in options.lengths]
+    oracle, shares = Variant("oracle", "", "head", ORACLE), {}
+    for task, length in cells:
+        measure(lm, options, [oracle], task, length)
+        shares[task, length] = lm.heads[oracle][0]
+    for task, length in cells:
+        others = [share for (other, _), share in shares.items() if other != task]
+        found = {"oracle": shares[task, length], "other": sum(others) / len(others) if others else None}
+        for heads in options.static:
+            if found[heads] is None:
+                continue
+            for alpha in options.alphas:
+                variant = Variant(f"static {heads}", "", "head", alpha)
+                bar.update()
+                if (task, length, variant) in done:
+                    continue
+                lm.kept, lm.heads = {}, {}
+                lm.measured = {
+                    variant: {"criterion": StaticHeads.from_oracle(found[heads], alpha), "moments": "current"}
+                }
+                lm.shown = variant
+                result = evaluate(lm, task, length, options.limit)
+                append(path, [{"task": task, "length": length, **asdict(variant), "documents": len(lm.kept), **result}])
+
+
+def append(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Add rows to the table, whole lines at a time."""
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*rows[0], "machine"], lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(row | {"machine": machine()} for row in rows)
+
+
+def known(path: Path) -> set[tuple[str, int, Variant]]:
+    """What the table holds already."""
+    if not path.exists():
+        return set()
+    with path.open(encoding="utf-8") as file:
+        return {
+            (
+                row["task"],
+                int(row["length"]),
+                Variant(row["criterion"], row["moments"], row["group_rule"], float(row["threshold"])),
+            )
+            for row in csv.DictReader(file)
+        }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the sweep; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m eval.sweep", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--model", default=str(needle.FOLDER), help="path or Hub id (default: the embedded needle model)")
+    add("--tasks", nargs="+", default=["needle"], help="lm-eval generation tasks (default: %(default)s)")
+    add(
+        "--lengths", type=int, nargs="+", default=[4096], help="tokens, for tasks that take them (default: %(default)s)"
+    )
+    add("--moments", nargs="+", default=["random-words", "single-word", "current"], help="(default: %(default)s)")
+    add("--group-rules", nargs="+", default=["head"], choices=("head", "mean", "all"), help="(default: %(default)s)")
+    add("--thresholds", type=float, nargs="*", default=list(THRESHOLDS), help="(default: the paper's twelve)")
+    add("--static", nargs="*", default=["oracle"], choices=("oracle", "other"), help="(default: %(default)s)")
+    add("--alphas", type=float, nargs="*", default=list(ALPHAS), help="of static heads (default: the paper's twelve)")
+    add("--limit", type=int, help="documents per task")
+    add("--batch-size", default="1", help="as lm-eval's (default: %(default)s)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
+    add("--out", type=Path, required=True, help="CSV table, added to if it exists")
+    options = parser.parse_args(arguments)
+    if not options.out.parent.is_dir():
+        parser.error(f"--out: there is no folder {options.out.parent}")
+    lm = SweepLM(options.model, batch_size=options.batch_size, device=options.device)
+    done, wanted = known(options.out), variants(options)
+    normal = [variant for variant in wanted if not variant.criterion.startswith("static")]
+    with tqdm(total=len(wanted) * len(options.tasks) * len(options.lengths), unit="row") as bar:
+        for task in options.tasks:
+            for length in options.lengths:
+                bar.set_postfix_str(f"{task} {length}")
+                left = [variant for variant in normal if (task, length, variant) not in done]
+                if left:
+                    append(options.out, measure(lm, options, left, task, length))
+                bar.update(len(normal))
+        if options.static:
+            with_static(lm, options, done, options.out, bar)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
