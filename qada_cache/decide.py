@@ -79,11 +79,11 @@ def estimated_log_bulk(
     scaling: float,
 ) -> Tensor:
     """Eq. 7's `log A_bulk`, `+inf` where there are no moments yet: nothing can be said about the bulk, so read it."""
-    mean, variance, known = _bulk_score_moments(layer, moments, packed, scores, geometry, scaling=scaling)
+    mean, variance, known = bulk_score_moments(layer, moments, packed, scores, geometry, scaling=scaling)
     return gaussian_log_bulk(mean, variance, geometry.bulk_tokens.unsqueeze(2)).masked_fill(~known, torch.inf)
 
 
-def _bulk_score_moments(
+def bulk_score_moments(
     layer: QAdALayer,
     moments: RunningMoments | None,
     packed: Tensor,
@@ -96,7 +96,7 @@ def _bulk_score_moments(
     policy, shape = layer.policy, scores.shape[:-1]
     if moments is None:
         assert isinstance(policy.moments, KeyMoments)
-        score_mean, score_variance = _kept_score_moments(
+        score_mean, score_variance = kept_score_moments(
             policy.moments, layer.index, packed.float().view(*shape, -1), geometry, scaling=scaling
         )
         return score_mean, score_variance, torch.ones((), dtype=torch.bool, device=packed.device)
@@ -118,10 +118,10 @@ def _bulk_score_moments(
     return score_mean, score_variance, count + tokens > 0
 
 
-def _kept_score_moments(
+def kept_score_moments(
     moments: KeyMoments, layer: int, query: Tensor, geometry: Geometry, *, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """As `_bulk_score_moments`, from another prompt's moments, for each query those of its own bulk's length.
+    """As `bulk_score_moments`, from another prompt's moments, for each query those of its own bulk's length.
 
     `query` is `[batch, kv_heads, group, queries, dim]` float32.
     """

@@ -1,0 +1,169 @@
+"""What every head's estimate said, and what was true, token by token: `python -m eval.heads`.
+
+    python -m eval.heads --model ID_OR_PATH --tasks ruler_vt ruler_fwe --lengths 8192 --limit 8 --out heads.csv
+
+Tasks of lm-eval are answered with full attention. For every decision a cache would take, the table gets `log A_local`,
+the true `log A_bulk`, and eq. 7's estimate of it by each kind of key moments; and, as the yardstick of the estimates,
+what the estimate by the prompt's own moments would miss if scores really were independent and Gaussian.
+"""
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lm_eval
+import torch
+from torch import Tensor
+
+from eval.sweep import task_manager
+from qada_cache import KeyMoments, QAdACache, decide, decode, needle
+from qada_cache.criterion import gaussian_log_bulk
+from qada_cache.geometry import Geometry
+from qada_cache.layer import QAdALayer
+from qada_cache.lm_eval import QAdALM
+
+
+@dataclass
+class Recorder:
+    """Takes down every decision of the caches used inside `recording()`.
+
+    Args:
+        moments: kinds of key moments to estimate with, beside the current prompt's.
+    """
+
+    moments: dict[str, KeyMoments]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    labels: dict[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Audit every layer of every query-adaptive call, and write down instead of adding up."""
+        seen: dict[str, Any] = {}
+        original = decode.needs_long_context
+
+        def remember(layer: QAdALayer, moments: Any, packed: Tensor, *rest: Any, scaling: float) -> Tensor:
+            seen.update(moments=moments, packed=packed, scaling=scaling)
+            return original(layer, moments, packed, *rest, scaling=scaling)
+
+        def write(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, geometry: Geometry) -> None:
+            self._write(layer, scores, far_lse, geometry, **seen)
+
+        with (
+            mock.patch.object(decode, "needs_long_context", remember),
+            mock.patch.object(decode, "audit", write),
+            mock.patch.object(QAdALayer, "is_audited", return_value=True),
+        ):
+            yield
+
+    def _write(
+        self,
+        layer: QAdALayer,
+        scores: Tensor,
+        far_lse: Tensor,
+        geometry: Geometry,
+        *,
+        moments: Any,
+        packed: Tensor,
+        scaling: float,
+    ) -> None:
+        shape, count = scores.shape[:-1], geometry.bulk_tokens.unsqueeze(2)
+        mean, variance, _ = decide.bulk_score_moments(layer, moments, packed, scores, geometry, scaling=scaling)
+        columns = {
+            "log_local": decide.log_local_mass(scores, geometry),
+            "log_bulk": decide.log_bulk_mass(scores, far_lse, geometry),
+            "current": gaussian_log_bulk(mean, variance, count),
+            "iid": _independent_gaussian(mean, variance, count),
+        }
+        for name, kept in self.moments.items():
+            other = decide.kept_score_moments(
+                kept, layer.index, packed.float().view(*shape, -1), geometry, scaling=scaling
+            )
+            columns[name] = gaussian_log_bulk(*other, count)
+        flat = {name: column.flatten(1, 2).cpu() for name, column in columns.items()}  # [rows, heads, queries]
+        decided = geometry.decided.expand(shape[0], 1, shape[3]).squeeze(1).cpu()
+        for row, query in decided.nonzero().tolist():
+            for head in range(shape[1] * shape[2]):
+                values = {name: f"{float(column[row, head, query]):.3f}" for name, column in flat.items()}
+                place = {"document": self.labels["document"], "token": layer.steps, "layer": layer.index, "head": head}
+                self.rows.append({"task": self.labels["task"], "length": self.labels["length"], **place, **values})
+
+
+def _independent_gaussian(mean: Tensor, variance: Tensor, count: Tensor) -> Tensor:
+    """`log A_bulk` of as many scores drawn from the Gaussian as the bulk has tokens."""
+    generator = torch.Generator().manual_seed(0)
+    deviation = variance.sqrt()
+    found = torch.empty_like(mean)
+    for index in torch.cartesian_prod(*map(torch.arange, mean.shape)).tolist():
+        place = tuple(index)
+        tokens = int(count.expand_as(mean)[place])
+        draws = torch.randn(tokens, generator=generator, dtype=torch.float64) if tokens else torch.empty(0).double()
+        found[place] = (float(mean[place]) + float(deviation[place]) * draws).logsumexp(0) if tokens else -torch.inf
+    return found
+
+
+class RecordingLM(QAdALM):
+    """Full attention for every answer, every decision taken down, document by document.
+
+    Args:
+        pretrained: as for `HFLM`.
+        keywords: as for `HFLM`.
+    """
+
+    def __init__(self, pretrained: str, **keywords: Any) -> None:
+        # At threshold 1 every head reads everything, and the current prompt's moments are there to estimate with.
+        super().__init__(pretrained, cache="qada", cache_threshold=1.0, cache_moments="current", **keywords)
+        self.recorder = Recorder({})
+
+    def _new_cache(self) -> QAdACache:
+        if hasattr(self, "recorder"):
+            self.recorder.labels["document"] = self.recorder.labels.get("document", -1) + 1
+        return super()._new_cache()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Record; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m eval.heads", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--model", default=str(needle.FOLDER), help="path or Hub id (default: the embedded needle model)")
+    add(
+        "--tasks", nargs="+", default=["needle", "needle_noise"], help="lm-eval generation tasks (default: %(default)s)"
+    )
+    add("--lengths", type=int, nargs="+", default=[4096], help="tokens (default: %(default)s)")
+    add("--moments", nargs="+", default=["random-words", "single-word"], help="(default: %(default)s)")
+    add("--limit", type=int, default=16, help="documents per task and length (default: %(default)s)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
+    add("--out", type=Path, required=True, help="CSV table to write")
+    options = parser.parse_args(arguments)
+    if not options.out.parent.is_dir():
+        parser.error(f"--out: there is no folder {options.out.parent}")
+    lm = RecordingLM(options.model, batch_size=1, device=options.device)
+    recorder = Recorder({kind: KeyMoments.collect(lm.model, lm.tokenizer, kind) for kind in options.moments})
+    lm.recorder = recorder
+    for task in options.tasks:
+        for length in options.lengths:
+            recorder.labels = {"task": task, "length": length}
+            with recorder.recording():
+                lm_eval.simple_evaluate(
+                    lm,
+                    tasks=[task],
+                    limit=options.limit,
+                    task_manager=task_manager(options.model, length),
+                    bootstrap_iters=0,
+                    log_samples=False,
+                )
+    with options.out.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(recorder.rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(recorder.rows)
+    print(f"wrote {options.out}: {len(recorder.rows)} decisions")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
