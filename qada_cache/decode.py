@@ -7,9 +7,10 @@ from torch import Tensor
 
 from .criterion import StaticHeads, gaussian_log_bulk, group_decision, long_context, pool_score_moments, score_moments
 from .geometry import Geometry
-from .kernels import merge_partials, partial_attention, softmax_average
+from .kernels import choice, merge_partials, partial_attention, softmax_average
 from .layer import QAdALayer
 from .moments import KeyMoments, RunningMoments
+from .one_token import one_token
 from .store import TokenStore
 
 
@@ -38,6 +39,12 @@ def query_adaptive(
     geometry = layer.policy.geometry(
         lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=valid, device=query.device
     )
+    if queries == 1:
+        kernel = choice.fused_decode(query, near_values.shape[-1], store.bulk.keys, layer.policy.criterion)
+        if kernel is not None:
+            out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
+            _count(layer, flags.unsqueeze(-1), geometry)
+            return out
     # All query heads of a group share their KV head's keys: packed together, each key is read once.
     packed = query.reshape(batch, kv_heads, group * queries, dim)
     scores = torch.matmul(packed.float(), near_keys.float().transpose(-1, -2)) * scaling

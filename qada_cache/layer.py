@@ -23,7 +23,8 @@ class QAdALayer(DynamicLayer):
         incoming: the key tensor handed out by `update` and not yet seen by the attention function.
         local_heads: int64 `[kv_heads, group]`, decisions that called the query head local.
         local_groups: int64 `[kv_heads]`, decisions without a long-context head in the group.
-        decisions, steps, pulled_bytes, streamed_bytes: see `CacheStats`.
+        decisions, steps, pulled_bytes, streamed_bytes: see `CacheStats`; `pulled_bytes` becomes an int64 tensor `[]`
+            on the device once the fused kernel counts it there.
     """
 
     supports_early_init = False  # nothing is preallocated by transformers' export path
@@ -44,7 +45,8 @@ class QAdALayer(DynamicLayer):
         self.padding: list[tuple[int, Tensor]] = []
         self.local_heads: Tensor | None = None
         self.local_groups: Tensor | None = None
-        self.decisions = self.steps = self.pulled_bytes = self.streamed_bytes = 0
+        self.decisions = self.steps = self.streamed_bytes = 0
+        self.pulled_bytes: int | Tensor = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """An empty store for tensors like these `[batch, kv_heads, tokens, dim]`."""
