@@ -10,7 +10,7 @@ OLDEST := .oldest
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q --constraint constraints.txt torch
-	$(PIP) install -q --constraint constraints.txt --editable '.[eval]' pytest hypothesis ruff mypy build hatchling
+	$(PIP) install -q --constraint constraints.txt --editable '.[eval,plot,triton]' pytest hypothesis ruff mypy build hatchling
 	touch $@
 
 # The oldest supported transformers, laid over the environment instead of into it.
@@ -32,8 +32,9 @@ test-all: $(VENV)/.installed
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(RUN) -m pytest -m "not slow and not gpu"
 
+# Compiles the Triton kernels, which everywhere else their interpreter runs.
 gpu: $(VENV)/.installed
-	$(RUN) -m pytest -m gpu
+	TRITON_INTERPRET=0 $(RUN) -m pytest -m gpu
 
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

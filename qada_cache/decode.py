@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from .decide import audit, count, needs_long_context
-from .kernels import merge_partials, partial_attention, softmax_average
+from .kernels import choice, merge_partials, partial_attention, softmax_average
 from .layer import QAdALayer
+from .one_token import one_token
 from .store import TokenStore
 
 
@@ -36,6 +37,13 @@ def query_adaptive(
     geometry = layer.policy.geometry(
         lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=valid, device=query.device
     )
+    audited = layer.is_audited()
+    if queries == 1 and not audited:
+        kernel = choice.fused_decode(query, near_values.shape[-1], store.bulk.keys, layer.policy.criterion)
+        if kernel is not None:
+            out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
+            count(layer, flags.unsqueeze(-1), geometry)
+            return out
     # All query heads of a group share their KV head's keys: packed together, each key is read once.
     packed = query.reshape(batch, kv_heads, group * queries, dim)
     scores = torch.matmul(packed.float(), near_keys.float().transpose(-1, -2)) * scaling
@@ -46,11 +54,11 @@ def query_adaptive(
         far = _bulk_partial(layer, store, packed, everything, scaling=scaling)
     far_lse = None if far is None else far[1]
     flags = needs_long_context(layer, store.moments, packed, scores, far_lse, geometry, scaling=scaling)
-    if layer.is_audited():
-        before = layer.pulled_bytes
+    if audited:
+        before = int(layer.pulled_bytes)
         _, true_lse = far or _bulk_partial(layer, store, packed, everything, scaling=scaling)
         audit(layer, flags, scores, true_lse, geometry)
-        layer.audited_bytes += layer.pulled_bytes - before
+        layer.audited_bytes += int(layer.pulled_bytes) - before
         layer.pulled_bytes = before
     count(layer, flags, geometry)
 

@@ -14,6 +14,7 @@ class Geometry:
         local: bool `[rows, 1, queries, columns]`, the query's sinks and window (itself included).
         staged: bool, same shape: tokens of the query's bulk that still lie in the near buffer.
         bulk_tokens: int64 `[rows, 1, queries]`, the paper's `T_bulk` of each query.
+        stored: int64 `[rows, 1, queries]`, of those, the ones that have left the near buffer.
         decided: bool `[rows, 1, queries]`, real queries that have a bulk: the ones a criterion decides about.
         lengths: the different values of `bulk_tokens` where `decided`, on the host.
         decisions: how many (row, query) pairs `decided` holds over the whole batch.
@@ -23,6 +24,7 @@ class Geometry:
     local: Tensor
     staged: Tensor
     bulk_tokens: Tensor
+    stored: Tensor
     decided: Tensor
     lengths: tuple[int, ...]
     decisions: int
@@ -75,11 +77,17 @@ def call_geometry(
     staged = seen & ~local
     bulk_tokens = (position.squeeze(-1) + 1 - sinks - window).clamp_min(0)
     decided = (bulk_tokens > 0) & real[:, None, :]
+    masks = {
+        "local": local,
+        "staged": staged,
+        "bulk_tokens": bulk_tokens,
+        "stored": bulk_tokens - staged.sum(dim=-1),
+        "decided": decided,
+    }
+    # A blocking copy would wait for everything the accelerator still has to do.
+    asynchronous = device.type == "cuda"
     return Geometry(
-        local=local.to(device),
-        staged=staged.to(device),
-        bulk_tokens=bulk_tokens.to(device),
-        decided=decided.to(device),
+        **{name: mask.to(device, non_blocking=asynchronous) for name, mask in masks.items()},
         lengths=tuple(bulk_tokens[decided].unique().tolist()),
         decisions=int(decided.sum()) * (batch // rows),
         any_staged=bool(staged.any()),

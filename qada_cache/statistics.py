@@ -115,7 +115,7 @@ def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
         tokens=cache.get_seq_length(),
         device_bytes=device_bytes + (0 if offloading else bulk_bytes),
         host_bytes=bulk_bytes if offloading else 0,
-        pulled_bytes=sum(layer.pulled_bytes for _, layer in ours),
+        pulled_bytes=sum(int(layer.pulled_bytes) for _, layer in ours),
         streamed_bytes=sum(layer.streamed_bytes for _, layer in ours),
         audit=_audit([layer for _, layer in ours]),
     )

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from qada_cache import decode
 from qada_cache.attention import attention_forward, switch_on
+from qada_cache.geometry import Geometry
 from qada_cache.layer import QAdALayer
 from qada_cache.policy import Policy
 
@@ -108,13 +109,13 @@ class Driver:
         The flags are None when the call was exact: nothing was decided.
         """
         seen = []
-        original = decode.needs_long_context
+        original = decode.count
 
-        def spy(*args: Any, **options: Any) -> Tensor:
-            seen.append(original(*args, **options))
-            return seen[-1]
+        def spy(layer: QAdALayer, flags: Tensor, geometry: Geometry) -> None:
+            seen.append(flags)
+            original(layer, flags, geometry)
 
-        with mock.patch.object(decode, "needs_long_context", spy), torch.no_grad():
+        with mock.patch.object(decode, "count", spy), torch.no_grad():
             tagged, stored = self.layer.update(keys, values)
             outputs, weights = attention_forward(self.module, queries, tagged, stored, mask, scaling=scaling, **kwargs)
         assert weights is None

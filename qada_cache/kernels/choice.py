@@ -1,0 +1,75 @@
+"""Which implementation computes a decode step of one token: asked for by name, or chosen by checks.
+
+The environment variable `QADA_KERNELS` is read at every step:
+
+- "torch": the path of `decode.py`, on any device.
+- "triton": the fused kernel, or an error that says why not.
+- "auto", the default: `AUTO`, or torch where that has an obstacle.
+"""
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# The fused kernel has not been run on a GPU yet. Once it has, and is faster: "triton".
+AUTO = "torch"
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_DIM = 256
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def obstacle(query: Tensor, value_dim: int, bulk: Tensor, criterion: object) -> str | None:
+    """Why the fused kernel cannot compute this call, in words for an error message; None if it can.
+
+    Args:
+        query: `[batch, heads, 1, dim]`.
+        value_dim: last dimension of the values.
+        bulk: the bulk's keys; its values lie beside them.
+        criterion: as `policy.criterion`.
+    """
+    if not _installed():
+        return "triton is not installed (pip install 'qada-cache[triton]')"
+    from . import triton_kernels
+
+    if query.device.type != ("cpu" if triton_kernels.INTERPRETED else "cuda"):
+        return f"the kernel needs CUDA tensors, or CPU tensors with TRITON_INTERPRET=1, not {query.device.type} ones"
+    if query.dtype not in DTYPES:
+        return f"the kernel has no {query.dtype}"
+    if max(query.shape[-1], value_dim) > MAX_DIM:
+        return f"the kernel has head dimensions up to {MAX_DIM}, not {max(query.shape[-1], value_dim)}"
+    if criterion == "oracle":
+        return "criterion='oracle' needs every score, which the kernel exists not to compute"
+    if bulk.numel() and bulk.device != query.device and not bulk.is_pinned():
+        return "the bulk lies in host memory that is not pinned, so that the device cannot read it"
+    return None
+
+
+def fused_decode(query: Tensor, value_dim: int, bulk: Tensor, criterion: object) -> Callable | None:
+    """The fused kernel if it is to compute this call (arguments of `obstacle`), None for the torch path.
+
+    Raises:
+        RuntimeError: `QADA_KERNELS=triton` and there is an obstacle.
+        ValueError: `QADA_KERNELS` is something else.
+    """
+    requested = os.environ.get("QADA_KERNELS", "auto")
+    if requested not in ("auto", "torch", "triton"):
+        raise ValueError(f"QADA_KERNELS must be auto, torch or triton, got {requested!r}")
+    if requested == "torch" or (requested == "auto" and AUTO == "torch"):
+        return None
+    reason = obstacle(query, value_dim, bulk, criterion)
+    if reason is None:
+        from . import triton_decode
+
+        return triton_decode.fused_decode
+    if requested == "triton":
+        raise RuntimeError(f"QADA_KERNELS=triton was asked for, but {reason}")
+    return None

@@ -1,0 +1,118 @@
+"""One decode step of one layer in plain torch: the definition the fused kernel is tested against."""
+
+import torch
+from torch import Tensor
+
+from ..criterion import gaussian_log_bulk, group_decision, long_context, pool_score_moments, score_moments
+from .reference import merge_partials, partial_attention, softmax_average
+
+
+def fused_decode(
+    query: Tensor,
+    near_keys: Tensor,
+    near_values: Tensor,
+    bulk_keys: Tensor,
+    bulk_values: Tensor,
+    *,
+    local: Tensor,
+    staged: Tensor,
+    bulk_lengths: Tensor,
+    decided: Tensor,
+    scaling: float,
+    threshold: float,
+    group_rule: str = "head",
+    criterion: str | Tensor = "gaussian",
+    mean: Tensor | None = None,
+    covariance: Tensor | None = None,
+    count: Tensor | None = None,
+    pool_staged: bool = False,
+    pulled: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Query-adaptive attention of one query token a row: local attention, criterion, bulk where needed, merge.
+
+    A query's tokens are its local ones (sinks and window, itself included) and its bulk, which is the first
+    `bulk_lengths` tokens of the bulk buffers and the `staged` columns of the near buffers. Columns of the near
+    buffers that are neither, tokens past `bulk_lengths`, and the bulk buffers of KV heads without a flagged head are
+    not read and may hold anything, nan included. "`batch` or 1" below means that one row may stand for all.
+
+    Args:
+        query: `[batch, heads, 1, dim]`; all tensors below share its dtype unless one is given.
+        near_keys, near_values: `[batch, kv_heads, columns, dim]` and `value_dim`.
+        bulk_keys, bulk_values: `[batch, kv_heads, capacity, dim]` and `value_dim`.
+        local, staged: bool `[batch or 1, columns]`, disjoint.
+        bulk_lengths: int64 `[batch or 1]`.
+        decided: bool `[batch or 1]`, False for a padding query: its heads are local, its output finite and unused.
+        scaling: multiplies the scores.
+        threshold: tau of eq. 2 and eq. 7, in [0, 1].
+        group_rule: as in `criterion.group_decision`.
+        criterion: "gaussian" (eq. 7), "dense" (no head is local), "local" (every head is), or the static table bool
+            `[kv_heads, group]`, True for a long-context head.
+        mean, covariance: float32 `[batch or 1, kv_heads, dim]` and `[batch or 1, kv_heads, dim, dim]`, the key
+            moments of eq. 7; None under other criteria.
+        count: int64 `[batch or 1]`, how many keys of the row's own bulk the moments are of (of none: every head with
+            a bulk needs it); None for the moments of another prompt.
+        pool_staged: pool the moments with those of the staged tokens; needs `count`.
+        pulled: int64 `[]`, to which the bytes of bulk keys and values that were needed are added.
+
+    Returns:
+        `[batch, heads, 1, value_dim]` in the query's dtype, and bool `[batch, kv_heads, group]`, True where a head
+        read its bulk (there is one, and the query is decided).
+    """
+    batch, heads, _, dim = query.shape
+    kv_heads = near_keys.shape[1]
+    packed = query.reshape(batch, kv_heads, heads // kv_heads, dim)
+    local, staged = local[:, None, None, :], staged[:, None, None, :]  # [batch or 1, 1, 1, columns]
+    bulk_tokens = bulk_lengths[:, None, None] + staged.sum(dim=-1)
+    # Cleared, because a weight of 0 does not keep a nan out of a sum.
+    near_keys, near_values = (near.masked_fill(~(local | staged).mT, 0.0) for near in (near_keys, near_values))
+    scores = torch.matmul(packed.float(), near_keys.float().mT) * scaling  # [batch, kv_heads, group, columns]
+
+    if isinstance(criterion, Tensor):
+        flags = _together(criterion.expand(batch, -1, -1), None, threshold, group_rule)
+    elif criterion in ("dense", "local"):
+        flags = torch.full(scores.shape[:-1], criterion == "dense", device=query.device)
+    else:
+        assert mean is not None
+        assert covariance is not None
+        moments = score_moments(packed.float(), mean, covariance, scaling=scaling)
+        log_bulk = gaussian_log_bulk(*_pooled(scores, staged, *moments, count if pool_staged else None), bulk_tokens)
+        if count is not None:  # without any moments nothing can be said about the bulk: read it
+            known = count[:, None, None] + (staged.sum(dim=-1) if pool_staged else 0) > 0
+            log_bulk = log_bulk.masked_fill(~known, torch.inf)
+        log_local = scores.masked_fill(~local, -torch.inf).logsumexp(dim=-1)
+        flags = long_context(log_local, log_bulk, threshold)
+        flags = _together(flags, torch.sigmoid(log_local - log_bulk), threshold, group_rule)
+    flags = flags & decided[:, None, None] & (bulk_tokens > 0)
+
+    visible = local | (staged & flags.unsqueeze(-1))
+    out, lse = softmax_average(scores.masked_fill(~visible, -torch.inf), near_values)
+    needed = flags.any(dim=-1)  # [batch, kv_heads]
+    for row, length in enumerate(bulk_lengths.expand(batch).tolist()):
+        for head in needed[row].nonzero()[:, 0].tolist():
+            keys, values = bulk_keys[row, head, None, None, :length], bulk_values[row, head, None, None, :length]
+            keys, values = keys.to(query.device), values.to(query.device)
+            far_out, far_lse = partial_attention(packed[row, head, None, None], keys, values, scaling=scaling)
+            far_lse = far_lse[0, 0].masked_fill(~flags[row, head], -torch.inf)
+            out[row, head], lse[row, head] = merge_partials(out[row, head], lse[row, head], far_out[0, 0], far_lse)
+            if pulled is not None:
+                pulled += keys.nbytes + values.nbytes
+    return out.reshape(batch, heads, 1, -1).to(query.dtype), flags
+
+
+def _together(flags: Tensor, share: Tensor | None, threshold: float, rule: str) -> Tensor:
+    """`criterion.group_decision` of one query: `[batch, kv_heads, group]`."""
+    share = None if share is None else share.unsqueeze(-1)
+    return group_decision(flags.unsqueeze(-1), share, threshold, rule).squeeze(-1)
+
+
+def _pooled(
+    scores: Tensor, staged: Tensor, mean: Tensor, variance: Tensor, count: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Score moments `[batch, kv_heads, group]` of `count` keys and of the staged tokens together; None: as they are."""
+    if count is None:
+        return mean, variance
+    tokens = staged.sum(dim=-1).float()
+    staged_mean = scores.masked_fill(~staged, 0.0).sum(dim=-1) / tokens.clamp_min(1)
+    deviation = (scores - staged_mean.unsqueeze(-1)).masked_fill(~staged, 0.0)
+    staged_variance = deviation.square().sum(dim=-1) / tokens.clamp_min(1)
+    return pool_score_moments(count[:, None, None].float(), mean, variance, tokens, staged_mean, staged_variance)

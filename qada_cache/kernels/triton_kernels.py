@@ -1,0 +1,234 @@
+"""The Triton kernels of one decode step; `triton_decode.py` launches them and says what they compute.
+
+Names: `b_` block of values, `p_` pointer, `i_` index, `o_` offsets, `m_` mask, `s_` stride in elements. Sizes: `G`
+query heads of a group, `D` dim, `V` value_dim; `BLOCK_*` is the power of two that holds them. "Part" 0 of a head is the
+near buffer, the others are the splits of its bulk.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels below are decorated
+# The interpreter multiplies the bit patterns of bfloat16 matrices; float32 gives it the products a GPU computes.
+_WIDEN = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def _dot(b_a, b_b):
+    """Matrix product in float32; float32 factors are not rounded to TF32."""
+    if _WIDEN:
+        b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
+    return tl.dot(b_a, b_b, input_precision="ieee")
+
+
+@triton.jit
+def _scores(b_query, p_keys, o_tokens, m_tokens, s_token, scaling, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Scores [BLOCK_G, tokens] of queries [BLOCK_G, BLOCK_D]; 0 where a token is masked, whose key is not read."""
+    o_dim = tl.arange(0, BLOCK_D)
+    p_block = p_keys + o_tokens[:, None] * s_token + o_dim[None, :]
+    b_keys = tl.load(p_block, mask=m_tokens[:, None] & (o_dim < D)[None, :], other=0.0)  # [tokens, BLOCK_D]
+    return _dot(b_query, tl.trans(b_keys)) * scaling
+
+
+@triton.jit
+def _attend(
+    b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_token,
+    V: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Take the scores [BLOCK_G, tokens] where `m_scores` into a running softmax average.
+
+    `b_max`, `b_sum` [BLOCK_G], `b_out` [BLOCK_G, BLOCK_V] unnormalised. Values of masked tokens are not read.
+    """
+    o_dim = tl.arange(0, BLOCK_V)
+    p_block = p_values + o_tokens[:, None] * s_token + o_dim[None, :]
+    b_values = tl.load(p_block, mask=m_tokens[:, None] & (o_dim < V)[None, :], other=0.0)  # [tokens, BLOCK_V]
+    b_scores = tl.where(m_scores, b_scores, float("-inf"))
+    b_new = tl.maximum(b_max, tl.max(b_scores, axis=1))
+    b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # nothing seen yet: -inf - -inf would be nan
+    b_weights = tl.exp(b_scores - b_shift[:, None])
+    b_decay = tl.exp(b_max - b_shift)
+    b_out = b_out * b_decay[:, None] + _dot(b_weights.to(b_values.dtype), b_values)
+    return b_new, b_sum * b_decay + tl.sum(b_weights, axis=1), b_out
+
+
+@triton.jit
+def _store_part(
+    b_max, b_sum, b_out, p_parts, p_lse, i_group, i_part, parts,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Write a group's part: the softmax average, and the log of the sum of exponentials, -inf for an empty part."""
+    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_V)
+    m_head = o_head < G
+    o_part = (i_group * G + o_head) * parts + i_part  # [BLOCK_G]
+    b_sum = tl.maximum(b_sum, 1.0)  # what anything seen makes it at least: the highest score has weight 1
+    m_out = m_head[:, None] & (o_dim < V)[None, :]
+    tl.store(p_parts + o_part[:, None] * V + o_dim[None, :], b_out / b_sum[:, None], mask=m_out)
+    tl.store(p_lse + o_part, b_max + tl.log(b_sum), mask=m_head)
+
+
+@triton.jit(do_not_specialize=["columns"])  # it changes with every token
+def near_kernel(
+    p_query, p_keys, p_values, p_local, p_staged, p_lengths, p_decided, p_mean, p_covariance, p_count, p_table,
+    p_parts, p_lse, p_flags, p_pulled,
+    s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
+    s_local, s_staged, s_length, s_decided, s_mean, s_covariance, s_count,
+    columns, parts, scaling, threshold, limit,
+    CRITERION: tl.constexpr, GROUP_RULE: tl.constexpr, POOL: tl.constexpr, TOKEN_BYTES: tl.constexpr,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Local attention, criterion and, for flagged heads, the staged tokens; one program a (KV head, row)."""
+    i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_group = i_row * tl.num_programs(0) + i_head
+    o_head, o_dim, o_block = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    m_head, m_dim = o_head < G, o_dim < D
+    p_query += i_group * G * D
+    p_keys += i_row * s_key_row + i_head * s_key_head
+    p_values += i_row * s_value_row + i_head * s_value_head
+    p_local += i_row * s_local
+    p_staged += i_row * s_staged
+    b_query = tl.load(p_query + o_head[:, None] * D + o_dim[None, :], mask=m_head[:, None] & m_dim[None, :], other=0.0)
+
+    if CRITERION == "gaussian":  # moments of the scores, from those of the keys (below eq. 7)
+        b_wide = b_query.to(tl.float32)
+        b_mean = tl.load(p_mean + i_row * s_mean + i_head * D + o_dim, mask=m_dim, other=0.0)
+        b_score_mean = tl.sum(b_wide * b_mean[None, :], axis=1) * scaling  # [BLOCK_G]
+        p_covariance += i_row * s_covariance + i_head * D * D
+        b_variance = tl.zeros([BLOCK_G], tl.float32)
+        for start in range(0, D, BLOCK_C):
+            o_column = start + tl.arange(0, BLOCK_C)
+            m_column = o_column < D
+            p_block = p_covariance + o_dim[:, None] * D + o_column[None, :]
+            b_block = tl.load(p_block, mask=m_dim[:, None] & m_column[None, :], other=0.0)  # [BLOCK_D, BLOCK_C]
+            p_block = p_query + o_head[:, None] * D + o_column[None, :]
+            b_part = tl.load(p_block, mask=m_head[:, None] & m_column[None, :], other=0.0)  # [BLOCK_G, BLOCK_C]
+            b_variance += tl.sum(_dot(b_wide, b_block) * b_part.to(tl.float32), axis=1)
+        b_variance = tl.maximum(b_variance, 0.0) * scaling * scaling  # rounding may leave a tiny negative
+        known = 1.0
+        if p_count is not None:
+            known = tl.load(p_count + i_row * s_count).to(tl.float32)
+        b_scatter = b_variance * known
+
+    b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_G], tl.float32)
+    b_out = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
+    bulk_tokens = tl.load(p_lengths + i_row * s_length)
+    for start in range(0, columns, BLOCK_N):
+        o_tokens = start + o_block
+        m_tokens = o_tokens < columns
+        m_local = tl.load(p_local + o_tokens, mask=m_tokens, other=0)
+        m_staged = tl.load(p_staged + o_tokens, mask=m_tokens, other=0)
+        b_scores = _scores(b_query, p_keys, o_tokens, m_local | m_staged, s_key_token, scaling, D, BLOCK_D)
+        b_max, b_sum, b_out = _attend(
+            b_scores, m_local[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_local, s_value_token, V, BLOCK_V
+        )
+        staged = tl.sum(m_staged.to(tl.int32), axis=0)
+        bulk_tokens += staged
+        if POOL:  # Chan's merge of score moments with those of the block's staged tokens
+            new = staged.to(tl.float32)
+            total = tl.maximum(known + new, 1.0)
+            b_new_mean = tl.sum(tl.where(m_staged[None, :], b_scores, 0.0), axis=1) / tl.maximum(new, 1.0)
+            b_centred = tl.where(m_staged[None, :], b_scores - b_new_mean[:, None], 0.0)
+            b_delta = b_new_mean - b_score_mean
+            b_score_mean += b_delta * (new / total)
+            b_scatter += tl.sum(b_centred * b_centred, axis=1) + b_delta * b_delta * (known * new / total)
+            known += new
+
+    if CRITERION == "gaussian":
+        if POOL:
+            b_variance = b_scatter / tl.maximum(known, 1.0)
+        b_bulk = tl.log(tl.maximum(bulk_tokens, 1).to(tl.float32)) + b_score_mean + 0.5 * b_variance
+        b_bulk = tl.where(known > 0.0, b_bulk, float("inf"))  # without any moments nothing can be said: read it
+        b_margin = b_max + tl.log(tl.maximum(b_sum, 1.0)) - b_bulk  # log A_local - log A_bulk
+        b_flags = b_margin < limit
+        b_share = 1.0 / (1.0 + tl.exp(-tl.maximum(b_margin, -80.0)))  # A_local / (A_local + A_bulk)
+    elif CRITERION == "static":
+        b_flags = tl.load(p_table + i_head * G + o_head, mask=m_head, other=0)
+        b_share = tl.where(b_flags, 0.0, 1.0)
+    else:
+        b_flags = tl.full([BLOCK_G], CRITERION == "dense", tl.int1)
+    if GROUP_RULE == "mean":
+        b_flags = tl.where(m_head, tl.sum(tl.where(m_head, b_share, 0.0), axis=0) / G, 1.0) < threshold
+    elif GROUP_RULE == "all":
+        b_flags = m_head & (tl.min(tl.where(m_head, b_flags.to(tl.int32), 1), axis=0) == 1)
+    decided = tl.load(p_decided + i_row * s_decided) & (bulk_tokens > 0)
+    b_flags = b_flags & m_head & decided
+    tl.store(p_flags + i_group * G + o_head, b_flags, mask=m_head)
+
+    if tl.max(b_flags.to(tl.int32), axis=0) == 1:
+        for start in range(0, columns, BLOCK_N):
+            o_tokens = start + o_block
+            m_staged = tl.load(p_staged + o_tokens, mask=o_tokens < columns, other=0)
+            b_scores = _scores(b_query, p_keys, o_tokens, m_staged, s_key_token, scaling, D, BLOCK_D)
+            m_scores = m_staged[None, :] & b_flags[:, None]
+            b_max, b_sum, b_out = _attend(
+                b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_staged, s_value_token, V, BLOCK_V
+            )
+        if p_pulled is not None:
+            tl.atomic_add(p_pulled, tl.load(p_lengths + i_row * s_length) * TOKEN_BYTES, sem="relaxed")
+    _store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 0, parts, G, BLOCK_G, V, BLOCK_V)
+
+
+@triton.jit
+def bulk_kernel(
+    p_query, p_keys, p_values, p_lengths, p_flags, p_parts, p_lse,
+    s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length, scaling,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attention over one split of the bulk of a group with a flagged head; one program a (split, KV head, row).
+
+    Computed for all heads of the group, whose keys are the same; the merge takes it for the flagged ones.
+    """
+    i_split, splits = tl.program_id(0), tl.num_programs(0)
+    i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i_group = i_row * tl.num_programs(1) + i_head
+    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    m_head, m_dim = o_head < G, o_dim < D
+    b_flags = tl.load(p_flags + i_group * G + o_head, mask=m_head, other=0).to(tl.int32)
+    if tl.max(b_flags, axis=0) == 0:
+        return
+    p_query += i_group * G * D
+    b_query = tl.load(p_query + o_head[:, None] * D + o_dim[None, :], mask=m_head[:, None] & m_dim[None, :], other=0.0)
+    p_keys += i_row * s_key_row + i_head * s_key_head
+    p_values += i_row * s_value_row + i_head * s_value_head
+    length = tl.load(p_lengths + i_row * s_length)  # int64, as every token offset made from it
+    share = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+    first = i_split * share
+    last = tl.minimum(first + share, length)
+    b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_G], tl.float32)
+    b_out = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
+    for start in range(first, last, BLOCK_N):
+        o_tokens = start + tl.arange(0, BLOCK_N)
+        m_tokens = o_tokens < last
+        b_scores = _scores(b_query, p_keys, o_tokens, m_tokens, s_key_token, scaling, D, BLOCK_D)
+        b_max, b_sum, b_out = _attend(
+            b_scores, m_tokens[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_value_token, V, BLOCK_V
+        )
+    _store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, BLOCK_G, V, BLOCK_V)
+
+
+@triton.jit
+def merge_kernel(
+    p_parts, p_lse, p_flags, p_out, parts,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attention over the union of a query head's parts, of which a local head has one; one program a query head."""
+    i_head = tl.program_id(0).to(tl.int64)
+    used = tl.where(tl.load(p_flags + i_head), parts, 1)
+    o_dim, o_all = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_P)
+    p_parts += i_head * parts * V
+    p_lse += i_head * parts
+    b_all = tl.load(p_lse + o_all, mask=o_all < used, other=float("-inf"))  # [BLOCK_P]
+    highest = tl.max(b_all, axis=0)
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.maximum(tl.sum(tl.exp(b_all - shift), axis=0), 1.0)  # as in _store_part
+    b_out = tl.zeros([BLOCK_V], tl.float32)
+    for start in range(0, used, BLOCK_N):
+        o_part = start + tl.arange(0, BLOCK_N)
+        b_lse = tl.load(p_lse + o_part, mask=o_part < used, other=float("-inf"))  # [BLOCK_N]
+        m_part = (b_lse > float("-inf"))[:, None] & (o_dim < V)[None, :]  # empty parts hold nothing
+        b_part = tl.load(p_parts + o_part[:, None] * V + o_dim[None, :], mask=m_part, other=0.0)  # [BLOCK_N, BLOCK_V]
+        b_out += tl.sum(b_part * tl.exp(b_lse - shift)[:, None], axis=0)
+    tl.store(p_out + i_head * V + o_dim, b_out / total, mask=o_dim < V)

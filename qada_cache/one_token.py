@@ -1,0 +1,73 @@
+"""What the fused kernel is told of one layer when it decodes one token."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .criterion import StaticHeads
+from .geometry import Geometry
+from .key_moments import KeyMoments
+from .layer import QAdALayer
+from .rotary import rounded
+from .store import TokenStore
+
+
+def one_token(
+    layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry, kernel: Callable, *, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Call `kernel`, a `fused_decode`, for `decode.query_adaptive` with one query a row (arguments as there).
+
+    Nothing here waits for the device: small tensors of host numbers are copied to it without blocking.
+
+    Returns:
+        `[batch, heads, 1, value_dim]` in the query's dtype, bool flags `[batch, kv_heads, group]`.
+    """
+    policy, columns = layer.policy, slice(0, store.sinks + store.end)
+    if not isinstance(layer.pulled_bytes, Tensor) or layer.pulled_bytes.device != query.device:
+        with torch.inference_mode(False):  # it is added to in place, perhaps outside inference mode
+            layer.pulled_bytes = torch.full((), int(layer.pulled_bytes), dtype=torch.int64, device=query.device)
+    return kernel(
+        query,
+        store.near_keys[:, :, columns],
+        store.near_values[:, :, columns],
+        store.bulk.keys,
+        store.bulk.values,
+        local=geometry.local.flatten(1),
+        staged=geometry.staged.flatten(1),
+        bulk_lengths=geometry.stored.flatten(),
+        decided=geometry.decided.flatten(),
+        scaling=scaling,
+        threshold=policy.threshold,
+        group_rule=policy.group_rule,
+        pulled=layer.pulled_bytes,
+        **_criterion(layer, store, query),
+    )
+
+
+def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor) -> dict[str, Any]:
+    """The arguments that say how to decide."""
+    policy, moments, kv_heads = layer.policy, store.moments, store.near_keys.shape[1]
+    if isinstance(policy.criterion, StaticHeads):
+        table = policy.criterion.long_context[layer.index].to(query.device, non_blocking=True)
+        table = table.reshape(kv_heads, -1)  # heads given as KV heads broadcast over their group
+        return {"criterion": table.expand(-1, query.shape[1] // kv_heads).contiguous()}
+    if policy.criterion != "gaussian":
+        return {"criterion": policy.criterion}
+    if moments is None:
+        assert isinstance(policy.moments, KeyMoments)
+        bulk = [max(1, length - policy.local_tokens) for length in store.lengths]
+        lengths = list(map(rounded, bulk))
+        if len(set(lengths)) == 1:  # then one row of moments serves them all
+            lengths = lengths[:1]
+        kept = policy.moments.layer(layer.index, lengths, query.device)
+        mean, covariance = (torch.cat(parts) for parts in zip(*kept, strict=True))
+        return {"mean": mean, "covariance": covariance}
+    count = torch.tensor(moments.count).to(query.device, non_blocking=True)
+    return {
+        "mean": moments.mean,
+        "covariance": moments.scatter / count.clamp_min(1)[:, None, None, None],
+        "count": count,
+        "pool_staged": policy.update_moments,
+    }

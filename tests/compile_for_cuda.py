@@ -1,0 +1,123 @@
+"""Compile the decode kernels for CUDA devices that need not be there: `python tests/compile_for_cuda.py`.
+
+The interpreter accepts kernels that the compiler refuses. Prints, for each, the shared memory a program takes; exits
+with an error if one does not compile, spills registers to memory, or takes more than the device has.
+"""
+
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
+from triton.compiler import ASTSource
+
+from qada_cache.kernels import triton_decode
+
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.bool: "i1"}
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a program may take, by compute capability
+ALIGNED = [["tt.divisibility", 16]]  # what Triton assumes of pointers and multiples of 16
+
+
+class Recorder:
+    """Stands in for a kernel: takes launches, and computes nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.arguments: dict[str, Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
+
+        return launch
+
+
+def source(recorder: Recorder) -> ASTSource:
+    """The kernel specialised to the recorded launch, as Triton's launcher would."""
+    kernel, signature, constants, attributes = recorder.kernel, {}, {}, {}
+    fixed = {parameter.name: parameter.is_constexpr for parameter in kernel.params}
+    general = {parameter.name: parameter.do_not_specialize for parameter in kernel.params}
+    for index, name in enumerate(kernel.arg_names):
+        value = recorder.arguments[name]
+        if fixed[name] or value is None or (isinstance(value, int) and value == 1 and not general[name]):
+            signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attributes[(index,)] = "*" + TYPES[value.dtype], ALIGNED
+        else:
+            signature[name] = "i32" if isinstance(value, int) else "fp32"
+            if isinstance(value, int) and value % 16 == 0 and not general[name]:
+                attributes[(index,)] = ALIGNED
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def launches(
+    *, dim: int, value_dim: int, group: int, dtype: torch.dtype, capacity: int, options: dict[str, Any]
+) -> list[Recorder]:
+    """What one decode step launches."""
+    batch, kv_heads, columns = 2, 2, 70
+    recorders = {
+        name: Recorder(getattr(triton_decode, name)) for name in ("near_kernel", "bulk_kernel", "merge_kernel")
+    }
+    mask = torch.zeros(batch, columns, dtype=torch.bool)
+    shapes = [(batch, kv_heads, tokens, size) for tokens in (columns, capacity) for size in (dim, value_dim)]
+    for name, recorder in recorders.items():
+        setattr(triton_decode, name, recorder)
+    triton_decode.fused_decode(
+        torch.zeros(batch, kv_heads * group, 1, dim, dtype=dtype),
+        *(torch.zeros(shape, dtype=dtype) for shape in shapes),
+        local=mask, staged=mask, bulk_lengths=torch.zeros(batch, dtype=torch.int64),
+        decided=torch.ones(batch, dtype=torch.bool), scaling=0.1, threshold=0.6, **options,
+    )  # fmt: skip
+    for name, recorder in recorders.items():
+        setattr(triton_decode, name, recorder.kernel)
+    return [recorder for recorder in recorders.values() if recorder.arguments]
+
+
+def check(recorder: Recorder, capability: int, label: str) -> None:
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source(recorder), target=target)
+    shared = compiled.metadata.shared
+    print(f"sm_{capability} {label} {recorder.kernel.__name__}: {shared} bytes of shared memory")
+    assert shared <= SHARED[capability], "more shared memory than the device has"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", cubin], check=True, capture_output=True, text=True).stdout
+    assert "LOCAL:0" in usage, f"spills registers: {usage}"
+
+
+def main() -> None:
+    """A few of the many combinations: every criterion, group rule and dtype, the largest sizes, odd sizes, no bulk."""
+    kv_heads = 2
+    count = {"count": torch.zeros(2, dtype=torch.int64), "pulled": torch.zeros((), dtype=torch.int64)}
+    for capability, dtype, dim, value_dim, group, capacity, options in (
+        (90, torch.bfloat16, 128, 128, 4, 40_000, {**count, "pool_staged": True}),
+        (80, torch.float16, 256, 256, 8, 1000, {**count, "group_rule": "mean"}),
+        (89, torch.float32, 64, 64, 1, 1000, {"group_rule": "all"}),
+        (80, torch.float32, 256, 256, 2, 1000, {"criterion": "dense"}),
+        (
+            89,
+            torch.bfloat16,
+            96,
+            80,
+            3,
+            0,
+            {"criterion": torch.ones(kv_heads, 3, dtype=torch.bool), "group_rule": "mean"},
+        ),
+    ):
+        if "criterion" not in options:
+            options |= {"mean": torch.zeros(1, kv_heads, dim), "covariance": torch.zeros(1, kv_heads, dim, dim)}
+        label = f"{dtype} dim {dim}, {value_dim} group {group}"
+        for recorder in launches(
+            dim=dim, value_dim=value_dim, group=group, dtype=dtype, capacity=capacity, options=options
+        ):
+            check(recorder, capability, label)
+
+
+if __name__ == "__main__":
+    main()

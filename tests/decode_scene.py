@@ -1,0 +1,169 @@
+"""One decode step laid out in buffers, and the float64 reference's answer to it."""
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from reference import attend, decide, error_budget, key_moments, log_local_fraction, log_masses, naive_attention
+from reference import visible_tokens as visible
+from torch import Tensor
+
+from qada_cache.geometry import call_geometry
+
+SINKS, WINDOW = 3, 8
+SIZES = {"sink_tokens": SINKS, "local_tokens": SINKS + WINDOW}
+# (tokens in the bulk buffers, tokens staged) of a row with a bulk.
+RAGGED = [(257, 5), (0, 1), (63, 0), (1, 9), (111, 70)]
+
+
+@dataclass
+class Scene:
+    """Rows of random tokens: of each of `bulk` (stored, staged), then one of each of `short` tokens, without a bulk.
+
+    Whatever is not a token in use is nan. Rows in `padding` get a padding query. `moments` are "pooled" (of the stored
+    tokens, to be pooled with the staged ones), "frozen" (of the stored tokens only) or "other" (of another prompt).
+    """
+
+    bulk: list[tuple[int, int]] = field(default_factory=lambda: list(RAGGED))
+    short: tuple[int, ...] = (SINKS + WINDOW, 2)
+    padding: tuple[int, ...] = ()
+    group: int = 2
+    kv_heads: int = 2
+    dim: int = 32
+    value_dim: int | None = None
+    dtype: torch.dtype = torch.float32
+    moments: str = "pooled"
+
+    def __post_init__(self) -> None:
+        made = torch.Generator().manual_seed(self.dim + self.group)
+        value_dim = self.dim if self.value_dim is None else self.value_dim
+        self.flushed = [SINKS + stored if stored else 0 for stored, _ in self.bulk] + [0] * len(self.short)
+        self.lengths = [SINKS + WINDOW + sum(tokens) for tokens in self.bulk] + list(self.short)
+        self.batch, self.scaling = len(self.lengths), self.dim**-0.5
+        heads = self.kv_heads * self.group
+        self.query = (1.5 * torch.randn(self.batch, heads, 1, self.dim, generator=made)).to(self.dtype)
+        self.keys, self.values = (
+            [
+                (shift + torch.randn(self.kv_heads, length, dim, generator=made)).to(self.dtype)
+                for length in self.lengths
+            ]
+            for shift, dim in ((0.2, self.dim), (0.0, value_dim))
+        )
+        end = max(length - gone for length, gone in zip(self.lengths, self.flushed, strict=True))
+        self.near, self.stored = [], []
+        capacity = max(stored for stored, _ in self.bulk) + 7 if self.bulk else 0
+        for tensors, dim in ((self.keys, self.dim), (self.values, value_dim)):
+            near = torch.full((self.batch, self.kv_heads, SINKS + end + 4, dim), torch.nan, dtype=self.dtype)
+            bulk = torch.full((self.batch, self.kv_heads, capacity, dim), torch.nan, dtype=self.dtype)
+            for row, (tensor, length, gone) in enumerate(zip(tensors, self.lengths, self.flushed, strict=True)):
+                sinks = min(gone, SINKS)
+                near[row, :, :sinks] = tensor[:, :sinks]
+                near[row, :, SINKS + end - (length - gone) : SINKS + end] = tensor[:, gone:]
+                bulk[row, :, : max(gone - SINKS, 0)] = tensor[:, sinks:gone]
+            self.near.append(near[:, :, : SINKS + end])  # a part of a larger buffer, as in the cache
+            self.stored.append(bulk)
+        valid = torch.ones(self.batch, 1, dtype=torch.bool)
+        valid[list(self.padding)] = False
+        self.real = valid[:, 0] if self.padding else valid[:1, 0]  # whether or not there is a bulk to decide about
+        self.geometry = call_geometry(
+            lengths=self.lengths, flushed=self.flushed, end=end, queries=1, valid=valid if self.padding else None,
+            sinks=SINKS, window=WINDOW, device=torch.device("cpu"),
+        )  # fmt: skip
+        self.counts = [max(gone - SINKS, 0) for gone in self.flushed]
+        if self.moments == "other":
+            other = [key_moments(keys=torch.randn(50, self.dim, generator=made) + 0.2) for _ in range(self.kv_heads)]
+            rows = [other]
+        else:
+            rows = [
+                [key_moments(keys=head[SINKS : SINKS + count]) for head in keys]
+                for keys, count in zip(self.keys, self.counts, strict=True)
+            ]
+        self.mean, self.covariance = (
+            torch.stack([torch.stack([pair[part] for pair in row]) for row in rows]).float() for part in (0, 1)
+        )
+
+    def arguments(self, device: str, *, pin: bool = False) -> dict[str, Any]:
+        """Those of `fused_decode` but for what decides, on `device`; the bulk in pinned memory if `pin`."""
+        masks = self.geometry
+        placed = {
+            "query": self.query,
+            "near_keys": self.near[0],
+            "near_values": self.near[1],
+            "bulk_keys": self.stored[0],
+            "bulk_values": self.stored[1],
+            "local": masks.local.flatten(1),
+            "staged": masks.staged.flatten(1),
+            "bulk_lengths": masks.stored.flatten(),
+            "decided": self.real,
+            "pulled": torch.zeros((), dtype=torch.int64),
+        }
+        host = ("bulk_keys", "bulk_values") if pin else ()
+        placed = {name: t.pin_memory() if name in host else t.to(device) for name, t in placed.items()}
+        return placed | {"scaling": self.scaling}
+
+    def moment_arguments(self, device: str) -> dict[str, Any]:
+        """Those of `fused_decode` under the gaussian criterion."""
+        count = None if self.moments == "other" else torch.tensor(self.counts, device=device)
+        made = {"mean": self.mean.to(device), "covariance": self.covariance.to(device), "count": count}
+        return made | {"pool_staged": self.moments == "pooled"}
+
+    def decided_rows(self) -> list[int]:
+        """Rows with a bulk and a real query."""
+        return [row for row in range(len(self.bulk)) if sum(self.bulk[row]) and row not in self.padding]
+
+    def _decision(self, row: int) -> dict[str, Any]:
+        given: dict[str, Any] = {"frozen_count": self.counts[row] if self.moments == "frozen" else None}
+        if self.moments == "other":
+            given["moments"] = self.mean[0], self.covariance[0]
+        given |= {"query": self.query[row, :, 0], "keys": self.keys[row], "position": self.lengths[row] - 1}
+        return given | {"scaling": self.scaling} | SIZES
+
+    def threshold(self, group_rule: str = "head") -> float:
+        """One that calls about half of the heads local, and none by rounding."""
+        shares = []
+        for row in self.decided_rows():
+            masses = log_masses(criterion="gaussian", **self._decision(row))
+            share = torch.tensor([log_local_fraction(log_local=a, log_bulk=b) for a, b in masses], dtype=torch.float64)
+            grouped = share.exp().unflatten(0, (self.kv_heads, self.group))
+            shares += {"head": grouped, "mean": grouped.mean(1), "all": grouped.amax(1)}[group_rule].flatten().tolist()
+        ranked = sorted(shares)
+        middle = ranked[len(ranked) // 4 : -(len(ranked) // 4)]
+        gaps = [(high - low, (high + low) / 2) for low, high in itertools.pairwise(middle)]
+        gap, threshold = max(gaps)
+        assert gap > 1e-3
+        return threshold
+
+    def flags(self, **decision: Any) -> Tensor:
+        """Bool `[batch, kv_heads, group]`, what the reference decides; `decision` as for `reference.decide`."""
+        flags = torch.zeros(self.batch, self.kv_heads * self.group, dtype=torch.bool)
+        for row in self.decided_rows():
+            flags[row] = ~decide(**self._decision(row), **decision)
+        return flags.unflatten(1, (self.kv_heads, self.group))
+
+    def forget_unneeded(self, flags: Tensor) -> int:
+        """Make the bulk buffers of KV heads without a flagged head nan; the bytes of what the others hold."""
+        needed = 0
+        for row, head in (~flags.any(-1)).nonzero().tolist():
+            for buffer in self.stored:
+                buffer[row, head] = torch.nan
+        for row, head in flags.any(-1).nonzero().tolist():
+            needed += sum(t[row, head, : self.counts[row]].nbytes for t in self.stored)
+        return needed
+
+    def check(self, out: Tensor, flags: Tensor) -> None:
+        """`out` `[batch, heads, 1, value_dim]` against float64 under these flags, within twice the naive error."""
+        assert out.dtype == self.dtype
+        assert out.isfinite().all()
+        for row, (keys, values, length) in enumerate(zip(self.keys, self.values, self.lengths, strict=True)):
+            if not length:
+                continue
+            local = ~flags[row].flatten()
+            given = {"query": self.query[row, :, 0], "keys": keys, "values": values, "scaling": self.scaling}
+            expected = attend(**given, position=length - 1, local=local, **SIZES)
+            mask = visible(local=local, position=length - 1, tokens=length, **SIZES)
+            given |= {"query": self.query[row][None], "keys": keys[None], "values": values[None]}
+            lowp = naive_attention(**given, mask=mask[None, :, None], dtype=self.dtype)[0, :, 0]
+            error = (out[row, :, 0].double() - expected).abs().max()
+            budget = error_budget(reference64=expected, lowp=lowp)
+            assert error <= budget, f"row {row} is off by {error:.3g}, budget {budget:.3g}"

@@ -1,0 +1,155 @@
+"""When the fused kernel computes a decode step, and that a whole cache does the same with it."""
+
+from typing import Any
+
+import pytest
+import torch
+from harness import Inputs
+from pair import Pair, Tally
+from scenarios import play, small_buffers
+
+from qada_cache import StaticHeads
+from qada_cache.kernels import choice
+
+pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
+from qada_cache.kernels import triton_decode, triton_kernels
+
+DEVICES = [
+    pytest.param(
+        "cpu",
+        marks=pytest.mark.skipif(not triton_kernels.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
+        id="interpreter",
+    ),
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(
+                triton_kernels.INTERPRETED or not torch.cuda.is_available(),
+                reason="needs a CUDA device and TRITON_INTERPRET=0",
+            ),
+        ],
+    ),
+]
+QUERY, BULK = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 8, 16)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """Asks for the kernel; one entry for each step it computed."""
+    seen, original = [], triton_decode.fused_decode
+
+    def spy(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(query.device)
+        return original(query, *args, **kwargs)
+
+    monkeypatch.setenv("QADA_KERNELS", "triton")
+    monkeypatch.setattr(triton_decode, "fused_decode", spy)
+    return seen
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "frozen": {"update_moments": False},
+    "dense": {"criterion": "dense"},
+    "static-kv-heads": {"criterion": StaticHeads(torch.tensor([[False, True]]))},
+    "group-mean": {"group_rule": "mean"},
+    "bfloat16": {"dtype": torch.bfloat16, "value_dim": 24},
+}
+CASES = [(scenario, {}) for scenario in ("turns", "holes", "crops_with_padding", "rows")]
+CASES += [("turns", options) for options in POLICIES.values()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("scenario", "options"), CASES, ids=[f"{scenario}-gaussian" for scenario, _ in CASES[:4]] + list(POLICIES)
+)
+def test_cache_with_the_kernel_equals_reference(
+    scenario: str, options: dict[str, Any], device: str, launches: list[torch.device]
+) -> None:
+    """On a GPU the bulk is offloaded, and read in place."""
+    with small_buffers():
+        pair = play(scenario, device=device, offloading=True, **options)
+    assert len(launches) > 3
+    assert pair.tally.local + pair.tally.long_context > 20
+    assert isinstance(pair.layer.pulled_bytes, torch.Tensor)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_same_counters_as_the_torch_path(
+    device: str, launches: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when both paths take turns on one cache, inside and outside inference mode."""
+    counted: list[tuple[int, Tally]] = []
+    for kernels in (["torch"] * 4, ["triton"] * 4, ["torch", "triton", "triton", "torch"]):
+        pair, inputs = Pair(), Inputs(device=device)
+        pair.update(*inputs(60))
+        for turn, name in enumerate(kernels):
+            monkeypatch.setenv("QADA_KERNELS", name)
+            with torch.inference_mode(turn % 2 == 1):
+                pair.update(*inputs(1))
+                pair.update(*inputs(3))
+        counted.append((int(pair.layer.pulled_bytes), pair.tally))
+    assert len(launches) == 4 + 2
+    assert counted[0] == counted[1] == counted[2]
+    assert counted[0][0] > 0
+
+
+def test_automatic_choice_is_torch_until_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QADA_KERNELS", raising=False)
+    assert choice.AUTO == "torch"
+    assert choice.fused_decode(QUERY, 16, BULK, "gaussian") is None
+
+
+def test_automatic_choice_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QADA_KERNELS", raising=False)
+    monkeypatch.setattr(choice, "AUTO", "triton")
+    monkeypatch.setattr(triton_kernels, "INTERPRETED", True)
+    assert choice.fused_decode(QUERY, 16, BULK, "gaussian") is triton_decode.fused_decode
+    assert choice.fused_decode(QUERY, 16, BULK, "oracle") is None
+    monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
+    assert choice.fused_decode(QUERY, 16, BULK, "gaussian") is None
+
+
+@pytest.mark.parametrize(
+    ("query", "value_dim", "bulk", "criterion", "interpreted", "message"),
+    [
+        (
+            QUERY,
+            16,
+            BULK,
+            "gaussian",
+            False,
+            "needs CUDA tensors, or CPU tensors with TRITON_INTERPRET=1, not cpu ones",
+        ),
+        (QUERY.double(), 16, BULK, "gaussian", True, "no torch.float64"),
+        (QUERY, 288, BULK, "gaussian", True, "head dimensions up to 256, not 288"),
+        (QUERY, 16, BULK, "oracle", True, "'oracle' needs every score"),
+        (QUERY, 16, BULK.to("meta"), "dense", True, "host memory that is not pinned"),
+    ],
+)
+def test_asked_for_and_impossible(
+    query: torch.Tensor,
+    value_dim: int,
+    bulk: torch.Tensor,
+    criterion: str,
+    interpreted: bool,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("QADA_KERNELS", "triton")
+    monkeypatch.setattr(triton_kernels, "INTERPRETED", interpreted)
+    with pytest.raises(RuntimeError, match=message):
+        choice.fused_decode(query, value_dim, bulk, criterion)
+
+
+def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QADA_KERNELS", "triton")
+    monkeypatch.setattr(choice, "_installed", lambda: False)
+    with pytest.raises(RuntimeError, match="triton is not installed"):
+        choice.fused_decode(QUERY, 16, BULK, "gaussian")
+
+
+def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QADA_KERNELS", "cuda")
+    with pytest.raises(ValueError, match="QADA_KERNELS must be auto, torch or triton, got 'cuda'"):
+        choice.fused_decode(QUERY, 16, BULK, "gaussian")

@@ -1,0 +1,240 @@
+"""The fused decode step against float64: the torch reference, the kernel under Triton's interpreter, and on a GPU.
+
+The interpreter runs where `TRITON_INTERPRET=1`, which `conftest.py` sets; `make gpu` unsets it for the cases marked
+`gpu`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from decode_scene import RAGGED, SINKS, WINDOW, Scene
+from torch import Tensor
+
+from qada_cache.kernels import decode_reference
+
+pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
+from qada_cache.kernels import triton_decode
+from qada_cache.kernels.triton_kernels import INTERPRETED
+
+interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device and TRITON_INTERPRET=0"
+    ),
+]
+REFERENCE = pytest.param((decode_reference.fused_decode, "cpu"), id="reference")
+KERNEL = pytest.param((triton_decode.fused_decode, "cpu"), id="interpreter", marks=interpreter)
+GPU = pytest.param((triton_decode.fused_decode, "cuda"), id="gpu", marks=gpu)
+BOTH = pytest.mark.parametrize("path", [REFERENCE, KERNEL, GPU])
+Path = tuple[Callable[..., tuple[Tensor, Tensor]], str]
+
+
+@pytest.fixture(autouse=True)
+def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three splits for the longest row of `RAGGED`, whose last ones are empty for shorter rows."""
+    monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 100)
+
+
+def run(path: Path, scene: Scene, *, pin: bool = False, **decision: Any) -> tuple[Tensor, Tensor]:
+    """Compute, and compare flags, outputs and bytes pulled with the reference's."""
+    function, device = path
+    criterion = decision.get("criterion", "gaussian")
+    if isinstance(criterion, Tensor):
+        expected = scene.flags(**decision | {"criterion": criterion.flatten()})
+        decision["criterion"] = criterion.to(device)
+    else:
+        expected = scene.flags(**decision)
+    needed = scene.forget_unneeded(expected)
+    arguments = scene.arguments(device, pin=pin) | decision
+    if isinstance(criterion, str) and criterion == "gaussian":
+        arguments |= scene.moment_arguments(device)
+    out, flags = function(**arguments)
+    assert flags.dtype == torch.bool
+    assert torch.equal(flags.cpu(), expected)
+    scene.check(out.cpu(), expected)
+    assert arguments["pulled"].item() == needed
+    return out, flags
+
+
+def mixed(flags: Tensor) -> bool:
+    """Whether some KV heads have a flagged head and others none."""
+    needed = flags[:-1].any(-1)  # without the last row, which has no bulk
+    return bool(needed.any() and not needed.all())
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DIMS = [(32, 32), (64, 64), (128, 128), (256, 256), (96, 80), (64, 24)]
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dim", "value_dim"), DIMS)
+def test_dtypes_and_dimensions(path: Path, dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    scene = Scene(bulk=[(111, 9), (63, 0), (1, 1)], short=(2,), dim=dim, value_dim=value_dim, dtype=dtype)
+    assert mixed(run(path, scene, threshold=scene.threshold())[1])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("group", "group_rule"), [(1, "head"), (4, "head"), (8, "head"), (3, "mean"), (8, "mean"), (4, "all")]
+)
+def test_groups(path: Path, group: int, group_rule: str) -> None:
+    scene = Scene(group=group, dtype=torch.bfloat16)
+    assert mixed(run(path, scene, threshold=scene.threshold(group_rule), group_rule=group_rule)[1])
+
+
+@BOTH
+@pytest.mark.parametrize("group_rule", ["head", "mean", "all"])
+@pytest.mark.parametrize("moments", ["frozen", "other"])
+def test_moments(path: Path, moments: str, group_rule: str) -> None:
+    """Frozen moments of no token at all, as the second row's, mean that every head needs its bulk."""
+    scene = Scene(moments=moments)
+    _, flags = run(path, scene, threshold=scene.threshold(group_rule), group_rule=group_rule)
+    assert mixed(flags)
+    assert moments == "other" or flags[1].all()
+
+
+@BOTH
+@pytest.mark.parametrize("group_rule", ["head", "mean", "all"])
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+def test_thresholds_at_the_ends(path: Path, threshold: float, group_rule: str) -> None:
+    flags = run(path, Scene(), threshold=threshold, group_rule=group_rule)[1]
+    assert flags[: len(RAGGED)].all() if threshold else not flags.any()
+
+
+@BOTH
+@pytest.mark.parametrize("threshold", [0.4, 1.0])
+@pytest.mark.parametrize("group_rule", ["head", "mean", "all"])
+def test_static_heads(path: Path, group_rule: str, threshold: float) -> None:
+    table = torch.tensor([[True, False, True], [False, False, True], [True, True, True]])
+    run(path, Scene(group=3, kv_heads=3), threshold=threshold, group_rule=group_rule, criterion=table)
+
+
+@BOTH
+@pytest.mark.parametrize("group_rule", ["head", "mean", "all"])
+@pytest.mark.parametrize("criterion", ["dense", "local"])
+def test_one_sided_criteria(path: Path, criterion: str, group_rule: str) -> None:
+    flags = run(path, Scene(), threshold=0.0, group_rule=group_rule, criterion=criterion)[1]
+    assert flags[: len(RAGGED)].all() if criterion == "dense" else not flags.any()
+
+
+@BOTH
+def test_padding_queries(path: Path) -> None:
+    """A row that sits the step out reads no bulk; one of them has no token at all."""
+    scene = Scene(bulk=[(63, 5), (63, 5), (111, 0)], short=(2, 0), padding=(1, 4))
+    _, flags = run(path, scene, threshold=1.0)
+    assert flags[0].all()
+    assert not flags[1].any()
+
+
+@BOTH
+@pytest.mark.parametrize("bulk", [[(111, 3)] * 2, [(257, 0)], [(0, 5)] * 3])
+def test_rows_alike(path: Path, bulk: list[tuple[int, int]]) -> None:
+    """One mask and one length stand for all rows; a bulk that is all staged, in buffers of a few columns."""
+    scene = Scene(bulk=bulk, short=())
+    assert scene.geometry.local.shape[0] == 1
+    run(path, scene, threshold=1.0)
+    run(path, scene, threshold=scene.threshold())
+
+
+@BOTH
+def test_nothing_stored_yet(path: Path) -> None:
+    """Bulk buffers without room: nothing may be launched over them."""
+    run(path, Scene(bulk=[], short=(2, SINKS + WINDOW)), threshold=1.0)
+    scene = Scene(bulk=[(0, 5)], short=())
+    scene.stored = [t[:, :, :0] for t in scene.stored]
+    assert run(path, scene, threshold=1.0)[1].all()
+
+
+@pytest.mark.parametrize("path", [KERNEL, GPU])
+def test_splits_do_not_matter(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, outputs = Scene(bulk=[(111, 9), (63, 0), (1, 1)], short=()), []
+    threshold = scene.threshold()
+    for tokens, most in ((1000, 128), (16, 128), (50, 128), (1, 7)):
+        monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", tokens)
+        monkeypatch.setattr(triton_decode, "MAX_SPLITS", most)
+        outputs.append(run(path, scene, threshold=threshold)[0])
+    for out in outputs[1:]:
+        torch.testing.assert_close(out, outputs[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", [KERNEL, GPU])
+def test_rows_do_not_matter(path: Path) -> None:
+    """A row alone gives what it gives in a batch, to the bit: splits depend on the capacity, which is kept."""
+    scene = Scene()
+    function, device = path
+    decision = {"threshold": scene.threshold()}
+    whole = function(**scene.arguments(device), **scene.moment_arguments(device), **decision)
+    for row in range(scene.batch):
+        arguments = scene.arguments(device) | scene.moment_arguments(device) | decision
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and value.dim() and len(value) > 1:
+                arguments[name] = value[row : row + 1]
+        alone = function(**arguments)
+        assert torch.equal(alone[0][0], whole[0][row])
+        assert torch.equal(alone[1][0], whole[1][row])
+
+
+# -- what only a GPU can show -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [GPU])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bulk_in_pinned_memory(path: Path, dtype: torch.dtype) -> None:
+    """Read in place, without the host waiting for anything."""
+    scene = Scene(dim=128, dtype=dtype)
+    torch.cuda.synchronize()
+    assert mixed(run(path, scene, pin=True, threshold=scene.threshold())[1])
+
+
+@pytest.mark.parametrize("path", [GPU])
+@pytest.mark.parametrize("pin", [False, True])
+def test_graph_capture_without_synchronisation(path: Path, pin: bool) -> None:
+    """Captured on rows without a bulk; replayed on all of it."""
+    scene = Scene(dim=128, dtype=torch.bfloat16)
+    threshold = scene.threshold()
+    arguments = scene.arguments("cuda", pin=pin) | scene.moment_arguments("cuda") | {"threshold": threshold}
+    expected = path[0](**arguments)  # compiles, too
+    lengths, staged = arguments["bulk_lengths"].clone(), arguments["staged"].clone()
+    arguments["bulk_lengths"].zero_()
+    arguments["staged"].zero_()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        path[0](**arguments)
+        with torch.cuda.graph(graph):
+            out, flags = path[0](**arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph.replay()
+    assert not flags.any()
+    arguments["bulk_lengths"].copy_(lengths)
+    arguments["staged"].copy_(staged)
+    graph.replay()
+    assert torch.equal(flags, expected[1])
+    assert torch.equal(out, expected[0])
+
+
+@pytest.mark.parametrize("path", [GPU])
+def test_addresses_beyond_32_bits(path: Path) -> None:
+    """The second row lies more than 2^31 elements after the first, and its last token as far behind its first."""
+    tokens, dim = 2**24 + 2**10, 128
+    if torch.cuda.mem_get_info()[0] < 4 * 2 * 2 * tokens * dim:
+        pytest.skip("needs about 20 GiB of free device memory")
+    keys = torch.zeros(2, 1, tokens, dim, dtype=torch.bfloat16, device="cuda")
+    values = torch.zeros_like(keys)
+    keys[1, 0, -1], values[1, 0, -1] = 10.0, 3.0
+    near = torch.zeros(2, 1, 4, dim, dtype=torch.bfloat16, device="cuda")
+    out, _ = path[0](
+        torch.full((2, 1, 1, dim), 10.0, dtype=torch.bfloat16, device="cuda"), near, near, keys, values,
+        local=torch.ones(1, 4, dtype=torch.bool, device="cuda"),
+        staged=torch.zeros(1, 4, dtype=torch.bool, device="cuda"),
+        bulk_lengths=torch.tensor([5, tokens], device="cuda"), decided=torch.ones(1, dtype=torch.bool, device="cuda"),
+        scaling=1.0, threshold=0.5, criterion="dense",
+    )  # fmt: skip
+    assert (out[0] == 0).all()
+    assert (out[1] == 3).all()
