@@ -17,7 +17,7 @@ from .key_moments import KeyMoments
 from .layer import QAdALayer
 from .policy import Policy
 from .prompts import PROMPTS
-from .statistics import CacheStats, collect
+from .statistics import CacheStats, collect, layer_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -237,6 +237,10 @@ class QAdACache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, QAdALayer) and layer.store is not None:
                 layer.store.bulk.settle()
+
+    def layer_bytes(self) -> list[tuple[int, int]]:
+        """Of every layer, bytes on the device and on the host (key moments of another prompt are in `stats` only)."""
+        return [layer_bytes(layer, offloading=self._policy.offloading) for layer in self.layers]
 
     def stats(self) -> CacheStats:
         """Sparsity, bytes held and bytes pulled so far."""

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from . import __version__
 from .collecting import SCHEMES
@@ -17,6 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"qada-cache {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_moments(commands)
+    _add_profile(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
@@ -32,8 +34,7 @@ def _add_moments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Collect the key moments of a model on a prompt, for QAdACache(moments=FILE). QAdACache(model) "
         "does so by itself, on random words; this is for other prompts, and for caches made from a config.",
     )
-    command.add_argument("--model", required=True, help="path or Hugging Face Hub id")
-    command.add_argument("--revision", help="of a model of the Hub")
+    _add_model(command)
     command.add_argument(
         "--prompt", choices=PROMPTS, default="random-words", help="what the model reads (default: %(default)s)"
     )
@@ -47,26 +48,95 @@ def _add_moments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     command.add_argument(
         "--scheme", choices=SCHEMES, default="auto", help="how moments become length-free (default: %(default)s)"
     )
-    command.add_argument("--dtype", default="auto", help="of the model (default: the checkpoint's)")
-    command.add_argument("--device-map", default=None, help="where the model goes, e.g. auto, cuda, cpu")
-    command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     command.add_argument("--out", type=Path, required=True, help="safetensors file to write")
     command.set_defaults(run=_moments)
 
 
-def _moments(options: argparse.Namespace) -> int:
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", required=True, help="path or Hugging Face Hub id")
+    command.add_argument("--revision", help="of a model of the Hub")
+    command.add_argument("--dtype", default="auto", help="of the model (default: the checkpoint's)")
+    command.add_argument("--device-map", default=None, help="where the model goes, e.g. auto, cuda, cpu")
+    command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def _load(options: argparse.Namespace) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from .key_moments import KeyMoments
-
-    if not options.out.parent.is_dir():
-        raise FileNotFoundError(f"--out: there is no folder {options.out.parent}")
-    text = _text(options)
     where = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(options.model, **where)
     model = AutoModelForCausalLM.from_pretrained(
         options.model, dtype=options.dtype, device_map=options.device_map, **where
     )
+    return model, tokenizer
+
+
+def _check_folder(option: str, path: Path | None) -> None:
+    if path is not None and not path.parent.is_dir():
+        raise FileNotFoundError(f"{option}: there is no folder {path.parent}")
+
+
+def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "profile",
+        help="measure a long prompt",
+        description="Memory and time of a long prompt of random words, layer by layer and token by token: "
+        "DynamicCache, then QAdACache.",
+    )
+    _add_model(command)
+    command.add_argument("--prompt-tokens", type=int, default=32768, help="of the prompt (default: %(default)s)")
+    command.add_argument("--new-tokens", type=int, default=32, help="to decode (default: %(default)s)")
+    command.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill pass (default: %(default)s)")
+    command.add_argument("--threshold", type=float, default=0.6, help="QAdACache's (default: %(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="of the prompt (default: %(default)s)")
+    command.add_argument("--layers", action="store_true", help="print a table of the layers as well")
+    command.add_argument("--out", type=Path, help="CSV file to write every token to")
+    command.add_argument("--plot", type=Path, help="picture to draw, e.g. profile.png")
+    command.set_defaults(run=_profile)
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from . import profile
+    from .prompts import prompt_ids
+
+    _check_folder("--out", options.out)
+    _check_folder("--plot", options.plot)
+    for name in ("prompt_tokens", "new_tokens", "chunk"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    model, tokenizer = _load(options)
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest and options.prompt_tokens + options.new_tokens > longest:
+        raise ValueError(
+            f"--prompt-tokens and --new-tokens come to {options.prompt_tokens + options.new_tokens} tokens, and the "
+            f"model has {longest} positions"
+        )
+    ids = prompt_ids("random-words", model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[
+        None
+    ]
+    found = profile.profile(model, ids, new_tokens=options.new_tokens, chunk=options.chunk, threshold=options.threshold)
+    _print_table([each.summary() for each in found])
+    if options.layers:
+        _print_table(profile.layer_table(found))
+    if options.out:
+        profile.write_tokens(found, options.out)
+    if options.plot:
+        profile.plot(found, options.plot)
+    return 0
+
+
+def _print_table(rows: list[dict[str, str]]) -> None:
+    widths = [max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]]
+    for line in (list(rows[0]), *(list(row.values()) for row in rows)):
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def _moments(options: argparse.Namespace) -> int:
+    from .key_moments import KeyMoments
+
+    _check_folder("--out", options.out)
+    text = _text(options)
+    model, tokenizer = _load(options)
     moments = KeyMoments.collect(
         model,
         tokenizer,

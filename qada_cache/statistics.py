@@ -91,6 +91,16 @@ def _tensor_bytes(holder: object) -> int:
     return sum(value.nbytes for value in vars(holder).values() if isinstance(value, Tensor))
 
 
+def layer_bytes(layer: object, *, offloading: bool) -> tuple[int, int]:
+    """Bytes that one layer of a cache holds on its device, and on the host."""
+    store = layer.store if isinstance(layer, QAdALayer) else None
+    on_device, bulk = _tensor_bytes(layer), 0
+    if store is not None:
+        on_device += _tensor_bytes(store) + (0 if store.moments is None else _tensor_bytes(store.moments))
+        bulk = store.bulk.nbytes
+    return (on_device, bulk) if offloading else (on_device + bulk, 0)
+
+
 def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
     """Read the counters of all layers (waits for the device once per layer)."""
     ours = [(index, layer) for index, layer in enumerate(cache.layers) if isinstance(layer, QAdALayer)]
@@ -99,10 +109,8 @@ def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
         if layer.local_heads is not None and layer.local_groups is not None:
             heads.append(layer.local_heads.flatten().cpu() / layer.decisions)
             kv_heads.append(layer.local_groups.cpu() / layer.decisions)
-    stores = [layer.store for _, layer in ours if layer.store is not None]
-    bulk_bytes = sum(store.bulk.nbytes for store in stores)
-    device_bytes = sum(_tensor_bytes(holder) for holder in (*cache.layers, *stores))
-    device_bytes += sum(_tensor_bytes(store.moments) for store in stores if store.moments is not None)
+    bytes_held = [layer_bytes(layer, offloading=offloading) for layer in cache.layers]
+    device_bytes = sum(on_device for on_device, _ in bytes_held)
     for moments in {layer.policy.moments for _, layer in ours}:
         device_bytes += moments.device_bytes if isinstance(moments, KeyMoments) else 0
     undecided = torch.full((len(ours), 1), math.nan)
@@ -113,8 +121,8 @@ def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
         steps=max((layer.steps for _, layer in ours), default=0),
         decisions=max((layer.decisions for _, layer in ours), default=0),
         tokens=cache.get_seq_length(),
-        device_bytes=device_bytes + (0 if offloading else bulk_bytes),
-        host_bytes=bulk_bytes if offloading else 0,
+        device_bytes=device_bytes,
+        host_bytes=sum(on_host for _, on_host in bytes_held),
         pulled_bytes=sum(int(layer.pulled_bytes) for _, layer in ours),
         streamed_bytes=sum(layer.streamed_bytes for _, layer in ours),
         audit=_audit([layer for _, layer in ours]),

@@ -94,3 +94,104 @@ def test_haystack_moments_are_the_needle_models() -> None:
     lm = SweepLM(str(needle.FOLDER), device="cpu")
     assert text_moments(lm, "single-word") == "single-word"
     assert isinstance(text_moments(lm, "haystack"), KeyMoments)
+
+
+def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every method has its row, and nothing is timed that is not right."""
+    from eval import benchmark
+
+    arguments = ["--geometry", "tiny", "--tokens", "300", "--steps", "2", "--rounds", "1", "--device", "cpu"]
+    assert benchmark.main([*arguments, "--out", str(tmp_path)]) == 0
+    with (tmp_path / "benchmark-tiny-cpu.csv").open() as file:
+        rows = {row["method"]: row for row in csv.DictReader(file)}
+    forced = {f"QAdACache f={fraction:g}" for fraction in benchmark.FRACTIONS}
+    assert set(rows) == {"no context", "DynamicCache", "StaticCache", "sinks + window"} | forced
+    assert float(rows["DynamicCache"]["against_dynamic"]) == float(rows["StaticCache"]["against_static"]) == 1.0
+    assert all(float(rows[name]["over_limit"]) > 0 for name in forced)
+    assert float(rows["QAdACache f=0.1"]["host_mib"]) > float(rows["DynamicCache"]["host_mib"]) == 0
+
+    nothing = StaticHeads(torch.zeros(4, 4, dtype=torch.bool))
+    monkeypatch.setattr(benchmark, "flagged", lambda work, fraction: nothing)
+    with pytest.raises(RuntimeError, match=r"at f = 1 is off by .* of DynamicCache's logits"):
+        benchmark.main(arguments)
+
+
+def test_flagged_share_of_heads() -> None:
+    from eval import benchmark
+    from eval.geometries import make_model
+
+    model = make_model("tiny", dtype=torch.float32, device=torch.device("cpu"), positions=64)
+    work = benchmark.Work(model, 10, 1, 1, 0, 0)
+    for fraction, count in ((0.0, 0), (0.1, 2), (0.34, 5), (1.0, 16)):
+        table = benchmark.flagged(work, fraction).long_context
+        assert int(table.sum()) == count
+        assert int(table.sum(dim=1).max() - table.sum(dim=1).min()) <= 1
+
+
+def test_figures_are_those_of_the_tables(tmp_path: Path) -> None:
+    """The committed pictures and the table of errors, drawn again, are the same."""
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
+    from matplotlib.image import imread
+
+    from eval import figures
+
+    assert figures.main(["--out", str(tmp_path)]) == 0
+    made = sorted(path.name for path in tmp_path.iterdir())
+    assert len(made) == len(figures.SWEEP_FIGURES) + len(figures.HEADS_FIGURES) + 1
+    for name in made:
+        if name.endswith(".csv"):
+            assert (tmp_path / name).read_bytes() == (figures.RESULTS / name).read_bytes()
+        else:  # the numbers of the pictures: compression may differ between machines
+            assert (imread(tmp_path / name) == imread(figures.RESULTS / name)).all(), name
+
+
+def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
+    """Against float64, from the very keys and queries: both masses, and the estimate by random words' moments."""
+    pytest.importorskip("lm_eval", reason="the recorder runs on lm-eval")
+    from reference import gaussian_log_bulk, log_mass
+
+    from eval import heads
+    from qada_cache import decode
+
+    calls: list[tuple[Any, ...]] = []
+    original = decode.needs_long_context
+
+    def spy(layer: Any, moments: Any, packed: Any, *rest: Any, scaling: float) -> Any:
+        store = layer.store
+        bulk = [store.bulk.keys[0, :, : store.bulk.lengths[0]]]
+        tail = store.near_keys[0, :, store.sinks + store.end - (store.lengths[0] - store.flushed[0]) :]
+        calls.append((layer.index, packed[0], bulk[0], tail[:, : store.lengths[0] - store.flushed[0]],
+                      store.near_keys[0, :, : store.sinks], scaling))  # fmt: skip
+        return original(layer, moments, packed, *rest, scaling=scaling)
+
+    out = tmp_path / "heads.csv"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "needs_long_context", spy)
+        assert heads.main(["--tasks", "needle", "--lengths", "1024", "--limit", "1", "--out", str(out)]) == 0
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 4 * 8
+    from qada_cache import needle
+
+    model, tokenizer = needle.load_model(), needle.load_tokenizer()
+    mean, covariance = KeyMoments.collect(model, tokenizer, progress=False).at(1024 - 128 + 64)  # rounded up
+    for row in rows:
+        layer, head = int(row["layer"]), int(row["head"])
+        index, packed, bulk, tail, sinks, scaling = calls[layer]
+        assert index == layer
+        query, group = packed[head // 2, head % 2], head // 2
+        far = torch.cat([bulk[group], tail[group, :-112]])
+        near = torch.cat([sinks[group], tail[group, -112:]])
+        estimate = gaussian_log_bulk(
+            query=query,
+            mean=mean[layer, group],
+            covariance=covariance[layer, group],
+            bulk_tokens=len(far),
+            scaling=scaling,
+        )
+        for column, expected in (
+            ("log_local", log_mass(query=query, keys=near, scaling=scaling)),
+            ("log_bulk", log_mass(query=query, keys=far, scaling=scaling)),
+            ("random-words", estimate),
+        ):
+            assert float(row[column]) == pytest.approx(float(expected), abs=2e-3), (column, layer, head)

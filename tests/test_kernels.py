@@ -171,3 +171,21 @@ def test_softmax_average_of_extreme_scores() -> None:
     out, lse = softmax_average(scores, value)
     torch.testing.assert_close(out.flatten(), torch.tensor([1.5, 7 / 3, 2.0]))
     torch.testing.assert_close(lse.flatten(), torch.tensor([1e4 + 0.6931, -1e4 + 1.0986, 0.0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [63, 64, 111])
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_keys_split_among_threads(
+    tokens: int, heads: int, threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a few heads out of a larger buffer, as the bulk hands them out; every thread gets as many parts."""
+    monkeypatch.setattr(fused, "SPLIT_TOKENS", 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    query, key, value = (tensor[1:, :heads] for tensor in tensors(1, 200, group=4, dtype=dtype))
+    key, value = key[:, :, :tokens], value[:, :, :tokens]
+    splits = fused._splits(query, key)
+    assert splits == 1 if tokens < 64 else (heads * splits) % threads == 0
+    found = fused.partial_attention(query, key, value, scaling=SCALING)
+    check(found, query, key, value, torch.ones(1, 1, 4, tokens, dtype=torch.bool))

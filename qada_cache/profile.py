@@ -1,0 +1,174 @@
+"""Memory and time of one long prompt, layer by layer and token by token: `qada profile`."""
+
+import csv
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel
+
+from .cache import QAdACache
+from .statistics import layer_bytes
+
+
+@dataclass
+class Profile:
+    """What one cache did with the prompt.
+
+    Attributes:
+        name: of the cache.
+        prefill_seconds: reading the prompt.
+        token_seconds: every decoded token's.
+        device_bytes, host_bytes: keys, values and what belongs to them, after every token.
+        peak_bytes: the most memory the accelerator had allocated, model included; None on a CPU.
+        layers: by layer, bytes on the device and on the host, and the share of KV heads whose bulk was not needed.
+    """
+
+    name: str
+    prefill_seconds: float = 0.0
+    token_seconds: list[float] = field(default_factory=list)
+    device_bytes: list[int] = field(default_factory=list)
+    host_bytes: list[int] = field(default_factory=list)
+    peak_bytes: int | None = None
+    layers: list[tuple[int, int, float]] = field(default_factory=list)
+
+    def summary(self) -> dict[str, str]:
+        """As a row of a table."""
+        seconds = sorted(self.token_seconds)
+        return {
+            "cache": self.name,
+            "prefill s": f"{self.prefill_seconds:.2f}",
+            "ms/token p50": f"{1e3 * seconds[len(seconds) // 2]:.1f}",
+            "ms/token p95": f"{1e3 * seconds[int(0.95 * (len(seconds) - 1))]:.1f}",
+            "device MiB": f"{self.device_bytes[-1] / 2**20:.1f}",
+            "host MiB": f"{self.host_bytes[-1] / 2**20:.1f}",
+            "peak MiB": "" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:.1f}",
+        }
+
+
+@torch.inference_mode()
+def profile(model: PreTrainedModel, ids: Tensor, *, new_tokens: int, chunk: int, **options: Any) -> list[Profile]:
+    """Read `ids` `[1, tokens]` and decode greedily, with DynamicCache, then with QAdACache.
+
+    Args:
+        model: in eval mode.
+        ids: the prompt.
+        new_tokens: how many to decode.
+        chunk: tokens of one forward pass of the prefill.
+        options: of `QAdACache`.
+    """
+    makers: dict[str, Callable[[], DynamicCache]] = {
+        "DynamicCache": lambda: DynamicCache(config=model.config),
+        "QAdACache": lambda: QAdACache(model, **options),
+    }
+    made = []
+    with tqdm(total=len(makers) * (ids.shape[1] + new_tokens), unit="token") as bar:
+        for name, make in makers.items():
+            bar.set_postfix_str(name)
+            made.append(_run(name, model, ids.to(model.device), make, new_tokens, chunk, bar))
+    return made
+
+
+def _run(
+    name: str,
+    model: PreTrainedModel,
+    ids: Tensor,
+    make: Callable[[], DynamicCache],
+    new_tokens: int,
+    chunk: int,
+    bar: tqdm,
+) -> Profile:
+    device, found, cache = model.device, Profile(name), make()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def forward(part: Tensor) -> Tensor:
+        return model(input_ids=part, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+
+    begin = time.perf_counter()
+    for part in ids.split(chunk, dim=1):
+        token = forward(part)
+        bar.update(part.shape[1])
+    _wait(device)
+    found.prefill_seconds = time.perf_counter() - begin
+    for _ in range(new_tokens):
+        begin = time.perf_counter()
+        token = forward(token)
+        _wait(device)
+        found.token_seconds.append(time.perf_counter() - begin)
+        layers = _layer_bytes(cache)
+        found.device_bytes.append(sum(on_device for on_device, _ in layers))
+        found.host_bytes.append(sum(on_host for _, on_host in layers))
+        bar.update()
+    if device.type == "cuda":
+        found.peak_bytes = torch.cuda.max_memory_allocated(device)
+    local = [0.0] * len(layers)
+    if isinstance(cache, QAdACache):
+        stats = cache.stats()
+        for index, share in zip(stats.layers, stats.kv_heads.mean(dim=1).tolist(), strict=True):
+            local[index] = share
+    found.layers = [(*of_layer, share) for of_layer, share in zip(layers, local, strict=True)]
+    return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _layer_bytes(cache: DynamicCache) -> list[tuple[int, int]]:
+    """Bytes of every layer on the device and on the host."""
+    if isinstance(cache, QAdACache):
+        return cache.layer_bytes()
+    return [layer_bytes(layer, offloading=False) for layer in cache.layers]
+
+
+def layer_table(profiles: list[Profile]) -> list[dict[str, str]]:
+    """A row for every layer, the caches side by side."""
+    rows = []
+    for index in range(len(profiles[0].layers)):
+        row = {"layer": str(index)}
+        for found in profiles:
+            on_device, on_host, local = found.layers[index]
+            row[f"{found.name} device MiB"] = f"{on_device / 2**20:.2f}"
+            row[f"{found.name} host MiB"] = f"{on_host / 2**20:.2f}"
+            row[f"{found.name} KV heads local"] = f"{local:.0%}"
+        rows.append(row)
+    return rows
+
+
+def write_tokens(profiles: list[Profile], path: Path) -> None:
+    """A CSV row for every token and cache."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("cache", "token", "seconds", "device_bytes", "host_bytes"))
+        for found in profiles:
+            steps = zip(found.token_seconds, found.device_bytes, found.host_bytes, strict=True)
+            for token, (seconds, on_device, on_host) in enumerate(steps):
+                writer.writerow((found.name, token, f"{seconds:.6f}", on_device, on_host))
+
+
+def plot(profiles: list[Profile], path: Path) -> None:
+    """Device bytes and time of every token.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib: pip install 'qada-cache[plot]'") from error
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    memory, speed = figure.subplots(1, 2)
+    for found in profiles:
+        memory.plot([count / 2**20 for count in found.device_bytes], label=found.name)
+        speed.plot([1e3 * seconds for seconds in found.token_seconds], label=found.name)
+    memory.set(xlabel="token", ylabel="keys and values on the device, MiB", ylim=(0, None))
+    speed.set(xlabel="token", ylabel="ms", ylim=(0, None))
+    memory.legend()
+    figure.savefig(path)

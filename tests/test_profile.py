@@ -1,0 +1,53 @@
+"""`qada profile`: both caches on one long prompt."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from qada_cache import needle
+from qada_cache.cli import main
+
+ARGUMENTS = ["profile", "--model", str(needle.FOLDER), "--prompt-tokens", "600", "--new-tokens", "3"]
+
+
+def test_table_csv_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bulk is on the host, DynamicCache's all on the device; every token has a row."""
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
+    files = tmp_path / "tokens.csv", tmp_path / "plot.png"
+    arguments = ["--chunk", "256", "--layers", "--out", str(files[0]), "--plot", str(files[1])]
+    assert main([*ARGUMENTS, *arguments]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    dynamic, ours = (next(line for line in lines if line[:1] == [name]) for name in ("DynamicCache", "QAdACache"))
+    per_token = 4 * 2 * 4 * 32 * 4  # layers, keys and values, KV heads, dims, bytes
+    assert float(dynamic[4]) == pytest.approx(603 * per_token / 2**20, abs=0.1)
+    assert dynamic[5] == "0.0"
+    assert float(ours[5]) >= (600 - 128) * per_token / 2**20 - 0.1
+    assert len([line for line in lines if line[:1] and line[0] in "0123"]) == 4
+    with files[0].open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["cache"], row["token"]) for row in rows] == [
+        (name, str(token)) for name in ("DynamicCache", "QAdACache") for token in range(3)
+    ]
+    assert all(float(row["seconds"]) > 0 for row in rows)
+    assert files[1].read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--chunk", "0"], "--chunk must be at least 1, got 0"),
+        (["--new-tokens", "-1"], "--new-tokens must be at least 1, got -1"),
+        (["--prompt-tokens", "99999"], r"come to 100002 tokens, and the model has 32768 positions"),
+        (["--out", "/nowhere/x.csv"], "--out: there is no folder /nowhere"),
+        (["--plot", "/nowhere/x.png"], "--plot: there is no folder /nowhere"),
+        (["--threshold", "3"], r"threshold must be in \[0, 1\], got 3.0"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import re
+
+    assert main([*ARGUMENTS, *arguments]) == 1
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qada profile: ")]
+    assert len(error) == 1
+    assert re.search(message, error[0])
