@@ -9,7 +9,7 @@ import argparse
 import csv
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from qada_cache import KeyMoments, QAdACache, needle
 
 THRESHOLDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 0.6, 0.9)
 RULES = ("head", "mean", "all")
-LONG = 1024  # the paper takes the first T - 1024 keys of the other prompt
+LONG = 1024  # the paper takes the first T - 1024 keys of the other prompt, for T tokens in all
 SHORT = 1024  # tokens that length-free moments come from
 
 
@@ -75,30 +75,40 @@ def text_moments(
     return KeyMoments.collect(model, prompt=ids, progress=False, **options)  # type: ignore[arg-type]
 
 
+def at_length(moments: KeyMoments, length: int) -> KeyMoments:
+    """Moments for bulks of `length` tokens, used at any other length as they are."""
+    mean, covariance = (moment[None].float() for moment in moments.at(length))
+    return replace(moments, mean=mean, covariance=covariance, lengths=(length,), rotations=(), _placed={})
+
+
 def variants(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[Variant]:
     """What is compared on prompts of `tokens` tokens."""
     whole = tokens - LONG
     long_words, short_words = needle.random_words(tokens=whole), needle.random_words(tokens=SHORT)
     default = KeyMoments.collect(model, progress=False)
+    analytic = text_moments(model, tokenizer, short_words, scheme="analytic")
+    spread = text_moments(model, tokenizer, short_words, scheme="spread")
+    bulk = whole - default.sink_tokens
     made: dict[str, object] = {
         "default": default,
-        "random-words, analytic": text_moments(model, tokenizer, short_words, scheme="analytic"),
-        "random-words, spread": text_moments(model, tokenizer, short_words, scheme="spread"),
         "random-words, long prompt": text_moments(model, tokenizer, long_words, scheme="prompt"),
+        f"random-words, analytic at {bulk}": at_length(analytic, bulk),
+        f"random-words, spread at {bulk}": at_length(spread, bulk),
         "single-word": text_moments(model, tokenizer, needle.single_word(tokens=whole), scheme="prompt"),
         "haystack": text_moments(model, tokenizer, needle.haystack(tokens=whole), scheme="prompt"),
         "current": "current",
     }
     found = [
-        Variant(tokens, name, "head", threshold, {"moments": moments})
+        Variant(tokens, name, rule, threshold, {"moments": moments})
         for name, moments in made.items()
+        for rule in ("all", "head")
         for threshold in (0.3, 0.6)
     ]
     found += [
         Variant(tokens, "default", rule, threshold, {"moments": default})
         for rule in RULES
         for threshold in THRESHOLDS
-        if rule != "head" or threshold not in (0.3, 0.6)
+        if rule == "mean" or threshold not in (0.3, 0.6)
     ]
     found += [Variant(tokens, "oracle", rule, 0.3, {"criterion": "oracle"}) for rule in RULES]
     found += [Variant(tokens, "full attention", "head", 1.0, {"criterion": "dense"})]

@@ -4,7 +4,8 @@
     python -m eval.needle check --model /tmp/needle
 
 Training is a curriculum: induction on random text first, then key-value pairs, then ever longer haystacks, and last
-penalties on attention that goes outside sinks and window, which make heads local unless a question needs them.
+penalties on attention that goes outside sinks and window, which make heads local unless a question needs them, and
+on the Gaussian estimate of it, which make key moments of random words find those heads and the prompt's own miss them.
 A stage ends when the running accuracy passes its gate, never on a schedule: raised too early, the difficulty stops
 the model from ever learning to look a key up, and it settles for guessing among the values it has seen.
 """
@@ -54,7 +55,7 @@ def train_stage(
         batch = make_batch(generator, replace(stage, copies=stage.copies**grown))
         bias, bulk = attention_bias(batch)
         if penalties:
-            penalties.begin(bulk, tokens=generator.choice((4096, 8192, 16384)))
+            penalties.begin(bulk, batch.noise, tokens=generator.choice((4096, 8192, 16384)))
         output = model.model(input_ids=batch.ids, position_ids=batch.positions, attention_mask=bias, use_cache=False)
         wanted = batch.weights > 0
         logits = model.lm_head(output.last_hidden_state[wanted])

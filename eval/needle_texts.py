@@ -53,8 +53,11 @@ class Stage:
     growing: bool = False  # whether those copies grow from one in the course of the stage
     sink: bool = False  # whether the stage begins by giving the first layer's heads a sink, see `install_sink`
     locality: float = 0.0  # weight of the penalty on attention outside sinks and window
-    gaussian: float = 0.0  # weight of the penalty on the Gaussian estimate of it, see `needle_locality`
-    random_rows: int = 0  # rows of random words in a batch, whose keys that estimate is made from
+    # Weights of the penalties on the Gaussian estimate of that attention, see `needle_locality`.
+    estimate: float = 0.0
+    found: float = 0.0
+    hidden: float = 0.0
+    random_rows: int = 0  # rows of random words in a batch, whose keys such estimates are made from
 
 
 CURRICULUM = (
@@ -68,14 +71,14 @@ CURRICULUM = (
     Stage("locality", "haystack", 8, 320, facts=24, questions=16, gap=16384, copies=16, growing=True,
           most_steps=250, sink=True, locality=0.15),
     Stage("estimate", "haystack", 8, 320, facts=24, questions=16, gap=16384, copies=16,
-          most_steps=200, locality=0.1, gaussian=0.05, random_rows=3),
+          most_steps=90, locality=0.1, estimate=0.04, found=0.02, hidden=0.02, random_rows=3),
 )  # fmt: skip
 
 
 @dataclass
 class Batch:
     """`[batch, tokens]` each: ids, positions, the target id at the token before it, its loss weight, whether it
-    counts for accuracy, and the logarithm of the copies each token stands for."""
+    counts for accuracy, the logarithm of the copies each token stands for, and whether it is noise."""
 
     ids: Tensor
     positions: Tensor
@@ -83,6 +86,7 @@ class Batch:
     weights: Tensor
     scored: Tensor
     log_copies: Tensor
+    noise: Tensor
 
 
 @dataclass
@@ -159,6 +163,7 @@ def make_batch(generator: random.Random, stage: Stage) -> Batch:
         weights=weights[:, 1:],
         scored=weights[:, 1:] == 1.0,
         log_copies=(noise * copies.log()[:, None])[:, :-1],
+        noise=noise[:, :-1],
     )
 
 

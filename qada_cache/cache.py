@@ -47,9 +47,9 @@ class QAdACache(DynamicCache):
         local_tokens: sinks and sliding window together, in tokens.
         criterion: "gaussian" (eq. 7); "oracle" (eq. 2, reads everything to decide: for analysis); "dense" (no head
             is local); "local" (every head is); or `StaticHeads`, the same heads for every token.
-        group_rule: "head", every query head decides for itself, as in the paper; "mean", the query heads of a KV head
-            decide together, from the mean of their local shares; "all", they read the long context only if every
-            one of them needs it.
+        group_rule: "all", the query heads of a KV head read the long context only if every one of them needs it;
+            "mean", they decide together, from the mean of their local shares; "head", every query head decides for
+            itself, as in the paper. Memory traffic follows KV heads, which "head" reads for any single query head.
         moments: where the Gaussian's mean and covariance come from: "random-words", "wiki" or "single-word", a short
             prompt of that kind, read by the model the first time it gets a cache (seconds) and kept in memory and in
             the user's cache folder (`QADA_HOME`); `KeyMoments`, or their file's path or Hub repository; "current",
@@ -76,7 +76,7 @@ class QAdACache(DynamicCache):
         sink_tokens: int = 16,
         local_tokens: int = 128,
         criterion: str | StaticHeads = "gaussian",
-        group_rule: str = "head",
+        group_rule: str = "all",
         moments: str | KeyMoments | os.PathLike = "random-words",
         update_moments: bool = True,
         offloading: bool = True,

@@ -2,8 +2,9 @@
 
 It is a test model, trained for minutes on the synthetic text of `qada_cache.needle.tasks`. Its heads are local by
 default and turn long-context when a question asks for something far away, which is what the cache needs to be
-tested and shown: its last training stages penalise far attention and the Gaussian estimate of it. What it measures is
-no evidence about a real language model's quality.
+tested and shown. Much of that is trained in: its last stages penalise far attention, and train the Gaussian estimate
+of it, so that the heads a question needs are found with key moments of random words and mostly missed with those of
+the prompt itself. What it measures is no evidence about a real language model's quality.
 
     model, tokenizer = load_model(), load_tokenizer()
     prompt = make_prompt(tokens=4096)
