@@ -10,15 +10,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import requests
-from datasets import Dataset
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install qada-cache[eval])")
 
 import evaluate  # noqa: E402
+import requests  # noqa: E402
+from datasets import Dataset  # noqa: E402
 from lm_eval.api.model import LM  # noqa: E402
 from lm_eval.api.task import ConfigurableTask  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
+from lm_eval_rows import GSM8K_TEST, MBPP_TEST, SQUAD, HotpotQA, gsm8k_row, load_dataset, mbpp_row  # noqa: E402
 
 import qada_cache  # noqa: E402
 from qada_cache import needle  # noqa: E402
@@ -37,26 +38,6 @@ LONGBENCH = [
         *("musique", "hotpotqa", "qmsum", "vcsum", "triviaqa"),
     )
 ]
-
-
-def squad_row(number: int) -> dict[str, Any]:
-    context = f"The tower of town {number} is of stone. It was built by the mason's {number} sons."
-    return {"context": context, "question": f"Who built tower {number}?", "answers": {"text": [f"{number} sons"]}}
-
-
-def gsm8k_row(number: int) -> dict[str, Any]:
-    answer = f"Both hold 1 + {number} = <<1+{number}={number + 1}>>{number + 1}.\n#### {number + 1:,}"
-    return {"question": f"A bag holds 1 pear, a box {number}. How many hold both?", "answer": answer}
-
-
-def mbpp_row(number: int) -> dict[str, Any]:
-    tests = [f"assert add_{number}({value}) == {value + number}" for value in (1, 2, 3)]
-    code = f"def add_{number}(value):\r\n    return value + {number} "
-    return {"text": f"Write a function that adds {number}.", "code": code, "test_list": tests}
-
-
-GSM8K_TEST, MBPP_TEST = ([row(number) for number in range(1000, 1008)] for row in (gsm8k_row, mbpp_row))
-SQUAD = [squad_row(number) for number in range(90)]
 
 
 def documents(task: str, *, real: range = range(20)) -> list[dict[str, str]]:
@@ -78,20 +59,6 @@ def examples(task: str, document: dict[str, str]) -> tuple[list[str], str]:
     """A prompt's examples, and the question after them."""
     *before, question = re.split(FRAMES[task][0], document["prompt"])
     return before, question
-
-
-def load_dataset(path: str, name: str | None = None, *, split: str | None = None) -> Any:
-    """Instead of `datasets.load_dataset`: small data under the names and splits of the real."""
-    rows = {
-        ("openai/gsm8k", "main"): {"train": [gsm8k_row(number) for number in range(20)], "test": GSM8K_TEST},
-        ("google-research-datasets/mbpp", "full"): {
-            "prompt": [mbpp_row(number) for number in range(10)],
-            "test": MBPP_TEST,
-        },
-        ("rajpurkar/squad", None): {"validation": SQUAD},
-    }[path, name]
-    splits = {split: Dataset.from_list(part) for split, part in rows.items()}
-    return splits[split] if split else splits
 
 
 class Answers(LM):
@@ -314,22 +281,6 @@ def test_long_gsm8k_end_to_end(manager: TaskManager, monkeypatch: pytest.MonkeyP
     assert results["exact_match,flexible-extract"] == 0.0  # the model has no words for it
     assert 0.0 < results["cache_sparsity,none"] <= 1.0
     assert results["cache_host_bytes,none"] > 0
-
-
-class HotpotQA:
-    """Instead of the download that RULER makes: forty questions, three texts each."""
-
-    @staticmethod
-    def raise_for_status() -> None:
-        pass
-
-    @staticmethod
-    def json() -> list[dict[str, Any]]:
-        texts = [[f"Town {number}", [f"Town {number} is old. ", "It has a tower. " * 3]] for number in range(120)]
-        return [
-            {"question": f"Is town {number} old?", "answer": "yes", "context": texts[3 * number : 3 * number + 3]}
-            for number in range(40)
-        ]
 
 
 def test_context_free_prompts_ask_for_nothing_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
