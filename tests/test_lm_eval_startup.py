@@ -143,6 +143,15 @@ except ModuleNotFoundError as error:
     assert bare.code(code) == "lm_eval"
 
 
+def test_the_wheel_has_every_task(bare: Environment) -> None:
+    def tasks(folder: Path) -> set[str]:
+        files = (folder / "qada_cache" / "lm_eval" / "tasks").rglob("*")
+        return {file.relative_to(folder).as_posix() for file in files if file.suffix in (".yaml", ".py")}
+
+    assert tasks(bare.site_packages) == tasks(REPOSITORY)
+    assert "qada_cache/lm_eval/tasks/long_few_shot/long_gsm8k.yaml" in tasks(REPOSITORY)
+
+
 def test_starting_costs_less_than_a_millisecond(bare: Environment) -> None:
     code = """
 import time
