@@ -31,11 +31,11 @@ class LocalityPenalties:
 
     `estimate`: the mean of `softplus(log A_random - log A_local + 1)` over the text's own queries, not the
     questions'. Of the query heads of a KV head mostly the one with the lowest estimate is penalised: the others are
-    often called long-context for nothing, which is what group rules are for.
+    often called long-context for nothing, which is what group rules are for (what they save is trained in as well).
     `found`, `hidden`: over the words asked for, and heads in proportion to the attention they send far, the means of
     `softplus(log A_local - log A_random + 1)` and `softplus(log A_own - log A_local - 1)`. A head that looks
     something up is to be found with the moments of random words, and to be missed with those of its own repetitive
-    prompt: the paper's finding, which is here trained in.
+    prompt: the paper's finding, here trained in.
     """
 
     def __init__(self, stage: Stage) -> None:
