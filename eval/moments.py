@@ -167,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m eval.moments", description=__doc__.split("\n\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192], help="lengths (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=24, help="prompts, 16 questions each (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="folder to write moments.csv and moments_error.csv to")
+    parser.add_argument("--out", type=Path, help="folder to write moments-TOKENS.csv and moments_error.csv to")
     options = parser.parse_args()
     model, tokenizer = needle.load_model(), needle.load_tokenizer()
 
@@ -192,10 +192,11 @@ def main() -> None:
     show(rows)
     if options.out:
         write(options.out / "moments_error.csv", rows)
-    rows = [variant.row() for tokens in options.tokens for variant in measure(model, tokenizer, tokens, options.seeds)]
-    show(rows)
-    if options.out:
-        write(options.out / "moments.csv", rows)
+    for tokens in options.tokens:
+        rows = [variant.row() for variant in measure(model, tokenizer, tokens, options.seeds)]
+        show(rows)
+        if options.out:
+            write(options.out / f"moments-{tokens}.csv", rows)
 
 
 if __name__ == "__main__":
