@@ -137,12 +137,10 @@ def evaluate(lm: SweepLM, task: str, length: int, limit: int | None) -> dict[str
 
 
 def measure(
-    lm: SweepLM, options: argparse.Namespace, wanted: list[Variant], task: str, length: int
+    lm: SweepLM, options: argparse.Namespace, wanted: dict[Variant, dict[str, Any]], task: str, length: int
 ) -> list[dict[str, Any]]:
-    """Rows for the variants of one task and length."""
-    lm.kept, lm.heads = {}, {}
-    kept_moments: dict[str, Any] = {}
-    lm.measured = {variant: cache_options(variant, lm, kept_moments) for variant in wanted}
+    """Rows for variants, given with their cache options, of one task and length."""
+    lm.kept, lm.heads, lm.measured = {}, {}, wanted
     rows = []
     for variant in wanted:
         lm.shown = variant
@@ -152,7 +150,7 @@ def measure(
 
 
 def cache_options(variant: Variant, lm: SweepLM, kept: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of `QAdACache`; static heads are filled in by `with_static`."""
+    """Keywords of `QAdACache`; `kept` holds moments made before."""
     options: dict[str, Any] = {"group_rule": variant.group_rule, "threshold": variant.threshold}
     if variant.criterion != "qada":
         return {"criterion": variant.criterion, **options, "moments": "current"}
@@ -174,26 +172,20 @@ def with_static(lm: SweepLM, options: argparse.Namespace, done: set, path: Path,
     cells = [(task, length) for task in options.tasks for length in options.lengths]
     oracle, shares = Variant("oracle", "", "head", ORACLE), {}
     for task, length in cells:
-        measure(lm, options, [oracle], task, length)
+        measure(lm, options, {oracle: cache_options(oracle, lm, {})}, task, length)
         shares[task, length] = lm.heads[oracle][0]
     for task, length in cells:
         others = [share for (other, _), share in shares.items() if other != task]
         found = {"oracle": shares[task, length], "other": sum(others) / len(others) if others else None}
+        left: dict[Variant, dict[str, Any]] = {}
         for heads in options.static:
-            if found[heads] is None:
-                continue
-            for alpha in options.alphas:
+            for alpha in options.alphas if found[heads] is not None else ():
                 variant = Variant(f"static {heads}", "", "head", alpha)
-                bar.update()
-                if (task, length, variant) in done:
-                    continue
-                lm.kept, lm.heads = {}, {}
-                lm.measured = {
-                    variant: {"criterion": StaticHeads.from_oracle(found[heads], alpha), "moments": "current"}
-                }
-                lm.shown = variant
-                result = evaluate(lm, task, length, options.limit)
-                append(path, [{"task": task, "length": length, **asdict(variant), "documents": len(lm.kept), **result}])
+                if (task, length, variant) not in done:
+                    left[variant] = {"criterion": StaticHeads.from_oracle(found[heads], alpha), "moments": "current"}
+        bar.update(len(options.static) * len(options.alphas))
+        if left:
+            append(path, measure(lm, options, left, task, length))
 
 
 def append(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -245,11 +237,16 @@ def main(arguments: list[str] | None = None) -> int:
     lm = SweepLM(options.model, batch_size=options.batch_size, device=options.device)
     done, wanted = known(options.out), variants(options)
     normal = [variant for variant in wanted if not variant.criterion.startswith("static")]
+    moments: dict[str, Any] = {}
     with tqdm(total=len(wanted) * len(options.tasks) * len(options.lengths), unit="row") as bar:
         for task in options.tasks:
             for length in options.lengths:
                 bar.set_postfix_str(f"{task} {length}")
-                left = [variant for variant in normal if (task, length, variant) not in done]
+                left = {
+                    variant: cache_options(variant, lm, moments)
+                    for variant in normal
+                    if (task, length, variant) not in done
+                }
                 if left:
                     append(options.out, measure(lm, options, left, task, length))
                 bar.update(len(normal))

@@ -65,7 +65,7 @@ def test_equals_float64(padded: bool, options: dict[str, Any]) -> None:
 
 def run(every: int, **options: Any) -> tuple[torch.Tensor, QAdACache]:
     model = tiny(num_hidden_layers=3)
-    cache = QAdACache(model, threshold=0.2, audit_every=every, moments="current", **SMALL, **options)
+    cache = QAdACache(model, threshold=0.2, audit_every=every, moments="current", group_rule="head", **SMALL, **options)
     out = model.generate(
         prompt(150)[0], past_key_values=cache, max_new_tokens=31, do_sample=False, output_logits=True,
         return_dict_in_generate=True,
