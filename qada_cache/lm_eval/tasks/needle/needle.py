@@ -8,7 +8,7 @@ from qada_cache.needle import make_prompt
 from qada_cache.needle.words import SENTENCES
 
 PROMPTS = 4  # texts per length, of sixteen questions each
-BEGUN = 3  # words of a sentence that is to be continued
+BEGUN = 4  # words of a sentence that is to be continued
 
 
 def dataset(*, max_seq_lengths: list[int] | tuple[int, ...] = (4096,), **metadata: Any) -> dict[str, Dataset]:
