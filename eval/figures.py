@@ -1,7 +1,8 @@
 """The paper's figures from the committed tables, nothing measured again: `python -m eval.figures`.
 
-Reads `sweep.csv` (`python -m eval.sweep`) and `heads.csv` (`python -m eval.heads`) of a folder, and writes one PNG for
-each figure, and the table of errors, beside them. The same tables give the same numbers and pictures.
+Reads `sweep.csv` (`python -m eval.sweep`) and `heads.csv` (`python -m eval.heads`) of a folder, and the needle model's
+`moment_lengths-4096.csv` (`python -m eval.moments`) if it is there, and writes one PNG for each figure, and the table
+of errors, beside them. The same tables give the same numbers and pictures.
 """
 
 import argparse
@@ -152,6 +153,22 @@ def draw_group_rules(rows: Rows) -> Figure:
     return _ablation(rows, "group_rule", lambda row: row["moments"] == "random-words", "KV heads read")
 
 
+def draw_moment_lengths(rows: Rows) -> Figure:
+    """QAdA by the bulk length that its key moments are made for (figure 5g): recall and query heads local."""
+    figure, axes = canvas(2)
+    for rule in dict.fromkeys(row["group_rule"] for row in rows):
+        chosen = [row for row in rows if row["group_rule"] == rule]
+        lengths = [int(row["moments"]) for row in chosen]
+        for axis, column in zip(axes[0], ("recall", "q heads local"), strict=True):
+            axis.semilogx(
+                lengths, [float(row[column]) for row in chosen], "o-", ms=3, base=2, label=f"group_rule {rule}"
+            )
+            axis.axvline(int(rows[0]["prompt tokens"]), ls=":", c="grey", lw=1)
+            axis.set(xlabel="tokens that the moments are for (dotted: the prompt)", ylabel=column, ylim=(-0.03, 1.05))
+    axes[0, 0].legend(fontsize=7)
+    return figure
+
+
 def _ablation(rows: Rows, column: str, wanted: Callable[[dict[str, str]], bool], xlabel: str) -> Figure:
     parts = cells(rows)
     figure, axes = canvas(len(parts))
@@ -288,6 +305,7 @@ def error_table(heads: Heads) -> list[dict[str, str]]:
     return rows
 
 
+LENGTHS_TABLE = "moment_lengths-4096.csv"
 SWEEP_FIGURES = {
     "performance": draw_performance,
     "worst_case": draw_worst_case,
@@ -326,12 +344,14 @@ def main(arguments: Iterable[str] | None = None) -> int:
         write(out, name, draw(sweep), options.note)
     for name, draw_heads in HEADS_FIGURES.items():
         write(out, name, draw_heads(heads), options.note)
+    if (options.results / LENGTHS_TABLE).is_file():
+        write(out, "moment_lengths", draw_moment_lengths(read(options.results / LENGTHS_TABLE)), options.note)
     table = error_table(heads)
     with (out / "log_error.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(table[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(table)
-    print(f"wrote {len(SWEEP_FIGURES) + len(HEADS_FIGURES)} figures and log_error.csv to {out}")
+    print(f"wrote {len(list(out.glob('*.png')))} figures and log_error.csv to {out}")
     return 0
 
 

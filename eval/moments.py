@@ -118,9 +118,27 @@ def variants(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens:
     return found
 
 
-def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int, seeds: int) -> list[Variant]:
+def length_variants(model: PreTrainedModel, tokens: int) -> list[Variant]:
+    """The default moments, but as for other lengths than the prompts' (the paper's figure 5g)."""
+    default = KeyMoments.collect(model, progress=False)
+    return [
+        Variant(
+            tokens,
+            str(length),
+            rule,
+            0.3,
+            {"moments": at_length(default, length), "group_rule": rule, "threshold": 0.3},
+        )
+        for length in (tokens // 16, tokens // 8, tokens // 4, tokens // 2, tokens, 2 * tokens, 4 * tokens, 16 * tokens)
+        for rule in ("all", "head")
+    ]
+
+
+def measure(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, found: list[Variant], seeds: int
+) -> list[Variant]:
     """Every variant on the prompts of `seeds` seeds."""
-    found = variants(model, tokenizer, tokens)
+    tokens = found[0].tokens
     for seed in tqdm(range(seeds), f"prompts of {tokens} tokens"):
         prompt = needle.make_prompt(tokens=tokens, seed=seed)
         read = QAdACache(model, moments="current")
@@ -193,10 +211,14 @@ def main() -> None:
     if options.out:
         write(options.out / "moments_error.csv", rows)
     for tokens in options.tokens:
-        rows = [variant.row() for variant in measure(model, tokenizer, tokens, options.seeds)]
-        show(rows)
-        if options.out:
-            write(options.out / f"moments-{tokens}.csv", rows)
+        for name, found in (
+            (f"moments-{tokens}", variants(model, tokenizer, tokens)),
+            (f"moment_lengths-{tokens}", length_variants(model, tokens)),
+        ):
+            rows = [variant.row() for variant in measure(model, tokenizer, found, options.seeds)]
+            show(rows)
+            if options.out:
+                write(options.out / f"{name}.csv", rows)
 
 
 if __name__ == "__main__":
