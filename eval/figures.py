@@ -1,8 +1,8 @@
 """The paper's figures from the committed tables, nothing measured again: `python -m eval.figures`.
 
 Reads `sweep.csv` (`python -m eval.sweep`) and `heads.csv` (`python -m eval.heads`) of a folder, and the needle model's
-`moment_lengths-4096.csv` (`python -m eval.moments`) if it is there, and writes one PNG for each figure, and the table
-of errors, beside them. The same tables give the same numbers and pictures.
+`moments-4096.csv` and `moment_lengths-4096.csv` (`python -m eval.moments`) if they are there, and writes one PNG for
+each figure, and the table of errors, beside them. The same tables give the same numbers and pictures.
 """
 
 import argparse
@@ -169,6 +169,27 @@ def draw_moment_lengths(rows: Rows) -> Figure:
     return figure
 
 
+def draw_recall(rows: Rows) -> Figure:
+    """Recall of the needle model's facts against query heads local and KV heads read, by group rule and moments."""
+    figure, axes = canvas(2)
+    groups = [("default", rule, f"random words, {rule}", "o-") for rule in ("head", "mean", "all")]
+    groups += [(kind, "head", kind, "s--") for kind in ("current", "single-word", "haystack")]
+    groups += [("oracle", "head", "oracle", "k*"), ("sinks + window", "head", "sinks + window", "kx")]
+    for kind, rule, label, style in groups:
+        points = sorted(
+            (float(row["q heads local"]), float(row["KV heads read"]), float(row["recall"]))
+            for row in rows
+            if (row["moments"], row["group_rule"]) == (kind, rule)
+        )
+        local, read_heads, recall = zip(*points, strict=True)
+        axes[0, 0].plot(local, recall, style, ms=4, label=label)
+        axes[0, 1].plot(read_heads, recall, style, ms=4, label=label)
+    for axis, name in zip(axes[0], ("query heads local", "KV heads read"), strict=True):
+        axis.set(xlabel=name, ylabel=f"recall, {rows[0]['questions']} questions", ylim=(-0.03, 1.05))
+    axes[0, 0].legend(fontsize=7, loc="lower left")
+    return figure
+
+
 def _ablation(rows: Rows, column: str, wanted: Callable[[dict[str, str]], bool], xlabel: str) -> Figure:
     parts = cells(rows)
     figure, axes = canvas(len(parts))
@@ -305,7 +326,10 @@ def error_table(heads: Heads) -> list[dict[str, str]]:
     return rows
 
 
-LENGTHS_TABLE = "moment_lengths-4096.csv"
+MOMENTS_FIGURES = {
+    "recall": ("moments-4096.csv", draw_recall),
+    "moment_lengths": ("moment_lengths-4096.csv", draw_moment_lengths),
+}
 SWEEP_FIGURES = {
     "performance": draw_performance,
     "worst_case": draw_worst_case,
@@ -344,8 +368,9 @@ def main(arguments: Iterable[str] | None = None) -> int:
         write(out, name, draw(sweep), options.note)
     for name, draw_heads in HEADS_FIGURES.items():
         write(out, name, draw_heads(heads), options.note)
-    if (options.results / LENGTHS_TABLE).is_file():
-        write(out, "moment_lengths", draw_moment_lengths(read(options.results / LENGTHS_TABLE)), options.note)
+    for name, (source, draw) in MOMENTS_FIGURES.items():
+        if (options.results / source).is_file():
+            write(out, name, draw(read(options.results / source)), options.note)
     table = error_table(heads)
     with (out / "log_error.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(table[0]), lineterminator="\n")

@@ -115,7 +115,7 @@ class Scene:
     def _decision(self, row: int) -> dict[str, Any]:
         given: dict[str, Any] = {"frozen_count": self.counts[row] if self.moments == "frozen" else None}
         if self.moments == "other":
-            given["moments"] = self.mean[0], self.covariance[0]
+            given["moments"] = lambda bulk_tokens: (self.mean[0], self.covariance[0])
         given |= {"query": self.query[row, :, 0], "keys": self.keys[row], "position": self.lengths[row] - 1}
         return given | {"scaling": self.scaling} | SIZES
 
