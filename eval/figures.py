@@ -249,7 +249,7 @@ def draw_ranks(heads: Heads) -> Figure:
     tasks = heads.tasks()
     shares = [heads.by_head(heads.needed, heads.text["task"] == task).flatten() for task in tasks]
     ranks = np.array([_ranks(share) for share in shares])
-    figure, axes = canvas()
+    figure, axes = canvas(width=6.5)
     matrix = np.corrcoef(ranks) if len(tasks) > 1 else np.ones((1, 1))
     image = axes[0, 0].imshow(matrix, vmin=-1, vmax=1, cmap="coolwarm")
     axes[0, 0].set(xticks=range(len(tasks)), yticks=range(len(tasks)), xticklabels=tasks, yticklabels=tasks)
