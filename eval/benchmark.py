@@ -9,7 +9,6 @@ on top of that. Before anything is timed, QAdACache at f = 1 must give what Dyna
 """
 
 import argparse
-import csv
 import gc
 import sys
 import time
@@ -25,6 +24,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from eval.geometries import GEOMETRIES, make_model
 from eval.machine import machine
+from eval.tables import plain, write
 from qada_cache import QAdACache, StaticHeads, restore_attention
 
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.34, 1.0)
@@ -220,12 +220,6 @@ def measure(work: Work, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """The rows, aligned."""
-    for line in ([*rows[0]], *(list(row.values()) for row in rows)):
-        print("".join(f"{cell!s:<24}" if column == 0 else f"{cell!s:>16}" for column, cell in enumerate(line)))
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m eval.benchmark", description=__doc__.split("\n\n")[0])
@@ -253,15 +247,18 @@ def main(arguments: list[str] | None = None) -> int:
         work = Work(model, tokens, options.batch, options.steps, 2, options.seed)
         check(work)
         rows += measure(work, options.rounds)
-    show(rows)
+    print(plain(rows))
     if options.out:
-        with (options.out / f"benchmark-{options.geometry}-{device.type}.csv").open("w", newline="") as file:
-            extra = {"geometry": options.geometry, "dtype": options.dtype, "seed": options.seed,
-                     "read_gb_per_s": f"{speed / 1e9:.1f}", "threads": torch.get_num_threads(),
-                     "machine": machine()}  # fmt: skip
-            writer = csv.DictWriter(file, [*rows[0], *extra], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(row | extra for row in rows)
+        write(
+            options.out / f"benchmark-{options.geometry}-{device.type}.csv",
+            rows,
+            geometry=options.geometry,
+            dtype=options.dtype,
+            seed=options.seed,
+            read_gb_per_s=f"{speed / 1e9:.1f}",
+            threads=torch.get_num_threads(),
+            machine=machine(),
+        )
     return 0
 
 

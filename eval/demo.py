@@ -7,7 +7,6 @@ a tenth of all: the test model itself misses about one in twenty-five at this le
 """
 
 import argparse
-import csv
 import sys
 import time
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.machine import machine
+from eval.tables import plain, write
 from qada_cache import QAdACache, needle
 
 
@@ -93,19 +93,6 @@ def measure(results: list[Result], prompt: needle.NeedlePrompt) -> list[dict[str
     return table
 
 
-def plain(table: list[dict[str, str]]) -> str:
-    """Aligned text: the first column to the left, figures to the right."""
-    lines = [list(table[0]), *(list(row.values()) for row in table)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "  ".join(
-            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
-        )
-        for line in lines
-    )
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m eval.demo", description=__doc__.split("\n\n")[0])
@@ -149,10 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
         "head reads 128 tokens.\nOn a CPU, host and device are one memory: host is where the bulk would lie."
     )
     if options.out:
-        with options.out.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*table[0], "machine"], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(row | {"machine": machine()} for row in table)
+        write(options.out, table, machine=machine())
     full, ours = methods[0].answers, methods[-1].answers
     wrong = [
         f"{question}: {answer!r}, expected {expected!r}" + ("" if reference == expected else ", as with DynamicCache")

@@ -16,6 +16,8 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
+from eval import tables
+
 RESULTS = Path(__file__).parent / "results"
 ORACLE = 0.6  # the threshold at which a head counts as long-context in truth
 ESTIMATES = ("random-words", "single-word", "current")
@@ -41,7 +43,7 @@ def canvas(columns: int = 1, rows: int = 1, width: float = 4.6, height: float = 
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def log_logit(log_local: np.ndarray, log_bulk: np.ndarray) -> np.ndarray:
+def local_share(log_local: np.ndarray, log_bulk: np.ndarray) -> np.ndarray:
     """The local share of attention, from the logarithms of both masses."""
     return 1 / (1 + np.exp(np.clip(log_bulk - log_local, -700, 700)))
 
@@ -64,7 +66,7 @@ class Heads:
 
     def called(self, name: str, threshold: float) -> np.ndarray:
         """Whether a head is called long-context, going by the column `name` for `log A_bulk`."""
-        return log_logit(self.log["log_local"], self.log[name]) < threshold
+        return local_share(self.log["log_local"], self.log[name]) < threshold
 
     def by_head(self, flags: np.ndarray, which: np.ndarray | None = None) -> np.ndarray:
         """The share of flags that are set, `[layers, heads]`, over all rows or those of `which`."""
@@ -81,16 +83,13 @@ class Heads:
         return list(dict.fromkeys(self.text["task"].tolist()))
 
 
-def curves(
-    rows: Rows, *, moments: str = "random-words", rule: str = "head"
-) -> dict[str, list[tuple[float, float, float]]]:
-    """By criterion: `(share of query heads local, share of KV heads read, score)`, by rising sparsity."""
+def curves(rows: Rows, *, moments: str = "random-words", rule: str = "head") -> dict[str, list[tuple[float, float]]]:
+    """By criterion: `(share of query heads local, score)`, by rising sparsity."""
     found = defaultdict(list)
     for row in rows:
         if row["criterion"] not in NAMES or row["group_rule"] != rule or row["moments"] not in ("", moments):
             continue
-        point = float(row["q_heads_local"]), 1 - float(row["kv_heads_local"]), float(row["score"])
-        found[NAMES[row["criterion"]]].append(point)
+        found[NAMES[row["criterion"]]].append((float(row["q_heads_local"]), float(row["score"])))
     return {name: sorted(points) for name, points in found.items()}
 
 
@@ -108,7 +107,7 @@ def draw_performance(rows: Rows) -> Figure:
     figure, axes = canvas(len(parts))
     for axis, ((task, length), part) in zip(axes[0], parts.items(), strict=True):
         for name, points in curves(part).items():
-            axis.plot(*zip(*((local, score) for local, _, score in points), strict=True), "o-", ms=3, label=name,
+            axis.plot(*zip(*points, strict=True), "o-", ms=3, label=name,
                       color=COLOURS[name])  # fmt: skip
         for criterion, style in (("dense", ":"), ("local", "--")):
             score = next(float(row["score"]) for row in part if row["criterion"] == criterion)
@@ -269,7 +268,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 def draw_deciles(heads: Heads) -> Figure:
     """What QAdA calls long-context, by deciles of the true local share; and recall of the needed (figure 9)."""
     figure, axes = canvas(2)
-    share = log_logit(heads.log["log_local"], heads.log["log_bulk"])
+    share = local_share(heads.log["log_local"], heads.log["log_bulk"])
     decile = np.minimum((share * 10).astype(int), 9)
     called = heads.called("random-words", ORACLE)
     true = [float((called & heads.needed)[decile == bin_].sum()) for bin_ in range(10)]
@@ -372,10 +371,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         if (options.results / source).is_file():
             write(out, name, draw(read(options.results / source)), options.note)
     table = error_table(heads)
-    with (out / "log_error.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(table[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
+    tables.write(out / "log_error.csv", table)
     print(f"wrote {len(list(out.glob('*.png')))} figures and log_error.csv to {out}")
     return 0
 

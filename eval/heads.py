@@ -8,7 +8,6 @@ what the estimate by the prompt's own moments would miss if scores really were i
 """
 
 import argparse
-import csv
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from eval.sweep import task_manager
+from eval.tables import write
 from qada_cache import KeyMoments, QAdACache, decide, decode, needle
 from qada_cache.criterion import gaussian_log_bulk
 from qada_cache.geometry import Geometry
@@ -157,10 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
                     bootstrap_iters=0,
                     log_samples=False,
                 )
-    with options.out.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(recorder.rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(recorder.rows)
+    write(options.out, recorder.rows)
     print(f"wrote {options.out}: {len(recorder.rows)} decisions")
     return 0
 

@@ -6,7 +6,6 @@ questions from a copy of that state. Beside it, the error of moments made length
 """
 
 import argparse
-import csv
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.forking import forked
 from eval.machine import machine
+from eval.tables import plain, write
 from qada_cache import KeyMoments, QAdACache, needle
 
 THRESHOLDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 0.6, 0.9)
@@ -166,20 +166,6 @@ def covariance_errors(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     return {name: float((kept.at(length)[1] - expected).norm() / expected.norm()) for name, kept in ways.items()}
 
 
-def write(path: Path, rows: list[dict[str, str]]) -> None:
-    """The rows as CSV, with the machine."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*rows[0], "machine"], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row | {"machine": machine()} for row in rows)
-
-
-def show(rows: list[dict[str, str]]) -> None:
-    """The rows, aligned."""
-    for line in ([*rows[0]], *(list(row.values()) for row in rows)):
-        print("".join(f"{cell:<28}" if column == 1 else f"{cell:>15}" for column, cell in enumerate(line)))
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m eval.moments", description=__doc__.split("\n\n")[0])
@@ -207,18 +193,18 @@ def main() -> None:
             "covariance error": f"{time.perf_counter() - begin:.4f}",
         }
     )
-    show(rows)
+    print(plain(rows))
     if options.out:
-        write(options.out / "moments_error.csv", rows)
+        write(options.out / "moments_error.csv", rows, machine=machine())
     for tokens in options.tokens:
         for name, found in (
             (f"moments-{tokens}", variants(model, tokenizer, tokens)),
             (f"moment_lengths-{tokens}", length_variants(model, tokens)),
         ):
             rows = [variant.row() for variant in measure(model, tokenizer, found, options.seeds)]
-            show(rows)
+            print(plain(rows))
             if options.out:
-                write(options.out / f"{name}.csv", rows)
+                write(options.out / f"{name}.csv", rows, machine=machine())
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from eval.forking import forked
 from eval.machine import machine
+from eval.tables import write
 from qada_cache import KeyMoments, QAdACache, StaticHeads, needle
 from qada_cache.lm_eval import QAdALM
 
@@ -167,35 +168,31 @@ def text_moments(lm: SweepLM, kind: str) -> str | KeyMoments:
     return KeyMoments.collect(lm.model, prompt=ids, progress=False)
 
 
-def with_static(lm: SweepLM, options: argparse.Namespace, done: set, path: Path, bar: tqdm) -> None:
+def with_static(lm: SweepLM, options: argparse.Namespace, done: set, bar: tqdm) -> None:
     """Static heads, found by an oracle pass over each task and length, then measured like the rest."""
     cells = [(task, length) for task in options.tasks for length in options.lengths]
+    kinds = [heads for heads in options.static if heads == "oracle" or len(set(options.tasks)) > 1]
+    wanted = {Variant(f"static {heads}", "", "head", alpha): heads for heads in kinds for alpha in options.alphas}
+    left = {cell: [variant for variant in wanted if (*cell, variant) not in done] for cell in cells}
+    bar.update(len(cells) * len(options.static) * len(options.alphas))
+    if not any(left.values()):
+        return
     oracle, shares = Variant("oracle", "", "head", ORACLE), {}
     for task, length in cells:
         measure(lm, options, {oracle: cache_options(oracle, lm, {})}, task, length)
         shares[task, length] = lm.heads[oracle][0]
-    for task, length in cells:
+    for (task, length), variants_left in left.items():
         others = [share for (other, _), share in shares.items() if other != task]
-        found = {"oracle": shares[task, length], "other": sum(others) / len(others) if others else None}
-        left: dict[Variant, dict[str, Any]] = {}
-        for heads in options.static:
-            for alpha in options.alphas if found[heads] is not None else ():
-                variant = Variant(f"static {heads}", "", "head", alpha)
-                if (task, length, variant) not in done:
-                    left[variant] = {"criterion": StaticHeads.from_oracle(found[heads], alpha), "moments": "current"}
-        bar.update(len(options.static) * len(options.alphas))
-        if left:
-            append(path, measure(lm, options, left, task, length))
-
-
-def append(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Add rows to the table, whole lines at a time."""
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*rows[0], "machine"], lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(row | {"machine": machine()} for row in rows)
+        found = {"oracle": shares[task, length], "other": sum(others) / max(len(others), 1)}
+        measured = {
+            variant: {
+                "criterion": StaticHeads.from_oracle(found[wanted[variant]], variant.threshold),
+                "moments": "current",
+            }
+            for variant in variants_left
+        }
+        if measured:
+            write(options.out, measure(lm, options, measured, task, length), add=True, machine=machine())
 
 
 def known(path: Path) -> set[tuple[str, int, Variant]]:
@@ -248,10 +245,10 @@ def main(arguments: list[str] | None = None) -> int:
                     if (task, length, variant) not in done
                 }
                 if left:
-                    append(options.out, measure(lm, options, left, task, length))
+                    write(options.out, measure(lm, options, left, task, length), add=True, machine=machine())
                 bar.update(len(normal))
         if options.static:
-            with_static(lm, options, done, options.out, bar)
+            with_static(lm, options, done, bar)
     return 0
 
 

@@ -266,7 +266,7 @@ class QAdACache(DynamicCache):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is truncated, altered, not a QAdACache file, of a newer format, or of another model.
+            ValueError: it is truncated, altered, not a QAdACache file, of another format, or of another model.
         """
         return serialization.load(cls, path, model=model, config=config)
 

@@ -64,7 +64,7 @@ class StaticHeads:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is truncated, altered, not a heads file, or of a newer format.
+            ValueError: it is truncated, altered, not a heads file, or of another format.
         """
         tensors, _ = files.read(path, "qada-heads")
         return cls(tensors["static_heads"])

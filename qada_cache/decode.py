@@ -49,14 +49,14 @@ def query_adaptive(
     scores = torch.matmul(packed.float(), near_keys.float().transpose(-1, -2)) * scaling
     scores = scores.unflatten(2, (group, queries))
 
-    far, everything = None, torch.ones(batch, kv_heads, dtype=torch.bool)
+    far = None
     if layer.policy.criterion == "oracle":  # needs every score, so everything is read whatever it decides
-        far = _bulk_partial(layer, store, packed, everything, scaling=scaling)
+        far = _bulk_partial(layer, store, packed, None, scaling=scaling)
     far_lse = None if far is None else far[1]
     flags = needs_long_context(layer, store.moments, packed, scores, far_lse, geometry, scaling=scaling)
     if audited:
         before = int(layer.pulled_bytes)
-        _, true_lse = far or _bulk_partial(layer, store, packed, everything, scaling=scaling)
+        _, true_lse = far or _bulk_partial(layer, store, packed, None, scaling=scaling)
         audit(layer, flags, scores, true_lse, geometry)
         layer.audited_bytes += int(layer.pulled_bytes) - before
         layer.pulled_bytes = before
@@ -84,7 +84,7 @@ def _runs(wanted: list[bool]) -> Iterator[slice]:
 
 
 def _bulk_partial(
-    layer: QAdALayer, store: TokenStore, packed: Tensor, wanted: Tensor, *, scaling: float
+    layer: QAdALayer, store: TokenStore, packed: Tensor, wanted: Tensor | None, *, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """Partial attention over the stored bulk, for the wanted KV heads only.
 
@@ -94,7 +94,7 @@ def _bulk_partial(
         layer: whose counters count.
         store: holds the bulk.
         packed: `[batch, kv_heads, queries, dim]`.
-        wanted: bool `[batch, kv_heads]`; reading it on the host is the one synchronisation of a step.
+        wanted: bool `[batch, kv_heads]`; reading it on the host is the one synchronisation of a step. None: all.
         scaling: multiplies the scores.
 
     Returns:
@@ -102,7 +102,8 @@ def _bulk_partial(
     """
     out = packed.new_zeros(*packed.shape[:-1], store.near_values.shape[-1], dtype=torch.float32)
     lse = packed.new_full(packed.shape[:-1], -torch.inf, dtype=torch.float32)
-    for row, flags in enumerate(wanted.tolist()):
+    batch, kv_heads = packed.shape[:2]
+    for row, flags in enumerate([[True] * kv_heads] * batch if wanted is None else wanted.tolist()):
         length = store.bulk.lengths[row]
         if not length:
             continue
