@@ -6,6 +6,8 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
+from . import pages
+
 GRANULE = 256  # tokens; capacities are multiples of it
 GROWTH = 1.25  # a full store grows to this multiple of the need, so that copying is amortised over many tokens
 STREAM_TOKENS = 4096  # tokens a head that one streamed block holds on the device
@@ -29,8 +31,10 @@ class Bulk:
 
     def _allocate(self, like: Tensor, capacity: int, batch: int | None = None) -> Tensor:
         shape = (like.shape[0] if batch is None else batch, like.shape[1], capacity, like.shape[3])
-        device = torch.device("cpu") if self.offloaded else self.device
         with torch.inference_mode(False):  # an inference tensor could not be appended to outside inference mode
+            if self.device.type == "cpu":
+                return pages.empty(shape, like.dtype)
+            device = torch.device("cpu") if self.offloaded else self.device
             return torch.empty(shape, dtype=like.dtype, device=device, pin_memory=self.offloaded and capacity > 0)
 
     @property
