@@ -39,7 +39,7 @@ def query_adaptive(
     )
     audited = layer.is_audited()
     if queries == 1 and not audited:
-        kernel = choice.fused_decode(query, near_values.shape[-1], store.bulk.keys, layer.policy.criterion)
+        kernel = choice.fused_decode(query, store.bulk.keys, store.bulk.values, layer.policy.criterion)
         if kernel is not None:
             out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
             count(layer, flags.unsqueeze(-1), geometry)
