@@ -27,7 +27,7 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def obstacle(query: Tensor, value_dim: int, bulk: Tensor, criterion: object) -> str | None:
+def obstacle(query: Tensor, value_dim: int, bulk: Tensor, criterion: object, budget: object = 0) -> str | None:
     """Why the fused kernel cannot compute this call, in words for an error message; None if it can.
 
     Args:
@@ -35,6 +35,7 @@ def obstacle(query: Tensor, value_dim: int, bulk: Tensor, criterion: object) -> 
         value_dim: last dimension of the values.
         bulk: the bulk's keys; its values lie beside them.
         criterion: as `policy.criterion`.
+        budget: as `policy.device_budget`.
     """
     if not _installed():
         return "triton is not installed (pip install 'qada-cache[triton]')"
@@ -48,12 +49,14 @@ def obstacle(query: Tensor, value_dim: int, bulk: Tensor, criterion: object) -> 
         return f"the kernel has head dimensions up to {MAX_DIM}, not {max(query.shape[-1], value_dim)}"
     if criterion == "oracle":
         return "criterion='oracle' needs every score, which the kernel exists not to compute"
+    if budget and bulk.device != query.device:
+        return "a device_budget keeps heads on the device, and the kernel reads them all from the host"
     if bulk.numel() and bulk.device != query.device and not bulk.is_pinned():
         return "the bulk lies in host memory that is not pinned, so that the device cannot read it"
     return None
 
 
-def fused_decode(query: Tensor, value_dim: int, bulk: Tensor, criterion: object) -> Callable | None:
+def fused_decode(query: Tensor, value_dim: int, bulk: Tensor, criterion: object, budget: object = 0) -> Callable | None:
     """The fused kernel if it is to compute this call (arguments of `obstacle`), None for the torch path.
 
     Raises:
@@ -65,7 +68,7 @@ def fused_decode(query: Tensor, value_dim: int, bulk: Tensor, criterion: object)
         raise ValueError(f"QADA_KERNELS must be auto, torch or triton, got {requested!r}")
     if requested == "torch" or (requested == "auto" and AUTO == "torch"):
         return None
-    reason = obstacle(query, value_dim, bulk, criterion)
+    reason = obstacle(query, value_dim, bulk, criterion, budget)
     if reason is None:
         from . import triton_decode
 
