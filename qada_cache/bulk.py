@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import pages
 from .residents import Head, Residents
 from .transfers import Arrival, ahead, fetch, join, send
 
@@ -56,13 +57,15 @@ class Bulk:
 
     def _allocate(self, like: Tensor, capacity: int, batch: int | None = None) -> Tensor:
         shape = (like.shape[0] if batch is None else batch, like.shape[1], capacity, like.shape[3])
-        device = torch.device("cpu") if self.offloaded else self.device
         with torch.inference_mode(False):  # an inference tensor could not be appended to outside inference mode
+            if self.device.type == "cpu":
+                return pages.empty(shape, like.dtype)
             if self.offloaded and capacity > 0:
                 try:
-                    return torch.empty(shape, dtype=like.dtype, device=device, pin_memory=True)
-                except RuntimeError as error:  # the system limits it, or has none left: copies wait, results are alike
+                    return torch.empty(shape, dtype=like.dtype, pin_memory=True)
+                except RuntimeError as error:  # the system limits it, or has none left
                     _warn_not_pinned(str(error))
+            device = torch.device("cpu") if self.offloaded else self.device
             return torch.empty(shape, dtype=like.dtype, device=device)
 
     def __deepcopy__(self, memo: dict) -> "Bulk":

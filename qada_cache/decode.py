@@ -7,6 +7,7 @@ from .decide import audit, count, needs_long_context
 from .kernels import choice, merge_partials, partial_attention, softmax_average
 from .layer import QAdALayer
 from .one_token import one_token
+from .padding import real_tokens
 from .reading import flagged, prefetch, stream
 from .store import TokenStore
 
@@ -136,7 +137,7 @@ def whole_context(
     alike = valid is None and len(set(zip(store.lengths, store.flushed, strict=True))) == 1
     batch = query.shape[0]
     for rows in [slice(0, batch)] if alike else [slice(row, row + 1) for row in range(batch)]:
-        real = slice(None) if valid is None else valid[rows.start].nonzero().squeeze(-1).to(query.device)
+        real = slice(None) if valid is None else real_tokens(valid[rows.start], query.device)
         new_query, new_key, new_value = query[rows][:, :, real], key[rows][:, :, real], value[rows][:, :, real]
         kv_heads, tokens = new_key.shape[1:3]
         group = query.shape[1] // kv_heads

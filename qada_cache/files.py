@@ -1,4 +1,4 @@
-"""Safetensors files with a versioned header and a checksum: what this package writes, it can tell from the rest."""
+"""What this package keeps between processes: where, and as safetensors files that it can tell from any others."""
 
 import hashlib
 import json
@@ -13,6 +13,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 FORMAT_VERSION = 2
+
+
+def home() -> Path:
+    """The folder for what is kept between processes: `QADA_HOME`, else "qada" beside the Hugging Face cache."""
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(os.environ.get("QADA_HOME") or Path(HF_HOME).parent / "qada")
 
 
 def write(path: str | os.PathLike, kind: str, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:

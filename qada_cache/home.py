@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from . import files
+from .files import home
 from .key_moments import KeyMoments
 from .prompts import PROMPTS
 
@@ -21,13 +22,6 @@ logger = logging.getLogger(__name__)
 REMEMBERED = 8  # models
 SAMPLED = 16  # values of each weight that stand for the whole
 _remembered: dict[Path, KeyMoments] = {}
-
-
-def home() -> Path:
-    """`QADA_HOME`, else "qada" beside the Hugging Face cache."""
-    from huggingface_hub.constants import HF_HOME
-
-    return Path(os.environ.get("QADA_HOME") or Path(HF_HOME).parent / "qada")
 
 
 def resolve_moments(

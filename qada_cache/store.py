@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .bulk import Bulk
 from .moments import RunningMoments
+from .padding import real_tokens
 from .residents import Residents
 
 STAGING_TOKENS = 128  # tokens leave the device in chunks of about this many
@@ -84,7 +85,7 @@ class TokenStore:
             return
         groups, tails = self._single_rows(), []
         for rows in groups:
-            real = valid[rows.start].to(keys.device)
+            real = real_tokens(valid[rows.start], keys.device)
             tail_keys, tail_values = self._tail(rows)
             tails.append(
                 (
@@ -103,7 +104,7 @@ class TokenStore:
             self._catch_up(rows)
             new_keys, new_values = keys[rows], values[rows]
             if valid is not None:
-                real = valid[rows.start].to(keys.device)
+                real = real_tokens(valid[rows.start], keys.device)
                 new_keys, new_values = new_keys[:, :, real], new_values[:, :, real]
             if self.lengths[rows.start] > self.flushed[rows.start]:
                 tail_keys, tail_values = self._tail(rows)
@@ -111,7 +112,8 @@ class TokenStore:
                 new_values = torch.cat([tail_values, new_values], dim=2)
             older = max(new_keys.shape[2] - self.window, 0)
             self._flush(rows, new_keys[:, :, :older], new_values[:, :, :older], exact=True)
-            tails.append((new_keys[:, :, older:], new_values[:, :, older:]))
+            # Not views: those would keep all of this row's new tokens until the last row is done.
+            tails.append((new_keys[:, :, older:].clone(), new_values[:, :, older:].clone()))
             lengths += [self.flushed[rows.start] + tails[-1][0].shape[2]] * len(self.lengths[rows])
         self._set_tail(groups, tails)
         self.lengths = lengths

@@ -91,14 +91,11 @@ class Copies:
 @contextmanager
 def accelerator(device: str = "cpu") -> Iterator[Copies]:
     """Offloads on the CPU as on an accelerator; on another device everything is real, and only counted."""
-    copies, initialise, empty = Copies(), Bulk.__init__, torch.empty
+    copies, initialise = Copies(), Bulk.__init__
 
     def offloaded(store: Bulk, *args: Any, offloading: bool, **kwargs: Any) -> None:
         initialise(store, *args, offloading=offloading, **kwargs)
         store.offloaded = offloading
-
-    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        return empty(*args, **kwargs)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(bulk, "fetch", copies.fetch))
@@ -106,6 +103,5 @@ def accelerator(device: str = "cpu") -> Iterator[Copies]:
             stack.enter_context(mock.patch.object(bulk, "send", copies.send))
             stack.enter_context(mock.patch.object(bulk, "join", lambda event, device: event.synchronize()))
             stack.enter_context(mock.patch.object(Bulk, "__init__", offloaded))
-            stack.enter_context(mock.patch.object(torch, "empty", unpinned))
             stack.enter_context(mock.patch.object(torch.accelerator, "synchronize"))
         yield copies

@@ -10,7 +10,7 @@ import torch
 from models import SMALL, prompt, tiny
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from qada_cache import KeyMoments, QAdACache, home, key_moments
+from qada_cache import KeyMoments, QAdACache, files, home, key_moments
 from qada_cache.collecting import collect
 
 
@@ -132,10 +132,10 @@ def test_folder_that_cannot_be_written(
 
 
 def test_home_is_beside_the_hugging_face_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert home.home() == tmp_path / "home"
+    assert files.home() == tmp_path / "home"
     monkeypatch.delenv("QADA_HOME")
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", "/data/huggingface")
-    assert home.home() == Path("/data/qada")
+    assert files.home() == Path("/data/qada")
 
 
 # -- from the config alone -------------------------------------------------------------------------------------------

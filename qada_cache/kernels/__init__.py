@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import fused, reference
+from . import choice, compiled, fused, reference
 from .reference import merge_partials, softmax_average
 
 __all__ = ["merge_partials", "partial_attention", "softmax_average"]
@@ -15,10 +15,14 @@ QUERY_BLOCK, KEY_BLOCK = 512, 1024
 def partial_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`reference.partial_attention` in bounded memory: fused where torch has a kernel, else block by block.
+    """`reference.partial_attention` in bounded memory: by our kernel or torch's where they serve, else block by block.
 
     Args and returns as `reference.partial_attention`, without a mask. `tokens` may be 0.
     """
+    if choice.compiles() and not causal and compiled.supports(query, key, value):
+        found = compiled.partial_attention(query, key, value, scaling=scaling)
+        if found is not None:
+            return found
     if key.shape[-2] and fused.supports(query, value, None):
         return fused.partial_attention(query, key, value, scaling=scaling, causal=causal)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)

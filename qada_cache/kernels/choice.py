@@ -1,10 +1,11 @@
-"""Which implementation computes a decode step of one token: asked for by name, or chosen by checks.
+"""Which implementation computes a decode step: asked for by name, or chosen by checks.
 
 The environment variable `QADA_KERNELS` is read at every step:
 
-- "torch": the path of `decode.py`, on any device.
-- "triton": the fused kernel, or an error that says why not.
-- "auto", the default: `AUTO`, or torch where that has an obstacle.
+- "torch": torch's own operations alone, on any device.
+- "triton": the fused kernel for one token, or an error that says why not.
+- "auto", the default: on an accelerator `AUTO`, or torch where that has an obstacle; on the CPU the compiled kernel
+  (`compiled.py`), or torch where it does not serve.
 """
 
 import functools
@@ -56,16 +57,30 @@ def obstacle(query: Tensor, value_dim: int, bulk: Tensor, criterion: object, bud
     return None
 
 
+def _requested() -> str:
+    requested = os.environ.get("QADA_KERNELS", "auto")
+    if requested not in ("auto", "torch", "triton"):
+        raise ValueError(f"QADA_KERNELS must be auto, torch or triton, got {requested!r}")
+    return requested
+
+
+def compiles() -> bool:
+    """Whether the CPU's kernel may be built and used.
+
+    Raises:
+        ValueError: `QADA_KERNELS` is none of the above.
+    """
+    return _requested() != "torch"
+
+
 def fused_decode(query: Tensor, value_dim: int, bulk: Tensor, criterion: object, budget: object = 0) -> Callable | None:
     """The fused kernel if it is to compute this call (arguments of `obstacle`), None for the torch path.
 
     Raises:
         RuntimeError: `QADA_KERNELS=triton` and there is an obstacle.
-        ValueError: `QADA_KERNELS` is something else.
+        ValueError: `QADA_KERNELS` is none of the above.
     """
-    requested = os.environ.get("QADA_KERNELS", "auto")
-    if requested not in ("auto", "torch", "triton"):
-        raise ValueError(f"QADA_KERNELS must be auto, torch or triton, got {requested!r}")
+    requested = _requested()
     if requested == "torch" or (requested == "auto" and AUTO == "torch"):
         return None
     reason = obstacle(query, value_dim, bulk, criterion, budget)

@@ -1,0 +1,251 @@
+// Attention of a few queries over many keys in one pass, every key and value read once: the CPU's decode step.
+//
+// The same contract as `partial_attention` in reference.py, which it is tested against. `compiled.py` builds this file
+// once for every shape it meets, with the sizes given as macros, so that the compiler can keep the sums in registers:
+//
+//   DIM, VALUE_DIM   of a head
+//   QUERIES          that share a head's keys, the query heads of a group
+//   BFLOAT16, FLOAT16 or FLOAT32   the type of queries, keys and values; sums are float32
+//
+// Vectors are the compilers' own extension (GCC, Clang), so that hardly anything here is of one processor.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(BFLOAT16)
+using Element = uint16_t;
+#elif defined(FLOAT16)
+using Element = _Float16;
+#else
+using Element = float;
+#endif
+
+// Floats in a vector: as wide as the processor's, and a divisor of both dimensions; pairs of them for bfloat16.
+constexpr int fitting(int width) {
+    return DIM % (2 * width) == 0 && VALUE_DIM % (2 * width) == 0 ? width : fitting(width / 2);
+}
+#if defined(__AVX512F__)
+constexpr int WIDTH = fitting(16);
+#elif defined(__AVX__)
+constexpr int WIDTH = fitting(8);
+#else
+constexpr int WIDTH = fitting(4);
+#endif
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+
+constexpr int BLOCK = 64;          // keys whose scores are held at once
+constexpr int AHEAD = 2048;        // bytes that are asked for before they are needed
+constexpr int CACHE_LINE = 64;     // bytes
+constexpr int REGISTERS = 16;      // vectors of sums that stay in registers while values stream by
+constexpr float NEGLIGIBLE = -87;  // the exponential of less is less than float32's smallest normal number
+
+inline float from_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// Where `unpack` puts dimension `d` of `SIZE`: bfloat16 pairs are split into all even and all odd dimensions, which
+// takes one instruction each and no shuffling. What is computed does not depend on the order, only its ends do.
+template <int SIZE>
+constexpr int place(int d) {
+#if defined(BFLOAT16)
+    return d % 2 * (SIZE / 2) + d / 2;
+#else
+    return d;
+#endif
+}
+
+#if defined(FLOAT16)
+// `N` = WIDTH numbers. GCC does not think of the processor's own instruction for more than one.
+template <int N>
+inline Floats widened(const _Float16* numbers) {
+    Floats out;
+#if defined(__F16C__)
+    if constexpr (N == 16) {
+        __m512 wide = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)numbers));
+        std::memcpy(&out, &wide, sizeof out);
+    } else if constexpr (N == 8) {
+        __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)numbers));
+        std::memcpy(&out, &wide, sizeof out);
+    } else {
+        __m128 wide = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)numbers));
+        std::memcpy(&out, &wide, sizeof out);
+    }
+#else
+    for (int i = 0; i < N; i++) out[i] = numbers[i];
+#endif
+    return out;
+}
+#endif
+
+template <int SIZE>
+inline void unpack(const Element* row, Floats* out) {
+#if defined(BFLOAT16)
+    typedef uint32_t Pairs __attribute__((vector_size(4 * WIDTH)));
+    for (int c = 0; c < SIZE / 2 / WIDTH; c++) {
+        Pairs pairs;
+        std::memcpy(&pairs, row + 2 * WIDTH * c, sizeof pairs);
+        out[c] = (Floats)(pairs << 16);
+        out[SIZE / 2 / WIDTH + c] = (Floats)(pairs & 0xffff0000u);
+    }
+#elif defined(FLOAT16)
+    for (int c = 0; c < SIZE / WIDTH; c++) out[c] = widened<WIDTH>(row + c * WIDTH);
+#else
+    std::memcpy(out, row, SIZE * sizeof(float));
+#endif
+}
+
+template <int SIZE>
+inline void prefetch(const Element* row) {
+    for (int byte = 0; byte < int(SIZE * sizeof(Element)); byte += CACHE_LINE)
+        __builtin_prefetch((const char*)row + AHEAD + byte);
+}
+
+inline float sum(Floats lanes) {
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int i = 0; i < WIDTH; i++) total += lanes[i];
+    return total;
+}
+
+// exp(x) for x <= 0 to float32 rounding: 2^n times a polynomial of 2^r, |r| <= 1/2.
+inline float exponential(float x) {
+    float t = std::max(x, NEGLIGIBLE) * 1.44269504f;
+    float n = floorf(t + 0.5f), r = t - n;
+    float p = 1.5403530e-4f;
+    p = p * r + 1.33335581e-3f;
+    p = p * r + 9.61812910e-3f;
+    p = p * r + 5.55041086e-2f;
+    p = p * r + 2.40226506e-1f;
+    p = p * r + 6.93147180e-1f;
+    p = p * r + 1.0f;
+    return p * from_bits((uint32_t)((int32_t)n + 127) << 23);
+}
+
+constexpr int PARTS = DIM / WIDTH, VALUE_PARTS = VALUE_DIM / WIDTH;
+
+// Values times weights, added to `sums`: `COUNT` vectors of every query from `FIRST` on, which stay in registers.
+template <int FIRST, int COUNT>
+inline void average(const Element* value, const float (*weights)[BLOCK], int tokens, Floats (*sums)[VALUE_PARTS]) {
+    Floats held[QUERIES][COUNT];
+    for (int q = 0; q < QUERIES; q++)
+        for (int c = 0; c < COUNT; c++) held[q][c] = sums[q][FIRST + c];
+    for (int t = 0; t < tokens; t++) {
+        const Element* row = value + (int64_t)t * VALUE_DIM;
+        if (FIRST == 0) prefetch<VALUE_DIM>(row);
+        Floats unpacked[VALUE_PARTS];
+        unpack<VALUE_DIM>(row, unpacked);  // the compiler drops what is not used
+        for (int q = 0; q < QUERIES; q++)
+            for (int c = 0; c < COUNT; c++) held[q][c] += weights[q][t] * unpacked[FIRST + c];
+    }
+    for (int q = 0; q < QUERIES; q++)
+        for (int c = 0; c < COUNT; c++) sums[q][FIRST + c] = held[q][c];
+    constexpr int NEXT = FIRST + COUNT;
+    if constexpr (NEXT < VALUE_PARTS)
+        average<NEXT, std::min(COUNT, VALUE_PARTS - NEXT)>(value, weights, tokens, sums);
+}
+
+// One head: `query` [QUERIES, DIM], `key` [tokens, DIM], `value` [tokens, VALUE_DIM] -> `out` [QUERIES, VALUE_DIM],
+// `lse` [QUERIES].
+void attend(const Element* query, const Element* key, const Element* value, int64_t tokens, float scaling, float* out,
+            float* lse) {
+    Floats scaled[QUERIES][PARTS], sums[QUERIES][VALUE_PARTS] = {};
+    float scores[QUERIES][BLOCK], highest[QUERIES], total[QUERIES];
+    for (int q = 0; q < QUERIES; q++) {
+        highest[q] = -INFINITY;
+        total[q] = 0;
+        unpack<DIM>(query + q * DIM, scaled[q]);
+        for (int c = 0; c < PARTS; c++) scaled[q][c] *= scaling;
+    }
+    for (int64_t first = 0; first < tokens; first += BLOCK) {
+        int count = (int)std::min<int64_t>(BLOCK, tokens - first);
+        for (int t = 0; t < count; t++) {
+            const Element* row = key + (first + t) * DIM;
+            prefetch<DIM>(row);
+            Floats unpacked[PARTS];
+            unpack<DIM>(row, unpacked);
+            for (int q = 0; q < QUERIES; q++) {
+                Floats products = scaled[q][0] * unpacked[0];
+                for (int c = 1; c < PARTS; c++) products += scaled[q][c] * unpacked[c];
+                scores[q][t] = sum(products);
+            }
+        }
+        for (int q = 0; q < QUERIES; q++) {
+            for (int t = count; t < BLOCK; t++) scores[q][t] = -INFINITY;
+            float peak = highest[q], mass = 0;
+#pragma omp simd reduction(max : peak)
+            for (int t = 0; t < BLOCK; t++) peak = std::max(peak, scores[q][t]);
+            if (peak > highest[q]) {
+                float shrunk = exponential(highest[q] - peak);
+                highest[q] = peak;
+                total[q] *= shrunk;
+                for (int c = 0; c < VALUE_PARTS; c++) sums[q][c] *= shrunk;
+            }
+#pragma omp simd reduction(+ : mass)
+            for (int t = 0; t < BLOCK; t++) {
+                float weight = exponential(scores[q][t] - peak);
+                scores[q][t] = weight;
+                mass += weight;
+            }
+            total[q] += mass;
+        }
+        average<0, std::min(VALUE_PARTS, std::max(1, REGISTERS / QUERIES))>(value + first * VALUE_DIM, scores, count,
+                                                                            sums);
+    }
+    for (int q = 0; q < QUERIES; q++) {
+        const float* lanes = (const float*)sums[q];
+        lse[q] = highest[q] + logf(total[q]);
+        for (int d = 0; d < VALUE_DIM; d++) out[q * VALUE_DIM + d] = lanes[place<VALUE_DIM>(d)] / total[q];
+    }
+}
+
+}  // namespace
+
+// `query` [batch, heads, QUERIES, DIM] contiguous; `key` and `value` [batch, heads, tokens, *], whose rows of a head
+// are contiguous and whose batches and heads are so many elements apart; `tokens` >= `splits` >= 1. A head's keys are
+// split into `splits` parts, work for as many threads, which are merged by their log-sum-exps.
+extern "C" void partial_attention(const Element* query, const Element* key, const Element* value, float* out,
+                                  float* lse, int64_t batch, int64_t heads, int64_t tokens, int64_t key_batch,
+                                  int64_t key_head, int64_t value_batch, int64_t value_head, int64_t splits,
+                                  int threads, float scaling) {
+    constexpr int SIZE = QUERIES * VALUE_DIM;
+    int64_t jobs = batch * heads * splits;
+    std::vector<float> parts(splits > 1 ? jobs * (SIZE + QUERIES) : 0);
+    float* part_out = splits > 1 ? parts.data() : out;
+    float* part_lse = splits > 1 ? parts.data() + jobs * SIZE : lse;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t job = 0; job < jobs; job++) {
+        int64_t head = job / splits, split = job % splits;
+        int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
+        attend(query + head * QUERIES * DIM,
+               key + head / heads * key_batch + head % heads * key_head + start * DIM,
+               value + head / heads * value_batch + head % heads * value_head + start * VALUE_DIM,
+               stop - start, scaling, part_out + job * SIZE, part_lse + job * QUERIES);
+    }
+    if (splits == 1) return;
+    for (int64_t row = 0; row < batch * heads * QUERIES; row++) {
+        int64_t head = row / QUERIES, q = row % QUERIES;
+        float peak = -INFINITY, total = 0;
+        for (int64_t job = head * splits; job < (head + 1) * splits; job++)
+            peak = std::max(peak, part_lse[job * QUERIES + q]);
+        for (int d = 0; d < VALUE_DIM; d++) out[row * VALUE_DIM + d] = 0;
+        for (int64_t job = head * splits; job < (head + 1) * splits; job++) {
+            float weight = expf(part_lse[job * QUERIES + q] - peak);
+            total += weight;
+            for (int d = 0; d < VALUE_DIM; d++)
+                out[row * VALUE_DIM + d] += weight * part_out[job * SIZE + q * VALUE_DIM + d];
+        }
+        lse[row] = peak + logf(total);
+        for (int d = 0; d < VALUE_DIM; d++) out[row * VALUE_DIM + d] /= total;
+    }
+}

@@ -1,0 +1,22 @@
+"""Host memory in huge pages: at 4 KiB a page, looking up addresses costs a third of the speed of reading a bulk."""
+
+import math
+import mmap
+
+import torch
+from torch import Tensor
+
+WORTH = 4 << 20  # bytes; less fits few huge pages of 2 MiB
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """As `torch.empty` on the CPU, in huge pages where the system has them (Linux) and the tensor is large enough."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < WORTH or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without them: pages of the usual size, then
+        pass
+    return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory

@@ -1,0 +1,203 @@
+"""The kernel compiled for CPUs: against float64 and in a whole cache, and what happens where it cannot be built."""
+
+import functools
+import logging
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scenarios import play, small_buffers
+from test_kernels import SCALING, check
+from torch import Tensor
+
+from qada_cache import kernels
+from qada_cache.kernels import build, compiled, reference
+
+
+def compiler() -> str | None:
+    try:
+        return build._compiler()
+    except OSError:
+        return None
+
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs Linux and a C++ compiler")
+SIZES = [(64, 64, 4), (16, 24, 1), (80, 48, 7), (128, 128, 16), (8, 256, 5)]
+
+
+def tensors(dim: int, value_dim: int, queries: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Some heads of a larger buffer, nan wherever the kernel has no business."""
+    generator = torch.Generator().manual_seed(tokens)
+    query = 2 * torch.randn(2, 3, queries, dim, generator=generator)
+    made = [query.to(dtype)]
+    for size in (dim, value_dim):
+        whole = torch.full((3, 5, tokens + 9, size), torch.nan, dtype=dtype)
+        whole[1:, 1:4, :tokens] = torch.randn(2, 3, tokens, size, generator=generator).to(dtype)
+        made.append(whole[1:, 1:4, :tokens])
+    return made[0], made[1], made[2]
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of keys is worth the kernel, and splitting."""
+    monkeypatch.setattr(compiled, "MIN_TOKENS", 1)
+    monkeypatch.setattr(compiled, "SPLIT_TOKENS", 8)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("dtype", list(compiled.ELEMENTS), ids=list(compiled.ELEMENTS.values()))
+@pytest.mark.parametrize(("dim", "value_dim", "queries"), SIZES)
+def test_equals_float64(
+    dim: int, value_dim: int, queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Around the block size, one key, and more than a few blocks; by one thread, and by several of uneven parts."""
+    for tokens in (1, 63, 64, 65, 500):
+        query, key, value = tensors(dim, value_dim, queries, tokens, dtype)
+        assert compiled.supports(query, key, value)
+        for threads in (1, 5, 8):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            found = compiled.partial_attention(query, key, value, scaling=SCALING)
+            assert found is not None
+            check(found, query, key, value, torch.ones(1, 1, queries, tokens, dtype=torch.bool))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_shows(bad: float) -> None:
+    query, key, value = tensors(64, 64, 4, 200, torch.float32)
+    for poisoned in (key, value):
+        before = poisoned[1, 2, 150, 5].clone()
+        poisoned[1, 2, 150, 5] = bad
+        out, lse = compiled.partial_attention(query, key, value, scaling=SCALING)
+        expected, expected_lse = reference.partial_attention(query, key, value, scaling=SCALING)
+        assert out.isfinite().equal(expected.isfinite())
+        assert lse.isfinite().equal(expected_lse.isfinite())
+        assert not out.isfinite().all()
+        poisoned[1, 2, 150, 5] = before
+
+
+@needs_compiler
+@pytest.mark.usefixtures("short")
+def test_scores_far_apart() -> None:
+    """Weights that vanish, and sums that a later, higher score makes vanish."""
+    query, key, value = tensors(64, 64, 4, 200, torch.float32)
+    for order in (key, key.flip(2)):
+        ramp = torch.linspace(0, 40, 200)[None, None, :, None] * order.abs()
+        found = compiled.partial_attention(query.abs(), ramp, value.contiguous(), scaling=SCALING)
+        check(found, query.abs(), ramp, value, torch.ones(1, 1, 4, 200, dtype=torch.bool))
+
+
+def test_admits_only_what_it_computes() -> None:
+    query, key, value = tensors(64, 64, 4, 1024, torch.float32)
+    assert compiled.supports(query, key, value)
+    assert not compiled.supports(query, key[:, :, 1:], value[:, :, 1:])
+    assert not compiled.supports(query.half(), key, value)
+    assert not compiled.supports(query.double(), key.double(), value.double())
+    assert not compiled.supports(query.repeat(1, 1, 5, 1), key, value)
+    assert not compiled.supports(query, key.mT.contiguous().mT, value)
+    assert not compiled.supports(query, key, value[..., ::2])
+    assert not compiled.supports(query[..., :60], key[..., :60].contiguous(), value)
+    assert not compiled.supports(*(tensor.to("meta") for tensor in (query, key, value)))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scenario", ["turns", "holes", "crops_with_padding", "rows"])
+def test_cache_with_the_kernel_equals_reference(
+    scenario: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, original = [], compiled.partial_attention
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(compiled, "partial_attention", spy)
+    with small_buffers():
+        pair = play(scenario, dtype=dtype)
+    assert len(calls) > 3
+    assert pair.tally.local + pair.tally.long_context > 20
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """As in a process that has built nothing yet; its cache folder."""
+    monkeypatch.setattr(compiled, "_function", functools.cache(compiled._function.__wrapped__))
+    monkeypatch.setattr(compiled, "_say_once", functools.cache(compiled._say_once.__wrapped__))
+    monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def without_kernel(caplog: pytest.LogCaptureFixture) -> str:
+    """What is said when torch has to serve; that it does is checked."""
+    with caplog.at_level(logging.WARNING):
+        for queries in (2, 3):
+            query, key, value = tensors(64, 64, queries, 1100, torch.float32)
+            found = kernels.partial_attention(query, key, value, scaling=SCALING)
+            check(found, query, key, value, torch.ones(1, 1, queries, 1100, dtype=torch.bool))
+    assert len(caplog.records) == 1
+    return caplog.text
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build.sys, "platform", "linux")
+    assert "there is no C++ compiler" in without_kernel(caplog)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_on_another_system(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(build.sys, "platform", "darwin")
+    assert "it is built on Linux only, not on darwin" in without_kernel(caplog)
+
+
+@needs_compiler
+def test_a_compiler_that_fails(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    failing = tmp_path / "cc"
+    failing.write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CXX", str(failing))
+    assert f"{failing} failed with no such option" in without_kernel(caplog)
+    assert not list((fresh / "kernels").iterdir())
+
+
+@needs_compiler
+def test_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = tensors(64, 64, 2, 1100, torch.float32)
+    assert compiled.partial_attention(query, key, value, scaling=SCALING) is not None
+    assert len(list((fresh / "kernels").iterdir())) == 1
+    compiled._function.cache_clear()  # another process
+
+    def refuse(command: list[str], **_: Any) -> Any:
+        raise AssertionError(command)
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    assert compiled.partial_attention(query, key, value, scaling=SCALING) is not None
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_written_to(fresh: Path) -> None:
+    fresh.write_text("in the way")
+    query, key, value = tensors(64, 64, 2, 1100, torch.float32)
+    assert compiled.partial_attention(query, key, value, scaling=SCALING) is not None
+
+
+@needs_compiler
+@pytest.mark.parametrize(("name", "used"), [("auto", 1), ("torch", 0)])
+def test_chosen_by_name(name: str, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(compiled, "partial_attention", lambda *_, **__: calls.append(name))
+    monkeypatch.setitem(os.environ, "QADA_KERNELS", name)
+    query, key, value = tensors(64, 64, 4, 1100, torch.float32)
+    kernels.partial_attention(query, key, value, scaling=SCALING)
+    assert len(calls) == used
