@@ -45,12 +45,13 @@ class LateArrival(Arrival):
 class Copies:
     """What was copied to the device: how many copies, the tokens of the longest, and bytes.
 
-    `fail` is raised by the next copy.
+    `fail` is raised by the next copy; `eager` ones are there at once.
     """
 
     def __init__(self) -> None:
         self.longest = self.bytes = self.count = 0
         self.fail: Exception | None = None
+        self.eager = False
         self.last: Late | None = None  # copy to the host: they come in order, as on one stream
 
     def fetch(self, keys: Tensor, values: Tensor, device: torch.device, *, after: Any) -> Arrival:
@@ -72,7 +73,7 @@ class Copies:
             for target, source in zip(there, (keys, values), strict=True):
                 target.copy_(source)
 
-        return LateArrival(there, Late(copy))
+        return LateArrival(there, self._late(copy))
 
     def send(self, copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Late:
         copies, before = list(copies), self.last
@@ -84,8 +85,14 @@ class Copies:
             for target, source in copies:
                 target.copy_(source)
 
-        self.last = Late(copy)
+        self.last = self._late(copy)
         return self.last
+
+    def _late(self, copy: Callable[[], None]) -> Late:
+        event = Late(copy)
+        if self.eager:
+            event.synchronize()
+        return event
 
 
 @contextmanager
