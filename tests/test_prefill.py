@@ -5,6 +5,7 @@ Counted on the CPU by the tensors alive; the tests marked `gpu` ask the allocato
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections import deque
@@ -14,16 +15,19 @@ from unittest import mock
 import pytest
 import torch
 from harness import SINKS, WINDOW, Inputs, make_policy
+from models import tiny
 from scenarios import left_padded
 from stand_in import accelerator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
-from qada_cache import bulk, moments, transfers
+from qada_cache import QAdACache, bulk, moments, transfers
 from qada_cache.bulk import Bulk
 from qada_cache.decode import whole_context
 from qada_cache.layer import QAdALayer
+from qada_cache.reading import flagged
 from qada_cache.residents import Residents
 
 TOKENS = 3000
@@ -81,8 +85,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return seen
 
 
-def new_layer(keys: Tensor, values: Tensor) -> QAdALayer:
-    layer = QAdALayer(make_policy(offloading=True), 0)
+def new_layer(keys: Tensor, values: Tensor, **options: Any) -> QAdALayer:
+    layer = QAdALayer(make_policy(offloading=True, **options), 0)
     layer.lazy_initialization(keys, values)
     return layer
 
@@ -109,8 +113,7 @@ def test_prefill_makes_no_second_copy_of_a_layer(padding: str, host: set[int]) -
     assert live.peak < (1.2 * row if padding == "holes" else 0.05 * whole_layer)
 
 
-@pytest.mark.parametrize("residents", [0, 1.0])
-def test_chunks_stream_a_bulk_that_is_larger_than_the_device(residents: float, host: set[int]) -> None:
+def test_chunks_stream_a_bulk_that_is_larger_than_the_device(host: set[int]) -> None:
     """A chunk of a long prompt holds itself, and three blocks of one head, whatever is cached already."""
     keys, values, _ = Inputs()(TOKENS)
     peaks = []
@@ -127,6 +130,23 @@ def test_chunks_stream_a_bulk_that_is_larger_than_the_device(residents: float, h
             assert layer.streamed_bytes == copies.bytes == 2 * (stored - SINKS - WINDOW) * TOKEN_BYTES
         peaks.append(live.peak)
     assert peaks[0] == peaks[1] < 60_000 < 2 * TOKENS * TOKEN_BYTES / 20
+
+
+def test_what_lies_on_the_device_is_not_streamed() -> None:
+    keys, values, _ = Inputs()(60)
+    outputs = []
+    for budget in (0, 1.0):
+        with accelerator() as copies:
+            layer = new_layer(keys, values, device_budget=budget)
+            layer.store.absorb(keys, values, None)
+            list(flagged(layer.store.bulk, [[True, False], [True, True]]))
+            copies.bytes = 0
+            chunk = Inputs(1)(WINDOW + 1)
+            outputs.append(whole_context(layer, layer.store, chunk[2], *chunk[:2], scaling=0.25, valid=None))
+            whole = 2 * (60 - SINKS - WINDOW) * TOKEN_BYTES
+            assert layer.streamed_bytes == copies.bytes == (whole / 4 if budget else whole)
+            assert layer.spared_bytes == whole - layer.streamed_bytes
+    assert torch.equal(*outputs)
 
 
 def test_first_fill_does_not_wait() -> None:
@@ -230,3 +250,97 @@ def unpinnable(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
     if pin_memory:
         raise RuntimeError("no memory can be pinned")
     return empty(*args, **kwargs)
+
+
+# -- what only a GPU can show -------------------------------------------------------------------------------------
+
+
+def on_gpu(test: Any) -> Any:
+    """Marks a test."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
+
+
+def strided(tokens: int, heads: int = 4) -> tuple[Tensor, Tensor]:
+    """Keys and values on the GPU as models make them: `[batch, tokens, heads, dim]`, transposed."""
+    made = torch.randn(2, 1, tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
+    return made[0].transpose(1, 2), made[1].transpose(1, 2)
+
+
+def peak_of(run: Any) -> int:
+    """Bytes allocated on the GPU at most while `run()` ran, beyond those before."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@on_gpu
+def test_prefill_peak_does_not_grow_with_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer's keys and values are under way while the next one computes, however many layers there are."""
+    monkeypatch.setattr(transfers, "IN_FLIGHT_BYTES", 0)
+    tokens, peaks = 100_000, []
+    for layers in (2, 8):
+        model = tiny(num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8, head_dim=64).cuda()
+        ids = torch.randint(1, 90, (1, tokens), device="cuda")
+
+        def run(model: PreTrainedModel = model, ids: Tensor = ids) -> None:
+            with torch.no_grad():
+                cache = QAdACache(model, moments="current")
+                model(ids, past_key_values=cache, logits_to_keep=1)
+                assert cache.stats().host_bytes > len(cache.layers) * tokens * 2 * 8 * 64 * 4
+
+        run()  # kernels are loaded
+        peaks.append(peak_of(run))
+    assert peaks[1] - peaks[0] < 0.5 * tokens * 2 * 8 * 64 * 4
+
+
+@on_gpu
+def test_chunk_peak_does_not_grow_with_the_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "STREAM_TOKENS", 4096)
+    peaks = []
+    for stored in (20_000, 400_000):
+        keys, values = strided(stored)
+        layer = new_layer(keys, values)
+        layer.store.absorb(keys, values, None)
+        del keys, values
+        chunk = strided(1000)
+        query = torch.randn(1, 8, 1000, 64, device="cuda", dtype=torch.bfloat16)
+
+        def run(layer: QAdALayer = layer, chunk: Any = chunk, query: Tensor = query) -> None:
+            whole_context(layer, layer.store, query, *chunk, scaling=0.125, valid=None)
+
+        run()
+        peaks.append(peak_of(run))
+    assert peaks[1] <= peaks[0] + 4096 * 2 * 64 * 2  # a block more, where the allocator learns late what is free
+
+
+@on_gpu
+def test_copies_do_not_block() -> None:
+    """Neither those of a prefill nor those of a decode step make the host wait for the device."""
+    keys, values = strided(5000)
+    layer = new_layer(keys, values)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer.store.absorb(keys, values, None)
+        parts = list(flagged(layer.store.bulk, [[True, False, True, True]]))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert layer.store.bulk.keys.is_pinned()
+    for part in parts:
+        assert torch.equal(part.keys, keys[:, part.heads, SINKS:-WINDOW])
+        assert torch.equal(part.values, values[:, part.heads, SINKS:-WINDOW])
+
+
+@on_gpu
+def test_a_copy_is_pinned_too() -> None:
+    keys, values = strided(5000)
+    layer = new_layer(keys, values)
+    layer.store.absorb(keys, values, None)
+    twin = copy.deepcopy(layer.store.bulk)
+    assert twin.keys.is_pinned()
+    assert twin.values.is_pinned()
+    assert torch.equal(twin.keys[:, :, : twin.lengths[0]], keys[:, :, SINKS:-WINDOW].cpu())

@@ -119,6 +119,21 @@ def test_outputs_do_not_depend_on_the_budget(use: Use, model: PreTrainedModel, t
     assert pulled[1.0] < pulled[16_000] < pulled[0]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("use", [one_shot, chunked, padded, cropped, copied_and_saved])
+def test_outputs_do_not_depend_on_the_budget_on_a_gpu(use: Use, tmp_path: Path) -> None:
+    """To the bit at any budget; to rounding with the bulk on the device, where neighbouring heads are read as one."""
+    model = tiny(num_hidden_layers=3).cuda()
+    options: dict[str, Any] = {"threshold": 0.25, "moments": "current", **SMALL}
+    with small_buffers(), mock.patch.object(bulk, "STREAM_TOKENS", 7):
+        wanted = use(model, QAdACache(model, **options), tmp_path)
+        for budget in BUDGETS[1:]:
+            assert torch.equal(use(model, QAdACache(model, device_budget=budget, **options), tmp_path), wanted)
+        on_device = use(model, QAdACache(model, offloading=False, **options), tmp_path)
+    torch.testing.assert_close(on_device, wanted, rtol=1e-3, atol=1e-3)
+
+
 # -- who is kept --------------------------------------------------------------------------------------------------
 
 
