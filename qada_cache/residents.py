@@ -156,8 +156,8 @@ class LayerResidents:
     def flag(self, heads: list[Head]) -> dict[Head, float]:
         """Count one call that flagged `heads`; their scores before it.
 
-        A head asks to stay with its score before the flag that brought it here. In a step that flags everything, heads
-        of the layers before would else have one flag more than those of the layers behind, and push them out.
+        A head asks to stay with its score before the flag that brought it here. With that flag, which is newer than any
+        other, it would push out the least recently flagged; where heads are needed in turn, that one is needed next.
         """
         self._calls += 1
         now, before = self._calls / HALF_LIFE, {}

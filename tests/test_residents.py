@@ -171,6 +171,20 @@ def test_layers_in_turn_do_not_push_each_other_out() -> None:
     assert [heads.step([0, 1, 2, 3], [0, 1, 2, 3]) for _ in range(200)] == [0] + [4] * 199
 
 
+def test_heads_in_turn_do_not_push_each_other_out() -> None:
+    """Four heads, one a step, and room for two: what was read last is again what will not be needed for longest."""
+    with accelerator() as copies:
+        shared = Residents(2 * 5 * 2 * 4 * 4)
+        store = Bulk(torch.ones(1, 4, 0, 4), torch.ones(1, 4, 0, 4), offloading=True, residents=shared, layer=0)
+        store.append(slice(0, 1), torch.ones(1, 4, 5, 4), torch.ones(1, 4, 5, 4))
+        hits = []
+        for step in range(80):
+            before = copies.count
+            list(reading.flagged(store, [[head == step % 4 for head in range(4)]]))
+            hits.append(copies.count == before)
+    assert hits[4:] == [True, True, False, False] * 19
+
+
 def test_the_most_often_flagged_are_kept() -> None:
     """Heads flagged in 9, 5 and 1 of 10 steps; room for those of the first kind."""
     generator, heads = torch.Generator().manual_seed(0), Heads(4 * 40, layers=4)
