@@ -1,41 +1,81 @@
 """Where the bulk of a layer's keys and values lives: preallocated, on the host when offloading."""
 
+import copy
+import functools
+import logging
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor
 
 from . import pages
+from .residents import Head, Residents
+from .transfers import Arrival, ahead, fetch, join, send
+
+logger = logging.getLogger(__name__)
 
 GRANULE = 256  # tokens; capacities are multiples of it
 GROWTH = 1.25  # a full store grows to this multiple of the need, so that copying is amortised over many tokens
-STREAM_TOKENS = 4096  # tokens a head that one streamed block holds on the device
+STREAM_TOKENS = 32768  # tokens of one head in a block that is streamed through the device
+
+
+@functools.cache
+def _warn_not_pinned(reason: str) -> None:
+    logger.warning("the bulk lies in host memory that is not pinned, so that copies of it wait: %s", reason)
 
 
 class Bulk:
     """Every key and value outside sinks and staging, oldest first, row by row.
 
     Layout `[batch, kv_heads, capacity, dim]`; row `r` holds its first `lengths[r]` tokens, the rest is not
-    initialised and never read. With `offloading` on an accelerator the storage is pinned host memory; everywhere
-    else it lies on the compute device and nothing is copied to be read.
+    initialised and never read. With `offloading` on an accelerator the storage is pinned host memory, and heads may be
+    kept on the device as well (`residents.py`); everywhere else it lies on the compute device and nothing is copied to
+    be read.
+
+    Attributes:
+        lengths: tokens of each row.
+        residents: the heads that are on the device as well.
+        flagged: heads that the last adaptive call read.
+        early: those whose copies were started before they are asked for.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, *, offloading: bool) -> None:
-        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`)."""
+    def __init__(self, keys: Tensor, values: Tensor, *, offloading: bool, residents: Residents, layer: int) -> None:
+        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`).
+
+        `residents` are the cache's, `layer` is this one's index.
+        """
         self.device = keys.device
         self.offloaded = offloading and self.device.type != "cpu"
+        self.residents = residents.layer(layer, keys.device, *keys.shape[:2])
         self.lengths = [0] * keys.shape[0]
         self.keys = self._allocate(keys, 0)
         self.values = self._allocate(values, 0)
+        self.flagged: list[Head] = []
+        self.early: dict[Head, Arrival] = {}
+        self._written: Any = None  # event of the last copy to the host
 
     def _allocate(self, like: Tensor, capacity: int, batch: int | None = None) -> Tensor:
         shape = (like.shape[0] if batch is None else batch, like.shape[1], capacity, like.shape[3])
         with torch.inference_mode(False):  # an inference tensor could not be appended to outside inference mode
             if self.device.type == "cpu":
                 return pages.empty(shape, like.dtype)
+            if self.offloaded and capacity > 0:
+                try:
+                    return torch.empty(shape, dtype=like.dtype, pin_memory=True)
+                except RuntimeError as error:  # the system limits it, or has none left
+                    _warn_not_pinned(str(error))
             device = torch.device("cpu") if self.offloaded else self.device
-            return torch.empty(shape, dtype=like.dtype, device=device, pin_memory=self.offloaded and capacity > 0)
+            return torch.empty(shape, dtype=like.dtype, device=device)
+
+    def __deepcopy__(self, memo: dict) -> "Bulk":
+        twin = memo[id(self)] = copy.copy(self)
+        self.settle()
+        twin.lengths, twin.flagged, twin.early = list(self.lengths), list(self.flagged), {}
+        twin.residents = copy.deepcopy(self.residents, memo)
+        twin.keys = self._moved(self.keys, range(len(self.lengths)), self.capacity)  # pinned as these are
+        twin.values = self._moved(self.values, range(len(self.lengths)), self.capacity)
+        return twin
 
     @property
     def capacity(self) -> int:
@@ -49,24 +89,43 @@ class Bulk:
 
     def settle(self) -> None:
         """Wait for copies to the host that are still under way, before the host itself reads them."""
-        if self.offloaded:
+        if self._written is not None:
+            self._written.synchronize()
+            self._written = None
+        elif self.offloaded and self.device.type not in ("cpu", "cuda"):
             torch.accelerator.synchronize(self.device)
+
+    def in_place(self) -> tuple[Tensor, Tensor]:
+        """Keys and values where they lie, for a kernel that reads them there; it is made to wait for their copies."""
+        if self._written is not None and not self._written.query():
+            join(self._written, self.device)
+        return self.keys, self.values
+
+    def _holds(self, lengths: list[int]) -> None:
+        """Row `r` holds `lengths[r]` tokens from now on."""
+        self.lengths = lengths
+        self.early.clear()  # they hold another number of tokens
+        token_bytes = sum(t.shape[1] * t.shape[3] * t.element_size() for t in (self.keys, self.values))
+        self.residents.bulk_bytes = sum(lengths) * token_bytes
+
+    def _moved(self, old: Tensor, index: list[int] | range, capacity: int) -> Tensor:
+        """A new storage whose row `i` is the row `index[i]` of the old one."""
+        used = max((self.lengths[row] for row in index), default=0)
+        new = self._allocate(old, capacity, batch=len(index))
+        if list(index) == list(range(old.shape[0])):
+            new[:, :, :used] = old[:, :, :used]
+        else:
+            for row, source in enumerate(index):
+                new[row, :, :used] = old[source, :, :used]
+        return new
 
     def _rebuild(self, index: list[int], capacity: int) -> None:
         """Move to a new storage whose row `i` is the old row `index[i]`."""
         self.settle()
-        lengths = [self.lengths[row] for row in index]
-        used = max(lengths, default=0)
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = self._allocate(old, capacity, batch=len(index))
-            if index == list(range(old.shape[0])):
-                new[:, :, :used] = old[:, :, :used]
-            else:
-                for row, source in enumerate(index):
-                    new[row, :, :used] = old[source, :, :used]
-            setattr(self, name, new)
-        self.lengths = lengths
+        if self.offloaded and self.capacity:  # a kernel may still be reading the old one in place
+            torch.accelerator.synchronize(self.device)
+        self.keys, self.values = (self._moved(old, index, capacity) for old in (self.keys, self.values))
+        self._holds([self.lengths[row] for row in index])
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row."""
@@ -78,31 +137,57 @@ class Bulk:
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Add `keys` and `values` `[rows, kv_heads, tokens, dim]` to rows of equal length."""
         start, tokens = self.lengths[rows.start], keys.shape[2]
-        self.reserve(start + tokens)
-        self.keys[rows, :, start : start + tokens].copy_(keys, non_blocking=True)
-        self.values[rows, :, start : start + tokens].copy_(values, non_blocking=True)
-        self.lengths[rows] = [start + tokens] * len(self.lengths[rows])
+        stop = start + tokens
+        self.reserve(stop)
+        if self.offloaded:
+            copies = [
+                (store[row, head, start:stop], new[row - rows.start, head])
+                for store, new in ((self.keys, keys), (self.values, values))
+                for row in range(rows.start, rows.stop)
+                for head in range(new.shape[1])
+            ]
+            self._written = send(copies, self.device)
+        else:
+            self.keys[rows, :, start:stop] = keys
+            self.values[rows, :, start:stop] = values
+        self._holds([*self.lengths[: rows.start], *[stop] * len(self.lengths[rows]), *self.lengths[rows.stop :]])
+        self.residents.append(rows, keys, values)
+
+    def fetch(self, head: Head, start: int, stop: int) -> Arrival:
+        """Start to copy tokens `start..stop` of one head of one row from the host to the device."""
+        at = (slice(head[0], head[0] + 1), slice(head[1], head[1] + 1), slice(start, stop))
+        return fetch(self.keys[at], self.values[at], self.device, after=self._written)
 
     def read(self, rows: slice, heads: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[rows, heads, stop - start, dim]` on the compute device: a view, or a copy if offloaded."""
         part = self.keys[rows, heads, start:stop], self.values[rows, heads, start:stop]
-        return send_to_device(part, self.device, non_blocking=True) if self.offloaded else part
+        if not self.offloaded:
+            return part
+        each = [
+            (row, head)
+            for row in range(*rows.indices(len(self.lengths)))
+            for head in range(*heads.indices(self.keys.shape[1]))
+        ]
+        arrived = list(ahead(self.fetch(head, start, stop) for head in each))
+        keys, values = zip(*arrived, strict=True)
+        return torch.cat(keys).view_as(part[0]), torch.cat(values).view_as(part[1])
 
-    def stream(self, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
-        """Everything rows of equal length hold, as blocks `[rows, kv_heads, tokens, dim]` on the compute device.
-
-        Not offloaded, the one block is a view of it all; offloaded, device memory is bounded by two blocks.
-        """
-        length = self.lengths[rows.start]
-        step = STREAM_TOKENS if self.offloaded else max(length, 1)
-        for start in range(0, length, step):
-            yield self.read(rows, slice(None), start, min(start + step, length))
+    def blocks(self, rows: slice, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """What rows of equal length hold from token `start` on, as blocks `[rows, kv_heads, tokens, dim]` of bounded
+        size on the compute device."""
+        length, step = self.lengths[rows.start], max(1, STREAM_TOKENS // self.keys.shape[1])
+        for first in range(start, length, step):
+            yield self.read(rows, slice(None), first, min(first + step, length))
 
     def truncate(self, lengths: list[int]) -> None:
         """Forget the newest tokens: row `r` keeps its first `lengths[r]`."""
-        self.lengths = lengths
+        if lengths != self.lengths:
+            self._holds(lengths)
+            self.residents.truncate(lengths)
 
     def select(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
         used = max((self.lengths[row] for row in index), default=0)
         self._rebuild(index, self.capacity if used else 0)
+        self.residents.select(index)
+        self.flagged = []

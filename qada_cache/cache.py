@@ -1,6 +1,7 @@
 """QAdACache: the KV cache a user hands to `generate()`."""
 
 import copy
+import itertools
 import logging
 import os
 from typing import Any
@@ -58,6 +59,11 @@ class QAdACache(DynamicCache):
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
+        device_budget: how much of an offloaded bulk may lie on the device as well, on each device that the model is on:
+            an int, bytes; a float in [0, 1], that share of the bulk; "auto", the memory that is free on the device when
+            the first head asks for it (as accelerate measures it), less a tenth of it and at least 1 GiB. A head's bulk
+            stays when it was read anyway, until heads that are read more often, or more recently, need the room. 0
+            keeps none, 1.0 all that was ever read; outputs are the same.
         audit_every: every so many query-adaptive steps, read the whole bulk of one layer, each in its turn, and book in
             `stats().audit` what the decisions missed; outputs stay the same. 0: never.
 
@@ -80,6 +86,7 @@ class QAdACache(DynamicCache):
         moments: str | KeyMoments | os.PathLike = "random-words",
         update_moments: bool = True,
         offloading: bool = True,
+        device_budget: int | float | str = 0,
         audit_every: int = 0,
     ) -> None:
         text_config = support.text_config(model, config)
@@ -92,6 +99,7 @@ class QAdACache(DynamicCache):
             moments="current",
             update_moments=update_moments,
             offloading=offloading,
+            device_budget=device_budget,
             audit_every=audit_every,
             model_type=text_config.model_type,
             config=text_config,
@@ -104,7 +112,10 @@ class QAdACache(DynamicCache):
             QAdALayer(policy, index) if type(layer) is DynamicLayer else layer
             for index, layer in enumerate(self.layers)
         ]
-        policy.served = tuple(index for index, layer in enumerate(self.layers) if isinstance(layer, QAdALayer))
+        ours = [layer for layer in self.layers if isinstance(layer, QAdALayer)]
+        for layer, following in itertools.pairwise(ours):
+            layer.following = following
+        policy.served = tuple(layer.index for layer in ours)
         used = criterion == "gaussian" and bool(policy.served)
         policy.moments = resolve_moments(moments, model=model, config=config, used=used)
         support.check_heads(criterion, text_config)

@@ -1,7 +1,5 @@
 """Attention of one layer over its cached tokens: query-adaptive for short calls, whole context for long ones."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -9,6 +7,8 @@ from .decide import audit, count, needs_long_context
 from .kernels import choice, merge_partials, partial_attention, softmax_average
 from .layer import QAdALayer
 from .one_token import one_token
+from .padding import real_tokens
+from .reading import flagged, prefetch, stream
 from .store import TokenStore
 
 
@@ -39,7 +39,8 @@ def query_adaptive(
     )
     audited = layer.is_audited()
     if queries == 1 and not audited:
-        kernel = choice.fused_decode(query, store.bulk.keys, store.bulk.values, layer.policy.criterion)
+        policy, bulk = layer.policy, store.bulk
+        kernel = choice.fused_decode(query, bulk.keys, bulk.values, policy.criterion, policy.device_budget)
         if kernel is not None:
             out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
             count(layer, flags.unsqueeze(-1), geometry)
@@ -55,11 +56,8 @@ def query_adaptive(
     far_lse = None if far is None else far[1]
     flags = needs_long_context(layer, store.moments, packed, scores, far_lse, geometry, scaling=scaling)
     if audited:
-        before = int(layer.pulled_bytes)
-        _, true_lse = far or _bulk_partial(layer, store, packed, None, scaling=scaling)
+        _, true_lse = far or _bulk_partial(layer, store, packed, None, scaling=scaling, audit=True)
         audit(layer, flags, scores, true_lse, geometry)
-        layer.audited_bytes += int(layer.pulled_bytes) - before
-        layer.pulled_bytes = before
     count(layer, flags, geometry)
 
     visible = geometry.local.unsqueeze(1) | (geometry.staged.unsqueeze(1) & flags.unsqueeze(-1))
@@ -68,23 +66,14 @@ def query_adaptive(
         if far is None:
             far = _bulk_partial(layer, store, packed, flags.flatten(2).any(dim=-1), scaling=scaling)
         far_out, far_lse = far
+        if layer.following is not None and layer.following.store is not None:
+            layer.following.pulled_bytes += prefetch(layer.following.store.bulk)
         out, lse = merge_partials(out, lse, far_out, far_lse.masked_fill(~flags.flatten(2), -torch.inf))
     return out.unflatten(2, (group, queries)).flatten(1, 2).to(query.dtype)
 
 
-def _runs(wanted: list[bool]) -> Iterator[slice]:
-    """Maximal runs of neighbouring True entries."""
-    start = None
-    for index, flag in enumerate([*wanted, False]):
-        if flag and start is None:
-            start = index
-        elif not flag and start is not None:
-            yield slice(start, index)
-            start = None
-
-
 def _bulk_partial(
-    layer: QAdALayer, store: TokenStore, packed: Tensor, wanted: Tensor | None, *, scaling: float
+    layer: QAdALayer, store: TokenStore, packed: Tensor, wanted: Tensor | None, *, scaling: float, audit: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Partial attention over the stored bulk, for the wanted KV heads only.
 
@@ -96,6 +85,7 @@ def _bulk_partial(
         packed: `[batch, kv_heads, queries, dim]`.
         wanted: bool `[batch, kv_heads]`; reading it on the host is the one synchronisation of a step. None: all.
         scaling: multiplies the scores.
+        audit: count it as an audit's reading, which decides nothing about what is kept on the device.
 
     Returns:
         `(out, lse)` as `partial_attention`, neutral where not wanted.
@@ -103,15 +93,15 @@ def _bulk_partial(
     out = packed.new_zeros(*packed.shape[:-1], store.near_values.shape[-1], dtype=torch.float32)
     lse = packed.new_full(packed.shape[:-1], -torch.inf, dtype=torch.float32)
     batch, kv_heads = packed.shape[:2]
-    for row, flags in enumerate([[True] * kv_heads] * batch if wanted is None else wanted.tolist()):
-        length = store.bulk.lengths[row]
-        if not length:
-            continue
-        rows = slice(row, row + 1)
-        for heads in _runs(flags):
-            keys, values = store.bulk.read(rows, heads, 0, length)
-            out[rows, heads], lse[rows, heads] = partial_attention(packed[rows, heads], keys, values, scaling=scaling)
-            layer.pulled_bytes += keys.nbytes + values.nbytes
+    flags = [[True] * kv_heads] * batch if wanted is None else wanted.tolist()
+    for part in flagged(store.bulk, flags, learn=not audit):
+        at = part.rows, part.heads
+        out[at], lse[at] = partial_attention(packed[at], part.keys, part.values, scaling=scaling)
+        if audit:
+            layer.audited_bytes += part.pulled + part.spared
+        else:
+            layer.pulled_bytes += part.pulled
+            layer.spared_bytes += part.spared
     return out, lse
 
 
@@ -145,7 +135,7 @@ def whole_context(
     alike = valid is None and len(set(zip(store.lengths, store.flushed, strict=True))) == 1
     batch = query.shape[0]
     for rows in [slice(0, batch)] if alike else [slice(row, row + 1) for row in range(batch)]:
-        real = slice(None) if valid is None else valid[rows.start].nonzero().squeeze(-1).to(query.device)
+        real = slice(None) if valid is None else real_tokens(valid[rows.start], query.device)
         new_query, new_key, new_value = query[rows][:, :, real], key[rows][:, :, real], value[rows][:, :, real]
         kv_heads, tokens = new_key.shape[1:3]
         group = query.shape[1] // kv_heads
@@ -162,8 +152,11 @@ def whole_context(
         out, lse = out.reshape(*packed.shape[:3], -1), lse.reshape(packed.shape[:3])
         for keys, values in store.near(rows):
             out, lse = merge_partials(out, lse, *partial_attention(packed, keys, values, scaling=scaling))
-        for keys, values in store.bulk.stream(rows):
-            out, lse = merge_partials(out, lse, *partial_attention(packed, keys, values, scaling=scaling))
-            layer.streamed_bytes += keys.nbytes + values.nbytes
+        for part in stream(store.bulk, rows):
+            at = slice(part.rows.start - rows.start, part.rows.stop - rows.start), part.heads
+            far = partial_attention(packed[at], part.keys, part.values, scaling=scaling)
+            out[at], lse[at] = merge_partials(out[at], lse[at], *far)
+            layer.streamed_bytes += part.pulled
+            layer.spared_bytes += part.spared
         result[rows, :, real] = out.reshape(*new_query.shape[:3], -1).to(query.dtype)
     return result

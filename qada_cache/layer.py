@@ -23,8 +23,9 @@ class QAdALayer(DynamicLayer):
         incoming: the key tensor handed out by `update` and not yet seen by the attention function.
         local_heads: int64 `[kv_heads, group]`, decisions that called the query head local.
         local_groups: int64 `[kv_heads]`, decisions without a long-context head in the group.
-        decisions, steps, pulled_bytes, streamed_bytes: see `CacheStats`; `pulled_bytes` becomes an int64 tensor `[]`
-            on the device once the fused kernel counts it there.
+        following: the next such layer of the cache, whose heads may be fetched while this one computes; None: the last.
+        decisions, steps, pulled_bytes, spared_bytes, streamed_bytes: see `CacheStats`; `pulled_bytes` becomes an int64
+            tensor `[]` on the device once the fused kernel counts it there.
         audited: float64 `[5]`, sums over audited decisions of query heads: all, long-context in truth, found of those,
             called long-context, attention missed. None before the first.
         audited_bytes: bulk bytes read for audits.
@@ -36,6 +37,7 @@ class QAdALayer(DynamicLayer):
         super().__init__()
         self.policy = policy
         self.index = index
+        self.following: QAdALayer | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -44,12 +46,13 @@ class QAdALayer(DynamicLayer):
         self.bound_module: Any = None  # weak reference to the attention module served, see attention.py
         self.incoming: Tensor | None = None
         self.store: TokenStore | None = None
+        self.policy.residents.layers.pop(self.index, None)
         self.seen = 0
         self.padding: list[tuple[int, Tensor]] = []
         self.local_heads: Tensor | None = None
         self.local_groups: Tensor | None = None
         self.audited: Tensor | None = None
-        self.decisions = self.steps = self.streamed_bytes = self.audited_bytes = 0
+        self.decisions = self.steps = self.spared_bytes = self.streamed_bytes = self.audited_bytes = 0
         self.pulled_bytes: int | Tensor = 0
 
     def is_audited(self) -> bool:
@@ -68,6 +71,8 @@ class QAdALayer(DynamicLayer):
             offloading=self.policy.offloading,
             track_moments=self.policy.tracks_moments,
             update_moments=self.policy.update_moments,
+            residents=self.policy.residents,
+            layer=self.index,
         )
         self.is_initialized = True
 

@@ -47,3 +47,15 @@ def token_validity(mask: Tensor | None, *, batch: int, seen: int, queries: int) 
         )
     valid = valid.expand(batch, seen).cpu()
     return None if valid.all() else valid
+
+
+def real_tokens(valid: Tensor, device: torch.device) -> slice | Tensor:
+    """Which tokens of a row are real, from bool `[tokens]` on the host, as an index for a tensor on `device`.
+
+    A slice if they are neighbours, as they are where padding is on one side: what it selects is no copy.
+    """
+    real = valid.nonzero().squeeze(-1)
+    if not len(real):
+        return slice(0, 0)
+    first, last = int(real[0]), int(real[-1]) + 1
+    return slice(first, last) if last - first == len(real) else real.to(device)

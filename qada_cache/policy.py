@@ -11,6 +11,7 @@ from .criterion import CRITERIA, GROUP_RULES, StaticHeads
 from .geometry import Geometry, call_geometry
 from .key_moments import KeyMoments
 from .padding import token_validity
+from .residents import Residents, check_budget
 
 
 @dataclass(eq=False)
@@ -27,8 +28,10 @@ class Policy:
     model_type: str
     group_rule: str = "head"
     audit_every: int = 0
+    device_budget: int | float | str = 0
     served: tuple[int, ...] = ()  # the layers that share this policy
     config: Any = None  # of the model served, compared by identity
+    residents: Residents = field(init=False, repr=False)  # heads that lie on the device as well
     reached: int = field(default=-1, repr=False)  # the layer that took in tokens last, in the forward pass under way
     _mask: tuple[Any, Any, Tensor | None] | None = field(default=None, repr=False)
     _geometry: tuple[Any, Geometry] | None = field(default=None, repr=False)
@@ -63,6 +66,8 @@ class Policy:
             raise ValueError(f"unknown group_rule {self.group_rule!r}: use one of {', '.join(GROUP_RULES)}")
         if not isinstance(self.moments, KeyMoments) and self.moments != "current":
             raise TypeError('moments must be "current" or a KeyMoments')
+        check_budget(self.device_budget)
+        self.residents = Residents(self.device_budget)
 
     @property
     def window(self) -> int:

@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from .cache import QAdACache
 
 KIND = "qada-cache"
-_OPTIONS = ("threshold", "sink_tokens", "local_tokens", "group_rule", "update_moments", "offloading", "audit_every")
+_OPTIONS = (
+    "threshold",
+    "sink_tokens",
+    "local_tokens",
+    "group_rule",
+    "update_moments",
+    "offloading",
+    "device_budget",
+    "audit_every",
+)
 _IDENTITY = (
     "model_type",
     "num_hidden_layers",
@@ -43,6 +52,7 @@ _LAYER_FIELDS = (
     "decisions",
     "steps",
     "pulled_bytes",
+    "spared_bytes",
     "streamed_bytes",
     "audited",
     "audited_bytes",
@@ -134,6 +144,7 @@ def _restore_layer(layer: QAdALayer, state: dict[str, Any]) -> None:
         store.bulk.append(rows, state["bulk_keys"][rows, :, :stored], state["bulk_values"][rows, :, :stored])
     if store.moments is not None:
         store.moments.count, store.moments.mean, store.moments.scatter = state["count"], state["mean"], state["scatter"]
+    state = {"spared_bytes": 0} | state  # which older files do not have
     for name in _LAYER_FIELDS:
         setattr(layer, name, state[name])
     layer.padding = [(first, valid.cpu()) for first, valid in layer.padding]  # read on the host, see padding.py

@@ -48,10 +48,13 @@ class CacheStats:
         decisions: decisions taken per layer.
         tokens: logical length of the cache, padding included.
         device_bytes: bytes on the compute device: sinks, window, staging, key moments (shared by all caches that go by
-            them), layers of other kinds, and the bulk unless it is offloaded. On a CPU model host and device are one
-            memory; the bulk still counts as host bytes under `offloading=True`, since that is where it would be.
+            them), layers of other kinds, residents, and the bulk unless it is offloaded. On a CPU model host and device
+            are one memory; the bulk counts as host bytes under `offloading=True` even so, as that is where it would be.
         host_bytes: bytes of the offloaded bulk, preallocated room included.
-        pulled_bytes: bulk bytes read for query-adaptive calls since the last reset.
+        resident_bytes: of the device's, those of heads of an offloaded bulk that are kept there as well.
+        pulled_bytes: bulk bytes read for query-adaptive calls since the last reset, from where the bulk lives; also of
+            heads fetched early that were not asked for then.
+        spared_bytes: bulk bytes that were read from residents instead.
         streamed_bytes: bulk bytes read for exact calls on a filled cache (long second turns, chunked prefill).
         audit: what audits found, None if there were none.
     """
@@ -64,7 +67,9 @@ class CacheStats:
     tokens: int
     device_bytes: int
     host_bytes: int
+    resident_bytes: int
     pulled_bytes: int
+    spared_bytes: int
     streamed_bytes: int
     audit: AuditStats | None
 
@@ -97,6 +102,7 @@ def layer_bytes(layer: object, *, offloading: bool) -> tuple[int, int]:
     on_device, bulk = _tensor_bytes(layer), 0
     if store is not None:
         on_device += _tensor_bytes(store) + (0 if store.moments is None else _tensor_bytes(store.moments))
+        on_device += store.bulk.residents.nbytes
         bulk = store.bulk.nbytes
     return (on_device, bulk) if offloading else (on_device + bulk, 0)
 
@@ -123,7 +129,9 @@ def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
         tokens=cache.get_seq_length(),
         device_bytes=device_bytes,
         host_bytes=sum(on_host for _, on_host in bytes_held),
+        resident_bytes=sum(layer.store.bulk.residents.nbytes for _, layer in ours if layer.store is not None),
         pulled_bytes=sum(int(layer.pulled_bytes) for _, layer in ours),
+        spared_bytes=sum(layer.spared_bytes for _, layer in ours),
         streamed_bytes=sum(layer.streamed_bytes for _, layer in ours),
         audit=_audit([layer for _, layer in ours]),
     )

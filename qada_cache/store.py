@@ -5,6 +5,8 @@ from torch import Tensor
 
 from .bulk import Bulk
 from .moments import RunningMoments
+from .padding import real_tokens
+from .residents import Residents
 
 STAGING_TOKENS = 128  # tokens leave the device in chunks of about this many
 
@@ -37,10 +39,13 @@ class TokenStore:
         offloading: bool,
         track_moments: bool,
         update_moments: bool,
+        residents: Residents,
+        layer: int,
     ) -> None:
         """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`).
 
-        `update_moments` False leaves the moments alone in `append`, so that only `absorb` adds to them.
+        `update_moments` False leaves the moments alone in `append`, so that only `absorb` adds to them. `residents` and
+        `layer` are as for `Bulk`.
         """
         self.sinks, self.window = sinks, window
         self.offloading, self.update_moments = offloading, update_moments
@@ -54,7 +59,7 @@ class TokenStore:
             self.near_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
             self.near_values = self.near_keys.new_zeros(batch, kv_heads, columns, values.shape[3])
             self.moments = RunningMoments(batch, kv_heads, keys.shape[3], keys.device) if track_moments else None
-        self.bulk = Bulk(self.near_keys, self.near_values, offloading=offloading)
+        self.bulk = Bulk(self.near_keys, self.near_values, offloading=offloading, residents=residents, layer=layer)
 
     @property
     def batch(self) -> int:
@@ -80,7 +85,7 @@ class TokenStore:
             return
         groups, tails = self._single_rows(), []
         for rows in groups:
-            real = valid[rows.start].to(keys.device)
+            real = real_tokens(valid[rows.start], keys.device)
             tail_keys, tail_values = self._tail(rows)
             tails.append(
                 (
@@ -99,7 +104,7 @@ class TokenStore:
             self._catch_up(rows)
             new_keys, new_values = keys[rows], values[rows]
             if valid is not None:
-                real = valid[rows.start].to(keys.device)
+                real = real_tokens(valid[rows.start], keys.device)
                 new_keys, new_values = new_keys[:, :, real], new_values[:, :, real]
             if self.lengths[rows.start] > self.flushed[rows.start]:
                 tail_keys, tail_values = self._tail(rows)
@@ -107,7 +112,8 @@ class TokenStore:
                 new_values = torch.cat([tail_values, new_values], dim=2)
             older = max(new_keys.shape[2] - self.window, 0)
             self._flush(rows, new_keys[:, :, :older], new_values[:, :, :older], exact=True)
-            tails.append((new_keys[:, :, older:], new_values[:, :, older:]))
+            # Not views: those would keep all of this row's new tokens until the last row is done.
+            tails.append((new_keys[:, :, older:].clone(), new_values[:, :, older:].clone()))
             lengths += [self.flushed[rows.start] + tails[-1][0].shape[2]] * len(self.lengths[rows])
         self._set_tail(groups, tails)
         self.lengths = lengths
@@ -139,7 +145,7 @@ class TokenStore:
             # Taken anew rather than subtracted: cancellation would leave errors that no later token heals.
             rows = slice(row, row + 1)
             moments.clear(rows)
-            for keys, _ in self.bulk.stream(rows):
+            for keys, _ in self.bulk.blocks(rows):
                 moments.update(rows, keys)
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
@@ -156,9 +162,11 @@ class TokenStore:
     def move(self, device: torch.device) -> None:
         """Serve keys on another device (a loaded cache does not know where its model lives until it is used)."""
         self.near_keys, self.near_values = self.near_keys.to(device), self.near_values.to(device)
-        old, self.bulk = self.bulk, Bulk(self.near_keys, self.near_values, offloading=self.offloading)
+        old = self.bulk
+        shared, layer = old.residents.shared, old.residents.index
+        self.bulk = Bulk(self.near_keys, self.near_values, offloading=self.offloading, residents=shared, layer=layer)
         for row in range(self.batch):
-            for keys, values in old.stream(slice(row, row + 1)):
+            for keys, values in old.blocks(slice(row, row + 1)):
                 self.bulk.append(slice(row, row + 1), keys, values)
         if self.moments is not None:
             self.moments.mean, self.moments.scatter = self.moments.mean.to(device), self.moments.scatter.to(device)
@@ -175,10 +183,9 @@ class TokenStore:
         if self.moments is None:
             return
         for row in range(rows.start, rows.stop):
-            known, stored = self.moments.count[row], self.bulk.lengths[row]
-            if known < stored:
-                keys, _ = self.bulk.read(slice(row, row + 1), slice(None), known, stored)
-                self.moments.update(slice(row, row + 1), keys)
+            own = slice(row, row + 1)
+            for keys, _ in self.bulk.blocks(own, self.moments.count[row]):
+                self.moments.update(own, keys)
 
     def _tail(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Views of the tail tokens of rows alike."""

@@ -129,6 +129,7 @@ def exact(model: PreTrainedModel, **options: Any) -> QAdACache:
 def generate(model: PreTrainedModel, ids: Tensor, cache: Cache | None, *, tokens: int = 24, **options: Any) -> Any:
     """`generate()`'s whole output, raw logits included; greedy unless `options` say otherwise; always seeded."""
     torch.manual_seed(5)
+    ids = ids.to(model.device)
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **options}
     return model.generate(
         ids,

@@ -224,6 +224,7 @@ def kept_moments(moments: KeyMoments, layer: int) -> Callable[[int], Moments]:
 def stored_tokens(store: TokenStore) -> list[tuple[Tensor, Tensor]]:
     """Keys and values `[kv_heads, tokens, dim]` of each row on the host, read from the buffers themselves."""
     rows = []
+    store.bulk.settle()
     for row, (length, gone) in enumerate(zip(store.lengths, store.flushed, strict=True)):
         stored, stop = store.bulk.lengths[row], store.sinks + store.end
         assert stored == max(gone - store.sinks, 0)

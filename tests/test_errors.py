@@ -57,6 +57,13 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"group_rule": None}, ValueError, "unknown group_rule None: use one of head"),
     ({"update_moments": 1}, TypeError, "update_moments must be a bool, got int"),
     ({"offloading": "cpu"}, TypeError, "offloading must be a bool, got str"),
+    ({"device_budget": -1}, ValueError, r"device_budget must be 0 .*bytes .*share .*'?\"auto\", got -1"),
+    ({"device_budget": 1}, ValueError, "device_budget must be .*a share of the bulk .a float.*, got 1$"),
+    ({"device_budget": 1.5}, ValueError, "device_budget must be .*, got 1.5"),
+    ({"device_budget": math.nan}, ValueError, "device_budget must be .*, got nan"),
+    ({"device_budget": "1GiB"}, ValueError, "device_budget must be .*, got '1GiB'"),
+    ({"device_budget": True}, TypeError, "device_budget must be .*, got bool"),
+    ({"device_budget": None}, TypeError, "device_budget must be .*, got NoneType"),
     ({"sinks": 4}, TypeError, "unexpected keyword argument 'sinks'"),
 ]
 

@@ -1,11 +1,14 @@
 """Random sequences of everything a cache can be asked to do, compared with the reference after every step.
 
+Some of them are offloaded, with the host standing in for the accelerator, and a budget for heads to stay on it.
+
 Two layers of one `QAdACache`, so that what layers share (the mask read once, the geometry of a call, the copy of a
 whole cache) is shared as in a model.
 """
 
 import copy
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pair import Pair, stored_tokens
 from scenarios import left_padded, poisoned_padding, small_buffers
+from stand_in import accelerator
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -42,18 +46,34 @@ def tiny_config() -> LlamaConfig:
 class CacheMachine(RuleBasedStateMachine):
     """The rules; each ends in a comparison of both layers."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.environment = ExitStack()
+
+    def teardown(self) -> None:
+        self.environment.close()
+
     @initialize(
         options=st.sampled_from(sorted(OPTIONS)),
         batch=st.integers(1, 3),
         seed=st.integers(0, 2**16),
         prompt=st.integers(1, 50),
         padding=st.sampled_from(["none", "left", "holes"]),
+        budget=st.sampled_from([None, 0, 8_000, 0.4, 1.0]),
     )
-    def build(self, options: str, batch: int, seed: int, prompt: int, padding: str) -> None:
+    def build(self, options: str, batch: int, seed: int, prompt: int, padding: str, budget: int | float | None) -> None:
+        if budget is not None:
+            self.environment.enter_context(accelerator())
         self.config, self.inputs, self.batch = tiny_config(), Inputs(seed), batch
         self.generator = torch.Generator().manual_seed(seed)
         cache = QAdACache(
-            config=self.config, moments="current", threshold=0.15, sink_tokens=3, local_tokens=11, **OPTIONS[options]
+            config=self.config,
+            moments="current",
+            threshold=0.15,
+            sink_tokens=3,
+            local_tokens=11,
+            device_budget=budget or 0,
+            **OPTIONS[options],
         )
         self.modules = [FakeAttention(self.config, groups=2, layer_idx=index) for index in range(2)]
         self.pairs = [
@@ -184,6 +204,14 @@ class CacheMachine(RuleBasedStateMachine):
             stats = self.cache.stats()
             assert stats.tokens == self.length
             assert stats.decisions == max(pair.decisions for pair in self.pairs)
+            self.residents_hold_what_the_host_does()
+
+    def residents_hold_what_the_host_does(self) -> None:
+        for layer in self.cache.layers:
+            for (row, head), kept in layer.store.bulk.residents.held.items() if layer.store else ():
+                length = layer.store.bulk.lengths[row]
+                assert torch.equal(kept.keys[0, 0], layer.store.bulk.keys[row, head, :length])
+                assert torch.equal(kept.values[0, 0], layer.store.bulk.values[row, head, :length])
 
 
 TestCache = CacheMachine.TestCase

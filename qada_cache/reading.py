@@ -1,0 +1,142 @@
+"""What attention reads of a bulk: the heads that need it, or all of it block by block, and heads it may need next."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import bulk as storage
+from .bulk import Bulk
+from .residents import Head, Resident
+from .transfers import Arrival, ahead
+
+EARLY_SHARE = 4  # of how many heads of a layer at most one is fetched before it is asked for
+
+
+class Read(NamedTuple):
+    """A part of the bulk on the compute device, and what it cost.
+
+    Attributes:
+        rows, heads: which.
+        keys, values: `[rows, heads, tokens, dim]` and `value_dim`.
+        pulled: bytes read from where the bulk lives, not counting what `prefetch` has counted already.
+        spared: bytes that were read from a resident instead.
+    """
+
+    rows: slice
+    heads: slice
+    keys: Tensor
+    values: Tensor
+    pulled: int
+    spared: int
+
+
+def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iterator[Read]:
+    """All tokens of the wanted heads of each row, for an adaptive call.
+
+    Not offloaded, these are views of neighbouring heads. Offloaded, it is a head at a time: those on the device first,
+    while copies of others are under way, which may then stay as residents.
+
+    Args:
+        bulk: to read from.
+        wanted: of every row and KV head.
+        learn: False leaves residents, and what is fetched early, as they are (for an audit).
+    """
+    if not bulk.offloaded:
+        for row, flags in enumerate(wanted):
+            for run in _runs(flags) if bulk.lengths[row] else ():
+                yield _view(bulk, slice(row, row + 1), run, 0, bulk.lengths[row])
+        return
+    heads = [(row, head) for row, flags in enumerate(wanted) if bulk.lengths[row] for head, f in enumerate(flags) if f]
+    early, before = bulk.early, {}
+    if learn:
+        before = bulk.residents.flag(heads)
+        bulk.flagged, bulk.early = heads, {}
+    held = _held(bulk, heads)
+    missing = [head for head in heads if head not in held]
+    arrivals = ahead(early.get(head) or _fetch(bulk, head, 0, bulk.lengths[head[0]]) for head in missing)
+    for head, resident in held.items():
+        yield _of_head(head, resident.keys, resident.values, spared=True)
+    for head, (keys, values) in zip(missing, arrivals, strict=True):
+        if learn:
+            bulk.residents.keep(head, keys, values, before[head])
+        yield _of_head(head, keys, values, pulled=head not in early)
+
+
+def stream(bulk: Bulk, rows: slice) -> Iterator[Read]:
+    """Everything that rows of equal length hold, for an exact call, in blocks of `STREAM_TOKENS` tokens.
+
+    Not offloaded, the blocks are views of all heads. Offloaded, of one head of one row each, in bounded device memory.
+    """
+    length = bulk.lengths[rows.start]
+    blocks = [(first, min(first + storage.STREAM_TOKENS, length)) for first in range(0, length, storage.STREAM_TOKENS)]
+    if not bulk.offloaded:
+        yield from (_view(bulk, rows, slice(0, bulk.keys.shape[1]), *block) for block in blocks)
+        return
+    every = [(row, head) for row in range(rows.start, rows.stop) for head in range(bulk.keys.shape[1])]
+    held = _held(bulk, every)
+    missing = [(head, block) for head in every if head not in held for block in blocks]
+    arrivals = ahead(_fetch(bulk, head, *block) for head, block in missing)
+    for head, resident in held.items():
+        for first, last in blocks:
+            yield _of_head(head, resident.keys[:, :, first:last], resident.values[:, :, first:last], spared=True)
+    for (head, _), (keys, values) in zip(missing, arrivals, strict=True):
+        yield _of_head(head, keys, values, pulled=True)
+
+
+def prefetch(bulk: Bulk) -> int:
+    """Start to copy heads that the last adaptive call flagged, as the next one is likely to. Returns the bytes of it.
+
+    Those flagged most come first; those that are not asked for then are dropped.
+    """
+    if not bulk.offloaded:
+        return 0
+    scores, moved = bulk.residents.scores, 0
+    missing = [head for head in bulk.flagged if head not in bulk.residents.held and head not in bulk.early]
+    missing.sort(key=lambda head: -scores[head[0]][head[1]])
+    for head in missing[: max(1, len(bulk.lengths) * bulk.keys.shape[1] // EARLY_SHARE)]:
+        tokens = bulk.lengths[head[0]]
+        try:
+            bulk.early[head] = bulk.fetch(head, 0, tokens)
+        except torch.OutOfMemoryError:  # it will be copied when it is needed
+            break
+        moved += sum(t[0, 0, :tokens].nbytes for t in (bulk.keys, bulk.values))
+    return moved
+
+
+def _held(bulk: Bulk, heads: list[Head]) -> dict[Head, Resident]:
+    """Those of the heads that lie on the device, whole."""
+    found = {head: bulk.residents.get(head, bulk.lengths[head[0]]) for head in heads}
+    return {head: resident for head, resident in found.items() if resident is not None}
+
+
+def _fetch(bulk: Bulk, head: Head, start: int, stop: int) -> Arrival:
+    """`bulk.fetch`, for which residents make room if there is no other."""
+    try:
+        return bulk.fetch(head, start, stop)
+    except torch.OutOfMemoryError:
+        if not bulk.residents.shared.clear():
+            raise
+    return bulk.fetch(head, start, stop)
+
+
+def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> Read:
+    keys, values = bulk.read(rows, heads, start, stop)
+    return Read(rows, heads, keys, values, keys.nbytes + values.nbytes, 0)
+
+
+def _of_head(head: Head, keys: Tensor, values: Tensor, *, pulled: bool = False, spared: bool = False) -> Read:
+    moved, (row, column) = keys.nbytes + values.nbytes, head
+    return Read(slice(row, row + 1), slice(column, column + 1), keys, values, moved * pulled, moved * spared)
+
+
+def _runs(wanted: list[bool]) -> Iterator[slice]:
+    """Maximal runs of neighbouring True entries."""
+    start = None
+    for index, flag in enumerate([*wanted, False]):
+        if flag and start is None:
+            start = index
+        elif not flag and start is not None:
+            yield slice(start, index)
+            start = None

@@ -1,0 +1,224 @@
+"""Heads whose bulk is kept on the device as well: which ones, within what budget.
+
+The host holds every bulk, whatever is kept here: a resident is a copy that was made to be read, and not let go of. So
+it can be dropped at any time, and nothing is lost.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from accelerate.utils import get_max_memory
+from torch import Tensor
+
+HALF_LIFE = 32  # adaptive calls after which a flag counts half
+RESERVE_BYTES, RESERVE_SHARE = 2**30, 0.1  # of the free memory, what "auto" leaves: the larger of the two
+
+Head = tuple[int, int]  # row, KV head
+
+
+def check_budget(budget: int | float | str) -> None:
+    """Raise unless `budget` is what `QAdACache` takes as `device_budget`."""
+    way_out = '0 (keep none), a number of bytes (an int), a share of the bulk (a float in [0, 1]) or "auto"'
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        raise TypeError(f"device_budget must be {way_out}, got {type(budget).__name__}")
+    share = isinstance(budget, float) and not 0.0 <= budget <= 1.0  # also nan
+    # One byte is of no use, and likely meant as the share.
+    count = isinstance(budget, int) and (budget < 0 or budget == 1)
+    if share or count or (isinstance(budget, str) and budget != "auto"):
+        raise ValueError(f"device_budget must be {way_out}, got {budget!r}")
+
+
+@dataclass(eq=False)
+class Resident:
+    """Keys and values `[1, 1, tokens, dim]` of one head of one row."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def tokens(self) -> int:
+        """How many it holds."""
+        return self.keys.shape[2]
+
+
+class Residents:
+    """What one cache keeps on its devices: the layers' `LayerResidents`, and the budget they share.
+
+    The budget is that of each device that layers lie on.
+    """
+
+    def __init__(self, budget: int | float | str) -> None:
+        self.budget = budget
+        self.layers: dict[int, LayerResidents] = {}
+        self._free: dict[torch.device, int] = {}
+        self._weakest: dict[torch.device, float] = {}  # no resident's score is below it, as scores only grow
+
+    def layer(self, index: int, device: torch.device, batch: int, kv_heads: int) -> "LayerResidents":
+        """New and empty ones of a layer, instead of any it had."""
+        self.layers[index] = LayerResidents(self, index, device, batch, kv_heads)
+        return self.layers[index]
+
+    def limit(self, device: torch.device) -> int:
+        """Bytes that may be kept on `device`."""
+        if isinstance(self.budget, int):
+            return self.budget
+        if isinstance(self.budget, float):
+            return int(self.budget * sum(layer.bulk_bytes for layer in self._on(device)))
+        if device not in self._free:  # measured once, when the first head might stay: after prefill, as a rule
+            memory = get_max_memory()
+            free = memory.get(device.index or 0 if device.type == "cuda" else device.type, 0)
+            self._free[device] = max(0, free - max(RESERVE_BYTES, int(RESERVE_SHARE * free)))
+        return self._free[device]
+
+    def admits(self, nbytes: int, score: float, device: torch.device) -> bool:
+        """Whether a head of this score may have `nbytes` more on `device`; if so there is room for them now.
+
+        Residents give way only to a head with a higher score.
+        """
+        limit = self.limit(device)
+        if nbytes > limit:
+            return False
+        over, leaving = self._held_on(device) + nbytes - limit, []
+        if over > 0:
+            if score <= self._weakest.get(device, -math.inf):
+                return False
+            for found, layer, head in self._ranked(device):
+                if over <= 0 or found >= score:
+                    break
+                leaving.append((layer, head))
+                over -= layer.held[head].nbytes
+            if over > 0:
+                return False
+        for layer, head in leaving:
+            layer.drop(head)
+        self._weakest[device] = min(self._weakest.get(device, math.inf), score)
+        return True
+
+    def trim(self, device: torch.device) -> None:
+        """Spill the weakest until the budget holds again, after residents have grown."""
+        over = self._held_on(device) - self.limit(device)
+        if over > 0:
+            for _, layer, head in self._ranked(device):
+                over -= layer.held[head].nbytes
+                layer.drop(head)
+                if over <= 0:
+                    break
+
+    def clear(self) -> bool:
+        """Drop all; whether there were any."""
+        held = any(layer.held for layer in self.layers.values())
+        for layer in self.layers.values():
+            layer.clear()
+        return held
+
+    def _on(self, device: torch.device) -> list["LayerResidents"]:
+        return [layer for layer in self.layers.values() if layer.device == device]
+
+    def _held_on(self, device: torch.device) -> int:
+        return sum(layer.nbytes for layer in self._on(device))
+
+    def _ranked(self, device: torch.device) -> list[tuple[float, "LayerResidents", Head]]:
+        """Residents, the weakest first: the one flagged least often and least recently."""
+        ranked = [
+            (layer.scores[row][head], layer, (row, head)) for layer in self._on(device) for row, head in layer.held
+        ]
+        ranked.sort(key=lambda entry: entry[0])
+        if ranked:
+            self._weakest[device] = ranked[0][0]
+        return ranked
+
+
+class LayerResidents:
+    """The residents of one layer, and how often each of its heads was flagged.
+
+    Attributes:
+        shared, index, device: of all layers, this layer's, and its own.
+        held: by row and KV head.
+        nbytes: bytes held.
+        bulk_bytes: bytes of the tokens in the layer's bulk.
+        scores: of every row and KV head, log2 of the sum of `2 ** (call / HALF_LIFE)` over the calls that flagged it: a
+            decaying count, in which a recent flag weighs more, that changes with a flag only.
+    """
+
+    def __init__(self, shared: Residents, index: int, device: torch.device, batch: int, kv_heads: int) -> None:
+        self.shared, self.index, self.device = shared, index, device
+        self.held: dict[Head, Resident] = {}
+        self.nbytes = self.bulk_bytes = self._calls = 0
+        self.scores = [[-math.inf] * kv_heads for _ in range(batch)]
+
+    def flag(self, heads: list[Head]) -> dict[Head, float]:
+        """Count one call that flagged `heads`; their scores before it.
+
+        A head asks to stay with its score before the flag that brought it here. With that flag, which is newer than any
+        other, it would push out the least recently flagged; where heads are needed in turn, that one is needed next.
+        """
+        self._calls += 1
+        now, before = self._calls / HALF_LIFE, {}
+        for row, head in heads:
+            before[row, head] = old = self.scores[row][head]
+            self.scores[row][head] = now if old == -math.inf else max(old, now) + math.log2(1 + 2 ** -abs(old - now))
+        return before
+
+    def keep(self, head: Head, keys: Tensor, values: Tensor, score: float) -> None:
+        """Keep this copy of a head's bulk if the budget, or a weaker resident, has the room for it."""
+        resident = Resident(keys, values)
+        if self.shared.budget and self.shared.admits(resident.nbytes, score, self.device):
+            self.held[head] = resident
+            self.nbytes += resident.nbytes
+
+    def get(self, head: Head, tokens: int) -> Resident | None:
+        """The resident that holds all `tokens` of a head's bulk, if there is one."""
+        resident = self.held.get(head)
+        return resident if resident is not None and resident.tokens == tokens else None
+
+    def drop(self, head: Head) -> None:
+        """Let one go."""
+        self.nbytes -= self.held.pop(head).nbytes
+
+    def clear(self) -> None:
+        """Let all go."""
+        self.held.clear()
+        self.nbytes = 0
+
+    def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
+        """Tokens `[rows, kv_heads, tokens, dim]` went into the bulk: residents get them too."""
+
+        def longer(old: Resident, row: int, head: int) -> Resident:
+            at = slice(row - rows.start, row - rows.start + 1), slice(head, head + 1)
+            return Resident(torch.cat([old.keys, keys[at]], dim=2), torch.cat([old.values, values[at]], dim=2))
+
+        self._replace([head for head in self.held if rows.start <= head[0] < rows.stop], longer)
+        self.shared.trim(self.device)
+
+    def truncate(self, lengths: list[int]) -> None:
+        """Row `r` of the bulk keeps its first `lengths[r]` tokens."""
+
+        def shorter(old: Resident, row: int, _: int) -> Resident:
+            return Resident(old.keys[:, :, : lengths[row]].clone(), old.values[:, :, : lengths[row]].clone())
+
+        self._replace([head for head, old in self.held.items() if old.tokens > lengths[head[0]]], shorter)
+        self.shared.trim(self.device)
+
+    def _replace(self, heads: list[Head], change: Callable[[Resident, int, int], Resident]) -> None:
+        for head in heads:
+            old = self.held[head]
+            self.drop(head)
+            try:
+                new = change(old, *head)
+            except torch.OutOfMemoryError:  # it is only a copy
+                continue
+            self.held[head] = new
+            self.nbytes += new.nbytes
+
+    def select(self, index: list[int]) -> None:
+        """Row `i` becomes the old row `index[i]`. Of a row that is repeated, the first one keeps the residents."""
+        held = {(index.index(row), head): resident for (row, head), resident in self.held.items() if row in index}
+        self.held, self.nbytes = held, sum(resident.nbytes for resident in held.values())
+        self.scores = [list(self.scores[row]) for row in index]

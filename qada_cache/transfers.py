@@ -1,0 +1,118 @@
+"""Copies between host and device that run beside the computation: side streams, and how much may be under way.
+
+A copy is asynchronous only between pinned host memory and device memory, each contiguous: anything else goes through a
+pageable temporary, and the host waits for it. So all copies here are of one head of one row.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor
+
+# Of copies to the host, so many bytes or a single copy are under way; the host waits for older ones. Without a bound, a
+# host that runs ahead of the device would find the memory of no layer free again, and a prefill would need all of it.
+IN_FLIGHT_BYTES = 32 * 2**20
+
+
+@functools.cache
+def _side_stream(device: torch.device, direction: str) -> Any:
+    """The stream of a device on which copies in one direction ("in", "out") run; None where there is no such thing."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+class Arrival:
+    """Keys and values on their way to the device."""
+
+    def __init__(self, tensors: tuple[Tensor, Tensor], event: Any = None) -> None:
+        self._tensors, self._event = tensors, event
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, for what is computed from here on."""
+        if self._event is not None:
+            device = self._tensors[0].device
+            join(self._event, device)
+            for tensor in self._tensors:  # else freed memory would be written to while it is still read
+                tensor.record_stream(torch.cuda.current_stream(device))
+        return self._tensors
+
+
+def join(event: Any, device: torch.device) -> None:
+    """Make what is computed on `device` from here on wait for `event`; the host does not."""
+    torch.cuda.current_stream(device).wait_event(event)
+
+
+def fetch(keys: Tensor, values: Tensor, device: torch.device, *, after: Any = None) -> Arrival:
+    """Start to copy `keys` and `values`, contiguous host tensors, to `device`.
+
+    `after`: what `send` returned for the last copy into them, None if nothing is under way.
+    """
+    side = _side_stream(device, "in")
+    if side is None:
+        return Arrival(send_to_device((keys, values), device, non_blocking=True))
+    if after is not None:
+        side.wait_event(after)
+    with torch.cuda.stream(side):
+        tensors = send_to_device((keys, values), device, non_blocking=True)
+    return Arrival(tensors, side.record_event())
+
+
+def ahead(arrivals: Iterator[Arrival]) -> Iterator[tuple[Tensor, Tensor]]:
+    """What arrives, each copy started before the one in front of it is used; the first one at once.
+
+    Three are on the device at most: used, waiting, and under way.
+    """
+    return _ahead(next(arrivals, None), arrivals)
+
+
+def _ahead(first: Arrival | None, arrivals: Iterator[Arrival]) -> Iterator[tuple[Tensor, Tensor]]:
+    used: deque[Any] = deque()
+    while first is not None:
+        if len(used) > 1:
+            used.popleft().synchronize()  # a host that runs ahead would find no memory free that it has let go of
+        following = next(arrivals, None)
+        tensors = first.wait()
+        yield tensors
+        if tensors[0].is_cuda:
+            used.append(torch.cuda.current_stream(tensors[0].device).record_event())
+        first = following
+
+
+_outgoing: dict[torch.device, deque[tuple[Any, int]]] = {}
+
+
+def send(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Any:
+    """Start to copy sources on `device` to contiguous host tensors: `(target, source)` each, of the same shape.
+
+    The sources may be let go of at once. Returns an event that says when the targets hold them; None: they already do,
+    or, on an accelerator other than CUDA, once `torch.accelerator.synchronize` says so.
+    """
+    side = _side_stream(device, "out")
+    if side is None:
+        for target, source in copies:
+            target.copy_(source, non_blocking=True)
+        return None
+    side.wait_stream(torch.cuda.current_stream(device))
+    sent = 0
+    with torch.cuda.stream(side):
+        for target, source in copies:
+            target.copy_(source, non_blocking=True)
+            if source.is_cuda:
+                source.record_stream(side)
+            sent += source.nbytes
+    event = side.record_event()
+    hold_back(_outgoing.setdefault(device, deque()), event, sent)
+    return event
+
+
+def hold_back(outgoing: deque[tuple[Any, int]], event: Any, sent: int) -> None:
+    """Book a copy of `sent` bytes that ends with `event`; wait for the oldest ones until `IN_FLIGHT_BYTES` holds."""
+    older = sum(bytes_sent for _, bytes_sent in outgoing)
+    while outgoing and older + sent > IN_FLIGHT_BYTES:
+        oldest, bytes_sent = outgoing.popleft()
+        oldest.synchronize()
+        older -= bytes_sent
+    outgoing.append((event, sent))

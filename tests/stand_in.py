@@ -1,0 +1,114 @@
+"""The host standing in for an accelerator: everything an offloaded bulk does, but for pinning and streams.
+
+Its copies come as late as they may: what nobody has waited for is not there. So a read without a wait finds nan, and a
+source that is written to while its copy is under way spoils the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from qada_cache import bulk, transfers
+from qada_cache.bulk import Bulk
+from qada_cache.transfers import Arrival
+
+
+class Late:
+    """An event, and the copy that ends with it."""
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self.copy: Callable[[], None] | None = copy
+
+    def synchronize(self) -> None:
+        if self.copy is not None:
+            copy, self.copy = self.copy, None
+            copy()
+
+    def query(self) -> bool:
+        return self.copy is None
+
+
+class LateArrival(Arrival):
+    """Waits as if the computation did."""
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        self._event.synchronize()
+        return self._tensors
+
+
+class Copies:
+    """What was copied to the device: how many copies, the tokens of the longest, and bytes.
+
+    `fail` is raised by the next copy; `eager` ones are there at once.
+    """
+
+    def __init__(self) -> None:
+        self.longest = self.bytes = self.count = 0
+        self.fail: Exception | None = None
+        self.eager = False
+        self.last: Late | None = None  # copy to the host: they come in order, as on one stream
+
+    def fetch(self, keys: Tensor, values: Tensor, device: torch.device, *, after: Any) -> Arrival:
+        failure, self.fail = self.fail, None
+        if failure is not None:
+            raise failure
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        self.count += 1
+        self.longest = max(self.longest, keys.shape[2])
+        self.bytes += keys.nbytes + values.nbytes
+        if device.type != "cpu":
+            return transfers.fetch(keys, values, device, after=after)
+        there = tuple(torch.full_like(tensor, torch.nan, device=device) for tensor in (keys, values))
+
+        def copy() -> None:
+            if after is not None:
+                after.synchronize()
+            for target, source in zip(there, (keys, values), strict=True):
+                target.copy_(source)
+
+        return LateArrival(there, self._late(copy))
+
+    def send(self, copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Late:
+        copies, before = list(copies), self.last
+        assert all(target.is_contiguous() for target, _ in copies)
+
+        def copy() -> None:
+            if before is not None:
+                before.synchronize()
+            for target, source in copies:
+                target.copy_(source)
+
+        self.last = self._late(copy)
+        return self.last
+
+    def _late(self, copy: Callable[[], None]) -> Late:
+        event = Late(copy)
+        if self.eager:
+            event.synchronize()
+        return event
+
+
+@contextmanager
+def accelerator(device: str = "cpu") -> Iterator[Copies]:
+    """Offloads on the CPU as on an accelerator; on another device everything is real, and only counted."""
+    copies, initialise = Copies(), Bulk.__init__
+
+    def offloaded(store: Bulk, *args: Any, offloading: bool, **kwargs: Any) -> None:
+        initialise(store, *args, offloading=offloading, **kwargs)
+        store.offloaded = offloading
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(bulk, "fetch", copies.fetch))
+        if device == "cpu":
+            stack.enter_context(mock.patch.object(bulk, "send", copies.send))
+            stack.enter_context(mock.patch.object(bulk, "join", lambda event, device: event.synchronize()))
+            stack.enter_context(mock.patch.object(Bulk, "__init__", offloaded))
+            stack.enter_context(mock.patch.object(torch.accelerator, "synchronize"))
+        yield copies

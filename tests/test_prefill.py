@@ -1,0 +1,346 @@
+"""What a prefill holds on the device besides the model's own keys and values, and which copies are waited for when.
+
+Counted on the CPU by the tensors alive; the tests marked `gpu` ask the allocator.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections import deque
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from harness import SINKS, WINDOW, Inputs, make_policy
+from models import tiny
+from scenarios import left_padded
+from stand_in import accelerator
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from qada_cache import QAdACache, bulk, moments, transfers
+from qada_cache.bulk import Bulk
+from qada_cache.decode import whole_context
+from qada_cache.layer import QAdALayer
+from qada_cache.reading import flagged
+from qada_cache.residents import Residents
+
+TOKENS = 3000
+TOKEN_BYTES = 2 * (16 + 16) * 4  # heads, dimensions, bytes
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that tensors made under it held at once, by storage; the bulk's host memory is left out."""
+
+    def __init__(self, host: set[int]) -> None:
+        super().__init__()
+        self.host, self.users, self.bytes, self.peak = host, {}, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in self.host:
+                self._add(leaf, given)
+        return out
+
+    def _add(self, tensor: Tensor, given: set[int]) -> None:
+        address, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        if address in given and address not in self.users:
+            return  # made before
+        if address not in self.users:
+            self.users[address] = 0
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
+        self.users[address] += 1
+        weakref.finalize(tensor, self._drop, address, size)
+
+    def _drop(self, address: int, size: int) -> None:
+        self.users[address] -= 1
+        if not self.users[address]:
+            del self.users[address]
+            self.bytes -= size
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Where the bulk's storage lies."""
+    seen: set[int] = set()
+    allocate = Bulk._allocate
+
+    def spy(store: Bulk, *args: Any, **kwargs: Any) -> Tensor:
+        with _disable_current_modes():
+            made = allocate(store, *args, **kwargs)
+        seen.add(made.untyped_storage().data_ptr())
+        return made
+
+    monkeypatch.setattr(Bulk, "_allocate", spy)
+    monkeypatch.setattr(moments, "BLOCK_TOKENS", 64)
+    monkeypatch.setattr(bulk, "STREAM_TOKENS", 64)
+    return seen
+
+
+def new_layer(keys: Tensor, values: Tensor, **options: Any) -> QAdALayer:
+    layer = QAdALayer(make_policy(offloading=True, **options), 0)
+    layer.lazy_initialization(keys, values)
+    return layer
+
+
+PADDING = {
+    "none": None,
+    "left": left_padded([TOKENS, 2000, 2900, 50], TOKENS),
+    "holes": torch.rand(4, TOKENS, generator=torch.Generator().manual_seed(0)) < 0.9,
+}
+
+
+@pytest.mark.parametrize("padding", PADDING)
+def test_prefill_makes_no_second_copy_of_a_layer(padding: str, host: set[int]) -> None:
+    """Views of the model's keys go to the host; only of a row with holes in it, there is a copy, one row at a time."""
+    keys, values, _ = Inputs()(TOKENS, 4)
+    valid = PADDING[padding]
+    whole_layer, row = 4 * TOKENS * TOKEN_BYTES, TOKENS * TOKEN_BYTES
+    with accelerator() as copies:
+        copies.eager = True  # what waits for its copy is bounded elsewhere
+        layer = new_layer(keys, values)
+        with Live(host) as live:
+            layer.store.absorb(keys, values, valid)
+        assert sum(layer.store.bulk.lengths) > 0.6 * 4 * TOKENS
+    assert live.peak < (1.2 * row if padding == "holes" else 0.05 * whole_layer)
+
+
+def test_chunks_stream_a_bulk_that_is_larger_than_the_device(host: set[int]) -> None:
+    """A chunk of a long prompt holds itself, and three blocks of one head, whatever is cached already."""
+    keys, values, _ = Inputs()(TOKENS)
+    peaks = []
+    for stored in (500, TOKENS):
+        with accelerator() as copies:
+            copies.eager = True
+            layer = new_layer(keys, values)
+            layer.store.absorb(keys[:, :, :stored], values[:, :, :stored], None)
+            chunk = Inputs(1)(WINDOW + 1)
+            with Live(host) as live:
+                whole_context(layer, layer.store, chunk[2], *chunk[:2], scaling=0.25, valid=None)
+                layer.store.absorb(*chunk[:2], None)
+            assert copies.longest == 64
+            assert layer.streamed_bytes == copies.bytes == 2 * (stored - SINKS - WINDOW) * TOKEN_BYTES
+        peaks.append(live.peak)
+    assert peaks[0] == peaks[1] < 60_000 < 2 * TOKENS * TOKEN_BYTES / 20
+
+
+def test_what_lies_on_the_device_is_not_streamed() -> None:
+    keys, values, _ = Inputs()(60)
+    outputs = []
+    for budget in (0, 1.0):
+        with accelerator() as copies:
+            layer = new_layer(keys, values, device_budget=budget)
+            layer.store.absorb(keys, values, None)
+            list(flagged(layer.store.bulk, [[True, False], [True, True]]))
+            copies.bytes = 0
+            chunk = Inputs(1)(WINDOW + 1)
+            outputs.append(whole_context(layer, layer.store, chunk[2], *chunk[:2], scaling=0.25, valid=None))
+            whole = 2 * (60 - SINKS - WINDOW) * TOKEN_BYTES
+            assert layer.streamed_bytes == copies.bytes == (whole / 4 if budget else whole)
+            assert layer.spared_bytes == whole - layer.streamed_bytes
+    assert torch.equal(*outputs)
+
+
+def test_first_fill_does_not_wait() -> None:
+    """Layers of a prefill follow each other without the host waiting for copies, or for the device."""
+    keys, values, _ = Inputs()(60)
+    with accelerator() as copies:
+        layer = new_layer(keys, values)
+        layer.store.absorb(keys, values, None)
+        torch.accelerator.synchronize.assert_not_called()
+        assert not copies.last.query()
+        store = layer.store.bulk
+        layer.store.append(*Inputs(1)(1)[:2], None)
+        assert not copies.last.query()
+        store.settle()
+        assert copies.last.query()
+        assert torch.equal(store.keys[:, :, : store.lengths[0]], keys[:, :, SINKS:-WINDOW])
+
+
+def test_a_bulk_waits_for_its_own_copies_only() -> None:
+    """Saving one cache does not wait for another's prefill."""
+    keys, values, _ = Inputs()(60)
+    with accelerator() as copies:
+        first = new_layer(keys, values)
+        first.store.absorb(keys, values, None)
+        mine = copies.last
+        second = new_layer(keys, values)
+        second.store.absorb(keys, values, None)
+        first.store.bulk.settle()
+        assert mine.query()
+        assert not copies.last.query()
+
+
+class Event:
+    def __init__(self) -> None:
+        self.waited = False
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+@pytest.mark.parametrize(
+    ("sizes", "waited"),
+    [
+        ([80, 80, 80], [True, True, False]),  # one layer under way
+        ([500, 500], [True, False]),  # also one that is larger than the bound
+        ([10] * 10, [False] * 10),
+        ([40, 40, 40], [True, False, False]),
+        ([10, 10, 95], [True, True, False]),
+    ],
+)
+def test_copies_to_the_host_under_way_are_bounded(
+    sizes: list[int], waited: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "IN_FLIGHT_BYTES", 100)
+    outgoing: deque[tuple[Any, int]] = deque()
+    events = [Event() for _ in sizes]
+    for event, size in zip(events, sizes, strict=True):
+        transfers.hold_back(outgoing, event, size)
+    assert [event.waited for event in events] == waited
+
+
+def test_copies_to_the_device_are_one_ahead() -> None:
+    """The first is under way before anything is asked for, each other one before the one in front of it is used."""
+    log: list[str] = []
+
+    class Logged(transfers.Arrival):
+        def __init__(self, number: int) -> None:
+            super().__init__((torch.zeros(1), torch.zeros(1)))
+            self.number = number
+            log.append(f"start {number}")
+
+        def wait(self) -> tuple[Tensor, Tensor]:
+            log.append(f"wait {self.number}")
+            return super().wait()
+
+    arrivals = transfers.ahead(Logged(number) for number in range(3))
+    assert log == ["start 0"]
+    for number, _ in enumerate(arrivals):
+        log.append(f"use {number}")
+    assert log == ["start 0", "start 1", "wait 0", "use 0", "start 2", "wait 1", "use 1", "wait 2", "use 2"]
+    assert not list(transfers.ahead(iter(())))
+
+
+def test_memory_that_cannot_be_pinned(caplog: pytest.LogCaptureFixture) -> None:
+    """Here there is nothing to pin it for; said once, and the store works on."""
+    bulk._warn_not_pinned.cache_clear()
+    like = torch.empty(1, 2, 0, 4, device="meta")
+    with mock.patch.object(torch, "empty", unpinnable), caplog.at_level(logging.WARNING):
+        store = Bulk(like, like, offloading=True, residents=Residents(0), layer=0)
+        with mock.patch.object(torch.accelerator, "synchronize"):
+            store.reserve(10)
+    assert store.keys.device.type == "cpu"
+    assert store.capacity == bulk.GRANULE
+    assert caplog.text.count("memory that is not pinned, so that copies of it wait: no memory") == 1
+
+
+empty = torch.empty
+
+
+def unpinnable(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+    if pin_memory:
+        raise RuntimeError("no memory can be pinned")
+    return empty(*args, **kwargs)
+
+
+# -- what only a GPU can show -------------------------------------------------------------------------------------
+
+
+def on_gpu(test: Any) -> Any:
+    """Marks a test."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
+
+
+def strided(tokens: int, heads: int = 4) -> tuple[Tensor, Tensor]:
+    """Keys and values on the GPU as models make them: `[batch, tokens, heads, dim]`, transposed."""
+    made = torch.randn(2, 1, tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
+    return made[0].transpose(1, 2), made[1].transpose(1, 2)
+
+
+def peak_of(run: Any) -> int:
+    """Bytes allocated on the GPU at most while `run()` ran, beyond those before."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@on_gpu
+def test_prefill_peak_does_not_grow_with_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer's keys and values are under way while the next one computes, however many layers there are."""
+    monkeypatch.setattr(transfers, "IN_FLIGHT_BYTES", 0)
+    tokens, peaks = 100_000, []
+    for layers in (2, 8):
+        model = tiny(num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8, head_dim=64).cuda()
+        ids = torch.randint(1, 90, (1, tokens), device="cuda")
+
+        def run(model: PreTrainedModel = model, ids: Tensor = ids) -> None:
+            with torch.no_grad():
+                cache = QAdACache(model, moments="current")
+                model(ids, past_key_values=cache, logits_to_keep=1)
+                assert cache.stats().host_bytes > len(cache.layers) * tokens * 2 * 8 * 64 * 4
+
+        run()  # kernels are loaded
+        peaks.append(peak_of(run))
+    assert peaks[1] - peaks[0] < 0.5 * tokens * 2 * 8 * 64 * 4
+
+
+@on_gpu
+def test_chunk_peak_does_not_grow_with_the_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "STREAM_TOKENS", 4096)
+    peaks = []
+    for stored in (20_000, 400_000):
+        keys, values = strided(stored)
+        layer = new_layer(keys, values)
+        layer.store.absorb(keys, values, None)
+        del keys, values
+        chunk = strided(1000)
+        query = torch.randn(1, 8, 1000, 64, device="cuda", dtype=torch.bfloat16)
+
+        def run(layer: QAdALayer = layer, chunk: Any = chunk, query: Tensor = query) -> None:
+            whole_context(layer, layer.store, query, *chunk, scaling=0.125, valid=None)
+
+        run()
+        peaks.append(peak_of(run))
+    assert peaks[1] <= peaks[0] + 4096 * 2 * 64 * 2  # a block more, where the allocator learns late what is free
+
+
+@on_gpu
+def test_copies_do_not_block() -> None:
+    """Neither those of a prefill nor those of a decode step make the host wait for the device."""
+    keys, values = strided(5000)
+    layer = new_layer(keys, values)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer.store.absorb(keys, values, None)
+        parts = list(flagged(layer.store.bulk, [[True, False, True, True]]))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert layer.store.bulk.keys.is_pinned()
+    for part in parts:
+        assert torch.equal(part.keys, keys[:, part.heads, SINKS:-WINDOW])
+        assert torch.equal(part.values, values[:, part.heads, SINKS:-WINDOW])
+
+
+@on_gpu
+def test_a_copy_is_pinned_too() -> None:
+    keys, values = strided(5000)
+    layer = new_layer(keys, values)
+    layer.store.absorb(keys, values, None)
+    twin = copy.deepcopy(layer.store.bulk)
+    assert twin.keys.is_pinned()
+    assert twin.values.is_pinned()
+    assert torch.equal(twin.keys[:, :, : twin.lengths[0]], keys[:, :, SINKS:-WINDOW].cpu())
