@@ -98,14 +98,21 @@ def test_haystack_moments_are_the_needle_models() -> None:
 
 def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method has its row, and nothing is timed that is not right."""
-    from eval import benchmark
+    from eval import benchmark, hardware, workloads
 
-    arguments = ["--geometry", "tiny", "--tokens", "300", "--steps", "2", "--rounds", "1", "--device", "cpu"]
+    monkeypatch.setattr(hardware, "SIZE", 1 << 20)
+    arguments = ["--model", "tiny", "--tokens", "300", "--steps", "2", "--rounds", "1", "--device", "cpu"]
     assert benchmark.main([*arguments, "--out", str(tmp_path)]) == 0
     with (tmp_path / "benchmark-tiny-cpu.csv").open() as file:
         rows = {row["method"]: row for row in csv.DictReader(file)}
-    forced = {f"QAdACache f={fraction:g}" for fraction in benchmark.FRACTIONS}
-    assert set(rows) == {"no context", "DynamicCache", "StaticCache", "sinks + window"} | forced
+    forced = {f"QAdACache f={fraction:g}" for fraction in workloads.FRACTIONS}
+    dense = {"DynamicCache", "StaticCache", "always bulk"}
+    assert (
+        set(rows) - {"QuantizedCache, quanto", "QuantizedCache, hqq"}
+        == {"no context", "sinks + window"} | dense | forced
+    )
+    assert float(rows["sinks + window"]["read_mib"]) < float(rows["QAdACache f=0.34"]["read_mib"])
+    assert float(rows["DynamicCache"]["read_mib"]) <= float(rows["QAdACache f=1"]["read_mib"])
     assert float(rows["DynamicCache"]["against_dynamic"]) == float(rows["StaticCache"]["against_static"]) == 1.0
     assert all(float(rows[name]["over_limit"]) > 0 for name in forced)
     assert float(rows["QAdACache f=0.1"]["host_mib"]) > float(rows["DynamicCache"]["host_mib"]) == 0
@@ -117,13 +124,13 @@ def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
 
 
 def test_flagged_share_of_heads() -> None:
-    from eval import benchmark
+    from eval import workloads
     from eval.geometries import make_model
 
     model = make_model("tiny", dtype=torch.float32, device=torch.device("cpu"), positions=64)
-    work = benchmark.Work(model, 10, 1, 1, 0, 0)
+    work = workloads.random_work(model, tokens=10, batch=1, steps=1, warm_up=0, seed=0)
     for fraction, count in ((0.0, 0), (0.1, 2), (0.34, 5), (1.0, 16)):
-        table = benchmark.flagged(work, fraction).long_context
+        table = workloads.flagged(work, fraction).long_context
         assert int(table.sum()) == count
         assert int(table.sum(dim=1).max() - table.sum(dim=1).min()) <= 1
 

@@ -119,16 +119,17 @@ inline float sum(Floats lanes) {
     return total;
 }
 
-// exp(x) for x <= 0 to float32 rounding: 2^n times a polynomial of 2^r, |r| <= 1/2.
+// exp(x) for x <= 0 to float32 rounding: 2^n times the series of e^r, |r| <= ln(2)/2.
 inline float exponential(float x) {
-    float t = std::max(x, NEGLIGIBLE) * 1.44269504f;
-    float n = floorf(t + 0.5f), r = t - n;
-    float p = 1.5403530e-4f;
-    p = p * r + 1.33335581e-3f;
-    p = p * r + 9.61812910e-3f;
-    p = p * r + 5.55041086e-2f;
-    p = p * r + 2.40226506e-1f;
-    p = p * r + 6.93147180e-1f;
+    x = std::max(x, NEGLIGIBLE);
+    float n = floorf(x * 1.44269504f + 0.5f), r = x - n * 0.693147181f;
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
     p = p * r + 1.0f;
     return p * from_bits((uint32_t)((int32_t)n + 127) << 23);
 }
@@ -138,9 +139,7 @@ constexpr int PARTS = DIM / WIDTH, VALUE_PARTS = VALUE_DIM / WIDTH;
 // Values times weights, added to `sums`: `COUNT` vectors of every query from `FIRST` on, which stay in registers.
 template <int FIRST, int COUNT>
 inline void average(const Element* value, const float (*weights)[BLOCK], int tokens, Floats (*sums)[VALUE_PARTS]) {
-    Floats held[QUERIES][COUNT];
-    for (int q = 0; q < QUERIES; q++)
-        for (int c = 0; c < COUNT; c++) held[q][c] = sums[q][FIRST + c];
+    Floats held[QUERIES][COUNT] = {};  // of these tokens alone: one long sum would lose more to rounding
     for (int t = 0; t < tokens; t++) {
         const Element* row = value + (int64_t)t * VALUE_DIM;
         if (FIRST == 0) prefetch<VALUE_DIM>(row);
@@ -150,7 +149,7 @@ inline void average(const Element* value, const float (*weights)[BLOCK], int tok
             for (int c = 0; c < COUNT; c++) held[q][c] += weights[q][t] * unpacked[FIRST + c];
     }
     for (int q = 0; q < QUERIES; q++)
-        for (int c = 0; c < COUNT; c++) sums[q][FIRST + c] = held[q][c];
+        for (int c = 0; c < COUNT; c++) sums[q][FIRST + c] += held[q][c];
     constexpr int NEXT = FIRST + COUNT;
     if constexpr (NEXT < VALUE_PARTS)
         average<NEXT, std::min(COUNT, VALUE_PARTS - NEXT)>(value, weights, tokens, sums);

@@ -1,0 +1,164 @@
+"""The work that every method of a benchmark does: a model, a context in its cache, and tokens to decode."""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
+
+from eval.geometries import GEOMETRIES, make_model
+from qada_cache import QAdACache, StaticHeads, needle
+
+FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.34, 1.0)
+FACTS = 48  # in the needle model's text
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every method does.
+
+    Args:
+        model: in eval mode.
+        states: keys and values `[batch, kv_heads, tokens, dim]` of every layer.
+        inputs: tokens to decode `[batch, steps]`, after the context.
+        warm_up: of them, the first ones, which are not timed.
+        read: whether the model itself has read the context, so that its heads' own decisions mean something.
+        seed: of the heads flagged.
+    """
+
+    model: PreTrainedModel
+    states: list[tuple[Tensor, Tensor]]
+    inputs: Tensor
+    warm_up: int
+    read: bool
+    seed: int
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.states[0][0].shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """Of context, per row."""
+        return self.states[0][0].shape[2]
+
+
+def random_work(model: PreTrainedModel, *, tokens: int, batch: int, steps: int, warm_up: int, seed: int) -> Work:
+    """Random keys and values, put into the cache without prefill."""
+    config = model.config
+    generator = torch.Generator(model.device).manual_seed(seed)
+    shape = (batch, config.num_key_value_heads, tokens, config.head_dim)
+    states = [
+        tuple(torch.randn(shape, generator=generator, device=model.device, dtype=model.dtype) for _ in range(2))
+        for _ in range(config.num_hidden_layers)
+    ]
+    inputs = torch.arange(batch)[:, None] + torch.arange(warm_up + steps)
+    inputs = inputs.to(model.device) % config.vocab_size
+    return Work(model, states, inputs, warm_up, False, seed)  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
+def needle_work(model: PreTrainedModel, *, tokens: int, batch: int, steps: int, warm_up: int, seed: int) -> Work:
+    """A text with facts that the needle model has read, each row its own, and questions about it."""
+    tokenizer = needle.load_tokenizer()
+    prompts = [
+        needle.make_prompt(tokens=tokens, facts=FACTS, questions=16, seed=seed * 1000 + row) for row in range(batch)
+    ]
+    context = tokenizer([prompt.context for prompt in prompts], return_tensors="pt").input_ids.to(model.device)
+    asked = [
+        tokenizer(
+            " ".join(f"{question} {answer}" for question, answer in zip(prompt.questions, prompt.answers, strict=True)),
+            return_tensors="pt",
+            add_special_tokens=False,
+        ).input_ids[0]
+        for prompt in prompts
+    ]
+    if min(map(len, asked)) < warm_up + steps:
+        raise ValueError(f"{warm_up + steps} steps are more than the questions' {min(map(len, asked))} tokens")
+    inputs = torch.stack([ids[: warm_up + steps] for ids in asked]).to(model.device)
+    cache = DynamicCache(config=model.config)
+    model(context, past_key_values=cache, logits_to_keep=1)
+    states = [(layer.keys, layer.values) for layer in cache.layers]
+    return Work(model, states, inputs, warm_up, True, seed)
+
+
+def load(name: str, *, dtype: torch.dtype, device: torch.device, positions: int) -> tuple[PreTrainedModel, Callable]:
+    """A model by the name of a geometry, or the needle model; and what makes its `Work`."""
+    if name == "needle":
+        return needle.load_model().to(device=device, dtype=dtype), needle_work
+    return make_model(name, dtype=dtype, device=device, positions=positions), random_work
+
+
+MODELS = (*GEOMETRIES, "needle")
+
+
+def fill(cache: Cache, work: Work) -> Cache:
+    """Give a cache the context, as a prefill would have."""
+    for index, (keys, values) in enumerate(work.states):
+        if isinstance(cache, QAdACache):
+            layer = cache.layers[index]
+            layer.lazy_initialization(keys, values)
+            layer.store.absorb(keys, values, None)
+            layer.seen = work.tokens
+        else:
+            cache.update(keys, values, index)
+    return cache
+
+
+def flagged(work: Work, fraction: float) -> StaticHeads:
+    """`fraction` of all KV heads, spread over the layers."""
+    layers, kv_heads = len(work.states), work.states[0][0].shape[1]
+    count = round(fraction * layers * kv_heads)
+    generator = torch.Generator().manual_seed(work.seed)
+    table = torch.zeros(layers, kv_heads, dtype=torch.bool)
+    order = torch.stack([torch.randperm(kv_heads, generator=generator) for _ in range(layers)])
+    for index in range(count):
+        layer = index % layers
+        table[layer, order[layer, index // layers]] = True
+    return StaticHeads(table)
+
+
+def quantized() -> str | None:
+    """The backend of transformers' QuantizedCache that is installed, if any."""
+    for backend, package in (("quanto", "optimum.quanto"), ("hqq", "hqq")):
+        try:
+            if importlib.util.find_spec(package):
+                return backend
+        except ModuleNotFoundError:  # of the package's parent
+            pass
+    return None
+
+
+def methods(work: Work) -> dict[str, Callable[[], Cache]]:
+    """Caches by name, each filled when it is called for."""
+    model, config = work.model, work.model.config
+    room = work.tokens + work.inputs.shape[1] + 8
+    accelerated = model.device.type != "cpu"
+    ours = functools.partial(QAdACache, model)
+    made: dict[str, Callable[[], Cache]] = {
+        "DynamicCache": lambda: DynamicCache(config=config),
+        "StaticCache": lambda: StaticCache(config=config, max_cache_len=room),
+        "sinks + window": lambda: ours(criterion="local"),
+        "always bulk": lambda: ours(criterion="dense"),
+    }
+    if accelerated:
+        made["DynamicCache, offloading"] = lambda: DynamicCache(config=config, offloading=True)
+    if backend := quantized():
+        made[f"QuantizedCache, {backend}"] = lambda: QuantizedCache(backend, config)
+    for fraction in FRACTIONS:
+        made[f"QAdACache f={fraction:g}"] = lambda fraction=fraction: ours(criterion=flagged(work, fraction))
+        if accelerated:
+            made[f"QAdACache resident f={fraction:g}"] = lambda fraction=fraction: ours(
+                criterion=flagged(work, fraction), offloading=False
+            )
+            made[f"QAdACache budget f={fraction:g}"] = lambda fraction=fraction: ours(
+                criterion=flagged(work, fraction), device_budget=0.15
+            )
+    if work.read:
+        made["QAdACache, own flags"] = ours
+    filled = {name: lambda make=make: fill(make(), work) for name, make in made.items()}
+    return {"no context": lambda: DynamicCache(config=config), **filled}
