@@ -11,6 +11,7 @@ Before anything is timed, QAdACache at f = 1 must give what DynamicCache gives.
 """
 
 import argparse
+import contextlib
 import gc
 import sys
 import time
@@ -22,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, StaticCache
 
+from eval import speed_figure
 from eval.hardware import Peak, speeds, wait
 from eval.machine import machine
 from eval.tables import plain, write
@@ -156,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--seed", type=int, default=0, help="(default: %(default)s)")
-    add("--out", type=Path, help="folder to write benchmark-MODEL-DEVICE.csv to")
+    add("--out", type=Path, help="folder to write benchmark-MODEL-DEVICE.csv and .png to")
     options = parser.parse_args(arguments)
     if options.out and not options.out.is_dir():
         parser.error(f"--out: there is no folder {options.out}")
@@ -179,8 +181,11 @@ def main(arguments: list[str] | None = None) -> int:
             del work
     print(plain(rows))
     if options.out:
+        name = f"benchmark-{options.model}-{device.type}"
+        with contextlib.suppress(ImportError):  # no picture without matplotlib
+            speed_figure.draw(rows, options.out / f"{name}.png", f"{options.model}, {options.dtype}; {machine()}")
         write(
-            options.out / f"benchmark-{options.model}-{device.type}.csv",
+            options.out / f"{name}.csv",
             rows,
             model=options.model,
             dtype=options.dtype,

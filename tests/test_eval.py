@@ -1,6 +1,7 @@
 """The measuring tools: one prefill for many variants changes nothing, and tables go on where they stopped."""
 
 import csv
+import os
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,24 @@ def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     monkeypatch.setattr(benchmark, "flagged", lambda work, fraction: nothing)
     with pytest.raises(RuntimeError, match=r"at f = 1 is off by .* of DynamicCache's logits"):
         benchmark.main(arguments)
+
+
+def test_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first time pays for key moments; the cache folder is left alone."""
+    from eval import first_token
+
+    collected = []
+    original = KeyMoments.collect
+    monkeypatch.setattr(KeyMoments, "collect", lambda *args, **kwargs: collected.append(1) or original(*args, **kwargs))
+    before = os.environ.get("QADA_HOME")
+    arguments = ["--model", "tiny", "--tokens", "300", "--rounds", "2", "--device", "cpu", "--out", str(tmp_path)]
+    assert first_token.main(arguments) == 0
+    assert len(collected) == 1
+    assert os.environ.get("QADA_HOME") == before
+    with (tmp_path / "first_token-tiny-cpu.csv").open() as file:
+        rows = {row["method"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["DynamicCache", "StaticCache", "QAdACache, the first time", "QAdACache"]
+    assert all(float(row["first_token_s"]) > 0 and float(row["second_token_ms"]) > 0 for row in rows.values())
 
 
 def test_flagged_share_of_heads() -> None:

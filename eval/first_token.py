@@ -1,0 +1,149 @@
+"""Time and memory from a prompt to its first token, every cache in one run: `python -m eval.first_token`.
+
+    python -m eval.first_token --model needle --tokens 16384 --dtype float32 --out eval/results
+
+The prompt is random tokens, read in one call. QAdACache's first time includes collecting the default key moments and
+building kernels, as for a user with an empty cache folder; later ones find them. The first token decoded after the
+prompt is timed apart.
+"""
+
+import argparse
+import contextlib
+import gc
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+
+from eval.hardware import Peak, wait
+from eval.machine import machine
+from eval.tables import plain, write
+from eval.workloads import MODELS, load
+from qada_cache import QAdACache, restore_attention
+from qada_cache.kernels import compiled
+
+
+@contextlib.contextmanager
+def empty_cache_folder() -> Iterator[None]:
+    """As for a user who has never run this package: what was kept before goes by another folder."""
+    before = os.environ.get("QADA_HOME")
+    compiled.build.cache_clear()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["QADA_HOME"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["QADA_HOME"]
+            if before is not None:
+                os.environ["QADA_HOME"] = before
+
+
+@torch.inference_mode()
+def first_tokens(
+    model: PreTrainedModel, make: Callable[[], Cache], ids: torch.Tensor
+) -> tuple[float, float, tuple[int, int]]:
+    """Seconds from the prompt `[batch, tokens]` to its first token, the cache's making included, and to the next one;
+    and the most bytes that took, on the device and on the host."""
+    restore_attention(model)
+    gc.collect()
+    peak = Peak(model.device)
+    wait(model.device)
+    begin = time.perf_counter()
+    cache = make()
+    token = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(dim=-1)
+    wait(model.device)
+    first = time.perf_counter()
+    model(token, past_key_values=cache)
+    wait(model.device)
+    return first - begin, time.perf_counter() - first, (peak.device, peak.host)
+
+
+def measure(model: PreTrainedModel, ids: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
+    """A row for every method; the least of `rounds` times, but for what only happens once."""
+    config, room = model.config, ids.shape[1] + 8
+    methods: dict[str, Callable[[], Cache]] = {
+        "DynamicCache": lambda: DynamicCache(config=config),
+        "StaticCache": lambda: StaticCache(config=config, max_cache_len=room),
+    }
+    if model.device.type != "cpu":
+        methods["DynamicCache, offloading"] = lambda: DynamicCache(config=config, offloading=True)
+    methods["QAdACache, the first time"] = methods["QAdACache"] = lambda: QAdACache(model)
+    seconds: dict[str, list[tuple[float, float]]] = {}
+    peaks: dict[str, tuple[int, int]] = {}
+    bar = tqdm(total=rounds * len(methods), unit="run")
+    with empty_cache_folder():
+        for turn in range(rounds):
+            for name, make in methods.items():
+                bar.set_postfix_str(name)
+                bar.update()
+                if turn and name.endswith("the first time"):
+                    continue
+                prompt, token, peak = first_tokens(model, make, ids)
+                seconds.setdefault(name, []).append((prompt, token))
+                peaks[name] = peak
+    bar.close()
+    best = {name: tuple(map(min, zip(*times, strict=True))) for name, times in seconds.items()}
+    return [
+        {
+            "method": name,
+            "tokens": ids.shape[1],
+            "batch": ids.shape[0],
+            "first_token_s": f"{prompt:.3f}",
+            "against_dynamic": f"{best['DynamicCache'][0] / prompt:.2f}",
+            "second_token_ms": f"{1e3 * token:.1f}",
+            "peak_device_mib": f"{peaks[name][0] / 2**20:.1f}",
+            "peak_host_mib": f"{peaks[name][1] / 2**20:.1f}",
+        }
+        for name, (prompt, token) in best.items()
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.first_token", description=(__doc__ or "").split("\n\n", maxsplit=1)[0]
+    )
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="llama-3.2-1b", help="by its sizes, or trained (default: %(default)s)")
+    add("--tokens", type=int, nargs="+", default=[8192], help="of the prompt (default: %(default)s)")
+    add("--rounds", type=int, default=3, help="over all methods (default: %(default)s)")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default: %(default)s)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the prompt (default: %(default)s)")
+    add("--out", type=Path, help="folder to write first_token-MODEL-DEVICE.csv to")
+    options = parser.parse_args(arguments)
+    if options.out and not options.out.is_dir():
+        parser.error(f"--out: there is no folder {options.out}")
+    device = torch.device(options.device)
+    model, _ = load(
+        options.model, dtype=getattr(torch, options.dtype), device=device, positions=max(options.tokens) + 1024
+    )
+    rows = []
+    for tokens in options.tokens:
+        generator = torch.Generator().manual_seed(options.seed)
+        ids = torch.randint(model.config.vocab_size, (1, tokens), generator=generator).to(device)
+        rows += measure(model, ids, options.rounds)
+    print(f"{machine()}; {torch.get_num_threads()} threads")
+    print(plain(rows))
+    if options.out:
+        write(
+            options.out / f"first_token-{options.model}-{device.type}.csv",
+            rows,
+            model=options.model,
+            dtype=options.dtype,
+            seed=options.seed,
+            threads=torch.get_num_threads(),
+            machine=machine(),
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
