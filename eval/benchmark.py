@@ -144,6 +144,15 @@ def measure(work: Work, rounds: int, read: float) -> list[dict[str, Any]]:
     return rows
 
 
+def shape(text: str) -> tuple[int, int]:
+    """Tokens and rows, of "8192" or "8192x8"."""
+    tokens, _, rows = text.partition("x")
+    found = int(tokens), int(rows or 1)
+    if min(found) < 1:
+        raise ValueError(text)
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -151,8 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--model", choices=MODELS, default="llama-3.2-1b", help="by its sizes, or trained (default: %(default)s)")
-    add("--tokens", type=int, nargs="+", default=[32768], help="of context (default: %(default)s)")
-    add("--batch", type=int, nargs="+", default=[1], help="rows (default: %(default)s)")
+    add("--tokens", type=shape, nargs="+", default=[(32768, 1)], metavar="TOKENS[xROWS]",
+        help="of context, a row; 8192x8 is a batch of 8 (default: 32768)")  # fmt: skip
     add("--steps", type=int, default=8, help="tokens timed a round (default: %(default)s)")
     add("--rounds", type=int, default=3, help="over all methods (default: %(default)s)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default: %(default)s)")
@@ -164,21 +173,20 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--out: there is no folder {options.out}")
     device = torch.device(options.device)
     model, make_work = load(
-        options.model, dtype=getattr(torch, options.dtype), device=device, positions=max(options.tokens) + 1024
+        options.model, dtype=getattr(torch, options.dtype), device=device, positions=max(options.tokens)[0] + 1024
     )
     measured = speeds(device)
     speed = {f"{name}_gb_per_s": f"{value / 1e9:.1f}" for name, value in measured.items()}
     print(f"{machine()}; {torch.get_num_threads()} threads; {speed}")
     rows = []
-    for tokens in options.tokens:
-        for batch in options.batch:
-            try:
-                work = make_work(model, tokens=tokens, batch=batch, steps=options.steps, warm_up=2, seed=options.seed)
-            except ValueError as error:
-                parser.error(str(error))
-            check(work)
-            rows += measure(work, options.rounds, measured["read"])
-            del work
+    for tokens, batch in options.tokens:
+        try:
+            work = make_work(model, tokens=tokens, batch=batch, steps=options.steps, warm_up=2, seed=options.seed)
+        except ValueError as error:
+            parser.error(str(error))
+        check(work)
+        rows += measure(work, options.rounds, measured["read"])
+        del work
     print(plain(rows))
     if options.out:
         name = f"benchmark-{options.model}-{device.type}"
