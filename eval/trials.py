@@ -110,22 +110,37 @@ class Trials:
         assert key.shape[2] < WINDOW  # all of the questions are in the window
         at = torch.arange(tokens)
         bulk = (at >= SINKS) & (position[:, None] - at >= WINDOW)
-        far = torch.matmul(query, far_keys.mT).mul_(scaling).view(rows, kv_heads, -1, queries, tokens)
-        near = torch.matmul(query, key.mT).mul_(scaling).view(rows, kv_heads, -1, queries, key.shape[2])
-        near = near.masked_fill(tokens + torch.arange(key.shape[2]) > position[:, None], -torch.inf)
         edge = torch.cat([at[:SINKS], at[-WINDOW:]])
-        local = torch.cat([far[..., edge].masked_fill(bulk[:, edge], -torch.inf), near], dim=-1).logsumexp(dim=-1)
+        later = tokens + torch.arange(key.shape[2]) > position[:, None]
+        near_keys = torch.cat([far_keys[:, :, edge].expand(rows, -1, -1, -1), key], dim=2)
+        near_values = torch.cat([far_values[:, :, edge].expand(rows, -1, -1, -1), value], dim=2)
+        scores = torch.matmul(query, near_keys.mT).view(rows, kv_heads, -1, queries, near_keys.shape[2]) * scaling
+        scores = scores.masked_fill(torch.cat([bulk[:, edge], later], dim=1), -torch.inf)
+        local = scores.logsumexp(dim=-1)
 
         bulk_tokens = position + 1 - SINKS - WINDOW
-        margin = local - self._log_bulk(layer, query, bulk_tokens, scaling).view(local.shape)
-        flags = self._long_context(layer, margin)
+        flags = self._long_context(layer, local - self._log_bulk(layer, query, bulk_tokens, scaling).view(local.shape))
         self.read[layer] += flags.any(dim=2).sum(dim=(1, 2))
         self.local[layer] += (~flags).sum(dim=(1, 2, 3))
         self.decided += queries if layer == 0 else 0
-        far = far.masked_fill(bulk & ~flags.unsqueeze(-1), -torch.inf)
-        shares = torch.cat([far, near], dim=-1).softmax(dim=-1).view(rows, kv_heads, -1, tokens + key.shape[2])
-        output = torch.matmul(shares[..., :tokens], far_values) + torch.matmul(shares[..., tokens:], value)
+        output = torch.matmul(scores.softmax(dim=-1).flatten(2, 3), near_values).view(*local.shape, dim)
+        self._read_bulk(layer, query.view(*local.shape, dim), bulk, flags, local, output, scaling)
         return output.view(rows, heads, queries, dim).transpose(1, 2).contiguous(), None
+
+    def _read_bulk(
+        self, layer: int, query: Tensor, bulk: Tensor, flags: Tensor, local: Tensor, output: Tensor, scaling: float
+    ) -> None:
+        """Merge the attention of flagged heads over `bulk` `[queries, tokens]` into `output`, theirs without it."""
+        keys, values = self.context[layer]
+        for head in range(keys.shape[1]):
+            row = flags[:, head].any(dim=(1, 2)).nonzero()[:, 0]
+            if not len(row):
+                continue
+            scores = torch.matmul(query[row, head], keys[0, head].T).mul_(scaling).masked_fill_(~bulk, -torch.inf)
+            total = scores.logsumexp(dim=-1)
+            far = torch.matmul(scores.sub_(total.unsqueeze(-1)).exp_(), values[0, head])
+            share = torch.sigmoid(total - local[row, head]) * flags[row, head]
+            output[row, head] += share.unsqueeze(-1) * (far - output[row, head])
 
     def _log_bulk(self, layer: int, query: Tensor, bulk_tokens: Tensor, scaling: float) -> Tensor:
         """Eq. 7's estimate from the moments of a mixture: agnostic ones with the row's weight, else the prompt's."""
@@ -163,7 +178,6 @@ def read_context(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: NeedlePrompt
 ) -> list[tuple[Tensor, Tensor]]:
     """The prompt's keys and values by layer, read with full attention."""
-    model.set_attn_implementation("sdpa")
     cache = DynamicCache(config=model.config)
     model.model(tokenizer(prompt.context, return_tensors="pt").input_ids, past_key_values=cache)
     return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc]
@@ -179,7 +193,7 @@ def run(
     moments: KeyMoments,
 ) -> list[Outcome]:
     """The prompt's questions asked one after the other, in every way; `context` is what `read_context` gave."""
-    trials = Trials(context, ways, moments)
+    trials, before = Trials(context, ways, moments), model.config._attn_implementation
     model.set_attn_implementation(NAME)
     cache = DynamicCache(config=model.config)
     last, right = torch.empty(len(ways), 0, dtype=torch.long), torch.zeros(len(ways), dtype=torch.long)
@@ -190,6 +204,7 @@ def run(
         positions = tokens + cache.get_seq_length() + torch.arange(ids.shape[1])[None]
         last = model(ids, position_ids=positions, past_key_values=cache).logits[:, -1:].argmax(-1)
         right += last[:, 0] == tokenizer.convert_tokens_to_ids(answer)
+    model.set_attn_implementation(before)
     config, queries = model.config, trials.decided
     return [
         Outcome(

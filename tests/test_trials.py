@@ -26,7 +26,6 @@ def test_ways_decide_as_a_cache_does(rule: str, threshold: float, weight: float)
     ways = [Way("mean", (0.5,) * 4), Way(rule, (threshold,) * 4, weight)]
     _, outcome = run(model, tokenizer, prompt, read_context(model, tokenizer, prompt), ways, kept)
 
-    model.set_attn_implementation("sdpa")
     moments = kept if weight else "current"
     cache = QAdACache(model, moments=moments, group_rule=rule, threshold=threshold, update_moments=False)
     with torch.no_grad():
