@@ -21,7 +21,7 @@ from eval.machine import machine
 from eval.tables import plain, write
 from qada_cache import KeyMoments, QAdACache, needle
 
-THRESHOLDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 0.6, 0.9)
+THRESHOLDS = (0.002, 0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.07, 0.1, 0.3, 0.6, 0.9)
 RULES = ("head", "mean", "all")
 LONG = 1024  # the paper takes the first T - 1024 keys of the other prompt, for T tokens in all
 SHORT = 1024  # tokens that length-free moments come from

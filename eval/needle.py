@@ -3,6 +3,9 @@
     python -m eval.needle train --out /tmp/needle
     python -m eval.needle check --model /tmp/needle
 
+The shipped model was made with `train --threads 1` and the default seed. Another number of threads, or another machine,
+adds up in another order and gives another model.
+
 Training is a curriculum: induction on random text first, then key-value pairs, then ever longer haystacks, and last
 penalties on attention that goes outside sinks and window, which make heads local unless a question needs them, and
 on the Gaussian estimate of it, which make key moments of random words find those heads and the prompt's own miss them.
@@ -176,11 +179,11 @@ def main() -> None:
         prog="python -m eval.needle", description="Train or check the needle model, a 0.9M-parameter test model."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("train", help="train from scratch: under 20 minutes on two idle CPU cores")
+    command = commands.add_parser("train", help="train from scratch: about half an hour on a CPU")
     command.add_argument(
         "--out", type=Path, default=Path("build/needle"), help="folder to write (default: %(default)s)"
     )
-    command.add_argument("--seed", type=int, default=0, help="of weights and texts (default: %(default)s)")
+    command.add_argument("--seed", type=int, default=1, help="of weights and texts (default: %(default)s)")
     command.add_argument("--minutes", type=float, default=60, help="give up after this long (default: %(default)s)")
     command.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     command = commands.add_parser("check", help="measure recall with full attention, and with sinks and window alone")
