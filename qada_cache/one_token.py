@@ -61,7 +61,8 @@ def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor) -> dict[str, 
         if len(set(lengths)) == 1:  # then one row of moments serves them all
             lengths = lengths[:1]
         kept = policy.moments.layer(layer.index, lengths, query.device)
-        mean, covariance = (torch.cat(parts) for parts in zip(*kept, strict=True))
+        # Rows of their own are put together; one row for all is not copied.
+        mean, covariance = kept[0] if len(kept) == 1 else (torch.cat(parts) for parts in zip(*kept, strict=True))
         return {"mean": mean, "covariance": covariance}
     count = torch.tensor(moments.count).to(query.device, non_blocking=True)
     return {

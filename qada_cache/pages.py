@@ -1,5 +1,6 @@
 """Host memory in huge pages: at 4 KiB a page, looking up addresses costs a third of the speed of reading a bulk."""
 
+import contextlib
 import math
 import mmap
 
@@ -15,8 +16,6 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if size < WORTH or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
     memory = mmap.mmap(-1, size)
-    try:
+    with contextlib.suppress(OSError):  # a kernel without them: pages of the usual size, then
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them: pages of the usual size, then
-        pass
     return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory

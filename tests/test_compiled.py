@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compilers import needs_compiler
 from scenarios import play, small_buffers
 from test_kernels import SCALING, check
 from torch import Tensor
@@ -16,15 +17,6 @@ from torch import Tensor
 from qada_cache import kernels
 from qada_cache.kernels import build, compiled, reference
 
-
-def compiler() -> str | None:
-    try:
-        return build._compiler()
-    except OSError:
-        return None
-
-
-needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs Linux and a C++ compiler")
 SIZES = [(64, 64, 4), (16, 24, 1), (80, 48, 7), (128, 128, 16), (8, 256, 5)]
 
 
@@ -128,7 +120,7 @@ def test_cache_with_the_kernel_equals_reference(
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """As in a process that has built nothing yet; its cache folder."""
-    monkeypatch.setattr(compiled, "_function", functools.cache(compiled._function.__wrapped__))
+    monkeypatch.setattr(compiled, "build", functools.cache(compiled.build.__wrapped__))
     monkeypatch.setattr(compiled, "_say_once", functools.cache(compiled._say_once.__wrapped__))
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
@@ -176,7 +168,7 @@ def test_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = tensors(64, 64, 2, 1100, torch.float32)
     assert compiled.partial_attention(query, key, value, scaling=SCALING) is not None
     assert len(list((fresh / "kernels").iterdir())) == 1
-    compiled._function.cache_clear()  # another process
+    compiled.build.cache_clear()  # another process
 
     def refuse(command: list[str], **_: Any) -> Any:
         raise AssertionError(command)

@@ -97,17 +97,17 @@ def test_same_counters_as_the_torch_path(
 def test_automatic_choice_is_torch_until_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QADA_KERNELS", raising=False)
     assert choice.AUTO == "torch"
-    assert choice.fused_decode(QUERY, 16, BULK, "gaussian") is None
+    assert choice.fused_decode(QUERY, BULK, BULK, "gaussian") is None
 
 
 def test_automatic_choice_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QADA_KERNELS", raising=False)
     monkeypatch.setattr(choice, "AUTO", "triton")
     monkeypatch.setattr(triton_kernels, "INTERPRETED", True)
-    assert choice.fused_decode(QUERY, 16, BULK, "gaussian") is triton_decode.fused_decode
-    assert choice.fused_decode(QUERY, 16, BULK, "oracle") is None
+    assert choice.fused_decode(QUERY, BULK, BULK, "gaussian") is triton_decode.fused_decode
+    assert choice.fused_decode(QUERY, BULK, BULK, "oracle") is None
     monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
-    assert choice.fused_decode(QUERY, 16, BULK, "gaussian") is None
+    assert choice.fused_decode(QUERY, BULK, BULK, "gaussian") is None
 
 
 @pytest.mark.parametrize(
@@ -139,25 +139,25 @@ def test_asked_for_and_impossible(
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(triton_kernels, "INTERPRETED", interpreted)
     with pytest.raises(RuntimeError, match=message):
-        choice.fused_decode(query, value_dim, bulk, criterion)
+        choice.fused_decode(query, bulk, bulk.new_zeros(*bulk.shape[:3], value_dim), criterion)
 
 
 def test_residents_are_not_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(triton_kernels, "INTERPRETED", True)
-    assert choice.fused_decode(QUERY, 16, BULK, "gaussian", 0.5) is triton_decode.fused_decode  # nothing is offloaded
+    assert choice.fused_decode(QUERY, BULK, BULK, "gaussian", 0.5) is triton_decode.fused_decode  # nothing is offloaded
     with pytest.raises(RuntimeError, match="a device_budget keeps heads on the device, and the kernel reads"):
-        choice.fused_decode(QUERY, 16, BULK.to("meta"), "gaussian", 0.5)
+        choice.fused_decode(QUERY, BULK.to("meta"), BULK, "gaussian", 0.5)
 
 
 def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(choice, "_installed", lambda: False)
     with pytest.raises(RuntimeError, match="triton is not installed"):
-        choice.fused_decode(QUERY, 16, BULK, "gaussian")
+        choice.fused_decode(QUERY, BULK, BULK, "gaussian")
 
 
 def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QADA_KERNELS", "cuda")
     with pytest.raises(ValueError, match="QADA_KERNELS must be auto, torch or triton, got 'cuda'"):
-        choice.fused_decode(QUERY, 16, BULK, "gaussian")
+        choice.fused_decode(QUERY, BULK, BULK, "gaussian")

@@ -31,6 +31,12 @@ def model() -> PreTrainedModel:
     return tiny(num_hidden_layers=3)
 
 
+@pytest.fixture(autouse=True)
+def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without an accelerator, so that outputs can be compared to the bit."""
+    monkeypatch.setenv("QADA_KERNELS", "torch")
+
+
 def one_shot(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
     return logits_of(generate(model, prompt(90)[0], cache, tokens=30))
 

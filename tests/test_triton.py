@@ -1,4 +1,4 @@
-"""The fused decode step against float64: the torch reference, the kernel under Triton's interpreter, and on a GPU.
+"""The fused decode step against float64: the torch reference, the CPU's kernel, Triton's, interpreted and on a GPU.
 
 The interpreter runs where `TRITON_INTERPRET=1`, which `conftest.py` sets; `make gpu` unsets it for the cases marked
 `gpu`.
@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from compilers import needs_compiler
 from decode_scene import RAGGED, SINKS, WINDOW, Scene
 from torch import Tensor
 
-from qada_cache.kernels import decode_reference
+from qada_cache.kernels import compiled, compiled_decode, decode_reference
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels import triton_decode
@@ -27,8 +28,9 @@ gpu = [
 ]
 REFERENCE = pytest.param((decode_reference.fused_decode, "cpu"), id="reference")
 KERNEL = pytest.param((triton_decode.fused_decode, "cpu"), id="interpreter", marks=interpreter)
+COMPILED = pytest.param((compiled_decode.fused_decode, "cpu"), id="compiled", marks=needs_compiler)
 GPU = pytest.param((triton_decode.fused_decode, "cuda"), id="gpu", marks=gpu)
-BOTH = pytest.mark.parametrize("path", [REFERENCE, KERNEL, GPU])
+EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED, KERNEL, GPU])
 Path = tuple[Callable[..., tuple[Tensor, Tensor]], str]
 
 
@@ -36,6 +38,7 @@ Path = tuple[Callable[..., tuple[Tensor, Tensor]], str]
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three splits for the longest row of `RAGGED`, whose last ones are empty for shorter rows."""
     monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 100)
+    monkeypatch.setattr(compiled, "SPLIT_TOKENS", 100)
 
 
 def run(path: Path, scene: Scene, *, pin: bool = False, **decision: Any) -> tuple[Tensor, Tensor]:
@@ -69,7 +72,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DIMS = [(32, 32), (64, 64), (128, 128), (256, 256), (96, 80), (64, 24)]
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("dim", "value_dim"), DIMS)
 def test_dtypes_and_dimensions(path: Path, dim: int, value_dim: int, dtype: torch.dtype) -> None:
@@ -77,7 +80,7 @@ def test_dtypes_and_dimensions(path: Path, dim: int, value_dim: int, dtype: torc
     assert mixed(run(path, scene, threshold=scene.threshold())[1])
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize(
     ("group", "group_rule"), [(1, "head"), (4, "head"), (8, "head"), (3, "mean"), (8, "mean"), (4, "all")]
 )
@@ -86,7 +89,7 @@ def test_groups(path: Path, group: int, group_rule: str) -> None:
     assert mixed(run(path, scene, threshold=scene.threshold(group_rule), group_rule=group_rule)[1])
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("group_rule", ["head", "mean", "all"])
 @pytest.mark.parametrize("moments", ["frozen", "other"])
 def test_moments(path: Path, moments: str, group_rule: str) -> None:
@@ -97,7 +100,7 @@ def test_moments(path: Path, moments: str, group_rule: str) -> None:
     assert moments == "other" or flags[1].all()
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("group_rule", ["head", "mean", "all"])
 @pytest.mark.parametrize("threshold", [0.0, 1.0])
 def test_thresholds_at_the_ends(path: Path, threshold: float, group_rule: str) -> None:
@@ -105,7 +108,7 @@ def test_thresholds_at_the_ends(path: Path, threshold: float, group_rule: str) -
     assert flags[: len(RAGGED)].all() if threshold else not flags.any()
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("threshold", [0.4, 1.0])
 @pytest.mark.parametrize("group_rule", ["head", "mean", "all"])
 def test_static_heads(path: Path, group_rule: str, threshold: float) -> None:
@@ -113,7 +116,7 @@ def test_static_heads(path: Path, group_rule: str, threshold: float) -> None:
     run(path, Scene(group=3, kv_heads=3), threshold=threshold, group_rule=group_rule, criterion=table)
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("group_rule", ["head", "mean", "all"])
 @pytest.mark.parametrize("criterion", ["dense", "local"])
 def test_one_sided_criteria(path: Path, criterion: str, group_rule: str) -> None:
@@ -121,7 +124,7 @@ def test_one_sided_criteria(path: Path, criterion: str, group_rule: str) -> None
     assert flags[: len(RAGGED)].all() if criterion == "dense" else not flags.any()
 
 
-@BOTH
+@EVERY
 def test_padding_queries(path: Path) -> None:
     """A row that sits the step out reads no bulk; one of them has no token at all."""
     scene = Scene(bulk=[(63, 5), (63, 5), (111, 0)], short=(2, 0), padding=(1, 4))
@@ -130,7 +133,7 @@ def test_padding_queries(path: Path) -> None:
     assert not flags[1].any()
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("bulk", [[(111, 3)] * 2, [(257, 0)], [(0, 5)] * 3])
 def test_rows_alike(path: Path, bulk: list[tuple[int, int]]) -> None:
     """One mask and one length stand for all rows; a bulk that is all staged, in buffers of a few columns."""
@@ -140,7 +143,7 @@ def test_rows_alike(path: Path, bulk: list[tuple[int, int]]) -> None:
     run(path, scene, threshold=scene.threshold())
 
 
-@BOTH
+@EVERY
 def test_nothing_stored_yet(path: Path) -> None:
     """Bulk buffers without room: nothing may be launched over them."""
     run(path, Scene(bulk=[], short=(2, SINKS + WINDOW)), threshold=1.0)

@@ -20,13 +20,14 @@ FLAGS = (
 
 
 def library(source: Path, macros: tuple[str, ...]) -> Path:
-    """The path of `source` built with `macros` (`-DNAME=VALUE`): built before, or now.
+    """The path of `source` and the headers beside it built with `macros` (`-DNAME=VALUE`): built before, or now.
 
     Raises:
         OSError, subprocess.SubprocessError: it cannot be built here; the message says why.
     """
     compiler = _compiler()
-    built_from = (source.read_text(), *FLAGS, *macros, compiler, _version(compiler), _processor())
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    built_from = (*texts, *FLAGS, *macros, compiler, _version(compiler), _processor())
     name = hashlib.sha256("\0".join(built_from).encode()).hexdigest()[:32] + ".so"
     folder = home() / "kernels"
     if (folder / name).is_file():

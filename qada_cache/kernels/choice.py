@@ -5,7 +5,7 @@ The environment variable `QADA_KERNELS` is read at every step:
 - "torch": torch's own operations alone, on any device.
 - "triton": the fused kernel for one token, or an error that says why not.
 - "auto", the default: on an accelerator `AUTO`, or torch where that has an obstacle; on the CPU the compiled kernel
-  (`compiled.py`), or torch where it does not serve.
+  (`compiled.py`, `compiled_decode.py`), or torch where it does not serve.
 """
 
 import functools
@@ -15,6 +15,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from . import compiled_decode
 
 # The fused kernel has not been run on a GPU yet. Once it has, and is faster: "triton".
 AUTO = "torch"
@@ -28,13 +30,14 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def obstacle(query: Tensor, value_dim: int, bulk: Tensor, criterion: object, budget: object = 0) -> str | None:
-    """Why the fused kernel cannot compute this call, in words for an error message; None if it can.
+def obstacle(
+    query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object, budget: object = 0
+) -> str | None:
+    """Why the Triton kernel cannot compute this call, in words for an error message; None if it can.
 
     Args:
         query: `[batch, heads, 1, dim]`.
-        value_dim: last dimension of the values.
-        bulk: the bulk's keys; its values lie beside them.
+        bulk_keys, bulk_values: the bulk's buffers `[batch, kv_heads, capacity, dim]` and `value_dim`.
         criterion: as `policy.criterion`.
         budget: as `policy.device_budget`.
     """
@@ -46,13 +49,14 @@ def obstacle(query: Tensor, value_dim: int, bulk: Tensor, criterion: object, bud
         return f"the kernel needs CUDA tensors, or CPU tensors with TRITON_INTERPRET=1, not {query.device.type} ones"
     if query.dtype not in DTYPES:
         return f"the kernel has no {query.dtype}"
-    if max(query.shape[-1], value_dim) > MAX_DIM:
-        return f"the kernel has head dimensions up to {MAX_DIM}, not {max(query.shape[-1], value_dim)}"
+    dim = max(query.shape[-1], bulk_values.shape[-1])
+    if dim > MAX_DIM:
+        return f"the kernel has head dimensions up to {MAX_DIM}, not {dim}"
     if criterion == "oracle":
         return "criterion='oracle' needs every score, which the kernel exists not to compute"
-    if budget and bulk.device != query.device:
+    if budget and bulk_keys.device != query.device:
         return "a device_budget keeps heads on the device, and the kernel reads them all from the host"
-    if bulk.numel() and bulk.device != query.device and not bulk.is_pinned():
+    if bulk_keys.numel() and bulk_keys.device != query.device and not bulk_keys.is_pinned():
         return "the bulk lies in host memory that is not pinned, so that the device cannot read it"
     return None
 
@@ -73,17 +77,22 @@ def compiles() -> bool:
     return _requested() != "torch"
 
 
-def fused_decode(query: Tensor, value_dim: int, bulk: Tensor, criterion: object, budget: object = 0) -> Callable | None:
-    """The fused kernel if it is to compute this call (arguments of `obstacle`), None for the torch path.
+def fused_decode(
+    query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object, budget: object = 0
+) -> Callable | None:
+    """The `fused_decode` that is to compute this call (arguments of `obstacle`), None for the path of `decode.py`.
 
     Raises:
         RuntimeError: `QADA_KERNELS=triton` and there is an obstacle.
         ValueError: `QADA_KERNELS` is none of the above.
     """
     requested = _requested()
+    call = (query, bulk_keys, bulk_values, criterion)
+    if requested == "auto" and compiled_decode.obstacle(*call) is None:
+        return compiled_decode.fused_decode
     if requested == "torch" or (requested == "auto" and AUTO == "torch"):
         return None
-    reason = obstacle(query, value_dim, bulk, criterion, budget)
+    reason = obstacle(*call, budget)
     if reason is None:
         from . import triton_decode
 

@@ -10,12 +10,11 @@ So far run under Triton's interpreter and compiled for CUDA, but not run on a GP
 guesses.
 """
 
-import math
-
 import torch
 import triton
 from torch import Tensor
 
+from .rules import decision_rules
 from .triton_kernels import bulk_kernel, merge_kernel, near_kernel
 
 SPLIT_TOKENS = 256  # a split has at least about this many tokens, as its result must be written and read again
@@ -26,13 +25,6 @@ BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeli
 def _padded(size: int) -> int:
     """The block that holds `size` rows or columns of a matrix product."""
     return max(16, triton.next_power_of_2(size))
-
-
-def _logit(threshold: float) -> float:
-    """The margin `log A_local - log A_bulk` below which a head is long-context, see `criterion.long_context`."""
-    if 0.0 < threshold < 1.0:
-        return math.log(threshold) - math.log1p(-threshold)
-    return math.inf if threshold else -math.inf
 
 
 def fused_decode(
@@ -82,18 +74,13 @@ def fused_decode(
     )
     # A shared row has stride 0.
     row_strides = [0 if t is None else t.expand(batch, *t.shape[1:]).stride(0) for t in (mean, covariance, count)]
-    table = criterion if isinstance(criterion, Tensor) else None
-    kind = "static" if table is not None else criterion
-    if kind in ("dense", "local"):
-        group_rule = "head"  # nothing to agree on
-    elif group_rule == "mean" and threshold >= 1.0:
-        group_rule = "all"  # as in `criterion.group_decision`: a share that rounds to 1 is below 1
+    kind, table, group_rule, limit = decision_rules(criterion, group_rule, threshold)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         near_kernel[(kv_heads, batch)](
             query, near_keys, near_values, local, staged, bulk_lengths, decided, mean, covariance, count, table,
             parts, lse, flags, pulled, *near_keys.stride()[:3], *near_values.stride()[:3],
             local.stride(0), staged.stride(0), bulk_lengths.stride(0), decided.stride(0), *row_strides,
-            columns, 1 + splits, scaling, threshold, _logit(threshold),
+            columns, 1 + splits, scaling, threshold, limit,
             CRITERION=kind, GROUP_RULE=group_rule, POOL=pool_staged,
             TOKEN_BYTES=token_bytes, BLOCK_C=min(sizes["BLOCK_D"], 32), **sizes,
         )  # fmt: skip

@@ -1,13 +1,14 @@
-// Attention of a few queries over many keys in one pass, every key and value read once: the CPU's decode step.
+// Attention of one head's few queries over many keys on the CPU, in one pass that reads every key and value once.
 //
-// The same contract as `partial_attention` in reference.py, which it is tested against. `compiled.py` builds this file
-// once for every shape it meets, with the sizes given as macros, so that the compiler can keep the sums in registers:
+// The sizes are macros, so that the compiler can keep the sums in registers:
 //
 //   DIM, VALUE_DIM   of a head
 //   QUERIES          that share a head's keys, the query heads of a group
 //   BFLOAT16, FLOAT16 or FLOAT32   the type of queries, keys and values; sums are float32
 //
 // Vectors are the compilers' own extension (GCC, Clang), so that hardly anything here is of one processor.
+
+#pragma once
 
 #include <algorithm>
 #include <cmath>
@@ -155,97 +156,102 @@ inline void average(const Element* value, const float (*weights)[BLOCK], int tok
         average<NEXT, std::min(COUNT, VALUE_PARTS - NEXT)>(value, weights, tokens, sums);
 }
 
-// One head: `query` [QUERIES, DIM], `key` [tokens, DIM], `value` [tokens, VALUE_DIM] -> `out` [QUERIES, VALUE_DIM],
-// `lse` [QUERIES].
-void attend(const Element* query, const Element* key, const Element* value, int64_t tokens, float scaling, float* out,
-            float* lse) {
+// Attention of a head's queries over the keys added so far.
+struct Partial {
     Floats scaled[QUERIES][PARTS], sums[QUERIES][VALUE_PARTS] = {};
-    float scores[QUERIES][BLOCK], highest[QUERIES], total[QUERIES];
-    for (int q = 0; q < QUERIES; q++) {
-        highest[q] = -INFINITY;
-        total[q] = 0;
-        unpack<DIM>(query + q * DIM, scaled[q]);
-        for (int c = 0; c < PARTS; c++) scaled[q][c] *= scaling;
-    }
-    for (int64_t first = 0; first < tokens; first += BLOCK) {
-        int count = (int)std::min<int64_t>(BLOCK, tokens - first);
-        for (int t = 0; t < count; t++) {
-            const Element* row = key + (first + t) * DIM;
-            prefetch<DIM>(row);
-            Floats unpacked[PARTS];
-            unpack<DIM>(row, unpacked);
-            for (int q = 0; q < QUERIES; q++) {
-                Floats products = scaled[q][0] * unpacked[0];
-                for (int c = 1; c < PARTS; c++) products += scaled[q][c] * unpacked[c];
-                scores[q][t] = sum(products);
-            }
-        }
+    float highest[QUERIES], total[QUERIES];
+
+    // `query` [QUERIES, DIM].
+    Partial(const Element* query, float scaling) {
         for (int q = 0; q < QUERIES; q++) {
-            for (int t = count; t < BLOCK; t++) scores[q][t] = -INFINITY;
-            float peak = highest[q], mass = 0;
-#pragma omp simd reduction(max : peak)
-            for (int t = 0; t < BLOCK; t++) peak = std::max(peak, scores[q][t]);
-            if (peak > highest[q]) {
-                float shrunk = exponential(highest[q] - peak);
-                highest[q] = peak;
-                total[q] *= shrunk;
-                for (int c = 0; c < VALUE_PARTS; c++) sums[q][c] *= shrunk;
-            }
-#pragma omp simd reduction(+ : mass)
-            for (int t = 0; t < BLOCK; t++) {
-                float weight = exponential(scores[q][t] - peak);
-                scores[q][t] = weight;
-                mass += weight;
-            }
-            total[q] += mass;
+            highest[q] = -INFINITY;
+            total[q] = 0;
+            unpack<DIM>(query + q * DIM, scaled[q]);
+            for (int c = 0; c < PARTS; c++) scaled[q][c] *= scaling;
         }
-        average<0, std::min(VALUE_PARTS, std::max(1, REGISTERS / QUERIES))>(value + first * VALUE_DIM, scores, count,
-                                                                            sums);
     }
-    for (int q = 0; q < QUERIES; q++) {
-        const float* lanes = (const float*)sums[q];
-        lse[q] = highest[q] + logf(total[q]);
-        for (int d = 0; d < VALUE_DIM; d++) out[q * VALUE_DIM + d] = lanes[place<VALUE_DIM>(d)] / total[q];
+
+    // The scores of one key for all queries, `stride` apart.
+    void score(const Element* row, float* scores, int stride) const {
+        Floats unpacked[PARTS];
+        unpack<DIM>(row, unpacked);
+        for (int q = 0; q < QUERIES; q++) {
+            Floats products = scaled[q][0] * unpacked[0];
+            for (int c = 1; c < PARTS; c++) products += scaled[q][c] * unpacked[c];
+            scores[q * stride] = sum(products);
+        }
     }
+
+    // `key` [tokens, DIM], `value` [tokens, VALUE_DIM], contiguous.
+    void add(const Element* key, const Element* value, int64_t tokens) {
+        float scores[QUERIES][BLOCK];
+        for (int64_t first = 0; first < tokens; first += BLOCK) {
+            int count = (int)std::min<int64_t>(BLOCK, tokens - first);
+            for (int t = 0; t < count; t++) {
+                const Element* row = key + (first + t) * DIM;
+                prefetch<DIM>(row);
+                score(row, &scores[0][t], BLOCK);
+            }
+            for (int q = 0; q < QUERIES; q++) weigh(q, scores[q], count);
+            constexpr int HELD = std::min(VALUE_PARTS, std::max(1, REGISTERS / QUERIES));
+            average<0, HELD>(value + first * VALUE_DIM, scores, count, sums);
+        }
+    }
+
+    // Scores of `count` keys become weights relative to the highest score so far, and so do the sums before them.
+    void weigh(int q, float* scores, int count) {
+        for (int t = count; t < BLOCK; t++) scores[t] = -INFINITY;
+        float peak = highest[q], mass = 0;
+#pragma omp simd reduction(max : peak)
+        for (int t = 0; t < BLOCK; t++) peak = std::max(peak, scores[t]);
+        if (peak > highest[q]) {
+            float shrunk = exponential(highest[q] - peak);
+            highest[q] = peak;
+            total[q] *= shrunk;
+            for (int c = 0; c < VALUE_PARTS; c++) sums[q][c] *= shrunk;
+        }
+#pragma omp simd reduction(+ : mass)
+        for (int t = 0; t < BLOCK; t++) {
+            float weight = exponential(scores[t] - peak);
+            scores[t] = weight;
+            mass += weight;
+        }
+        total[q] += mass;
+    }
+
+    float log_mass(int q) const { return highest[q] + logf(total[q]); }
+
+    // `out` [QUERIES, VALUE_DIM] and `lse` [QUERIES]; of no keys 0 and -inf.
+    void finish(float* out, float* lse) const {
+        for (int q = 0; q < QUERIES; q++) {
+            const float* lanes = (const float*)sums[q];
+            float scale = total[q] == 0 ? 0 : 1 / total[q];
+            lse[q] = log_mass(q);
+            for (int d = 0; d < VALUE_DIM; d++) out[q * VALUE_DIM + d] = lanes[place<VALUE_DIM>(d)] * scale;
+        }
+    }
+};
+
+constexpr int SIZE = QUERIES * VALUE_DIM;
+
+// `out` and `lse` of query `q` over all of `count` parts [count, QUERIES, VALUE_DIM] and [count, QUERIES].
+void merge(const float* parts, const float* part_lse, int64_t count, int q, float* out, float* lse) {
+    float peak = -INFINITY, total = 0, sums[VALUE_DIM] = {};
+    for (int64_t part = 0; part < count; part++) peak = std::max(peak, part_lse[part * QUERIES + q]);
+    for (int64_t part = 0; part < count; part++) {
+        float weight = expf(part_lse[part * QUERIES + q] - peak);
+        total += weight;
+        for (int d = 0; d < VALUE_DIM; d++) sums[d] += weight * parts[part * SIZE + q * VALUE_DIM + d];
+    }
+    *lse = peak + logf(total);
+    for (int d = 0; d < VALUE_DIM; d++) out[d] = sums[d] / total;
+}
+
+// Parts to split a head's keys into when `heads` of them are shared by `threads`: several for each thread, as they do
+// not all get to work at once.
+int64_t splits_of(int64_t tokens, int64_t heads, int threads, int64_t split_tokens) {
+    int64_t wanted = (4 * threads + heads - 1) / heads;
+    return std::max<int64_t>(1, std::min(wanted, tokens / split_tokens));
 }
 
 }  // namespace
-
-// `query` [batch, heads, QUERIES, DIM] contiguous; `key` and `value` [batch, heads, tokens, *], whose rows of a head
-// are contiguous and whose batches and heads are so many elements apart; `tokens` >= `splits` >= 1. A head's keys are
-// split into `splits` parts, work for as many threads, which are merged by their log-sum-exps.
-extern "C" void partial_attention(const Element* query, const Element* key, const Element* value, float* out,
-                                  float* lse, int64_t batch, int64_t heads, int64_t tokens, int64_t key_batch,
-                                  int64_t key_head, int64_t value_batch, int64_t value_head, int64_t splits,
-                                  int threads, float scaling) {
-    constexpr int SIZE = QUERIES * VALUE_DIM;
-    int64_t jobs = batch * heads * splits;
-    std::vector<float> parts(splits > 1 ? jobs * (SIZE + QUERIES) : 0);
-    float* part_out = splits > 1 ? parts.data() : out;
-    float* part_lse = splits > 1 ? parts.data() + jobs * SIZE : lse;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t job = 0; job < jobs; job++) {
-        int64_t head = job / splits, split = job % splits;
-        int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
-        attend(query + head * QUERIES * DIM,
-               key + head / heads * key_batch + head % heads * key_head + start * DIM,
-               value + head / heads * value_batch + head % heads * value_head + start * VALUE_DIM,
-               stop - start, scaling, part_out + job * SIZE, part_lse + job * QUERIES);
-    }
-    if (splits == 1) return;
-    for (int64_t row = 0; row < batch * heads * QUERIES; row++) {
-        int64_t head = row / QUERIES, q = row % QUERIES;
-        float peak = -INFINITY, total = 0;
-        for (int64_t job = head * splits; job < (head + 1) * splits; job++)
-            peak = std::max(peak, part_lse[job * QUERIES + q]);
-        for (int d = 0; d < VALUE_DIM; d++) out[row * VALUE_DIM + d] = 0;
-        for (int64_t job = head * splits; job < (head + 1) * splits; job++) {
-            float weight = expf(part_lse[job * QUERIES + q] - peak);
-            total += weight;
-            for (int d = 0; d < VALUE_DIM; d++)
-                out[row * VALUE_DIM + d] += weight * part_out[job * SIZE + q * VALUE_DIM + d];
-        }
-        lse[row] = peak + logf(total);
-        for (int d = 0; d < VALUE_DIM; d++) out[row * VALUE_DIM + d] /= total;
-    }
-}

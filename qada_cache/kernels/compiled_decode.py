@@ -1,0 +1,95 @@
+"""One decode step of one layer on the CPU in one call of `attention.cpp`, decisions included."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from . import compiled
+from .rules import decision_rules
+
+CRITERIA = {"local": 0, "dense": 1, "static": 2, "gaussian": 3}
+GROUP_RULES = {"head": 0, "mean": 1, "all": 2}
+
+
+class Decode(ctypes.Structure):
+    """`Decode` of attention.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "near_keys", "near_values", "bulk_keys", "bulk_values")),
+        *((name, ctypes.c_void_p) for name in ("local", "staged", "decided", "table", "bulk_lengths", "count")),
+        *((name, ctypes.c_void_p) for name in ("mean", "covariance", "out", "flags", "pulled")),
+        *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "columns", "split_tokens")),
+        *((f"{name}_{axis}", ctypes.c_int64) for name in ("near_key", "near_value") for axis in ("batch", "head")),
+        *((f"{name}_{axis}", ctypes.c_int64) for name in ("bulk_key", "bulk_value") for axis in ("batch", "head")),
+        *((f"{name}_row", ctypes.c_int64) for name in ("local", "staged", "decided", "length", "count")),
+        *((f"{name}_row", ctypes.c_int64) for name in ("mean", "covariance")),
+        *((name, ctypes.c_float) for name in ("scaling", "threshold", "limit")),
+        *((name, ctypes.c_int) for name in ("criterion", "group_rule", "pool_staged", "threads")),
+    )
+
+
+def obstacle(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> str | None:
+    """Why this module cannot compute this call, None if it can (arguments as for `choice.obstacle`)."""
+    group, dim, value_dim = query.shape[1] // bulk_keys.shape[1], query.shape[3], bulk_values.shape[3]
+    if query.device.type != "cpu" or query.dtype not in compiled.ELEMENTS:
+        return f"there is no kernel for {query.dtype} on {query.device.type}"
+    if bulk_keys.shape[2] < compiled.MIN_TOKENS or group > compiled.MAX_QUERIES or dim % 8 or value_dim % 8:
+        return "the kernel is not made for these sizes"
+    if criterion == "oracle":
+        return "criterion='oracle' needs every score"
+    return None if compiled.build(query.dtype, dim, value_dim, group) else "it cannot be built"
+
+
+def fused_decode(
+    query: Tensor,
+    near_keys: Tensor,
+    near_values: Tensor,
+    bulk_keys: Tensor,
+    bulk_values: Tensor,
+    *,
+    local: Tensor,
+    staged: Tensor,
+    bulk_lengths: Tensor,
+    decided: Tensor,
+    scaling: float,
+    threshold: float,
+    group_rule: str = "head",
+    criterion: str | Tensor = "gaussian",
+    mean: Tensor | None = None,
+    covariance: Tensor | None = None,
+    count: Tensor | None = None,
+    pool_staged: bool = False,
+    pulled: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Same contract as `decode_reference.fused_decode`, for the calls that have no `obstacle`."""
+    batch, heads, _, dim = query.shape
+    kv_heads, columns, value_dim = near_keys.shape[1], near_keys.shape[2], near_values.shape[3]
+    group = heads // kv_heads
+    kernels = compiled.build(query.dtype, dim, value_dim, group)
+    assert kernels is not None
+    query = query.contiguous()
+    out = torch.empty(batch, heads, 1, value_dim)
+    flags = torch.empty(batch, kv_heads, group, dtype=torch.bool)
+    pulled = torch.zeros((), dtype=torch.int64) if pulled is None else pulled
+    kind, table, rule, limit = decision_rules(criterion, group_rule, threshold)
+    table = None if table is None else table.contiguous()
+
+    def row(tensor: Tensor | None) -> int:
+        """How many elements apart the rows of a tensor are that may have one for all."""
+        return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
+
+    pointers = (
+        *(query, near_keys, near_values, bulk_keys, bulk_values, local, staged, decided, table),
+        *(bulk_lengths, count, mean, covariance, out, flags, pulled),
+    )
+    call = Decode(
+        *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
+        *(batch, kv_heads, columns, compiled.SPLIT_TOKENS),
+        *(stride for buffer in (near_keys, near_values, bulk_keys, bulk_values) for stride in buffer.stride()[:2]),
+        *(row(tensor) for tensor in (local, staged, decided, bulk_lengths, count, mean, covariance)),
+        *(scaling, threshold, limit),
+        *(CRITERIA[kind], GROUP_RULES[rule], pool_staged, torch.get_num_threads()),
+    )
+    kernels.fused_decode(ctypes.byref(call))
+    return out.to(query.dtype), flags

@@ -1,0 +1,16 @@
+"""Whether kernels can be compiled here."""
+
+import pytest
+
+from qada_cache.kernels import build
+
+
+def compiler() -> str | None:
+    """The one that would be used."""
+    try:
+        return build._compiler()
+    except OSError:
+        return None
+
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs Linux and a C++ compiler")
