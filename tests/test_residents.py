@@ -238,6 +238,41 @@ def test_growth_spills_the_weakest() -> None:
     assert layer.nbytes == 48
 
 
+def test_rows_that_leave_take_their_share_of_the_budget_along() -> None:
+    """Half of two rows' bulk is one row's; of a single row it is half. A row that comes twice is kept once."""
+    with accelerator():
+        store = Bulk(torch.ones(2, 2, 0, 4), torch.ones(2, 2, 0, 4), offloading=True, residents=Residents(0.5), layer=0)
+        store.append(slice(0, 2), torch.ones(2, 2, 6, 4), torch.ones(2, 2, 6, 4))
+        for wanted in ([False, True], [True, True]):
+            list(reading.flagged(store, [[False, False], wanted]))
+        assert sorted(store.residents.held) == [(1, 0), (1, 1)]
+        store.select([1, 1])
+        assert sorted(store.residents.held) == [(0, 0), (0, 1)]
+        assert store.residents.nbytes == 2 * 6 * 2 * 4 * 4
+        store.select([1])
+        assert not store.residents.held
+        list(reading.flagged(store, [[True, True]]))
+        store.select([0, 0])
+        store.select([0])
+        assert sorted(store.residents.held) == [(0, 0)]
+        assert store.residents.scores[0][1] > store.residents.scores[0][0]  # what the rows' heads were flagged
+
+
+def test_a_copy_that_lost_tokens_is_not_read() -> None:
+    """Should one ever differ from the host's, the host is right, and it is replaced."""
+    with accelerator():
+        store = Bulk(torch.ones(1, 1, 0, 4), torch.ones(1, 1, 0, 4), offloading=True, residents=Residents(1.0), layer=0)
+        store.append(slice(0, 1), torch.ones(1, 1, 6, 4), torch.ones(1, 1, 6, 4))
+        list(reading.flagged(store, [[True]]))
+        kept = store.residents.held[0, 0]
+        kept.keys, kept.values = kept.keys[:, :, :5].clone(), kept.values[:, :, :5].clone()
+        store.residents.nbytes = kept.nbytes
+        (part,) = reading.flagged(store, [[True]])
+        assert part.keys.shape[2] == 6
+        assert part.spared == 0
+        assert store.residents.nbytes == store.residents.held[0, 0].nbytes == 6 * 2 * 4 * 4
+
+
 def test_devices_have_budgets_of_their_own() -> None:
     shared = Residents(40)
     layers = [shared.layer(index, torch.device(device), 1, 1) for index, device in enumerate(("cpu", "meta"))]
