@@ -39,8 +39,8 @@ def query_adaptive(
     )
     audited = layer.is_audited()
     if queries == 1 and not audited:
-        policy, stored = layer.policy, (store.bulk.keys, store.bulk.values)
-        kernel = choice.fused_decode(query, *stored, policy.criterion, policy.device_budget)
+        policy, bulk = layer.policy, store.bulk
+        kernel = choice.fused_decode(query, bulk.keys, bulk.values, policy.criterion, policy.device_budget)
         if kernel is not None:
             out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
             count(layer, flags.unsqueeze(-1), geometry)

@@ -43,7 +43,7 @@ constexpr int WIDTH = fitting(4);
 #endif
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 
-constexpr int BLOCK = 64;          // keys whose scores are held at once
+constexpr int BLOCK = 32;          // keys whose scores are held at once: few, so that reading never pauses for long
 constexpr int AHEAD = 2048;        // bytes that are asked for before they are needed
 constexpr int CACHE_LINE = 64;     // bytes
 constexpr int REGISTERS = 16;      // vectors of sums that stay in registers while values stream by

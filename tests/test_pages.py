@@ -1,0 +1,45 @@
+"""Host memory in huge pages."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qada_cache import pages
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def mapping(address: int) -> str:
+    """What the system says of the memory at `address`: name and value on each line."""
+    inside, said = False, []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span = line.split()[0]
+        if "-" in span and not span.endswith(":"):
+            start, stop = (int(end, 16) for end in span.split("-"))
+            inside = start <= address < stop
+        elif inside:
+            said.append(line)
+    return "\n".join(said)
+
+
+@pytest.mark.skipif(not SETTING.exists() or "[never]" in SETTING.read_text(), reason="needs huge pages")
+def test_large_tensors_lie_in_huge_pages() -> None:
+    made = pages.empty((2, 3, 1 << 20), torch.bfloat16).fill_(1)
+    assert made.shape == (2, 3, 1 << 20)
+    assert made.is_contiguous()
+    said = mapping(made.data_ptr() + made.nbytes // 2)
+    assert "hg" in said.split("VmFlags:")[1].split()
+    kilobytes = int(said.split("AnonHugePages:")[1].split()[0])
+    assert kilobytes > 0
+
+
+def test_memory_lives_as_long_as_a_view() -> None:
+    view = pages.empty((4, 1 << 20), torch.float32)[1:3]
+    view.copy_(torch.arange(2 << 20).view(2, -1))
+    assert view.flatten().equal(torch.arange(2 << 20).float())
+
+
+def test_small_and_empty_tensors() -> None:
+    assert pages.empty((2, 0, 8), torch.float16).shape == (2, 0, 8)
+    assert pages.empty((3, 5), torch.int64).dtype == torch.int64
