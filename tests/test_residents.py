@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models import SMALL, generate, logits_of, prompt, tiny
+from models import SMALL, forced, generate, logits_of, prompt, tiny
 from scenarios import small_buffers
 from stand_in import accelerator
 from torch import Tensor
@@ -42,9 +42,9 @@ def one_shot(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
 
 
 def chunked(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
-    """Chunks longer than the window, which stream the bulk, and shorter; then a second turn over residents."""
+    """Chunks longer than the window, which stream the bulk; then a second turn in chunks, over residents."""
     generate(model, prompt(90)[0], cache, tokens=30, prefill_chunk_size=25)
-    return logits_of(generate(model, prompt(170)[0], cache, tokens=20, prefill_chunk_size=25))
+    return forced(model, prompt(70)[0].to(model.device), [25, 25, 1], cache)
 
 
 def padded(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
