@@ -73,7 +73,7 @@ class Residents:
             return int(self.budget * sum(layer.bulk_bytes for layer in self._on(device)))
         if device not in self._free:  # measured once, when the first head might stay: after prefill, as a rule
             memory = get_max_memory()
-            free = memory.get(device.index or 0 if device.type == "cuda" else device.type, 0)
+            free = memory.get(device.type, memory.get(device.index or 0, 0))  # accelerators are numbered there
             self._free[device] = max(0, free - max(RESERVE_BYTES, int(RESERVE_SHARE * free)))
         return self._free[device]
 
@@ -168,6 +168,8 @@ class LayerResidents:
 
     def keep(self, head: Head, keys: Tensor, values: Tensor, score: float) -> None:
         """Keep this copy of a head's bulk if the budget, or a weaker resident, has the room for it."""
+        if head in self.held:  # with another number of tokens, else it would have been read instead
+            self.drop(head)
         resident = Resident(keys, values)
         if self.shared.budget and self.shared.admits(resident.nbytes, score, self.device):
             self.held[head] = resident
@@ -222,3 +224,4 @@ class LayerResidents:
         held = {(index.index(row), head): resident for (row, head), resident in self.held.items() if row in index}
         self.held, self.nbytes = held, sum(resident.nbytes for resident in held.values())
         self.scores = [list(self.scores[row]) for row in index]
+        self.shared.trim(self.device)

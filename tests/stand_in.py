@@ -6,6 +6,7 @@ source that is written to while its copy is under way spoils the copy.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -110,5 +111,7 @@ def accelerator(device: str = "cpu") -> Iterator[Copies]:
             stack.enter_context(mock.patch.object(bulk, "send", copies.send))
             stack.enter_context(mock.patch.object(bulk, "join", lambda event, device: event.synchronize()))
             stack.enter_context(mock.patch.object(Bulk, "__init__", offloaded))
+            # The kernels for a CPU read a bulk where it lies.
+            stack.enter_context(mock.patch.dict(os.environ, {"QADA_KERNELS": "torch"}))
             stack.enter_context(mock.patch.object(torch.accelerator, "synchronize"))
         yield copies

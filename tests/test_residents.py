@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models import SMALL, generate, logits_of, prompt, tiny
+from models import SMALL, forced, generate, logits_of, prompt, tiny
 from scenarios import small_buffers
 from stand_in import accelerator
 from torch import Tensor
@@ -31,14 +31,20 @@ def model() -> PreTrainedModel:
     return tiny(num_hidden_layers=3)
 
 
+@pytest.fixture(autouse=True)
+def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without an accelerator, so that outputs can be compared to the bit."""
+    monkeypatch.setenv("QADA_KERNELS", "torch")
+
+
 def one_shot(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
     return logits_of(generate(model, prompt(90)[0], cache, tokens=30))
 
 
 def chunked(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
-    """Chunks longer than the window, which stream the bulk, and shorter; then a second turn over residents."""
+    """Chunks longer than the window, which stream the bulk; then a second turn in chunks, over residents."""
     generate(model, prompt(90)[0], cache, tokens=30, prefill_chunk_size=25)
-    return logits_of(generate(model, prompt(170)[0], cache, tokens=20, prefill_chunk_size=25))
+    return forced(model, prompt(70)[0].to(model.device), [25, 25, 1], cache)
 
 
 def padded(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
@@ -230,6 +236,41 @@ def test_growth_spills_the_weakest() -> None:
     assert heads.kept() == [[1]]
     assert layer.held[0, 1].keys.flatten().tolist() == [1.0] * 5 + [2.0]
     assert layer.nbytes == 48
+
+
+def test_rows_that_leave_take_their_share_of_the_budget_along() -> None:
+    """Half of two rows' bulk is one row's; of a single row it is half. A row that comes twice is kept once."""
+    with accelerator():
+        store = Bulk(torch.ones(2, 2, 0, 4), torch.ones(2, 2, 0, 4), offloading=True, residents=Residents(0.5), layer=0)
+        store.append(slice(0, 2), torch.ones(2, 2, 6, 4), torch.ones(2, 2, 6, 4))
+        for wanted in ([False, True], [True, True]):
+            list(reading.flagged(store, [[False, False], wanted]))
+        assert sorted(store.residents.held) == [(1, 0), (1, 1)]
+        store.select([1, 1])
+        assert sorted(store.residents.held) == [(0, 0), (0, 1)]
+        assert store.residents.nbytes == 2 * 6 * 2 * 4 * 4
+        store.select([1])
+        assert not store.residents.held
+        list(reading.flagged(store, [[True, True]]))
+        store.select([0, 0])
+        store.select([0])
+        assert sorted(store.residents.held) == [(0, 0)]
+        assert store.residents.scores[0][1] > store.residents.scores[0][0]  # what the rows' heads were flagged
+
+
+def test_a_copy_that_lost_tokens_is_not_read() -> None:
+    """Should one ever differ from the host's, the host is right, and it is replaced."""
+    with accelerator():
+        store = Bulk(torch.ones(1, 1, 0, 4), torch.ones(1, 1, 0, 4), offloading=True, residents=Residents(1.0), layer=0)
+        store.append(slice(0, 1), torch.ones(1, 1, 6, 4), torch.ones(1, 1, 6, 4))
+        list(reading.flagged(store, [[True]]))
+        kept = store.residents.held[0, 0]
+        kept.keys, kept.values = kept.keys[:, :, :5].clone(), kept.values[:, :, :5].clone()
+        store.residents.nbytes = kept.nbytes
+        (part,) = reading.flagged(store, [[True]])
+        assert part.keys.shape[2] == 6
+        assert part.spared == 0
+        assert store.residents.nbytes == store.residents.held[0, 0].nbytes == 6 * 2 * 4 * 4
 
 
 def test_devices_have_budgets_of_their_own() -> None:
