@@ -32,9 +32,12 @@ test-all: $(VENV)/.installed
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(RUN) -m pytest -m "not slow and not gpu"
 
-# Compiles the Triton kernels, which everywhere else their interpreter runs.
+# Compiles the Triton kernels, which everywhere else their interpreter runs; then every method side by side.
 gpu: $(VENV)/.installed
 	TRITON_INTERPRET=0 $(RUN) -m pytest -m gpu
+	for kernels in triton torch; do QADA_KERNELS=$$kernels $(RUN) -m eval.benchmark --device cuda \
+		--tokens 8192 32768 131072 8192x8 --out eval/results || exit 1; done
+	$(RUN) -m eval.first_token --tokens 8192 32768 --device cuda --out eval/results
 
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

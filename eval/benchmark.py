@@ -13,6 +13,7 @@ Before anything is timed, QAdACache at f = 1 must give what DynamicCache gives.
 import argparse
 import contextlib
 import gc
+import os
 import sys
 import time
 from pathlib import Path
@@ -189,7 +190,8 @@ def main(arguments: list[str] | None = None) -> int:
         del work
     print(plain(rows))
     if options.out:
-        name = f"benchmark-{options.model}-{device.type}"
+        kernels = os.environ.get("QADA_KERNELS", "auto")
+        name = f"benchmark-{options.model}-{device.type}" + (f"-{kernels}" if kernels != "auto" else "")
         with contextlib.suppress(ImportError):  # no picture without matplotlib
             speed_figure.draw(rows, options.out / f"{name}.png", f"{options.model}, {options.dtype}; {machine()}")
         write(
@@ -197,6 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows,
             model=options.model,
             dtype=options.dtype,
+            kernels=kernels,
             seed=options.seed,
             **speed,
             threads=torch.get_num_threads(),
