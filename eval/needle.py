@@ -3,7 +3,8 @@
     python -m eval.needle train --out /tmp/needle
     python -m eval.needle check --model /tmp/needle
 
-The shipped model was made with `train --threads 1` and the default seed. Another number of threads, or another machine,
+The shipped model was made with `train --threads 1` and the default seed, in two goes: its last stage was trained from a
+checkpoint of the stage before, with that stage's state of the generator. Another number of threads, or another machine,
 adds up in another order and gives another model.
 
 Training is a curriculum: induction on random text first, then key-value pairs, then ever longer haystacks, and last

@@ -15,7 +15,7 @@ from test_kernels import SCALING, check
 from torch import Tensor
 
 from qada_cache import kernels
-from qada_cache.kernels import build, compiled, reference
+from qada_cache.kernels import build, choice, compiled, compiled_decode, reference
 
 SIZES = [(64, 64, 4), (16, 24, 1), (80, 48, 7), (128, 128, 16), (8, 256, 5)]
 
@@ -104,17 +104,41 @@ def test_admits_only_what_it_computes() -> None:
 def test_cache_with_the_kernel_equals_reference(
     scenario: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, original = [], compiled.partial_attention
+    """One token is decoded by `fused_decode`, a few by `partial_attention` over the bulk."""
+    calls = {"fused_decode": 0, "partial_attention": 0}
 
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return original(*args, **kwargs)
+    def spy(module: Any, name: str) -> None:
+        original = getattr(module, name)
 
-    monkeypatch.setattr(compiled, "partial_attention", spy)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+
+    spy(compiled, "partial_attention")
+    spy(compiled_decode, "fused_decode")
     with small_buffers():
         pair = play(scenario, dtype=dtype)
-    assert len(calls) > 3
+    assert min(calls.values()) > 3
     assert pair.tally.local + pair.tally.long_context > 20
+
+
+def test_chosen_for_a_long_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "build", lambda *_: object())
+    query, bulk = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 1024, 16)
+    assert choice.fused_decode(query, bulk, bulk, "gaussian") is compiled_decode.fused_decode
+    for refused in (
+        (query, bulk[:, :, 1:], bulk, "gaussian"),
+        (query, bulk, bulk, "oracle"),
+        (query.double(), bulk.double(), bulk.double(), "gaussian"),
+        (query.repeat(1, 10, 1, 1), bulk, bulk, "gaussian"),
+    ):
+        assert choice.fused_decode(*refused) is None
+    monkeypatch.setattr(compiled, "build", lambda *_: None)
+    assert choice.fused_decode(query, bulk, bulk, "gaussian") is None
+    monkeypatch.setenv("QADA_KERNELS", "torch")
+    assert choice.fused_decode(query, bulk, bulk, "gaussian") is None
 
 
 @pytest.fixture
