@@ -192,8 +192,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out:
         kernels = os.environ.get("QADA_KERNELS", "auto")
         name = f"benchmark-{options.model}-{device.type}" + (f"-{kernels}" if kernels != "auto" else "")
-        with contextlib.suppress(ImportError):  # no picture without matplotlib
-            speed_figure.draw(rows, options.out / f"{name}.png", f"{options.model}, {options.dtype}; {machine()}")
         write(
             options.out / f"{name}.csv",
             rows,
@@ -205,6 +203,8 @@ def main(arguments: list[str] | None = None) -> int:
             threads=torch.get_num_threads(),
             machine=machine(),
         )
+        with contextlib.suppress(ImportError):  # no picture without matplotlib
+            speed_figure.draw(options.out / f"{name}.csv")
     return 0
 
 

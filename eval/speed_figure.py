@@ -1,5 +1,10 @@
-"""A picture of `eval.benchmark`'s table: time per token by the share of KV heads that read the long context."""
+"""A picture of `eval.benchmark`'s table: time per token by the share of KV heads that read the long context.
 
+The benchmark draws it beside its table; `python -m eval.speed_figure TABLE.csv` draws it again.
+"""
+
+import csv
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +12,8 @@ PREFIX = "QAdACache f="
 OTHERS = {"DynamicCache": "C3", "StaticCache": "C1", "no context": "0.5"}
 
 
-def draw(rows: list[dict[str, Any]], path: Path, note: str) -> None:
-    """Write a PNG with one panel for each context length and batch; `rows` are those of the table.
+def draw(table: Path) -> None:
+    """Write a PNG beside the table, with one panel for each context length and batch.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -16,17 +21,23 @@ def draw(rows: list[dict[str, Any]], path: Path, note: str) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
+    with table.open(encoding="utf-8") as file:
+        rows: list[dict[str, Any]] = list(csv.DictReader(file))
     mpl.rcParams["font.family"] = "DejaVu Sans"  # comes with matplotlib: the same on every machine
-    panels = sorted({(row["batch"], row["tokens"]) for row in rows})
+    panels = sorted({(int(row["batch"]), int(row["tokens"])) for row in rows})
     figure = Figure(figsize=(4.2 * len(panels), 3.6), layout="constrained", dpi=110)
     for axes, (batch, tokens) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         times = {
-            row["method"]: float(row["p50_ms"]) for row in rows if (row["batch"], row["tokens"]) == (batch, tokens)
+            row["method"]: float(row["p50_ms"])
+            for row in rows
+            if (int(row["batch"]), int(row["tokens"])) == (batch, tokens)
         }
         forced = sorted((float(name[len(PREFIX) :]), ms) for name, ms in times.items() if name.startswith(PREFIX))
         axes.plot(*zip(*forced, strict=True), "o-", color="C0", label="QAdACache, share forced")
         nothing, static = times["no context"], times["StaticCache"]
-        axes.plot([0, 1], [nothing, static], ":", color="C1", label="StaticCache's share of the reading")
+        shares = [step / 100 for step in range(101)]  # straight, but not on this scale
+        line = [nothing + share * (static - nothing) for share in shares]
+        axes.plot(shares, line, ":", color="C1", label="StaticCache's share of the reading")
         for name, colour in OTHERS.items():
             axes.axhline(times[name], color=colour, linewidth=1, label=name)
         if own := times.get("QAdACache, own flags"):
@@ -41,5 +52,10 @@ def draw(rows: list[dict[str, Any]], path: Path, note: str) -> None:
         axes.yaxis.set_minor_formatter("{x:.0f}")
         axes.tick_params(which="both", labelsize=7)
     axes.legend(fontsize=6)
+    note = "{model}, {dtype}; {machine}".format(**rows[0])
     figure.suptitle(note, fontsize=7, color="grey")
-    figure.savefig(path, metadata={"Software": None})
+    figure.savefig(table.with_suffix(".png"), metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]))
