@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from compilers import needs_compiler
 from models import SMALL, prompt, tiny
 
 from eval.forking import forked
@@ -140,6 +141,19 @@ def test_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         rows = {row["method"]: row for row in csv.DictReader(file)}
     assert list(rows) == ["DynamicCache", "StaticCache", "QAdACache, the first time", "QAdACache"]
     assert all(float(row["first_token_s"]) > 0 and float(row["second_token_ms"]) > 0 for row in rows.values())
+
+
+@needs_compiler
+def test_kernel_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from eval import kernel_speed
+
+    monkeypatch.setattr(kernel_speed, "SIZE", 1 << 20)
+    monkeypatch.setattr(kernel_speed, "LAYERS", 2)
+    arguments = ["--geometry", "tiny", "--dtype", "float32", "--tokens", "1100", "--turns", "1", "--out", str(tmp_path)]
+    assert kernel_speed.main(arguments) == 0
+    with (tmp_path / "kernel_speed.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert all(float(row[f"{name}_gb_per_s"]) > 0 for name in ("read", "compiled", "torch"))
 
 
 def test_flagged_share_of_heads() -> None:
