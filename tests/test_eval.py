@@ -147,9 +147,9 @@ def test_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernel_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from eval import kernel_speed
 
-    monkeypatch.setattr(kernel_speed, "SIZE", 1 << 20)
+    monkeypatch.setattr(kernel_speed, "SIZE", 1 << 26)
     monkeypatch.setattr(kernel_speed, "LAYERS", 2)
-    arguments = ["--geometry", "tiny", "--dtype", "float32", "--tokens", "1100", "--turns", "1", "--out", str(tmp_path)]
+    arguments = ["--geometry", "tiny", "--dtype", "float32", "--tokens", "8192", "--turns", "3", "--out", str(tmp_path)]
     assert kernel_speed.main(arguments) == 0
     with (tmp_path / "kernel_speed.csv").open() as file:
         (row,) = csv.DictReader(file)
