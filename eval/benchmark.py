@@ -28,7 +28,7 @@ from eval import speed_figure
 from eval.hardware import Peak, speeds, wait
 from eval.machine import machine
 from eval.tables import plain, write
-from eval.workloads import MODELS, Work, fill, flagged, load, methods
+from eval.workloads import MODEL_HELP, Work, fill, flagged, load, methods, slug
 from qada_cache import QAdACache, restore_attention
 
 
@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m eval.benchmark", description=(__doc__ or "").split("\n\n", maxsplit=1)[0]
     )
     add = parser.add_argument
-    add("--model", choices=MODELS, default="llama-3.2-1b", help="by its sizes, or trained (default: %(default)s)")
+    add("--model", default="llama-3.2-1b", help=f"{MODEL_HELP} (default: %(default)s)")
     add("--tokens", type=shape, nargs="+", default=[(32768, 1)], metavar="TOKENS[xROWS]",
         help="of context, a row; 8192x8 is a batch of 8 (default: 32768)")  # fmt: skip
     add("--steps", type=int, default=8, help="tokens timed a round (default: %(default)s)")
@@ -173,9 +173,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out and not options.out.is_dir():
         parser.error(f"--out: there is no folder {options.out}")
     device = torch.device(options.device)
-    model, make_work = load(
-        options.model, dtype=getattr(torch, options.dtype), device=device, positions=max(options.tokens)[0] + 1024
-    )
+    try:
+        model, make_work = load(
+            options.model, dtype=getattr(torch, options.dtype), device=device, positions=max(options.tokens)[0] + 1024
+        )
+    except (OSError, ValueError) as error:
+        parser.error(f"--model: {error}")
     measured = speeds(device)
     speed = {f"{name}_gb_per_s": f"{value / 1e9:.1f}" for name, value in measured.items()}
     print(f"{machine()}; {torch.get_num_threads()} threads; {speed}")
@@ -191,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(plain(rows))
     if options.out:
         kernels = os.environ.get("QADA_KERNELS", "auto")
-        name = f"benchmark-{options.model}-{device.type}" + (f"-{kernels}" if kernels != "auto" else "")
+        name = f"benchmark-{slug(options.model)}-{device.type}" + (f"-{kernels}" if kernels != "auto" else "")
         write(
             options.out / f"{name}.csv",
             rows,

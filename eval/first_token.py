@@ -25,7 +25,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from eval.hardware import Peak, wait
 from eval.machine import machine
 from eval.tables import plain, write
-from eval.workloads import MODELS, load
+from eval.workloads import MODEL_HELP, load, slug
 from qada_cache import QAdACache, restore_attention
 from qada_cache.kernels import compiled
 
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m eval.first_token", description=(__doc__ or "").split("\n\n", maxsplit=1)[0]
     )
     add = parser.add_argument
-    add("--model", choices=MODELS, default="llama-3.2-1b", help="by its sizes, or trained (default: %(default)s)")
+    add("--model", default="llama-3.2-1b", help=f"{MODEL_HELP} (default: %(default)s)")
     add("--tokens", type=int, nargs="+", default=[8192], help="of the prompt (default: %(default)s)")
     add("--rounds", type=int, default=3, help="over all methods (default: %(default)s)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default: %(default)s)")
@@ -122,19 +122,22 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out and not options.out.is_dir():
         parser.error(f"--out: there is no folder {options.out}")
     device = torch.device(options.device)
-    model, _ = load(
-        options.model, dtype=getattr(torch, options.dtype), device=device, positions=max(options.tokens) + 1024
-    )
+    try:
+        model, _ = load(
+            options.model, dtype=getattr(torch, options.dtype), device=device, positions=max(options.tokens) + 1024
+        )
+    except (OSError, ValueError) as error:
+        parser.error(f"--model: {error}")
     rows = []
     for tokens in options.tokens:
         generator = torch.Generator().manual_seed(options.seed)
-        ids = torch.randint(model.config.vocab_size, (1, tokens), generator=generator).to(device)
+        ids = torch.randint(model.config.get_text_config().vocab_size, (1, tokens), generator=generator).to(device)
         rows += measure(model, ids, options.rounds)
     print(f"{machine()}; {torch.get_num_threads()} threads")
     print(plain(rows))
     if options.out:
         write(
-            options.out / f"first_token-{options.model}-{device.type}.csv",
+            options.out / f"first_token-{slug(options.model)}-{device.type}.csv",
             rows,
             model=options.model,
             dtype=options.dtype,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from eval.geometries import GEOMETRIES, make_model
 from qada_cache import QAdACache, StaticHeads, needle
@@ -87,14 +88,39 @@ def needle_work(model: PreTrainedModel, *, tokens: int, batch: int, steps: int, 
     return Work(model, states, inputs, warm_up, True, seed)
 
 
+@torch.inference_mode()
+def read_work(model: PreTrainedModel, *, tokens: int, batch: int, steps: int, warm_up: int, seed: int) -> Work:
+    """Random tokens that the model has read, and more of them."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (batch, tokens + warm_up + steps), generator=generator).to(model.device)
+    cache = DynamicCache(config=model.config)
+    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+        raise ValueError("the benchmark fills full-attention layers only, and this model has others")
+    model(ids[:, :tokens], past_key_values=cache, logits_to_keep=1)
+    states = [(layer.keys, layer.values) for layer in cache.layers]
+    return Work(model, states, ids[:, tokens:], warm_up, True, seed)
+
+
 def load(name: str, *, dtype: torch.dtype, device: torch.device, positions: int) -> tuple[PreTrainedModel, Callable]:
-    """A model by the name of a geometry, or the needle model; and what makes its `Work`."""
+    """A geometry by its name, the needle model, or a model by its path or Hub repository; and what makes its `Work`.
+
+    Raises:
+        OSError, ValueError: there is no such model.
+    """
     if name == "needle":
         return needle.load_model().to(device=device, dtype=dtype), needle_work
-    return make_model(name, dtype=dtype, device=device, positions=positions), random_work
+    if name in GEOMETRIES:
+        return make_model(name, dtype=dtype, device=device, positions=positions), random_work
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval(), read_work
 
 
-MODELS = (*GEOMETRIES, "needle")
+MODEL_HELP = f"sizes by name ({', '.join(GEOMETRIES)}), needle, or a model's path or Hub repository"
+
+
+def slug(name: str) -> str:
+    """A model's name as part of a file's."""
+    return name.rstrip("/").split("/")[-1]
 
 
 def fill(cache: Cache, work: Work) -> Cache:

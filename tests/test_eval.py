@@ -143,6 +143,24 @@ def test_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(float(row["first_token_s"]) > 0 and float(row["second_token_ms"]) > 0 for row in rows.values())
 
 
+def test_benchmark_of_a_model_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads a context of its own, so its own flags are timed; a path without a model is an error that says so."""
+    from eval import benchmark, hardware
+    from eval.geometries import make_model
+
+    monkeypatch.setattr(hardware, "SIZE", 1 << 20)
+    model = make_model("tiny", dtype=torch.float32, device=torch.device("cpu"), positions=400)
+    model.save_pretrained(tmp_path / "mine")
+    arguments = ["--tokens", "300x2", "--steps", "2", "--rounds", "1", "--dtype", "float32", "--device", "cpu"]
+    assert benchmark.main([*arguments, "--model", str(tmp_path / "mine"), "--out", str(tmp_path)]) == 0
+    with (tmp_path / "benchmark-mine-cpu.csv").open() as file:
+        rows = {row["method"]: row for row in csv.DictReader(file)}
+    assert float(rows["QAdACache, own flags"]["p50_ms"]) > 0
+    assert {row["batch"] for row in rows.values()} == {"2"}
+    with pytest.raises(SystemExit):
+        benchmark.main([*arguments, "--model", str(tmp_path / "nothing")])
+
+
 @needs_compiler
 def test_kernel_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from eval import kernel_speed
