@@ -119,8 +119,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     words = prompt.context.split()
     print(f"\n  {' '.join(words[:24])} ... {prompt.questions[0]} -> {prompt.answers[0]}\n")
-    # Before anything is timed: what happens once, such as building a kernel for this model's sizes, is done.
-    short = needle.make_prompt(tokens=2048, facts=8, questions=1, seed=options.seed)
+    # Before anything is timed: what happens once is done, such as building kernels for a question's number of tokens,
+    # which is one more from the second on, as it brings the last answer along.
+    short = needle.make_prompt(tokens=2048, facts=8, questions=2, seed=options.seed)
     run("", model, tokenizer, short, QAdACache(model), tqdm(disable=True))
     methods: list[Result] = []
     with tqdm(total=3 * (1 + len(prompt.questions)), unit="step", bar_format="{l_bar}{bar}| {postfix}") as bar:
