@@ -79,9 +79,11 @@ class Peak:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self._held = torch.cuda.memory_allocated(device)
-        if self._status.exists():
+        self._watched = False
+        with contextlib.suppress(OSError, ValueError):  # a system without these files, or that keeps them to itself
             Path("/proc/self/clear_refs").write_text("5")  # the highest mark starts anew
             self._resident = self._highest()
+            self._watched = True
 
     def _highest(self) -> int:
         (line,) = (line for line in self._status.read_text().splitlines() if line.startswith("VmHWM"))
@@ -97,4 +99,4 @@ class Peak:
     @property
     def host(self) -> int:
         """Bytes of the process."""
-        return self._highest() - self._resident if self._status.exists() else 0
+        return self._highest() - self._resident if self._watched else 0
