@@ -23,8 +23,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.machine import machine
 from eval.tables import plain, write
-from eval.trials import Outcome, Way, logit, read_context, run
+from eval.trials import Outcome, Way, read_context, run
 from qada_cache import KeyMoments, needle
+from qada_cache.criterion import logit
 
 WEIGHTS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 THRESHOLDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9, 0.95, 0.99)

@@ -1,11 +1,10 @@
 """Many ways of deciding at once on the needle model: one batch row each, over one prompt's keys that all rows share.
 
 What `QAdACache` could not be asked for yet (blended moments, a threshold for every layer) is tried here first, and
-sweeps take seconds instead of minutes. Decisions and outputs are those of a `QAdACache` (tests/test_eval.py compares),
+sweeps take seconds instead of minutes. Decisions and outputs are those of a `QAdACache` (see tests/test_trials.py),
 with the prompt's own moments frozen when the questions begin, as with `update_moments=False`.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from qada_cache import KeyMoments
-from qada_cache.criterion import gaussian_log_bulk, pool_score_moments, score_moments
+from qada_cache.criterion import gaussian_log_bulk, logit, pool_score_moments, score_moments
 from qada_cache.needle import NeedlePrompt
 
 NAME = "needle_trials"
@@ -157,13 +156,6 @@ class Trials:
         mean = (margin.sigmoid().mean(dim=2, keepdim=True) < limit.sigmoid()).expand_as(flags)
         every = flags.all(dim=2, keepdim=True).expand_as(flags)
         return torch.where(self.rules == 0, flags, torch.where(self.rules == 1, mean, every))
-
-
-def logit(threshold: float) -> float:
-    """`log A_local - log A_bulk` at which the local share is `threshold`."""
-    if threshold in (0.0, 1.0):
-        return math.inf if threshold else -math.inf
-    return math.log(threshold) - math.log1p(-threshold)
 
 
 def own_moments(keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -63,6 +63,19 @@ def random_work(model: PreTrainedModel, *, tokens: int, batch: int, steps: int, 
     return Work(model, states, inputs, warm_up, False, seed)  # type: ignore[arg-type]
 
 
+def _states(model: PreTrainedModel, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """What the model makes of `ids` `[batch, tokens]`: keys and values of every layer.
+
+    Raises:
+        ValueError: it has layers that are not full attention.
+    """
+    cache = DynamicCache(config=model.config)
+    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+        raise ValueError("the benchmark fills full-attention layers only, and this model has others")
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
 @torch.inference_mode()
 def needle_work(model: PreTrainedModel, *, tokens: int, batch: int, steps: int, warm_up: int, seed: int) -> Work:
     """A text with facts that the needle model has read, each row its own, and questions about it."""
@@ -82,10 +95,7 @@ def needle_work(model: PreTrainedModel, *, tokens: int, batch: int, steps: int, 
     if min(map(len, asked)) < warm_up + steps:
         raise ValueError(f"{warm_up + steps} steps are more than the questions' {min(map(len, asked))} tokens")
     inputs = torch.stack([ids[: warm_up + steps] for ids in asked]).to(model.device)
-    cache = DynamicCache(config=model.config)
-    model(context, past_key_values=cache, logits_to_keep=1)
-    states = [(layer.keys, layer.values) for layer in cache.layers]
-    return Work(model, states, inputs, warm_up, True, seed)
+    return Work(model, _states(model, context), inputs, warm_up, True, seed)
 
 
 @torch.inference_mode()
@@ -94,12 +104,7 @@ def read_work(model: PreTrainedModel, *, tokens: int, batch: int, steps: int, wa
     generator = torch.Generator().manual_seed(seed)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (batch, tokens + warm_up + steps), generator=generator).to(model.device)
-    cache = DynamicCache(config=model.config)
-    if any(type(layer) is not DynamicLayer for layer in cache.layers):
-        raise ValueError("the benchmark fills full-attention layers only, and this model has others")
-    model(ids[:, :tokens], past_key_values=cache, logits_to_keep=1)
-    states = [(layer.keys, layer.values) for layer in cache.layers]
-    return Work(model, states, ids[:, tokens:], warm_up, True, seed)
+    return Work(model, _states(model, ids[:, :tokens]), ids[:, tokens:], warm_up, True, seed)
 
 
 def load(name: str, *, dtype: torch.dtype, device: torch.device, positions: int) -> tuple[PreTrainedModel, Callable]:

@@ -110,6 +110,13 @@ def gaussian_log_bulk(score_mean: Tensor, score_variance: Tensor, bulk_tokens: T
     return torch.log(bulk_tokens.float()) + score_mean + 0.5 * score_variance
 
 
+def logit(threshold: float) -> float:
+    """`log A_local - log A_bulk` at which the local share is `threshold`; infinite at both ends."""
+    if 0.0 < threshold < 1.0:
+        return math.log(threshold) - math.log1p(-threshold)
+    return math.inf if threshold else -math.inf
+
+
 def long_context(log_local: Tensor, log_bulk: Tensor, threshold: float) -> Tensor:
     """True where a head needs the long context: `A_local / (A_local + A_bulk) < threshold` (eq. 2, eq. 7).
 
@@ -118,8 +125,7 @@ def long_context(log_local: Tensor, log_bulk: Tensor, threshold: float) -> Tenso
     """
     if threshold >= 1.0:
         return log_bulk > -torch.inf
-    limit = math.log(threshold) - math.log1p(-threshold) if threshold > 0.0 else -math.inf
-    return log_local - log_bulk < limit
+    return log_local - log_bulk < logit(threshold)
 
 
 def group_decision(flags: Tensor, local_share: Tensor | None, threshold: float, rule: str) -> Tensor:

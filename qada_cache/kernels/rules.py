@@ -1,8 +1,8 @@
 """What a fused kernel is told of how to decide."""
 
-import math
-
 from torch import Tensor
+
+from ..criterion import logit
 
 
 def decision_rules(criterion: str | Tensor, group_rule: str, threshold: float) -> tuple[str, Tensor | None, str, float]:
@@ -19,6 +19,4 @@ def decision_rules(criterion: str | Tensor, group_rule: str, threshold: float) -
         group_rule = "head"  # nothing to agree on
     elif group_rule == "mean" and threshold >= 1.0:
         group_rule = "all"  # as in `criterion.group_decision`: a share that rounds to 1 is below 1
-    if 0.0 < threshold < 1.0:
-        return kind, table, group_rule, math.log(threshold) - math.log1p(-threshold)
-    return kind, table, group_rule, math.inf if threshold else -math.inf
+    return kind, table, group_rule, logit(threshold)
