@@ -10,13 +10,11 @@ at f is the time without a context, plus f times what a preallocated dense cache
 Before anything is timed, QAdACache at f = 1 must give what DynamicCache gives.
 """
 
-import argparse
 import contextlib
 import gc
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +23,11 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, StaticCache
 
 from eval import speed_figure
+from eval.command import load_model, timing_parser
 from eval.hardware import Peak, speeds, wait
 from eval.machine import machine
 from eval.tables import plain, write
-from eval.workloads import MODEL_HELP, Work, fill, flagged, load, methods, slug
+from eval.workloads import Work, fill, flagged, methods, slug
 from qada_cache import QAdACache, restore_attention
 
 
@@ -156,29 +155,15 @@ def shape(text: str) -> tuple[int, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.benchmark", description=(__doc__ or "").split("\n\n", maxsplit=1)[0]
-    )
+    parser = timing_parser("benchmark", __doc__ or "", table="benchmark-MODEL-DEVICE.csv and .png")
     add = parser.add_argument
-    add("--model", default="llama-3.2-1b", help=f"{MODEL_HELP} (default: %(default)s)")
     add("--tokens", type=shape, nargs="+", default=[(32768, 1)], metavar="TOKENS[xROWS]",
         help="of context, a row; 8192x8 is a batch of 8 (default: 32768)")  # fmt: skip
     add("--steps", type=int, default=8, help="tokens timed a round (default: %(default)s)")
     add("--rounds", type=int, default=3, help="over all methods (default: %(default)s)")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default: %(default)s)")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
-    add("--seed", type=int, default=0, help="(default: %(default)s)")
-    add("--out", type=Path, help="folder to write benchmark-MODEL-DEVICE.csv and .png to")
     options = parser.parse_args(arguments)
-    if options.out and not options.out.is_dir():
-        parser.error(f"--out: there is no folder {options.out}")
-    device = torch.device(options.device)
-    try:
-        model, make_work = load(
-            options.model, dtype=getattr(torch, options.dtype), device=device, positions=max(options.tokens)[0] + 1024
-        )
-    except (OSError, ValueError) as error:
-        parser.error(f"--model: {error}")
+    model, make_work = load_model(parser, options, tokens=max(options.tokens)[0])
+    device = model.device
     measured = speeds(device)
     speed = {f"{name}_gb_per_s": f"{value / 1e9:.1f}" for name, value in measured.items()}
     print(f"{machine()}; {torch.get_num_threads()} threads; {speed}")

@@ -7,7 +7,6 @@ building kernels, as for a user with an empty cache folder; later ones find them
 prompt is timed apart.
 """
 
-import argparse
 import contextlib
 import gc
 import os
@@ -15,17 +14,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
+from eval.command import load_model, timing_parser
 from eval.hardware import Peak, wait
 from eval.machine import machine
 from eval.tables import plain, write
-from eval.workloads import MODEL_HELP, load, slug
+from eval.workloads import slug
 from qada_cache import QAdACache, restore_attention
 from qada_cache.kernels import compiled
 
@@ -107,37 +106,22 @@ def measure(model: PreTrainedModel, ids: torch.Tensor, rounds: int) -> list[dict
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.first_token", description=(__doc__ or "").split("\n\n", maxsplit=1)[0]
-    )
+    parser = timing_parser("first_token", __doc__ or "", table="first_token-MODEL-DEVICE.csv")
     add = parser.add_argument
-    add("--model", default="llama-3.2-1b", help=f"{MODEL_HELP} (default: %(default)s)")
     add("--tokens", type=int, nargs="+", default=[8192], help="of the prompt (default: %(default)s)")
     add("--rounds", type=int, default=3, help="over all methods (default: %(default)s)")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default: %(default)s)")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the prompt (default: %(default)s)")
-    add("--out", type=Path, help="folder to write first_token-MODEL-DEVICE.csv to")
     options = parser.parse_args(arguments)
-    if options.out and not options.out.is_dir():
-        parser.error(f"--out: there is no folder {options.out}")
-    device = torch.device(options.device)
-    try:
-        model, _ = load(
-            options.model, dtype=getattr(torch, options.dtype), device=device, positions=max(options.tokens) + 1024
-        )
-    except (OSError, ValueError) as error:
-        parser.error(f"--model: {error}")
-    rows = []
+    model, _ = load_model(parser, options, tokens=max(options.tokens))
+    rows, vocabulary = [], model.config.get_text_config().vocab_size
     for tokens in options.tokens:
         generator = torch.Generator().manual_seed(options.seed)
-        ids = torch.randint(model.config.get_text_config().vocab_size, (1, tokens), generator=generator).to(device)
+        ids = torch.randint(vocabulary, (1, tokens), generator=generator).to(model.device)
         rows += measure(model, ids, options.rounds)
     print(f"{machine()}; {torch.get_num_threads()} threads")
     print(plain(rows))
     if options.out:
         write(
-            options.out / f"first_token-{slug(options.model)}-{device.type}.csv",
+            options.out / f"first_token-{slug(options.model)}-{model.device.type}.csv",
             rows,
             model=options.model,
             dtype=options.dtype,

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -187,8 +186,6 @@ def methods(work: Work) -> dict[str, Callable[[], Cache]]:
             made[f"QAdACache resident f={fraction:g}"] = lambda fraction=fraction: ours(
                 criterion=flagged(work, fraction), offloading=False
             )
-            if os.environ.get("QADA_KERNELS") == "triton":  # whose kernel reads all of an offloaded bulk from the host
-                continue
             made[f"QAdACache budget f={fraction:g}"] = lambda fraction=fraction: ours(
                 criterion=flagged(work, fraction), device_budget=0.15
             )

@@ -3,6 +3,7 @@
 import copy
 import functools
 import logging
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from . import pages
 from .residents import Head, Residents
-from .transfers import Arrival, ahead, fetch, join, send
+from .transfers import Arrival, Note, ahead, fetch, join, send
 
 logger = logging.getLogger(__name__)
 
 GRANULE = 256  # tokens; capacities are multiples of it
 GROWTH = 1.25  # a full store grows to this multiple of the need, so that copying is amortised over many tokens
+NOTES = 8  # a host that runs further ahead of the device than so many calls forgets what the older ones flagged
 STREAM_TOKENS = 32768  # tokens of one head in a block that is streamed through the device
 
 
@@ -38,6 +40,7 @@ class Bulk:
         residents: the heads that are on the device as well.
         flagged: heads that the last adaptive call read.
         early: those whose copies were started before they are asked for.
+        noted: what kernels that read heads where they lie have flagged, `[batch, kv_heads]` each, not yet learnt from.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, *, offloading: bool, residents: Residents, layer: int) -> None:
@@ -53,6 +56,7 @@ class Bulk:
         self.values = self._allocate(values, 0)
         self.flagged: list[Head] = []
         self.early: dict[Head, Arrival] = {}
+        self.noted: deque[Note] = deque(maxlen=NOTES)
         self._written: Any = None  # event of the last copy to the host
 
     def _allocate(self, like: Tensor, capacity: int, batch: int | None = None) -> Tensor:
@@ -71,7 +75,9 @@ class Bulk:
     def __deepcopy__(self, memo: dict) -> "Bulk":
         twin = memo[id(self)] = copy.copy(self)
         self.settle()
+        self.residents.settle()
         twin.lengths, twin.flagged, twin.early = list(self.lengths), list(self.flagged), {}
+        twin.noted = deque(maxlen=NOTES)
         twin.residents = copy.deepcopy(self.residents, memo)
         twin.keys = self._moved(self.keys, range(len(self.lengths)), self.capacity)  # pinned as these are
         twin.values = self._moved(self.values, range(len(self.lengths)), self.capacity)
@@ -97,6 +103,7 @@ class Bulk:
 
     def in_place(self) -> tuple[Tensor, Tensor]:
         """Keys and values where they lie, for a kernel that reads them there; it is made to wait for their copies."""
+        self.early.clear()  # of no use to it
         if self._written is not None and not self._written.query():
             join(self._written, self.device)
         return self.keys, self.values
@@ -191,3 +198,4 @@ class Bulk:
         self._rebuild(index, self.capacity if used else 0)
         self.residents.select(index)
         self.flagged = []
+        self.noted.clear()

@@ -40,7 +40,7 @@ def query_adaptive(
     audited = layer.is_audited()
     if queries == 1 and not audited:
         policy, bulk = layer.policy, store.bulk
-        kernel = choice.fused_decode(query, bulk.keys, bulk.values, policy.criterion, policy.device_budget)
+        kernel = choice.fused_decode(query, bulk.keys, bulk.values, policy.criterion)
         if kernel is not None:
             out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
             count(layer, flags.unsqueeze(-1), geometry)

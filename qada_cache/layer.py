@@ -24,8 +24,8 @@ class QAdALayer(DynamicLayer):
         local_heads: int64 `[kv_heads, group]`, decisions that called the query head local.
         local_groups: int64 `[kv_heads]`, decisions without a long-context head in the group.
         following: the next such layer of the cache, whose heads may be fetched while this one computes; None: the last.
-        decisions, steps, pulled_bytes, spared_bytes, streamed_bytes: see `CacheStats`; `pulled_bytes` becomes an int64
-            tensor `[]` on the device once the fused kernel counts it there.
+        decisions, steps, pulled_bytes, spared_bytes, streamed_bytes: see `CacheStats`; `pulled_bytes` and
+            `spared_bytes` become int64 tensors `[]` on the device once a kernel counts them there.
         audited: float64 `[5]`, sums over audited decisions of query heads: all, long-context in truth, found of those,
             called long-context, attention missed. None before the first.
         audited_bytes: bulk bytes read for audits.
@@ -52,8 +52,9 @@ class QAdALayer(DynamicLayer):
         self.local_heads: Tensor | None = None
         self.local_groups: Tensor | None = None
         self.audited: Tensor | None = None
-        self.decisions = self.steps = self.spared_bytes = self.streamed_bytes = self.audited_bytes = 0
+        self.decisions = self.steps = self.streamed_bytes = self.audited_bytes = 0
         self.pulled_bytes: int | Tensor = 0
+        self.spared_bytes: int | Tensor = 0
 
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""

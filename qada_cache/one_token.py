@@ -10,6 +10,7 @@ from .criterion import StaticHeads
 from .geometry import Geometry
 from .key_moments import KeyMoments
 from .layer import QAdALayer
+from .reading import learn
 from .rotary import rounded
 from .store import TokenStore
 
@@ -24,15 +25,17 @@ def one_token(
     Returns:
         `[batch, heads, 1, value_dim]` in the query's dtype, bool flags `[batch, kv_heads, group]`.
     """
-    policy, columns = layer.policy, slice(0, store.sinks + store.end)
-    if not isinstance(layer.pulled_bytes, Tensor) or layer.pulled_bytes.device != query.device:
-        with torch.inference_mode(False):  # it is added to in place, perhaps outside inference mode
-            layer.pulled_bytes = torch.full((), int(layer.pulled_bytes), dtype=torch.int64, device=query.device)
-    return kernel(
+    policy, bulk, columns = layer.policy, store.bulk, slice(0, store.sinks + store.end)
+    layer.pulled_bytes = _counter(layer.pulled_bytes, query.device)
+    elsewhere: dict[str, Tensor] = {}
+    if bulk.offloaded and policy.device_budget:
+        layer.spared_bytes = _counter(layer.spared_bytes, query.device)
+        elsewhere = {"places": bulk.residents.places(bulk.lengths), "spared": layer.spared_bytes}
+    out, flags = kernel(
         query,
         store.near_keys[:, :, columns],
         store.near_values[:, :, columns],
-        *store.bulk.in_place(),
+        *bulk.in_place(),
         local=geometry.local.flatten(1),
         staged=geometry.staged.flatten(1),
         bulk_lengths=geometry.stored.flatten(),
@@ -42,7 +45,19 @@ def one_token(
         group_rule=policy.group_rule,
         pulled=layer.pulled_bytes,
         **_criterion(layer, store, query),
+        **elsewhere,
     )
+    if elsewhere and (moved := learn(bulk, flags.any(dim=-1))):
+        layer.pulled_bytes += moved
+    return out, flags
+
+
+def _counter(count: int | Tensor, device: torch.device) -> Tensor:
+    """A count that kernels on `device` add to in place."""
+    if isinstance(count, Tensor) and count.device == device:
+        return count
+    with torch.inference_mode(False):  # it may be added to outside inference mode
+        return torch.full((), int(count), dtype=torch.int64, device=device)
 
 
 def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor) -> dict[str, Any]:

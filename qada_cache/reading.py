@@ -1,5 +1,6 @@
 """What attention reads of a bulk: the heads that need it, or all of it block by block, and heads it may need next."""
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from . import bulk as storage
 from .bulk import Bulk
 from .residents import Head, Resident
-from .transfers import Arrival, ahead
+from .transfers import Arrival, Note, ahead
 
 EARLY_SHARE = 4  # of how many heads of a layer at most one is fetched before it is asked for
 
@@ -48,7 +49,7 @@ def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iter
             for run in _runs(flags) if bulk.lengths[row] else ():
                 yield _view(bulk, slice(row, row + 1), run, 0, bulk.lengths[row])
         return
-    heads = [(row, head) for row, flags in enumerate(wanted) if bulk.lengths[row] for head, f in enumerate(flags) if f]
+    heads = _heads(bulk, wanted)
     early, before = bulk.early, {}
     if learn:
         before = bulk.residents.flag(heads)
@@ -101,14 +102,54 @@ def prefetch(bulk: Bulk) -> int:
             bulk.early[head] = bulk.fetch(head, 0, tokens)
         except torch.OutOfMemoryError:  # it will be copied when it is needed
             break
-        moved += sum(t[0, 0, :tokens].nbytes for t in (bulk.keys, bulk.values))
+        moved += _head_bytes(bulk, tokens)
     return moved
+
+
+def learn(bulk: Bulk, flags: Tensor) -> int:
+    """Let residents follow what a kernel flagged that read heads where they lay, on the host or on the device.
+
+    Nothing here waits for the device. Flags count when they have reached the host, in this call or a later one, and a
+    head that may then stay is read on the device once its copy is whole.
+
+    Args:
+        bulk: an offloaded one.
+        flags: bool `[batch, kv_heads]`, on the device.
+
+    Returns:
+        bytes of the copies that were started.
+    """
+    bulk.noted.append(Note(flags))
+    moved = 0
+    while bulk.noted and (wanted := bulk.noted[0].read()) is not None:
+        bulk.noted.popleft()
+        heads = _heads(bulk, wanted)
+        before = bulk.residents.flag(heads)
+        for head in heads:
+            tokens = bulk.lengths[head[0]]
+            nbytes, fetch = _head_bytes(bulk, tokens), functools.partial(bulk.fetch, head, 0, tokens)
+            if bulk.residents.get(head, tokens) is None and bulk.residents.bring(head, nbytes, before[head], fetch):
+                moved += nbytes
+    return moved
+
+
+def _heads(bulk: Bulk, wanted: list[list[bool]]) -> list[Head]:
+    """The wanted heads that have a bulk."""
+    return [(row, head) for row, flags in enumerate(wanted) if bulk.lengths[row] for head, f in enumerate(flags) if f]
+
+
+def _head_bytes(bulk: Bulk, tokens: int) -> int:
+    """Of so many tokens of one head."""
+    return sum(t.shape[3] * t.element_size() for t in (bulk.keys, bulk.values)) * tokens
 
 
 def _held(bulk: Bulk, heads: list[Head]) -> dict[Head, Resident]:
     """Those of the heads that lie on the device, whole."""
     found = {head: bulk.residents.get(head, bulk.lengths[head[0]]) for head in heads}
-    return {head: resident for head, resident in found.items() if resident is not None}
+    held = {head: resident for head, resident in found.items() if resident is not None}
+    for resident in held.values():
+        resident.wait()
+    return held
 
 
 def _fetch(bulk: Bulk, head: Head, start: int, stop: int) -> Arrival:

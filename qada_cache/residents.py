@@ -12,6 +12,8 @@ import torch
 from accelerate.utils import get_max_memory
 from torch import Tensor
 
+from .transfers import Arrival
+
 HALF_LIFE = 32  # adaptive calls after which a flag counts half
 RESERVE_BYTES, RESERVE_SHARE = 2**30, 0.1  # of the free memory, what "auto" leaves: the larger of the two
 
@@ -32,10 +34,23 @@ def check_budget(budget: int | float | str) -> None:
 
 @dataclass(eq=False)
 class Resident:
-    """Keys and values `[1, 1, tokens, dim]` of one head of one row."""
+    """Keys and values `[1, 1, tokens, dim]` of one head of one row; while its `arrival` is not None, on their way."""
 
     keys: Tensor
     values: Tensor
+    arrival: Arrival | None = None
+
+    def landed(self) -> bool:
+        """Whether they may be read; see `Arrival.landed`."""
+        if self.arrival is not None and self.arrival.landed():
+            self.wait()
+        return self.arrival is None
+
+    def wait(self) -> None:
+        """Make what is computed from here on wait until they may be read."""
+        if self.arrival is not None:
+            self.arrival.wait()
+            self.arrival = None
 
     @property
     def nbytes(self) -> int:
@@ -152,6 +167,8 @@ class LayerResidents:
         self.held: dict[Head, Resident] = {}
         self.nbytes = self.bulk_bytes = self._calls = 0
         self.scores = [[-math.inf] * kv_heads for _ in range(batch)]
+        self._placed: dict[Head, tuple[int, int]] = {}
+        self._places: Tensor | None = None
 
     def flag(self, heads: list[Head]) -> dict[Head, float]:
         """Count one call that flagged `heads`; their scores before it.
@@ -168,17 +185,55 @@ class LayerResidents:
 
     def keep(self, head: Head, keys: Tensor, values: Tensor, score: float) -> None:
         """Keep this copy of a head's bulk if the budget, or a weaker resident, has the room for it."""
+        if self._makes_room(head, keys.nbytes + values.nbytes, score):
+            self._hold(head, Resident(keys, values))
+
+    def bring(self, head: Head, nbytes: int, score: float, fetch: Callable[[], Arrival]) -> bool:
+        """`keep` a copy of `nbytes` bytes that `fetch` starts to make if it may stay; whether it did."""
+        if not self._makes_room(head, nbytes, score):
+            return False
+        try:
+            arrival = fetch()
+        except torch.OutOfMemoryError:  # then it is read where it lies
+            return False
+        self._hold(head, Resident(*arrival.tensors, arrival))
+        return True
+
+    def _makes_room(self, head: Head, nbytes: int, score: float) -> bool:
         if head in self.held:  # with another number of tokens, else it would have been read instead
             self.drop(head)
-        resident = Resident(keys, values)
-        if self.shared.budget and self.shared.admits(resident.nbytes, score, self.device):
-            self.held[head] = resident
-            self.nbytes += resident.nbytes
+        return bool(self.shared.budget) and self.shared.admits(nbytes, score, self.device)
+
+    def _hold(self, head: Head, resident: Resident) -> None:
+        self.held[head] = resident
+        self.nbytes += resident.nbytes
 
     def get(self, head: Head, tokens: int) -> Resident | None:
         """The resident that holds all `tokens` of a head's bulk, if there is one."""
         resident = self.held.get(head)
         return resident if resident is not None and resident.tokens == tokens else None
+
+    def places(self, lengths: list[int]) -> Tensor:
+        """Where a kernel finds heads of `lengths[row]` tokens: int64 `[batch, kv_heads, 2]` on the device.
+
+        The addresses of keys and values of those that are here, 0 for the others. They hold for work given to the
+        device before anything here changes: what is let go of is not used again before such work is done.
+        """
+        found = {
+            head: (resident.keys.data_ptr(), resident.values.data_ptr())
+            for head, resident in self.held.items()
+            if resident.tokens == lengths[head[0]] and resident.landed()
+        }
+        if self._places is None or self._placed != found:
+            rows, kv_heads = range(len(self.scores)), range(len(self.scores[0]))
+            table = [[found.get((row, head), (0, 0)) for head in kv_heads] for row in rows]
+            self._placed, self._places = found, torch.tensor(table).to(self.device, non_blocking=True)
+        return self._places
+
+    def settle(self) -> None:
+        """Wait for those that are on their way."""
+        for resident in self.held.values():
+            resident.wait()
 
     def drop(self, head: Head) -> None:
         """Let one go."""
@@ -211,17 +266,17 @@ class LayerResidents:
     def _replace(self, heads: list[Head], change: Callable[[Resident, int, int], Resident]) -> None:
         for head in heads:
             old = self.held[head]
+            old.wait()
             self.drop(head)
             try:
                 new = change(old, *head)
             except torch.OutOfMemoryError:  # it is only a copy
                 continue
-            self.held[head] = new
-            self.nbytes += new.nbytes
+            self._hold(head, new)
 
     def select(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`. Of a row that is repeated, the first one keeps the residents."""
         held = {(index.index(row), head): resident for (row, head), resident in self.held.items() if row in index}
         self.held, self.nbytes = held, sum(resident.nbytes for resident in held.values())
-        self.scores = [list(self.scores[row]) for row in index]
+        self.scores, self._places = [list(self.scores[row]) for row in index], None
         self.shared.trim(self.device)

@@ -102,7 +102,7 @@ def layer_bytes(layer: object, *, offloading: bool) -> tuple[int, int]:
     on_device, bulk = _tensor_bytes(layer), 0
     if store is not None:
         on_device += _tensor_bytes(store) + (0 if store.moments is None else _tensor_bytes(store.moments))
-        on_device += store.bulk.residents.nbytes
+        on_device += store.bulk.residents.nbytes + _tensor_bytes(store.bulk.residents)
         bulk = store.bulk.nbytes
     return (on_device, bulk) if offloading else (on_device + bulk, 0)
 
@@ -131,7 +131,7 @@ def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
         host_bytes=sum(on_host for _, on_host in bytes_held),
         resident_bytes=sum(layer.store.bulk.residents.nbytes for _, layer in ours if layer.store is not None),
         pulled_bytes=sum(int(layer.pulled_bytes) for _, layer in ours),
-        spared_bytes=sum(layer.spared_bytes for _, layer in ours),
+        spared_bytes=sum(int(layer.spared_bytes) for _, layer in ours),
         streamed_bytes=sum(layer.streamed_bytes for _, layer in ours),
         audit=_audit([layer for _, layer in ours]),
     )

@@ -25,19 +25,23 @@ def _side_stream(device: torch.device, direction: str) -> Any:
 
 
 class Arrival:
-    """Keys and values on their way to the device."""
+    """Keys and values on their way to the device; `tensors` are not to be read before `wait`."""
 
     def __init__(self, tensors: tuple[Tensor, Tensor], event: Any = None) -> None:
-        self._tensors, self._event = tensors, event
+        self.tensors, self._event = tensors, event
+
+    def landed(self) -> bool:
+        """Whether they are there, so that nothing would have to wait."""
+        return self._event is None or self._event.query()
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Keys and values, for what is computed from here on."""
         if self._event is not None:
-            device = self._tensors[0].device
+            device = self.tensors[0].device
             join(self._event, device)
-            for tensor in self._tensors:  # else freed memory would be written to while it is still read
+            for tensor in self.tensors:  # else freed memory would be written to while it is still read
                 tensor.record_stream(torch.cuda.current_stream(device))
-        return self._tensors
+        return self.tensors
 
 
 def join(event: Any, device: torch.device) -> None:
@@ -58,6 +62,20 @@ def fetch(keys: Tensor, values: Tensor, device: torch.device, *, after: Any = No
     with torch.cuda.stream(side):
         tensors = send_to_device((keys, values), device, non_blocking=True)
     return Arrival(tensors, side.record_event())
+
+
+class Note:
+    """A small tensor on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._event = tensor, None
+        if tensor.is_cuda:
+            self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.current_stream(tensor.device).record_event()
+
+    def read(self) -> Any:
+        """What it holds, as `Tensor.tolist`; None if it is not there yet."""
+        return self._tensor.tolist() if self._event is None or self._event.query() else None
 
 
 def ahead(arrivals: Iterator[Arrival]) -> Iterator[tuple[Tensor, Tensor]]:

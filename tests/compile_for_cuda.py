@@ -1,9 +1,11 @@
 """Compile the decode kernels for CUDA devices that need not be there: `python tests/compile_for_cuda.py`.
 
 The interpreter accepts kernels that the compiler refuses. Prints, for each, the shared memory a program takes; exits
-with an error if one does not compile, spills registers to memory, or takes more than the device has.
+with an error if one does not compile, spills registers to memory, takes more than the device has, or reads the bulk in
+copies of less than 16 bytes.
 """
 
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -83,6 +85,9 @@ def check(recorder: Recorder, capability: int, label: str) -> None:
     shared = compiled.metadata.shared
     print(f"sm_{capability} {label} {recorder.kernel.__name__}: {shared} bytes of shared memory")
     assert shared <= SHARED[capability], "more shared memory than the device has"
+    if recorder.kernel is triton_decode.bulk_kernel:
+        copies = re.findall(r"cp\.async\.c\w\.shared\.global \[.*?\], \[.*?\], (\w+)", compiled.asm["ptx"])
+        assert set(copies) == {"0x10"}, f"copies of {sorted(set(copies))} bytes"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -95,8 +100,9 @@ def main() -> None:
     """A few of the many combinations: every criterion, group rule and dtype, the largest sizes, odd sizes, no bulk."""
     kv_heads = 2
     count = {"count": torch.zeros(2, dtype=torch.int64), "pulled": torch.zeros((), dtype=torch.int64)}
+    placed = {"places": torch.zeros(2, kv_heads, 2, dtype=torch.int64), "spared": torch.zeros((), dtype=torch.int64)}
     for capability, dtype, dim, value_dim, group, capacity, options in (
-        (90, torch.bfloat16, 128, 128, 4, 40_000, {**count, "pool_staged": True}),
+        (90, torch.bfloat16, 128, 128, 4, 40_000, {**count, **placed, "pool_staged": True}),
         (80, torch.float16, 256, 256, 8, 1000, {**count, "group_rule": "mean"}),
         (89, torch.float32, 64, 64, 1, 1000, {"group_rule": "all"}),
         (80, torch.float32, 256, 256, 2, 1000, {"criterion": "dense"}),

@@ -40,7 +40,7 @@ class LateArrival(Arrival):
 
     def wait(self) -> tuple[Tensor, Tensor]:
         self._event.synchronize()
-        return self._tensors
+        return self.tensors
 
 
 class Copies:

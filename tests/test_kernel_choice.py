@@ -142,14 +142,6 @@ def test_asked_for_and_impossible(
         choice.fused_decode(query, bulk, bulk.new_zeros(*bulk.shape[:3], value_dim), criterion)
 
 
-def test_residents_are_not_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QADA_KERNELS", "triton")
-    monkeypatch.setattr(triton_kernels, "INTERPRETED", True)
-    assert choice.fused_decode(QUERY, BULK, BULK, "gaussian", 0.5) is triton_decode.fused_decode  # nothing is offloaded
-    with pytest.raises(RuntimeError, match="a device_budget keeps heads on the device, and the kernel reads"):
-        choice.fused_decode(QUERY, BULK.to("meta"), BULK, "gaussian", 0.5)
-
-
 def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(choice, "_installed", lambda: False)

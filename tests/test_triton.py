@@ -181,6 +181,31 @@ def test_rows_do_not_matter(path: Path) -> None:
         assert torch.equal(alone[1][0], whole[1][row])
 
 
+@pytest.mark.parametrize("path", [KERNEL, GPU])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_that_lie_elsewhere(path: Path, dtype: torch.dtype) -> None:
+    """Every other head lies outside the buffers, which hold nan instead; its bytes are counted apart."""
+    scene = Scene(bulk=[(111, 9), (63, 0), (1, 1)], dtype=dtype, value_dim=24)
+    function, device = path
+    threshold = scene.threshold()
+    expected = scene.flags(threshold=threshold)
+    needed, spared, elsewhere = scene.forget_unneeded(expected), 0, []
+    places = torch.zeros(scene.batch, scene.kv_heads, 2, dtype=torch.int64)
+    for row, head in [(0, 1), (1, 0), (2, 1)]:
+        for part, buffer in enumerate(scene.stored):
+            elsewhere.append(buffer[row, head].clone().to(device))
+            buffer[row, head] = torch.nan
+            places[row, head, part] = elsewhere[-1].data_ptr()
+            spared += elsewhere[-1][: scene.counts[row]].nbytes * int(expected[row, head].any())
+    assert 0 < spared < needed
+    counted = torch.zeros((), dtype=torch.int64, device=device)
+    arguments = scene.arguments(device) | scene.moment_arguments(device) | {"threshold": threshold}
+    out, flags = function(**arguments, places=places.to(device), spared=counted)
+    assert torch.equal(flags.cpu(), expected)
+    scene.check(out.cpu(), expected)
+    assert (int(arguments["pulled"]), int(counted)) == (needed - spared, spared)
+
+
 # -- what only a GPU can show -------------------------------------------------------------------------------------
 
 

@@ -30,16 +30,13 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def obstacle(
-    query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object, budget: object = 0
-) -> str | None:
+def obstacle(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> str | None:
     """Why the Triton kernel cannot compute this call, in words for an error message; None if it can.
 
     Args:
         query: `[batch, heads, 1, dim]`.
         bulk_keys, bulk_values: the bulk's buffers `[batch, kv_heads, capacity, dim]` and `value_dim`.
         criterion: as `policy.criterion`.
-        budget: as `policy.device_budget`.
     """
     if not _installed():
         return "triton is not installed (pip install 'qada-cache[triton]')"
@@ -54,8 +51,6 @@ def obstacle(
         return f"the kernel has head dimensions up to {MAX_DIM}, not {dim}"
     if criterion == "oracle":
         return "criterion='oracle' needs every score, which the kernel exists not to compute"
-    if budget and bulk_keys.device != query.device:
-        return "a device_budget keeps heads on the device, and the kernel reads them all from the host"
     if bulk_keys.numel() and bulk_keys.device != query.device and not bulk_keys.is_pinned():
         return "the bulk lies in host memory that is not pinned, so that the device cannot read it"
     return None
@@ -77,9 +72,7 @@ def compiles() -> bool:
     return _requested() != "torch"
 
 
-def fused_decode(
-    query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object, budget: object = 0
-) -> Callable | None:
+def fused_decode(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> Callable | None:
     """The `fused_decode` that is to compute this call (arguments of `obstacle`), None for the path of `decode.py`.
 
     Raises:
@@ -92,7 +85,7 @@ def fused_decode(
         return compiled_decode.fused_decode
     if requested == "torch" or (requested == "auto" and AUTO == "torch"):
         return None
-    reason = obstacle(*call, budget)
+    reason = obstacle(*call)
     if reason is None:
         from . import triton_decode
 

@@ -47,8 +47,14 @@ def fused_decode(
     count: Tensor | None = None,
     pool_staged: bool = False,
     pulled: Tensor | None = None,
+    places: Tensor | None = None,
+    spared: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same contract as `decode_reference.fused_decode`, for the calls that `choice.obstacle` admits.
+
+    A head may lie elsewhere than in the bulk buffers: `places`, int64 `[batch, kv_heads, 2]` and contiguous, holds the
+    addresses of its keys and values, laid out token by token as there and a multiple of 16 bytes; 0 for a head that is
+    in the buffers. Bytes of heads that lie elsewhere are then added to `spared`, int64 `[]`, and not to `pulled`.
 
     Everything but the bulk buffers lies on the query's device, and the last dimension of the buffers is contiguous.
     Nothing waits for the device. A captured graph can be replayed as long as the tensors stay where they are, so
@@ -78,7 +84,7 @@ def fused_decode(
     with torch.cuda.device_of(query):  # Triton launches on the current device
         near_kernel[(kv_heads, batch)](
             query, near_keys, near_values, local, staged, bulk_lengths, decided, mean, covariance, count, table,
-            parts, lse, flags, pulled, *near_keys.stride()[:3], *near_values.stride()[:3],
+            parts, lse, flags, pulled, places, spared, *near_keys.stride()[:3], *near_values.stride()[:3],
             local.stride(0), staged.stride(0), bulk_lengths.stride(0), decided.stride(0), *row_strides,
             columns, 1 + splits, scaling, threshold, limit,
             CRITERION=kind, GROUP_RULE=group_rule, POOL=pool_staged,
@@ -86,7 +92,7 @@ def fused_decode(
         )  # fmt: skip
         if splits:
             bulk_kernel[(splits, kv_heads, batch)](
-                query, bulk_keys, bulk_values, bulk_lengths, flags, parts, lse,
+                query, bulk_keys, bulk_values, places, bulk_lengths, flags, parts, lse,
                 *bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0), scaling, **sizes,
             )  # fmt: skip
         merge_kernel[(batch * heads,)](

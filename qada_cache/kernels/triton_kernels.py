@@ -66,10 +66,19 @@ def _store_part(
     tl.store(p_lse + o_part, b_max + tl.log(b_sum), mask=m_head)
 
 
+@triton.jit
+def _placed(p_own, p_place):
+    """`p_own`, or the address at `p_place` if there is one: of a head that lies elsewhere."""
+    place = tl.load(p_place)
+    if place != 0:
+        p_own = tl.multiple_of(place.to(p_own.dtype), 16)  # as every allocation
+    return p_own
+
+
 @triton.jit(do_not_specialize=["columns"])  # it changes with every token
 def near_kernel(
     p_query, p_keys, p_values, p_local, p_staged, p_lengths, p_decided, p_mean, p_covariance, p_count, p_table,
-    p_parts, p_lse, p_flags, p_pulled,
+    p_parts, p_lse, p_flags, p_pulled, p_places, p_spared,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
     s_local, s_staged, s_length, s_decided, s_mean, s_covariance, s_count,
     columns, parts, scaling, threshold, limit,
@@ -165,13 +174,16 @@ def near_kernel(
                 b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_staged, s_value_token, V, BLOCK_V
             )
         if p_pulled is not None:
+            if p_places is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
+                if tl.load(p_places + 2 * i_group) != 0:
+                    p_pulled = p_spared
             tl.atomic_add(p_pulled, tl.load(p_lengths + i_row * s_length) * TOKEN_BYTES, sem="relaxed")
     _store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 0, parts, G, BLOCK_G, V, BLOCK_V)
 
 
 @triton.jit
 def bulk_kernel(
-    p_query, p_keys, p_values, p_lengths, p_flags, p_parts, p_lse,
+    p_query, p_keys, p_values, p_places, p_lengths, p_flags, p_parts, p_lse,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length, scaling,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -192,6 +204,9 @@ def bulk_kernel(
     b_query = tl.load(p_query + o_head[:, None] * D + o_dim[None, :], mask=m_head[:, None] & m_dim[None, :], other=0.0)
     p_keys += i_row * s_key_row + i_head * s_key_head
     p_values += i_row * s_value_row + i_head * s_value_head
+    if p_places is not None:
+        p_keys = _placed(p_keys, p_places + 2 * i_group)
+        p_values = _placed(p_values, p_places + 2 * i_group + 1)
     length = tl.load(p_lengths + i_row * s_length)  # int64, as every token offset made from it
     share = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
     first = i_split * share

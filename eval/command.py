@@ -1,0 +1,41 @@
+"""What the commands that time a model have in common: their options, and the model these ask for."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from eval.workloads import MODEL_HELP, load
+
+
+def timing_parser(name: str, description: str, *, table: str) -> argparse.ArgumentParser:
+    """A parser for `python -m eval.NAME`; `table` is what `--out` says is written."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m eval.{name}", description=description.split("\n\n", maxsplit=1)[0]
+    )
+    add = parser.add_argument
+    add("--model", default="llama-3.2-1b", help=f"{MODEL_HELP} (default: %(default)s)")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default: %(default)s)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
+    add("--seed", type=int, default=0, help="(default: %(default)s)")
+    add("--out", type=Path, help=f"folder to write {table} to")
+    return parser
+
+
+def load_model(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, *, tokens: int
+) -> tuple[PreTrainedModel, Callable]:
+    """As `workloads.load`, for contexts of up to `tokens` tokens; ends the program where options make no sense."""
+    if options.out and not options.out.is_dir():
+        parser.error(f"--out: there is no folder {options.out}")
+    try:
+        return load(
+            options.model,
+            dtype=getattr(torch, options.dtype),
+            device=torch.device(options.device),
+            positions=tokens + 1024,
+        )
+    except (OSError, ValueError) as error:
+        parser.error(f"--model: {error}")

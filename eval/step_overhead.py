@@ -1,0 +1,160 @@
+"""What a decoded token costs beside reading the context, part by part: `python -m eval.step_overhead`.
+
+    python -m eval.step_overhead --tokens 2048 8192 32768 131072 --out eval/results
+
+Every head decides, by moments of the prompt, and none reads its bulk (`threshold=0`), so whatever QAdACache adds to a
+step without a context is overhead. Parts are timed on the host, each without the parts it calls, and summed over the
+layers of a step. On an accelerator, whose work goes on beside, that is the time to launch it.
+"""
+
+import contextlib
+import functools
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from tqdm import tqdm
+from transformers import Cache, DynamicCache
+
+from eval.command import load_model, timing_parser
+from eval.hardware import wait
+from eval.machine import machine
+from eval.tables import plain, write
+from eval.workloads import Work, fill, slug
+from qada_cache import QAdACache, attention, decode, one_token, restore_attention
+from qada_cache.kernels import compiled_decode
+from qada_cache.layer import QAdALayer
+from qada_cache.policy import Policy
+from qada_cache.store import TokenStore
+
+# Column, and what is timed for it.
+PARTS: dict[str, tuple[Any, str]] = {
+    "take_in": (QAdALayer, "update"),
+    "store": (TokenStore, "append"),
+    "masks": (Policy, "geometry"),
+    "moments": (one_token, "_criterion"),
+    "kernel": (compiled_decode, "fused_decode"),  # attention over sinks and window, and the decision
+    "count": (decode, "count"),
+    "the_rest": (attention, "attention_forward"),  # checks, and everything between the parts above
+}
+
+
+class Stopwatch:
+    """Seconds spent in functions, each without those that it calls and that are timed as well."""
+
+    def __init__(self) -> None:
+        self.spent: Counter[str] = Counter()
+        self._inner = [0.0]
+
+    def timed(self, name: str, function: Callable) -> Callable:
+        """`function`, timed."""
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            self._inner.append(0.0)
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                total = time.perf_counter() - begin
+                self.spent[name] += total - self._inner.pop()
+                self._inner[-1] += total
+
+        return wrapper
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Times all of `PARTS`. Caches must be built in here, as that is when the attention function is registered."""
+        with contextlib.ExitStack() as stack:
+            for name, (owner, function) in PARTS.items():
+                wrapper = self.timed(name, getattr(owner, function))
+                stack.enter_context(mock.patch.object(owner, function, wrapper))
+            yield
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+@torch.inference_mode()
+def steps(work: Work, cache: Cache, watch: Stopwatch) -> list[dict[str, float]]:
+    """Seconds of every step after the warm-up, by part and in all ("step")."""
+    found, device = [], work.model.device
+    for step in range(work.inputs.shape[1]):
+        wait(device)
+        watch.spent.clear()
+        begin = time.perf_counter()
+        work.model(input_ids=work.inputs[:, step : step + 1], past_key_values=cache)
+        wait(device)
+        if step >= work.warm_up:
+            found.append({"step": time.perf_counter() - begin, **watch.spent})
+    return found
+
+
+def measure(work: Work, rounds: int) -> dict[str, Any]:
+    """One row: medians over all steps of rounds in which the two caches take turns."""
+    without: list[float] = []
+    ours: list[dict[str, float]] = []
+    config = work.model.config
+    for _ in range(rounds):
+        restore_attention(work.model)
+        without += [step["step"] for step in steps(work, DynamicCache(config=config), Stopwatch())]
+        watch = Stopwatch()
+        with watch.watching():
+            cache = fill(QAdACache(work.model, threshold=0.0, moments="current"), work)
+            ours += steps(work, cache, watch)
+        assert cache.stats().pulled_bytes == 0
+        assert cache.stats().decisions > 0
+    restore_attention(work.model)
+    whole, nothing = _median([step["step"] for step in ours]), _median(without)
+    parts = {f"{name}_us": 1e6 * _median([step.get(name, 0.0) for step in ours]) for name in PARTS}
+    return {
+        "tokens": work.tokens,
+        "batch": work.batch,
+        "no_context_ms": f"{1e3 * nothing:.2f}",
+        "step_ms": f"{1e3 * whole:.2f}",
+        "ours_ms": f"{sum(parts.values()) / 1e3:.2f}",
+        "share": f"{sum(parts.values()) / 1e6 / whole:.3f}",
+        **{name: f"{value:.0f}" for name, value in parts.items()},
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    parser = timing_parser("step_overhead", __doc__ or "", table="step_overhead-MODEL-DEVICE.csv")
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", default=[2048, 8192, 32768], help="of context (default: %(default)s)")
+    add("--steps", type=int, default=16, help="tokens timed a round (default: %(default)s)")
+    add("--rounds", type=int, default=3, help="with and without a context in turn (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    model, make_work = load_model(parser, options, tokens=max(options.tokens))
+    rows = []
+    for tokens in tqdm(options.tokens, unit="length"):
+        try:
+            work = make_work(model, tokens=tokens, batch=1, steps=options.steps, warm_up=2, seed=options.seed)
+        except ValueError as error:
+            parser.error(str(error))
+        rows.append(measure(work, options.rounds))
+        del work
+    print(f"{machine()}; {torch.get_num_threads()} threads")
+    print(plain(rows))
+    if options.out:
+        write(
+            options.out / f"step_overhead-{slug(options.model)}-{torch.device(options.device).type}.csv",
+            rows,
+            model=options.model,
+            dtype=options.dtype,
+            layers=len(QAdACache(model, moments="current").layers),
+            seed=options.seed,
+            threads=torch.get_num_threads(),
+            machine=machine(),
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
