@@ -44,7 +44,9 @@ def speeds(query: Tensor, layers: list[tuple[Tensor, Tensor]], turns: int) -> di
     def attend(kernel: Callable) -> Callable[[], int]:
         def run() -> int:
             for keys, values in layers:
-                kernel(query, keys, values, scaling=query.shape[-1] ** -0.5)
+                found = kernel(query, keys, values, scaling=query.shape[-1] ** -0.5)
+                if found is None:
+                    raise RuntimeError("the compiled kernel could not be built (its warning says why)")
             return context
 
         return run

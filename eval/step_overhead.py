@@ -2,9 +2,10 @@
 
     python -m eval.step_overhead --tokens 2048 8192 32768 131072 --out eval/results
 
-Every head decides, by moments of the prompt, and none reads its bulk (`threshold=0`), so whatever QAdACache adds to a
-step without a context is overhead. Parts are timed on the host, each without the parts it calls, and summed over the
-layers of a step. On an accelerator, whose work goes on beside, that is the time to launch it.
+Every head decides, by the default moments where the model has a tokenizer and else by the prompt's, and none reads its
+bulk (`threshold=0`), so whatever QAdACache adds to a step without a context is overhead. Parts are timed on the host,
+each without the parts it calls, and summed over the layers of a step. On an accelerator, whose work goes on beside,
+that is the time to launch it.
 """
 
 import contextlib
@@ -105,7 +106,9 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
         without += [step["step"] for step in steps(work, DynamicCache(config=config), Stopwatch())]
         watch = Stopwatch()
         with watch.watching():
-            cache = fill(QAdACache(work.model, threshold=0.0, moments="current"), work)
+            # Sizes alone have no tokenizer, without which there is no other prompt to go by.
+            moments = {} if work.read else {"moments": "current"}
+            cache = fill(QAdACache(work.model, threshold=0.0, **moments), work)
             ours += steps(work, cache, watch)
         assert cache.stats().pulled_bytes == 0
         assert cache.stats().decisions > 0

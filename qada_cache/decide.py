@@ -103,7 +103,7 @@ def bulk_score_moments(
 
     score_mean, score_variance = score_moments(packed.float(), moments.mean, moments.covariance, scaling=scaling)
     score_mean, score_variance = score_mean.view(shape), score_variance.view(shape)
-    count = torch.tensor(moments.count, dtype=torch.float32).to(packed.device).view(-1, 1, 1, 1)
+    count = moments.known.float().view(-1, 1, 1, 1)
     if not (policy.update_moments and geometry.any_staged):
         return score_mean, score_variance, count > 0
     staged = geometry.staged.unsqueeze(1)
@@ -139,15 +139,11 @@ def kept_score_moments(
 
 
 def count(layer: QAdALayer, flags: Tensor, geometry: Geometry) -> None:
-    """Book one call's decisions on the device, without waiting for it."""
+    """Book one call's decisions, without waiting for the device."""
     layer.steps += 1
-    if not geometry.decisions:
-        return
-    local = ~flags & geometry.decided.unsqueeze(2)
-    heads, groups = local.sum(dim=(0, 3)), local.all(dim=2).sum(dim=(0, 2))
-    layer.local_heads = heads if layer.local_heads is None else layer.local_heads + heads
-    layer.local_groups = groups if layer.local_groups is None else layer.local_groups + groups
-    layer.decisions += geometry.decisions
+    if geometry.decisions:
+        layer.tally.add(flags, geometry.decided)
+        layer.decisions += geometry.decisions
 
 
 def audit(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, geometry: Geometry) -> None:

@@ -8,6 +8,7 @@ from transformers.cache_utils import DynamicLayer
 
 from .policy import Policy
 from .store import TokenStore
+from .tally import Tally
 
 
 class QAdALayer(DynamicLayer):
@@ -21,8 +22,7 @@ class QAdALayer(DynamicLayer):
         seen: logical tokens, padding included (what transformers calls the sequence length).
         padding: host records `(first logical position, bool [batch, tokens])` of calls that held padding.
         incoming: the key tensor handed out by `update` and not yet seen by the attention function.
-        local_heads: int64 `[kv_heads, group]`, decisions that called the query head local.
-        local_groups: int64 `[kv_heads]`, decisions without a long-context head in the group.
+        tally: which heads were local how often.
         following: the next such layer of the cache, whose heads may be fetched while this one computes; None: the last.
         decisions, steps, pulled_bytes, spared_bytes, streamed_bytes: see `CacheStats`; `pulled_bytes` and
             `spared_bytes` become int64 tensors `[]` on the device once a kernel counts them there.
@@ -49,8 +49,7 @@ class QAdALayer(DynamicLayer):
         self.policy.residents.layers.pop(self.index, None)
         self.seen = 0
         self.padding: list[tuple[int, Tensor]] = []
-        self.local_heads: Tensor | None = None
-        self.local_groups: Tensor | None = None
+        self.tally = Tally()
         self.audited: Tensor | None = None
         self.decisions = self.steps = self.streamed_bytes = self.audited_bytes = 0
         self.pulled_bytes: int | Tensor = 0

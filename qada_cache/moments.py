@@ -7,27 +7,22 @@ BLOCK_TOKENS = 4096  # bounds the float32 copy of the keys whose moments are tak
 
 
 class RunningMoments:
-    """Count, mean and scatter of the keys of one layer, row by row, in float32.
+    """Count, mean and covariance of the keys of one layer, row by row, in float32.
 
     Updated by Chan's pairwise merge of centred blocks: stable for keys with large means, and the same whatever
     the split into blocks, to rounding.
 
     Attributes:
-        count: tokens taken in, one int a row.
+        count: tokens taken in, one int a row; and `known`, the same as int64 `[batch]` beside the other tensors.
         mean: `[batch, kv_heads, dim]` float32.
-        scatter: `[batch, kv_heads, dim, dim]` float32, the sum of outer products of the centred keys.
+        covariance: `[batch, kv_heads, dim, dim]` float32, of the population; zeros for a row without tokens.
     """
 
     def __init__(self, batch: int, kv_heads: int, dim: int, device: torch.device) -> None:
         self.count = [0] * batch
+        self.known = torch.zeros(batch, dtype=torch.int64, device=device)
         self.mean = torch.zeros(batch, kv_heads, dim, dtype=torch.float32, device=device)
-        self.scatter = torch.zeros(batch, kv_heads, dim, dim, dtype=torch.float32, device=device)
-
-    @property
-    def covariance(self) -> Tensor:
-        """Population covariance `[batch, kv_heads, dim, dim]` float32; zeros for a row without tokens."""
-        count = torch.tensor(self.count, dtype=torch.float32).clamp_min(1).to(self.scatter.device)
-        return self.scatter / count[:, None, None, None]
+        self.covariance = torch.zeros(batch, kv_heads, dim, dim, dtype=torch.float32, device=device)
 
     def update(self, rows: slice, keys: Tensor) -> None:
         """Take in `keys` `[rows, kv_heads, tokens, dim]`, any dtype; the rows must have equal counts."""
@@ -36,21 +31,35 @@ class RunningMoments:
             if new == 0:
                 continue
             block = block.float()
-            mean = block.mean(dim=-2)
+            mean, share = block.mean(dim=-2), new / (old + new)
             centred = block - mean.unsqueeze(-2)
+            covariance = torch.matmul(centred.transpose(-1, -2), centred) / new
             delta = mean - self.mean[rows]
-            self.mean[rows] += delta * (new / (old + new))
-            self.scatter[rows] += torch.matmul(centred.transpose(-1, -2), centred)
-            self.scatter[rows] += delta.unsqueeze(-1) * delta.unsqueeze(-2) * (old * new / (old + new))
-            self.count[rows] = [old + new] * len(self.count[rows])
+            self.mean[rows] += delta * share
+            self.covariance[rows] += (covariance - self.covariance[rows]) * share
+            self.covariance[rows] += delta.unsqueeze(-1) * delta.unsqueeze(-2) * (share * (1 - share))
+            self._counted(rows, old + new)
+
+    def _counted(self, rows: slice, tokens: int) -> None:
+        self.count[rows] = [tokens] * len(self.count[rows])
+        self.known[rows] = tokens
 
     def clear(self, rows: slice) -> None:
         """Forget everything about these rows."""
-        self.count[rows] = [0] * len(self.count[rows])
+        self._counted(rows, 0)
         self.mean[rows] = 0.0
-        self.scatter[rows] = 0.0
+        self.covariance[rows] = 0.0
 
     def select(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
         self.count = [self.count[row] for row in index]
-        self.mean, self.scatter = self.mean[index], self.scatter[index]
+        self.known, self.mean, self.covariance = self.known[index], self.mean[index], self.covariance[index]
+
+    def move(self, device: torch.device) -> None:
+        """Keep them on another device."""
+        self.known, self.mean, self.covariance = (t.to(device) for t in (self.known, self.mean, self.covariance))
+
+    def restore(self, count: list[int], mean: Tensor, covariance: Tensor) -> None:
+        """Be what another one was."""
+        self.count, self.mean, self.covariance = count, mean, covariance
+        self.known = torch.tensor(count, device=mean.device)

@@ -79,10 +79,9 @@ def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor) -> dict[str, 
         # Rows of their own are put together; one row for all is not copied.
         mean, covariance = kept[0] if len(kept) == 1 else (torch.cat(parts) for parts in zip(*kept, strict=True))
         return {"mean": mean, "covariance": covariance}
-    count = torch.tensor(moments.count).to(query.device, non_blocking=True)
     return {
         "mean": moments.mean,
-        "covariance": moments.scatter / count.clamp_min(1)[:, None, None, None],
-        "count": count,
+        "covariance": moments.covariance,
+        "count": moments.known,
         "pool_staged": policy.update_moments,
     }

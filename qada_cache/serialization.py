@@ -10,6 +10,7 @@ from . import files
 from .criterion import StaticHeads
 from .key_moments import KeyMoments
 from .layer import QAdALayer
+from .tally import Tally
 
 if TYPE_CHECKING:
     import os
@@ -47,8 +48,6 @@ _IDENTITY = (
 _LAYER_FIELDS = (
     "seen",
     "padding",
-    "local_heads",
-    "local_groups",
     "decisions",
     "steps",
     "pulled_bytes",
@@ -119,12 +118,13 @@ def _layer_state(layer: QAdALayer) -> dict[str, Any]:
     if layer.store is None:
         return {}
     store, state = layer.store, {name: getattr(layer, name) for name in _LAYER_FIELDS}
+    state |= {"local_heads": layer.tally.heads, "local_groups": layer.tally.groups}
     used, stored = slice(0, store.sinks + store.end), slice(0, max(store.bulk.lengths))
     state |= {"near_keys": store.near_keys[:, :, used], "near_values": store.near_values[:, :, used]}
     state |= {"bulk_keys": store.bulk.keys[:, :, stored], "bulk_values": store.bulk.values[:, :, stored]}
     state |= {"lengths": store.lengths, "flushed": store.flushed}
     if store.moments is not None:
-        state |= {"count": store.moments.count, "mean": store.moments.mean, "scatter": store.moments.scatter}
+        state |= {"count": store.moments.count, "mean": store.moments.mean, "covariance": store.moments.covariance}
     return state
 
 
@@ -143,10 +143,13 @@ def _restore_layer(layer: QAdALayer, state: dict[str, Any]) -> None:
         rows, stored = slice(row, row + 1), max(gone - store.sinks, 0)
         store.bulk.append(rows, state["bulk_keys"][rows, :, :stored], state["bulk_values"][rows, :, :stored])
     if store.moments is not None:
-        store.moments.count, store.moments.mean, store.moments.scatter = state["count"], state["mean"], state["scatter"]
+        if "scatter" in state:  # of older files: the sum of outer products
+            state["covariance"] = state["scatter"] / torch.tensor(state["count"]).clamp_min(1)[:, None, None, None]
+        store.moments.restore(state["count"], state["mean"], state["covariance"])
     state = {"spared_bytes": 0} | state  # which older files do not have
     for name in _LAYER_FIELDS:
         setattr(layer, name, state[name])
+    layer.tally = Tally(state["local_heads"], state["local_groups"])
     layer.padding = [(first, valid.cpu()) for first, valid in layer.padding]  # read on the host, see padding.py
 
 

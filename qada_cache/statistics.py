@@ -100,6 +100,8 @@ def layer_bytes(layer: object, *, offloading: bool) -> tuple[int, int]:
     """Bytes that one layer of a cache holds on its device, and on the host."""
     store = layer.store if isinstance(layer, QAdALayer) else None
     on_device, bulk = _tensor_bytes(layer), 0
+    if isinstance(layer, QAdALayer):
+        on_device += layer.tally.nbytes
     if store is not None:
         on_device += _tensor_bytes(store) + (0 if store.moments is None else _tensor_bytes(store.moments))
         on_device += store.bulk.residents.nbytes + _tensor_bytes(store.bulk.residents)
@@ -112,9 +114,9 @@ def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
     ours = [(index, layer) for index, layer in enumerate(cache.layers) if isinstance(layer, QAdALayer)]
     heads, kv_heads = [], []
     for _, layer in ours:
-        if layer.local_heads is not None and layer.local_groups is not None:
-            heads.append(layer.local_heads.flatten().cpu() / layer.decisions)
-            kv_heads.append(layer.local_groups.cpu() / layer.decisions)
+        if layer.tally.heads is not None and layer.tally.groups is not None:
+            heads.append(layer.tally.heads.flatten().cpu() / layer.decisions)
+            kv_heads.append(layer.tally.groups.cpu() / layer.decisions)
     bytes_held = [layer_bytes(layer, offloading=offloading) for layer in cache.layers]
     device_bytes = sum(on_device for on_device, _ in bytes_held)
     for moments in {layer.policy.moments for _, layer in ours}:

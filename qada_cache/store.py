@@ -169,7 +169,7 @@ class TokenStore:
             for keys, values in old.blocks(slice(row, row + 1)):
                 self.bulk.append(slice(row, row + 1), keys, values)
         if self.moments is not None:
-            self.moments.mean, self.moments.scatter = self.moments.mean.to(device), self.moments.scatter.to(device)
+            self.moments.move(device)
 
     def _single_rows(self) -> list[slice]:
         return [slice(row, row + 1) for row in range(self.batch)]

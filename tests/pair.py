@@ -151,9 +151,9 @@ class Pair:
             return
         assert layer.store.lengths == reference.lengths
         assert layer.decisions == self.decisions
-        if layer.local_heads is not None:
-            assert torch.equal(layer.local_heads.flatten().cpu(), self.local_heads)
-            assert torch.equal(layer.local_groups.cpu(), self.local_groups)
+        if layer.tally.heads is not None:
+            assert torch.equal(layer.tally.heads.flatten().cpu(), self.local_heads)
+            assert torch.equal(layer.tally.groups.cpu(), self.local_groups)
         for row, (keys, values) in enumerate(stored_tokens(layer.store)):
             assert torch.equal(keys.double(), reference.keys[row])
             assert torch.equal(values.double(), reference.values[row])

@@ -59,6 +59,19 @@ def test_equals_float64(
 
 @needs_compiler
 @pytest.mark.usefixtures("short")
+def test_numbers_of_queries_share_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build for each power of two serves calls of any number of queries."""
+    built, original = set(), compiled.build
+    monkeypatch.setattr(compiled, "build", lambda *sizes: built.add(sizes[3]) or original(*sizes))
+    for queries in (1, 2, 3, 5, 6, 7, 8):
+        query, key, value = tensors(16, 24, queries, 70, torch.float32)
+        found = compiled.partial_attention(query, key, value, scaling=SCALING)
+        check(found, query, key, value, torch.ones(1, 1, queries, 70, dtype=torch.bool))
+    assert built == {1, 2, 4, 8}
+
+
+@needs_compiler
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_shows(bad: float) -> None:
     query, key, value = tensors(64, 64, 4, 200, torch.float32)

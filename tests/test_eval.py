@@ -162,6 +162,28 @@ def test_benchmark_of_a_model_by_its_path(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @needs_compiler
+def test_step_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a model by its sizes and of one with a tokenizer; parts do not exceed the whole, and nothing stays patched."""
+    from eval import step_overhead
+
+    originals = [getattr(owner, name) for owner, name in step_overhead.PARTS.values()]
+    options = ["--dtype", "float32", "--steps", "3", "--rounds", "2", "--out", str(tmp_path)]
+    for model, tokens in (("tiny", ["1500", "3000"]), ("needle", ["2048"])):
+        assert step_overhead.main(["--model", model, "--tokens", *tokens, *options]) == 0
+        with (tmp_path / f"step_overhead-{model}-cpu.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert [row["tokens"] for row in rows] == tokens
+        for row in rows:
+            assert all(float(row[f"{part}_us"]) > 0 for part in step_overhead.PARTS)
+            assert 0 < float(row["share"]) < 1
+    assert originals == [getattr(owner, name) for owner, name in step_overhead.PARTS.values()]
+    assert "the_rest_us" in capsys.readouterr().out
+    for wrong in (["--model", "nothing"], ["--out", str(tmp_path / "nowhere")], ["--tokens", "many"]):
+        with pytest.raises(SystemExit, match="2"):
+            step_overhead.main(wrong)
+
+
+@needs_compiler
 def test_kernel_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from eval import kernel_speed
 
@@ -172,6 +194,9 @@ def test_kernel_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "kernel_speed.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert all(float(row[f"{name}_gb_per_s"]) > 0 for name in ("read", "compiled", "torch"))
+    monkeypatch.setattr(kernel_speed.compiled, "build", lambda *_: None)
+    with pytest.raises(RuntimeError, match="could not be built"):
+        kernel_speed.main(arguments)
 
 
 def test_flagged_share_of_heads() -> None:

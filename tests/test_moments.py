@@ -30,7 +30,7 @@ def errors(found: RunningMoments, keys: Tensor) -> tuple[float, float]:
     true = [[key_moments(keys=head) for head in row] for row in keys]
     mean = torch.stack([torch.stack([head[0] for head in row]) for row in true])
     covariance = torch.stack([torch.stack([head[1] for head in row]) for row in true])
-    assert found.mean.dtype == found.scatter.dtype == torch.float32
+    assert found.mean.dtype == found.covariance.dtype == torch.float32
     return float((found.mean - mean).abs().max()), float((found.covariance - covariance).abs().max())
 
 

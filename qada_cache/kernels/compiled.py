@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .build import library
 
 logger = logging.getLogger(__name__)
 
 MIN_TOKENS = 1024  # fewer keys are not worth a build
-MAX_QUERIES = 16  # more are compute enough for torch's kernel, which multiplies matrices
+MAX_QUERIES = 16  # a power of two; more are compute enough for torch's kernel, which multiplies matrices
 SPLIT_TOKENS = 512  # a thread's part of a head's keys is at least this long
 ELEMENTS = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
 SOURCE = Path(__file__).with_name("attention.cpp")
@@ -45,18 +46,19 @@ def partial_attention(query: Tensor, key: Tensor, value: Tensor, *, scaling: flo
     Threads share the work evenly, whatever the number of heads: the keys are split among them where it takes that.
     """
     batch, heads, queries, dim = query.shape
-    kernels = build(query.dtype, dim, value.shape[3], queries)
+    room = 1 << (queries - 1).bit_length()  # calls of 1, 2, 3... tokens would each need a build of their own
+    kernels = build(query.dtype, dim, value.shape[3], room)
     if kernels is None:
         return None
-    query = query.contiguous()
-    out = torch.empty(batch, heads, queries, value.shape[3])
-    lse = torch.empty(batch, heads, queries)
+    query = functional.pad(query, (0, 0, 0, room - queries)).contiguous()
+    out = torch.empty(batch, heads, room, value.shape[3])
+    lse = torch.empty(batch, heads, room)
     kernels.partial_attention(
         *(tensor.data_ptr() for tensor in (query, key, value, out, lse)),
         *(batch, heads, key.shape[2], *key.stride()[:2], *value.stride()[:2]),
         *(SPLIT_TOKENS, torch.get_num_threads(), scaling),
     )
-    return out, lse
+    return out[:, :, :queries], lse[:, :, :queries]
 
 
 def _rows_contiguous(tensor: Tensor) -> bool:
