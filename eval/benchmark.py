@@ -72,12 +72,21 @@ def check(work: Work) -> None:
     print(f"off DynamicCache's logits: {shown}")
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """The plain tensors that a layer of a cache holds, those that quantised ones are made of included."""
+    if isinstance(value, Tensor):
+        parts = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
+        return tensors_of([getattr(value, name) for name in parts]) if parts else [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for part in values for tensor in tensors_of(part)]
+
+
 def held(cache: Cache) -> tuple[int, int]:
     """Bytes of keys and values on the device and on the host."""
     if isinstance(cache, QAdACache):
         stats = cache.stats()
         return stats.device_bytes, stats.host_bytes
-    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+    tensors = [tensor for layer in cache.layers for tensor in tensors_of(vars(layer))]
     by_host = [tensor.nbytes for tensor in tensors if tensor.device.type == "cpu"]
     total = sum(tensor.nbytes for tensor in tensors)
     return (total, 0) if str(tensors[0].device) == "cpu" else (total - sum(by_host), sum(by_host))
