@@ -3,10 +3,10 @@
 The benchmark draws it beside its table; `python -m eval.speed_figure TABLE.csv` draws it again.
 """
 
-import csv
 import sys
 from pathlib import Path
-from typing import Any
+
+from eval.tables import read
 
 PREFIX = "QAdACache f="
 OTHERS = {"DynamicCache": "C3", "StaticCache": "C1", "no context": "0.5"}
@@ -21,8 +21,7 @@ def draw(table: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with table.open(encoding="utf-8") as file:
-        rows: list[dict[str, Any]] = list(csv.DictReader(file))
+    rows = read(table)
     mpl.rcParams["font.family"] = "DejaVu Sans"  # comes with matplotlib: the same on every machine
     panels = sorted({(int(row["batch"]), int(row["tokens"])) for row in rows})
     figure = Figure(figsize=(4.2 * len(panels), 3.6), layout="constrained", dpi=110)

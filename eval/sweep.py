@@ -8,7 +8,6 @@ holds already are not measured again, so a sweep may be interrupted, and widened
 """
 
 import argparse
-import csv
 import sys
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -24,7 +23,7 @@ from tqdm import tqdm
 
 from eval.forking import forked
 from eval.machine import machine
-from eval.tables import write
+from eval.tables import read, write
 from qada_cache import KeyMoments, QAdACache, StaticHeads, needle
 from qada_cache.lm_eval import QAdALM
 
@@ -199,15 +198,14 @@ def known(path: Path) -> set[tuple[str, int, Variant]]:
     """What the table holds already."""
     if not path.exists():
         return set()
-    with path.open(encoding="utf-8") as file:
-        return {
-            (
-                row["task"],
-                int(row["length"]),
-                Variant(row["criterion"], row["moments"], row["group_rule"], float(row["threshold"])),
-            )
-            for row in csv.DictReader(file)
-        }
+    return {
+        (
+            row["task"],
+            int(row["length"]),
+            Variant(row["criterion"], row["moments"], row["group_rule"], float(row["threshold"])),
+        )
+        for row in read(path)
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -4,6 +4,14 @@ import csv
 from pathlib import Path
 from typing import Any
 
+Rows = list[dict[str, str]]
+
+
+def read(path: Path) -> Rows:
+    """The rows of a table that was written."""
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
 
 def plain(table: list[dict[str, Any]]) -> str:
     """Aligned text: the first column to the left, figures to the right."""

@@ -1,7 +1,6 @@
 """Where the bulk of a layer's keys and values lives: preallocated, on the host when offloading."""
 
 import copy
-import functools
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import pages
+from .once import warn_once
 from .residents import Head, Residents
 from .transfers import Arrival, Note, ahead, fetch, join, send
 
@@ -20,11 +20,6 @@ GRANULE = 256  # tokens; capacities are multiples of it
 GROWTH = 1.25  # a full store grows to this multiple of the need, so that copying is amortised over many tokens
 NOTES = 8  # a host that runs further ahead of the device than so many calls forgets what the older ones flagged
 STREAM_TOKENS = 32768  # tokens of one head in a block that is streamed through the device
-
-
-@functools.cache
-def _warn_not_pinned(reason: str) -> None:
-    logger.warning("the bulk lies in host memory that is not pinned, so that copies of it wait: %s", reason)
 
 
 class Bulk:
@@ -68,7 +63,9 @@ class Bulk:
                 try:
                     return torch.empty(shape, dtype=like.dtype, pin_memory=True)
                 except RuntimeError as error:  # the system limits it, or has none left
-                    _warn_not_pinned(str(error))
+                    warn_once(
+                        logger, f"the bulk lies in host memory that is not pinned, so that copies of it wait: {error}"
+                    )
             device = torch.device("cpu") if self.offloaded else self.device
             return torch.empty(shape, dtype=like.dtype, device=device)
 

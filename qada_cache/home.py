@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from . import files
 from .files import home
 from .key_moments import KeyMoments
+from .once import warn_once
 from .prompts import PROMPTS
 
 logger = logging.getLogger(__name__)
@@ -57,10 +57,11 @@ def resolve_moments(
     assert config is not None
     found = find_moments(config, moments)
     if found is None:
-        say_once(
+        warn_once(
+            logger,
             f"no {moments} moments of {config._name_or_path or 'this model'} are kept in {home()}, and a cache built "
             "with config= has no model to collect them from: it goes by the current prompt's, which miss facts in "
-            "repetitive text. Build one QAdACache(model) first, or give moments=FILE (`qada moments` makes one)"
+            "repetitive text. Build one QAdACache(model) first, or give moments=FILE (`qada moments` makes one)",
         )
     return found or "current"
 
@@ -90,12 +91,6 @@ def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     return _read(found[0]) if len(found) == 1 else None
 
 
-@cache
-def say_once(message: str) -> None:
-    """Log a warning the first time it is given."""
-    logger.warning(message)
-
-
 def _read(path: Path) -> KeyMoments | None:
     try:
         return KeyMoments.load(path)
@@ -112,7 +107,9 @@ def _collect(model: PreTrainedModel, prompt: str, path: Path) -> KeyMoments:
         path.parent.mkdir(parents=True, exist_ok=True)
         moments.save(path)
     except OSError as error:
-        say_once(f"key moments cannot be kept in {path.parent} ({error}): they will be collected in every process")
+        warn_once(
+            logger, f"key moments cannot be kept in {path.parent} ({error}): they will be collected in every process"
+        )
     return moments
 
 

@@ -14,7 +14,7 @@ from scenarios import play, small_buffers
 from test_kernels import SCALING, check
 from torch import Tensor
 
-from qada_cache import kernels
+from qada_cache import kernels, once
 from qada_cache.kernels import build, choice, compiled, compiled_decode, reference
 
 SIZES = [(64, 64, 4), (16, 24, 1), (80, 48, 7), (128, 128, 16), (8, 256, 5)]
@@ -158,7 +158,7 @@ def test_chosen_for_a_long_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """As in a process that has built nothing yet; its cache folder."""
     monkeypatch.setattr(compiled, "build", functools.cache(compiled.build.__wrapped__))
-    monkeypatch.setattr(compiled, "_say_once", functools.cache(compiled._say_once.__wrapped__))
+    once.warn_once.cache_clear()
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 

@@ -10,7 +10,7 @@ import torch
 from models import SMALL, prompt, tiny
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from qada_cache import KeyMoments, QAdACache, files, home, key_moments
+from qada_cache import KeyMoments, QAdACache, files, home, key_moments, once
 from qada_cache.collecting import collect
 
 
@@ -19,7 +19,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and no memory of what earlier tests collected."""
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     forget(monkeypatch)
-    home.say_once.cache_clear()
+    once.warn_once.cache_clear()
     return tmp_path / "home" / "moments"
 
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from qada_cache import QAdACache, bulk, moments, transfers
+from qada_cache import QAdACache, bulk, moments, once, transfers
 from qada_cache.bulk import Bulk
 from qada_cache.decode import whole_context
 from qada_cache.layer import QAdALayer
@@ -232,7 +232,7 @@ def test_copies_to_the_device_are_one_ahead() -> None:
 
 def test_memory_that_cannot_be_pinned(caplog: pytest.LogCaptureFixture) -> None:
     """Here there is nothing to pin it for; said once, and the store works on."""
-    bulk._warn_not_pinned.cache_clear()
+    once.warn_once.cache_clear()
     like = torch.empty(1, 2, 0, 4, device="meta")
     with mock.patch.object(torch, "empty", unpinnable), caplog.at_level(logging.WARNING):
         store = Bulk(like, like, offloading=True, residents=Residents(0), layer=0)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..once import warn_once
 from .build import library
 
 logger = logging.getLogger(__name__)
@@ -72,14 +73,9 @@ def build(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -> ctypes.
     try:
         kernels = ctypes.CDLL(str(library(SOURCE, macros)))
     except (OSError, subprocess.SubprocessError) as error:
-        _say_once(str(error))
+        warn_once(logger, f"the fast attention kernel for CPUs could not be built, torch's slower one serves: {error}")
         return None
     arguments: list[Any] = [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 8, ctypes.c_int, ctypes.c_float]
     kernels.partial_attention.argtypes, kernels.partial_attention.restype = arguments, None
     kernels.fused_decode.argtypes, kernels.fused_decode.restype = [ctypes.c_void_p], None
     return kernels
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    logger.warning("the fast attention kernel for CPUs could not be built, torch's slower one serves: %s", reason)
