@@ -88,7 +88,7 @@ def call_geometry(
     asynchronous = device.type == "cuda"
     return Geometry(
         **{name: mask.to(device, non_blocking=asynchronous) for name, mask in masks.items()},
-        lengths=tuple(bulk_tokens[decided].unique().tolist()),
+        lengths=tuple(sorted(set(bulk_tokens[decided].tolist()))),
         decisions=int(decided.sum()) * (batch // rows),
         any_staged=bool(staged.any()),
     )

@@ -46,7 +46,11 @@ typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 constexpr int BLOCK = 32;          // keys whose scores are held at once: few, so that reading never pauses for long
 constexpr int AHEAD = 2048;        // bytes that are asked for before they are needed
 constexpr int CACHE_LINE = 64;     // bytes
-constexpr int REGISTERS = 16;      // vectors of sums that stay in registers while values stream by
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int REGISTERS = 24;      // vectors of sums that stay in registers while values stream by, of 32
+#else
+constexpr int REGISTERS = 12;      // of 16
+#endif
 constexpr float NEGLIGIBLE = -87;  // the exponential of less is less than float32's smallest normal number
 
 inline float from_bits(uint32_t bits) {
@@ -102,7 +106,7 @@ inline void unpack(const Element* row, Floats* out) {
 #elif defined(FLOAT16)
     for (int c = 0; c < SIZE / WIDTH; c++) out[c] = widened<WIDTH>(row + c * WIDTH);
 #else
-    std::memcpy(out, row, SIZE * sizeof(float));
+    for (int c = 0; c < SIZE / WIDTH; c++) std::memcpy(&out[c], row + c * WIDTH, sizeof out[c]);
 #endif
 }
 
