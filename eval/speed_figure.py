@@ -4,6 +4,7 @@ The benchmark draws it beside its table; `python -m eval.speed_figure TABLE.csv`
 """
 
 import sys
+import textwrap
 from pathlib import Path
 
 from eval.tables import read
@@ -50,9 +51,9 @@ def draw(table: Path) -> None:
         axes.yaxis.set_major_formatter("{x:.0f}")
         axes.yaxis.set_minor_formatter("{x:.0f}")
         axes.tick_params(which="both", labelsize=7)
-    axes.legend(fontsize=6)
+    figure.legend(*axes.get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=2 * len(panels))
     note = "{model}, {dtype}; {machine}".format(**rows[0])
-    figure.suptitle(note, fontsize=7, color="grey")
+    figure.suptitle(textwrap.fill(note, 70 * len(panels)), fontsize=7, color="grey")
     figure.savefig(table.with_suffix(".png"), metadata={"Software": None})
 
 
