@@ -23,11 +23,9 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, StaticCache
 
 from eval import speed_figure
-from eval.command import load_model, timing_parser
+from eval.command import load_model, report, timing_parser
 from eval.hardware import Peak, speeds, wait
-from eval.machine import machine
-from eval.tables import plain, write
-from eval.workloads import Work, fill, flagged, methods, slug
+from eval.workloads import Work, fill, flagged, methods
 from qada_cache import QAdACache, restore_attention
 
 
@@ -172,10 +170,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--rounds", type=int, default=3, help="over all methods (default: %(default)s)")
     options = parser.parse_args(arguments)
     model, make_work = load_model(parser, options, tokens=max(options.tokens)[0])
-    device = model.device
-    measured = speeds(device)
+    measured = speeds(model.device)
     speed = {f"{name}_gb_per_s": f"{value / 1e9:.1f}" for name, value in measured.items()}
-    print(f"{machine()}; {torch.get_num_threads()} threads; {speed}")
+    print(f"memory: {speed}")
     rows = []
     for tokens, batch in options.tokens:
         try:
@@ -185,23 +182,12 @@ def main(arguments: list[str] | None = None) -> int:
         check(work)
         rows += measure(work, options.rounds, measured["read"])
         del work
-    print(plain(rows))
-    if options.out:
-        kernels = os.environ.get("QADA_KERNELS", "auto")
-        name = f"benchmark-{slug(options.model)}-{device.type}" + (f"-{kernels}" if kernels != "auto" else "")
-        write(
-            options.out / f"{name}.csv",
-            rows,
-            model=options.model,
-            dtype=options.dtype,
-            kernels=kernels,
-            seed=options.seed,
-            **speed,
-            threads=torch.get_num_threads(),
-            machine=machine(),
-        )
+    kernels = os.environ.get("QADA_KERNELS", "auto")
+    name = "benchmark" if kernels == "auto" else f"benchmark-{kernels}"
+    table = report(options, rows, name, kernels=kernels, **speed)
+    if table:
         with contextlib.suppress(ImportError):  # no picture without matplotlib
-            speed_figure.draw(options.out / f"{name}.csv")
+            speed_figure.draw(table)
     return 0
 
 

@@ -1,13 +1,16 @@
-"""What the commands that time a model have in common: their options, and the model these ask for."""
+"""What the commands that time a model have in common: their options, the model these ask for, and the report."""
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from eval.workloads import MODEL_HELP, load
+from eval.machine import machine
+from eval.tables import plain, write
+from eval.workloads import MODEL_HELP, load, slug
 
 
 def timing_parser(name: str, description: str, *, table: str) -> argparse.ArgumentParser:
@@ -39,3 +42,18 @@ def load_model(
         )
     except (OSError, ValueError) as error:
         parser.error(f"--model: {error}")
+
+
+def report(options: argparse.Namespace, rows: list[dict[str, Any]], name: str, **everywhere: object) -> Path | None:
+    """Print the table, and write it to `NAME-MODEL-DEVICE.csv` if a folder was given: the file, else None.
+
+    `everywhere` are columns with the same value in all rows, beside those that every table has.
+    """
+    print(f"{machine()}; {torch.get_num_threads()} threads")
+    print(plain(rows))
+    if not options.out:
+        return None
+    path = options.out / f"{name}-{slug(options.model)}-{torch.device(options.device).type}.csv"
+    shared = {"seed": options.seed, "threads": torch.get_num_threads(), "machine": machine()}
+    write(path, rows, model=options.model, dtype=options.dtype, **everywhere, **shared)
+    return path

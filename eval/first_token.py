@@ -20,11 +20,8 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from eval.command import load_model, timing_parser
+from eval.command import load_model, report, timing_parser
 from eval.hardware import Peak, wait
-from eval.machine import machine
-from eval.tables import plain, write
-from eval.workloads import slug
 from qada_cache import QAdACache, restore_attention
 from qada_cache.kernels import compiled
 
@@ -117,18 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         generator = torch.Generator().manual_seed(options.seed)
         ids = torch.randint(vocabulary, (1, tokens), generator=generator).to(model.device)
         rows += measure(model, ids, options.rounds)
-    print(f"{machine()}; {torch.get_num_threads()} threads")
-    print(plain(rows))
-    if options.out:
-        write(
-            options.out / f"first_token-{slug(options.model)}-{model.device.type}.csv",
-            rows,
-            model=options.model,
-            dtype=options.dtype,
-            seed=options.seed,
-            threads=torch.get_num_threads(),
-            machine=machine(),
-        )
+    report(options, rows, "first_token")
     return 0
 
 

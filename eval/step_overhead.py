@@ -21,11 +21,9 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
-from eval.command import load_model, timing_parser
+from eval.command import load_model, report, timing_parser
 from eval.hardware import wait
-from eval.machine import machine
-from eval.tables import plain, write
-from eval.workloads import Work, fill, slug
+from eval.workloads import Work, fill
 from qada_cache import QAdACache, attention, decode, one_token, restore_attention
 from qada_cache.kernels import compiled_decode
 from qada_cache.layer import QAdALayer
@@ -143,19 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(str(error))
         rows.append(measure(work, options.rounds))
         del work
-    print(f"{machine()}; {torch.get_num_threads()} threads")
-    print(plain(rows))
-    if options.out:
-        write(
-            options.out / f"step_overhead-{slug(options.model)}-{torch.device(options.device).type}.csv",
-            rows,
-            model=options.model,
-            dtype=options.dtype,
-            layers=len(QAdACache(model, moments="current").layers),
-            seed=options.seed,
-            threads=torch.get_num_threads(),
-            machine=machine(),
-        )
+    report(options, rows, "step_overhead", layers=len(QAdACache(model, moments="current").layers))
     return 0
 
 
