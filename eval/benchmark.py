@@ -10,6 +10,7 @@ at f is the time without a context, plus f times what a preallocated dense cache
 Before anything is timed, QAdACache at f = 1 must give what DynamicCache gives.
 """
 
+import argparse
 import contextlib
 import gc
 import os
@@ -27,6 +28,8 @@ from eval.command import load_model, report, timing_parser
 from eval.hardware import Peak, speeds, wait
 from eval.workloads import Work, fill, flagged, methods
 from qada_cache import QAdACache, restore_attention
+
+SHORTEST = 256  # tokens: of a context that hardly exceeds sinks and window, every method makes the same
 
 
 @torch.inference_mode()
@@ -153,10 +156,10 @@ def measure(work: Work, rounds: int, read: float) -> list[dict[str, Any]]:
 
 def shape(text: str) -> tuple[int, int]:
     """Tokens and rows, of "8192" or "8192x8"."""
-    tokens, _, rows = text.partition("x")
-    found = int(tokens), int(rows or 1)
-    if min(found) < 1:
-        raise ValueError(text)
+    tokens, *rows = text.split("x")
+    found = int(tokens), int("x".join(rows)) if rows else 1
+    if found[0] < SHORTEST or found[1] < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least {SHORTEST} tokens, and one row")
     return found
 
 
