@@ -123,11 +123,27 @@ class Bulk:
                 new[row, :, :used] = old[source, :, :used]
         return new
 
+    def _wait_for_readers(self) -> None:
+        """Before the host writes to the storage, or lets go of it: copies of it, and kernels that read it in place."""
+        self.settle()
+        if self.offloaded and self.capacity:
+            torch.accelerator.synchronize(self.device)
+
+    def _reorder(self, index: list[int]) -> None:
+        """Row `i` becomes the old row `index[i]`, in place: what stays is not copied, as most rows in a beam search."""
+        self._wait_for_readers()
+        changed = {row: source for row, source in enumerate(index) if row != source}
+        for store in (self.keys, self.values):
+            # Of rows that are read and written to, what they held.
+            held = {row: store[row, :, : self.lengths[row]].clone() for row in set(changed.values()) & set(changed)}
+            for row, source in changed.items():
+                length = self.lengths[source]
+                store[row, :, :length] = held[source] if source in held else store[source, :, :length]
+        self._holds([self.lengths[row] for row in index])
+
     def _rebuild(self, index: list[int], capacity: int) -> None:
         """Move to a new storage whose row `i` is the old row `index[i]`."""
-        self.settle()
-        if self.offloaded and self.capacity:  # a kernel may still be reading the old one in place
-            torch.accelerator.synchronize(self.device)
+        self._wait_for_readers()
         self.keys, self.values = (self._moved(old, index, capacity) for old in (self.keys, self.values))
         self._holds([self.lengths[row] for row in index])
 
@@ -192,7 +208,10 @@ class Bulk:
     def select(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
         used = max((self.lengths[row] for row in index), default=0)
-        self._rebuild(index, self.capacity if used else 0)
+        if used and len(index) == len(self.lengths):
+            self._reorder(index)
+        else:
+            self._rebuild(index, self.capacity if used else 0)
         self.residents.select(index)
         self.flagged = []
         self.noted.clear()
