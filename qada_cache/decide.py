@@ -157,4 +157,4 @@ def audit(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, geom
     missed = torch.sigmoid(log_bulk - log_local).masked_fill(flags | ~decided, 0.0)
     tallies = (decided.expand_as(flags), needed, needed & flags, flags, missed)
     sums = torch.stack([tally.sum(dtype=torch.float64) for tally in tallies])
-    layer.audited = sums if layer.audited is None else layer.audited + sums
+    layer.audited = sums if layer.audited is None else layer.audited.to(sums) + sums

@@ -144,7 +144,8 @@ def _restore_layer(layer: QAdALayer, state: dict[str, Any]) -> None:
         store.bulk.append(rows, state["bulk_keys"][rows, :, :stored], state["bulk_values"][rows, :, :stored])
     if store.moments is not None:
         if "scatter" in state:  # of older files: the sum of outer products
-            state["covariance"] = state["scatter"] / torch.tensor(state["count"]).clamp_min(1)[:, None, None, None]
+            count = torch.tensor(state["count"]).clamp_min(1).to(state["scatter"])
+            state["covariance"] = state["scatter"] / count[:, None, None, None]
         store.moments.restore(state["count"], state["mean"], state["covariance"])
     state = {"spared_bytes": 0} | state  # which older files do not have
     for name in _LAYER_FIELDS:

@@ -51,6 +51,7 @@ class Tally:
             real = torch.stack([where.expand(shape[0], 1, shape[3]) for where in decided]).unsqueeze(3)
             local = ~torch.stack(flags) & real  # [calls, batch, kv_heads, group, queries]
             heads, groups = local.sum(dim=(0, 1, 4)), local.all(dim=3).sum(dim=(0, 1, 3))
-            self._heads = heads if self._heads is None else self._heads + heads
-            self._groups = groups if self._groups is None else self._groups + groups
+            # What was loaded from a file may lie on another device than the model.
+            self._heads = heads if self._heads is None else self._heads.to(heads) + heads
+            self._groups = groups if self._groups is None else self._groups.to(groups) + groups
         self._pending.clear()

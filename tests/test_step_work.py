@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from types import FrameType
@@ -27,11 +28,14 @@ def calls(model: PreTrainedModel, cache: QAdACache, ids: torch.Tensor) -> Counte
         elif event == "c_call":
             made[argument.__qualname__] += 1
 
+    gc.collect()
+    gc.disable()  # what it finalises, it would call in the middle of a step
     sys.setprofile(count)
     try:
         model(ids, past_key_values=cache)
     finally:
         sys.setprofile(None)
+        gc.enable()
     return made
 
 
