@@ -16,6 +16,7 @@ import gc
 import os
 import sys
 import time
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ def measure(work: Work, rounds: int, read: float) -> list[dict[str, Any]]:
                 del cache
                 gc.collect()
                 bar.update()
-    median = {name: sorted(times)[len(times) // 2] for name, times in seconds.items()}
+    median = {name: median_high(times) for name, times in seconds.items()}
     nothing, static = median["no context"], median["StaticCache"]
     rows = []
     for name, times in seconds.items():
@@ -156,8 +157,8 @@ def measure(work: Work, rounds: int, read: float) -> list[dict[str, Any]]:
 
 def shape(text: str) -> tuple[int, int]:
     """Tokens and rows, of "8192" or "8192x8"."""
-    tokens, *rows = text.split("x")
-    found = int(tokens), int("x".join(rows)) if rows else 1
+    tokens, by, rows = text.partition("x")
+    found = int(tokens), int(rows) if by else 1
     if found[0] < SHORTEST or found[1] < 1:
         raise argparse.ArgumentTypeError(f"{text}: at least {SHORTEST} tokens, and one row")
     return found

@@ -13,7 +13,7 @@ def forked(cache: QAdACache, model: PreTrainedModel, **options: object) -> QAdAC
 
     `cache` must hold nothing but an exact prefill, with the options' sizes, and running moments (`moments="current"`).
     """
-    policy = QAdACache(model, **options)._policy  # type: ignore[arg-type]
+    policy = QAdACache(model, **options)._policy  # type: ignore[arg-type]  # for QAdACache to check
     twin = copy.deepcopy(cache)
     policy.reached = twin._policy.reached
     twin._policy = policy

@@ -30,10 +30,11 @@ LAYERS = 16
 def contexts(kv_heads: int, tokens: int, dim: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     """Random keys and values `[1, kv_heads, tokens, dim]` of every layer."""
     shape = (1, kv_heads, tokens, dim)
-    return [
-        tuple(pages.empty(shape, dtype).copy_(torch.randn(shape)) for _ in range(2))  # type: ignore[misc]
-        for _ in range(LAYERS)
-    ]
+
+    def made() -> Tensor:
+        return pages.empty(shape, dtype).copy_(torch.randn(shape))
+
+    return [(made(), made()) for _ in range(LAYERS)]
 
 
 def speeds(query: Tensor, layers: list[tuple[Tensor, Tensor]], turns: int) -> dict[str, float]:

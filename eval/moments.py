@@ -72,7 +72,7 @@ def text_moments(
 ) -> KeyMoments:
     """Moments of all of a text."""
     ids: Tensor = tokenizer(text, return_tensors="pt").input_ids[0]
-    return KeyMoments.collect(model, prompt=ids, progress=False, **options)  # type: ignore[arg-type]
+    return KeyMoments.collect(model, prompt=ids, progress=False, **options)  # type: ignore[arg-type]  # for collect to check
 
 
 def at_length(moments: KeyMoments, length: int) -> KeyMoments:

@@ -19,14 +19,12 @@ def draw(table: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
+    from eval.canvas import canvas, write
 
     rows = read(table)
-    mpl.rcParams["font.family"] = "DejaVu Sans"  # comes with matplotlib: the same on every machine
     panels = sorted({(int(row["batch"]), int(row["tokens"])) for row in rows})
-    figure = Figure(figsize=(4.2 * len(panels), 3.6), layout="constrained", dpi=110)
-    for axes, (batch, tokens) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    figure, grid = canvas(len(panels), width=4.2, height=3.6)
+    for axes, (batch, tokens) in zip(grid[0], panels, strict=True):
         times = {
             row["method"]: float(row["p50_ms"])
             for row in rows
@@ -53,8 +51,7 @@ def draw(table: Path) -> None:
         axes.tick_params(which="both", labelsize=7)
     figure.legend(*axes.get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=2 * len(panels))
     note = "{model}, {dtype}; {machine}".format(**rows[0])
-    figure.suptitle(textwrap.fill(note, 70 * len(panels)), fontsize=7, color="grey")
-    figure.savefig(table.with_suffix(".png"), metadata={"Software": None})
+    write(table.parent, table.stem, figure, textwrap.fill(note, 70 * len(panels)))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from statistics import median_high
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
+from eval import benchmark
 from eval.command import load_model, report, timing_parser
 from eval.hardware import wait
 from eval.workloads import Work, fill
@@ -75,13 +77,9 @@ class Stopwatch:
             yield
 
 
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
 @torch.inference_mode()
 def steps(work: Work, cache: Cache, watch: Stopwatch) -> list[dict[str, float]]:
-    """Seconds of every step after the warm-up, by part and in all ("step")."""
+    """As `benchmark.decode`: seconds of every step after the warm-up, by part and in all ("step")."""
     found, device = [], work.model.device
     for step in range(work.inputs.shape[1]):
         wait(device)
@@ -101,7 +99,7 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
     config = work.model.config
     for _ in range(rounds):
         restore_attention(work.model)
-        without += [step["step"] for step in steps(work, DynamicCache(config=config), Stopwatch())]
+        without += benchmark.decode(work, DynamicCache(config=config))[0]
         watch = Stopwatch()
         with watch.watching():
             # Sizes alone have no tokenizer, without which there is no other prompt to go by.
@@ -111,8 +109,8 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
         assert cache.stats().pulled_bytes == 0
         assert cache.stats().decisions > 0
     restore_attention(work.model)
-    whole, nothing = _median([step["step"] for step in ours]), _median(without)
-    parts = {f"{name}_us": 1e6 * _median([step.get(name, 0.0) for step in ours]) for name in PARTS}
+    whole, nothing = median_high(step["step"] for step in ours), median_high(without)
+    parts = {f"{name}_us": 1e6 * median_high(step.get(name, 0.0) for step in ours) for name in PARTS}
     return {
         "tokens": work.tokens,
         "batch": work.batch,
@@ -141,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(str(error))
         rows.append(measure(work, options.rounds))
         del work
-    report(options, rows, "step_overhead", layers=len(QAdACache(model, moments="current").layers))
+    report(options, rows, "step_overhead", layers=model.config.get_text_config().num_hidden_layers)
     return 0
 
 

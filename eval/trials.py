@@ -101,7 +101,7 @@ class Trials:
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
         """The signature transformers gives attention functions; `key` and `value` are the questions' alone."""
-        layer: int = module.layer_idx  # type: ignore[assignment]
+        layer: int = module.layer_idx  # type: ignore[assignment]  # for mypy all of a module's are tensors
         far_keys, far_values = self.context[layer]
         (rows, heads, queries, dim), kv_heads, tokens = query.shape, key.shape[1], far_keys.shape[2]
         query = query.reshape(rows, kv_heads, -1, dim)  # query heads of a group one after the other
@@ -172,7 +172,7 @@ def read_context(
     """The prompt's keys and values by layer, read with full attention."""
     cache = DynamicCache(config=model.config)
     model.model(tokenizer(prompt.context, return_tensors="pt").input_ids, past_key_values=cache)
-    return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc]
+    return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc]  # None only before the first update
 
 
 @torch.no_grad()

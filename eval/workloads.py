@@ -53,13 +53,14 @@ def random_work(model: PreTrainedModel, *, tokens: int, batch: int, steps: int, 
     config = model.config
     generator = torch.Generator(model.device).manual_seed(seed)
     shape = (batch, config.num_key_value_heads, tokens, config.head_dim)
-    states = [
-        tuple(torch.randn(shape, generator=generator, device=model.device, dtype=model.dtype) for _ in range(2))
-        for _ in range(config.num_hidden_layers)
-    ]
+
+    def made() -> Tensor:
+        return torch.randn(shape, generator=generator, device=model.device, dtype=model.dtype)
+
+    states = [(made(), made()) for _ in range(config.num_hidden_layers)]
     inputs = torch.arange(batch)[:, None] + torch.arange(warm_up + steps)
     inputs = inputs.to(model.device) % config.vocab_size
-    return Work(model, states, inputs, warm_up, False, seed)  # type: ignore[arg-type]
+    return Work(model, states, inputs, warm_up, False, seed)
 
 
 def _states(model: PreTrainedModel, ids: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -70,7 +70,7 @@ class KeyMoments:
     @property
     def shape(self) -> tuple[int, int, int]:
         """`(layers, kv_heads, dim)`."""
-        return tuple(self.mean.shape[1:])  # type: ignore[return-value]
+        return tuple(self.mean.shape[1:])  # type: ignore[return-value]  # it has four dimensions, checked when made
 
     def at(self, length: int) -> tuple[Tensor, Tensor]:
         """Moments of a bulk of `length` tokens: mean `[layers, kv_heads, dim]` and covariance `[..., dim, dim]`.

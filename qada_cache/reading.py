@@ -127,9 +127,9 @@ def learn(bulk: Bulk, flags: Tensor) -> int:
         before = bulk.residents.flag(heads)
         for head in heads:
             tokens = bulk.lengths[head[0]]
-            nbytes, fetch = _head_bytes(bulk, tokens), functools.partial(bulk.fetch, head, 0, tokens)
-            if bulk.residents.get(head, tokens) is None and bulk.residents.bring(head, nbytes, before[head], fetch):
-                moved += nbytes
+            if bulk.residents.get(head, tokens) is None:
+                nbytes, fetch = _head_bytes(bulk, tokens), functools.partial(bulk.fetch, head, 0, tokens)
+                moved += nbytes * bulk.residents.bring(head, nbytes, before[head], fetch)
     return moved
 
 

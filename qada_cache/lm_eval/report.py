@@ -85,5 +85,5 @@ def _reporting(evaluate: Callable[..., Any]) -> Callable[..., Any]:
                 results["results"][task] |= whole.metrics()
         return results
 
-    evaluate_and_report._reports_caches = True  # type: ignore[attr-defined]
+    evaluate_and_report._reports_caches = True  # type: ignore[attr-defined]  # marks what has been wrapped
     return evaluate_and_report
