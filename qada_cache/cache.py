@@ -48,14 +48,14 @@ class QAdACache(DynamicCache):
         local_tokens: sinks and sliding window together, in tokens.
         criterion: "gaussian" (eq. 7); "oracle" (eq. 2, reads everything to decide: for analysis); "dense" (no head
             is local); "local" (every head is); or `StaticHeads`, the same heads for every token.
-        group_rule: "all", the query heads of a KV head read the long context only if every one of them needs it;
-            "mean", they decide together, from the mean of their local shares; "head", every query head decides for
-            itself, as in the paper. Memory traffic follows KV heads, which "head" reads for any single query head.
-        moments: where the Gaussian's mean and covariance come from: "random-words", "wiki" or "single-word", a short
-            prompt of that kind, read by the model the first time it gets a cache (seconds) and kept in memory and in
-            the user's cache folder (`QADA_HOME`); `KeyMoments`, or their file's path or Hub repository; "current",
-            the prompt being read. With `config` and no model to ask, the prompts' moments are looked up in the cache
-            folder, and without them the current prompt's are used, with a warning.
+        group_rule: who decides for the query heads that share a KV head. "any": if one of them needs the long context,
+            all of them read it, as its keys and values are read anyway; "head": every query head decides for itself, as
+            in the paper; "mean": they decide together, from the mean of their local shares.
+        moments: where the Gaussian's mean and covariance come from: "current", the prompt being read;
+            "random-words", "wiki" or "single-word", a short prompt of that kind, read by the model the first time it
+            gets such a cache (seconds) and kept in memory and in the user's cache folder (`QADA_HOME`); `KeyMoments`,
+            or their file's path or Hub repository. With `config` and no model to ask, the prompts' moments are looked
+            up in the cache folder, and without them the current prompt's are used, with a warning.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
@@ -82,8 +82,8 @@ class QAdACache(DynamicCache):
         sink_tokens: int = 16,
         local_tokens: int = 128,
         criterion: str | StaticHeads = "gaussian",
-        group_rule: str = "all",
-        moments: str | KeyMoments | os.PathLike = "random-words",
+        group_rule: str = "any",
+        moments: str | KeyMoments | os.PathLike = "current",
         update_moments: bool = True,
         offloading: bool = True,
         device_budget: int | float | str = 0,

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import files
 
 CRITERIA = ("gaussian", "oracle", "dense", "local")
-GROUP_RULES = ("head", "mean", "all")
+GROUP_RULES = ("any", "head", "mean")
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,15 +136,16 @@ def group_decision(flags: Tensor, local_share: Tensor | None, threshold: float, 
         local_share: `A_local / (A_local + A_bulk)` of each, same shape; None if the criterion has none, in which
             case a long-context head counts 0 and a local one 1.
         threshold: as for `long_context`.
-        rule: "head", each query head for itself (the paper's rule); "mean", the group is long-context if the mean
-            local share of its heads is below the threshold; "all", if every head of it is long-context.
+        rule: "any", the group is long-context if any head of it is: its keys are read anyway; "head", each query head
+            for itself (the paper's rule); "mean", the group is long-context if the mean local share of its heads is
+            below the threshold.
 
     Returns:
         bool, same shape; the same for all heads of a group unless the rule is "head".
     """
     if rule == "head":
         return flags
-    if rule == "all" or threshold >= 1.0:
-        return flags.all(dim=2, keepdim=True).expand_as(flags)
+    if rule == "any" or threshold >= 1.0:  # at 1 a mean below it may round to 1
+        return flags.any(dim=2, keepdim=True).expand_as(flags)
     share = (~flags).float() if local_share is None else local_share
     return (share.mean(dim=2, keepdim=True) < threshold).expand_as(flags)

@@ -26,7 +26,7 @@ class Policy:
     update_moments: bool
     offloading: bool
     model_type: str
-    group_rule: str = "head"
+    group_rule: str = "any"
     audit_every: int = 0
     device_budget: int | float | str = 0
     served: tuple[int, ...] = ()  # the layers that share this policy

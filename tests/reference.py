@@ -173,12 +173,12 @@ def decide(
 
     "dense" is never local and "local" always; a bool tensor `[Hq]` is the static mask of long-context heads.
     `options` are `moments`, `frozen_count` and `sink_tokens` of `log_masses`. Without a bulk every head is
-    local, whatever the criterion. `group_rule` "head": each query head decides for itself; "all": the heads of a
-    key-value head are long-context if all of them would be; "mean": if the mean of their local fractions (static:
+    local, whatever the criterion. `group_rule` "head": each query head decides for itself; "any": the heads of a
+    key-value head are long-context if one of them would be; "mean": if the mean of their local fractions (static:
     of 1 for local, 0 for long-context) is below the threshold. "dense" and "local" know no rule.
     """
-    if group_rule not in ("head", "all", "mean"):
-        raise ValueError(f"group_rule must be 'head', 'all' or 'mean', not {group_rule!r}")
+    if group_rule not in ("any", "head", "mean"):
+        raise ValueError(f"group_rule must be 'any', 'head' or 'mean', not {group_rule!r}")
     if position + 1 <= local_tokens:
         return torch.ones(len(query), dtype=torch.bool)
     if isinstance(criterion, str) and criterion in ("dense", "local"):
@@ -193,8 +193,8 @@ def decide(
     group = len(query) // len(keys)
     if group_rule == "head":
         return alone
-    if group_rule == "all" or threshold >= 1:  # at 1, no fraction is large enough, also if it rounds to 1
-        together = alone.reshape(-1, group).any(dim=1)
+    if group_rule == "any" or threshold >= 1:  # at 1, no fraction is large enough, also if it rounds to 1
+        together = alone.reshape(-1, group).all(dim=1)
     else:
         together = fractions.reshape(-1, group).mean(dim=1) >= threshold
     return together.repeat_interleave(group)

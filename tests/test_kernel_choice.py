@@ -52,6 +52,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "frozen": {"update_moments": False},
     "dense": {"criterion": "dense"},
     "static-kv-heads": {"criterion": StaticHeads(torch.tensor([[False, True]]))},
+    "group-any": {"group_rule": "any"},
     "group-mean": {"group_rule": "mean"},
     "bfloat16": {"dtype": torch.bfloat16, "value_dim": 24},
 }

@@ -35,7 +35,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "static-heads": {"criterion": StaticHeads(torch.tensor([[True, False, False, True]]))},
     "static-kv-heads": {"criterion": StaticHeads(torch.tensor([[False, True]]))},
     "group-mean": {"group_rule": "mean"},
-    "group-all": {"group_rule": "all", "criterion": "oracle", "threshold": 0.3},
+    "group-any": {"group_rule": "any", "criterion": "oracle"},
     "static-group-mean": {
         "criterion": StaticHeads(torch.tensor([[True, False, True, True]])),
         "group_rule": "mean",

@@ -109,7 +109,7 @@ def test_fixed_criteria() -> None:
             assert decide(**options, position=position, criterion=criterion, **SMALL).tolist() == expected
         assert decide(**options, position=2, criterion=criterion, **SMALL).all()  # no bulk
     with pytest.raises(ValueError, match="group_rule"):
-        decide(**options, position=4, group_rule="any", **SMALL)
+        decide(**options, position=4, group_rule="all", **SMALL)
     with pytest.raises(ValueError, match="criterion"):
         decide(**options, position=4, criterion="nothing", **SMALL)
 
@@ -118,13 +118,13 @@ def test_group_rules() -> None:
     """Query heads 0 and 1 share a key head; scores are the queries, over a bulk of two of five equal keys."""
     options = {"query": random(4, 3), "keys": random(2, 1, 3).expand(2, 5, 3), "position": 4, "scaling": 1.0}
     static = torch.tensor([True, False, True, True])
-    for rule, expected in [("head", [False, True, False, False]), ("all", [True, True, False, False])]:
+    for rule, expected in [("head", [False, True, False, False]), ("any", [False, False, False, False])]:
         assert decide(criterion=static, group_rule=rule, **options, **SMALL).tolist() == expected
     for threshold, expected in [(0.5, [True, True, False, False]), (0.51, [False] * 4), (0.0, [True] * 4)]:
         found = decide(criterion=static, group_rule="mean", threshold=threshold, **options, **SMALL)
         assert found.tolist() == expected
     for threshold, expected in [(0.599, True), (0.601, False)]:  # every head's fraction is 3 / 5
-        for rule in ("head", "all", "mean"):
+        for rule in ("any", "head", "mean"):
             found = decide(criterion="oracle", group_rule=rule, threshold=threshold, **options, **SMALL)
             assert found.tolist() == [expected] * 4
     # Fractions 3 / 5 and, for a query of 0 mass but in the bulk, about 0: their mean is 0.3.
@@ -133,7 +133,7 @@ def test_group_rules() -> None:
     query = torch.tensor([[0.0], [1.0]])
     for rule, threshold, expected in [
         ("head", 0.4, [True, False]),
-        ("all", 0.4, [True, True]),
+        ("any", 0.4, [False, False]),
         ("mean", 0.299, [True, True]),
         ("mean", 0.301, [False, False]),
         ("mean", 1.0, [False, False]),

@@ -29,6 +29,7 @@ LONGEST = 120  # tokens a row; the reference takes its time
 OPTIONS: dict[str, dict[str, Any]] = {
     "gaussian": {},
     "frozen": {"update_moments": False},
+    "any": {"group_rule": "any"},
     "oracle-mean": {"criterion": "oracle", "group_rule": "mean"},
     "dense": {"criterion": "dense"},
     "static": {"criterion": StaticHeads(torch.tensor([[True, False], [False, True]]))},

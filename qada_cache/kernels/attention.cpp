@@ -6,7 +6,7 @@
 namespace {
 
 enum Criterion { LOCAL, DENSE, STATIC, GAUSSIAN };
-enum GroupRule { HEAD, MEAN, ALL };
+enum GroupRule { HEAD, MEAN, ANY };
 
 // The arguments of `fused_decode`; `Decode` in compiled_decode.py has the same fields. Shapes are those of
 // decode_reference.py; `*_row`, `*_batch` and `*_head` say how many elements apart rows and heads are, 0 if shared.
@@ -111,7 +111,7 @@ bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* ls
     float share[QUERIES], log_bulk[QUERIES] = {};  // `share`: of attention that stays local
     bool decided = call.decided[row * call.decided_row] && tokens > 0;
     if (decided && call.criterion == GAUSSIAN) gaussian(call, local, row, head, (float)tokens, log_bulk);
-    bool every = true, any = false;
+    bool some = false, any = false;  // flagged each for itself, and in the end
     float mean_share = 0;
     for (int q = 0; q < QUERIES; q++) {
         bool flag = call.criterion == DENSE || (call.criterion == STATIC && call.table[head * QUERIES + q]);
@@ -122,11 +122,11 @@ bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* ls
             share[q] = 1 / (1 + expf(-margin));
         }
         flags[q] = flag;
-        every = every && flag;
+        some = some || flag;
         mean_share += share[q] / QUERIES;
     }
     for (int q = 0; q < QUERIES; q++) {
-        if (call.group_rule == ALL) flags[q] = every;
+        if (call.group_rule == ANY) flags[q] = some;
         if (call.group_rule == MEAN) flags[q] = mean_share < call.threshold;
         flags[q] = flags[q] && decided;
         any = any || flags[q];

@@ -9,7 +9,7 @@ from . import compiled
 from .rules import decision_rules
 
 CRITERIA = {"local": 0, "dense": 1, "static": 2, "gaussian": 3}
-GROUP_RULES = {"head": 0, "mean": 1, "all": 2}
+GROUP_RULES = {"head": 0, "mean": 1, "any": 2}
 
 
 class Decode(ctypes.Structure):
@@ -54,7 +54,7 @@ def fused_decode(
     decided: Tensor,
     scaling: float,
     threshold: float,
-    group_rule: str = "head",
+    group_rule: str = "any",
     criterion: str | Tensor = "gaussian",
     mean: Tensor | None = None,
     covariance: Tensor | None = None,

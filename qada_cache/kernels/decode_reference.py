@@ -20,7 +20,7 @@ def fused_decode(
     decided: Tensor,
     scaling: float,
     threshold: float,
-    group_rule: str = "head",
+    group_rule: str = "any",
     criterion: str | Tensor = "gaussian",
     mean: Tensor | None = None,
     covariance: Tensor | None = None,

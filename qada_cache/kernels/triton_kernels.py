@@ -158,8 +158,8 @@ def near_kernel(
         b_flags = tl.full([BLOCK_G], CRITERION == "dense", tl.int1)
     if GROUP_RULE == "mean":
         b_flags = tl.where(m_head, tl.sum(tl.where(m_head, b_share, 0.0), axis=0) / G, 1.0) < threshold
-    elif GROUP_RULE == "all":
-        b_flags = m_head & (tl.min(tl.where(m_head, b_flags.to(tl.int32), 1), axis=0) == 1)
+    elif GROUP_RULE == "any":
+        b_flags = m_head & (tl.max(tl.where(m_head, b_flags.to(tl.int32), 0), axis=0) == 1)
     decided = tl.load(p_decided + i_row * s_decided) & (bulk_tokens > 0)
     b_flags = b_flags & m_head & decided
     tl.store(p_flags + i_group * G + o_head, b_flags, mask=m_head)

