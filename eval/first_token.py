@@ -1,10 +1,9 @@
 """Time and memory from a prompt to its first token, every cache in one run: `python -m eval.first_token`.
 
-    python -m eval.first_token --model needle --tokens 16384 --dtype float32 --out eval/results
+    python -m eval.first_token --model smollm2 --tokens 4096 --dtype float32 --out eval/results
 
-The prompt is random tokens, read in one call. QAdACache's first time includes collecting the default key moments and
-building kernels, as for a user with an empty cache folder; later ones find them. The first token decoded after the
-prompt is timed apart.
+The prompt is random tokens, read in one call. QAdACache's first time includes building kernels, as for a user
+with an empty cache folder; later ones find them. The first token decoded after the prompt is timed apart.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ from eval.canvas import canvas
 from eval.tables import Rows
 
 ORACLE = 0.6  # the threshold at which a head counts as long-context in truth
-ESTIMATES = ("random-words", "single-word", "current")
+ESTIMATES = ("current", "random-words", "single-word")
 
 
 def local_share(log_local: np.ndarray, log_bulk: np.ndarray) -> np.ndarray:
@@ -56,12 +56,12 @@ def draw_sparsity(heads: Heads) -> Figure:
     thresholds = np.concatenate([np.linspace(0.01, 0.95, 48), [0.99, 0.995]])
     for index, task in enumerate(heads.tasks()):
         which = heads.text["task"] == task
-        for name, style in (("log_bulk", "-"), ("random-words", "--")):
+        for name, style in (("log_bulk", "-"), ("current", "--")):
             shares = [1 - heads.called(name, float(tau))[which].mean() for tau in thresholds]
             label = f"{task}, {'oracle' if name == 'log_bulk' else 'QAdA'}"
             axes[0, 1].plot(thresholds, shares, style, color=f"C{index}", label=label)
         steps = heads.place["document"][which] * 1000 + heads.place["token"][which]
-        local = ~heads.called("random-words", ORACLE)[which]
+        local = ~heads.called("current", ORACLE)[which]
         axes[0, 0].plot([local[steps == step].mean() for step in np.unique(steps)], color=f"C{index}", label=task)
     axes[0, 0].set(xlabel="token (documents in turn)", ylabel=f"query heads local, QAdA at {ORACLE}", ylim=(0, 1.03))
     axes[0, 1].set(xlabel="threshold", ylabel="query heads local", ylim=(0, 1.03))
@@ -76,7 +76,7 @@ def draw_maps(heads: Heads) -> Figure:
     figure, axes = canvas(len(tasks), 2, 3.6, 2.4)
     for column, task in enumerate(tasks):
         which = heads.text["task"] == task
-        for row, (name, title) in enumerate((("log_bulk", "oracle"), ("random-words", "QAdA"))):
+        for row, (name, title) in enumerate((("log_bulk", "oracle"), ("current", "QAdA"))):
             share = heads.by_head(heads.called(name, ORACLE), which)
             image = axes[row, column].imshow(share, vmin=0, vmax=1, cmap="viridis", aspect="auto")
             axes[row, column].set(title=f"{title}, {task}", xlabel="query head", ylabel="layer")
@@ -111,7 +111,7 @@ def draw_deciles(heads: Heads) -> Figure:
     figure, axes = canvas(2)
     share = local_share(heads.log["log_local"], heads.log["log_bulk"])
     decile = np.minimum((share * 10).astype(int), 9)
-    called = heads.called("random-words", ORACLE)
+    called = heads.called("current", ORACLE)
     true = [float((called & heads.needed)[decile == bin_].sum()) for bin_ in range(10)]
     false = [float((called & ~heads.needed)[decile == bin_].sum()) for bin_ in range(10)]
     total = [max(int((decile == bin_).sum()), 1) for bin_ in range(10)]

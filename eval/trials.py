@@ -1,211 +1,229 @@
-"""Many ways of deciding at once on the needle model: one batch row each, over one prompt's keys that all rows share.
+"""Ways of deciding, tried on a pretrained model against full attention: `python -m eval.trials`.
 
-What `QAdACache` could not be asked for yet (blended moments, a threshold for every layer) is tried here first, and
-sweeps take seconds instead of minutes. Decisions and outputs are those of a `QAdACache` (see tests/test_trials.py),
-with the prompt's own moments frozen when the questions begin, as with `update_moments=False`.
+    python -m eval.trials --tasks prose prose_niah --lengths 3072 --documents 12 --out trials.csv
+
+Each document is read once, exactly. What follows it (prose: its own next tokens; a task: the answer, which full
+attention may find or not) is then fed in one query-adaptive call to a copy of that state for every way of deciding,
+with teacher forcing: KL divergence from full attention's next-token distributions, whether the likeliest token is the
+same, whether every token of the answer is the likeliest one (greedy decoding finds it then, token by token), and what
+was read. One row a document and way; rows that the table holds are not measured again.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from lm_eval.tasks import TaskManager
 from torch import Tensor
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qada_cache import KeyMoments
-from qada_cache.criterion import gaussian_log_bulk, logit, pool_score_moments, score_moments
-from qada_cache.needle import NeedlePrompt
+from eval.documents import PROSE, Document, prose, task_documents
+from eval.forking import forked
+from eval.language_model import DEFAULT, HELP, load, source
+from eval.machine import machine
+from eval.tables import plain, read, write
+from eval.trial_summary import summary
+from eval.ways import Knowledge, Way, deciding
+from qada_cache import KeyMoments, QAdACache, StaticHeads, decide, decode
+from qada_cache.layer import QAdALayer
 
-NAME = "needle_trials"
-SINKS, WINDOW = 16, 112
-RULES = ("head", "mean", "all")
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way of deciding.
-
-    Args:
-        rule: as `QAdACache`'s `group_rule`.
-        thresholds: one for every layer.
-        weight: of the prompt-agnostic moments, against the prompt's own.
-        name: what a table calls it.
-    """
-
-    rule: str
-    thresholds: tuple[float, ...]
-    weight: float = 1.0
-    name: str = ""
+CALIBRATION = 4  # pieces of prose that errors and local shares are learned from, none of those measured
+EVERY = 4  # of the text's pieces, one in so many is kept for that
+FEW = (0.3, 0.6, 0.9)
+MOST = (0.3, 0.6, 0.8, 0.9)
+RULES = ("any", "head", "mean")
+PROMPTS = ("random-words", "random-tokens", "wiki", "single-word")
 
 
-@dataclass
-class Outcome:
-    """Of one way: questions asked and answered right; KV-head decisions and how many read the bulk, by layer; and
-    query heads that stayed local, of all."""
-
-    asked: int
-    right: int
-    kv_heads: list[int]
-    kv_read: list[int]
-    heads: int
-    local: int
-
-    @property
-    def recall(self) -> float:
-        """The share of questions answered right."""
-        return self.right / self.asked
-
-    @property
-    def read(self) -> float:
-        """The share of KV heads whose bulk was read."""
-        return sum(self.kv_read) / sum(self.kv_heads)
-
-    @property
-    def sparsity(self) -> float:
-        """The share of query heads that stayed local."""
-        return self.local / self.heads
-
-    def __add__(self, other: "Outcome") -> "Outcome":
-        return Outcome(
-            self.asked + other.asked,
-            self.right + other.right,
-            [a + b for a, b in zip(self.kv_heads, other.kv_heads, strict=True)],
-            [a + b for a, b in zip(self.kv_read, other.kv_read, strict=True)],
-            self.heads + other.heads,
-            self.local + other.local,
-        )
+def default_ways() -> list[Way]:
+    """Every way that a table is to have."""
+    ways = [Way("local")]
+    ways += [Way("qada", "current", "any", tau) for tau in (0.1, 0.3, 0.6, 0.7, 0.8, 0.9)]
+    ways += [Way("qada", "current", rule, tau) for rule in RULES[1:] for tau in MOST]
+    ways += [Way("oracle", "", rule, tau) for rule in RULES for tau in MOST]
+    ways += [Way("qada", prompt, rule, tau) for prompt in PROMPTS[:2] for rule in RULES for tau in FEW]
+    ways += [Way("qada", prompt, "any", tau) for prompt in PROMPTS[2:] for tau in FEW]
+    ways += [Way("qada", moments, "all", 0.6) for moments in (*PROMPTS[:2], "current")]
+    ways += [Way("qada", name, "any", tau) for name in ("larger of current and random-words", "trimmed") for tau in FEW]
+    ways += [Way("qada", name, "any", tau) for name in ("corrected by head", "corrected by layer") for tau in MOST[1:]]
+    return ways + [Way("static", "", "any", alpha) for alpha in (0.3, 0.5, 0.6, 0.7, 0.8)]
 
 
-class Trials:
-    """An attention function for one prompt and several ways, row by row of the batch.
+def learn(model: PreTrainedModel, documents: list[Document]) -> tuple[Tensor, Tensor]:
+    """Of each head `[layers, heads]`: the mean error of its estimate of `log A_bulk`, and how often it is local."""
+    config = model.config.get_text_config(decoder=True)
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    errors, share, queries = torch.zeros(layers, heads), torch.zeros(layers, heads), 0
+    estimates: dict[int, Tensor] = {}
+    original = decide.estimated_log_bulk
 
-    Args:
-        context: the prompt's keys and values by layer, `[1, kv_heads, tokens, dim]`.
-        ways: what the rows decide by.
-        moments: prompt-agnostic ones.
-    """
+    def keep(layer: QAdALayer, *args: Any, **kwargs: Any) -> Tensor:
+        estimates[layer.index] = original(layer, *args, **kwargs)
+        return estimates[layer.index]
 
-    def __init__(self, context: list[tuple[Tensor, Tensor]], ways: Sequence[Way], moments: KeyMoments) -> None:
-        self.context, self.moments = context, moments
-        self.limits = torch.tensor([[logit(threshold) for threshold in way.thresholds] for way in ways]).T
-        self.weights = torch.tensor([way.weight for way in ways]).view(-1, 1, 1)
-        self.rules = torch.tensor([RULES.index(way.rule) for way in ways]).view(-1, 1, 1, 1)
-        self.own = [own_moments(keys[:, :, SINKS:-WINDOW]) for keys, _ in context]
-        shape = len(context), len(ways)
-        self.read, self.local = torch.zeros(shape), torch.zeros(shape)
-        self.decided = 0  # queries
-        AttentionInterface.register(NAME, self.attend)
+    def compare(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, geometry: Any) -> None:
+        local, bulk = decide.log_local_mass(scores, geometry), decide.log_bulk_mass(scores, far_lse, geometry)
+        errors[layer.index] += (bulk - estimates[layer.index]).sum(dim=(0, 3)).flatten()
+        share[layer.index] += (torch.sigmoid(local - bulk) >= 0.6).sum(dim=(0, 3)).flatten()
 
-    def attend(
-        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
-    ) -> tuple[Tensor, None]:
-        """The signature transformers gives attention functions; `key` and `value` are the questions' alone."""
-        layer: int = module.layer_idx  # type: ignore[assignment]  # for mypy all of a module's are tensors
-        far_keys, far_values = self.context[layer]
-        (rows, heads, queries, dim), kv_heads, tokens = query.shape, key.shape[1], far_keys.shape[2]
-        query = query.reshape(rows, kv_heads, -1, dim)  # query heads of a group one after the other
-        position = tokens + torch.arange(key.shape[2] - queries, key.shape[2])
-        assert key.shape[2] < WINDOW  # all of the questions are in the window
-        at = torch.arange(tokens)
-        bulk = (at >= SINKS) & (position[:, None] - at >= WINDOW)
-        edge = torch.cat([at[:SINKS], at[-WINDOW:]])
-        later = tokens + torch.arange(key.shape[2]) > position[:, None]
-        near_keys = torch.cat([far_keys[:, :, edge].expand(rows, -1, -1, -1), key], dim=2)
-        near_values = torch.cat([far_values[:, :, edge].expand(rows, -1, -1, -1), value], dim=2)
-        scores = torch.matmul(query, near_keys.mT).view(rows, kv_heads, -1, queries, near_keys.shape[2]) * scaling
-        scores = scores.masked_fill(torch.cat([bulk[:, edge], later], dim=1), -torch.inf)
-        local = scores.logsumexp(dim=-1)
-
-        bulk_tokens = position + 1 - SINKS - WINDOW
-        flags = self._long_context(layer, local - self._log_bulk(layer, query, bulk_tokens, scaling).view(local.shape))
-        self.read[layer] += flags.any(dim=2).sum(dim=(1, 2))
-        self.local[layer] += (~flags).sum(dim=(1, 2, 3))
-        self.decided += queries if layer == 0 else 0
-        output = torch.matmul(scores.softmax(dim=-1).flatten(2, 3), near_values).view(*local.shape, dim)
-        self._read_bulk(layer, query.view(*local.shape, dim), bulk, flags, local, output, scaling)
-        return output.view(rows, heads, queries, dim).transpose(1, 2).contiguous(), None
-
-    def _read_bulk(
-        self, layer: int, query: Tensor, bulk: Tensor, flags: Tensor, local: Tensor, output: Tensor, scaling: float
-    ) -> None:
-        """Merge the attention of flagged heads over `bulk` `[queries, tokens]` into `output`, theirs without it."""
-        keys, values = self.context[layer]
-        for head in range(keys.shape[1]):
-            row = flags[:, head].any(dim=(1, 2)).nonzero()[:, 0]
-            if not len(row):
-                continue
-            scores = torch.matmul(query[row, head], keys[0, head].T).mul_(scaling).masked_fill_(~bulk, -torch.inf)
-            total = scores.logsumexp(dim=-1)
-            far = torch.matmul(scores.sub_(total.unsqueeze(-1)).exp_(), values[0, head])
-            share = torch.sigmoid(total - local[row, head]) * flags[row, head]
-            output[row, head] += share.unsqueeze(-1) * (far - output[row, head])
-
-    def _log_bulk(self, layer: int, query: Tensor, bulk_tokens: Tensor, scaling: float) -> Tensor:
-        """Eq. 7's estimate from the moments of a mixture: agnostic ones with the row's weight, else the prompt's."""
-        ((mean, covariance),) = self.moments.layer(layer, [int(bulk_tokens[-1])], query.device)
-        agnostic = score_moments(query, mean, covariance, scaling=scaling)
-        own = score_moments(query, *self.own[layer], scaling=scaling)
-        pooled = pool_score_moments(self.weights, *agnostic, 1 - self.weights, *own)
-        return gaussian_log_bulk(*pooled, bulk_tokens.repeat(query.shape[2] // len(bulk_tokens)))
-
-    def _long_context(self, layer: int, margin: Tensor) -> Tensor:
-        """What each row's rule makes of `log A_local - log A_bulk` `[rows, kv_heads, group, queries]`."""
-        limit = self.limits[layer].view(-1, 1, 1, 1)
-        flags = margin < limit
-        mean = (margin.sigmoid().mean(dim=2, keepdim=True) < limit.sigmoid()).expand_as(flags)
-        every = flags.all(dim=2, keepdim=True).expand_as(flags)
-        return torch.where(self.rules == 0, flags, torch.where(self.rules == 1, mean, every))
+    with (
+        mock.patch.object(decide, "estimated_log_bulk", keep),
+        mock.patch.object(decode, "audit", compare),
+        mock.patch.object(QAdALayer, "is_audited", return_value=True),
+    ):
+        for document in documents:
+            cache = QAdACache(model, threshold=1.0, moments="current")
+            prefill(model, document, cache)
+            follow(model, document, cache)
+            queries += document.answer.shape[1]
+    return errors / queries, share / queries
 
 
-def own_moments(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean `[1, kv_heads, dim]` and covariance of keys `[1, kv_heads, tokens, dim]`."""
-    mean = keys.mean(dim=2)
-    centred = keys - mean.unsqueeze(2)
-    return mean, torch.matmul(centred.mT, centred) / keys.shape[2]
+def know(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: list[Document]) -> Knowledge:
+    """What ways of deciding are told beforehand."""
+    moments = {
+        "random-words": KeyMoments.collect(model, tokenizer, "random-words", progress=False),
+        "random-tokens": KeyMoments.collect(model, None, "random-words", progress=False),
+        "wiki": KeyMoments.collect(model, tokenizer, "wiki", progress=False),
+        "single-word": KeyMoments.collect(model, tokenizer, "single-word", progress=False),
+    }
+    return Knowledge(moments, *learn(model, calibration))
+
+
+def cache_options(way: Way, known: Knowledge) -> dict[str, Any]:
+    """Of `QAdACache`, for what it can be asked for of a way."""
+    rule = "any" if way.rule == "all" else way.rule
+    if way.criterion == "static":
+        heads = StaticHeads.from_oracle(known.local_share, way.threshold)
+        return {"criterion": heads, "group_rule": rule, "moments": "current"}
+    if way.criterion != "qada":
+        return {"criterion": way.criterion, "group_rule": rule, "threshold": way.threshold, "moments": "current"}
+    return {"moments": known.moments.get(way.moments, "current"), "group_rule": rule, "threshold": way.threshold}
 
 
 @torch.no_grad()
-def read_context(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: NeedlePrompt
-) -> list[tuple[Tensor, Tensor]]:
-    """The prompt's keys and values by layer, read with full attention."""
-    cache = DynamicCache(config=model.config)
-    model.model(tokenizer(prompt.context, return_tensors="pt").input_ids, past_key_values=cache)
-    return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc]  # None only before the first update
+def prefill(model: PreTrainedModel, document: Document, cache: QAdACache) -> None:
+    """Read all of the prompt but its last token, exactly."""
+    model(document.prompt[:, :-1].to(model.device), past_key_values=cache, logits_to_keep=1)
 
 
 @torch.no_grad()
-def run(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: NeedlePrompt,
-    context: list[tuple[Tensor, Tensor]],
-    ways: Sequence[Way],
-    moments: KeyMoments,
-) -> list[Outcome]:
-    """The prompt's questions asked one after the other, in every way; `context` is what `read_context` gave."""
-    trials, before = Trials(context, ways, moments), model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    cache = DynamicCache(config=model.config)
-    last, right = torch.empty(len(ways), 0, dtype=torch.long), torch.zeros(len(ways), dtype=torch.long)
-    tokens = context[0][0].shape[2]
-    for question, answer in zip(prompt.questions, prompt.answers, strict=True):
-        asked = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
-        ids = torch.cat([last, asked.expand(len(ways), -1)], dim=1)
-        positions = tokens + cache.get_seq_length() + torch.arange(ids.shape[1])[None]
-        last = model(ids, position_ids=positions, past_key_values=cache).logits[:, -1:].argmax(-1)
-        right += last[:, 0] == tokenizer.convert_tokens_to_ids(answer)
-    model.set_attn_implementation(before)
-    config, queries = model.config, trials.decided
-    return [
-        Outcome(
-            len(prompt.questions),
-            int(right[row]),
-            [queries * config.num_key_value_heads] * len(context),
-            [int(count) for count in trials.read[:, row]],
-            queries * config.num_attention_heads * len(context),
-            int(trials.local[:, row].sum()),
-        )
-        for row in range(len(ways))
-    ]
+def follow(model: PreTrainedModel, document: Document, cache: QAdACache) -> Tensor:
+    """Log-probabilities `[tokens, vocabulary]` of what follows a prompt that `cache` holds."""
+    ids = torch.cat([document.prompt[:, -1:], document.answer[:, :-1]], dim=1).to(model.device)
+    return model(ids, past_key_values=cache).logits[0].float().log_softmax(dim=-1)
+
+
+def compare(full: Tensor, found: Tensor, document: Document) -> dict[str, str]:
+    """Log-probabilities `[tokens, vocabulary]` of a way against those of full attention."""
+    answer, likeliest = document.answer[0].to(found.device), found.argmax(dim=-1)
+    return {
+        "tokens": str(len(answer)),
+        "kl": f"{float((full.exp() * (full - found)).sum(dim=-1).mean()):.6f}",
+        "top1": f"{float((likeliest == full.argmax(dim=-1)).float().mean()):.4f}",
+        "found": str(int(likeliest.equal(answer))),
+        "full_found": str(int(full.argmax(dim=-1).equal(answer))),
+    }
+
+
+def trial(
+    model: PreTrainedModel, document: Document, ways: list[Way], known: Knowledge, bar: tqdm
+) -> Iterator[dict[str, Any]]:
+    """A row for each way, of one document."""
+    if document.answer.shape[1] > QAdACache(model, moments="current")._policy.window:
+        raise ValueError(f"{document.answer.shape[1]} tokens follow the text: more than one query-adaptive call takes")
+    cache = QAdACache(model, moments="current")
+    prefill(model, document, cache)
+    full = follow(model, document, forked(cache, model, criterion="dense", moments="current"))
+    for way in ways:
+        twin = forked(cache, model, **cache_options(way, known))
+        with deciding(way, known):
+            found = follow(model, document, twin)
+        stats = twin.stats()
+        yield {
+            **asdict(way),
+            **compare(full, found, document),
+            "kv_read": f"{1 - stats.kv_sparsity:.4f}",
+            "q_local": f"{stats.sparsity:.4f}",
+        }
+        bar.update()
+
+
+def key(row: dict[str, Any]) -> tuple:
+    """What tells rows apart."""
+    names = ("model", "task", "length", "document", "criterion", "moments", "rule", "threshold")
+    return tuple(str(row[name]) for name in names)
+
+
+def documents_of(
+    options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, task: str, length: int
+) -> Iterator[Document]:
+    """The documents of a task that the command line names."""
+    if task == PROSE:
+        pieces = prose(tokenizer, length=length, following=options.following, text=options.text)
+        return islice((piece for piece in pieces if not calibrates(piece)), options.documents)
+    where = source(options.model)
+    name, gguf = where.pop("pretrained_model_name_or_path"), where
+    given = {"pretrained": name, "tokenizer": name, "max_seq_lengths": [length], "documents": options.documents}
+    manager = TaskManager(metadata=given | gguf)
+    return task_documents(task, tokenizer, length=length, count=options.documents, manager=manager)
+
+
+def calibrates(piece: Document) -> bool:
+    """Whether a piece of prose is one of those that are learned from: some from every part of the text."""
+    return piece.index % EVERY == EVERY - 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Try; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m eval.trials", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--model", default=DEFAULT, help=HELP)
+    add("--tasks", nargs="+", default=[PROSE], help=f"{PROSE}, or lm-eval tasks with one answer (default: {PROSE})")
+    add("--lengths", type=int, nargs="+", default=[3072], help="tokens (default: %(default)s)")
+    add("--documents", type=int, default=12, help="of each task and length (default: %(default)s)")
+    add("--following", type=int, default=64, help="tokens of prose to predict (default: %(default)s)")
+    add("--text", type=Path, help="text file for prose (default: the Python language reference)")
+    add("--dtype", default="auto", help="(default: the model's own)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
+    add("--out", type=Path, required=True, help="CSV table, added to if it exists")
+    options = parser.parse_args(arguments)
+    if not options.out.parent.is_dir():
+        parser.error(f"--out: there is no folder {options.out.parent}")
+    try:
+        model, tokenizer = load(options.model, dtype=options.dtype, device=options.device)
+    except (OSError, ValueError) as error:
+        parser.error(f"--model: {error}")
+    run(options, model, tokenizer)
+    print(plain(summary(read(options.out))))
+    return 0
+
+
+def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Measure what the table does not hold yet."""
+    done = {key(row) for row in read(options.out)} if options.out.exists() else set()
+    pieces = prose(tokenizer, length=min(options.lengths), following=options.following, text=options.text)
+    known = know(model, tokenizer, list(islice(filter(calibrates, pieces), CALIBRATION)))
+    ways, everywhere = default_ways(), {"model": options.model}
+    with tqdm(total=len(options.tasks) * len(options.lengths) * options.documents * len(ways), unit="row") as bar:
+        for task in options.tasks:
+            for length in options.lengths:
+                bar.set_postfix_str(f"{task}, {length} tokens")
+                for document in documents_of(options, tokenizer, task, length):
+                    place = {"task": document.task, "length": length, "document": document.index}
+                    left = [way for way in ways if key(everywhere | place | asdict(way)) not in done]
+                    bar.update(len(ways) - len(left))
+                    if left:
+                        rows = [place | row for row in trial(model, document, left, known, bar)]
+                        write(options.out, rows, add=True, **everywhere, machine=machine())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,10 +7,21 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    QuantizedCache,
+    StaticCache,
+)
 from transformers.cache_utils import DynamicLayer
 
+from eval import language_model
 from eval.geometries import GEOMETRIES, make_model
+from eval.prose import reference_text
 from qada_cache import QAdACache, StaticHeads, needle
 
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.34, 1.0)
@@ -99,16 +110,36 @@ def needle_work(model: PreTrainedModel, *, tokens: int, batch: int, steps: int, 
 
 
 @torch.inference_mode()
-def read_work(model: PreTrainedModel, *, tokens: int, batch: int, steps: int, warm_up: int, seed: int) -> Work:
-    """Random tokens that the model has read, and more of them."""
-    generator = torch.Generator().manual_seed(seed)
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (batch, tokens + warm_up + steps), generator=generator).to(model.device)
+def read_work(
+    model: PreTrainedModel,
+    *,
+    tokens: int,
+    batch: int,
+    steps: int,
+    warm_up: int,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Work:
+    """Prose that the model has read, each row its own, and how it goes on; without a tokenizer, random tokens.
+
+    Raises:
+        ValueError: the prose is too short for so many rows.
+    """
+    piece = tokens + warm_up + steps
+    if tokenizer is None:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(model.config.get_text_config().vocab_size, (batch, piece), generator=generator)
+    else:
+        whole = tokenizer(reference_text(), return_tensors="pt", verbose=False).input_ids[0]
+        if len(whole) < batch * piece:
+            raise ValueError(f"{batch} rows of {piece} tokens are more than the prose's {len(whole)}")
+        ids = whole[: batch * piece].view(batch, piece)
+    ids = ids.to(model.device)
     return Work(model, _states(model, ids[:, :tokens]), ids[:, tokens:], warm_up, True, seed)
 
 
 def load(name: str, *, dtype: torch.dtype, device: torch.device, positions: int) -> tuple[PreTrainedModel, Callable]:
-    """A geometry by its name, the needle model, or a model by its path or Hub repository; and what makes its `Work`.
+    """A geometry by its name, the needle model, or a pretrained model (`language_model`); and what makes its `Work`.
 
     Raises:
         OSError, ValueError: there is no such model.
@@ -117,10 +148,16 @@ def load(name: str, *, dtype: torch.dtype, device: torch.device, positions: int)
         return needle.load_model().to(device=device, dtype=dtype), needle_work
     if name in GEOMETRIES:
         return make_model(name, dtype=dtype, device=device, positions=positions), random_work
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval(), read_work
+    where = language_model.source(name)
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).to(device).eval()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+    except (OSError, ValueError):
+        return model, read_work
+    return model, functools.partial(read_work, tokenizer=tokenizer)
 
 
-MODEL_HELP = f"sizes by name ({', '.join(GEOMETRIES)}), needle, or a model's path or Hub repository"
+MODEL_HELP = f"sizes by name ({', '.join(GEOMETRIES)}), needle, {language_model.DEFAULT}, a path or Hub repository, or a GGUF file"
 
 
 def slug(name: str) -> str:

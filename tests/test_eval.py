@@ -126,16 +126,13 @@ def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
 
 
 def test_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first time pays for key moments; the cache folder is left alone."""
+    """By default no cache reads another prompt for its key moments; the cache folder is left alone."""
     from eval import first_token
 
-    collected = []
-    original = KeyMoments.collect
-    monkeypatch.setattr(KeyMoments, "collect", lambda *args, **kwargs: collected.append(1) or original(*args, **kwargs))
+    monkeypatch.setattr(KeyMoments, "collect", lambda *_, **__: pytest.fail("nobody asked for these moments"))
     before = os.environ.get("QADA_HOME")
     arguments = ["--model", "tiny", "--tokens", "300", "--rounds", "2", "--device", "cpu", "--out", str(tmp_path)]
     assert first_token.main(arguments) == 0
-    assert len(collected) == 1
     assert os.environ.get("QADA_HOME") == before
     with (tmp_path / "first_token-tiny-cpu.csv").open() as file:
         rows = {row["method"]: row for row in csv.DictReader(file)}
@@ -220,7 +217,7 @@ def test_figures_are_those_of_the_tables(tmp_path: Path) -> None:
 
     assert figures.main(["--out", str(tmp_path)]) == 0
     made = sorted(path.name for path in tmp_path.iterdir())
-    assert len(made) == sum(map(len, (figures.SWEEP_FIGURES, figures.HEADS_FIGURES, figures.MOMENTS_FIGURES))) + 1
+    assert len(made) == sum(map(len, (figures.TRIAL_FIGURES, figures.SWEEP_FIGURES, figures.HEADS_FIGURES))) + 1
     for name in made:
         if name.endswith(".csv"):
             assert (tmp_path / name).read_bytes() == (figures.RESULTS / name).read_bytes()

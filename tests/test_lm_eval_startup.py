@@ -80,7 +80,7 @@ NEEDLE = ["--tasks", "needle", "--limit", "4", "--metadata", '{"max_seq_lengths"
 @needs_lm_eval
 def test_the_literal_command(fresh: Environment, tmp_path: Path) -> None:
     console_script = Path(sysconfig.get_path("scripts")) / "lm_eval"
-    arguments = f"pretrained={needle.FOLDER},cache=qada,cache_local_tokens=64"
+    arguments = f"pretrained={needle.FOLDER},cache=qada,cache_local_tokens=64,cache_moments=random-words"
     command = ["--model", "hf", "--model_args", arguments, *NEEDLE, "--output_path", str(tmp_path)]
     run = fresh.run(console_script, *command)
     assert run.returncode == 0, run.stderr

@@ -105,7 +105,7 @@ def used_again(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor
 @pytest.mark.parametrize("use", [one_shot, chunked, padded, beams, cropped, rows, copied_and_saved, used_again])
 def test_outputs_do_not_depend_on_the_budget(use: Use, model: PreTrainedModel, tmp_path: Path) -> None:
     """To the bit: at any budget, with the bulk on the device, and on a CPU, where nothing is copied."""
-    options: dict[str, Any] = {"threshold": 0.25, "moments": "current", **SMALL}
+    options: dict[str, Any] = {"threshold": 0.04, "moments": "current", **SMALL}
     memory = {"cpu": 2**30 + 30_000}
     with small_buffers(), mock.patch.object(bulk, "STREAM_TOKENS", 7):
         wanted = use(model, QAdACache(model, **options), tmp_path)
@@ -131,7 +131,7 @@ def test_outputs_do_not_depend_on_the_budget(use: Use, model: PreTrainedModel, t
 def test_outputs_do_not_depend_on_the_budget_on_a_gpu(use: Use, tmp_path: Path) -> None:
     """To the bit at any budget; to rounding with the bulk on the device, where neighbouring heads are read as one."""
     model = tiny(num_hidden_layers=3).cuda()
-    options: dict[str, Any] = {"threshold": 0.25, "moments": "current", **SMALL}
+    options: dict[str, Any] = {"threshold": 0.04, "moments": "current", **SMALL}
     with small_buffers(), mock.patch.object(bulk, "STREAM_TOKENS", 7):
         wanted = use(model, QAdACache(model, **options), tmp_path)
         for budget in BUDGETS[1:]:
@@ -295,7 +295,7 @@ def test_auto_leaves_a_reserve() -> None:
 
 def test_out_of_memory_costs_residents_only(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """In growing one, in reading a head, in fetching one early: each time the same outputs, and the cache goes on."""
-    options: dict[str, Any] = {"threshold": 0.25, "moments": "current", "device_budget": 16_000, **SMALL}
+    options: dict[str, Any] = {"threshold": 0.04, "moments": "current", "device_budget": 16_000, **SMALL}
     failures, early = {"grow": 0, "read": 0, "prefetch": 0}, []
 
     def fails(name: Callable[..., str], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -374,12 +374,12 @@ def test_heads_fetched_early(model: PreTrainedModel, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("budget", [0, 16_000])
 def test_every_byte_copied_is_counted(use: Use, budget: int, model: PreTrainedModel, tmp_path: Path) -> None:
     with small_buffers(), accelerator() as copies:
-        cache = QAdACache(model, threshold=0.25, moments="current", device_budget=budget, **SMALL)
+        cache = QAdACache(model, threshold=0.04, moments="current", device_budget=budget, **SMALL)
         use(model, cache, tmp_path)
         stats = cache.stats()
     assert stats.pulled_bytes + stats.streamed_bytes == copies.bytes > 0
     with small_buffers():
-        plain = QAdACache(model, threshold=0.25, moments="current", **SMALL)
+        plain = QAdACache(model, threshold=0.04, moments="current", **SMALL)
         use(model, plain, tmp_path)
         needed = plain.stats().pulled_bytes + plain.stats().streamed_bytes
     dropped = copies.bytes + stats.spared_bytes - needed  # heads fetched early that were not asked for

@@ -1,75 +1,190 @@
-"""The bench for combinations that the library does not have: its decisions are a QAdACache's, its statistics plain."""
+"""Ways of deciding tried side by side: those of QAdACache decide as it does, the experiments as they say."""
+
+from __future__ import annotations
+
+import csv
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
+from models import prompt, tiny
+from reference import gaussian_log_bulk, key_moments
+from transformers import DynamicCache, PreTrainedModel
 
-from eval import combinations
-from eval.moments import answers
-from eval.trials import Outcome, Way, logit, read_context, run
-from qada_cache import KeyMoments, QAdACache, needle
+pytest.importorskip("lm_eval", reason="trials take documents from lm-eval")
+from eval import documents, trial_summary, trials, ways
+from eval.documents import Document
+from eval.ways import Way
+from qada_cache import KeyMoments, QAdACache, decode, needle
 
 
-@pytest.mark.parametrize(
-    ("rule", "threshold", "weight"),
-    [
-        ("all", 0.3, 1.0),
-        ("head", 0.03, 1.0),
-        ("mean", 0.3, 1.0),
-        ("head", 0.3, 0.0),
-        ("all", 1.0, 1.0),
-        ("all", 0.0, 1.0),
-    ],
-)
-def test_ways_decide_as_a_cache_does(rule: str, threshold: float, weight: float) -> None:
-    model, tokenizer = needle.load_model(), needle.load_tokenizer()
-    prompt, kept = needle.make_prompt(tokens=1024, seed=5), KeyMoments.collect(model, progress=False)
-    ways = [Way("mean", (0.5,) * 4), Way(rule, (threshold,) * 4, weight)]
-    _, outcome = run(model, tokenizer, prompt, read_context(model, tokenizer, prompt), ways, kept)
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny()
 
-    moments = kept if weight else "current"
-    cache = QAdACache(model, moments=moments, group_rule=rule, threshold=threshold, update_moments=False)
+
+@pytest.fixture(scope="module")
+def document() -> Document:
+    ids = prompt(320)[0]
+    return Document("prose", 290, 0, ids[:, :290], ids[:, 290:])
+
+
+@pytest.fixture(scope="module")
+def known(model: PreTrainedModel) -> ways.Knowledge:
+    moments = {"random-words": KeyMoments.collect(model, None, "random-words", tokens=200, progress=False)}
+    return ways.Knowledge(moments, torch.zeros(2, 4), torch.zeros(2, 4))
+
+
+def rows_of(model: PreTrainedModel, document: Document, known: ways.Knowledge, *tried: Way) -> list[dict[str, str]]:
+    from tqdm import tqdm
+
+    return list(trials.trial(model, document, list(tried), known, tqdm(disable=True)))
+
+
+@pytest.mark.parametrize("rule", ["any", "head", "mean"])
+@pytest.mark.parametrize("moments", ["current", "random-words"])
+def test_a_way_is_a_cache_used_token_by_token(
+    rule: str, moments: str, model: PreTrainedModel, document: Document, known: ways.Knowledge
+) -> None:
+    way = Way("qada", moments, rule, 0.4)
+    (row,) = rows_of(model, document, known, way)
+    options = trials.cache_options(way, known)
+    cache, full = QAdACache(model, **options), DynamicCache(config=model.config)
+    ids = torch.cat([document.prompt, document.answer], dim=1)
+    losses, same = [], []
     with torch.no_grad():
-        model(tokenizer(prompt.context, return_tensors="pt").input_ids, past_key_values=cache, logits_to_keep=1)
-    given = list(answers(model, tokenizer, cache, prompt.questions))
-    stats = cache.stats()
-    assert outcome.right == sum(map(str.__eq__, given, prompt.answers))
-    assert outcome.asked == 16
-    # A share on the threshold's very edge may fall on either side of it.
-    assert outcome.sparsity == pytest.approx(stats.sparsity, abs=2e-3)
-    assert outcome.read == pytest.approx(1 - stats.kv_sparsity, abs=2e-3)
+        for store in (cache, full):
+            model(ids[:, :289], past_key_values=store)
+        for place in range(289, 319):
+            found, true = (
+                model(ids[:, place : place + 1], past_key_values=store).logits[0, -1].double().log_softmax(-1)
+                for store in (cache, full)
+            )
+            losses.append(float((true.exp() * (true - found)).sum()))
+            same.append(bool(found.argmax() == true.argmax()))
+    assert float(row["kl"]) == pytest.approx(sum(losses) / 30, abs=2e-4)
+    assert float(row["top1"]) == pytest.approx(sum(same) / 30, abs=0.034)
+    assert 0 < float(row["kv_read"]) < 1
+    assert float(row["kv_read"]) == pytest.approx(1 - cache.stats().kv_sparsity, abs=0.02)
 
 
-def test_blends_are_mixtures() -> None:
-    """Half of one set of keys and half of another have the moments of both together."""
-    from eval.trials import own_moments
-    from qada_cache.criterion import pool_score_moments, score_moments
-
-    first, second = torch.randn(2, 1, 2, 50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    second = 2 * second + 1
-    query = torch.randn(1, 2, 3, 8, dtype=torch.float64)
-    apart = [score_moments(query, *own_moments(keys), scaling=0.5) for keys in (first, second)]
-    half = torch.tensor(0.5, dtype=torch.float64)
-    pooled = pool_score_moments(half, *apart[0], half, *apart[1])
-    together = score_moments(query, *own_moments(torch.cat([first, second], dim=2)), scaling=0.5)
-    for found, expected in zip(pooled, together, strict=True):
-        torch.testing.assert_close(found, expected)
+def test_full_attention_loses_nothing(model: PreTrainedModel, document: Document, known: ways.Knowledge) -> None:
+    exact, local, all_of = rows_of(
+        model, document, known, Way("qada", "current", "any", 1.0), Way("local"), Way("qada", "current", "all", 0.4)
+    )
+    assert float(exact["kl"]) == pytest.approx(0, abs=1e-6)
+    assert (exact["top1"], exact["kv_read"], exact["q_local"]) == ("1.0000", "1.0000", "0.0000")
+    assert float(local["kl"]) > 1e-3
+    assert (local["kv_read"], local["q_local"]) == ("0.0000", "1.0000")
+    (any_of,) = rows_of(model, document, known, Way("qada", "current", "any", 0.4))
+    assert float(all_of["kv_read"]) < float(any_of["kv_read"])
 
 
-def test_layers_move_on_the_logit_scale() -> None:
-    way = combinations.shifted(Way("all", (0.3, 0.3, 0.0)), [1, 2], 1.0)
-    assert way.thresholds[0] == 0.3
-    assert way.thresholds[2] == 0.0
-    assert logit(way.thresholds[1]) == pytest.approx(logit(0.3) + 1)
-    assert combinations.shifted(way, [0], float("-inf")).thresholds[0] == 0.0
+def test_answers_are_found_token_by_token(model: PreTrainedModel, document: Document, known: ways.Knowledge) -> None:
+    """The answer that full attention gives is found by it, and by a cache that reads everything."""
+    with torch.no_grad():
+        given = model.generate(document.prompt, max_new_tokens=6, do_sample=False)[:, 290:]
+    asked = Document("task", 290, 0, document.prompt, given)
+    exact, local = rows_of(model, asked, known, Way("dense"), Way("local"))
+    assert (exact["full_found"], exact["found"]) == ("1", "1")
+    wrong = Document("task", 290, 0, document.prompt, (given + 1) % 97)
+    (row,) = rows_of(model, wrong, known, Way("dense"))
+    assert (row["full_found"], row["found"]) == ("0", "0")
+    place = {"model": "m", "task": "task", "length": "290", "tokens": "6"}
+    made = [
+        place | {"document": str(index)} | measured | {name: str(value) for name, value in asdict(Way("local")).items()}
+        for index, measured in enumerate((local | {"found": "1"}, local | {"found": "0"}, row | {"found": "1"}))
+    ]
+    (summed,) = trial_summary.summary(made)
+    assert (summed["documents"], summed["found"]) == (3, "1/2")  # full attention does not find the third
 
 
-def test_change_is_that_of_the_least_read_at_the_recall() -> None:
-    def outcome(right: int, read: int) -> Outcome:
-        return Outcome(100, right, [1000], [read], 1, 1)
+def test_experiments_against_float64(model: PreTrainedModel, document: Document, known: ways.Knowledge) -> None:
+    """Each estimate of `log A_bulk` from the very keys of the bulk, for the first of the queries."""
+    known.errors[:] = torch.arange(8.0).view(2, 4)
+    cache = QAdACache(model, threshold=1.0)
+    trials.prefill(model, document, cache)
+    found: dict[str, torch.Tensor] = {}
+    seen: dict[str, torch.Tensor] = {}
 
-    plainly = [[outcome(90, 100)] * 4, [outcome(99, 400)] * 4, [outcome(100, 800)] * 4]
-    combined = [[outcome(98, 100)] * 4, [outcome(100, 300)] * 4]
-    assert combinations.change(plainly, combined) == ["-0.250", "-0.250", "-0.250"]
-    assert combinations.change(plainly, combined[:1]) == ["", "", ""]
-    assert combinations.least([Way("all", (0.1,))] * 3, plainly) == 1
-    assert combinations.least([Way("all", (0.1,))], plainly[:1]) is None
+    def spy(layer, moments, packed, scores, far_lse, geometry, *, scaling):  # type: ignore[no-untyped-def]
+        if layer.index == 1:
+            for name, estimate in ways.experiments(known).items():
+                call = layer, moments, packed, scores, geometry
+                found[name] = estimate(ways.decide.estimated_log_bulk, *call, scaling=scaling)[0, :, :, 0]
+            store = layer.store
+            seen.update(keys=store.bulk.keys[0, :, : store.bulk.lengths[0]].double(), query=packed[0].double())
+            seen["tokens"] = geometry.bulk_tokens[0, 0, 0]
+            seen["current"] = ways.decide.estimated_log_bulk(*call, scaling=scaling)[0, :, :, 0]
+        return torch.zeros(scores.shape[:-1], dtype=torch.bool)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "needs_long_context", spy)
+        trials.follow(model, Document("prose", 290, 0, document.prompt, document.answer[:, :1]), cache)
+    torch.testing.assert_close(found["corrected by head"], seen["current"] + torch.tensor([[4.0, 5], [6, 7]]))
+    torch.testing.assert_close(found["corrected by layer"], seen["current"] + 5.5)
+    assert (found["larger of current and random-words"] >= seen["current"]).all()
+    for head in range(2):
+        keys = seen["keys"][head]
+        distance = (keys - keys.mean(0)).norm(dim=1)
+        kept = keys[distance <= distance.quantile(1 - ways.TRIMMED)]
+        assert len(kept) < len(keys)
+        mean, covariance = key_moments(keys=kept)
+        for query in range(2):
+            expected = gaussian_log_bulk(
+                query=seen["query"][head, query],
+                mean=mean,
+                covariance=covariance,
+                bulk_tokens=int(seen["tokens"]),
+                scaling=8**-0.5,  # heads of 8
+            )
+            assert float(found["trimmed"][head, query]) == pytest.approx(float(expected), abs=1e-3)
+
+
+def test_learned_errors_are_those_of_the_estimate(model: PreTrainedModel, document: Document) -> None:
+    """Full attention's masses do not move, so a corrected estimate is right on average."""
+    errors, share = trials.learn(model, [document])
+    assert errors.shape == share.shape == (2, 4)
+    assert (errors.abs() > 1e-3).any()
+    assert ((share >= 0) & (share <= 1)).all()
+
+
+def test_pieces_of_prose_do_not_overlap(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(needle.make_prompt(tokens=1000, seed=1).context)
+    tokenizer = needle.load_tokenizer()
+    pieces = list(documents.prose(tokenizer, length=200, following=20, text=text))
+    assert [piece.index for piece in pieces] == [0, 1, 2, 3]
+    whole = tokenizer(text.read_text(), return_tensors="pt").input_ids
+    joined = torch.cat([part for piece in pieces for part in (piece.prompt, piece.answer)], dim=1)
+    assert torch.equal(joined, whole[:, :880])
+    assert {piece.task for piece in pieces} == {"prose:text"}
+    assert [trials.calibrates(piece) for piece in pieces] == [False, False, False, True]
+
+
+def test_table_is_widened_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the needle model, whose text is short: interrupted, and run again with another way."""
+    text, out = tmp_path / "text.txt", tmp_path / "trials.csv"
+    text.write_text(needle.make_prompt(tokens=1500, seed=1).context)
+    arguments = ["--model", str(needle.FOLDER), "--text", str(text), "--lengths", "300", "--documents", "2"]
+    arguments += ["--following", "8", "--out", str(out)]
+    monkeypatch.setattr(trials, "default_ways", lambda: [Way("local")])
+    monkeypatch.setattr(trials, "know", lambda *_: None)
+    monkeypatch.setattr(trials, "deciding", lambda *_: nullcontext())
+    assert trials.main(arguments) == 0
+    monkeypatch.setattr(trials, "default_ways", lambda: [Way("local"), Way("dense")])
+    assert trials.main(arguments) == 0
+    assert trials.main(arguments) == 0
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["document"], row["criterion"]) for row in rows] == [
+        ("0", "local"), ("1", "local"), ("0", "dense"), ("1", "dense")
+    ]  # fmt: skip
+    assert "±" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        trials.main(["--model", str(tmp_path / "nothing"), "--out", str(out)])
+    assert "--model:" in capsys.readouterr().err

@@ -20,7 +20,7 @@ def fused_decode(
     decided: Tensor,
     scaling: float,
     threshold: float,
-    group_rule: str = "any",
+    group_rule: str = "head",
     criterion: str | Tensor = "gaussian",
     mean: Tensor | None = None,
     covariance: Tensor | None = None,

@@ -1,0 +1,73 @@
+"""Texts that ways of deciding are tried on: prose to be continued, and questions of lm-eval tasks, with answers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lm_eval.tasks import TaskManager, get_task_dict
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from eval.prose import reference_text
+
+PROSE = "prose"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, and how it goes on.
+
+    Args:
+        task: `PROSE`, or an lm-eval task.
+        length: tokens asked for.
+        index: which of the task's documents.
+        prompt: int64 `[1, tokens]`.
+        answer: int64 `[1, tokens]`, what comes next: the text itself, or the task's answer.
+    """
+
+    task: str
+    length: int
+    index: int
+    prompt: Tensor
+    answer: Tensor
+
+
+def is_prose(task: str) -> bool:
+    """Whether documents of the task are pieces of text, rather than questions."""
+    return task.partition(":")[0] == PROSE
+
+
+def prose(
+    tokenizer: PreTrainedTokenizerBase, *, length: int, following: int, text: Path | None = None
+) -> Iterator[Document]:
+    """Pieces of `length` tokens one after the other, and the `following` tokens after each; as many as the text has."""
+    whole = text.read_text(encoding="utf-8") if text else reference_text()
+    ids = tokenizer(whole, return_tensors="pt", verbose=False).input_ids
+    piece = length + following
+    task = f"{PROSE}:{text.stem}" if text else PROSE
+    for index in range(ids.shape[1] // piece):
+        taken = ids[:, index * piece : (index + 1) * piece]
+        yield Document(task, length, index, taken[:, :length], taken[:, length:])
+
+
+def task_documents(
+    task: str, tokenizer: PreTrainedTokenizerBase, *, length: int, count: int, manager: TaskManager
+) -> Iterator[Document]:
+    """The first documents of an lm-eval task, asked in its own words, and their answers.
+
+    Raises:
+        ValueError: a document has several answers, which have no one order.
+    """
+    made = get_task_dict([task], manager)[task]
+    made.build_all_requests(limit=count)
+    for index, instance in enumerate(made.instances):
+        target = made.doc_to_target(instance.doc)
+        answers = [target] if isinstance(target, str) else target
+        if len(answers) != 1:
+            raise ValueError(f"{task} has {len(answers)} answers a document, and trials take one: use eval.sweep")
+        asked = instance.args[0]
+        prompt, answer = (
+            tokenizer(text, return_tensors="pt", add_special_tokens=special, verbose=False).input_ids
+            for text, special in ((asked, True), (f" {answers[0].strip()}", False))
+        )
+        yield Document(task, length, index, prompt, answer)

@@ -1,0 +1,82 @@
+"""The figures of `trials.csv`, which `python -m eval.trials` writes: what is lost against what is read."""
+
+from collections import defaultdict
+from statistics import mean
+
+from matplotlib.figure import Figure
+
+from eval.canvas import canvas
+from eval.documents import is_prose
+from eval.tables import Rows
+
+# What a figure compares: label, (criterion, moments, rule), style.
+RULES = (
+    ("QAdA, any", ("qada", "current", "any"), "o-"),
+    ("QAdA, head (the paper's)", ("qada", "current", "head"), "s-"),
+    ("QAdA, mean", ("qada", "current", "mean"), "^-"),
+    ("oracle, any", ("oracle", "", "any"), "o:"),
+    ("oracle, head", ("oracle", "", "head"), "s:"),
+    ("static heads", ("static", "", "any"), "x--"),
+)
+MOMENTS = (
+    ("current prompt", ("qada", "current", "any"), "o-"),
+    ("random words", ("qada", "random-words", "any"), "s-"),
+    ("random tokens", ("qada", "random-tokens", "any"), "^-"),
+    ("wiki", ("qada", "wiki", "any"), "v-"),
+    ("single word", ("qada", "single-word", "any"), "x-"),
+    ("current or random words", ("qada", "larger of current and random-words", "any"), "d--"),
+    ("current, trimmed", ("qada", "trimmed", "any"), "*--"),
+    ("current, corrected by head", ("qada", "corrected by head", "any"), "+--"),
+)
+
+
+def _cells(rows: Rows) -> dict[tuple[str, str], Rows]:
+    found = defaultdict(list)
+    for row in rows:
+        found[row["task"], row["length"]].append(row)
+    return dict(found)
+
+
+def _curve(rows: Rows, way: tuple[str, str, str], *, answers: bool) -> list[tuple[float, float]]:
+    """Share of KV heads read, and KL divergence or the share found of what full attention finds, by threshold."""
+    points = defaultdict(list)
+    for row in rows:
+        if (row["criterion"], row["moments"], row["rule"]) == way:
+            points[row["threshold"]].append(row)
+    made = []
+    for group in points.values():
+        loss = [float(row["kl"]) for row in group]
+        if answers:
+            loss = [float(row["found"]) for row in group if row["full_found"] == "1"]
+        if loss:
+            made.append((mean(float(row["kv_read"]) for row in group), mean(loss)))
+    return sorted(made)
+
+
+def _draw(rows: Rows, ways: tuple[tuple[str, tuple[str, str, str], str], ...]) -> Figure:
+    parts = _cells(rows)
+    figure, axes = canvas(len(parts))
+    for axis, ((task, length), part) in zip(axes[0], parts.items(), strict=True):
+        for label, way, style in ways:
+            if points := _curve(part, way, answers=not is_prose(task)):
+                axis.plot(*zip(*points, strict=True), style, ms=4, lw=1, label=label)
+        axis.set(title=f"{task}, {length} tokens", xlabel="KV heads read", xlim=(-0.02, 1.02))
+        if is_prose(task):
+            axis.set(yscale="log", ylabel="KL divergence from full attention", ylim=(1e-4, 1))
+        else:
+            axis.set(ylabel="found, of what full attention finds", ylim=(-0.03, 1.05))
+    axes[0, 0].legend(fontsize=6)
+    return figure
+
+
+def draw_rules(rows: Rows) -> Figure:
+    """By the group rule and the criterion."""
+    return _draw(rows, RULES)
+
+
+def draw_moments(rows: Rows) -> Figure:
+    """By what the estimate is made from."""
+    return _draw(rows, MOMENTS)
+
+
+TRIAL_FIGURES = {"group_rules": draw_rules, "moments": draw_moments}

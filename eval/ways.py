@@ -1,0 +1,122 @@
+"""Ways of deciding to try side by side: those of `QAdACache`, and some that it does not have."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from qada_cache import KeyMoments, decide
+from qada_cache.criterion import gaussian_log_bulk, score_moments
+from qada_cache.layer import QAdALayer
+
+TRIMMED = 0.05  # the share of keys that trimmed moments leave out
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of deciding.
+
+    Args:
+        criterion: "qada", "oracle", "static", "dense", "local".
+        moments: for "qada": those of `QAdACache`, or one of `EXPERIMENTS`.
+        rule: a group rule of `QAdACache`, or "all": a group is long-context if all of its heads are.
+        threshold: tau; for "static" alpha, the share of heads made local.
+    """
+
+    criterion: str
+    moments: str = ""
+    rule: str = "any"
+    threshold: float = 0.6
+
+
+@dataclass
+class Knowledge:
+    """What ways of deciding know beforehand.
+
+    Attributes:
+        moments: of other prompts, by name.
+        errors: mean of `log A_bulk` less the current prompt's estimate of it `[layers, heads]`, on other texts.
+        local_share: how often the oracle called a head local there `[layers, heads]`.
+    """
+
+    moments: dict[str, KeyMoments]
+    errors: Tensor
+    local_share: Tensor
+
+
+def log_bulk_of(layer: QAdALayer, score_moments_of: tuple[Tensor, Tensor], like: Tensor, geometry: Any) -> Tensor:
+    """Eq. 7 from moments of scores `[batch, kv_heads, group * queries]`; in the shape of `like`."""
+    mean, variance = (found.view(like.shape) for found in score_moments_of)
+    return gaussian_log_bulk(mean, variance, geometry.bulk_tokens.unsqueeze(2))
+
+
+def larger(other: KeyMoments) -> Callable:
+    """The larger of two estimates: the current prompt's, and another's. Flagged, then, if either says so."""
+
+    def estimate(original: Callable, layer: QAdALayer, moments: Any, packed: Tensor, scores: Tensor, geometry: Any,
+                 *, scaling: float) -> Tensor:  # fmt: skip
+        current = original(layer, moments, packed, scores, geometry, scaling=scaling)
+        query = packed.float().view(*scores.shape[:-1], -1)
+        kept = decide.kept_score_moments(other, layer.index, query, geometry, scaling=scaling)
+        return torch.maximum(current, log_bulk_of(layer, kept, current, geometry))
+
+    return estimate
+
+
+def trimmed(original: Callable, layer: QAdALayer, moments: Any, packed: Tensor, scores: Tensor, geometry: Any,
+            *, scaling: float) -> Tensor:  # fmt: skip
+    """The current prompt's estimate without its greatest keys: those furthest from their mean."""
+    assert layer.store is not None
+    keys = layer.store.bulk.keys[:, :, : layer.store.bulk.lengths[0]].float()
+    distance = (keys - keys.mean(dim=2, keepdim=True)).norm(dim=-1)
+    kept = distance <= distance.quantile(1 - TRIMMED, dim=-1, keepdim=True)
+    weight = (kept / kept.sum(dim=-1, keepdim=True)).unsqueeze(-1)
+    mean = (keys * weight).sum(dim=2)
+    centred = keys - mean.unsqueeze(2)
+    covariance = torch.matmul((centred * weight).mT, centred)
+    found = score_moments(packed.float(), mean, covariance, scaling=scaling)
+    return log_bulk_of(layer, found, scores[..., 0], geometry)
+
+
+def corrected(errors: Tensor) -> Callable:
+    """The current prompt's estimate and the error that is usual for the head, `errors` `[layers, heads]`."""
+
+    def estimate(original: Callable, layer: QAdALayer, moments: Any, packed: Tensor, scores: Tensor, geometry: Any,
+                 *, scaling: float) -> Tensor:  # fmt: skip
+        found = original(layer, moments, packed, scores, geometry, scaling=scaling)
+        return found + errors[layer.index].view(1, *found.shape[1:3], 1)
+
+    return estimate
+
+
+def experiments(known: Knowledge) -> dict[str, Callable]:
+    """Estimates of `log A_bulk` that `QAdACache` does not have, by name."""
+    by_layer = known.errors.mean(dim=1, keepdim=True).expand_as(known.errors)
+    made = {
+        "trimmed": trimmed,
+        "corrected by head": corrected(known.errors),
+        "corrected by layer": corrected(by_layer),
+    }
+    return made | {f"larger of current and {name}": larger(other) for name, other in known.moments.items()}
+
+
+@contextmanager
+def deciding(way: Way, known: Knowledge) -> Iterator[None]:
+    """Make caches that are used inside decide in a way that they cannot be asked for."""
+    estimate = experiments(known).get(way.moments)
+    original, together = decide.estimated_log_bulk, decide.group_decision
+
+    def replaced(*args: Any, **kwargs: Any) -> Tensor:
+        return estimate(original, *args, **kwargs) if estimate else original(*args, **kwargs)
+
+    def all_of(flags: Tensor, share: Tensor | None, threshold: float, rule: str) -> Tensor:
+        if way.rule == "all":
+            return flags.all(dim=2, keepdim=True).expand_as(flags)
+        return together(flags, share, threshold, rule)
+
+    with mock.patch.object(decide, "estimated_log_bulk", replaced), mock.patch.object(decide, "group_decision", all_of):
+        yield
