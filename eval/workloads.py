@@ -157,7 +157,8 @@ def load(name: str, *, dtype: torch.dtype, device: torch.device, positions: int)
     return model, functools.partial(read_work, tokenizer=tokenizer)
 
 
-MODEL_HELP = f"sizes by name ({', '.join(GEOMETRIES)}), needle, {language_model.DEFAULT}, a path or Hub repository, or a GGUF file"
+PRETRAINED = f"{language_model.DEFAULT}, a path or Hub repository, or a GGUF file"
+MODEL_HELP = f"sizes by name ({', '.join(GEOMETRIES)}), needle, {PRETRAINED}"
 
 
 def slug(name: str) -> str:
