@@ -4,7 +4,8 @@ from .attention import restore_attention
 from .cache import QAdACache
 from .criterion import StaticHeads
 from .key_moments import KeyMoments
+from .preparing import prepare
 from .statistics import CacheStats
 
-__all__ = ["CacheStats", "KeyMoments", "QAdACache", "StaticHeads", "restore_attention"]
+__all__ = ["CacheStats", "KeyMoments", "QAdACache", "StaticHeads", "prepare", "restore_attention"]
 __version__ = "0.1.0.dev0"

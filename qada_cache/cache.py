@@ -37,8 +37,11 @@ class QAdACache(DynamicCache):
         print(cache.stats())
 
     Building a cache switches the model's attention function to ours, which passes straight through for any other
-    cache; `restore_attention(model)` undoes it. Calls with more new tokens than the window (prefill, long turns)
-    are exact full attention. Layers that are not full attention keep transformers' own caches.
+    cache; `restore_attention(model)` undoes it. With moments by a prompt's name, the first cache of a model also looks
+    for the model's tokenizer, reads the prompt with the model and writes the moments to the user's cache folder. The
+    first long decode step on a CPU compiles a kernel and keeps it there. `prepare` does all of it ahead. Calls with
+    more new tokens than the window (prefill, long turns) are exact full attention. Layers that are not full attention
+    keep transformers' own caches.
 
     Args:
         model: the model the cache is for; or give `config`, which must be that model's own `model.config`.
@@ -52,10 +55,13 @@ class QAdACache(DynamicCache):
             all of them read it, as its keys and values are read anyway; "head": every query head decides for itself, as
             in the paper; "mean": they decide together, from the mean of their local shares.
         moments: where the Gaussian's mean and covariance come from: "current", the prompt being read;
-            "random-words", "wiki" or "single-word", a short prompt of that kind, read by the model the first time it
-            gets such a cache (seconds) and kept in memory and in the user's cache folder (`QADA_HOME`); `KeyMoments`,
-            or their file's path or Hub repository. With `config` and no model to ask, the prompts' moments are looked
-            up in the cache folder, and without them the current prompt's are used, with a warning.
+            "random-words", "wiki" or "single-word", 1,024 tokens of our article (its words in random order, as it is,
+            one over and over), read the first time (seconds) and kept in memory and the user's cache folder
+            (`QADA_HOME`); `KeyMoments`, or their file's path or Hub repository. Words take the model's tokenizer, which
+            lies where the model was loaded from (folder, GGUF file, Hub) or was given to `prepare`. Without one that
+            knows them "wiki" raises, and the others become ordinary tokens, with a warning: "random-tokens" and
+            "single-token", which may be asked for too. With `config`, moments are looked up in the cache folder, and
+            without them the current prompt's are used, with a warning.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
@@ -68,8 +74,8 @@ class QAdACache(DynamicCache):
             `stats().audit` what the decisions missed; outputs stay the same. 0: never.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type or outside its range, moments or heads of another
-            shape or model.
+        TypeError, ValueError, FileNotFoundError: an argument of the wrong type or outside its range, moments that
+            cannot be loaded or collected, moments or heads of another shape or model.
         NotImplementedError: a kind of model this cache does not support.
     """
 

@@ -31,8 +31,8 @@ def _add_moments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     command = commands.add_parser(
         "moments",
         help="collect a model's key moments",
-        description="Collect the key moments of a model on a prompt, for QAdACache(moments=FILE). QAdACache(model) "
-        "does so by itself, on random words; this is for other prompts, and for caches made from a config.",
+        description="Collect the key moments of a model on a prompt, for QAdACache(moments=FILE). QAdACache(model, "
+        "moments=NAME) does so by itself; this is for other texts, and for files to hand on.",
     )
     _add_model(command)
     command.add_argument(
@@ -88,6 +88,11 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     command.add_argument("--new-tokens", type=int, default=32, help="to decode (default: %(default)s)")
     command.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill pass (default: %(default)s)")
     command.add_argument("--threshold", type=float, default=0.6, help="QAdACache's (default: %(default)s)")
+    command.add_argument(
+        "--moments",
+        default="current",
+        help=f"QAdACache's: current, {', '.join(PROMPTS)}, or a file (default: %(default)s)",
+    )
     command.add_argument("--seed", type=int, default=0, help="of the prompt (default: %(default)s)")
     command.add_argument("--layers", action="store_true", help="print a table of the layers as well")
     command.add_argument("--out", type=Path, help="CSV file to write every token to")
@@ -96,8 +101,8 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from . import profile
-    from .prompts import prompt_ids
+    from . import prepare, profile
+    from .prompts import prompt_ids, within_reach
 
     _check_folder("--out", options.out)
     _check_folder("--plot", options.plot)
@@ -111,10 +116,11 @@ def _profile(options: argparse.Namespace) -> int:
             f"--prompt-tokens and --new-tokens come to {options.prompt_tokens + options.new_tokens} tokens, and the "
             f"model has {longest} positions"
         )
-    ids = prompt_ids("random-words", model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[
-        None
-    ]
-    found = profile.profile(model, ids, new_tokens=options.new_tokens, chunk=options.chunk, threshold=options.threshold)
+    cache = {"threshold": options.threshold, "moments": options.moments}
+    prepare(model, tokenizer, **cache)
+    words = within_reach("random-words", tokenizer)
+    ids = prompt_ids(words, model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[None]
+    found = profile.profile(model, ids, new_tokens=options.new_tokens, chunk=options.chunk, **cache)
     _print_table([each.summary() for each in found])
     if options.layers:
         _print_table(profile.layer_table(found))

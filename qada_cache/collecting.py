@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .moments import RunningMoments
-from .prompts import PROMPTS, prompt_ids
+from .prompts import PROMPTS, prompt_ids, within_reach
 from .rope import (
     find_rotations,
     frequencies_by_length,
@@ -46,17 +46,30 @@ def collect(
     """The fields of `KeyMoments`; arguments as for `KeyMoments.collect`."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"key moments are collected from a transformers model, got {type(model).__name__}")
+    if isinstance(tokenizer, Tensor):
+        raise TypeError("token ids are the prompt, not the tokenizer: give prompt=...")
     if scheme not in SCHEMES:
         raise ValueError(f"unknown scheme {scheme!r}: use one of {', '.join(SCHEMES)}")
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None) or LONGEST_SPREAD
+    kind = within_reach(prompt, tokenizer, text) if isinstance(prompt, str) and prompt in PROMPTS else "custom"
+    # Our article is long enough, but for a tokenizer that puts several words into a token: then it is read as it is.
+    fewer = tokens is None and text is None and kind != "custom"
     if tokens is None:
         tokens = prompt.numel() if isinstance(prompt, Tensor) else min(TOKENS, longest)
-    if tokens <= sink_tokens:
-        raise ValueError(f"tokens ({tokens}) must exceed sink_tokens ({sink_tokens}), whose keys are left out")
-    kind = prompt if isinstance(prompt, str) and prompt in PROMPTS else "custom"
     with _evaluating(model):
-        ids = prompt_ids(prompt, model=model, tokenizer=tokenizer, tokens=tokens, seed=seed, text=text)
+        ids = prompt_ids(
+            prompt if kind == "custom" else kind,
+            model=model,
+            tokenizer=tokenizer,
+            tokens=tokens,
+            seed=seed,
+            text=text,
+            fewer=fewer,
+        )
+        tokens = len(ids)
+        if tokens <= sink_tokens:
+            raise ValueError(f"tokens ({tokens}) must exceed sink_tokens ({sink_tokens}), whose keys are left out")
         scheme, rotations = _choose_scheme(model, scheme, ids)
         lengths = _lengths(scheme, tokens - sink_tokens, min(longest, LONGEST_SPREAD))
         passes = lengths if scheme == "spread" else lengths[-1:]

@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import files
 from .files import home
 from .key_moments import KeyMoments
 from .once import warn_once
-from .prompts import PROMPTS
+from .prompts import PROMPTS, TOKENS_FOR_WORDS, within_reach
+from .tokenizer import find_tokenizer
 
 logger = logging.getLogger(__name__)
 
 REMEMBERED = 8  # models
 SAMPLED = 16  # values of each weight that stand for the whole
+NAMING = 2  # what prompts' names stand for: files of another naming are not found ("random-words" once were tokens)
 _remembered: dict[Path, KeyMoments] = {}
 
 
@@ -66,29 +68,80 @@ def resolve_moments(
     return found or "current"
 
 
-def default_moments(model: PreTrainedModel, prompt: str) -> KeyMoments:
+def default_moments(
+    model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBase | None = None
+) -> KeyMoments:
     """This model's moments on one of `prompts.PROMPTS`: remembered, else read from the file, else collected and kept.
 
     The file's name holds what determines the moments: the weights (a sample of every one), the config, the dtype, the
-    prompt, and the format. A folder that cannot be written to costs a warning, not the moments.
+    prompt, and the format. A folder that cannot be written to costs a warning, not the moments. Words that cannot be
+    had (`prompts.within_reach`) become tokens, which is said once and kept under their own name.
+
+    Args:
+        model: whose.
+        prompt: one of `prompts.PROMPTS`.
+        tokenizer: the model's; without it, the one beside the model (`tokenizer.find_tokenizer`) if one is needed.
+
+    Raises:
+        ValueError: "wiki" without a tokenizer, or with one that does not know its words; or as `KeyMoments.collect`.
     """
     path = _path(model, prompt)
-    if path not in _remembered:
-        if len(_remembered) >= REMEMBERED:
+    kept = _remembered.get(path)
+    if kept is None or (tokenizer is not None and kept.prompt != prompt):  # words can be had now
+        kept = _read(path) or _made(model, prompt, tokenizer, path)
+        if path not in _remembered and len(_remembered) >= REMEMBERED:
             del _remembered[next(iter(_remembered))]
-        _remembered[path] = _read(path) or _collect(model, prompt, path)
-    return _remembered[path]
+        _remembered[path] = kept
+    return kept
 
 
 def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     """The file that `default_moments` kept for the model that this config was loaded with; None without exactly one.
 
     The config names a model (its path or repository, and the commit), not its weights, so a config made by hand finds
-    none, and several files of one name (weights changed in memory) are as good as none.
+    none, and several files of one name (weights changed in memory) are as good as none. Where words were asked for and
+    only tokens are kept, these are found, which is said once.
     """
     source = _source(config)
     found = list((home() / "moments").glob(f"{source}-{prompt}-*.safetensors")) if source else []
+    if not found and prompt in TOKENS_FOR_WORDS:
+        instead = find_moments(config, TOKENS_FOR_WORDS[prompt])
+        if instead is not None:
+            _say_tokens(prompt, f"no others are kept in {home()}")
+        return instead
     return _read(found[0]) if len(found) == 1 else None
+
+
+def _made(model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBase | None, path: Path) -> KeyMoments:
+    """Moments that are not kept under this prompt's name yet."""
+    if prompt in TOKENS_FOR_WORDS.values():
+        return _collect(model, None, prompt, path)  # without a tokenizer, so that the same are drawn in any case
+    reason = "the tokenizer does not know the words of our article"
+    if tokenizer is None:
+        try:
+            tokenizer = find_tokenizer(model)
+        except LookupError as error:
+            reason = str(error)
+            if prompt not in TOKENS_FOR_WORDS:
+                raise ValueError(
+                    f"moments={prompt!r} are those of a text, which takes the model's tokenizer, and {reason}: call "
+                    f"qada_cache.prepare(model, tokenizer, moments={prompt!r}) first, or give moments="
+                    f"KeyMoments.collect(model, tokenizer, prompt={prompt!r})"
+                ) from error
+    read = within_reach(prompt, tokenizer)
+    if read == prompt:
+        return _collect(model, tokenizer, prompt, path)
+    _say_tokens(prompt, reason)
+    return default_moments(model, read)
+
+
+def _say_tokens(prompt: str, reason: str) -> None:
+    tokens = TOKENS_FOR_WORDS[prompt]
+    warn_once(
+        logger,
+        f"moments={prompt!r} are those of ordinary tokens instead of words, which is moments={tokens!r}: {reason}. "
+        f"qada_cache.prepare(model, tokenizer, moments={prompt!r}) takes another tokenizer",
+    )
 
 
 def _read(path: Path) -> KeyMoments | None:
@@ -101,8 +154,8 @@ def _read(path: Path) -> KeyMoments | None:
         return None
 
 
-def _collect(model: PreTrainedModel, prompt: str, path: Path) -> KeyMoments:
-    moments = KeyMoments.collect(model, prompt=prompt)
+def _collect(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: str, path: Path) -> KeyMoments:
+    moments = KeyMoments.collect(model, tokenizer, prompt)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         moments.save(path)
@@ -128,7 +181,7 @@ def _source(config: PreTrainedConfig) -> str:
         return ""
     version: Any = getattr(config, "_commit_hash", None)
     if os.path.isdir(name):
-        weights = [entry for entry in os.scandir(name) if entry.name.endswith((".safetensors", ".bin"))]
+        weights = [entry for entry in os.scandir(name) if entry.name.endswith((".safetensors", ".bin", ".gguf"))]
         version = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in weights)
     whole = json.dumps([name, version, _settings(config)], sort_keys=True, default=str)
     return f"{config.model_type}-{hashlib.sha256(whole.encode()).hexdigest()[:16]}"
@@ -138,7 +191,7 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
     settings = config.to_dict()
     for name in ("transformers_version", "_name_or_path", "use_cache"):
         settings.pop(name, None)
-    return settings
+    return {**settings, "naming": NAMING}
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ class KeyMoments:
         lengths: what the first dim counts, ascending, in tokens of bulk; empty (first dim 1) with `rotations`.
         rotations: of every layer, if `mean` and `covariance` are of keys turned back to position 0; else empty.
         model_type: the `model_type` of the config.
-        prompt: what was read: "random-words", "wiki", "single-word", "custom".
+        prompt: what was read: one of `prompts.PROMPTS`, or "custom".
         tokens: how many tokens were read.
         sink_tokens: how many of the first of them were left out; also where a bulk begins.
         rope: what determines the model's rotary frequencies (`rope.rope_settings`).
@@ -232,12 +232,14 @@ class KeyMoments:
 
         Args:
             model: any decoder whose cache layers a `QAdACache` serves.
-            tokenizer: the model's; without it "random-words" and "single-word" are made of ordinary token ids.
-            prompt: "random-words" (the paper's most robust choice), "wiki", "single-word", a text, or token ids; see
-                `prompts.prompt_ids`.
-            tokens: how many to read; 1,024 if not given, or as many as the token ids or the model's positions are.
-            seed: of the random words.
-            text: for "random-words" and "wiki", instead of the article that comes with this package.
+            tokenizer: the model's. Without it, or with one that does not know our article's words, "random-words" and
+                "single-word" become "random-tokens" and "single-token", and `prompt` of the result says so.
+            prompt: "random-words" (the paper's most robust choice), "wiki", "single-word", "random-tokens",
+                "single-token", a text, or token ids; see `prompts.prompt_ids`.
+            tokens: how many to read; 1,024 if not given, or as many as the token ids, our article or the model's
+                positions are.
+            seed: of everything random.
+            text: for "random-words", "wiki" and "single-word", instead of the article that comes with this package.
             scheme: "analytic", keys turned back to position 0, to be averaged over the positions of any bulk; "spread",
                 the same tokens read at positions spread over bulks of ever twice the length, which needs no
                 knowledge of the model's positions; "prompt", the paper's own, the keys as they are read, for bulks of

@@ -1,4 +1,4 @@
-"""Prompts to collect key moments from: random words, real text, one word repeated."""
+"""Prompts to collect key moments from: words or tokens at random, real text, one word or token repeated."""
 
 from pathlib import Path
 
@@ -6,9 +6,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-PROMPTS = ("random-words", "wiki", "single-word")
+PROMPTS = ("random-words", "wiki", "single-word", "random-tokens", "single-token")
+TOKENS_FOR_WORDS = {"random-words": "random-tokens", "single-word": "single-token"}
 ARTICLE = Path(__file__).parent / "article.txt"
-UNKNOWN_SHARE = 0.1  # of an article's tokens: beyond it the tokenizer does not know the language
+UNKNOWN_SHARE = 0.1  # of a text's tokens: beyond it the tokenizer does not know the language
+
+
+def within_reach(prompt: str, tokenizer: PreTrainedTokenizerBase | None, text: str | None = None) -> str:
+    """The one of `PROMPTS` to read where `prompt` was asked for: the same, or tokens where there can be no words.
+
+    "random-words" and "single-word" of our article (no `text` given) take a tokenizer that knows its words. Without
+    one they are "random-tokens" and "single-token", under which name they go from here on.
+    """
+    if prompt not in TOKENS_FOR_WORDS or text is not None:
+        return prompt
+    known = tokenizer is not None and _knows(tokenizer, tokenizer(_article(), return_tensors="pt").input_ids[0])
+    return prompt if known else TOKENS_FOR_WORDS[prompt]
 
 
 def prompt_ids(
@@ -19,42 +32,44 @@ def prompt_ids(
     tokens: int,
     seed: int,
     text: str | None = None,
+    fewer: bool = False,
 ) -> Tensor:
     """Token ids `[tokens]` int64 of a prompt of exactly that many tokens, whatever begins a prompt included.
 
     Args:
-        prompt: "random-words": words of `text` in random order, each drawn anew; without a tokenizer, or with one that
-            does not know our article's words, random ordinary tokens. "wiki": `text` as it is. "single-word": one
-            ordinary word or token, repeated. Any other string is itself the text; a tensor, the token ids.
-        model: whose vocabulary is drawn from without a tokenizer.
+        prompt: "random-words": words of `text` in random order, each drawn anew. "wiki": `text` as it is.
+            "single-word": one word of `text`, repeated. "random-tokens", "single-token": the same of ordinary tokens of
+            the vocabulary, which takes no tokenizer. Any other string is itself the text; a tensor, the token ids.
+        model: whose vocabulary ordinary tokens are drawn from.
         tokenizer: the model's, or None.
         tokens: how many.
         seed: of everything random.
-        text: for "random-words" and "wiki", instead of the article that comes with this package.
+        text: for "random-words", "wiki" and "single-word", instead of the article that comes with this package.
+        fewer: whether a prompt of fewer tokens is taken as it is.
 
     Raises:
-        TypeError: token ids came in the place of the tokenizer.
         ValueError: the text or the ids are shorter than `tokens`, the tokenizer does not know the text's words, or
-            text came without a tokenizer.
+            words or a text came without a tokenizer.
     """
-    if isinstance(tokenizer, Tensor):
-        raise TypeError("token ids are the prompt, not the tokenizer: give prompt=...")
+    generator = torch.Generator().manual_seed(seed)
     if isinstance(prompt, Tensor):
         ids = prompt.flatten().cpu().long()
-    elif prompt not in PROMPTS or (prompt == "wiki"):
+    elif prompt in TOKENS_FOR_WORDS.values():
+        ids = _ordinary_tokens(prompt, model, tokenizer, tokens, generator)
+    else:
         if tokenizer is None:
             raise ValueError(f"a prompt of text ({_shown(prompt)}) needs the model's tokenizer: give tokenizer=...")
-        whole = prompt if prompt not in PROMPTS else text or ARTICLE.read_text(encoding="utf-8")
-        ids = tokenizer(whole, return_tensors="pt").input_ids[0]
-        if _unknown_share(ids, tokenizer) > UNKNOWN_SHARE:
+        if prompt in TOKENS_FOR_WORDS:
+            whole = _words(prompt, text or _article(), tokens, generator)
+            ids = tokenizer(whole, return_tensors="pt", truncation=True, max_length=2 * tokens).input_ids[0]
+        else:
+            whole = text or _article() if prompt in PROMPTS else prompt
+            ids = tokenizer(whole, return_tensors="pt").input_ids[0]
+        if not _knows(tokenizer, ids):
             raise ValueError(
                 f"the tokenizer does not know the words of the prompt ({_shown(prompt)}): give another text"
             )
-    else:
-        generator = torch.Generator().manual_seed(seed)
-        words = _words(prompt, text, tokenizer, tokens, generator)
-        ids = _ordinary_tokens(prompt, model, tokenizer, tokens, generator) if words is None else words
-    if len(ids) < tokens:
+    if len(ids) < tokens and not fewer:
         raise ValueError(
             f"the prompt ({_shown(prompt)}) has {len(ids)} tokens and {tokens} were asked for: give a longer text, or "
             f"tokens={len(ids)}"
@@ -68,27 +83,22 @@ def _shown(prompt: str | Tensor) -> str:
     return prompt if len(prompt) <= 40 else f"{prompt[:40]}..."
 
 
-def _words(
-    prompt: str, text: str | None, tokenizer: PreTrainedTokenizerBase | None, tokens: int, generator: torch.Generator
-) -> Tensor | None:
-    """Random or repeated words of the text; None without a tokenizer that knows them."""
-    if tokenizer is None:
-        return None
-    words = (text or ARTICLE.read_text(encoding="utf-8")).split()
+def _article() -> str:
+    return ARTICLE.read_text(encoding="utf-8")
+
+
+def _words(prompt: str, text: str, count: int, generator: torch.Generator) -> str:
+    """Random or repeated words of the text."""
+    words = text.split()
     if prompt == "single-word":
-        drawn = [words[int(torch.randint(len(words), (), generator=generator))]] * tokens
-    else:
-        drawn = [words[index] for index in torch.randint(len(words), (tokens,), generator=generator).tolist()]
-    ids = tokenizer(" ".join(drawn), return_tensors="pt", truncation=True, max_length=2 * tokens).input_ids[0]
-    if _unknown_share(ids, tokenizer) <= UNKNOWN_SHARE:
-        return ids
-    if text is not None:
-        raise ValueError(f"the tokenizer does not know the words of the prompt ({prompt}): give another text")
-    return None
+        return " ".join([words[int(torch.randint(len(words), (), generator=generator))]] * count)
+    return " ".join(words[index] for index in torch.randint(len(words), (count,), generator=generator).tolist())
 
 
-def _unknown_share(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> float:
-    return 0.0 if tokenizer.unk_token_id is None else float((ids == tokenizer.unk_token_id).float().mean())
+def _knows(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> bool:
+    """Whether a text that became these ids was words to the tokenizer, rather than unknown or nothing at all."""
+    unknown = tokenizer.unk_token_id
+    return len(ids) > 0 and (unknown is None or float((ids == unknown).float().mean()) <= UNKNOWN_SHARE)
 
 
 def _ordinary_tokens(
@@ -118,5 +128,5 @@ def _ordinary_tokens(
     begin = config.bos_token_id
     begin = torch.tensor([] if begin is None or not 0 <= begin < len(ordinary) else [begin], dtype=torch.long)
     count = tokens - len(begin)
-    drawn = choices[torch.randint(len(choices), (1 if prompt == "single-word" else count,), generator=generator)]
+    drawn = choices[torch.randint(len(choices), (1 if prompt == "single-token" else count,), generator=generator)]
     return torch.cat([begin, drawn.expand(count)])

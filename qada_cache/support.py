@@ -37,7 +37,7 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
 
 def check_heads(criterion: str | StaticHeads, config: PreTrainedConfig) -> None:
     """Raise ValueError if static heads are not of this model's shape."""
-    layers, heads, kv_heads = _shape(config)
+    layers, heads, kv_heads, _ = sizes(config)
     if isinstance(criterion, StaticHeads):
         shape = list(criterion.long_context.shape)
         if shape not in ([layers, heads], [layers, kv_heads]):
@@ -48,9 +48,8 @@ def check_heads(criterion: str | StaticHeads, config: PreTrainedConfig) -> None:
 
 def check_moments(moments: str | KeyMoments, config: PreTrainedConfig) -> None:
     """Raise ValueError if key moments are of another kind of model, another shape or other rotary positions."""
-    layers, heads, kv_heads = _shape(config)
+    layers, _, kv_heads, dim = sizes(config)
     if isinstance(moments, KeyMoments):
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         if moments.model_type != config.model_type or list(moments.shape) != [layers, kv_heads, dim]:
             raise ValueError(
                 f"these KeyMoments are of a {moments.model_type} model with [layers, kv_heads, dim] = "
@@ -65,6 +64,9 @@ def check_moments(moments: str | KeyMoments, config: PreTrainedConfig) -> None:
                 )
 
 
-def _shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
+    """`(layers, heads, kv_heads, dim)`, the last of a head's keys."""
     heads = config.num_attention_heads
-    return config.num_hidden_layers, heads, getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, heads, kv_heads, dim

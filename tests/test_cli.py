@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_prompts import readable_model
 
 from qada_cache import KeyMoments, QAdACache, __version__, needle
 from qada_cache.cli import main
@@ -25,7 +26,7 @@ def test_moments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = needle.load_model()
     expected = KeyMoments.collect(model, needle.load_tokenizer(), tokens=300, seed=2)
     assert torch.equal(KeyMoments.load(path).covariance, expected.covariance)
-    assert "random-words" in repr(QAdACache(model, moments=path))
+    assert "moments of random-tokens" in repr(QAdACache(model, moments=path))  # its tokenizer knows no other words
     assert str(needle.FOLDER.parent) not in path.read_bytes().decode("latin-1")  # no paths of the machine
 
 
@@ -64,6 +65,18 @@ def test_errors_are_one_line(
     assert len(error) == 1
     assert re.search(message.format(tmp_path), error[0])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_profile_goes_by_moments_of_a_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of the model's own tokenizer: of a text that it knows, or else one line that says that it does not."""
+    folder = readable_model(tmp_path).config._name_or_path
+    arguments = ["--prompt-tokens", "300", "--new-tokens", "2"]
+    assert main(["profile", "--model", folder, *arguments, "--moments", "wiki"]) == 0
+    assert "QAdACache" in capsys.readouterr().out
+    assert main(["profile", "--model", MODEL, *arguments, "--moments", "wiki"]) == 1
+    assert "qada profile: the tokenizer does not know the words of the prompt (wiki)" in capsys.readouterr().err
+    assert main(["profile", "--model", MODEL, *arguments, "--moments", "poem"]) == 1
+    assert "poem" in capsys.readouterr().err
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,20 +54,20 @@ def saved(model: PreTrainedModel, path: Path) -> PreTrainedModel:
 
 def test_once_per_model(collected: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
-    first = of(QAdACache(model))
-    assert first.prompt == "random-words"
+    first = of(QAdACache(model, moments="random-words"))
+    assert first.prompt == "random-tokens"  # there is no tokenizer
     assert first.tokens == 1024
-    assert of(QAdACache(model, threshold=0.1)) is first  # in memory
-    assert of(QAdACache(tiny())) is first  # the same weights
-    assert collected == ["random-words"]
+    assert of(QAdACache(model, threshold=0.1, moments="random-words")) is first  # in memory
+    assert of(QAdACache(tiny(), moments="random-words")) is first  # the same weights
+    assert collected == ["random-tokens"]
     forget(monkeypatch)  # another process
-    again = of(QAdACache(model))
+    again = of(QAdACache(model, moments="random-words"))
     assert torch.equal(again.covariance, first.covariance)
-    assert collected == ["random-words"]
+    assert collected == ["random-tokens"]
     (path,) = folder.iterdir()
-    assert path.name.startswith("llama-random-words-")
+    assert path.name.startswith("llama-random-tokens-")
     of(QAdACache(model, moments="single-word"))
-    assert collected == ["random-words", "single-word"]
+    assert collected == ["random-tokens", "single-token"]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_once_per_model(collected: list[str], folder: Path, monkeypatch: pytest.
     ids=["weights", "dtype", "rope", "layers"],
 )
 def test_another_model_gets_its_own(other: Any, collected: list[str]) -> None:
-    first, second = of(QAdACache(tiny())), of(QAdACache(other()))
+    first, second = of(QAdACache(tiny(), moments="random-words")), of(QAdACache(other(), moments="random-words"))
     assert first is not second
     assert len(collected) == 2
 
@@ -89,19 +89,19 @@ def test_another_model_gets_its_own(other: Any, collected: list[str]) -> None:
 def test_weights_changed_in_place(collected: list[str]) -> None:
     """As after a few steps of training."""
     model = tiny()
-    before = of(QAdACache(model))
+    before = of(QAdACache(model, moments="random-words"))
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.01)
-    assert of(QAdACache(model)) is not before
+    assert of(QAdACache(model, moments="random-words")) is not before
     assert len(collected) == 2
 
 
 def test_nothing_is_collected_that_is_not_used(collected: list[str], folder: Path) -> None:
     for criterion in ("oracle", "dense", "local"):
-        QAdACache(tiny(), criterion=criterion)
+        QAdACache(tiny(), criterion=criterion, moments="random-words")
     QAdACache(tiny(), moments="current")
-    QAdACache(tiny("mistral_sliding"))  # no layer for us
+    QAdACache(tiny("mistral_sliding"), moments="random-words")  # no layer for us
     with pytest.raises(ValueError, match="threshold"):
         QAdACache(tiny(), threshold=7)
     assert collected == []
@@ -112,11 +112,11 @@ def test_damaged_file_is_made_again(
     collected: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny()
-    wanted = of(QAdACache(model)).covariance
+    wanted = of(QAdACache(model, moments="random-words")).covariance
     (path,) = folder.iterdir()
     path.write_bytes(path.read_bytes()[:-200])
     forget(monkeypatch)
-    assert torch.equal(of(QAdACache(model)).covariance, wanted)
+    assert torch.equal(of(QAdACache(model, moments="random-words")).covariance, wanted)
     assert len(collected) == 2
     assert "truncated" in caplog.text
     assert torch.equal(KeyMoments.load(path).covariance, wanted)
@@ -127,7 +127,7 @@ def test_folder_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "file"))
-    assert of(QAdACache(tiny())).tokens == 1024
+    assert of(QAdACache(tiny(), moments="random-words")).tokens == 1024
     assert "cannot be kept in" in caplog.text
 
 
@@ -143,9 +143,9 @@ def test_home_is_beside_the_hugging_face_cache(monkeypatch: pytest.MonkeyPatch, 
 
 def test_config_finds_what_its_model_left(tmp_path: Path, collected: list[str], monkeypatch: Any) -> None:
     model = saved(tiny(), tmp_path / "model")
-    wanted = of(QAdACache(model))
+    wanted = of(QAdACache(model, moments="random-words"))
     forget(monkeypatch)
-    assert torch.equal(of(QAdACache(config=model.config)).covariance, wanted.covariance)
+    assert torch.equal(of(QAdACache(config=model.config, moments="random-words")).covariance, wanted.covariance)
     assert len(collected) == 1
     assert QAdACache(config=model.config, moments="wiki")._policy.moments == "current"
 
@@ -153,26 +153,26 @@ def test_config_finds_what_its_model_left(tmp_path: Path, collected: list[str], 
 def test_config_says_once_that_it_found_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = saved(tiny(), tmp_path / "model")
     for _ in range(3):
-        assert QAdACache(config=model.config)._policy.moments == "current"
+        assert QAdACache(config=model.config, moments="random-words")._policy.moments == "current"
     assert caplog.text.count("goes by the current prompt's") == 1
 
 
 def test_config_never_gets_another_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other weights under the same name, weights changed in memory, no name at all."""
     model = saved(tiny(), tmp_path / "model")
-    QAdACache(model)
+    QAdACache(model, moments="random-words")
     retrained = saved(tiny(seed=1), tmp_path / "model")
-    assert QAdACache(config=retrained.config)._policy.moments == "current"
-    wanted = of(QAdACache(retrained)).covariance
+    assert QAdACache(config=retrained.config, moments="random-words")._policy.moments == "current"
+    wanted = of(QAdACache(retrained, moments="random-words")).covariance
     forget(monkeypatch)
-    assert torch.equal(of(QAdACache(config=retrained.config)).covariance, wanted)
+    assert torch.equal(of(QAdACache(config=retrained.config, moments="random-words")).covariance, wanted)
     with torch.no_grad():
         retrained.lm_head.weight.add_(1.0)
-    QAdACache(retrained)  # two files now go by this config's name
-    assert QAdACache(config=retrained.config)._policy.moments == "current"
+    QAdACache(retrained, moments="random-words")  # two files now go by this config's name
+    assert QAdACache(config=retrained.config, moments="random-words")._policy.moments == "current"
     nameless = tiny()
-    QAdACache(nameless)
-    assert QAdACache(config=nameless.config)._policy.moments == "current"
+    QAdACache(nameless, moments="random-words")
+    assert QAdACache(config=nameless.config, moments="random-words")._policy.moments == "current"
 
 
 # -- several processes -----------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ import sys
 sys.path.insert(0, "tests")
 from models import tiny
 from qada_cache import QAdACache
-print(QAdACache(tiny())._policy.moments.covariance.double().sum().item())
+print(QAdACache(tiny(), moments="random-tokens")._policy.moments.covariance.double().sum().item())
 """
 
 

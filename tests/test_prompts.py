@@ -1,23 +1,39 @@
 """The prompts that moments are collected from."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from models import tiny
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from qada_cache import needle
-from qada_cache.prompts import ARTICLE, prompt_ids
+from qada_cache import KeyMoments, needle
+from qada_cache.prompts import ARTICLE, PROMPTS, prompt_ids, within_reach
+
+
+def english_tokenizer() -> PreTrainedTokenizerFast:
+    """A word-level tokenizer that knows our article."""
+    words = {"<unk>": 0, "<s>": 1, **{word: 2 + i for i, word in enumerate(sorted(set(ARTICLE.read_text().split())))}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>")
+
+
+def readable_model(folder: Path, **changes: Any) -> PreTrainedModel:
+    """A tiny model as loaded from `folder`, where a tokenizer lies that knows our article."""
+    tokenizer = english_tokenizer()
+    tiny(vocab_size=len(tokenizer), **changes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return LlamaForCausalLM.from_pretrained(folder, local_files_only=True).eval()
 
 
 @pytest.fixture(scope="module")
 def english() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer that knows our article."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {"<unk>": 0, "<s>": 1, **{word: 2 + i for i, word in enumerate(sorted(set(ARTICLE.read_text().split())))}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>")
+    return english_tokenizer()
 
 
 def ids(prompt: str | torch.Tensor, tokenizer: PreTrainedTokenizerFast | None = None, **options: object) -> list[int]:
@@ -46,31 +62,59 @@ def test_random_words_are_the_articles(english: PreTrainedTokenizerFast) -> None
 
 def test_single_word(english: PreTrainedTokenizerFast) -> None:
     assert len(set(ids("single-word", english))) == 1
-    drawn = ids("single-word")
+    drawn = ids("single-token")
     assert drawn[0] == 1
     assert len(set(drawn[1:])) == 1
 
 
-def test_without_a_tokenizer_ordinary_tokens() -> None:
+def test_ordinary_tokens() -> None:
     """After the token that begins prompts, and none that means something to the model, or that was never trained."""
     model = tiny(bos_token_id=1, eos_token_id=2)
     with torch.no_grad():
         model.get_input_embeddings().weight[90:92] *= 1e-3
-    drawn = ids("random-words", model=model, tokens=2000)
+    drawn = ids("random-tokens", model=model, tokens=2000)
     assert drawn[0] == 1
     assert not set(drawn[1:]) & {0, 1, 2, 90, 91}  # padding, beginning, end, untrained
     assert len(set(drawn)) > 80
-    assert drawn != ids("random-words", model=model, tokens=2000, seed=3)
-
-
-def test_tokenizer_that_does_not_know_the_article() -> None:
-    """The needle model's knows a few hundred words: ordinary tokens of its vocabulary instead, no special ones."""
+    assert drawn != ids("random-tokens", model=model, tokens=2000, seed=3)
     tokenizer = needle.load_tokenizer()
-    drawn = ids("random-words", tokenizer, model=needle.load_model(), tokens=3000)
-    assert not set(drawn[1:]) & set(tokenizer.all_special_ids)
-    assert len(set(drawn)) > 400
-    with pytest.raises(ValueError, match=r"does not know the words of the prompt \(wiki\)"):
-        ids("wiki", tokenizer)
+    assert not set(ids("random-tokens", tokenizer, model=needle.load_model())[1:]) & set(tokenizer.all_special_ids)
+
+
+def test_words_that_cannot_be_had(english: PreTrainedTokenizerFast) -> None:
+    """They become tokens by that name for those who ask, and an error for those who insist."""
+    for tokenizer, words, token in (
+        (english, "random-words", "single-word"),
+        (needle.load_tokenizer(), "random-tokens", "single-token"),  # which knows a few hundred other words
+        (None, "random-tokens", "single-token"),
+    ):
+        found = [within_reach(prompt, tokenizer) for prompt in PROMPTS]
+        assert found == [words, "wiki", token, "random-tokens", "single-token"]
+    assert within_reach("random-words", None, text="clay river") == "random-words"
+    for prompt in ("random-words", "single-word", "wiki"):
+        with pytest.raises(ValueError, match=rf"\({prompt}\) needs the model's tokenizer"):
+            ids(prompt)
+        with pytest.raises(ValueError, match=rf"does not know the words of the prompt \({prompt}\)"):
+            ids(prompt, needle.load_tokenizer())
+    made = KeyMoments.collect(tiny(), tokens=64)
+    assert made.prompt == "random-tokens"
+    assert torch.equal(made.mean, KeyMoments.collect(tiny(), prompt="random-tokens", tokens=64).mean)
+    with pytest.raises(ValueError, match=r"\(random-words\) needs the model's tokenizer"):
+        KeyMoments.collect(tiny(), text="clay river", tokens=64)
+
+
+def test_article_too_short_for_a_tokenizer(english: PreTrainedTokenizerFast, monkeypatch: Any, tmp_path: Path) -> None:
+    """One that puts several words into a token: all there is of it is read, unless a number was asked for."""
+    short = tmp_path / "article.txt"
+    short.write_text(" ".join(ARTICLE.read_text().split()[:300]))
+    monkeypatch.setattr("qada_cache.prompts.ARTICLE", short)
+    model = tiny(vocab_size=len(english))
+    assert KeyMoments.collect(model, english, "wiki").tokens == 300
+    assert KeyMoments.collect(model, english, "random-words").tokens == 1024
+    with pytest.raises(ValueError, match=r"\(wiki\) has 300 tokens and 301 were asked for"):
+        KeyMoments.collect(model, english, "wiki", tokens=301)
+    with pytest.raises(ValueError, match=r"has 300 tokens and 1024 were asked for: give a longer text, or tokens=300"):
+        KeyMoments.collect(model, english, "wiki", text=short.read_text())
 
 
 def test_given_text_and_ids(english: PreTrainedTokenizerFast) -> None:

@@ -9,7 +9,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
 
-from qada_cache import CacheStats, QAdACache
+from qada_cache import CacheStats, QAdACache, prepare
 
 from . import report, scoring
 from .options import split_arguments
@@ -40,7 +40,8 @@ class QAdALM(HFLM):
         options, keywords = split_arguments(cache, keywords)
         super().__init__(pretrained, *positional, **keywords)
         self._cache_options = options
-        self._new_cache()  # a wrong option or model is refused before any request
+        # A wrong option or model is refused before any request. The tokenizer need not be the one beside the model.
+        prepare(self.model, self.tokenizer, **options)
         self.cache_totals: dict[str, report.Totals] = {}
         self._task = "none"
         report.install()

@@ -1,0 +1,59 @@
+"""What the first cache of a model and its first long decode step would do, done ahead: `prepare`."""
+
+import os
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .cache import QAdACache
+from .home import default_moments
+from .kernels import ahead
+from .key_moments import KeyMoments
+from .prompts import PROMPTS
+from .support import sizes
+
+
+def prepare(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    moments: str | KeyMoments | os.PathLike = "current",
+    **options: Any,
+) -> None:
+    """Do once, before the first request, what caches of this model would otherwise do at the first need of it.
+
+        prepare(model, tokenizer, moments="wiki")
+        cache = QAdACache(model, moments="wiki")  # takes milliseconds, here and in later requests
+
+    - Moments by a prompt's name are collected, and kept in memory and in the user's cache folder (`QADA_HOME`), unless
+      they are kept already. Later caches of the model find them by name, without a tokenizer.
+    - The kernels for decode steps of one token on a CPU are compiled (about two seconds each) and kept in the same
+      folder, if the model has parameters on a CPU, and unless `QADA_KERNELS` forbids it. Calls of a few tokens
+      (assisted decoding) may need others, which are compiled when first met. Without a compiler, that is said once.
+    - The model's attention is switched to ours (see `QAdACache`).
+
+    Args:
+        model: the model that caches will be built for.
+        tokenizer: the model's, for moments by a prompt's name; without it, the one beside the model is looked up.
+        moments, options: what these caches will be given, as for `QAdACache`; of the options, `criterion` and
+            `audit_every` determine what has to be prepared, and all are checked.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, FileNotFoundError: as `QAdACache`.
+        RuntimeError: `QADA_KERNELS=triton`, and this model's decode steps on the CPU cannot go by Triton.
+    """
+    policy = QAdACache(model, **options)._policy  # wrong options are refused before anything is read
+    if isinstance(moments, str) and moments in PROMPTS and policy.tracks_moments and policy.served:
+        default_moments(model, moments, tokenizer)
+    QAdACache(model, moments=moments, **options)
+    if policy.served and any(weight.device.type == "cpu" for weight in model.parameters()):
+        _, heads, kv_heads, dim = sizes(policy.config)
+        ahead.build(
+            model.dtype,
+            kv_heads=kv_heads,
+            group=heads // kv_heads,
+            dim=dim,
+            value_dim=getattr(policy.config, "v_head_dim", None) or dim,
+            criterion=policy.criterion,
+            audited=policy.audit_every > 0,
+        )

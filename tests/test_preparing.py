@@ -1,0 +1,193 @@
+"""What a model needs for moments by name: its tokenizer, found or given, and all of it done ahead by `prepare`."""
+
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compilers import needs_compiler
+from models import prompt, tiny
+from test_prompts import english_tokenizer, readable_model
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
+from transformers.utils.quantization_config import GgufConfig
+
+from qada_cache import QAdACache, home, needle, once, prepare, tokenizer
+from qada_cache.kernels import compiled
+from qada_cache.tokenizer import find_tokenizer
+
+LONG = 1400  # tokens, of which enough are bulk for the CPU's kernel
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and no memory of what earlier tests collected and built."""
+    monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(home, "_remembered", {})
+    once.warn_once.cache_clear()
+    compiled.build.cache_clear()
+    return tmp_path / "home"
+
+
+def used(cache: QAdACache) -> str:
+    moments = cache._policy.moments
+    return moments if isinstance(moments, str) else moments.prompt
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, target: Any, name: str) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError(f"{name} was called")
+
+    monkeypatch.setattr(target, name, refuse)
+
+
+def without_tokenizer(folder: Path, family: str = "llama") -> PreTrainedModel:
+    model = tiny(family)
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, local_files_only=True).eval()
+
+
+# -- the tokenizer beside the model ----------------------------------------------------------------------------------
+
+
+def test_found_in_the_models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """For every prompt by name, offline, and the words are the article's."""
+    model = readable_model(tmp_path / "model")
+    forbid(monkeypatch, socket, "getaddrinfo")
+    for name in ("wiki", "random-words", "single-word"):
+        assert used(QAdACache(model, moments=name)) == name
+    assert sorted(path.name.split("-", 2)[2][:4] for path in (folder / "moments").iterdir()) == ["rand", "sing", "wiki"]
+    assert used(QAdACache(config=model.config, moments="random-words")) == "random-words"
+    assert len(find_tokenizer(needle.load_model())) == len(needle.load_tokenizer())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+def test_none_in_the_folder(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of some kinds transformers then makes one that knows nothing. A text needs one; words become tokens, by name."""
+    model = without_tokenizer(tmp_path, family)
+    with pytest.raises(
+        ValueError, match=rf"'wiki'.* none was found at {tmp_path} .*prepare\(model, tokenizer, moments="
+    ):
+        QAdACache(model, moments="wiki")
+    for _ in range(2):
+        assert used(QAdACache(model, moments="random-words")) == "random-tokens"
+    assert caplog.text.count("moments='random-tokens': none was found at") == 1
+
+
+def test_none_of_a_model_made_in_memory(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid(monkeypatch, AutoTokenizer, "from_pretrained")
+    with pytest.raises(ValueError, match=r"the model was not loaded from anywhere: call qada_cache\.prepare"):
+        QAdACache(tiny(), moments="wiki")
+    assert used(QAdACache(tiny(), moments="single-word")) == "single-token"
+    assert "not loaded from anywhere" in caplog.text
+    caplog.clear()
+    assert used(QAdACache(tiny(), moments="random-tokens")) == "random-tokens"  # asked for: nothing to say
+    assert caplog.text == ""
+
+
+def test_one_that_does_not_know_the_article() -> None:
+    model = needle.load_model()
+    assert used(QAdACache(model, moments="random-words")) == "random-tokens"
+    with pytest.raises(ValueError, match=r"does not know the words of the prompt \(wiki\)"):
+        QAdACache(model, moments="wiki")
+
+
+@pytest.mark.parametrize("form", [GgufConfig, dict])
+def test_where_it_is_looked_for(form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a GGUF file if the model is from one; on the Hub only if its name is no folder, and then of its commit."""
+    asked: list[dict[str, Any]] = []
+
+    def look(name: str, **where: Any) -> Any:
+        asked.append({"name": name, **where})
+        raise OSError("nothing there\nand more")
+
+    monkeypatch.setattr(tokenizer.AutoTokenizer, "from_pretrained", look)
+    model = without_tokenizer(tmp_path)
+    model.config.quantization_config = form(gguf_file="model.gguf")
+    with pytest.raises(LookupError, match=rf"none was found at {tmp_path} \(nothing there\)$"):
+        find_tokenizer(model)
+    model.config._name_or_path, model.config._commit_hash = "owner/model", "c0ffee"
+    del model.config.quantization_config
+    with pytest.raises(LookupError, match="none was found at owner/model"):
+        find_tokenizer(model)
+    assert asked == [
+        {"name": str(tmp_path), "trust_remote_code": False, "gguf_file": "model.gguf", "local_files_only": True},
+        {"name": "owner/model", "trust_remote_code": False, "revision": "c0ffee"},
+    ]
+
+
+def test_words_once_they_can_be_had(tmp_path: Path) -> None:
+    """A tokenizer that is given after tokens were used in the place of words: words from then on, the tokens stay."""
+    english = english_tokenizer()
+    tiny(vocab_size=len(english)).save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, local_files_only=True).eval()
+    tokens = QAdACache(model, moments="random-words")._policy.moments
+    assert used(QAdACache(config=model.config, moments="random-words")) == "random-tokens"
+    prepare(model, english, moments="random-words")
+    assert used(QAdACache(model, moments="random-words")) == "random-words"
+    assert used(QAdACache(config=model.config, moments="random-words")) == "random-words"
+    assert QAdACache(model, moments="random-tokens")._policy.moments is tokens
+
+
+# -- ahead -----------------------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize("options", [{}, {"audit_every": 2}, {"criterion": "oracle"}], ids=str)
+def test_nothing_is_left_to_do(options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No forward pass, no look-up, no file, no compiler: neither for the next cache nor for its first long steps."""
+    english = english_tokenizer()
+    model = tiny(vocab_size=len(english), num_attention_heads=6, hidden_size=48, max_position_embeddings=4096)
+    prepare(model, english, moments="wiki", **options)
+    before = sorted(folder.rglob("*"))
+    assert any(path.suffix == ".so" for path in before)
+    with monkeypatch.context() as patched:
+        forbid(patched, LlamaForCausalLM, "forward")
+        forbid(patched, AutoTokenizer, "from_pretrained")
+        cache = QAdACache(model, moments="wiki", **options)
+    assert used(cache) == ("current" if options.get("criterion") == "oracle" else "wiki")
+    forbid(monkeypatch, subprocess, "run")
+    built = compiled.build.cache_info()
+    model.generate(prompt(LONG)[0], past_key_values=cache, max_new_tokens=4, do_sample=False)
+    found = compiled.build.cache_info()
+    assert found.misses == built.misses
+    assert found.hits > built.hits  # the kernel did serve
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_what_it_refuses(folder: Path) -> None:
+    """What `QAdACache` refuses, before anything is read."""
+    for options, error in (
+        ({"threshold": 7}, ValueError),
+        ({"lenght": 1}, TypeError),
+        ({"criterion": "x"}, ValueError),
+    ):
+        with pytest.raises(error):
+            prepare(tiny(), english_tokenizer(), moments="wiki", **options)
+    with pytest.raises(FileNotFoundError):
+        prepare(tiny(), moments="nowhere.safetensors")
+    with pytest.raises(NotImplementedError):
+        prepare(tiny("gemma2"))
+    assert not folder.exists()
+
+
+def test_only_what_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No moments for a criterion without them, no kernel where there is nothing to decode, or none is wanted."""
+    prepare(tiny("mistral_sliding"), moments="wiki")
+    monkeypatch.setenv("QADA_KERNELS", "torch")
+    prepare(tiny(), moments="wiki", criterion="local")
+    prepare(tiny(dtype=torch.float64))
+    assert not folder.exists()
+
+
+def test_lm_eval_hands_its_tokenizer_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install qada-cache[eval])")
+    from qada_cache.lm_eval import QAdALM
+
+    lm = QAdALM(readable_model(tmp_path).config._name_or_path, device="cpu", cache_moments="wiki")
+    assert used(lm._new_cache()) == "wiki"
+    forbid(monkeypatch, home, "find_tokenizer")
+    english = english_tokenizer()
+    lm = QAdALM(tiny(vocab_size=len(english)), tokenizer=english, cache_moments="random-words")
+    assert used(lm._new_cache()) == "random-words"
