@@ -88,12 +88,7 @@ def learn(model: PreTrainedModel, documents: list[Document]) -> tuple[Tensor, Te
 
 def know(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: list[Document]) -> Knowledge:
     """What ways of deciding are told beforehand."""
-    moments = {
-        "random-words": KeyMoments.collect(model, tokenizer, "random-words", progress=False),
-        "random-tokens": KeyMoments.collect(model, None, "random-words", progress=False),
-        "wiki": KeyMoments.collect(model, tokenizer, "wiki", progress=False),
-        "single-word": KeyMoments.collect(model, tokenizer, "single-word", progress=False),
-    }
+    moments = {name: KeyMoments.collect(model, tokenizer, name, progress=False) for name in PROMPTS}
     return Knowledge(moments, *learn(model, calibration))
 
 

@@ -33,7 +33,7 @@ def document() -> Document:
 
 @pytest.fixture(scope="module")
 def known(model: PreTrainedModel) -> ways.Knowledge:
-    moments = {"random-words": KeyMoments.collect(model, None, "random-words", tokens=200, progress=False)}
+    moments = {"random-words": KeyMoments.collect(model, None, "random-tokens", tokens=200, progress=False)}
     return ways.Knowledge(moments, torch.zeros(2, 4), torch.zeros(2, 4))
 
 
