@@ -1,161 +1,294 @@
-"""The main job, end to end, on the embedded needle model: `python -m eval.demo`.
+"""The main job on a real pretrained model: read a long document, then chat about it; `python -m eval.demo`.
 
-Reads a long text prompt, then asks questions about it one after the other with `model.generate`, three times: with
-transformers' DynamicCache, with sinks and window only, and with QAdACache. Prints how each answered, what its heads
-read and where its bytes lie. Exits with 1 if QAdACache gets a question wrong that DynamicCache gets right, or more than
-a tenth of all: the test model itself misses about one in twenty-five at this length. Nothing is precomputed.
+By default SmolLM2-135M-Instruct reads a part of the Python language reference in which facts were planted, and is asked
+about them in several turns, three times: with transformers' DynamicCache, with sinks and window only, and with
+QAdACache. Prints every answer, and what each cache read and holds. Exits with 1 if QAdACache misses a planted fact that
+DynamicCache answers. Nothing is precomputed.
 """
 
 import argparse
+import math
 import sys
-import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from textwrap import shorten, wrap
 
 import torch
+import transformers
 from tqdm import tqdm
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel
 
+from eval import conversation, document, language_model
+from eval.conversation import Form, Told, converse, fitted
+from eval.document import Turn
 from eval.machine import machine
 from eval.tables import plain, write
-from qada_cache import QAdACache, needle
+from qada_cache import QAdACache, restore_attention
+
+TOKENS = 6000  # of the default document: what three prefills on two cores read in a minute or so
+WARM_UP_TOKENS = 600
+WIDTH = 110
+FULL, WINDOW, OURS = "DynamicCache", "sinks + window", "QAdACache"
+
+Caches = dict[str, Callable[[], DynamicCache]]
 
 
-@dataclass
-class Result:
-    """One method's run: what it answered, and what it cost."""
-
-    name: str
-    answers: list[str]
-    prefill_seconds: float
-    decode_seconds: float
-    decode_tokens: int
-    cache: DynamicCache
+def caches(model: PreTrainedModel, options: argparse.Namespace) -> Caches:
+    """What makes the three caches, by method."""
+    chosen = {} if options.threshold is None else {"threshold": options.threshold}
+    return {
+        FULL: lambda: DynamicCache(config=model.config),
+        WINDOW: lambda: QAdACache(model, criterion="local"),
+        OURS: lambda: QAdACache(model, **chosen),
+    }
 
 
-def run(
-    name: str,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: needle.NeedlePrompt,
-    cache: DynamicCache,
-    bar: tqdm,
-) -> Result:
-    """Prefill the prompt's context, then answer its questions on the same, growing cache."""
-    bar.set_postfix_str(f"{name}: reading the prompt")
-    ids = tokenizer(prompt.context, return_tensors="pt").input_ids
-    context_tokens = ids.shape[1]
-    start = time.perf_counter()
-    with torch.no_grad():
-        model(ids, past_key_values=cache, logits_to_keep=1)
-    prefilled = time.perf_counter()
-    bar.update()
-    answers = []
-    for question in prompt.questions:
-        bar.set_postfix_str(f"{name}: {question}")
-        asked = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
-        ids = torch.cat([ids, asked], dim=-1)
-        # The attention mask says that every token is real; the last answer is in `ids` and not yet in the cache.
-        ids = model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=1, do_sample=False
-        )
-        answers.append(tokenizer.decode(ids[0, -1:]))
-        bar.update()
-    decode_seconds = time.perf_counter() - prefilled
-    return Result(name, answers, prefilled - start, decode_seconds, cache.get_seq_length() - context_tokens, cache)
+def outcomes(turns: list[Turn], told: dict[str, Told]) -> tuple[dict[str, int], list[str]]:
+    """Right answers by method, of the planted facts; and the questions QAdACache alone got wrong of two."""
+    right = {
+        method: [turn.is_right(answer) for turn, answer in zip(turns, one.answers, strict=True)]
+        for method, one in told.items()
+    }
+    lost = [
+        turn.question for turn, full, ours in zip(turns, right[FULL], right[OURS], strict=True) if full and not ours
+    ]
+    return {method: sum(answers) for method, answers in right.items()}, lost
 
 
-def measure(results: list[Result], prompt: needle.NeedlePrompt) -> list[dict[str, str]]:
-    """The results as a table of text cells, one method a row."""
-    table = []
-    for result in results:
-        right = sum(answer == expected for answer, expected in zip(result.answers, prompt.answers, strict=True))
-        if isinstance(result.cache, QAdACache):
-            stats = result.cache.stats()
-            local, kv_local = f"{stats.sparsity:.0%}", f"{stats.kv_sparsity:.0%}"
-            device, host, pulled = stats.device_bytes, stats.host_bytes, stats.pulled_bytes / result.decode_tokens
-        else:  # DynamicCache keeps everything on the device, and every head reads it for every token
-            device = sum(layer.keys.nbytes + layer.values.nbytes for layer in result.cache.layers)
-            local, kv_local, host, pulled = "0%", "0%", 0, 0.0
-        table.append(
+def _share(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.0%}"  # nothing was decided: no layer of full attention
+
+
+def table(turns: list[Turn], told: dict[str, Told]) -> list[dict[str, str]]:
+    """What was measured as text cells, one method a row."""
+    right, _ = outcomes(turns, told)
+    facts = sum(bool(turn.fact) for turn in turns)
+    rows = []
+    for method, one in told.items():
+        same = sum(ours == full for ours, full in zip(one.answers, told[FULL].answers, strict=True))
+        # DynamicCache keeps everything on the device, and every head reads it for every token.
+        read, local, pulled = 1.0, 0.0, 0.0
+        if one.stats is not None:
+            read, local = 1 - one.stats.kv_sparsity, one.stats.sparsity
+            pulled = one.stats.pulled_bytes / one.generated
+        rows.append(
             {
-                "method": result.name,
-                "right": f"{right}/{len(prompt.answers)}",
-                "q heads local": local,
-                "KV heads local": kv_local,
-                "device MiB": f"{device / 2**20:.2f}",
-                "host MiB": f"{host / 2**20:.2f}",
+                "method": method,
+                "right": f"{right[method]}/{facts}" if facts else "-",
+                "same": f"{same}/{len(turns)}",
+                "KV heads read": _share(read),
+                "q heads local": _share(local),
+                "device MiB": f"{one.device_bytes / 2**20:.1f}",
+                "host MiB": f"{one.host_bytes / 2**20:.1f}",
                 "pulled MiB/token": f"{pulled / 2**20:.2f}",
-                "prefill s": f"{result.prefill_seconds:.1f}",
-                "tokens/s": f"{result.decode_tokens / result.decode_seconds:.1f}",
+                "prefill s": f"{one.prefill_seconds:.1f}",
+                "tokens/s": f"{one.decoded / one.decode_seconds:.1f}" if one.decoded else "-",
             }
         )
-    return table
+    return rows
+
+
+def show(text: str = "", *, indent: str = "", first: str | None = None) -> None:
+    """Print a paragraph, wrapped."""
+    lines = wrap(text, WIDTH, initial_indent=indent if first is None else first, subsequent_indent=indent)
+    print("\n".join(lines))
+
+
+def show_answers(turns: list[Turn], told: dict[str, Told], text: str) -> None:
+    """Print every question, and below it what each method answered."""
+    widest = max(map(len, told))
+    for number, turn in enumerate(turns, start=1):
+        print()
+        show(turn.question, indent="    ", first=f"{number:2}. ")
+        if turn.fact:
+            depth = text.index(turn.fact) / len(text)
+            show(f'Planted {depth:.0%} into the text: "{turn.fact}"', indent="    ")
+        if turn.begun:
+            show(f'Answer begun for the model: "{turn.begun} ..."', indent="    ")
+        for method, one in told.items():
+            answer = one.answers[number - 1]
+            verdict = ("right  " if turn.is_right(answer) else "wrong  ") if turn.fact else ""
+            label = f"    {method:{widest}}  {verdict}"
+            show(answer or "(nothing)", indent=" " * len(label), first=label)
+
+
+def show_setting(model: PreTrainedModel, options: argparse.Namespace, form: Form, tokens: int, ours: QAdACache) -> None:
+    """Print what is about to be run."""
+    config, policy = model.config.get_text_config(), ours._policy
+    show(
+        f"Model: {_name(options)}, {model.num_parameters() / 1e6:.0f}M parameters, {config.num_hidden_layers} "
+        f"layers, {config.num_attention_heads} query heads, {config.num_key_value_heads} KV heads, {model.dtype} on "
+        f"{model.device}; {'its chat template' if form.chat else 'no chat template, so plain questions'}."
+    )
+    show(f"Document: {_title(options)}, {tokens} tokens with all that comes before the first question.")
+    show(f"QAdACache: {repr(ours).split('; ')[0]}), group_rule {policy.group_rule}.")
+    show(
+        f"A local head reads {policy.local_tokens} tokens: {policy.sink_tokens} sinks and a window of {policy.window}."
+    )
+    if model.device.type == "cpu":
+        show("On a CPU, host and device are one memory: host is where the bulk would lie.")
+
+
+def _name(options: argparse.Namespace) -> str:
+    """The model's, without the folders it lies in."""
+    where = language_model.source(options.model)
+    if "gguf_file" in where:
+        return Path(where["gguf_file"]).stem
+    return Path(options.model).resolve().name if Path(options.model).exists() else options.model
+
+
+def _title(options: argparse.Namespace) -> str:
+    return options.document.name if options.document else "a part of the Python language reference"
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise ValueError
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+_fraction.__name__, _count.__name__ = "share (a number in [0, 1])", "count (a whole number above 0)"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m eval.demo", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--model", default=language_model.DEFAULT, help=language_model.HELP)
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="(default: %(default)s)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
+    add("--document", type=Path, help="a text file to read instead of the Python language reference")
+    add("--ask", action="append", default=[], metavar="QUESTION", help="ask this; may be given several times")
+    add("--facts", action="store_true", help="plant facts and ask for them with --document or --ask as well")
+    add("--tokens", type=_count, help=f"length to cut the document to (default: {TOKENS}, or the whole --document)")
+    add("--new-tokens", type=_count, default=32, help="an answer's most (default: %(default)s)")
+    add("--threshold", type=_fraction, help="QAdACache's (default: its own)")
+    add("--seed", type=int, default=0, help="of the planted facts (default: %(default)s)")
+    add("--out", type=Path, help="CSV file to write the table to as well")
+    return parser
+
+
+def _text(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
+    """The document, whole."""
+    if options.document is None:
+        return document.reference()
+    try:
+        text = options.document.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        parser.error(f"--document: {options.document}: {error.strerror}")
+    except UnicodeDecodeError:
+        parser.error(f"--document: {options.document} is not a text file in UTF-8")
+    if not text:
+        parser.error(f"--document: {options.document} is empty")
+    return text
+
+
+def _turns(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Turn]:
+    """The questions, in order."""
+    if options.document and not (options.ask or options.facts):
+        parser.error("--document needs questions: give --ask, or --facts to plant some facts in it and ask for them")
+    if not all(question.strip() for question in options.ask):
+        parser.error("--ask: a question is empty")
+    plain_run = not (options.document or options.ask)
+    turns = document.planted(options.seed) if options.facts or plain_run else []
+    return turns + (list(document.ABOUT_THE_REFERENCE) if plain_run else [Turn(question) for question in options.ask])
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m eval.demo", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--tokens", type=int, default=16384, help="length of the prompt (default %(default)s)")
-    parser.add_argument("--facts", type=int, default=48, help="facts hidden in it (default %(default)s)")
-    parser.add_argument("--questions", type=int, default=16, help="questions asked (default %(default)s)")
-    parser.add_argument("--threshold", type=float, default=0.6, help="QAdACache's threshold (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the prompt (default %(default)s)")
-    parser.add_argument("--out", type=Path, help="CSV file to write the table to as well")
+    parser = _parser()
     options = parser.parse_args(arguments)
+    text, turns = _text(parser, options), _turns(parser, options)
+    if options.out and not options.out.parent.is_dir():
+        parser.error(f"--out: there is no folder {options.out.parent}")
+    transformers.logging.disable_progress_bar()  # ours is the one to watch
     try:
-        prompt = needle.make_prompt(
-            tokens=options.tokens, facts=options.facts, questions=options.questions, seed=options.seed
-        )
-    except ValueError as error:
-        parser.error(str(error))
+        model, tokenizer = language_model.load(options.model, dtype=options.dtype, device=options.device)
+        QAdACache(model)  # says so if it does not support the model
+    except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
+        parser.error(f"--model: {shorten(str(error), 400)}")
 
-    model, tokenizer = needle.load_model(), needle.load_tokenizer()
-    print(
-        f"Needle model: {model.num_parameters() / 1e6:.2f}M parameters, {model.config.num_hidden_layers} layers, "
-        f"{model.config.num_attention_heads} query heads, {model.config.num_key_value_heads} KV heads; trained on "
-        "synthetic text, so its\nanswers say nothing about a real model's quality. "
-        f"Prompt: {options.tokens} tokens, {options.facts} facts, {options.questions} questions."
-    )
-    words = prompt.context.split()
-    print(f"\n  {' '.join(words[:24])} ... {prompt.questions[0]} -> {prompt.answers[0]}\n")
-    # Before anything is timed: what happens once is done, such as building kernels for a question's number of tokens,
-    # which is one more from the second on, as it brings the last answer along.
-    short = needle.make_prompt(tokens=2048, facts=8, questions=2, seed=options.seed)
-    run("", model, tokenizer, short, QAdACache(model), tqdm(disable=True))
-    methods: list[Result] = []
-    with tqdm(total=3 * (1 + len(prompt.questions)), unit="step", bar_format="{l_bar}{bar}| {postfix}") as bar:
-        for name, cache in (
-            ("DynamicCache", DynamicCache(config=model.config)),
-            ("sinks + window only", QAdACache(model, criterion="local")),
-            ("QAdACache", QAdACache(model, threshold=options.threshold)),
-        ):
-            methods.append(run(name, model, tokenizer, prompt, cache, bar))
-        bar.set_postfix_str("done")
-    print()
-    table = measure(methods, prompt)
-    print(plain(table))
-    print(
-        f"\nQAdACache ran at threshold {options.threshold} with the key moments of 1,024 random words. A local "
-        "head reads 128 tokens.\nOn a CPU, host and device are one memory: host is where the bulk would lie."
+    facts = any(turn.fact for turn in turns)
+    form = Form(tokenizer, conversation.WITH_FACTS if facts else conversation.WITHOUT_FACTS)
+    room = _room(parser, model, form, turns, options)
+    try:
+        opening, shown, cut = fitted(form, text, turns, tokens=room)
+    except ValueError as error:
+        parser.error(f"--tokens: {error}")
+    made = caches(model, options)
+    show_setting(model, options, form, len(opening), made[OURS]())  # type: ignore[arg-type]  # the one that is ours
+    if options.document and cut:
+        show(f"The document was cut: {room} tokens is {'what --tokens asks for' if options.tokens else 'what fits'}.")
+    told = run(model, form, opening, turns, made, options)
+    show_answers(turns, told, shown)
+    rows = table(turns, told)
+    print(f"\n{plain(rows)}\n")
+    show(
+        "Each method was asked on its own earlier answers, as in any chat. Same: answers that are DynamicCache's to "
+        "the letter. MiB are 2^20 bytes, pulled ones per generated token. Tokens/s: after an answer's first."
     )
     if options.out:
-        write(options.out, table, machine=machine())
-    full, ours = methods[0].answers, methods[-1].answers
-    wrong = [
-        f"{question}: {answer!r}, expected {expected!r}" + ("" if reference == expected else ", as with DynamicCache")
-        for question, answer, reference, expected in zip(prompt.questions, ours, full, prompt.answers, strict=True)
-        if answer != expected
-    ]
-    if wrong:
-        print(f"\nQAdACache got {len(wrong)} of {len(prompt.answers)} questions wrong:", *wrong, sep="\n  ")
-    lost = sum(
-        reference == expected != answer for answer, reference, expected in zip(ours, full, prompt.answers, strict=True)
-    )
-    failed = lost > 0 or len(wrong) > 0.1 * len(prompt.answers)
-    if failed:
-        print(f"FAILED: {lost} of them DynamicCache got right.")
-    return int(failed)
+        write(options.out, rows, model=_name(options), tokens=len(opening), seed=options.seed, machine=machine())
+    _, lost = outcomes(turns, told)
+    if lost:
+        print(f"\nFAILED: QAdACache missed {len(lost)} that DynamicCache answers:", *lost, sep="\n  ")
+    return int(bool(lost))
+
+
+def _room(
+    parser: argparse.ArgumentParser,
+    model: PreTrainedModel,
+    form: Form,
+    turns: list[Turn],
+    options: argparse.Namespace,
+) -> int:
+    """How many tokens may come before the first question, so that all of the chat fits the model's positions."""
+    chat = sum(len(form.turn(turn, after=-1)) + options.new_tokens for turn in turns)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    room = positions - chat
+    if options.tokens and options.tokens > room:
+        parser.error(f"--tokens: {options.tokens} and {chat} for the chat are more than the model's {positions}")
+    if room < 1:
+        parser.error(f"the questions and answers alone take {chat} tokens, the model has {positions} positions")
+    if options.tokens:
+        return options.tokens
+    return room if options.document else min(TOKENS, room)
+
+
+def run(
+    model: PreTrainedModel,
+    form: Form,
+    opening: list[int],
+    turns: list[Turn],
+    made: Caches,
+    options: argparse.Namespace,
+) -> dict[str, Told]:
+    """Every method's chat, one after the other."""
+    told = {}
+    with tqdm(
+        total=2 * len(made) * (1 + len(turns)), unit="step", bar_format="{percentage:3.0f}%|{bar:30}| {desc}"
+    ) as bar:
+
+        def tell(doing: str) -> None:
+            bar.update()
+            bar.set_description_str(f"{method}: {shorten(doing, 60)}")
+
+        # First a beginning of the document and very short answers, untimed: what happens once, such as building
+        # kernels for a question's number of tokens, happens here.
+        for method, make in made.items():  # noqa: B007  # `tell` names it
+            converse(model, form, opening[:WARM_UP_TOKENS], turns, make(), new_tokens=2, tell=tell)
+        for method, make in made.items():
+            restore_attention(model)  # DynamicCache is to run on the model's own; building a QAdACache sets ours
+            told[method] = converse(model, form, opening, turns, make(), new_tokens=options.new_tokens, tell=tell)
+        bar.set_description_str("done")
+    return told
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""The embedded needle model, its prompts, and the demo that runs on it."""
+"""The embedded needle model and its prompts."""
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eval import demo
 from eval.needle import make_tokenizer, right_answers
 from qada_cache import QAdACache, needle
 
@@ -90,18 +89,3 @@ def test_moments_of_a_repetitive_prompt_miss_the_needle(
     """The paper's finding, which the model was trained to show: one outlying key does not show in its moments."""
     recall, _ = recall_and_sparsity(model, tokenizer, "current")
     assert recall < 0.5
-
-
-def test_demo_tells_right_from_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--tokens", str(TOKENS), "--questions", "6"]
-    assert demo.main(arguments) == 0
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("QAdACache  ")]
-    assert "6/6" in row
-    assert demo.main([*arguments, "--threshold", "0"]) == 1  # every head local: the answers cannot be right
-    assert "FAILED: 6 of them DynamicCache got right." in capsys.readouterr().out
-
-
-def test_demo_refuses_impossible_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        demo.main(["--facts", "0"])
-    assert "facts must lie in" in capsys.readouterr().err
