@@ -1,10 +1,12 @@
 """Scores against sparsity on lm-eval tasks, for every way of deciding: `python -m eval.sweep`.
 
+    python -m eval.sweep --tasks prose_niah prose_vt --lengths 1024 4096 --limit 16 --out sweep.csv
     python -m eval.sweep --model ID_OR_PATH --tasks ruler_vt ruler_fwe --lengths 8192 16384 --out sweep.csv
 
 Criteria x thresholds x moments x group rules x tasks x lengths, in one tidy table, a row for each. A prompt is read
 once, and all that is left to measure of its task and length answers it from a copy of that state. Rows that the table
-holds already are not measured again, so a sweep may be interrupted, and widened later. Tasks must be generation tasks.
+holds already are not measured again, so a sweep may be interrupted, and widened later. Tasks must be generation tasks;
+RULER's own need a folder with a tokenizer, which `python -m eval.convert` makes of a GGUF file.
 """
 
 import argparse
@@ -21,10 +23,12 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 from tqdm import tqdm
 
+from eval import language_model
 from eval.forking import forked
 from eval.machine import machine
 from eval.tables import read, write
 from qada_cache import KeyMoments, QAdACache, StaticHeads, needle
+from qada_cache.criterion import GROUP_RULES
 from qada_cache.lm_eval import QAdALM
 
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.995)  # the paper's
@@ -64,8 +68,7 @@ class SweepLM(QAdALM):
     """A `QAdALM` that reads each prompt once for all variants, and replays what it kept for them one by one.
 
     Args:
-        pretrained: as for `HFLM`.
-        keywords: as for `HFLM`.
+        pretrained, gguf_file, keywords: as for `HFLM`.
 
     Attributes:
         measured: cache options by variant, all to be generated with when a prompt is first met.
@@ -74,8 +77,9 @@ class SweepLM(QAdALM):
         heads: of each variant, how often each head was local, and the decisions that counts.
     """
 
-    def __init__(self, pretrained: str, **keywords: Any) -> None:
-        super().__init__(pretrained, cache="dense", **keywords)
+    def __init__(self, pretrained: str, *, gguf_file: str | None = None, **keywords: Any) -> None:
+        super().__init__(pretrained, cache="dense", gguf_file=gguf_file, **keywords)
+        self.gguf_file = gguf_file
         self.measured: dict[Variant, dict[str, Any]] = {}
         self.shown: Variant | None = None
         self.kept: dict[bytes, dict[Variant, tuple[Tensor, Any]]] = {}
@@ -106,10 +110,28 @@ class SweepLM(QAdALM):
         return tokens
 
 
+def load(name: str, **keywords: Any) -> SweepLM:
+    """The model of a name as `language_model.source` takes it; `keywords` as for `HFLM`.
+
+    Raises:
+        OSError, ValueError: there is no such model, or it cannot be read.
+    """
+    where = language_model.source(name)
+    pretrained = where.pop("pretrained_model_name_or_path")
+    if where:
+        keywords = {"dtype": "float32", **keywords, **where}  # a GGUF file's own type is a 4-bit one
+    return SweepLM(pretrained, **keywords)
+
+
 @cache
-def task_manager(model: str, length: int) -> TaskManager:
-    """lm-eval's index of tasks, whose metadata are a length and the model's tokenizer; slow to make."""
-    return TaskManager(metadata={"pretrained": model, "tokenizer": model, "max_seq_lengths": [length]})
+def task_manager(model: str, length: int, gguf_file: str | None = None, documents: int | None = None) -> TaskManager:
+    """lm-eval's index of tasks, slow to make; their metadata are a length, documents if given, and the tokenizer."""
+    metadata: dict[str, Any] = {"pretrained": model, "max_seq_lengths": [length]}
+    if gguf_file is not None:
+        metadata["gguf_file"] = gguf_file
+    if documents is not None:
+        metadata["documents"] = documents
+    return TaskManager(metadata=metadata)
 
 
 def evaluate(lm: SweepLM, task: str, length: int, limit: int | None) -> dict[str, Any]:
@@ -118,8 +140,8 @@ def evaluate(lm: SweepLM, task: str, length: int, limit: int | None) -> dict[str
         lm,
         tasks=[task],
         limit=limit,
-        task_manager=task_manager(lm.pretrained, length),
-        bootstrap_iters=0,
+        task_manager=task_manager(lm.pretrained, length, lm.gguf_file, limit),
+        bootstrap_iters=100,  # not 0, which would keep back the standard errors that need no bootstrap
         log_samples=False,
         confirm_run_unsafe_code=True,
     )["results"][task]
@@ -128,9 +150,11 @@ def evaluate(lm: SweepLM, task: str, length: int, limit: int | None) -> dict[str
     scores = {name: value for name, value in numbers.items() if not name.startswith("cache_") and "stderr" not in name}
     scores.pop("sample_len", None)
     metric = str(length) if str(length) in scores else next(iter(scores))
+    error = numbers.get(f"{metric}_stderr")  # lm-eval gives none of RULER's scores
     return {
         "metric": metric,
         "score": f"{scores[metric]:.4f}",
+        "score_stderr": "" if error is None else f"{error:.4f}",
         "q_heads_local": "" if local is None else f"{local:.4f}",
         "kv_heads_local": "" if kv_local is None else f"{kv_local:.4f}",
     }
@@ -212,24 +236,27 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the sweep; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m eval.sweep", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--model", default=str(needle.FOLDER), help="path or Hub id (default: the embedded needle model)")
-    add("--tasks", nargs="+", default=["needle"], help="lm-eval generation tasks (default: %(default)s)")
+    add("--model", default=language_model.DEFAULT, help=language_model.HELP)
+    add("--tasks", nargs="+", default=["prose_niah"], help="lm-eval generation tasks (default: %(default)s)")
     add(
         "--lengths", type=int, nargs="+", default=[4096], help="tokens, for tasks that take them (default: %(default)s)"
     )
-    add("--moments", nargs="+", default=["random-words", "single-word", "current"], help="(default: %(default)s)")
-    add("--group-rules", nargs="+", default=["head"], choices=("head", "mean", "all"), help="(default: %(default)s)")
+    add("--moments", nargs="+", default=["current"], help="(default: %(default)s)")
+    add("--group-rules", nargs="+", default=["any"], choices=GROUP_RULES, help="(default: %(default)s)")
     add("--thresholds", type=float, nargs="*", default=list(THRESHOLDS), help="(default: the paper's twelve)")
     add("--static", nargs="*", default=["oracle"], choices=("oracle", "other"), help="(default: %(default)s)")
     add("--alphas", type=float, nargs="*", default=list(ALPHAS), help="of static heads (default: the paper's twelve)")
-    add("--limit", type=int, help="documents per task")
+    add("--limit", type=int, help="documents per task and length (default: all that the task has)")
     add("--batch-size", default="1", help="as lm-eval's (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--out", type=Path, required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
     if not options.out.parent.is_dir():
         parser.error(f"--out: there is no folder {options.out.parent}")
-    lm = SweepLM(options.model, batch_size=options.batch_size, device=options.device)
+    try:
+        lm = load(options.model, batch_size=options.batch_size, device=options.device)
+    except (OSError, ValueError) as error:
+        parser.error(f"--model: {error}")
     done, wanted = known(options.out), variants(options)
     normal = [variant for variant in wanted if not variant.criterion.startswith("static")]
     moments: dict[str, Any] = {}

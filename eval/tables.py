@@ -29,11 +29,16 @@ def plain(table: list[dict[str, Any]]) -> str:
 def write(path: Path, table: list[dict[str, Any]], *, add: bool = False, **everywhere: object) -> None:
     """The table as a CSV file; `everywhere` are columns with the same value in all rows.
 
-    With `add`, the rows go below those of a file that is there already.
+    With `add`, the rows go below those of a file that is there already, which may have had other columns.
     """
-    header = not (add and path.exists())
-    with path.open("a" if add else "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*table[0], *everywhere], lineterminator="\n")
-        if header:
+    rows = [row | everywhere for row in table]
+    columns = list(rows[0])
+    old: Rows = read(path) if add and path.exists() else []
+    goes_on = bool(old) and list(old[0]) == columns
+    if old and not goes_on:  # what a table made by an older version does not say is left empty
+        rows, columns = [*old, *rows], list(dict.fromkeys([*columns, *old[0]]))
+    with path.open("a" if goes_on else "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        if not goes_on:
             writer.writeheader()
-        writer.writerows(row | everywhere for row in table)
+        writer.writerows(rows)
