@@ -30,7 +30,7 @@ class Way:
     criterion: str
     moments: str = ""
     rule: str = "any"
-    threshold: float = 0.6
+    threshold: float = 0.7
 
 
 @dataclass

@@ -87,7 +87,7 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     command.add_argument("--prompt-tokens", type=int, default=32768, help="of the prompt (default: %(default)s)")
     command.add_argument("--new-tokens", type=int, default=32, help="to decode (default: %(default)s)")
     command.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill pass (default: %(default)s)")
-    command.add_argument("--threshold", type=float, default=0.6, help="QAdACache's (default: %(default)s)")
+    command.add_argument("--threshold", type=float, help="QAdACache's (default: its own)")
     command.add_argument(
         "--moments",
         default="current",
@@ -116,7 +116,9 @@ def _profile(options: argparse.Namespace) -> int:
             f"--prompt-tokens and --new-tokens come to {options.prompt_tokens + options.new_tokens} tokens, and the "
             f"model has {longest} positions"
         )
-    cache = {"threshold": options.threshold, "moments": options.moments}
+    cache = {"moments": options.moments}
+    if options.threshold is not None:
+        cache["threshold"] = options.threshold
     prepare(model, tokenizer, **cache)
     words = within_reach("random-words", tokenizer)
     ids = prompt_ids(words, model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[None]

@@ -172,11 +172,11 @@ def test_table_is_widened_and_not_repeated(
     text.write_text(needle.make_prompt(tokens=1500, seed=1).context)
     arguments = ["--model", str(needle.FOLDER), "--text", str(text), "--lengths", "300", "--documents", "2"]
     arguments += ["--following", "8", "--out", str(out)]
-    monkeypatch.setattr(trials, "default_ways", lambda: [Way("local")])
+    monkeypatch.setattr(trials, "all_ways", lambda: [Way("local")])
     monkeypatch.setattr(trials, "know", lambda *_: None)
     monkeypatch.setattr(trials, "deciding", lambda *_: nullcontext())
     assert trials.main(arguments) == 0
-    monkeypatch.setattr(trials, "default_ways", lambda: [Way("local"), Way("dense")])
+    monkeypatch.setattr(trials, "all_ways", lambda: [Way("local"), Way("dense")])
     assert trials.main(arguments) == 0
     assert trials.main(arguments) == 0
     with out.open() as file:
