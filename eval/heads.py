@@ -1,6 +1,6 @@
 """What every head's estimate said, and what was true, token by token: `python -m eval.heads`.
 
-    python -m eval.heads --model ID_OR_PATH --tasks ruler_vt ruler_fwe --lengths 8192 --limit 8 --out heads.csv
+    python -m eval.heads --tasks prose_niah prose_fwe --lengths 4096 --limit 4 --out heads.csv
 
 Tasks of lm-eval are answered with full attention. For every decision a cache would take, the table gets `log A_local`,
 the true `log A_bulk`, and eq. 7's estimate of it by each kind of key moments; and, as the yardstick of the estimates,
@@ -20,9 +20,10 @@ import lm_eval
 import torch
 from torch import Tensor
 
+from eval import language_model
 from eval.sweep import task_manager
 from eval.tables import write
-from qada_cache import KeyMoments, QAdACache, decide, decode, needle
+from qada_cache import KeyMoments, QAdACache, decide, decode
 from qada_cache.criterion import gaussian_log_bulk
 from qada_cache.geometry import Geometry
 from qada_cache.layer import QAdALayer
@@ -130,10 +131,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Record; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m eval.heads", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--model", default=str(needle.FOLDER), help="path or Hub id (default: the embedded needle model)")
-    add(
-        "--tasks", nargs="+", default=["needle", "needle_noise"], help="lm-eval generation tasks (default: %(default)s)"
-    )
+    add("--model", default=language_model.DEFAULT, help=language_model.HELP)
+    add("--tasks", nargs="+", default=["prose_niah", "prose_fwe"], help="of lm-eval, generating (default: %(default)s)")
     add("--lengths", type=int, nargs="+", default=[4096], help="tokens (default: %(default)s)")
     add("--moments", nargs="+", default=["random-words", "single-word"], help="(default: %(default)s)")
     add("--limit", type=int, default=16, help="documents per task and length (default: %(default)s)")
@@ -142,7 +141,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.out.parent.is_dir():
         parser.error(f"--out: there is no folder {options.out.parent}")
-    lm = RecordingLM(options.model, batch_size=1, device=options.device)
+    try:
+        where, gguf = language_model.hflm_source(options.model)
+        lm = RecordingLM(where, batch_size=1, device=options.device, **gguf)
+    except (OSError, ValueError) as error:
+        parser.error(f"--model: {error}")
     recorder = Recorder({kind: KeyMoments.collect(lm.model, lm.tokenizer, kind) for kind in options.moments})
     lm.recorder = recorder
     for task in options.tasks:
@@ -153,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
                     lm,
                     tasks=[task],
                     limit=options.limit,
-                    task_manager=task_manager(options.model, length),
+                    task_manager=task_manager(where, length, gguf.get("gguf_file"), options.limit),
                     bootstrap_iters=0,
                     log_samples=False,
                 )

@@ -36,6 +36,17 @@ def source(name: str) -> dict[str, str]:
     return {"pretrained_model_name_or_path": name}
 
 
+def hflm_source(name: str) -> tuple[str, dict[str, str]]:
+    """As `source`, for lm-eval's `HFLM`: `pretrained`, and the keywords that a GGUF file needs.
+
+    Raises:
+        ValueError: the package with the default model is not installed.
+    """
+    where = source(name)
+    pretrained = where.pop("pretrained_model_name_or_path")
+    return pretrained, {"dtype": "float32", **where} if where else {}  # a GGUF file's own type is a 4-bit one
+
+
 def load(
     name: str, *, dtype: str | torch.dtype = "auto", device: str = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -116,11 +116,8 @@ def load(name: str, **keywords: Any) -> SweepLM:
     Raises:
         OSError, ValueError: there is no such model, or it cannot be read.
     """
-    where = language_model.source(name)
-    pretrained = where.pop("pretrained_model_name_or_path")
-    if where:
-        keywords = {"dtype": "float32", **keywords, **where}  # a GGUF file's own type is a 4-bit one
-    return SweepLM(pretrained, **keywords)
+    pretrained, gguf = language_model.hflm_source(name)
+    return SweepLM(pretrained, **gguf | keywords)
 
 
 @cache

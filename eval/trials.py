@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.documents import PROSE, Document, prose, task_documents
 from eval.forking import forked
-from eval.language_model import DEFAULT, HELP, load, source
+from eval.language_model import DEFAULT, HELP, hflm_source, load
 from eval.machine import machine
 from eval.sweep import task_manager
 from eval.tables import plain, read, write
@@ -169,10 +169,8 @@ def documents_of(
     if task == PROSE:
         pieces = prose(tokenizer, length=length, following=options.following, text=options.text)
         return islice((piece for piece in pieces if not calibrates(piece)), options.documents)
-    where = source(options.model)
-    manager = task_manager(
-        where["pretrained_model_name_or_path"], length, where.get("gguf_file"), documents=options.documents
-    )
+    where, gguf = hflm_source(options.model)
+    manager = task_manager(where, length, gguf.get("gguf_file"), documents=options.documents)
     return task_documents(task, tokenizer, length=length, count=options.documents, manager=manager)
 
 

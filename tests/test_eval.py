@@ -231,7 +231,7 @@ def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
     from reference import gaussian_log_bulk, log_mass
 
     from eval import heads
-    from qada_cache import decode
+    from qada_cache import decode, needle
 
     calls: list[tuple[Any, ...]] = []
     original = decode.needs_long_context
@@ -247,12 +247,11 @@ def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
     out = tmp_path / "heads.csv"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "needs_long_context", spy)
-        assert heads.main(["--tasks", "needle", "--lengths", "1024", "--limit", "1", "--out", str(out)]) == 0
+        arguments = ["--model", str(needle.FOLDER), "--tasks", "needle", "--lengths", "1024", "--limit", "1"]
+        assert heads.main([*arguments, "--out", str(out)]) == 0
     with out.open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 4 * 8
-    from qada_cache import needle
-
     model, tokenizer = needle.load_model(), needle.load_tokenizer()
     mean, covariance = KeyMoments.collect(model, tokenizer, progress=False).at(1024 - 128 + 64)  # rounded up
     for row in rows:
