@@ -56,7 +56,7 @@ def outcomes(turns: list[Turn], told: dict[str, Told]) -> tuple[dict[str, int], 
 
 
 def _share(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.0%}"  # nothing was decided: no layer of full attention
+    return "-" if math.isnan(value) else f"{value:.0%}"  # no bulk to decide about
 
 
 def table(turns: list[Turn], told: dict[str, Told]) -> list[dict[str, str]]:
