@@ -24,13 +24,13 @@ class Way:
         criterion: "qada", "oracle", "static", "dense", "local".
         moments: for "qada": those of `QAdACache`, or one of `EXPERIMENTS`.
         rule: a group rule of `QAdACache`, or "all": a group is long-context if all of its heads are.
-        threshold: tau; for "static" alpha, the share of heads made local.
+        threshold: tau; for "static" alpha, the share of heads made local; nothing to "dense" and "local".
     """
 
     criterion: str
     moments: str = ""
     rule: str = "any"
-    threshold: float = 0.7
+    threshold: float = 0.0
 
 
 @dataclass

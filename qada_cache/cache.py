@@ -84,7 +84,7 @@ class QAdACache(DynamicCache):
         model: PreTrainedModel | None = None,
         *,
         config: PreTrainedConfig | None = None,
-        threshold: float = 0.7,
+        threshold: float = 0.8,
         sink_tokens: int = 16,
         local_tokens: int = 128,
         criterion: str | StaticHeads = "gaussian",
