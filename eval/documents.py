@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from lm_eval.tasks import TaskManager, get_task_dict
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -40,13 +41,17 @@ def is_prose(task: str) -> bool:
 def prose(
     tokenizer: PreTrainedTokenizerBase, *, length: int, following: int, text: Path | None = None
 ) -> Iterator[Document]:
-    """Pieces of `length` tokens one after the other, and the `following` tokens after each; as many as the text has."""
+    """Pieces of `length` tokens one after the other, and the `following` tokens after each; as many as the text has.
+
+    Each begins with the token that begins a text, if the tokenizer puts one there.
+    """
     whole = text.read_text(encoding="utf-8") if text else reference_text()
-    ids = tokenizer(whole, return_tensors="pt", verbose=False).input_ids
-    piece = length + following
+    ids = tokenizer(whole, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids
+    begin = [index for index in tokenizer("").input_ids[:1] if index == tokenizer.bos_token_id]
+    piece = length - len(begin) + following
     task = f"{PROSE}:{text.stem}" if text else PROSE
     for index in range(ids.shape[1] // piece):
-        taken = ids[:, index * piece : (index + 1) * piece]
+        taken = torch.cat([torch.tensor([begin], dtype=torch.long), ids[:, index * piece : (index + 1) * piece]], dim=1)
         yield Document(task, length, index, taken[:, :length], taken[:, length:])
 
 

@@ -36,29 +36,30 @@ from qada_cache.layer import QAdALayer
 
 CALIBRATION = 4  # pieces of prose that errors and local shares are learned from, none of those measured
 EVERY = 4  # of the text's pieces, one in so many is kept for that
-FEW = (0.3, 0.6, 0.9)
-MOST = (0.3, 0.6, 0.8, 0.9)
+FEW = (0.1, 0.3, 0.6, 0.9)
+MOST = (0.1, 0.3, 0.6, 0.8, 0.9)
 RULES = ("any", "head", "mean")
 PROMPTS = ("random-words", "random-tokens", "wiki", "single-word")
 
 
 def few_ways() -> list[Way]:
-    """Sinks and window, the default at several thresholds, and the oracle: enough to compare lengths and models by."""
+    """Sinks and window, the default at several thresholds, the paper's rule and the oracle: to compare models by."""
     ours = [Way("qada", "current", "any", tau) for tau in (0.1, 0.3, 0.6, 0.7, 0.8, 0.9)]
-    return [Way("local"), *ours, Way("oracle", "", "any", 0.6)]
+    return [Way("local"), *ours, Way("qada", "current", "head", 0.6), Way("oracle", "", "any", 0.6)]
 
 
 def all_ways() -> list[Way]:
     """Every way that there is something to learn from, the few first."""
     ways = few_ways()
     ways += [Way("qada", "current", rule, tau) for rule in RULES[1:] for tau in MOST]
-    ways += [way for rule in RULES for tau in MOST if (way := Way("oracle", "", rule, tau)) not in ways]
+    ways += [Way("oracle", "", rule, tau) for rule in RULES for tau in MOST]
     ways += [Way("qada", prompt, rule, tau) for prompt in PROMPTS[:2] for rule in RULES for tau in FEW]
     ways += [Way("qada", prompt, "any", tau) for prompt in PROMPTS[2:] for tau in FEW]
     ways += [Way("qada", moments, "all", 0.6) for moments in (*PROMPTS[:2], "current")]
     ways += [Way("qada", name, "any", tau) for name in ("larger of current and random-words", "trimmed") for tau in FEW]
-    ways += [Way("qada", name, "any", tau) for name in ("corrected by head", "corrected by layer") for tau in MOST[1:]]
-    return ways + [Way("static", "", "any", alpha) for alpha in (0.3, 0.5, 0.6, 0.7, 0.8)]
+    ways += [Way("qada", name, "any", tau) for name in ("corrected by head", "corrected by layer") for tau in MOST[2:]]
+    ways += [Way("static", "", "any", alpha) for alpha in (0.3, 0.5, 0.6, 0.7, 0.8)]
+    return list(dict.fromkeys(ways))
 
 
 def learn(model: PreTrainedModel, documents: list[Document]) -> tuple[Tensor, Tensor]:

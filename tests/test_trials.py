@@ -151,15 +151,31 @@ def test_learned_errors_are_those_of_the_estimate(model: PreTrainedModel, docume
     assert ((share >= 0) & (share <= 1)).all()
 
 
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "qwen2"])
+def test_every_way_on_models_of_other_kinds(family: str, document: Document) -> None:
+    """Sliding windows or linear attention beside full attention; nothing about a model is assumed."""
+    model = tiny(family)
+    collected = KeyMoments.collect(model, None, "random-tokens", tokens=200, progress=False)
+    known = ways.Knowledge(dict.fromkeys(trials.PROMPTS, collected), *trials.learn(model, [document]))
+    tried = trials.all_ways()
+    rows = rows_of(model, document, known, *tried)
+    assert len(rows) == len(tried) == len(set(tried))
+    losses = {way: float(row["kl"]) for way, row in zip(tried, rows, strict=True)}
+    assert all(0 <= loss < 20 for loss in losses.values())
+    assert losses[Way("qada", "current", "any", 0.9)] < losses[Way("local")]
+
+
 def test_pieces_of_prose_do_not_overlap(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(needle.make_prompt(tokens=1000, seed=1).context)
     tokenizer = needle.load_tokenizer()
     pieces = list(documents.prose(tokenizer, length=200, following=20, text=text))
     assert [piece.index for piece in pieces] == [0, 1, 2, 3]
-    whole = tokenizer(text.read_text(), return_tensors="pt").input_ids
-    joined = torch.cat([part for piece in pieces for part in (piece.prompt, piece.answer)], dim=1)
-    assert torch.equal(joined, whole[:, :880])
+    whole = tokenizer(text.read_text(), return_tensors="pt").input_ids  # begun by one token, as every piece is
+    assert all(piece.prompt[0, 0] == tokenizer.bos_token_id for piece in pieces)
+    joined = torch.cat([part for piece in pieces for part in (piece.prompt[:, 1:], piece.answer)], dim=1)
+    assert torch.equal(joined, whole[:, 1:877])
+    assert all(piece.prompt.shape == (1, 200) and piece.answer.shape == (1, 20) for piece in pieces)
     assert {piece.task for piece in pieces} == {"prose:text"}
     assert [trials.calibrates(piece) for piece in pieces] == [False, False, False, True]
 
