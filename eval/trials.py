@@ -209,9 +209,11 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Measure what the table does not hold yet."""
     done = {key(row) for row in read(options.out)} if options.out.exists() else set()
-    pieces = prose(tokenizer, length=min(options.lengths), following=options.following, text=options.text)
-    known = know(model, tokenizer, list(islice(filter(calibrates, pieces), CALIBRATION)))
     ways, everywhere = few_ways() if options.few else all_ways(), {"model": options.model}
+    known = Knowledge()
+    if not options.few:
+        pieces = prose(tokenizer, length=min(options.lengths), following=options.following, text=options.text)
+        known = know(model, tokenizer, list(islice(filter(calibrates, pieces), CALIBRATION)))
     with tqdm(total=len(options.tasks) * len(options.lengths) * options.documents * len(ways), unit="row") as bar:
         for task in options.tasks:
             for length in options.lengths:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -35,7 +35,7 @@ class Way:
 
 @dataclass
 class Knowledge:
-    """What ways of deciding know beforehand.
+    """What ways of deciding know beforehand; some need nothing of it.
 
     Attributes:
         moments: of other prompts, by name.
@@ -43,9 +43,9 @@ class Knowledge:
         local_share: how often the oracle called a head local there `[layers, heads]`.
     """
 
-    moments: dict[str, KeyMoments]
-    errors: Tensor
-    local_share: Tensor
+    moments: dict[str, KeyMoments] = field(default_factory=dict)
+    errors: Tensor | None = None
+    local_share: Tensor | None = None
 
 
 def log_bulk_of(layer: QAdALayer, score_moments_of: tuple[Tensor, Tensor], like: Tensor, geometry: Any) -> Tensor:
@@ -95,12 +95,10 @@ def corrected(errors: Tensor) -> Callable:
 
 def experiments(known: Knowledge) -> dict[str, Callable]:
     """Estimates of `log A_bulk` that `QAdACache` does not have, by name."""
-    by_layer = known.errors.mean(dim=1, keepdim=True).expand_as(known.errors)
-    made = {
-        "trimmed": trimmed,
-        "corrected by head": corrected(known.errors),
-        "corrected by layer": corrected(by_layer),
-    }
+    made: dict[str, Callable] = {"trimmed": trimmed}
+    if known.errors is not None:
+        by_layer = known.errors.mean(dim=1, keepdim=True).expand_as(known.errors)
+        made |= {"corrected by head": corrected(known.errors), "corrected by layer": corrected(by_layer)}
     return made | {f"larger of current and {name}": larger(other) for name, other in known.moments.items()}
 
 
