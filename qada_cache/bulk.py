@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 GRANULE = 256  # tokens; capacities are multiples of it
 GROWTH = 1.25  # a full store grows to this multiple of the need, so that copying is amortised over many tokens
+GOLDEN = 0.618034  # multiples of it, modulo 1, are spread evenly over [0, 1), however many there are
 NOTES = 8  # a host that runs further ahead of the device than so many calls forgets what the older ones flagged
 STREAM_TOKENS = 32768  # tokens of one head in a block that is streamed through the device
 
@@ -150,8 +151,10 @@ class Bulk:
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row."""
         if tokens > self.capacity:
-            # The first fill is a prefill, whose length is no sign of growth to come: leave it little slack.
-            need = tokens if self.capacity == 0 else int(tokens * GROWTH)
+            # After the first fill, which is a prefill, layers have room for different numbers of tokens: if all of them
+            # were full at once, they would all be copied in the same step.
+            share = 1.0 if self.capacity else self.residents.index * GOLDEN % 1.0
+            need = int(tokens * (1 + share * (GROWTH - 1)))
             self._rebuild(list(range(len(self.lengths))), -(-(need + 1) // GRANULE) * GRANULE)
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:

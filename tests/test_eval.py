@@ -201,6 +201,23 @@ def test_benchmark_of_a_model_by_its_path(tmp_path: Path, monkeypatch: pytest.Mo
         benchmark.main([*arguments, "--model", str(tmp_path / "nothing")])
 
 
+def test_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The context grows, what is on the device does not; wrong arguments are said in a line."""
+    from eval import soak
+
+    arguments = ["--model", "tiny", "--prompt", "300", "--dtype", "float32", "--device", "cpu"]
+    assert soak.main([*arguments, "--tokens", "300", "--out", str(tmp_path)]) == 0
+    with (tmp_path / "soak-tiny-cpu.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["rows"] for row in rows] == ["one", "two, one padded"]
+    for row in rows:
+        assert float(row["last_host_mib"]) > float(row["first_host_mib"]) > 0
+        assert float(row["last_device_mib"]) == pytest.approx(float(row["first_device_mib"]), abs=0.1)
+    with pytest.raises(SystemExit):
+        soak.main([*arguments, "--tokens", "3"])
+    assert "--tokens must be at least 20" in capsys.readouterr().err
+
+
 @needs_compiler
 def test_step_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a model by its sizes and of one with a tokenizer; parts do not exceed the whole, and nothing stays patched."""

@@ -243,6 +243,23 @@ def test_memory_that_cannot_be_pinned(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("memory that is not pinned, so that copies of it wait: no memory") == 1
 
 
+def test_layers_grow_one_after_the_other() -> None:
+    """A step in which all of them did would copy the whole cache: p99 of a step's time is a user's wait."""
+    like, chunk = torch.empty(1, 1, 0, 1), torch.zeros(1, 1, 128, 1)
+    stores = [Bulk(like, like, offloading=True, residents=Residents(0), layer=layer) for layer in range(32)]
+    for store in stores:
+        store.append(slice(0, 1), torch.zeros(1, 1, 16384, 1), torch.zeros(1, 1, 16384, 1))
+    grown = []
+    for _ in range(160):  # 20,480 tokens, more than as many again
+        before = [store.capacity for store in stores]
+        for store in stores:
+            store.append(slice(0, 1), chunk, chunk)
+        grown.append(sum(store.capacity > old for store, old in zip(stores, before, strict=True)))
+    assert sum(grown) >= 2 * 32
+    assert max(grown) <= 5
+    assert all(store.capacity <= 1.3 * store.lengths[0] for store in stores)
+
+
 empty = torch.empty
 
 
