@@ -197,16 +197,27 @@ def test_another_text_and_what_is_refused(tmp_path: Path) -> None:
     assert longer["input"].count("Town 7 is old.") > 1  # a text that is too short starts again
     with pytest.raises(OSError, match=r"nothing\.txt"):
         prose.dataset(**asked, text=str(tmp_path / "nothing.txt"))
-    text.write_text("Too short.", "utf-8")
-    haystack.load.cache_clear()
+    short = tmp_path / "short.txt"
+    short.write_text("Too short.", "utf-8")
     with pytest.raises(ValueError, match="2 words are too few"):
-        prose.dataset(**asked, text=str(text))
+        prose.dataset(**asked, text=str(short))
     with pytest.raises(ValueError, match="set larger max_seq_lengths"):
         prose.dataset(**{**asked, "max_seq_lengths": [40]})
     with pytest.raises(ValueError, match="no tokenizer to measure lengths with"):
         prose.dataset(form="needles", answer_tokens=16)
     with pytest.raises(ValueError, match="too few different words"):
-        questions.common_words(Random(0), 10**6, haystack.load())
+        prose.dataset(**{**asked, "form": "common_words"}, text=str(text))
+
+
+def test_a_list_is_longer_than_there_are_words() -> None:
+    """The ten are still the most common by far, and the others of no great number each."""
+    words = [f"{letter}{number}" for letter in "abcd" for number in range(10)]
+    for size in (30, 300, 3000):
+        question = questions.word_list(Random(0), size, words, often=30, seldom=3)
+        counts = Counter(re.findall(r"\d+\. (\w+)", question.prompt)).most_common()
+        assert {word for word, _ in counts[:10]} == set(question.answers)
+        assert counts[9][1] >= 2 * counts[10][1] - 1
+        assert sum(count for _, count in counts[10:]) == size
 
 
 def test_fitting_takes_few_measurements() -> None:

@@ -12,6 +12,7 @@ from random import Random
 # The language reference has curved quotation marks too.
 SENTENCE_END = re.compile("[.!?:][\"')\u2019\u201d]*\\s+(?=[A-Z\"'(\u2018\u201c*])|\\n\\s*\\n")
 BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
+PROSE = re.compile(r"(\* )?[A-Z\"].{60,}[.:]")
 GOLDEN = 0.6180339887498949  # successive multiples, modulo 1, are spread evenly however many there are
 DEPTHS = 40  # places in a passage that a sentence may be put at, from its start to its end, RULER's number
 
@@ -62,6 +63,18 @@ def hide(draw: Random, passage: str, sentences: list[str]) -> str:
     return "".join([*made, passage[done:]]).strip()
 
 
+def language_reference() -> str:
+    """The paragraphs of the Python language reference that are prose, one a line: no grammar, code or headings."""
+    blocks = (" ".join(block.split()) for topic in topics.values() for block in BLANK_LINE.split(topic))
+    kept = (block for block in dict.fromkeys(blocks) if PROSE.fullmatch(block) and letters(block) > 0.88)
+    return "\n\n".join(kept)
+
+
+def letters(text: str) -> float:
+    """The share of letters and spaces in a text, 0 to 1."""
+    return sum(character.isalpha() or character == " " for character in text) / len(text)
+
+
 @cache
 def load(path: str | None = None) -> Haystack:
     """The haystack in a UTF-8 text file, or the Python language reference.
@@ -70,7 +83,7 @@ def load(path: str | None = None) -> Haystack:
         OSError: no such file.
         ValueError: it is not a text, or has fewer than a hundred words.
     """
-    text = "\n\n\n".join(topic.strip() for topic in topics.values()) if path is None else Path(path).read_text("utf-8")
+    text = language_reference() if path is None else Path(path).read_text("utf-8")
     words = re.findall(r"\S+\s*", text.strip() + "\n\n\n")
     if len(words) < 100:
         raise ValueError(f"{path}: {len(words)} words are too few for a haystack")

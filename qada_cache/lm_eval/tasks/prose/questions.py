@@ -112,7 +112,7 @@ def common_words(
         often, seldom: how often the ten and the others are in the list.
 
     Raises:
-        ValueError: the prose has too few words for so long a list.
+        ValueError: the prose has too few different words.
     """
     words = list(prose.vocabulary)
     draw.shuffle(words)
@@ -123,12 +123,18 @@ def common_words(
 
 
 def word_list(draw: Random, size: int, words: list[str], *, often: int, seldom: int) -> Question:
-    """A numbered list in which the first ten of `words` come `often` times, and `size` entries are others."""
-    common, others = words[:COMMON], words[COMMON:]
-    others = others[: -(-size // seldom)]
-    if size > len(others) * (often // 2):
-        raise ValueError(f"the text has too few different words, {len(words)}, for so long a list")
-    entries = [*common * often, *(others[number % len(others)] for number in range(size))]
+    """A numbered list in which the first ten of `words` come `often` times, and `size` entries are others.
+
+    Where the others run out they come up to half as often as the ten, and then all come more often.
+
+    Raises:
+        ValueError: there are too few words.
+    """
+    common, others = words[:COMMON], words[COMMON : COMMON - (-size // seldom)]
+    if not others:
+        raise ValueError("the text has too few different words for a list of them")
+    times = -(-size // (len(others) * max(often // 2, 1)))
+    entries = [*common * often * times, *(others[number % len(others)] for number in range(size))]
     draw.shuffle(entries)
     text = " ".join(f"{number}. {word}" for number, word in enumerate(entries, start=1))
     return Question(
