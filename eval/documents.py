@@ -23,7 +23,8 @@ class Document:
         length: tokens asked for.
         index: which of the task's documents.
         prompt: int64 `[1, tokens]`.
-        answer: int64 `[1, tokens]`, what comes next: the text itself, or the task's answer.
+        answer: int64 `[1, tokens]`, what comes next in prose; of a task, the answer that is right.
+        expected: that answer as text; "" of prose.
     """
 
     task: str
@@ -31,6 +32,7 @@ class Document:
     index: int
     prompt: Tensor
     answer: Tensor
+    expected: str = ""
 
 
 def is_prose(task: str) -> bool:
@@ -75,4 +77,4 @@ def task_documents(
             tokenizer(text, return_tensors="pt", add_special_tokens=special, verbose=False).input_ids
             for text, special in ((asked, True), (f" {answers[0].strip()}", False))
         )
-        yield Document(task, length, index, prompt, answer)
+        yield Document(task, length, index, prompt, answer, answers[0].strip())

@@ -5,7 +5,6 @@ from collections import defaultdict
 from statistics import mean, stdev
 from typing import Any
 
-from eval.documents import is_prose
 from eval.tables import Rows
 
 WAY = ("task", "length", "criterion", "moments", "rule", "threshold")
@@ -14,20 +13,21 @@ WAY = ("task", "length", "criterion", "moments", "rule", "threshold")
 def summary(rows: Rows) -> list[dict[str, Any]]:
     """One row for each task, length and way: means over documents, `±` their standard errors.
 
-    `found` counts the answers that are found among those that full attention finds; prose has none.
+    `found` counts, of the questions that full attention answers rightly, those answered letter by letter as it does;
+    prose has none.
     """
     groups = defaultdict(list)
     for row in rows:
         groups[tuple(row[name] for name in WAY)].append(row)
     made = []
     for way, group in groups.items():
-        asked = [row for row in group if row["full_found"] == "1" and not is_prose(row["task"])]
+        asked = [row for row in group if row["right"] == "1"]
         made.append({
             **dict(zip(WAY, way, strict=True)),
             "documents": len(group),
             "kl": _with_error([float(row["kl"]) for row in group], 4),
             "top1": _with_error([float(row["top1"]) for row in group], 3),
-            "found": f"{sum(row['found'] == '1' for row in asked)}/{len(asked)}" if asked else "",
+            "found": f"{sum(row['same'] == '1' for row in asked)}/{len(asked)}" if asked else "",
             "kv_read": f"{mean(float(row['kv_read']) for row in group):.3f}",
             "q_local": f"{mean(float(row['q_local']) for row in group):.3f}",
         })  # fmt: skip
