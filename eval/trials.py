@@ -3,11 +3,11 @@
     python -m eval.trials --tasks prose prose_niah --lengths 3072 --documents 12 --out trials.csv
 
 Each document is read once, exactly. What follows it (prose: its own next tokens; a task: the answer that full attention
-gives, greedily, as far as the expected one) is then fed in one query-adaptive call to a copy of that state for every way
-of deciding, with teacher forcing: KL divergence from full attention's next-token distributions, whether the likeliest
-token is the same, and what was read. An answer counts as found if it is right and all of its tokens are the likeliest:
-greedy decoding then says the same, letter by letter. One row a document and way; rows that the table holds are not
-measured again.
+gives, greedily, as far as the expected one) is then fed in one query-adaptive call to a copy of that state for every
+way of deciding, with teacher forcing: KL divergence from full attention's next-token distributions, whether the
+likeliest token is the same, and what was read. An answer counts as found if it is right and all of its tokens are the
+likeliest: greedy decoding then says the same, letter by letter. One row a document and way; rows that the table holds
+are not measured again.
 """
 
 import argparse
