@@ -92,45 +92,6 @@ def test_sweep(tmp_path: Path) -> None:
     ]
 
 
-def test_a_table_with_other_columns_is_added_to(tmp_path: Path) -> None:
-    """One that an older version made: what it does not say is left empty."""
-    from eval.tables import read, write
-
-    table = tmp_path / "table.csv"
-    write(table, [{"task": "a", "score": 1}], machine="x", add=True)
-    write(table, [{"task": "b", "score": 2}], machine="x", add=True)
-    assert table.read_text() == "task,score,machine\na,1,x\nb,2,x\n"
-    write(table, [{"task": "c", "score": 3, "error": 0.5}], machine="y", add=True)
-    assert [tuple(row.values()) for row in read(table)] == [
-        ("a", "1", "", "x"),
-        ("b", "2", "", "x"),
-        ("c", "3", "0.5", "y"),
-    ]
-    write(table, [{"task": "d"}])
-    assert table.read_text() == "task\nd\n"
-
-
-def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The folder holds the same model and tokenizer, and takes the place of nothing."""
-    from eval import convert, language_model
-    from qada_cache import needle
-
-    arguments = ["--model", str(needle.FOLDER), "--dtype", "float32", "--out", str(tmp_path / "made")]
-    assert convert.main(arguments) == 0
-    (model, tokenizer), (made, its_tokenizer) = (
-        language_model.load(str(folder), dtype="float32") for folder in (needle.FOLDER, tmp_path / "made")
-    )
-    ids = tokenizer("The grass is green.", return_tensors="pt").input_ids
-    assert torch.equal(its_tokenizer("The grass is green.", return_tensors="pt").input_ids, ids)
-    assert torch.equal(made(ids).logits, model(ids).logits)
-    missing = ["--model", str(tmp_path / "nothing"), "--out", str(tmp_path / "b")]
-    for wrong, message in ((arguments, "exists already"), (missing, "--model: ")):
-        with pytest.raises(SystemExit, match="2"):
-            convert.main(wrong)
-        assert message in capsys.readouterr().err
-    assert not (tmp_path / "b").exists()
-
-
 def test_haystack_moments_are_the_needle_models() -> None:
     pytest.importorskip("lm_eval", reason="the sweep runs on lm-eval")
     from eval.sweep import SweepLM, text_moments
