@@ -47,7 +47,7 @@ def _curve(rows: Rows, way: tuple[str, str, str], *, answers: bool) -> list[tupl
     for group in points.values():
         loss = [float(row["kl"]) for row in group]
         if answers:
-            loss = [float(row["same"]) for row in group if row["right"] == "1"]
+            loss = [float(row["found"]) for row in group if row["right"] == "1"]
         if loss:
             made.append((mean(float(row["kv_read"]) for row in group), mean(loss)))
     return sorted(made)
@@ -64,7 +64,7 @@ def _draw(rows: Rows, ways: tuple[tuple[str, tuple[str, str, str], str], ...]) -
         if is_prose(task):
             axis.set(yscale="log", ylabel="KL divergence from full attention", ylim=(1e-4, 1))
         else:
-            axis.set(ylabel="right answers given as by full attention", ylim=(-0.03, 1.05))
+            axis.set(ylabel="found, of what full attention finds", ylim=(-0.03, 1.05))
     axes[0, 0].legend(fontsize=6)
     return figure
 

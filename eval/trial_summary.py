@@ -13,8 +13,7 @@ WAY = ("task", "length", "criterion", "moments", "rule", "threshold")
 def summary(rows: Rows) -> list[dict[str, Any]]:
     """One row for each task, length and way: means over documents, `±` their standard errors.
 
-    `found` counts, of the questions that full attention answers rightly, those answered letter by letter as it does;
-    prose has none.
+    `found` counts the right answers, of the questions that full attention answers rightly; prose has none.
     """
     groups = defaultdict(list)
     for row in rows:
@@ -27,7 +26,7 @@ def summary(rows: Rows) -> list[dict[str, Any]]:
             "documents": len(group),
             "kl": _with_error([float(row["kl"]) for row in group], 4),
             "top1": _with_error([float(row["top1"]) for row in group], 3),
-            "found": f"{sum(row['same'] == '1' for row in asked)}/{len(asked)}" if asked else "",
+            "found": f"{sum(row['found'] == '1' for row in asked)}/{len(asked)}" if asked else "",
             "kv_read": f"{mean(float(row['kv_read']) for row in group):.3f}",
             "q_local": f"{mean(float(row['q_local']) for row in group):.3f}",
         })  # fmt: skip

@@ -5,9 +5,8 @@
 Each document is read once, exactly. What follows it (prose: its own next tokens; a task: the answer that full attention
 gives, greedily, as far as the expected one) is then fed in one query-adaptive call to a copy of that state for every
 way of deciding, with teacher forcing: KL divergence from full attention's next-token distributions, whether the
-likeliest token is the same, and what was read. An answer counts as found if it is right and all of its tokens are the
-likeliest: greedy decoding then says the same, letter by letter. One row a document and way; rows that the table holds
-are not measured again.
+likeliest token is the same, and what was read. Where they are not all the same, the answer is generated, greedily,
+to see whether the expected one is in it. One row a document and way; rows that the table holds are not measured again.
 """
 
 import argparse
@@ -46,13 +45,13 @@ PROMPTS = ("random-words", "random-tokens", "wiki", "single-word")
 
 def few_ways() -> list[Way]:
     """Sinks and window, the default at several thresholds, the paper's rule and the oracle: to compare models by."""
-    ours = [Way("qada", "current", "any", tau) for tau in (0.1, 0.3, 0.6, 0.7, 0.8, 0.9)]
+    ours = [Way("qada", "current", "any", tau) for tau in (0.6, 0.7, 0.8, 0.9)]
     return [Way("local"), *ours, Way("qada", "current", "head", 0.6), Way("oracle", "", "any", 0.6)]
 
 
 def all_ways() -> list[Way]:
     """Every way that there is something to learn from, the few first."""
-    ways = few_ways()
+    ways = [*few_ways(), *(Way("qada", "current", "any", tau) for tau in FEW)]
     ways += [Way("qada", "current", rule, tau) for rule in RULES[1:] for tau in MOST]
     ways += [Way("oracle", "", rule, tau) for rule in RULES for tau in MOST]
     ways += [Way("qada", prompt, rule, tau) for prompt in PROMPTS[:2] for rule in RULES for tau in FEW]
@@ -135,7 +134,16 @@ def compare(full: Tensor, found: Tensor) -> dict[str, str]:
     }
 
 
-@torch.no_grad()
+def generate(model: PreTrainedModel, document: Document, cache: QAdACache) -> Tensor:
+    """An answer `[1, tokens]`, greedily, somewhat longer than the right one."""
+    ids = document.prompt.to(model.device)
+    most = document.answer.shape[1] + SPARE
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=most, do_sample=False
+    )
+    return out[:, ids.shape[1] :].cpu()
+
+
 def spoken(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: Document, cache: QAdACache
 ) -> tuple[Document, bool]:
@@ -143,12 +151,7 @@ def spoken(
 
     `cache` holds all of the prompt but its last token, and reads everything.
     """
-    most, start = document.answer.shape[1] + SPARE, document.prompt.shape[1]
-    ids = document.prompt.to(model.device)
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=most, do_sample=False
-    )
-    said = out[:, start:].cpu()
+    said = generate(model, document, cache)
     for tokens in range(1, said.shape[1] + 1):
         if document.expected in tokenizer.decode(said[0, :tokens]):
             return replace(document, answer=said[:, :tokens]), True
@@ -179,12 +182,17 @@ def trial(
     for way in ways:
         twin = forked(cache, model, **cache_options(way, known))
         with deciding(way, known):
-            found = follow(model, document, twin)
+            compared = compare(full, follow(model, document, twin))
+            found = right and compared["same"] == "1"
+            if right and not found:
+                said = generate(model, document, forked(cache, model, **cache_options(way, known)))
+                found = document.expected in tokenizer.decode(said[0])
         stats = twin.stats()
         yield {
             **asdict(way),
-            **compare(full, found),
+            **compared,
             "right": str(int(right)),
+            "found": str(int(found)),
             "kv_read": f"{1 - stats.kv_sparsity:.4f}",
             "q_local": f"{stats.sparsity:.4f}",
         }

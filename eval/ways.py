@@ -1,5 +1,6 @@
 """Ways of deciding to try side by side: those of `QAdACache`, and some that it does not have."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -116,5 +117,9 @@ def deciding(way: Way, known: Knowledge) -> Iterator[None]:
             return flags.all(dim=2, keepdim=True).expand_as(flags)
         return together(flags, share, threshold, rule)
 
-    with mock.patch.object(decide, "estimated_log_bulk", replaced), mock.patch.object(decide, "group_decision", all_of):
+    with (
+        mock.patch.dict(os.environ, {"QADA_KERNELS": "torch"}),  # kernels decide by themselves
+        mock.patch.object(decide, "estimated_log_bulk", replaced),
+        mock.patch.object(decide, "group_decision", all_of),
+    ):
         yield

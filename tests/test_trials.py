@@ -91,7 +91,7 @@ def test_answers_are_those_of_full_attention(model: PreTrainedModel, document: D
     asked = Document("task", 290, 0, document.prompt, given[:, 2:4], expected)
     exact, local = rows_of(model, asked, known, Way("qada", "current", "any", 1.0), Way("local"))
     assert (exact["right"], exact["same"], exact["tokens"]) == ("1", "1", "4")
-    assert (local["right"], local["same"]) == ("1", "0")
+    assert (local["right"], local["same"], local["found"], exact["found"]) == ("1", "0", "0", "1")
     wrong = Document("task", 290, 0, document.prompt, given[:, 2:4], "nothing of the kind")
     (row,) = rows_of(model, wrong, known, Way("qada", "current", "any", 1.0))
     assert (row["right"], row["same"], row["tokens"]) == ("0", "1", str(2 + trials.SPARE))
