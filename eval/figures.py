@@ -1,8 +1,8 @@
 """Figures from the committed tables, nothing measured again: `python -m eval.figures`.
 
 Reads `trials.csv` (`python -m eval.trials`), `sweep.csv` (`python -m eval.sweep`) and `heads.csv`
-(`python -m eval.heads`) of a folder, and writes one PNG for each figure, and the table of errors, beside them. The same
-tables give the same numbers and pictures.
+(`python -m eval.heads`) of a folder, and writes one PNG for each figure, the table of errors and the summary of the
+trials beside them. The same tables give the same numbers and pictures.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from eval.canvas import canvas, write
 from eval.head_figures import HEADS_FIGURES, Heads, error_table
 from eval.tables import Rows, read
 from eval.trial_figures import TRIAL_FIGURES
+from eval.trial_summary import summary
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = {
@@ -113,7 +114,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
         write(out, name, draw(trials), options.note)
     table = error_table(heads)
     tables.write(out / "log_error.csv", table)
-    print(f"wrote {len(list(out.glob('*.png')))} figures and log_error.csv to {out}")
+    tables.write(out / "trials_summary.csv", summary(trials))
+    print(f"wrote {len(list(out.glob('*.png')))} figures and two tables to {out}")
     return 0
 
 
