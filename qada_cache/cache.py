@@ -111,7 +111,7 @@ class QAdACache(DynamicCache):
             config=text_config,
         )
         support.check_model(model, text_config)
-        attention.our_name(text_config)
+        attention.check_readers(model, text_config)
         super().__init__(config=text_config)
         # Exact type: subclasses (sliding windows, indexers, linear attention) keep what they need themselves.
         self.layers = [
