@@ -109,6 +109,7 @@ class QAdACache(DynamicCache):
             audit_every=audit_every,
             model_type=text_config.model_type,
             config=text_config,
+            dtype=None if model is None else model.dtype,
         )
         support.check_model(model, text_config)
         attention.check_readers(model, text_config)

@@ -105,7 +105,8 @@ class KeyMoments:
         for length in map(rounded, lengths):
             if (placed := kept.pop(length, None)) is None:
                 mean, covariance = self._layer_at(layer, length)
-                placed = mean.float().to(device).unsqueeze(0), covariance.float().to(device).unsqueeze(0)
+                mean, covariance = (moment.float().to(device).contiguous() for moment in (mean, covariance))
+                placed = mean.unsqueeze(0), covariance.unsqueeze(0)
             kept[length] = placed  # the latest are last
             found.append(placed)
         while len(kept) > max(KEPT, len(lengths)):
