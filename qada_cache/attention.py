@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from .autocast import without_autocast
 from .decode import query_adaptive, whole_context
 from .layer import QAdALayer
 from .readers import find_reader
@@ -161,11 +162,13 @@ def attention_forward(
         out, _ = base(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
         layer.store.absorb(key, value, valid)
     elif queries > policy.window:
-        out = whole_context(layer, layer.store, query, key, value, scaling=scaling, valid=valid).transpose(1, 2)
+        with without_autocast(query.device):
+            out = whole_context(layer, layer.store, query, key, value, scaling=scaling, valid=valid).transpose(1, 2)
         layer.store.absorb(key, value, valid)
     else:
         layer.store.append(key, value, valid)
-        out = query_adaptive(layer, layer.store, query, scaling=scaling, valid=valid).transpose(1, 2)
+        with without_autocast(query.device):
+            out = query_adaptive(layer, layer.store, query, scaling=scaling, valid=valid).transpose(1, 2)
     layer.incoming = None
     return out, None
 
