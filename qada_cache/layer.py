@@ -128,7 +128,7 @@ class QAdALayer(DynamicLayer):
         """Undo `update`: its tokens were refused before anything was stored."""
         self.incoming = None
         self.seen -= tokens
-        self.policy.reached = self.index - 1
+        self.policy.progress.back_to(self.index - 1)
 
     def check_history(self, valid: Tensor | None, tokens: int) -> Tensor | None:
         """Compare what a mask says of the tokens stored with what was stored, and record new padding.
