@@ -163,12 +163,14 @@ def attention_forward(
         layer.store.absorb(key, value, valid)
     elif queries > policy.window:
         with without_autocast(query.device):
-            out = whole_context(layer, layer.store, query, key, value, scaling=scaling, valid=valid).transpose(1, 2)
+            out = whole_context(layer, layer.store, query, key, value, scaling=scaling, valid=valid)
+        out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
         layer.store.absorb(key, value, valid)
     else:
         layer.store.append(key, value, valid)
         with without_autocast(query.device):
-            out = query_adaptive(layer, layer.store, query, scaling=scaling, valid=valid).transpose(1, 2)
+            out = query_adaptive(layer, layer.store, query, scaling=scaling, valid=valid)
+        out = out.transpose(1, 2).contiguous()
     layer.incoming = None
     return out, None
 
