@@ -16,17 +16,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from .autocast import without_autocast
 from .decode import query_adaptive, whole_context
 from .layer import QAdALayer
+from .readers import find_reader
 
 # The dispatcher treats names that hold "sdpa", "flash", "paged" or "/" specially, so ours hold none of them.
-_OUR_NAMES = {
-    "eager": "qada_over_eager",
-    "sdpa": "qada_over_torch",
-    "flash_attention_2": "qada_over_fa2",
-    "flash_attention_3": "qada_over_fa3",
-    "flash_attention_4": "qada_over_fa4",
-}
+# Flash attention is not among them: transformers' function for it loads its kernel by the name in the config.
+_OUR_NAMES = {"eager": "qada_over_eager", "sdpa": "qada_over_torch"}
 _BASES = {ours: base for base, ours in _OUR_NAMES.items()}
 
 # Arguments some models hand to attention that change its result in ways this cache does not compute.
@@ -63,6 +60,25 @@ def our_name(config: PreTrainedConfig) -> str:
     return _OUR_NAMES[current]
 
 
+def check_readers(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
+    """Raise NotImplementedError if the model's own code would do something else under our name than under its own.
+
+    Raises:
+        ValueError: as `our_name`.
+    """
+    if is_switched_on(config):
+        return
+    name, ours = config._attn_implementation, our_name(config)
+    if (place := find_reader(model, config, name, ours)) is None:
+        return
+    others = [other for other in _OUR_NAMES if find_reader(model, config, other, _OUR_NAMES[other]) is None]
+    way_out = "".join(f", or load it with attn_implementation={other!r}" for other in others)
+    raise NotImplementedError(
+        f"the code of {config.model_type} asks whether its attention is {name!r} ({place}), which QAdACache would "
+        f"change, and with it the model's own outputs: use transformers.DynamicCache for {config.model_type}{way_out}"
+    )
+
+
 def switch_on(config: PreTrainedConfig) -> None:
     """Make the model that owns `config` (its text config) ask our function for attention. Idempotent.
 
@@ -94,10 +110,13 @@ def restore_attention(model: PreTrainedModel | PreTrainedConfig) -> None:
 
 def _base_attention(module: torch.nn.Module, base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """What `module` would have called under the implementation named `base`."""
-    namespace = sys.modules[type(module).__module__].__dict__
-    if base == "eager":  # not registered anywhere: each modeling file defines or imports its own
-        return namespace["eager_attention_forward"]
-    return namespace.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)[base]
+    # Eager attention is not registered anywhere, each modeling file defines or imports its own; and a file may have a
+    # table of its own. A class derived elsewhere uses those of the file it derives from.
+    name = "eager_attention_forward" if base == "eager" else "ALL_ATTENTION_FUNCTIONS"
+    for kind in type(module).__mro__:
+        if (found := getattr(sys.modules.get(kind.__module__), name, None)) is not None:
+            return found if base == "eager" else found[base]
+    return ALL_ATTENTION_FUNCTIONS[base]
 
 
 def attention_forward(
@@ -143,11 +162,15 @@ def attention_forward(
         out, _ = base(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
         layer.store.absorb(key, value, valid)
     elif queries > policy.window:
-        out = whole_context(layer, layer.store, query, key, value, scaling=scaling, valid=valid).transpose(1, 2)
+        with without_autocast(query.device):
+            out = whole_context(layer, layer.store, query, key, value, scaling=scaling, valid=valid)
+        out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
         layer.store.absorb(key, value, valid)
     else:
         layer.store.append(key, value, valid)
-        out = query_adaptive(layer, layer.store, query, scaling=scaling, valid=valid).transpose(1, 2)
+        with without_autocast(query.device):
+            out = query_adaptive(layer, layer.store, query, scaling=scaling, valid=valid)
+        out = out.transpose(1, 2).contiguous()
     layer.incoming = None
     return out, None
 

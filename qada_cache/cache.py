@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from . import attention, serialization, support
 from .criterion import StaticHeads
@@ -19,11 +19,12 @@ from .layer import QAdALayer
 from .policy import Policy
 from .prompts import PROMPTS
 from .statistics import CacheStats, collect, layer_bytes
+from .watched import WatchedCache
 
 logger = logging.getLogger(__name__)
 
 
-class QAdACache(DynamicCache):
+class QAdACache(WatchedCache):
     """A KV cache whose attention heads read 128 tokens unless a Gaussian model of the rest says they need it all.
 
     Implements QAdA ("Adaptive Long-Context Head Identification", arXiv 2502.09647): for every generated token and
@@ -109,9 +110,10 @@ class QAdACache(DynamicCache):
             audit_every=audit_every,
             model_type=text_config.model_type,
             config=text_config,
+            dtype=None if model is None else model.dtype,
         )
         support.check_model(model, text_config)
-        attention.our_name(text_config)
+        attention.check_readers(model, text_config)
         super().__init__(config=text_config)
         # Exact type: subclasses (sliding windows, indexers, linear attention) keep what they need themselves.
         self.layers = [
@@ -128,10 +130,6 @@ class QAdACache(DynamicCache):
         if moments not in PROMPTS:  # else they were collected from this very model
             support.check_moments(policy.moments, text_config)
         self._policy = policy
-        # Linear layers do not count: some models write to their states without telling the cache.
-        attending = [index for index, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin)]
-        self._has_linear_layers = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
-        self._last_layer = attending[-1] if attending else -1
         if not policy.served:
             logger.warning(
                 "%s has no full-attention layers: QAdACache has nothing to do and acts as DynamicCache",
@@ -152,54 +150,10 @@ class QAdACache(DynamicCache):
                 "the model's attention implementation was changed after this QAdACache was built "
                 f"(to {config._attn_implementation!r}): build a new QAdACache"
             )
-        self._check_order(layer_idx, again=True)
+        self._check_order(layer_idx, "keys")
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self._policy.reached = layer_idx
+        self._policy.progress.come(layer_idx, "keys")
         return states
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """As transformers' own, for linear-attention layers."""
-        self._check_order(layer_idx, again=state_idx == 0)
-        self._policy.reached = layer_idx
-        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """As transformers' own, for linear-attention layers."""
-        self._check_order(layer_idx, again=False)
-        self._policy.reached = layer_idx
-        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
-
-    def _check_order(self, layer_idx: int, *, again: bool) -> None:
-        """Raise if a forward pass that comes to this layer left something undone before it.
-
-        `again`: whether coming to the layer reached last can only mean that a new pass has begun.
-        """
-        if layer_idx < self._policy.reached or (again and layer_idx == self._policy.reached):
-            self._check_whole()
-        elif layer_idx > self._policy.reached:
-            self._check_handed_back()
-
-    def _check_handed_back(self) -> None:
-        """Raise if keys handed out by the layer reached last did not come to our attention function."""
-        if self._policy.reached >= 0 and isinstance(layer := self.layers[self._policy.reached], QAdALayer):
-            layer.check_settled()
-
-    def _check_whole(self) -> None:
-        """Raise unless the last forward pass came through all attention layers: else they hold different tokens."""
-        self._check_handed_back()
-        if 0 <= self._policy.reached < self._last_layer:
-            raise RuntimeError(
-                f"a forward pass was interrupted after layer {self._policy.reached}, so layers hold different tokens: "
-                "call reset() and read the prompt again"
-            )
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the keys a mask must cover."""
-        # Linear layers may come and go unseen, so with them a pass is only seen to begin here. Not checked for other
-        # models: some of them ask again in the middle of a pass.
-        if self._has_linear_layers:
-            self._check_whole()
-        return super().get_mask_sizes(query_length, layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen."""
@@ -230,7 +184,7 @@ class QAdACache(DynamicCache):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
         super().reset()
-        self._policy.reached = -1
+        self._policy.progress.back_to(-1)
 
     def __iter__(self):
         raise TypeError(

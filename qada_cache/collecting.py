@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from .autocast import without_autocast
 from .moments import RunningMoments
 from .prompts import PROMPTS, prompt_ids, within_reach
 from .rope import (
@@ -147,11 +148,15 @@ def _lengths(scheme: str, tokens: int, longest: int) -> list[int]:
 
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Without dropout and gradients, whatever the model was doing."""
+    """Without dropout, gradients and autocast, whatever the model was doing.
+
+    Moments are kept for later runs, under a name that says the weights and their dtype: an autocast around the first
+    run must not change them.
+    """
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(model.device):
             yield
     finally:
         for module in training:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ REMEMBERED = 8  # models
 SAMPLED = 16  # values of each weight that stand for the whole
 NAMING = 2  # what prompts' names stand for: files of another naming are not found ("random-words" once were tokens)
 _remembered: dict[Path, KeyMoments] = {}
+_remembering = threading.RLock()  # one thread collects, others that ask for the same moments wait
 
 
 def resolve_moments(
@@ -86,12 +88,13 @@ def default_moments(
         ValueError: "wiki" without a tokenizer, or with one that does not know its words; or as `KeyMoments.collect`.
     """
     path = _path(model, prompt)
-    kept = _remembered.get(path)
-    if kept is None or (tokenizer is not None and kept.prompt != prompt):  # words can be had now
-        kept = _read(path) or _made(model, prompt, tokenizer, path)
-        if path not in _remembered and len(_remembered) >= REMEMBERED:
-            del _remembered[next(iter(_remembered))]
-        _remembered[path] = kept
+    with _remembering:
+        kept = _remembered.get(path)
+        if kept is None or (tokenizer is not None and kept.prompt != prompt):  # words can be had now
+            kept = _read(path) or _made(model, prompt, tokenizer, path)
+            if path not in _remembered and len(_remembered) >= REMEMBERED:
+                del _remembered[next(iter(_remembered))]
+            _remembered[path] = kept
     return kept
 
 

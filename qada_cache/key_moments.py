@@ -1,6 +1,7 @@
 """Key moments of a whole model, kept from a prompt other than the one being read, for bulks of any length."""
 
 import os
+import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from .rotary import Rotation, rounded
 KIND = "qada-moments"
 HUB_FILE = "moments.safetensors"
 KEPT = 2  # lengths whose moments stay on a device at the least
+_placing = threading.Lock()  # caches in several threads may share moments; one lock for all, as locks cannot be copied
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,22 +102,25 @@ class KeyMoments:
         Returns:
             for each length: mean `[1, kv_heads, dim]` and covariance `[1, kv_heads, dim, dim]`.
         """
-        kept = self._placed.setdefault((layer, device), {})
-        found = []
-        for length in map(rounded, lengths):
-            if (placed := kept.pop(length, None)) is None:
-                mean, covariance = self._layer_at(layer, length)
-                placed = mean.float().to(device).unsqueeze(0), covariance.float().to(device).unsqueeze(0)
-            kept[length] = placed  # the latest are last
-            found.append(placed)
-        while len(kept) > max(KEPT, len(lengths)):
-            del kept[next(iter(kept))]
+        with _placing:
+            kept = self._placed.setdefault((layer, device), {})
+            found = []
+            for length in map(rounded, lengths):
+                if (placed := kept.pop(length, None)) is None:
+                    mean, covariance = self._layer_at(layer, length)
+                    mean, covariance = (moment.float().to(device).contiguous() for moment in (mean, covariance))
+                    placed = mean.unsqueeze(0), covariance.unsqueeze(0)
+                kept[length] = placed  # the latest are last
+                found.append(placed)
+            while len(kept) > max(KEPT, len(lengths)):
+                del kept[next(iter(kept))]
         return found
 
     @property
     def device_bytes(self) -> int:
         """Bytes of what `layer` keeps on devices, for all caches that share these moments."""
-        kept = [pair for lengths in self._placed.values() for pair in lengths.values()]
+        with _placing:
+            kept = [pair for lengths in self._placed.values() for pair in lengths.values()]
         return sum(mean.nbytes + covariance.nbytes for mean, covariance in kept)
 
     # -- files ----------------------------------------------------------------------------------------------------

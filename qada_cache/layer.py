@@ -80,7 +80,7 @@ class QAdALayer(DynamicLayer):
         """Take in new tokens `[batch, kv_heads, tokens, dim]`; what comes back is only for our attention function.
 
         Raises:
-            RuntimeError: gradients are recorded, the batch size changed, or the last tokens never reached us.
+            RuntimeError: gradients are recorded, the batch size or dtype changed, or the last tokens never reached us.
         """
         self.check_settled()
         if key_states.requires_grad or value_states.requires_grad:
@@ -94,6 +94,15 @@ class QAdALayer(DynamicLayer):
             raise RuntimeError(
                 f"this QAdACache holds {self.store.batch} rows and was given {key_states.shape[0]}: use "
                 "batch_repeat_interleave or batch_select_indices first, or reset()"
+            )
+        elif (key_states.dtype, value_states.dtype) != self.store.dtypes:
+            held, given = (
+                " and ".join(map(str, dict.fromkeys(dtypes)))
+                for dtypes in (self.store.dtypes, (key_states.dtype, value_states.dtype))
+            )
+            raise RuntimeError(
+                f"this QAdACache holds keys and values in {held} and was given {given}: use it with a model of the "
+                "dtype it was filled with, or reset() it"
             )
         elif key_states.device != self.device:
             self.store.move(key_states.device)
@@ -119,7 +128,7 @@ class QAdALayer(DynamicLayer):
         """Undo `update`: its tokens were refused before anything was stored."""
         self.incoming = None
         self.seen -= tokens
-        self.policy.reached = self.index - 1
+        self.policy.progress.back_to(self.index - 1)
 
     def check_history(self, valid: Tensor | None, tokens: int) -> Tensor | None:
         """Compare what a mask says of the tokens stored with what was stored, and record new padding.

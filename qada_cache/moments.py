@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .autocast import without_autocast
+
 BLOCK_TOKENS = 4096  # bounds the float32 copy of the keys whose moments are taken
 
 
@@ -27,18 +29,21 @@ class RunningMoments:
     def update(self, rows: slice, keys: Tensor) -> None:
         """Take in `keys` `[rows, kv_heads, tokens, dim]`, any dtype; the rows must have equal counts."""
         for block in keys.split(BLOCK_TOKENS, dim=-2):
-            old, new = self.count[rows.start], block.shape[-2]
-            if new == 0:
-                continue
-            block = block.float()
-            mean, share = block.mean(dim=-2), new / (old + new)
-            centred = block - mean.unsqueeze(-2)
-            covariance = torch.matmul(centred.transpose(-1, -2), centred) / new
-            delta = mean - self.mean[rows]
-            self.mean[rows] += delta * share
-            self.covariance[rows] += (covariance - self.covariance[rows]) * share
-            self.covariance[rows] += delta.unsqueeze(-1) * delta.unsqueeze(-2) * (share * (1 - share))
-            self._counted(rows, old + new)
+            if block.shape[-2]:
+                with without_autocast(keys.device):
+                    self._merge(rows, block.float())
+
+    def _merge(self, rows: slice, block: Tensor) -> None:
+        """Take in one float32 block that is not empty."""
+        old, new = self.count[rows.start], block.shape[-2]
+        mean, share = block.mean(dim=-2), new / (old + new)
+        centred = block - mean.unsqueeze(-2)
+        covariance = torch.matmul(centred.transpose(-1, -2), centred) / new
+        delta = mean - self.mean[rows]
+        self.mean[rows] += delta * share
+        self.covariance[rows] += (covariance - self.covariance[rows]) * share
+        self.covariance[rows] += delta.unsqueeze(-1) * delta.unsqueeze(-2) * (share * (1 - share))
+        self._counted(rows, old + new)
 
     def _counted(self, rows: slice, tokens: int) -> None:
         self.count[rows] = [tokens] * len(self.count[rows])

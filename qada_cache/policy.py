@@ -11,6 +11,7 @@ from .criterion import CRITERIA, GROUP_RULES, StaticHeads
 from .geometry import Geometry, call_geometry
 from .key_moments import KeyMoments
 from .padding import token_validity
+from .progress import Progress
 from .residents import Residents, check_budget
 
 
@@ -31,8 +32,9 @@ class Policy:
     device_budget: int | float | str = 0
     served: tuple[int, ...] = ()  # the layers that share this policy
     config: Any = None  # of the model served, compared by identity
+    dtype: torch.dtype | None = None  # of the model, as far as it is known
     residents: Residents = field(init=False, repr=False)  # heads that lie on the device as well
-    reached: int = field(default=-1, repr=False)  # the layer that took in tokens last, in the forward pass under way
+    progress: Progress = field(default_factory=Progress, repr=False)
     _mask: tuple[Any, Any, Tensor | None] | None = field(default=None, repr=False)
     _geometry: tuple[Any, Geometry] | None = field(default=None, repr=False)
 

@@ -75,6 +75,9 @@ def save(cache: "QAdACache", path: "str | os.PathLike") -> None:
     if isinstance(policy.moments, KeyMoments):
         tensors |= policy.moments.tensors()
         state["moments"] = policy.moments.header()
+    stores = [layer.store for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store is not None]
+    dtypes = {dtype for store in stores for dtype in store.dtypes} | {policy.dtype} - {None}
+    state["dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)  # of tokens, and of their model
     state["layers"] = []
     for index, layer in enumerate(cache.layers):
         kept = _layer_state(layer) if isinstance(layer, QAdALayer) else vars(layer)
@@ -101,6 +104,12 @@ def load(
                     f"{path} was saved for another model: its {name} is {state['model'][name]!r}, "
                     f"this model's is {value!r}"
                 )
+    dtypes = state.get("dtypes", [])  # older files do not say, and update() refuses what does not fit
+    if model is not None and dtypes and str(model.dtype).removeprefix("torch.") not in dtypes:
+        raise ValueError(
+            f"{path} was saved for a model in {' or '.join(dtypes)}, this model is in "
+            f"{str(model.dtype).removeprefix('torch.')}: load it with a model of that dtype"
+        )
     cache = cls(model, config=config, criterion=criterion, moments=moments, **state["options"])
     device = model.device if model is not None else torch.device("cpu")
     for layer, kept in zip(cache.layers, state["layers"], strict=True):

@@ -57,7 +57,8 @@ class TokenStore:
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
             # Zeros, not empty: masked columns meet a weight of 0, and 0 times garbage could be nan.
             self.near_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
-            self.near_values = self.near_keys.new_zeros(batch, kv_heads, columns, values.shape[3])
+            # Of a dtype of their own: models under autocast may hand out float32 keys beside bfloat16 values.
+            self.near_values = self.near_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
             self.moments = RunningMoments(batch, kv_heads, keys.shape[3], keys.device) if track_moments else None
         self.bulk = Bulk(self.near_keys, self.near_values, offloading=offloading, residents=residents, layer=layer)
 
@@ -65,6 +66,11 @@ class TokenStore:
     def batch(self) -> int:
         """Rows held."""
         return len(self.lengths)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of keys and of values."""
+        return self.near_keys.dtype, self.near_values.dtype
 
     @property
     def capacity(self) -> int:

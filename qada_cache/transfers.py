@@ -5,6 +5,7 @@ pageable temporary, and the host waits for it. So all copies here are of one hea
 """
 
 import functools
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -100,6 +101,7 @@ def _ahead(first: Arrival | None, arrivals: Iterator[Arrival]) -> Iterator[tuple
 
 
 _outgoing: dict[torch.device, deque[tuple[Any, int]]] = {}
+_booking = threading.Lock()  # caches in several threads send to the host
 
 
 def send(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Any:
@@ -128,9 +130,10 @@ def send(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Any:
 
 def hold_back(outgoing: deque[tuple[Any, int]], event: Any, sent: int) -> None:
     """Book a copy of `sent` bytes that ends with `event`; wait for the oldest ones until `IN_FLIGHT_BYTES` holds."""
-    older = sum(bytes_sent for _, bytes_sent in outgoing)
-    while outgoing and older + sent > IN_FLIGHT_BYTES:
-        oldest, bytes_sent = outgoing.popleft()
-        oldest.synchronize()
-        older -= bytes_sent
-    outgoing.append((event, sent))
+    with _booking:
+        older = sum(bytes_sent for _, bytes_sent in outgoing)
+        while outgoing and older + sent > IN_FLIGHT_BYTES:
+            oldest, bytes_sent = outgoing.popleft()
+            oldest.synchronize()
+            older -= bytes_sent
+        outgoing.append((event, sent))

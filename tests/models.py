@@ -79,6 +79,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
     "granite": ("Granite", {"attention_multiplier": 0.35}),
     "qwen3_next": ("Qwen3Next", _LINEAR),
+    "afmoe": ("Afmoe", {"head_dim": 8, "num_dense_layers": 2, "global_attn_every_n_layers": 2, **_HYBRID}),
     # Not supported, each for a reason of its own.
     "gemma2": ("Gemma2", {"head_dim": 8, "attn_logit_softcapping": 5.0, **_HYBRID}),
     "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, **_HYBRID}),

@@ -123,10 +123,12 @@ def test_models_of_other_kinds() -> None:
     assert bart.config._attn_implementation == "sdpa"
     with pytest.raises(NotImplementedError, match=r"decoder-only models: use transformers.DynamicCache for t5"):
         QAdACache(config=T5Config())
-    flex = tiny(attention="flex_attention")
-    with pytest.raises(ValueError, match=r"cannot wrap .*'flex_attention': load the model with .* one of eager, sdpa"):
-        QAdACache(flex)
-    assert flex.config._attn_implementation == "flex_attention"
+    for name in ("flex_attention", "flash_attention_2", "flash_attention_3"):
+        model = tiny()
+        model.config._attn_implementation = name  # as if loaded with it, where its library is installed
+        with pytest.raises(ValueError, match=rf"cannot wrap .*'{name}': load the model with .* one of eager, sdpa$"):
+            QAdACache(model)
+        assert model.config._attn_implementation == name
 
 
 def test_another_model(model: PreTrainedModel) -> None:

@@ -22,6 +22,7 @@ UNSUPPORTED = {
 }
 SUPPORTED = [family for family in FAMILIES if family not in UNSUPPORTED]
 LAYERS = {
+    "afmoe": [DynamicSlidingWindowLayer, QAdALayer],
     "gemma3": [DynamicSlidingWindowLayer, QAdALayer],
     "qwen3_next": [LinearAttentionLayer, QAdALayer],
     "mistral_sliding": [DynamicSlidingWindowLayer, DynamicSlidingWindowLayer],

@@ -46,6 +46,8 @@ def obstacle(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: o
         return f"the kernel needs CUDA tensors, or CPU tensors with TRITON_INTERPRET=1, not {query.device.type} ones"
     if query.dtype not in DTYPES:
         return f"the kernel has no {query.dtype}"
+    if not query.dtype == bulk_keys.dtype == bulk_values.dtype:
+        return f"it has one dtype, not {query.dtype}, {bulk_keys.dtype} and {bulk_values.dtype}"
     dim = max(query.shape[-1], bulk_values.shape[-1])
     if dim > MAX_DIM:
         return f"the kernel has head dimensions up to {MAX_DIM}, not {dim}"

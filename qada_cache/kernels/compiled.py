@@ -30,14 +30,17 @@ SOURCE = Path(__file__).with_name("attention.cpp")
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether `partial_attention` computes this call, but for the build (shapes as there)."""
     return (
-        query.device.type == key.device.type == "cpu"
+        query.device.type == key.device.type == value.device.type == "cpu"
         and query.dtype == key.dtype == value.dtype
         and query.dtype in ELEMENTS
         and 1 <= query.shape[2] <= MAX_QUERIES
         and key.shape[2] >= MIN_TOKENS
         and query.shape[3] % 8 == value.shape[3] % 8 == 0
-        and _rows_contiguous(key)
-        and _rows_contiguous(value)
+        and query.shape[:2] == key.shape[:2]
+        and query.shape[3] == key.shape[3]
+        and key.shape[:3] == value.shape[:3]
+        and rows_contiguous(key)
+        and rows_contiguous(value)
     )
 
 
@@ -62,7 +65,8 @@ def partial_attention(query: Tensor, key: Tensor, value: Tensor, *, scaling: flo
     return out[:, :, :queries], lse[:, :, :queries]
 
 
-def _rows_contiguous(tensor: Tensor) -> bool:
+def rows_contiguous(tensor: Tensor) -> bool:
+    """Whether the tokens of each head of `[batch, heads, tokens, dim]` lie one after the other."""
     return tensor.stride()[2:] == (tensor.shape[3], 1)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import compiled
-from .rules import decision_rules
+from .rules import check_operands, decision_rules
 
 CRITERIA = {"local": 0, "dense": 1, "static": 2, "gaussian": 3}
 GROUP_RULES = {"head": 0, "mean": 1, "any": 2}
@@ -34,6 +34,10 @@ def obstacle(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: o
     group, dim, value_dim = query.shape[1] // bulk_keys.shape[1], query.shape[3], bulk_values.shape[3]
     if query.device.type != "cpu" or query.dtype not in compiled.ELEMENTS:
         return f"there is no kernel for {query.dtype} on {query.device.type}"
+    if not (
+        query.dtype == bulk_keys.dtype == bulk_values.dtype and bulk_keys.device == bulk_values.device == query.device
+    ):
+        return "query, keys and values differ in dtype or device"
     if bulk_keys.shape[2] < compiled.MIN_TOKENS or group > compiled.MAX_QUERIES or dim % 8 or value_dim % 8:
         return "the kernel is not made for these sizes"
     if criterion == "oracle":
@@ -66,6 +70,16 @@ def fused_decode(
     batch, heads, _, dim = query.shape
     kv_heads, columns, value_dim = near_keys.shape[1], near_keys.shape[2], near_values.shape[3]
     group = heads // kv_heads
+    check_operands(
+        query,
+        near=(near_keys, near_values),
+        bulk=(bulk_keys, bulk_values),
+        moments=(mean, covariance),
+        masks=(local, staged),
+        rows=(bulk_lengths, count, decided),
+    )
+    if not all(map(compiled.rows_contiguous, (near_keys, near_values, bulk_keys, bulk_values))):
+        raise ValueError("the tokens of a head do not lie one after the other")
     kernels = compiled.build(query.dtype, dim, value_dim, group)
     assert kernels is not None
     query = query.contiguous()

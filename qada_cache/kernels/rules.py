@@ -1,5 +1,6 @@
-"""What a fused kernel is told of how to decide."""
+"""What a fused kernel is told of how to decide, and what must hold of the tensors whose addresses it is given."""
 
+import torch
 from torch import Tensor
 
 from ..criterion import logit
@@ -20,3 +21,44 @@ def decision_rules(criterion: str | Tensor, group_rule: str, threshold: float) -
     elif group_rule == "mean" and threshold >= 1.0:
         group_rule = "any"  # as in `criterion.group_decision`: a share that rounds to 1 is below 1
     return kind, table, group_rule, logit(threshold)
+
+
+def check_operands(
+    query: Tensor,
+    *,
+    near: tuple[Tensor, Tensor],
+    bulk: tuple[Tensor, Tensor],
+    moments: tuple[Tensor | None, Tensor | None],
+    masks: tuple[Tensor, Tensor],
+    rows: tuple[Tensor | None, ...],
+) -> None:
+    """Raise ValueError unless a kernel that goes by the query's sizes and dtype reads within all of these tensors.
+
+    Args:
+        query: as for `decode_reference.fused_decode`.
+        near: its near_keys, near_values.
+        bulk: its bulk_keys, bulk_values, which alone may lie on another device.
+        moments: its mean, covariance.
+        masks: its local, staged.
+        rows: its bulk_lengths, count, decided.
+    """
+    batch, heads, queries, dim = query.shape
+    kv_heads, value_dim = near[0].shape[1], near[1].shape[3]
+    fits = queries == 1 and kv_heads and heads % kv_heads == 0
+    for keys, values in (near, bulk):
+        fits = fits and keys.dtype == values.dtype == query.dtype
+        fits = fits and keys.shape[:2] == (batch, kv_heads) and keys.shape[:3] == values.shape[:3]
+        fits = fits and (keys.shape[3], values.shape[3]) == (dim, value_dim)
+        fits = fits and keys.stride(3) == values.stride(3) == 1 and keys.device == values.device
+    for tensor, shape in zip(moments, ((kv_heads, dim), (kv_heads, dim, dim)), strict=True):
+        if tensor is not None:
+            fits = fits and tensor.dtype == torch.float32 and tensor.shape[1:] == shape and tensor[0].is_contiguous()
+    for tensor in masks:
+        fits = fits and tensor.dtype == torch.bool and tensor.shape[1:] == near[0].shape[2:3] and tensor.stride(1) == 1
+    for tensor, dtype in zip(rows, (torch.int64, torch.int64, torch.bool), strict=True):
+        fits = fits and (tensor is None or (tensor.dtype == dtype and tensor.dim() == 1))
+    for tensor in (*moments, *masks, *rows):
+        fits = fits and (tensor is None or (tensor.shape[0] in (1, batch) and tensor.device == query.device))
+    if not (fits and near[0].device == query.device):
+        found = [(t.dtype, str(t.device), list(t.shape)) for t in (query, *near, *bulk, *moments) if t is not None]
+        raise ValueError(f"the kernel cannot read these tensors as those of one layer: {found}")

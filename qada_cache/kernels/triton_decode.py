@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .rules import decision_rules
+from .rules import check_operands, decision_rules
 from .triton_kernels import bulk_kernel, merge_kernel, near_kernel
 
 SPLIT_TOKENS = 256  # a split has at least about this many tokens, as its result must be written and read again
@@ -63,6 +63,14 @@ def fused_decode(
     batch, heads, _, dim = query.shape
     kv_heads, columns, value_dim = near_keys.shape[1], near_keys.shape[2], near_values.shape[3]
     group = heads // kv_heads
+    check_operands(
+        query,
+        near=(near_keys, near_values),
+        bulk=(bulk_keys, bulk_values),
+        moments=(mean, covariance),
+        masks=(local, staged),
+        rows=(bulk_lengths, count, decided),
+    )
     splits = min(triton.cdiv(bulk_keys.shape[2], SPLIT_TOKENS), MAX_SPLITS)
     query = query.contiguous()
     out = query.new_empty(batch, heads, 1, value_dim)

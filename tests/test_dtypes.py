@@ -1,0 +1,139 @@
+"""Tokens of one dtype and a model of another: one clear error, and no kernel that reads past its tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decode_scene import Scene
+from models import exact, forced, prompt, tiny
+from torch import Tensor
+from transformers import DynamicCache
+
+from qada_cache import QAdACache
+from qada_cache.kernels import compiled, compiled_decode
+from qada_cache.kernels.rules import check_operands
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_file_of_another_dtype(dtype: torch.dtype, family: str, tmp_path: Path) -> None:
+    model, text = tiny(family, dtype=dtype), prompt(160)[0]
+    cache, path = exact(model), tmp_path / "cache.safetensors"
+    forced(model, text[:, :150], [150], cache)
+    cache.save(path)
+    name = str(dtype).removeprefix("torch.")
+    other = tiny(family)
+    with pytest.raises(ValueError, match=f"saved for a model in {name}, this model is in float32: load it with a mo"):
+        QAdACache.load(path, other)
+    assert other.config._attn_implementation == "sdpa"
+    wanted = forced(model, text[:, 150:], [1], cache)
+    assert torch.equal(forced(model, text[:, 150:], [1], QAdACache.load(path, model)), wanted)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 40])
+def test_file_of_another_dtype_by_config(tokens: int, tmp_path: Path) -> None:
+    """A config does not say what its model was converted to: the first use does."""
+    model, other, text = tiny(dtype=torch.bfloat16), tiny(), prompt(190)[0]
+    cache = exact(model)
+    forced(model, text[:, :150], [150], cache)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = QAdACache.load(tmp_path / "cache.safetensors", config=other.config)
+    with pytest.raises(RuntimeError, match=r"holds keys and values in torch.bfloat16 and was given torch.float32: use"):
+        forced(other, text[:, 150 : 150 + tokens], [tokens], loaded)
+    loaded.reset()
+    forced(other, text[:, :150], [150], loaded)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 40])
+def test_model_converted_between_turns(tokens: int) -> None:
+    """Refused before anything is taken in: converted back, the cache goes on."""
+    model, text = tiny(dtype=torch.bfloat16), prompt(150 + 2 * tokens)[0]
+    cache, twin = exact(model), exact(model)
+    for filled in (cache, twin):
+        forced(model, text[:, :150], [150], filled)
+    model.float()
+    with pytest.raises(RuntimeError, match=r"in torch.bfloat16 and was given torch.float32: .* or reset\(\) it"):
+        forced(model, text[:, 150 : 150 + tokens], [tokens], cache)
+    assert cache.get_seq_length() == 150
+    model.bfloat16()
+    rest = text[:, 150:]
+    assert torch.equal(forced(model, rest, [tokens], cache), forced(model, rest, [tokens], twin))
+    cache.reset()
+    model.float()
+    got, wanted = (forced(model, text, [150, tokens], used) for used in (cache, DynamicCache(config=model.config)))
+    assert (got - wanted).abs().max() < 1e-3
+
+
+def test_kernel_of_parts_serves_tensors_that_agree_only() -> None:
+    query, key, value = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 1024, 32), torch.randn(1, 2, 1024, 16)
+    assert compiled.supports(query, key, value)
+    for wrong in (
+        (query.bfloat16(), key, value),
+        (query, key.half(), value),
+        (query, key, value.half()),
+        (query, key.to("meta"), value),
+        (query, key, value.to("meta")),
+        (query[:, :1], key, value),
+        (query, key[..., :16], value),
+        (query, key, value[:, :, :-1]),
+        (query, key.mT.contiguous().mT, value),
+        (query, key[:, :, ::2], value[:, :, ::2]),
+    ):
+        assert not compiled.supports(*wrong)
+
+
+# Of `Scene.arguments` and `moment_arguments`, in each of the ways that a kernel would read something else or elsewhere.
+WRONG = {
+    "query": [Tensor.double, lambda t: t[:, :, :, :16], lambda t: t[:-1], lambda t: t.repeat(1, 1, 2, 1)],
+    "near_keys": [Tensor.half, lambda t: t[..., :16], lambda t: t[:, :1], lambda t: t.to("meta"), lambda t: t[:-1]],
+    "near_values": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t.mT.contiguous().mT],
+    "bulk_keys": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t[:-1], lambda t: t.to("meta")],
+    "bulk_values": [Tensor.half, lambda t: t[..., :16], lambda t: t.mT.contiguous().mT],
+    "mean": [Tensor.double, lambda t: t[:-1], lambda t: t[..., :16], lambda t: t.to("meta")],
+    "covariance": [Tensor.half, lambda t: t[:, :1], lambda t: t[..., :16], lambda t: t[:-1]],
+    "local": [Tensor.int, lambda t: t[:, 1:], lambda t: t.repeat(2, 1)],
+    "staged": [Tensor.int, lambda t: t[:, 1:]],
+    "bulk_lengths": [Tensor.int, lambda t: t[:-1]],
+    "count": [Tensor.int, lambda t: t[:-1]],
+    "decided": [Tensor.int, lambda t: t.repeat(3)],
+}
+
+
+def checked(given: dict[str, Any]) -> None:
+    """`check_operands` as the kernels call it."""
+    check_operands(
+        given["query"],
+        near=(given["near_keys"], given["near_values"]),
+        bulk=(given["bulk_keys"], given["bulk_values"]),
+        moments=(given["mean"], given["covariance"]),
+        masks=(given["local"], given["staged"]),
+        rows=(given["bulk_lengths"], given["count"], given["decided"]),
+    )
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_kernels_of_a_step_refuse_tensors_that_do_not_agree(name: str) -> None:
+    scene = Scene(padding=(0,))
+    given = scene.arguments("cpu") | scene.moment_arguments("cpu")
+    checked(given)
+    for change in WRONG[name]:
+        wrong = given | {name: change(given[name])}
+        with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
+            checked(wrong)
+        with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
+            compiled_decode.fused_decode(**wrong, threshold=0.5)
+
+
+def test_other_strides_are_not_the_compiled_kernels() -> None:
+    scene = Scene()
+    given = scene.arguments("cpu") | scene.moment_arguments("cpu")
+    for name in ("near_keys", "bulk_values"):
+        shape = given[name].shape
+        wrong = given | {name: torch.zeros(*shape[:2], 2 * shape[2], shape[3])[:, :, ::2]}
+        with pytest.raises(ValueError, match="do not lie one after the other"):
+            compiled_decode.fused_decode(**wrong, threshold=0.5)

@@ -1,0 +1,110 @@
+"""Models whose layers keep states beside keys and values: whole passes go through, interrupted ones are noticed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import FAMILIES, exact, forced, generate, logits_of, prompt, tiny
+from transformers import DynamicCache, PreTrainedModel
+
+_MAMBA = {"num_hidden_layers": 4, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
+_MAMBA2 = {**_MAMBA, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    # Attention and Mamba in every layer, in every other, and in different ones.
+    "falcon_h1": ("FalconH1", {**_MAMBA2, "num_hidden_layers": 2, "mamba_d_ssm": 64, "head_dim": 8}),
+    "zamba2": (
+        "Zamba2",
+        {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "hybrid_layer_ids": [1, 3],
+            "mamba_d_state": 8,
+            "mamba_ngroups": 1,
+            "n_mamba_heads": 4,
+            "chunk_size": 16,
+            "num_mem_blocks": 1,
+            "use_mem_rope": True,
+            "num_key_value_heads": 4,
+            "adapter_rank": 8,
+        },
+    ),
+    "jamba": (
+        "Jamba",
+        {
+            **_MAMBA,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 9,
+            "expert_layer_offset": 8,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "bamba": ("Bamba", {**_MAMBA2, "attn_layer_indices": [1]}),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "chunk_size": 16,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "lfm2": ("Lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
+}
+
+
+# Every layer but the first with keys or states of its own.
+LATER = {"falcon_h1": (1,), "zamba2": (1, 2, 3), "jamba": (1, 2, 3), "bamba": (1, 2, 3), "nemotron_h": (1, 2)}
+LATER["lfm2"] = (1, 2)
+
+
+def model_of(family: str) -> PreTrainedModel:
+    FAMILIES.setdefault(family, HYBRIDS[family])
+    return tiny(family, initializer_range=0.2)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_whole_passes(family: str) -> None:
+    """Several turns in calls of many, few and single tokens, then generation: as with DynamicCache."""
+    model, text = model_of(family), prompt(170)[0]
+    cache, plain = exact(model), DynamicCache(config=model.config)
+    got, wanted = (forced(model, text, [120, 30, 1], used) for used in (cache, plain))
+    assert (got - wanted).abs().max() < 1e-3
+    cache.reset()
+    wanted = generate(model, text, DynamicCache(config=model.config), tokens=12)
+    got = generate(model, text, cache, tokens=12)
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize(("family", "layer"), [(family, layer) for family in HYBRIDS for layer in LATER[family]])
+def test_interrupted_pass(family: str, layer: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a layer begins, others having written their states: the next pass says so, and so it does every time."""
+    model, text = model_of(family), prompt(150 + 2 * tokens)[0]
+    cache = exact(model)
+    forced(model, text[:, :150], [150], cache)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[layer], "forward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            forced(model, text[:, 150 : 150 + tokens], [tokens], cache)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"interrupted.*reset\(\)"):
+            forced(model, text[:, 150 : 150 + tokens], [tokens], cache)
+    cache.reset()
+    got, wanted = (forced(model, text, [150, 1], used) for used in (cache, DynamicCache(config=model.config)))
+    assert (got - wanted).abs().max() < 1e-3
