@@ -15,7 +15,7 @@ def forked(cache: QAdACache, model: PreTrainedModel, **options: object) -> QAdAC
     """
     policy = QAdACache(model, **options)._policy  # type: ignore[arg-type]  # for QAdACache to check
     twin = copy.deepcopy(cache)
-    policy.reached = twin._policy.reached
+    policy.progress = twin._policy.progress
     twin._policy = policy
     for layer in twin.layers:
         if isinstance(layer, QAdALayer) and layer.store is not None:
