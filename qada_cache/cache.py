@@ -4,6 +4,7 @@ import copy
 import itertools
 import logging
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -109,6 +110,7 @@ class QAdACache(DynamicCache):
             audit_every=audit_every,
             model_type=text_config.model_type,
             config=text_config,
+            model=None if model is None else weakref.ref(model),
         )
         support.check_model(model, text_config)
         attention.our_name(text_config)
@@ -246,6 +248,8 @@ class QAdACache(DynamicCache):
             memo[id(shared)] = shared
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
+        for layer in reversed(self.layers):  # each refers to the next: copied first, that is no deep recursion
+            copy.deepcopy(layer, memo)
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
@@ -266,9 +270,13 @@ class QAdACache(DynamicCache):
     def save(self, path: str | os.PathLike) -> None:
         """Write the whole state to one safetensors file, so that a long prompt is prefilled once and reused.
 
+        The file says which model it is of: its config, and a sample of its weights if the cache was built with the
+        model and not its config alone. A symbolic link is written through; the umask is heeded.
+
         Raises:
             RuntimeError: a forward pass was interrupted, so there is no whole state.
             NotImplementedError: a layer of another kind holds something that cannot be written.
+            OSError: the file cannot be written, or is something else than a regular file.
         """
         self._check_whole()
         self._settle()
@@ -281,9 +289,13 @@ class QAdACache(DynamicCache):
     ) -> "QAdACache":
         """The cache that `save` wrote, for the same model; generating on continues as if it had never left.
 
+        With `config`, or of a cache that was built with one, there are no weights to compare: that they are those that
+        the cache was filled by is then for the caller to see to.
+
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is truncated, altered, not a QAdACache file, of another format, or of another model.
+            ValueError: it is truncated, altered, not a QAdACache file, of another format, or of another model
+                or other weights.
         """
         return serialization.load(cls, path, model=model, config=config)
 
@@ -292,8 +304,11 @@ class QAdACache(DynamicCache):
         criterion = policy.criterion if isinstance(policy.criterion, str) else "static heads"
         moments = policy.moments if isinstance(policy.moments, str) else f"of {policy.moments.prompt}"
         ours = sum(isinstance(layer, QAdALayer) for layer in self.layers)
+        # Nothing that only the device knows: whoever prints a cache would wait for it. `stats()` has it.
+        bytes_held = [sum(held) / 2**20 for held in zip(*self.layer_bytes(), strict=True)] or [0.0, 0.0]
         return (
             f"QAdACache({policy.model_type}, {ours} of {len(self.layers)} layers, criterion {criterion}, "
             f"moments {moments}, threshold {policy.threshold}, {policy.sink_tokens} sinks + {policy.window} window, "
-            f"offloading {'on' if policy.offloading else 'off'}; {self.stats()})"
+            f"offloading {'on' if policy.offloading else 'off'}; {self.get_seq_length()} tokens, "
+            f"device {bytes_held[0]:.1f} MiB, host {bytes_held[1]:.1f} MiB)"
         )

@@ -7,11 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from . import files, private
+from . import files, private, weights
 from .key_moments import KIND, KeyMoments
 from .once import warn_once
 from .private import home
@@ -21,7 +19,6 @@ from .tokenizer import find_tokenizer
 logger = logging.getLogger(__name__)
 
 REMEMBERED = 8  # models
-SAMPLED = 16  # values of each weight that stand for the whole
 NAMING = 2  # what prompts' names stand for: files of another naming are not found ("random-words" once were tokens)
 FOLDER = "moments"  # of `private.home()`
 _remembered: dict[Path, KeyMoments] = {}
@@ -183,7 +180,7 @@ def _collect(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
 def _path(model: PreTrainedModel, prompt: str) -> Path:
     whole = {"config": _settings(model.config), "dtype": str(model.dtype), "format": files.FORMAT_VERSION}
     digest = hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode())
-    digest.update(_weights_sample(model))
+    digest.update("".join(weights.sample(model)).encode())
     name = f"{_source(model.config) or model.config.model_type}-{prompt}-{digest.hexdigest()[:16]}.safetensors"
     return home() / FOLDER / name
 
@@ -195,8 +192,8 @@ def _source(config: PreTrainedConfig) -> str:
         return ""
     version: Any = getattr(config, "_commit_hash", None)
     if os.path.isdir(name):
-        weights = [entry for entry in os.scandir(name) if entry.name.endswith((".safetensors", ".bin", ".gguf"))]
-        version = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in weights)
+        entries = [entry for entry in os.scandir(name) if entry.name.endswith((".safetensors", ".bin", ".gguf"))]
+        version = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
     whole = json.dumps([name, version, _settings(config)], sort_keys=True, default=str)
     return f"{config.model_type}-{hashlib.sha256(whole.encode()).hexdigest()[:16]}"
 
@@ -206,22 +203,3 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
     for name in ("transformers_version", "_name_or_path", "use_cache"):
         settings.pop(name, None)
     return {**settings, "naming": NAMING}
-
-
-@torch.no_grad()
-def _weights_sample(model: PreTrainedModel) -> bytes:
-    """Name, shape and a few values of every weight: enough to tell one checkpoint from another, and quick to read."""
-    digest = hashlib.sha256()
-    samples: dict[torch.device, list[Tensor]] = {}
-    for name, weight in model.state_dict().items():
-        if not isinstance(weight, Tensor):
-            continue
-        digest.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
-        if weight.device.type == "meta" or not weight.numel():  # kept elsewhere by accelerate
-            continue
-        index = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), device=weight.device).long()
-        places = torch.unravel_index(index, weight.shape) if weight.dim() else ()
-        samples.setdefault(weight.device, []).append(weight[places].reshape(-1).float())
-    for device in sorted(samples, key=str):  # one transfer each
-        digest.update(torch.cat(samples[device]).cpu().numpy().tobytes())
-    return digest.digest()

@@ -31,6 +31,7 @@ class Policy:
     device_budget: int | float | str = 0
     served: tuple[int, ...] = ()  # the layers that share this policy
     config: Any = None  # of the model served, compared by identity
+    model: Any = None  # weak reference to it, if the cache was given one
     residents: Residents = field(init=False, repr=False)  # heads that lie on the device as well
     reached: int = field(default=-1, repr=False)  # the layer that took in tokens last, in the forward pass under way
     _mask: tuple[Any, Any, Tensor | None] | None = field(default=None, repr=False)

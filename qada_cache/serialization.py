@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import files
+from . import files, weights
 from .criterion import StaticHeads
 from .key_moments import KeyMoments
 from .layer import QAdALayer
@@ -68,6 +68,8 @@ def save(cache: "QAdACache", path: "str | os.PathLike") -> None:
     policy, tensors = cache._policy, {}
     state: dict[str, Any] = {"options": {name: getattr(policy, name) for name in _OPTIONS}}
     state["model"] = _identity(cache._policy.config)
+    model = policy.model() if policy.model is not None else None
+    state["weights"] = None if model is None else weights.sample(model)
     if isinstance(policy.criterion, StaticHeads):
         tensors["static_heads"] = policy.criterion.long_context
     else:
@@ -101,6 +103,12 @@ def load(
                     f"{path} was saved for another model: its {name} is {state['model'][name]!r}, "
                     f"this model's is {value!r}"
                 )
+    if (
+        model is not None
+        and state.get("weights") is not None
+        and not weights.same(state["weights"], weights.sample(model))
+    ):
+        raise ValueError(f"{path} was saved for another model: its config is this model's, and its weights are not")
     cache = cls(model, config=config, criterion=criterion, moments=moments, **state["options"])
     device = model.device if model is not None else torch.device("cpu")
     for layer, kept in zip(cache.layers, state["layers"], strict=True):

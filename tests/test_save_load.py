@@ -307,6 +307,34 @@ def test_another_hybrid_models_file(change: dict[str, Any], tmp_path: Path) -> N
         QAdACache.load(tmp_path / "cache.safetensors", tiny("gemma3", **change))
 
 
+def test_other_weights_of_the_same_config(saved: Path, tmp_path: Path) -> None:
+    other, changed = tiny(seed=1), tiny()
+    with torch.no_grad():
+        changed.model.layers[1].mlp.up_proj.weight.add_(0.01)
+    for model in (other, changed, tiny(dtype=torch.bfloat16)):
+        with pytest.raises(
+            ValueError, match=rf"{saved.name} was saved for another model: its (config is .*weights|\w+ is)"
+        ):
+            QAdACache.load(saved, model)
+        assert model.config._attn_implementation == "sdpa"
+    QAdACache.load(saved, tiny())
+    cache = QAdACache.load(saved, config=other.config)  # which says nothing of weights, and neither will its file
+    cache.save(tmp_path / "unknown")
+    QAdACache.load(tmp_path / "unknown", tiny())
+
+
+def test_weights_kept_elsewhere_are_not_compared(saved: Path) -> None:
+    """As accelerate keeps them, of a model that is greater than the memory."""
+    for seed in (0, 1):
+        model = tiny(seed=seed)
+        model.model.layers[0].to("meta")
+        if seed == 0:
+            QAdACache.load(saved, model)
+        else:
+            with pytest.raises(ValueError, match="its config is this model's, and its weights are not"):
+                QAdACache.load(saved, model)
+
+
 @pytest.mark.parametrize("failing", ["files._content", "private.os.replace"])
 def test_an_interrupted_save_leaves_the_old_file(failing: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, model = saved.read_bytes(), tiny()
@@ -341,7 +369,8 @@ def test_a_full_disk_says_which_file(saved: Path) -> None:
 def test_what_killed_processes_left_is_removed_by_the_next_save(saved: Path) -> None:
     cache = QAdACache.load(saved, tiny())
     script = (
-        "import os, sys\nsys.path.insert(0, 'tests')\nfrom models import tiny\nfrom qada_cache import QAdACache, files\n"
+        "import os, sys\nsys.path.insert(0, 'tests')\n"
+        "from models import tiny\nfrom qada_cache import QAdACache, files\n"
         f"cache = QAdACache.load({str(saved)!r}, tiny())\n"
         f"files._content = lambda tensor: os.kill(os.getpid(), 9)\ncache.save({str(saved)!r})"
     )
