@@ -253,6 +253,17 @@ class QAdACache(DynamicCache):
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
+    def __copy__(self) -> "QAdACache":
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "QAdACache cannot be pickled, as loading a pickle runs whatever code it holds, and a cache belongs to its "
+            "model: use save() and QAdACache.load(path, model)"
+        )
+
     def _settle(self) -> None:
         """Wait for copies to the host, before the host reads the bulk."""
         for layer in self.layers:

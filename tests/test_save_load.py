@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import io
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -333,6 +336,14 @@ def test_weights_kept_elsewhere_are_not_compared(saved: Path) -> None:
         else:
             with pytest.raises(ValueError, match="its config is this model's, and its weights are not"):
                 QAdACache.load(saved, model)
+
+
+def test_pickling_is_refused_in_words() -> None:
+    cache = adaptive(tiny())
+    for attempt in (pickle.dumps, lambda cache: torch.save(cache, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"cannot be pickled, .*: use save\(\) and QAdACache\.load"):
+            attempt(cache)
+    assert copy.copy(cache).layers is cache.layers
 
 
 @pytest.mark.parametrize("failing", ["files._content", "private.os.replace"])
