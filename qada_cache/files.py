@@ -46,7 +46,7 @@ def write(path: str | os.PathLike, kind: str, tensors: dict[str, Tensor], state:
     try:
         private.write(target, encoded(kind, tensors, state))
     except OSError as error:  # which may name nothing, or the unfinished file
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+        raise OSError(error.errno, error.strerror or str(error), os.fspath(path)) from error
 
 
 def encoded(kind: str, tensors: dict[str, Tensor], state: dict[str, Any]) -> Iterator[bytes | memoryview]:
