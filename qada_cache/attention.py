@@ -152,8 +152,7 @@ def attention_forward(
     queries, policy = query.shape[-2], layer.policy
     try:
         _check_supported(module, layer, queries, dropout, kwargs)
-        valid = policy.token_validity(attention_mask, batch=query.shape[0], seen=layer.seen, queries=queries)
-        valid = layer.check_history(valid, queries)
+        valid = layer.read_mask(attention_mask, batch=query.shape[0], tokens=queries)
     except (NotImplementedError, RuntimeError, ValueError):
         layer.abandon(queries)
         raise

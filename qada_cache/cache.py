@@ -4,6 +4,7 @@ import copy
 import itertools
 import logging
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -111,6 +112,7 @@ class QAdACache(WatchedCache):
             model_type=text_config.model_type,
             config=text_config,
             dtype=None if model is None else model.dtype,
+            model=None if model is None else weakref.ref(model),
         )
         support.check_model(model, text_config)
         attention.check_readers(model, text_config)
@@ -200,8 +202,21 @@ class QAdACache(WatchedCache):
             memo[id(shared)] = shared
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
+        for layer in reversed(self.layers):  # each refers to the next: copied first, that is no deep recursion
+            copy.deepcopy(layer, memo)
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
+
+    def __copy__(self) -> "QAdACache":
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "QAdACache cannot be pickled, as loading a pickle runs whatever code it holds, and a cache belongs to its "
+            "model: use save() and QAdACache.load(path, model)"
+        )
 
     def _settle(self) -> None:
         """Wait for copies to the host, before the host reads the bulk."""
@@ -220,9 +235,13 @@ class QAdACache(WatchedCache):
     def save(self, path: str | os.PathLike) -> None:
         """Write the whole state to one safetensors file, so that a long prompt is prefilled once and reused.
 
+        The file says which model it is of: its config, and a sample of its weights if the cache was built with the
+        model and not its config alone. A symbolic link is written through; the umask is heeded.
+
         Raises:
             RuntimeError: a forward pass was interrupted, so there is no whole state.
             NotImplementedError: a layer of another kind holds something that cannot be written.
+            OSError: the file cannot be written, or is something else than a regular file.
         """
         self._check_whole()
         self._settle()
@@ -235,9 +254,13 @@ class QAdACache(WatchedCache):
     ) -> "QAdACache":
         """The cache that `save` wrote, for the same model; generating on continues as if it had never left.
 
+        With `config`, or of a cache that was built with one, there are no weights to compare: that they are those that
+        the cache was filled by is then for the caller to see to.
+
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is truncated, altered, not a QAdACache file, of another format, or of another model.
+            ValueError: it is truncated, altered, not a QAdACache file, of another format, or of another model
+                or other weights.
         """
         return serialization.load(cls, path, model=model, config=config)
 
@@ -246,8 +269,11 @@ class QAdACache(WatchedCache):
         criterion = policy.criterion if isinstance(policy.criterion, str) else "static heads"
         moments = policy.moments if isinstance(policy.moments, str) else f"of {policy.moments.prompt}"
         ours = sum(isinstance(layer, QAdALayer) for layer in self.layers)
+        # Nothing that only the device knows: whoever prints a cache would wait for it. `stats()` has it.
+        bytes_held = [sum(held) / 2**20 for held in zip(*self.layer_bytes(), strict=True)] or [0.0, 0.0]
         return (
             f"QAdACache({policy.model_type}, {ours} of {len(self.layers)} layers, criterion {criterion}, "
             f"moments {moments}, threshold {policy.threshold}, {policy.sink_tokens} sinks + {policy.window} window, "
-            f"offloading {'on' if policy.offloading else 'off'}; {self.stats()})"
+            f"offloading {'on' if policy.offloading else 'off'}; {self.get_seq_length()} tokens, "
+            f"device {bytes_held[0]:.1f} MiB, host {bytes_held[1]:.1f} MiB)"
         )

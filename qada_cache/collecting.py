@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 from tqdm import tqdm
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .autocast import without_autocast
 from .moments import RunningMoments
@@ -52,7 +52,7 @@ def collect(
     if scheme not in SCHEMES:
         raise ValueError(f"unknown scheme {scheme!r}: use one of {', '.join(SCHEMES)}")
     config = model.config.get_text_config(decoder=True)
-    longest = getattr(config, "max_position_embeddings", None) or LONGEST_SPREAD
+    longest = _longest(model, config)
     kind = within_reach(prompt, tokenizer, text) if isinstance(prompt, str) and prompt in PROMPTS else "custom"
     # Our article is long enough, but for a tokenizer that puts several words into a token: then it is read as it is.
     fewer = tokens is None and text is None and kind != "custom"
@@ -117,6 +117,15 @@ def collect(
             "transformers": transformers.__version__,
         },
     }
+
+
+def _longest(model: PreTrainedModel, config: PreTrainedConfig) -> int:
+    """How many tokens the model has positions for: RoBERTa and its like count them from behind the padding token's."""
+    longest = getattr(config, "max_position_embeddings", None) or LONGEST_SPREAD
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            longest = min(longest, module.num_embeddings - module.padding_idx - 1)
+    return longest
 
 
 def _choose_scheme(model: PreTrainedModel, scheme: str, ids: Tensor) -> tuple[str, dict[int, Rotation]]:

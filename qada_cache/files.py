@@ -1,44 +1,78 @@
-"""What this package keeps between processes: where, and as safetensors files that it can tell from any others."""
+"""Safetensors files that this package can tell from any others: written whole or not at all, checked when read."""
 
+import errno
 import hashlib
 import json
 import os
-import secrets
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from . import private
+
 FORMAT_VERSION = 2
-
-
-def home() -> Path:
-    """The folder for what is kept between processes: `QADA_HOME`, else "qada" beside the Hugging Face cache."""
-    from huggingface_hub.constants import HF_HOME
-
-    return Path(os.environ.get("QADA_HOME") or Path(HF_HOME).parent / "qada")
+_DTYPES = {  # as safetensors calls them
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
 
 
 def write(path: str | os.PathLike, kind: str, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Write `tensors` and the JSON-able `state` to `path`, whole or not at all.
+    """Write `tensors` and the JSON-able `state` to `path`, whole or not at all; a symbolic link is written through.
 
     `kind` names what the file is, e.g. "qada-cache"; `read` asks for it.
+
+    Raises:
+        OSError: it cannot be written, or is something else than a regular file; the message names the path.
+        NotImplementedError: a tensor is of a dtype that these files do not hold.
+    """
+    target = os.path.realpath(path)
+    if os.path.lexists(target) and not stat.S_ISREG(os.stat(target).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    try:
+        private.write(target, encoded(kind, tensors, state))
+    except OSError as error:  # which may name nothing, or the unfinished file
+        raise OSError(error.errno, error.strerror or str(error), os.fspath(path)) from error
+
+
+def encoded(kind: str, tensors: dict[str, Tensor], state: dict[str, Any]) -> Iterator[bytes | memoryview]:
+    """What `write` writes, piece by piece: safetensors' own function copies all of it first, and keeps the umask out.
+
+    Raises:
+        NotImplementedError: as `write`.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    header = {"kind": kind, "version": str(FORMAT_VERSION), "state": json.dumps(state)}
-    header["sha256"] = _digest(header["state"], tensors)
-    path = Path(path)
-    # Beside the target, so that the rename cannot cross file systems; another process sees the old file or the new.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        save_file(tensors, temporary, metadata=header)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    about = {"kind": kind, "version": str(FORMAT_VERSION), "state": json.dumps(state)}
+    about["sha256"] = _digest(about["state"], tensors)
+    header: dict[str, Any] = {"__metadata__": about}
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # every one aligned to its elements
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in _DTYPES:
+            raise NotImplementedError(f"{name} is of {tensor.dtype}, which files of qada-cache do not hold")
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for name in names:
+        yield _content(tensors[name])
 
 
 def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -53,19 +87,43 @@ def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[st
         raise FileNotFoundError(f"no {kind} file at {path}")
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
+            about = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file, or is truncated: {error}") from error
-    if header.get("kind") != kind:
-        raise ValueError(f"{path} is not a {kind} file (it says {header.get('kind', 'nothing about what it is')!r})")
-    if (version := header.get("version", "")) != str(FORMAT_VERSION):
+        raise _broken(path, error) from error
+    return _checked(path, kind, about, tensors)
+
+
+def decoded(content: bytes, kind: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As `read`, of a file that was read already; `path` is only named in errors.
+
+    Raises:
+        ValueError: as `read`.
+    """
+    try:
+        tensors = safetensors.torch.load(content)
+    except SafetensorError as error:
+        raise _broken(path, error) from error
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return _checked(path, kind, header.get("__metadata__", {}), tensors)
+
+
+def _broken(path: Path, error: SafetensorError) -> ValueError:
+    return ValueError(f"{path} is not a safetensors file, or is truncated: {error}")
+
+
+def _checked(
+    path: Path, kind: str, about: dict[str, str], tensors: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if about.get("kind") != kind:
+        raise ValueError(f"{path} is not a {kind} file (it says {about.get('kind', 'nothing about what it is')!r})")
+    if (version := about.get("version", "")) != str(FORMAT_VERSION):
         old = version.isdigit() and int(version) < FORMAT_VERSION
         way_out = "make it again" if old else "upgrade qada-cache"
         raise ValueError(f"{path} has format version {version!r}, this qada-cache reads {FORMAT_VERSION}: {way_out}")
-    if header.get("sha256") != _digest(header.get("state", ""), tensors):
+    if about.get("sha256") != _digest(about.get("state", ""), tensors):
         raise ValueError(f"{path} was altered after it was written (checksum mismatch)")
-    return tensors, json.loads(header["state"])
+    return tensors, json.loads(about["state"])
 
 
 def _digest(state: str, tensors: dict[str, Tensor]) -> str:
@@ -73,5 +131,9 @@ def _digest(state: str, tensors: dict[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+        digest.update(_content(tensor))
     return digest.hexdigest()
+
+
+def _content(tensor: Tensor) -> memoryview:
+    return tensor.flatten().view(torch.uint8).numpy().data

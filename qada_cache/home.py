@@ -8,22 +8,20 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from . import files
-from .files import home
-from .key_moments import KeyMoments
+from . import files, private, weights
+from .key_moments import KIND, KeyMoments
 from .once import warn_once
+from .private import home
 from .prompts import PROMPTS, TOKENS_FOR_WORDS, within_reach
 from .tokenizer import find_tokenizer
 
 logger = logging.getLogger(__name__)
 
 REMEMBERED = 8  # models
-SAMPLED = 16  # values of each weight that stand for the whole
 NAMING = 2  # what prompts' names stand for: files of another naming are not found ("random-words" once were tokens)
+FOLDER = "moments"  # of `private.home()`
 _remembered: dict[Path, KeyMoments] = {}
 _remembering = threading.RLock()  # one thread collects, others that ask for the same moments wait
 
@@ -76,8 +74,9 @@ def default_moments(
     """This model's moments on one of `prompts.PROMPTS`: remembered, else read from the file, else collected and kept.
 
     The file's name holds what determines the moments: the weights (a sample of every one), the config, the dtype, the
-    prompt, and the format. A folder that cannot be written to costs a warning, not the moments. Words that cannot be
-    had (`prompts.within_reach`) become tokens, which is said once and kept under their own name.
+    prompt, and the format. A folder that cannot be written to, or is not the user's alone (`private.opened`), costs a
+    warning, not the moments. Words that cannot be had (`prompts.within_reach`) become tokens, which is said once and
+    kept under their own name.
 
     Args:
         model: whose.
@@ -105,14 +104,21 @@ def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     none, and several files of one name (weights changed in memory) are as good as none. Where words were asked for and
     only tokens are kept, these are found, which is said once.
     """
-    source = _source(config)
-    found = list((home() / "moments").glob(f"{source}-{prompt}-*.safetensors")) if source else []
+    source, found = _source(config), []
+    try:
+        with private.opened(FOLDER) as folder:
+            start = f"{source}-{prompt}-"
+            found = [name for name in os.listdir(folder) if source and name.startswith(start)]
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        warn_once(logger, f"key moments kept in {home() / FOLDER} are not used: {error}")
     if not found and prompt in TOKENS_FOR_WORDS:
         instead = find_moments(config, TOKENS_FOR_WORDS[prompt])
         if instead is not None:
             _say_tokens(prompt, f"no others are kept in {home()}")
         return instead
-    return _read(found[0]) if len(found) == 1 else None
+    return _read(home() / FOLDER / found[0]) if len(found) == 1 else None
 
 
 def _made(model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBase | None, path: Path) -> KeyMoments:
@@ -149,19 +155,24 @@ def _say_tokens(prompt: str, reason: str) -> None:
 
 def _read(path: Path) -> KeyMoments | None:
     try:
-        return KeyMoments.load(path)
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        logger.warning("%s; collecting the moments again", error)
+        with private.opened(FOLDER) as folder:
+            try:
+                content = private.read(folder, path.name)
+                return KeyMoments.from_file(*files.decoded(content, KIND, path))
+            except FileNotFoundError:
+                return None
+            except (OSError, ValueError) as error:
+                logger.warning("%s; collecting the moments again", error)
+                return None
+    except OSError:  # which is said when the folder is to be written to
         return None
 
 
 def _collect(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: str, path: Path) -> KeyMoments:
     moments = KeyMoments.collect(model, tokenizer, prompt)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        moments.save(path)
+        with private.opened(FOLDER, make=True) as folder:
+            private.write(path.name, files.encoded(KIND, moments.tensors(), moments.header()), folder=folder)
     except OSError as error:
         warn_once(
             logger, f"key moments cannot be kept in {path.parent} ({error}): they will be collected in every process"
@@ -172,9 +183,9 @@ def _collect(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
 def _path(model: PreTrainedModel, prompt: str) -> Path:
     whole = {"config": _settings(model.config), "dtype": str(model.dtype), "format": files.FORMAT_VERSION}
     digest = hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode())
-    digest.update(_weights_sample(model))
+    digest.update("".join(weights.sample(model)).encode())
     name = f"{_source(model.config) or model.config.model_type}-{prompt}-{digest.hexdigest()[:16]}.safetensors"
-    return home() / "moments" / name
+    return home() / FOLDER / name
 
 
 def _source(config: PreTrainedConfig) -> str:
@@ -184,8 +195,8 @@ def _source(config: PreTrainedConfig) -> str:
         return ""
     version: Any = getattr(config, "_commit_hash", None)
     if os.path.isdir(name):
-        weights = [entry for entry in os.scandir(name) if entry.name.endswith((".safetensors", ".bin", ".gguf"))]
-        version = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in weights)
+        entries = [entry for entry in os.scandir(name) if entry.name.endswith((".safetensors", ".bin", ".gguf"))]
+        version = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
     whole = json.dumps([name, version, _settings(config)], sort_keys=True, default=str)
     return f"{config.model_type}-{hashlib.sha256(whole.encode()).hexdigest()[:16]}"
 
@@ -195,22 +206,3 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
     for name in ("transformers_version", "_name_or_path", "use_cache"):
         settings.pop(name, None)
     return {**settings, "naming": NAMING}
-
-
-@torch.no_grad()
-def _weights_sample(model: PreTrainedModel) -> bytes:
-    """Name, shape and a few values of every weight: enough to tell one checkpoint from another, and quick to read."""
-    digest = hashlib.sha256()
-    samples: dict[torch.device, list[Tensor]] = {}
-    for name, weight in model.state_dict().items():
-        if not isinstance(weight, Tensor):
-            continue
-        digest.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
-        if weight.device.type == "meta" or not weight.numel():  # kept elsewhere by accelerate
-            continue
-        index = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), device=weight.device).long()
-        places = torch.unravel_index(index, weight.shape) if weight.dim() else ()
-        samples.setdefault(weight.device, []).append(weight[places].reshape(-1).float())
-    for device in sorted(samples, key=str):  # one transfer each
-        digest.update(torch.cat(samples[device]).cpu().numpy().tobytes())
-    return digest.digest()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from .padding import NONE
 from .policy import Policy
 from .store import TokenStore
 from .tally import Tally
@@ -20,7 +21,7 @@ class QAdALayer(DynamicLayer):
     Attributes:
         store: the real tokens; None before the first update.
         seen: logical tokens, padding included (what transformers calls the sequence length).
-        padding: host records `(first logical position, bool [batch, tokens])` of calls that held padding.
+        padding: which of them are padding; shared by the layers of a cache.
         incoming: the key tensor handed out by `update` and not yet seen by the attention function.
         tally: which heads were local how often.
         following: the next such layer of the cache, whose heads may be fetched while this one computes; None: the last.
@@ -48,7 +49,7 @@ class QAdALayer(DynamicLayer):
         self.store: TokenStore | None = None
         self.policy.residents.layers.pop(self.index, None)
         self.seen = 0
-        self.padding: list[tuple[int, Tensor]] = []
+        self.padding = NONE
         self.tally = Tally()
         self.audited: Tensor | None = None
         self.decisions = self.steps = self.streamed_bytes = self.audited_bytes = 0
@@ -130,35 +131,21 @@ class QAdALayer(DynamicLayer):
         self.seen -= tokens
         self.policy.progress.back_to(self.index - 1)
 
-    def check_history(self, valid: Tensor | None, tokens: int) -> Tensor | None:
-        """Compare what a mask says of the tokens stored with what was stored, and record new padding.
+    def read_mask(self, mask: Tensor | None, *, batch: int, tokens: int) -> Tensor | None:
+        """Compare what a mask says of the tokens stored with what was stored, and note new padding.
 
         Args:
-            valid: bool `[batch, seen]` on the host as the mask tells it, None when it hides nothing.
-            tokens: tokens of this call, the last of `seen`.
+            mask: as the model hands it to its attention function.
+            batch: rows of this call.
+            tokens: of this call, the last of `seen`.
 
         Returns:
-            bool `[batch, tokens]`, which of the call's tokens are real; None if all are.
+            bool `[batch, tokens]` on the host, which of the call's tokens are real; None if all are.
 
         Raises:
-            ValueError: the mask hides a token that was real, or shows one that was padding.
+            ValueError: as `Padding.after`.
         """
-        past = self.seen - tokens
-        if valid is None:
-            agrees = not self.padding
-        else:
-            # Equal where padding was recorded, and equal in number, is equal everywhere.
-            agrees = all(valid[:, first : first + old.shape[1]].equal(old) for first, old in self.padding)
-            agrees = agrees and self.store is not None and valid[:, :past].sum(dim=-1).tolist() == self.store.lengths
-        if not agrees:
-            raise ValueError(
-                "the attention mask of this call does not agree with the tokens already cached: pass the whole mask "
-                "[batch, cached + new tokens], with the same padding as before"
-            )
-        # A copy: a view would keep the whole mask alive, [batch, 1, tokens, tokens] on a CPU model.
-        new = None if valid is None or valid[:, past:].all() else valid[:, past:].clone()
-        if new is not None:
-            self.padding.append((past, new))
+        self.padding, new = self.policy.padding_after(self.padding, mask, batch=batch, seen=self.seen, queries=tokens)
         return new
 
     def get_seq_length(self) -> int:
@@ -173,15 +160,10 @@ class QAdALayer(DynamicLayer):
         if tokens_to_remove == 0 or self.store is None:
             return
         seen = max(self.seen + tokens_to_remove, 0)
-        removed = torch.full((self.store.batch,), self.seen - seen)
-        padding = []
-        for first, valid in self.padding:
-            keep = max(seen - first, 0)
-            removed -= (~valid[:, keep:]).sum(dim=-1)
-            if keep and not valid[:, :keep].all():
-                padding.append((first, valid[:, :keep]))
-        self.store.crop([length - gone for length, gone in zip(self.store.lengths, removed.tolist(), strict=True)])
-        self.seen, self.padding = seen, padding
+        padded = self.padding.beyond(seen) or [0] * self.store.batch
+        removed = self.seen - seen
+        self.store.crop([length - removed + gone for length, gone in zip(self.store.lengths, padded, strict=True)])
+        self.seen, self.padding = seen, self.padding.crop(seen)
 
     def select(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
@@ -189,8 +171,7 @@ class QAdALayer(DynamicLayer):
         if self.store is None or index == list(range(self.store.batch)):
             return
         self.store.select(index)
-        padding = [(first, valid[index]) for first, valid in self.padding]
-        self.padding = [(first, valid) for first, valid in padding if not valid.all()]
+        self.padding = self.padding.select(index)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes the old row `beam_idx[i]` (beam search)."""

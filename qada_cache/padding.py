@@ -1,52 +1,160 @@
 """Reading attention masks: which tokens are real, and whether the mask is one this cache understands."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+Record = tuple[int, Tensor]
 
-def token_validity(mask: Tensor | None, *, batch: int, seen: int, queries: int) -> Tensor | None:
-    """Which of the tokens seen so far are real, from the mask a model hands to its attention function.
+
+class Padding:
+    """Which of the tokens that were seen are padding. Never altered, and one for all layers, which see the same tokens.
+
+    What is asked of it layer after layer is worked out once, and the layers go on sharing what comes of it.
+
+    Attributes:
+        known: bool `[batch, tokens]` on the host, False at padding, up to the last of it; later tokens are all real.
+            None without padding.
+    """
+
+    def __init__(self, known: Tensor | None = None) -> None:
+        padded = [] if known is None else (~known).any(dim=0).nonzero().squeeze(-1).tolist()
+        # A copy: a view would keep the whole mask alive, [batch, 1, tokens, tokens] on a CPU model.
+        self.known = known[:, : padded[-1] + 1].clone() if known is not None and padded else None
+        self._there = self.known  # on the device of masks
+        self._next: tuple[Any, Padding] | None = None
+
+    def after(self, mask: Tensor | None, *, batch: int, seen: int, queries: int) -> "tuple[Padding, Tensor | None]":
+        """What is known after a call, from the mask that the model handed to its attention function.
+
+        The mask is compared with what is known where it lies; only the call's own tokens come to the host.
+
+        Args:
+            mask: as for `newest_row`.
+            batch: rows of the call.
+            seen: logical tokens, padding included, up to and including this call's.
+            queries: tokens of this call.
+
+        Returns:
+            the padding known from here on; and bool `[batch, queries]` on the host, which of the call's tokens are
+            real, None if all are.
+
+        Raises:
+            ValueError: the mask hides a token that was real, or shows one that was padding; or as `newest_row`.
+        """
+        past, width = seen - queries, 0 if self.known is None else self.known.shape[1]
+        agrees, new = self.known is None, None
+        if mask is not None:
+            valid = newest_row(mask, batch=batch, seen=seen, queries=queries)
+            alike = valid[:, width:past].all()
+            if self.known is not None:
+                if self._there is None or self._there.device != mask.device:
+                    self._there = self.known.to(mask.device)
+                alike = alike & (valid[:, :width] == self._there).all()
+            told = torch.cat([alike[None], valid[:, past:].expand(batch, queries).flatten()]).cpu()  # one transfer
+            agrees, new = bool(told[0]), told[1:].view(batch, queries)
+        if not agrees:
+            raise ValueError(
+                "the attention mask of this call does not agree with the tokens already cached: pass the whole mask "
+                "[batch, cached + new tokens], with the same padding as before"
+            )
+        if new is None or new.all():
+            return self, None
+        known = torch.ones(batch, seen, dtype=torch.bool)
+        known[:, past:] = new
+        if self.known is not None:
+            known[:, :width] = self.known
+        return Padding(known), new
+
+    def crop(self, seen: int) -> "Padding":
+        """Of the first `seen` tokens."""
+        known = self.known
+        if known is None or known.shape[1] <= seen:
+            return self
+        return self._once(("crop", seen), lambda: Padding(known[:, :seen]))
+
+    def beyond(self, seen: int) -> list[int]:
+        """Of each row, how many of the tokens after the first `seen` are padding; empty without padding."""
+        return [] if self.known is None else (~self.known[:, seen:]).sum(dim=-1).tolist()
+
+    def select(self, index: list[int]) -> "Padding":
+        """Row `i` becomes the old row `index[i]`."""
+        known = self.known
+        return self if known is None else self._once(("select", *index), lambda: Padding(known[index]))
+
+    def equals(self, other: "Padding") -> bool:
+        """Whether it is the same tokens'."""
+        if self.known is None or other.known is None:
+            return self.known is other.known
+        return self.known.equal(other.known)
+
+    def _once(self, what: Any, make: "Callable[[], Padding]") -> "Padding":
+        if self._next is None or self._next[0] != what:
+            self._next = (what, make())
+        return self._next[1]
+
+    @property
+    def records(self) -> list[Record]:
+        """What a file keeps: `(first logical position, bool [batch, tokens])` of stretches that hold padding."""
+        return [] if self.known is None else [(0, self.known)]
+
+    @classmethod
+    def from_records(cls, records: list[Record]) -> "Padding":
+        """The inverse of `records`, of older files too, which have one for every call that held padding."""
+        if not records:
+            return NONE
+        known = torch.ones(
+            len(records[0][1]), max(first + valid.shape[1] for first, valid in records), dtype=torch.bool
+        )
+        for first, valid in records:
+            known[:, first : first + valid.shape[1]] = valid.cpu()
+        return cls(known)
+
+
+NONE = Padding()  # one for all, so that layers share what comes of it
+
+
+def newest_row(mask: Tensor, *, batch: int, seen: int, queries: int) -> Tensor:
+    """Which of the tokens seen so far are real, bool `[batch or 1, seen]` on the mask's device.
 
     Args:
-        mask: None (all real, causal), bool `[batch, seen]`, bool `[batch or 1, 1, queries, seen]` (True: attend) or
-            the same shape in floating point, added to the scores (0: attend).
-        batch: rows of the call.
-        seen: logical tokens, padding included, up to and including this call's.
-        queries: tokens of this call.
-
-    Returns:
-        bool `[batch, seen]` on the host, or None when every token is real.
+        mask: bool `[batch, seen]`, bool `[batch or 1, 1, queries, seen]` (True: attend) or the same shape in floating
+            point, added to the scores (0: attend).
+        batch, seen, queries: as for `Padding.after`.
 
     Raises:
         ValueError: the mask has another shape, differs between heads, or (in a call that continues a sequence)
             is not causal attention over the real tokens.
     """
-    if mask is None:
-        return None
     shape = list(mask.shape)
     if shape[0] not in (1, batch):
         raise ValueError(f"an attention mask of shape {shape} does not fit a batch of {batch}")
     if mask.dim() == 2 and shape[1] == seen:
-        valid = mask.bool()
-    elif mask.dim() == 4 and shape[1] == 1 and shape[2] == queries and shape[3] == seen:
-        visible = mask if mask.dtype == torch.bool else mask == 0
-        valid = visible[:, 0, -1]
-        if 1 < queries < seen:
-            causal = torch.ones(queries, seen, dtype=torch.bool, device=mask.device).tril(seen - queries)
-            # A padding query may see anything (transformers lets it see itself or all): only real ones count.
-            wrong = (visible[:, 0] != (causal & valid[:, None, :])) & valid[:, seen - queries :, None]
-            if wrong.any():
-                raise ValueError(
-                    "this attention mask is not causal attention over the real tokens (a custom 4-D mask?); "
-                    "QAdACache supports None and 2-D attention masks: pass one of those, or use DynamicCache"
-                )
-    else:
+        return mask.bool()
+    if mask.dim() != 4 or shape[1:] != [1, queries, seen]:
         raise ValueError(
             f"cannot read an attention mask of shape {shape} in a call of {queries} tokens with {seen} seen so far; "
             "QAdACache supports None and 2-D attention masks [batch, tokens]"
         )
-    valid = valid.expand(batch, seen).cpu()
-    return None if valid.all() else valid
+    if not 1 < queries < seen:
+        return _shown(mask[:, 0, -1])
+    visible = _shown(mask[:, 0])
+    valid = visible[:, -1]
+    causal = torch.ones(queries, seen, dtype=torch.bool, device=mask.device).tril(seen - queries)
+    # A padding query may see anything (transformers lets it see itself or all): only real ones count.
+    wrong = (visible != (causal & valid[:, None, :])) & valid[:, seen - queries :, None]
+    if wrong.any():
+        raise ValueError(
+            "this attention mask is not causal attention over the real tokens (a custom 4-D mask?); "
+            "QAdACache supports None and 2-D attention masks: pass one of those, or use DynamicCache"
+        )
+    return valid
+
+
+def _shown(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask == 0
 
 
 def real_tokens(valid: Tensor, device: torch.device) -> slice | Tensor:

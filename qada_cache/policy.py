@@ -10,7 +10,7 @@ from torch import Tensor
 from .criterion import CRITERIA, GROUP_RULES, StaticHeads
 from .geometry import Geometry, call_geometry
 from .key_moments import KeyMoments
-from .padding import token_validity
+from .padding import Padding
 from .progress import Progress
 from .residents import Residents, check_budget
 
@@ -33,9 +33,10 @@ class Policy:
     served: tuple[int, ...] = ()  # the layers that share this policy
     config: Any = None  # of the model served, compared by identity
     dtype: torch.dtype | None = None  # of the model, as far as it is known
+    model: Any = None  # weak reference to it, if the cache was given one
     residents: Residents = field(init=False, repr=False)  # heads that lie on the device as well
     progress: Progress = field(default_factory=Progress, repr=False)
-    _mask: tuple[Any, Any, Tensor | None] | None = field(default=None, repr=False)
+    _mask: tuple[Any, Any, tuple[Padding, Tensor | None]] | None = field(default=None, repr=False)
     _geometry: tuple[Any, Geometry] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -81,13 +82,15 @@ class Policy:
         """Whether layers keep running moments of the prompt being read."""
         return self.criterion == "gaussian" and self.moments == "current"
 
-    def token_validity(self, mask: Tensor | None, *, batch: int, seen: int, queries: int) -> Tensor | None:
-        """`padding.token_validity`, once per mask: every layer of a forward pass is handed the same tensor."""
+    def padding_after(
+        self, padding: Padding, mask: Tensor | None, *, batch: int, seen: int, queries: int
+    ) -> tuple[Padding, Tensor | None]:
+        """`Padding.after`, once per mask: every layer of a forward pass is handed the same tensor."""
         if mask is None:
-            return None
-        call = (batch, seen, queries)
+            return padding.after(mask, batch=batch, seen=seen, queries=queries)
+        call = (padding, batch, seen, queries)
         if self._mask is None or self._mask[0]() is not mask or self._mask[1] != call:
-            self._mask = (weakref.ref(mask), call, token_validity(mask, batch=batch, seen=seen, queries=queries))
+            self._mask = (weakref.ref(mask), call, padding.after(mask, batch=batch, seen=seen, queries=queries))
         return self._mask[2]
 
     def geometry(

@@ -125,7 +125,7 @@ def _ordinary_tokens(
         special |= set(found if isinstance(found, list) else [found]) - {None}
     ordinary[[index for index in special if 0 <= index < len(ordinary)]] = False
     choices = ordinary.nonzero().squeeze(-1)
-    begin = config.bos_token_id
+    begin = getattr(config, "bos_token_id", None)
     begin = torch.tensor([] if begin is None or not 0 <= begin < len(ordinary) else [begin], dtype=torch.long)
     count = tokens - len(begin)
     drawn = choices[torch.randint(len(choices), (1 if prompt == "single-token" else count,), generator=generator)]

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import files
+from . import files, weights
 from .criterion import StaticHeads
 from .key_moments import KeyMoments
 from .layer import QAdALayer
+from .padding import NONE, Padding
 from .tally import Tally
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ _IDENTITY = (
 )
 _LAYER_FIELDS = (
     "seen",
-    "padding",
     "decisions",
     "steps",
     "pulled_bytes",
@@ -68,6 +68,8 @@ def save(cache: "QAdACache", path: "str | os.PathLike") -> None:
     policy, tensors = cache._policy, {}
     state: dict[str, Any] = {"options": {name: getattr(policy, name) for name in _OPTIONS}}
     state["model"] = _identity(cache._policy.config)
+    model = policy.model() if policy.model is not None else None
+    state["weights"] = None if model is None else weights.sample(model)
     if isinstance(policy.criterion, StaticHeads):
         tensors["static_heads"] = policy.criterion.long_context
     else:
@@ -110,12 +112,22 @@ def load(
             f"{path} was saved for a model in {' or '.join(dtypes)}, this model is in "
             f"{str(model.dtype).removeprefix('torch.')}: load it with a model of that dtype"
         )
+    if (
+        model is not None
+        and state.get("weights") is not None
+        and not weights.same(state["weights"], weights.sample(model))
+    ):
+        raise ValueError(f"{path} was saved for another model: its config is this model's, and its weights are not")
     cache = cls(model, config=config, criterion=criterion, moments=moments, **state["options"])
     device = model.device if model is not None else torch.device("cpu")
+    padding = NONE
     for layer, kept in zip(cache.layers, state["layers"], strict=True):
         decoded = _decode(kept, tensors, device)
         if isinstance(layer, QAdALayer):
             _restore_layer(layer, decoded)
+            if layer.padding.equals(padding):
+                layer.padding = padding  # shared again, see there
+            padding = layer.padding
         else:
             vars(layer).update(decoded)
     return cache
@@ -127,6 +139,7 @@ def _layer_state(layer: QAdALayer) -> dict[str, Any]:
     if layer.store is None:
         return {}
     store, state = layer.store, {name: getattr(layer, name) for name in _LAYER_FIELDS}
+    state["padding"] = layer.padding.records
     state |= {"local_heads": layer.tally.heads, "local_groups": layer.tally.groups}
     used, stored = slice(0, store.sinks + store.end), slice(0, max(store.bulk.lengths))
     state |= {"near_keys": store.near_keys[:, :, used], "near_values": store.near_values[:, :, used]}
@@ -160,7 +173,7 @@ def _restore_layer(layer: QAdALayer, state: dict[str, Any]) -> None:
     for name in _LAYER_FIELDS:
         setattr(layer, name, state[name])
     layer.tally = Tally(state["local_heads"], state["local_groups"])
-    layer.padding = [(first, valid.cpu()) for first, valid in layer.padding]  # read on the host, see padding.py
+    layer.padding = Padding.from_records(state["padding"])
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

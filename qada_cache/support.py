@@ -30,7 +30,7 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         raise NotImplementedError(f"QAdACache serves decoder-only models: {way_out}")
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise NotImplementedError(f"QAdACache does not support soft-capped attention scores: {way_out}")
-    if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0):
+    if getattr(config, "num_kv_shared_layers", 0) or any(getattr(config, "kv_sharing_modes", None) or []):
         raise NotImplementedError(f"QAdACache does not support layers that share another layer's keys: {way_out}")
     if model is not None and (found := _sharding(model)) is not None:
         raise NotImplementedError(

@@ -6,6 +6,9 @@ attention is peaked and the best token leads the second by far more than roundin
 
 from __future__ import annotations
 
+import contextlib
+import resource
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -182,3 +185,14 @@ def tiny_like(model: PreTrainedModel, dtype: torch.dtype, attention: str = "sdpa
     twin = type(model)._from_config(config, attn_implementation=attention).eval()
     twin.load_state_dict(model.state_dict())
     return twin.to(dtype)
+
+
+@contextlib.contextmanager
+def limited_file_size(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond `size` bytes: writing fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from models import prompt, tiny
 from reference import key_moments, rotary_matrix
 from test_rotary import SCHEMES
@@ -226,3 +227,15 @@ def test_learned_positions_end_to_end() -> None:
     out = model.generate(prompt(90)[0], past_key_values=cache, max_new_tokens=8, do_sample=False)
     assert out.shape == (1, 98)
     assert cache.stats().decisions == 7
+
+
+@pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta", "Camembert", "RoCBert", "Ernie"])
+def test_learned_positions(kind: str) -> None:
+    """As many tokens as there are positions: RoBERTa's begin behind the padding token's. Not all have a first token."""
+    options = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    options |= {"num_attention_heads": 4, "max_position_embeddings": 130, "pad_token_id": 1, "is_decoder": True}
+    config = getattr(transformers, f"{kind}Config")(**options)
+    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="sdpa").eval()
+    moments = KeyMoments.collect(model, progress=False)
+    assert moments.tokens == (128 if "oberta" in kind or kind == "Camembert" else 130)
+    assert moments.covariance.diagonal(dim1=-2, dim2=-1).sum(dim=-1).gt(0).all()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import FAMILIES, SMALL, exact, generate, logits_of, prompt, rounding, tiny
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from qada_cache import QAdACache
@@ -129,3 +129,26 @@ def test_one_layer_of_lost_keys_is_noticed() -> None:
     model = tiny("deepseek_v3", num_hidden_layers=1)
     with pytest.raises(RuntimeError, match="deepseek_v3 model computes attention in a way"):
         generate(model, prompt(40)[0], exact(model), tokens=3)
+
+
+def test_gemma4_with_and_without_shared_layers() -> None:
+    """Its config lists how every layer shares, which is no sharing where all of them say None."""
+    options = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    options |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 12}
+    options |= {"global_head_dim": 8, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 8}
+    options |= {"vocab_size_per_layer_input": 97, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    for shared in (0, 2):
+        config = Gemma4TextConfig(**options, num_kv_shared_layers=shared)
+        torch.manual_seed(0)
+        model = Gemma4ForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+        if shared:
+            with pytest.raises(NotImplementedError, match="share another layer's keys"):
+                exact(model)
+            continue
+        ids = prompt(60)[0]
+        wanted = generate(model, ids, DynamicCache(config=config), eos_token_id=None)
+        cache = exact(model)
+        got = generate(model, ids, cache, eos_token_id=None)
+        assert sum(isinstance(layer, QAdALayer) for layer in cache.layers) == 2
+        assert torch.equal(got.sequences, wanted.sequences)
+        torch.testing.assert_close(logits_of(got), logits_of(wanted), rtol=0, atol=1e-5)

@@ -10,7 +10,7 @@ import torch
 from models import SMALL, prompt, tiny
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from qada_cache import KeyMoments, QAdACache, files, home, key_moments, once
+from qada_cache import KeyMoments, QAdACache, home, key_moments, once
 from qada_cache.collecting import collect
 
 
@@ -129,13 +129,6 @@ def test_folder_that_cannot_be_written(
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "file"))
     assert of(QAdACache(tiny(), moments="random-words")).tokens == 1024
     assert "cannot be kept in" in caplog.text
-
-
-def test_home_is_beside_the_hugging_face_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert files.home() == tmp_path / "home"
-    monkeypatch.delenv("QADA_HOME")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", "/data/huggingface")
-    assert files.home() == Path("/data/qada")
 
 
 # -- from the config alone -------------------------------------------------------------------------------------------

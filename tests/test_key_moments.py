@@ -162,7 +162,7 @@ def test_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     moments().save(path)
     before = path.read_bytes()
 
-    def full_disk(*args: object) -> None:
+    def full_disk(*args: object, **named: object) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr("os.replace", full_disk)

@@ -157,6 +157,25 @@ def test_a_request_is_cut_as_lm_eval_cuts_it() -> None:
     assert (row.prefix, row.queries) == ((1, 2, 3), (4, 5))
 
 
+@pytest.mark.parametrize(("context", "answer"), [(20, 17), (1, 40), (0, 3), (5, 0), (1, 16), (3, 16), (40, 5)])
+def test_a_request_that_does_not_fit_fares_as_in_lm_eval(
+    context: int, answer: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Refused where lm-eval refuses it: a continuation longer than the model would be scored against wrong tokens."""
+    scored = []
+    for make in (HFLM, QAdALM):
+        options = {} if make is HFLM else {"cache_threshold": 1}
+        lm = make(tiny(vocab_size=482), tokenizer=needle.load_tokenizer(), max_length=16, **options)
+        try:
+            scored.append(lm._loglikelihood_tokens(token_requests((context, answer)), disable_tqdm=True)[0])
+        except AssertionError:
+            scored.append(None)
+    assert (scored[0] is None) == (scored[1] is None) == (answer > 16 or 0 in (context, answer))
+    if scored[0] is not None:
+        assert scored[1] == (pytest.approx(scored[0][0], abs=1e-4), scored[0][1])
+        assert ("cut off" in caplog.text) == (context + answer > 17)
+
+
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_generation_at_threshold_one_is_as_without_a_cache(batch_size: int, beams: int) -> None:

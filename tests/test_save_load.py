@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import errno
+import io
 import json
+import os
+import pickle
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import SMALL, exact, generate, logits_of, prompt, tiny
+from models import SMALL, exact, generate, limited_file_size, logits_of, prompt, tiny
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qada_cache import KeyMoments, QAdACache, StaticHeads, files, serialization
+from qada_cache import KeyMoments, QAdACache, StaticHeads, files, private, serialization
 
 FAMILIES = ["llama", "gemma3", "qwen3_next", "mistral_sliding"]
 LENGTHS = {"one row": (150,), "padded": (150, 61, 9), "no bulk": (10,)}
@@ -302,7 +310,43 @@ def test_another_hybrid_models_file(change: dict[str, Any], tmp_path: Path) -> N
         QAdACache.load(tmp_path / "cache.safetensors", tiny("gemma3", **change))
 
 
-@pytest.mark.parametrize("failing", ["save_file", "os.replace"])
+def test_other_weights_of_the_same_config(saved: Path, tmp_path: Path) -> None:
+    other, changed = tiny(seed=1), tiny()
+    with torch.no_grad():
+        changed.model.layers[1].mlp.up_proj.weight.add_(0.01)
+    for model in (other, changed, tiny(dtype=torch.bfloat16)):
+        with pytest.raises(
+            ValueError, match=rf"{saved.name} was saved for another model: its (config is .*weights|\w+ is)"
+        ):
+            QAdACache.load(saved, model)
+        assert model.config._attn_implementation == "sdpa"
+    QAdACache.load(saved, tiny())
+    cache = QAdACache.load(saved, config=other.config)  # which says nothing of weights, and neither will its file
+    cache.save(tmp_path / "unknown")
+    QAdACache.load(tmp_path / "unknown", tiny())
+
+
+def test_weights_kept_elsewhere_are_not_compared(saved: Path) -> None:
+    """As accelerate keeps them, of a model that is greater than the memory."""
+    for seed in (0, 1):
+        model = tiny(seed=seed)
+        model.model.layers[0].to("meta")
+        if seed == 0:
+            QAdACache.load(saved, model)
+        else:
+            with pytest.raises(ValueError, match="its config is this model's, and its weights are not"):
+                QAdACache.load(saved, model)
+
+
+def test_pickling_is_refused_in_words() -> None:
+    cache = adaptive(tiny())
+    for attempt in (pickle.dumps, lambda cache: torch.save(cache, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"cannot be pickled, .*: use save\(\) and QAdACache\.load"):
+            attempt(cache)
+    assert copy.copy(cache).layers is cache.layers
+
+
+@pytest.mark.parametrize("failing", ["files._content", "private.os.replace"])
 def test_an_interrupted_save_leaves_the_old_file(failing: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, model = saved.read_bytes(), tiny()
     cache = exact(model)
@@ -312,10 +356,91 @@ def test_an_interrupted_save_leaves_the_old_file(failing: str, saved: Path, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"qada_cache.files.{failing}", interrupt)
+        patch.setattr(f"qada_cache.{failing}", interrupt)
         with pytest.raises(KeyboardInterrupt):
             cache.save(saved)
     assert saved.read_bytes() == before
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]  # and nothing half-written beside it
     cache.save(saved)
     assert QAdACache.load(saved, model).get_seq_length() == cache.get_seq_length()
+
+
+def test_a_full_disk_says_which_file(saved: Path) -> None:
+    before, model = saved.read_bytes(), tiny()
+    cache = QAdACache.load(saved, model)
+    with limited_file_size(len(before) // 2), pytest.raises(OSError, match=f"File too large: '{saved}'") as caught:
+        cache.save(saved)
+    assert caught.value.errno == errno.EFBIG
+    with pytest.raises(FileNotFoundError, match=f"'{saved.parent}/missing/cache'"):
+        cache.save(saved.parent / "missing" / "cache")
+    assert saved.read_bytes() == before
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_what_killed_processes_left_is_removed_by_the_next_save(saved: Path) -> None:
+    cache = QAdACache.load(saved, tiny())
+    script = (
+        "import os, sys\nsys.path.insert(0, 'tests')\n"
+        "from models import tiny\nfrom qada_cache import QAdACache, files\n"
+        f"cache = QAdACache.load({str(saved)!r}, tiny())\n"
+        f"files._content = lambda tensor: os.kill(os.getpid(), 9)\ncache.save({str(saved)!r})"
+    )
+    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[1]).returncode == -9
+    left = set(saved.parent.iterdir()) - {saved}
+    assert len(left) == 1
+    cache.save(saved)
+    assert set(saved.parent.iterdir()) - {saved} == left  # its process might be at work yet
+    for path in left:
+        os.utime(path, times=(time.time() - 2 * private.STALE_SECONDS,) * 2)
+    cache.save(saved)
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_links_are_written_through(saved: Path) -> None:
+    cache, link = QAdACache.load(saved, tiny()), saved.with_name("link")
+    for target in (saved.name, "new"):  # the second of them leads nowhere yet
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        cache.save(link)
+        assert link.is_symlink()
+        assert QAdACache.load(saved.with_name(target), tiny()).get_seq_length() == cache.get_seq_length()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+@pytest.mark.parametrize("linked", [False, True])
+def test_what_is_no_file_is_not_replaced(linked: bool, make: Callable[[Path], None], saved: Path) -> None:
+    cache, path = QAdACache.load(saved, tiny()), saved.with_name("taken")
+    make(path)
+    before = path.stat()
+    if linked:
+        path = saved.with_name("link")
+        path.symlink_to("taken")
+    with pytest.raises(OSError, match=f"not a regular file: '{path}'"):
+        cache.save(path)
+    assert path.stat() == before
+
+
+def test_permissions_are_those_of_any_new_file(saved: Path) -> None:
+    cache, path = QAdACache.load(saved, tiny()), saved.with_name("other")
+    umask = os.umask(0o027)
+    try:
+        cache.save(path)
+        assert path.stat().st_mode & 0o777 == 0o640
+        path.chmod(0o604)
+        cache.save(path)
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o604  # an old one keeps its own
+
+
+def test_every_dtype_that_is_written_can_be_read(tmp_path: Path) -> None:
+    tensors = {str(dtype): torch.tensor([0, 1, 0]).to(dtype) for dtype in files._DTYPES}
+    tensors |= {"empty": torch.zeros(0, 3), "scalar": torch.tensor(2.0), "a view": torch.arange(6).view(2, 3).T}
+    files.write(tmp_path / "file", "qada-test", tensors, {})
+    found, _ = files.read(tmp_path / "file", "qada-test")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    with pytest.raises(NotImplementedError, match=r"complex is of torch\.complex64"):
+        files.write(tmp_path / "file", "qada-test", {"complex": torch.zeros(2, dtype=torch.complex64)}, {})

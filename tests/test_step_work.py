@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import os
 import sys
+import tempfile
 from collections import Counter
 from types import FrameType
 from typing import Any
@@ -12,13 +15,18 @@ import pytest
 import torch
 from compilers import needs_compiler
 from models import prompt, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache
 from qada_cache.kernels import compiled
+from qada_cache.padding import Padding
 
 
-def calls(model: PreTrainedModel, cache: QAdACache, ids: torch.Tensor) -> Counter[str]:
+def calls(
+    model: PreTrainedModel, cache: QAdACache, ids: torch.Tensor, mask: torch.Tensor | None = None
+) -> Counter[str]:
     """How often each function was called, ours, transformers' and torch's, in decoding one token."""
     made: Counter[str] = Counter()
 
@@ -32,7 +40,7 @@ def calls(model: PreTrainedModel, cache: QAdACache, ids: torch.Tensor) -> Counte
     gc.disable()  # what it finalises, it would call in the middle of a step
     sys.setprofile(count)
     try:
-        model(ids, past_key_values=cache)
+        model(ids, attention_mask=mask, past_key_values=cache)
     finally:
         sys.setprofile(None)
         gc.enable()
@@ -68,3 +76,80 @@ def test_python_work_does_not_grow_with_the_context(
         assert cache.stats().decisions == 3
     assert made[0] == made[1]
     assert sum(made[0].values()) > 100
+
+
+class Elements(TorchDispatchMode):
+    """How many elements of masks, bool or whole numbers, the operations read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **kwargs or {})
+        if not function.is_view:
+            tensors = [value for value in tree_flatten(args)[0] if isinstance(value, torch.Tensor)]
+            self.read += sum(tensor.numel() for tensor in tensors if not tensor.is_floating_point())
+        return made
+
+
+ROWS, SHORT, LONG, PADDED = 3, 1500, 3500, 700
+
+
+def padded_step(layers: int, tokens: int, act: Any = None) -> tuple[int, Counter[str]]:
+    """Elements of masks that are read, and calls, in decoding one token of a padded batch."""
+    model = tiny(max_position_embeddings=8192, num_hidden_layers=layers)
+    cache = QAdACache(model, threshold=0.0, moments="current")
+    ids, mask = prompt(tokens, tokens - PADDED, tokens - 1)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    if act is not None:
+        cache = act(cache, model)
+    for _ in range(3):
+        mask = torch.cat([mask, mask.new_ones(ROWS, 1)], dim=1)
+        made = calls(model, cache, ids[:, :1], mask)
+    mask = torch.cat([mask, mask.new_ones(ROWS, 1)], dim=1)
+    with Elements() as elements:
+        model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+    return elements.read, made
+
+
+def stored_and_loaded(cache: QAdACache, model: PreTrainedModel) -> QAdACache:
+    with tempfile.TemporaryDirectory() as folder:
+        cache.save(os.path.join(folder, "cache"))
+        return QAdACache.load(os.path.join(folder, "cache"), model)
+
+
+def reordered(cache: QAdACache, model: PreTrainedModel) -> QAdACache:
+    cache.reorder_cache(torch.LongTensor([0, 2, 1]))
+    cache.reorder_cache(torch.LongTensor([0, 2, 1]))
+    return cache
+
+
+@pytest.mark.parametrize("act", [None, reordered, stored_and_loaded, lambda cache, _: copy.deepcopy(cache)])
+@torch.inference_mode()
+def test_masks_are_read_once_for_all_layers(act: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What more tokens cost in a padded batch does not depend on the number of layers, and calls do not grow at all."""
+    monkeypatch.setenv("QADA_KERNELS", "torch")
+    grown = []
+    for layers in (1, 5):
+        (short, few), (long, many) = (padded_step(layers, tokens, act) for tokens in (SHORT, LONG))
+        assert few == many
+        grown.append(long - short)
+    assert grown[0] == grown[1] > 0
+
+
+def test_only_new_tokens_come_to_the_host() -> None:
+    """The rest of a mask is read where it lies, once; and a mask of other padding is still noticed."""
+    valid = torch.ones(ROWS, LONG, dtype=torch.bool)
+    valid[1, :PADDED] = False
+    padding, new = Padding().after(valid, batch=ROWS, seen=LONG, queries=LONG)
+    assert torch.equal(new, valid)
+    longer = torch.cat([valid, torch.ones(ROWS, 2, dtype=torch.bool)], dim=1)
+    with Elements() as elements:
+        assert padding.after(longer, batch=ROWS, seen=LONG + 2, queries=2) == (padding, None)
+    assert elements.read < ROWS * (LONG + 3 * PADDED) + 100
+    for place in ((1, 3), (0, 2000)):
+        longer[place] = ~longer[place]
+        with pytest.raises(ValueError, match="does not agree"):
+            padding.after(longer, batch=ROWS, seen=LONG + 2, queries=2)
+        longer[place] = ~longer[place]

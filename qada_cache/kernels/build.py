@@ -1,7 +1,9 @@
 """Shared libraries from C++ source, built at first use and kept in the user's cache folder."""
 
+import ctypes
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -9,8 +11,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..files import home
+from .. import private
+from ..once import warn_once
 
+logger = logging.getLogger(__name__)
+
+FOLDER = "kernels"  # of `private.home()`
+DIGEST_BYTES = 32
 # Sums may be reordered, which is what vectors do. Not -ffast-math: loading what was linked with it changes the
 # rounding of the whole process.
 FLAGS = (
@@ -19,40 +26,78 @@ FLAGS = (
 )
 
 
-def library(source: Path, macros: tuple[str, ...]) -> Path:
-    """The path of `source` and the headers beside it built with `macros` (`-DNAME=VALUE`): built before, or now.
+def load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
+    """`source` and the headers beside it built with `macros` (`-DNAME=VALUE`): before, or now.
+
+    What was built is kept in a folder that only the user can write to, else in one that lasts as long as the process.
 
     Raises:
         OSError, subprocess.SubprocessError: it cannot be built here; the message says why.
     """
     compiler = _compiler()
-    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(source.parent.glob("*.h")))]
     built_from = (*texts, *FLAGS, *macros, compiler, _version(compiler), _processor())
     name = hashlib.sha256("\0".join(built_from).encode()).hexdigest()[:32] + ".so"
-    folder = home() / "kernels"
-    if (folder / name).is_file():
-        return folder / name
+    if (kept := _kept(name)) is not None:
+        return kept
+    built = _built(compiler, source, macros)
+    digest = hashlib.sha256(built).digest()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        workplace = tempfile.mkdtemp(prefix=".", dir=folder)
-    except OSError:  # a cache folder that cannot be written to is no reason to be slow
-        folder = Path(_session_folder().name)
-        workplace = tempfile.mkdtemp(dir=folder)
+        with private.opened(FOLDER, make=True) as folder:
+            private.write(name, (built, digest), folder=folder)
+            return _linked(folder, name)
+    except OSError as error:  # a cache folder that cannot be used is no reason to be slow
+        where = private.home() / FOLDER
+        warn_once(logger, f"kernels cannot be kept in {where} ({error}): they will be built in every process")
+    path = Path(_session_folder().name, name)
+    private.write(path, (built, digest))
+    return ctypes.CDLL(str(path))
+
+
+def _kept(name: str) -> ctypes.CDLL | None:
+    """The library of this name if it is there and, to the byte, what was built: loading any other may end the process.
+
+    The digest of the library follows it in its file, where no loader looks.
+    """
     try:
-        unfinished = Path(workplace, name)
-        command = [compiler, *FLAGS, *macros, str(source), "-o", str(unfinished)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        with private.opened(FOLDER) as folder:
+            try:
+                content = private.read(folder, name)
+                if hashlib.sha256(content[:-DIGEST_BYTES]).digest() != content[-DIGEST_BYTES:]:
+                    raise OSError("it is damaged")
+                return _linked(folder, name)
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                warn_once(logger, f"the kernel {private.home() / FOLDER / name} is built again: {error}")
+                return None
+    except OSError:  # which is said when the folder is to be written to
+        return None
+
+
+def _linked(folder: int, name: str) -> ctypes.CDLL:
+    # By the descriptor: what lies at the folder's path may be another folder by now. Libraries that are loaded are told
+    # apart by such paths, and may be so, as equal names stand for equal libraries.
+    return ctypes.CDLL(f"/proc/self/fd/{folder}/{name}")
+
+
+def _built(compiler: str, source: Path, macros: tuple[str, ...]) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="qada-kernels-") as folder:
+        library = Path(folder, "library.so")
+        done = _run([compiler, *FLAGS, *macros, str(source), "-o", str(library)], timeout=300)
         if done.returncode:
             raise OSError(f"{compiler} failed with {(done.stderr.splitlines() or [str(done.returncode)])[0]}")
-        os.replace(unfinished, folder / name)  # another process sees a whole library or none
-    finally:
-        shutil.rmtree(workplace, ignore_errors=True)
-    return folder / name
+        return library.read_bytes()
+
+
+def _run(command: list[str], timeout: int) -> subprocess.CompletedProcess[str]:
+    # Compilers speak the user's language, in whatever encoding.
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout)
 
 
 @functools.cache
 def _session_folder() -> tempfile.TemporaryDirectory:
-    """Removed when the interpreter exits."""
+    """For the user alone; removed when the interpreter exits."""
     return tempfile.TemporaryDirectory(prefix="qada-kernels-")
 
 
@@ -72,7 +117,7 @@ def _compiler() -> str:
 
 @functools.cache
 def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
+    return _run([compiler, "--version"], timeout=60).stdout
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..once import warn_once
-from .build import library
+from .build import load
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def build(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -> ctypes.
     """The kernels for these sizes, built if need be; None, said once, if they cannot be."""
     macros = (f"-D{ELEMENTS[dtype]}", f"-DDIM={dim}", f"-DVALUE_DIM={value_dim}", f"-DQUERIES={queries}")
     try:
-        kernels = ctypes.CDLL(str(library(SOURCE, macros)))
+        kernels = load(SOURCE, macros)
     except (OSError, subprocess.SubprocessError) as error:
         warn_once(logger, f"the fast attention kernel for CPUs could not be built, torch's slower one serves: {error}")
         return None

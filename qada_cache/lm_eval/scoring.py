@@ -1,6 +1,7 @@
 """Teacher forcing through a QAdACache: what log-likelihood requests have their models read, and in which calls."""
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from qada_cache import CacheStats, QAdACache
+
+logger = logging.getLogger(__name__)
 
 Forward = Callable[..., Tensor]  # QAdALM._forward
 
@@ -30,10 +33,24 @@ class Row:
 def rows(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> list[Row]:
     """Requests `(context, continuation)`, token ids both, as rows: longest first, those with equal prefixes together.
 
-    A row longer than `max_length` loses its oldest tokens, as in lm-eval.
+    A row longer than `max_length` loses its oldest tokens, with a warning, as in lm-eval.
+
+    Raises:
+        AssertionError: as in lm-eval, a context or a continuation is empty, or a continuation longer than `max_length`.
     """
     made: dict[tuple[tuple[int, ...], tuple[int, ...]], Row] = {}
     for index, (context, continuation) in enumerate(requests):
+        if not context or not 0 < len(continuation) <= max_length:
+            raise AssertionError(
+                f"request {index} has a context of {len(context)} tokens and a continuation of {len(continuation)}: "
+                f"both take one at least, and a continuation at most the {max_length} of the model's length"
+            )
+        if (over := len(context) + len(continuation) - max_length - 1) > 0:
+            logger.warning(
+                "request %d (%d tokens of context, %d of continuation) exceeds the model's length of %d tokens: the "
+                "first %d are cut off",
+                *(index, len(context), len(continuation), max_length, over),
+            )
         tokens = tuple((context + continuation)[-(max_length + 1) : -1])
         split = len(tokens) - len(continuation)
         row = made.setdefault((tokens[:split], tokens[split:]), Row(tokens[:split], tokens[split:]))

@@ -1,0 +1,132 @@
+"""The user's own cache folder: nothing is read from it that somebody else can have put there."""
+
+import os
+import secrets
+import stat
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+UNFINISHED = ".qada-part"  # how names of files that are being written end
+STALE_SECONDS = 3600  # after which an unfinished file that nobody writes to is what a killed process left
+
+
+def home() -> Path:
+    """The folder for what is kept between processes: `QADA_HOME`, else "qada" in the platform's folder for caches."""
+    if own := os.environ.get("QADA_HOME"):
+        return Path(own)
+    if sys.platform == "darwin":
+        return Path("~/Library/Caches/qada").expanduser()
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # A relative one is to be ignored, says the XDG base directory specification.
+    return (caches if caches.is_absolute() else Path("~/.cache").expanduser()) / "qada"
+
+
+@contextmanager
+def opened(name: str, *, make: bool = False) -> Iterator[int]:
+    """A descriptor of the folder `name` in `home()`, through which its files are reached whatever becomes of its path.
+
+    Args:
+        name: of the folder.
+        make: whether to make what is missing, for the user alone.
+
+    Raises:
+        FileNotFoundError: there is no such folder, and `make` is False.
+        OSError: it cannot be made, is a link or no folder, belongs to somebody else, or others can write to it.
+    """
+    path = home()
+    if os.mkdir not in os.supports_dir_fd:
+        raise OSError(f"who can write to {path} cannot be told on {sys.platform}")
+    if make:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    outer = _own_folder(path, path, None, make)
+    try:
+        inner = _own_folder(name, path / name, outer, make)
+    finally:
+        os.close(outer)
+    try:
+        yield inner
+    finally:
+        os.close(inner)
+
+
+def _own_folder(name: str | Path, path: Path, within: int | None, make: bool) -> int:
+    if make:
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=within)
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=within)
+    except NotADirectoryError as error:
+        raise NotADirectoryError(f"{path} is a link or no folder") from error
+    try:
+        _check_own(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_own(found: os.stat_result, path: str | Path) -> None:
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to another user")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"others than you can write to {path} (chmod go-w it if they did not)")
+
+
+def read(folder: int, name: str) -> bytes:
+    """What the file `name` of a folder of `opened` holds.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: it is a link or no file, belongs to somebody else, or others can write to it.
+    """
+    # Not blocking: opening a pipe would wait for a writer.
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(f"{name} is not a regular file")
+        _check_own(found, name)
+        return file.read()
+
+
+def write(path: str | Path, content: Iterable[bytes | memoryview], *, folder: int | None = None) -> None:
+    """Put `content` into the file `path`, whole or not at all; whoever reads meanwhile sees the old file or the new.
+
+    Args:
+        path: a new file's permissions are what the umask leaves, an old one's stay.
+        content: in pieces.
+        folder: of `opened`, which `path` is then a name in; its files are for the user alone.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    head, name = os.path.split(path)
+    _sweep(folder if folder is not None else head or ".")
+    # Beside the target, so that the rename cannot cross file systems.
+    unfinished = os.path.join(head, f".{name[:100]}.{secrets.token_hex(8)}{UNFINISHED}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    descriptor = os.open(unfinished, flags, 0o666 if folder is None else 0o600, dir_fd=folder)
+    try:
+        with open(descriptor, "wb") as file:
+            if folder is None:
+                with suppress(FileNotFoundError):
+                    os.chmod(unfinished, stat.S_IMODE(os.stat(path).st_mode))
+            file.writelines(content)
+        os.replace(unfinished, path, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        os.unlink(unfinished, dir_fd=folder)
+        raise
+
+
+def _sweep(folder: str | int) -> None:
+    """Remove what processes killed in `write` left in this folder."""
+    within = folder if isinstance(folder, int) else None
+    with suppress(OSError), os.scandir(folder) as entries:  # a folder may be written to and not listed
+        for entry in entries:
+            if entry.name.startswith(".") and entry.name.endswith(UNFINISHED):
+                with suppress(OSError):  # another user's, or gone meanwhile
+                    if time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_SECONDS:
+                        os.unlink(entry.path, dir_fd=within)
