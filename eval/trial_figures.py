@@ -9,6 +9,8 @@ from eval.canvas import canvas
 from eval.documents import is_prose
 from eval.tables import Rows
 
+FEW = 6  # criteria, moments and rules, whatever their thresholds
+
 # What a figure compares: label, (criterion, moments, rule), style.
 RULES = (
     ("QAdA, any", ("qada", "current", "any"), "o-"),
@@ -41,7 +43,7 @@ def _curve(rows: Rows, way: tuple[str, str, str], *, answers: bool) -> list[tupl
     """Share of KV heads read, and KL divergence or the share found of what full attention finds, by threshold."""
     points = defaultdict(list)
     for row in rows:
-        if (row["criterion"], row["moments"], row["rule"]) == way:
+        if _way(row) == way:
             points[row["threshold"]].append(row)
     made = []
     for group in points.values():
@@ -53,8 +55,13 @@ def _curve(rows: Rows, way: tuple[str, str, str], *, answers: bool) -> list[tupl
     return sorted(made)
 
 
+def _way(row: dict[str, str]) -> tuple[str, str, str]:
+    return row["criterion"], row["moments"], row["rule"]
+
+
 def _draw(rows: Rows, ways: tuple[tuple[str, tuple[str, str, str], str], ...]) -> Figure:
-    parts = _cells(rows)
+    # Where only a few ways were tried there is nothing to compare.
+    parts = {cell: part for cell, part in _cells(rows).items() if len({_way(row) for row in part}) > FEW}
     figure, axes = canvas(len(parts))
     for axis, ((task, length), part) in zip(axes[0], parts.items(), strict=True):
         for label, way, style in ways:
