@@ -56,10 +56,10 @@ class QAdACache(WatchedCache):
         group_rule: who decides for the query heads that share a KV head. "any": if one of them needs the long context,
             all of them read it, as its keys and values are read anyway; "head": every query head decides for itself, as
             in the paper; "mean": they decide together, from the mean of their local shares.
-        moments: where the Gaussian's mean and covariance come from: "current", the prompt being read, which hides the one
-            key that matters in text that repeats itself (there, take random words);
-            "random-words", "wiki" or "single-word", 1,024 tokens of our article (its words in random order, as it is,
-            one over and over), read the first time (seconds) and kept in memory and the user's cache folder
+        moments: where the Gaussian's mean and covariance come from: "current", the prompt being read, which hides the
+            one key that matters in text that repeats itself (there, take random words); "random-words", "wiki" or
+            "single-word", 1,024 tokens of our article (its words in random order, as it is, one over and over), read
+            the first time (seconds) and kept in memory and the user's cache folder
             (`QADA_HOME`); `KeyMoments`, or their file's path or Hub repository. Words take the model's tokenizer, which
             lies where the model was loaded from (folder, GGUF file, Hub) or was given to `prepare`. Without one that
             knows them "wiki" raises, and the others become ordinary tokens, with a warning: "random-tokens" and
