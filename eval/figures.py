@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from eval import tables
 from eval.canvas import canvas, write
 from eval.head_figures import HEADS_FIGURES, Heads, error_table
-from eval.tables import Rows, read
+from eval.tables import Rows, cells, read
 from eval.trial_figures import TRIAL_FIGURES
 from eval.trial_summary import summary
 
@@ -39,14 +39,6 @@ def curves(rows: Rows, *, moments: str = "current", rule: str = "any") -> dict[s
             continue
         found[NAMES[row["criterion"]]].append((1 - float(row["kv_heads_local"]), float(row["score"])))
     return {name: sorted(points) for name, points in found.items()}
-
-
-def cells(rows: Rows) -> dict[tuple[str, str], Rows]:
-    """The table's rows by task and length."""
-    found = defaultdict(list)
-    for row in rows:
-        found[row["task"], row["length"]].append(row)
-    return dict(found)
 
 
 def draw_performance(rows: Rows) -> Figure:

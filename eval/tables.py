@@ -1,6 +1,7 @@
 """Tables of results: rows as dicts of the same keys, as aligned text and as CSV."""
 
 import csv
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,14 @@ def read(path: Path) -> Rows:
     """The rows of a table that was written."""
     with path.open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+def cells(rows: Rows) -> dict[tuple[str, str], Rows]:
+    """The table's rows by task and length."""
+    found = defaultdict(list)
+    for row in rows:
+        found[row["task"], row["length"]].append(row)
+    return dict(found)
 
 
 def plain(table: list[dict[str, Any]]) -> str:

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from eval.canvas import canvas
 from eval.documents import is_prose
-from eval.tables import Rows
+from eval.tables import Rows, cells
 
 FEW = 6  # criteria, moments and rules, whatever their thresholds
 
@@ -32,13 +32,6 @@ MOMENTS = (
 )
 
 
-def _cells(rows: Rows) -> dict[tuple[str, str], Rows]:
-    found = defaultdict(list)
-    for row in rows:
-        found[row["task"], row["length"]].append(row)
-    return dict(found)
-
-
 def _curve(rows: Rows, way: tuple[str, str, str], *, answers: bool) -> list[tuple[float, float]]:
     """Share of KV heads read, and KL divergence or the share found of what full attention finds, by threshold."""
     points = defaultdict(list)
@@ -61,7 +54,7 @@ def _way(row: dict[str, str]) -> tuple[str, str, str]:
 
 def _draw(rows: Rows, ways: tuple[tuple[str, tuple[str, str, str], str], ...]) -> Figure:
     # Where only a few ways were tried there is nothing to compare.
-    parts = {cell: part for cell, part in _cells(rows).items() if len({_way(row) for row in part}) > FEW}
+    parts = {cell: part for cell, part in cells(rows).items() if len({_way(row) for row in part}) > FEW}
     figure, axes = canvas(len(parts))
     for axis, ((task, length), part) in zip(axes[0], parts.items(), strict=True):
         for label, way, style in ways:

@@ -27,7 +27,7 @@ from eval.documents import PROSE, Document, prose, task_documents
 from eval.forking import forked
 from eval.language_model import DEFAULT, HELP, hflm_source, load
 from eval.machine import machine
-from eval.sweep import task_manager
+from eval.sweep import ORACLE, task_manager
 from eval.tables import plain, read, write
 from eval.trial_summary import summary
 from eval.ways import Knowledge, Way, deciding
@@ -78,7 +78,7 @@ def learn(model: PreTrainedModel, documents: list[Document]) -> tuple[Tensor, Te
     def compare(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, geometry: Any) -> None:
         local, bulk = decide.log_local_mass(scores, geometry), decide.log_bulk_mass(scores, far_lse, geometry)
         errors[layer.index] += (bulk - estimates[layer.index]).sum(dim=(0, 3)).flatten()
-        share[layer.index] += (torch.sigmoid(local - bulk) >= 0.6).sum(dim=(0, 3)).flatten()
+        share[layer.index] += (torch.sigmoid(local - bulk) >= ORACLE).sum(dim=(0, 3)).flatten()
 
     with (
         mock.patch.object(decide, "estimated_log_bulk", keep),

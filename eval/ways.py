@@ -23,7 +23,7 @@ class Way:
 
     Args:
         criterion: "qada", "oracle", "static", "dense", "local".
-        moments: for "qada": those of `QAdACache`, or one of `EXPERIMENTS`.
+        moments: for "qada": those of `QAdACache`, or one of `experiments`.
         rule: a group rule of `QAdACache`, or "all": a group is long-context if all of its heads are.
         threshold: tau; for "static" alpha, the share of heads made local; nothing to "dense" and "local".
     """
