@@ -29,6 +29,7 @@ from eval.machine import machine
 from eval.tables import read, write
 from qada_cache import KeyMoments, QAdACache, StaticHeads, needle
 from qada_cache.criterion import GROUP_RULES
+from qada_cache.home import DEFAULT as DEFAULT_MOMENTS
 from qada_cache.lm_eval import QAdALM
 
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.995)  # the paper's
@@ -238,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     add(
         "--lengths", type=int, nargs="+", default=[4096], help="tokens, for tasks that take them (default: %(default)s)"
     )
-    add("--moments", nargs="+", default=["current"], help="(default: %(default)s)")
+    add("--moments", nargs="+", default=[DEFAULT_MOMENTS], help="(default: %(default)s)")
     add("--group-rules", nargs="+", default=["any"], choices=GROUP_RULES, help="(default: %(default)s)")
     add("--thresholds", type=float, nargs="*", default=list(THRESHOLDS), help="(default: the paper's twelve)")
     add("--static", nargs="*", default=["oracle"], choices=("oracle", "other"), help="(default: %(default)s)")

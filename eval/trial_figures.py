@@ -26,7 +26,8 @@ MOMENTS = (
     ("random tokens", ("qada", "random-tokens", "any"), "^-"),
     ("wiki", ("qada", "wiki", "any"), "v-"),
     ("single word", ("qada", "single-word", "any"), "x-"),
-    ("current or random words", ("qada", "larger of current and random-words", "any"), "d--"),
+    ("current and random words", ("qada", "current+random-words", "any"), "d-"),
+    ("current and random tokens", ("qada", "current+random-tokens", "any"), "p-"),
     ("current, trimmed", ("qada", "trimmed", "any"), "*--"),
     ("current, corrected by head", ("qada", "corrected by head", "any"), "+--"),
 )

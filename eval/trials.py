@@ -30,8 +30,9 @@ from eval.machine import machine
 from eval.sweep import ORACLE, task_manager
 from eval.tables import plain, read, write
 from eval.trial_summary import summary
-from eval.ways import Knowledge, Way, deciding
+from eval.ways import Knowledge, Way, deciding, experiments
 from qada_cache import KeyMoments, QAdACache, StaticHeads, decide, decode
+from qada_cache.home import sources
 from qada_cache.layer import QAdALayer
 
 CALIBRATION = 4  # pieces of prose that errors and local shares are learned from, none of those measured
@@ -40,13 +41,15 @@ EVERY = 4  # of the text's pieces, one in so many is kept for that
 FEW = (0.1, 0.3, 0.6, 0.9)
 MOST = (0.1, 0.3, 0.6, 0.8, 0.9)
 RULES = ("any", "head", "mean")
+BOTH = ("current+random-tokens", "current+random-words")
 PROMPTS = ("random-words", "random-tokens", "wiki", "single-word")
 
 
 def few_ways() -> list[Way]:
     """Sinks and window, the default at several thresholds, the paper's rule and the oracle: to compare models by."""
-    ours = [Way("qada", "current", "any", tau) for tau in (0.6, 0.7, 0.8, 0.9)]
-    return [Way("local"), *ours, Way("qada", "current", "head", 0.6), Way("oracle", "", "any", 0.6)]
+    ours = [Way("qada", BOTH[0], "any", tau) for tau in (0.5, 0.6, 0.7, 0.8, 0.9)]
+    others = [Way("qada", "current", "any", tau) for tau in (0.6, 0.7, 0.8, 0.9)]
+    return [Way("local"), *ours, *others, Way("qada", "current", "head", 0.6), Way("oracle", "", "any", 0.6)]
 
 
 def all_ways() -> list[Way]:
@@ -57,7 +60,7 @@ def all_ways() -> list[Way]:
     ways += [Way("qada", prompt, rule, tau) for prompt in PROMPTS[:2] for rule in RULES for tau in FEW]
     ways += [Way("qada", prompt, "any", tau) for prompt in PROMPTS[2:] for tau in FEW]
     ways += [Way("qada", moments, "all", 0.6) for moments in (*PROMPTS[:2], "current")]
-    ways += [Way("qada", name, "any", tau) for name in ("larger of current and random-words", "trimmed") for tau in FEW]
+    ways += [Way("qada", name, "any", tau) for name in (*BOTH, "trimmed") for tau in FEW]
     ways += [Way("qada", name, "any", tau) for name in ("corrected by head", "corrected by layer") for tau in MOST[2:]]
     ways += [Way("static", "", "any", alpha) for alpha in (0.3, 0.5, 0.6, 0.7, 0.8)]
     return list(dict.fromkeys(ways))
@@ -93,10 +96,13 @@ def learn(model: PreTrainedModel, documents: list[Document]) -> tuple[Tensor, Te
     return errors / queries, share / queries
 
 
-def know(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: list[Document]) -> Knowledge:
-    """What ways of deciding are told beforehand."""
-    moments = {name: KeyMoments.collect(model, tokenizer, name, progress=False) for name in PROMPTS}
-    return Knowledge(moments, *learn(model, calibration))
+def know(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ways: list[Way], calibration: list[Document]
+) -> Knowledge:
+    """What these ways of deciding are told beforehand; what is learned from no documents is left out."""
+    prompts = [name for name in PROMPTS if any(name in way.moments.split("+") for way in ways)]
+    moments = {name: KeyMoments.collect(model, tokenizer, name, progress=False) for name in prompts}
+    return Knowledge(moments, *(learn(model, calibration) if calibration else ()))
 
 
 def cache_options(way: Way, known: Knowledge) -> dict[str, Any]:
@@ -107,7 +113,11 @@ def cache_options(way: Way, known: Knowledge) -> dict[str, Any]:
         return {"criterion": heads, "group_rule": rule, "moments": "current"}
     if way.criterion != "qada":
         return {"criterion": way.criterion, "group_rule": rule, "threshold": way.threshold, "moments": "current"}
-    return {"moments": known.moments.get(way.moments, "current"), "group_rule": rule, "threshold": way.threshold}
+    experiment = way.moments in experiments(known)  # which changes the current prompt's
+    current, other = sources("current" if experiment else way.moments)
+    moments = known.moments[str(other)] if other else "current"
+    both = ("current", moments) if current and other else moments
+    return {"moments": both, "group_rule": rule, "threshold": way.threshold}
 
 
 @torch.no_grad()
@@ -252,10 +262,11 @@ def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrain
     """Measure what the table does not hold yet."""
     done = {key(row) for row in read(options.out)} if options.out.exists() else set()
     ways, everywhere = few_ways() if options.few else all_ways(), {"model": options.model}
-    known = Knowledge()
+    calibration = []
     if not options.few:
         pieces = prose(tokenizer, length=min(options.lengths), following=options.following, text=options.text)
-        known = know(model, tokenizer, list(islice(filter(calibrates, pieces), CALIBRATION)))
+        calibration = list(islice(filter(calibrates, pieces), CALIBRATION))
+    known = know(model, tokenizer, ways, calibration)
     with tqdm(total=len(options.tasks) * len(options.lengths) * options.documents * len(ways), unit="row") as bar:
         for task in options.tasks:
             for length in options.lengths:

@@ -55,19 +55,6 @@ def log_bulk_of(layer: QAdALayer, score_moments_of: tuple[Tensor, Tensor], like:
     return gaussian_log_bulk(mean, variance, geometry.bulk_tokens.unsqueeze(2))
 
 
-def larger(other: KeyMoments) -> Callable:
-    """The larger of two estimates: the current prompt's, and another's. Flagged, then, if either says so."""
-
-    def estimate(original: Callable, layer: QAdALayer, moments: Any, packed: Tensor, scores: Tensor, geometry: Any,
-                 *, scaling: float) -> Tensor:  # fmt: skip
-        current = original(layer, moments, packed, scores, geometry, scaling=scaling)
-        query = packed.float().view(*scores.shape[:-1], -1)
-        kept = decide.kept_score_moments(other, layer.index, query, geometry, scaling=scaling)
-        return torch.maximum(current, log_bulk_of(layer, kept, current, geometry))
-
-    return estimate
-
-
 def trimmed(original: Callable, layer: QAdALayer, moments: Any, packed: Tensor, scores: Tensor, geometry: Any,
             *, scaling: float) -> Tensor:  # fmt: skip
     """The current prompt's estimate without its greatest keys: those furthest from their mean."""
@@ -100,7 +87,7 @@ def experiments(known: Knowledge) -> dict[str, Callable]:
     if known.errors is not None:
         by_layer = known.errors.mean(dim=1, keepdim=True).expand_as(known.errors)
         made |= {"corrected by head": corrected(known.errors), "corrected by layer": corrected(by_layer)}
-    return made | {f"larger of current and {name}": larger(other) for name, other in known.moments.items()}
+    return made
 
 
 @contextmanager

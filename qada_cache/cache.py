@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicLayer
 
 from . import attention, serialization, support
 from .criterion import StaticHeads
-from .home import resolve_moments
-from .key_moments import KeyMoments
+from .home import DEFAULT as DEFAULT_MOMENTS
+from .home import Moments, resolve_moments, sources
 from .layer import QAdALayer
 from .policy import Policy
 from .prompts import PROMPTS
@@ -39,11 +39,11 @@ class QAdACache(WatchedCache):
         print(cache.stats())
 
     Building a cache switches the model's attention function to ours, which passes straight through for any other
-    cache; `restore_attention(model)` undoes it. With moments by a prompt's name, the first cache of a model also looks
-    for the model's tokenizer, reads the prompt with the model and writes the moments to the user's cache folder. The
-    first long decode step on a CPU compiles a kernel and keeps it there. `prepare` does all of it ahead. Calls with
-    more new tokens than the window (prefill, long turns) are exact full attention. Layers that are not full attention
-    keep transformers' own caches.
+    cache; `restore_attention(model)` undoes it. The first cache of a model also reads a short prompt with it, and
+    writes that prompt's key moments to the user's cache folder (not so with `moments="current"`). The first long
+    decode step on a CPU compiles a kernel and keeps it there. `prepare` does all of it ahead. Calls with more new
+    tokens than the window (prefill, long turns) are exact full attention. Layers that are not full attention keep
+    transformers' own caches.
 
     Args:
         model: the model the cache is for; or give `config`, which must be that model's own `model.config`.
@@ -56,15 +56,16 @@ class QAdACache(WatchedCache):
         group_rule: who decides for the query heads that share a KV head. "any": if one of them needs the long context,
             all of them read it, as its keys and values are read anyway; "head": every query head decides for itself, as
             in the paper; "mean": they decide together, from the mean of their local shares.
-        moments: where the Gaussian's mean and covariance come from: "current", the prompt being read, which hides the
-            one key that matters in text that repeats itself (there, take random words); "random-words", "wiki" or
-            "single-word", 1,024 tokens of our article (its words in random order, as it is, one over and over), read
-            the first time (seconds) and kept in memory and the user's cache folder
-            (`QADA_HOME`); `KeyMoments`, or their file's path or Hub repository. Words take the model's tokenizer, which
-            lies where the model was loaded from (folder, GGUF file, Hub) or was given to `prepare`. Without one that
-            knows them "wiki" raises, and the others become ordinary tokens, with a warning: "random-tokens" and
-            "single-token", which may be asked for too. With `config`, moments are looked up in the cache folder, and
-            without them the current prompt's are used, with a warning.
+        moments: where the Gaussian's mean and covariance come from. "current": the prompt being read, which hides the
+            one key that matters in text that repeats itself. "random-tokens": 1,024 ordinary tokens of the vocabulary
+            in random order; "random-words", "wiki", "single-word": as many of our article (its words in random order,
+            as it is, one over and over). These are read the first time (seconds) and kept in memory and the user's
+            cache folder (`QADA_HOME`). Or `KeyMoments`, or their file's path or Hub repository. "current+" and one of
+            the others, or a tuple of "current" and one, goes by both, and the larger of the two estimates counts.
+            Words take the model's tokenizer, which lies where the model was loaded from (folder, GGUF file, Hub) or was
+            given to `prepare`; without one that knows them "wiki" raises, and the others become tokens ("random-tokens"
+            and "single-token"), with a warning. With `config`, moments are looked up in the cache folder, and without
+            them the current prompt's alone are used, with a warning.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
@@ -92,7 +93,7 @@ class QAdACache(WatchedCache):
         local_tokens: int = 128,
         criterion: str | StaticHeads = "gaussian",
         group_rule: str = "any",
-        moments: str | KeyMoments | os.PathLike = "current",
+        moments: Moments = DEFAULT_MOMENTS,
         update_moments: bool = True,
         offloading: bool = True,
         device_budget: int | float | str = 0,
@@ -105,7 +106,8 @@ class QAdACache(WatchedCache):
             local_tokens=local_tokens,
             criterion=criterion,
             group_rule=group_rule,
-            moments="current",
+            current_moments=sources(moments)[0],
+            other_moments=None,
             update_moments=update_moments,
             offloading=offloading,
             device_budget=device_budget,
@@ -128,10 +130,10 @@ class QAdACache(WatchedCache):
             layer.following = following
         policy.served = tuple(layer.index for layer in ours)
         used = criterion == "gaussian" and bool(policy.served)
-        policy.moments = resolve_moments(moments, model=model, config=config, used=used)
+        policy.current_moments, policy.other_moments = resolve_moments(moments, model=model, config=config, used=used)
         support.check_heads(criterion, text_config)
-        if moments not in PROMPTS:  # else they were collected from this very model
-            support.check_moments(policy.moments, text_config)
+        if policy.other_moments is not None and sources(moments)[1] not in PROMPTS:  # else they are of this very model
+            support.check_moments(policy.other_moments, text_config)
         self._policy = policy
         if not policy.served:
             logger.warning(
@@ -199,7 +201,7 @@ class QAdACache(WatchedCache):
     def __deepcopy__(self, memo: dict) -> "QAdACache":
         self._settle()
         # The model's config and the moments are shared, never changed here: a copied config would not be the model's.
-        for shared in (self._policy.config, self._policy.moments, self._policy.criterion):
+        for shared in (self._policy.config, self._policy.other_moments, self._policy.criterion):
             memo[id(shared)] = shared
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
@@ -268,7 +270,8 @@ class QAdACache(WatchedCache):
     def __repr__(self) -> str:
         policy = self._policy
         criterion = policy.criterion if isinstance(policy.criterion, str) else "static heads"
-        moments = policy.moments if isinstance(policy.moments, str) else f"of {policy.moments.prompt}"
+        other = [] if policy.other_moments is None else [f"of {policy.other_moments.prompt}"]
+        moments = " and ".join(["current"] * policy.current_moments + other)
         ours = sum(isinstance(layer, QAdALayer) for layer in self.layers)
         # Nothing that only the device knows: whoever prints a cache would wait for it. `stats()` has it.
         bytes_held = [sum(held) / 2**20 for held in zip(*self.layer_bytes(), strict=True)] or [0.0, 0.0]

@@ -90,8 +90,7 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     command.add_argument("--threshold", type=float, help="QAdACache's (default: its own)")
     command.add_argument(
         "--moments",
-        default="current",
-        help=f"QAdACache's: current, {', '.join(PROMPTS)}, or a file (default: %(default)s)",
+        help=f"QAdACache's: current, {', '.join(PROMPTS)}, a file, or current+ one of the others (default: its own)",
     )
     command.add_argument("--seed", type=int, default=0, help="of the prompt (default: %(default)s)")
     command.add_argument("--layers", action="store_true", help="print a table of the layers as well")
@@ -116,9 +115,8 @@ def _profile(options: argparse.Namespace) -> int:
             f"--prompt-tokens and --new-tokens come to {options.prompt_tokens + options.new_tokens} tokens, and the "
             f"model has {longest} positions"
         )
-    cache = {"moments": options.moments}
-    if options.threshold is not None:
-        cache["threshold"] = options.threshold
+    given = {"moments": options.moments, "threshold": options.threshold}
+    cache = {name: value for name, value in given.items() if value is not None}
     prepare(model, tokenizer, **cache)
     words = within_reach("random-words", tokenizer)
     ids = prompt_ids(words, model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[None]

@@ -78,14 +78,25 @@ def estimated_log_bulk(
     *,
     scaling: float,
 ) -> Tensor:
-    """Eq. 7's `log A_bulk`, `+inf` where there are no moments yet: nothing can be said about the bulk, so read it."""
-    mean, variance, known = bulk_score_moments(layer, moments, packed, scores, geometry, scaling=scaling)
-    return gaussian_log_bulk(mean, variance, geometry.bulk_tokens.unsqueeze(2)).masked_fill(~known, torch.inf)
+    """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]`; of two prompts' moments, the larger estimate.
+
+    `+inf` where there are no moments yet: nothing can be said about the bulk, so read it.
+    """
+    other, tokens, shape = layer.policy.other_moments, geometry.bulk_tokens.unsqueeze(2), scores.shape[:-1]
+    log_bulk = scores.new_full(shape, torch.inf if other is None else -torch.inf)
+    if moments is not None:
+        mean, variance, known = current_score_moments(layer, moments, packed, scores, geometry, scaling=scaling)
+        log_bulk = torch.where(known, gaussian_log_bulk(mean, variance, tokens), log_bulk)
+    if other is not None:
+        query = packed.float().view(*shape, -1)
+        found = kept_score_moments(other, layer.index, query, geometry, scaling=scaling)
+        log_bulk = torch.maximum(log_bulk, gaussian_log_bulk(*found, tokens))
+    return log_bulk
 
 
-def bulk_score_moments(
+def current_score_moments(
     layer: QAdALayer,
-    moments: RunningMoments | None,
+    moments: RunningMoments,
     packed: Tensor,
     scores: Tensor,
     geometry: Geometry,
@@ -94,13 +105,6 @@ def bulk_score_moments(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance `[batch, kv_heads, group, queries]` of each query's bulk scores, and where they are known."""
     policy, shape = layer.policy, scores.shape[:-1]
-    if moments is None:
-        assert isinstance(policy.moments, KeyMoments)
-        score_mean, score_variance = kept_score_moments(
-            policy.moments, layer.index, packed.float().view(*shape, -1), geometry, scaling=scaling
-        )
-        return score_mean, score_variance, torch.ones((), dtype=torch.bool, device=packed.device)
-
     score_mean, score_variance = score_moments(packed.float(), moments.mean, moments.covariance, scaling=scaling)
     score_mean, score_variance = score_mean.view(shape), score_variance.view(shape)
     count = moments.known.float().view(-1, 1, 1, 1)
@@ -121,7 +125,7 @@ def bulk_score_moments(
 def kept_score_moments(
     moments: KeyMoments, layer: int, query: Tensor, geometry: Geometry, *, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """As `bulk_score_moments`, from another prompt's moments, for each query those of its own bulk's length.
+    """As `current_score_moments`, from another prompt's moments, for each query those of its own bulk's length.
 
     `query` is `[batch, kv_heads, group, queries, dim]` float32.
     """

@@ -21,51 +21,80 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED = 8  # models
 NAMING = 2  # what prompts' names stand for: files of another naming are not found ("random-words" once were tokens)
+CURRENT = "current"  # the prompt being read
+DEFAULT = f"{CURRENT}+random-tokens"
 FOLDER = "moments"  # of `private.home()`
 _remembered: dict[Path, KeyMoments] = {}
 _remembering = threading.RLock()  # one thread collects, others that ask for the same moments wait
 
 
+Moments = str | os.PathLike | KeyMoments | tuple[str, str | os.PathLike | KeyMoments]
+
+
+def sources(moments: Moments) -> tuple[bool, str | os.PathLike | KeyMoments | None]:
+    """Whether `QAdACache(moments=...)` goes by the current prompt's, and which other prompt's it goes by, if any.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    if isinstance(moments, (tuple, list)):
+        parts = tuple(moments)
+    elif isinstance(moments, str) and moments.startswith(f"{CURRENT}+"):
+        parts = (CURRENT, moments.removeprefix(f"{CURRENT}+"))
+    else:
+        parts = (moments,)
+    other = parts[-1] if parts else None
+    if not isinstance(other, (str, os.PathLike, KeyMoments)):
+        raise TypeError(
+            f'moments must be one of {", ".join(PROMPTS)}, "{CURRENT}", a KeyMoments, or the path or Hub repository of '
+            f'a moments file; or "{CURRENT}" and one of the others, got {type(other).__name__}'
+        )
+    if len(parts) == 1:
+        return other == CURRENT, None if other == CURRENT else other
+    if len(parts) != 2 or parts[0] != CURRENT or other in (CURRENT, ""):
+        raise ValueError(f'two moments must be "{CURRENT}" and one of another prompt, got {moments!r}')
+    return True, other
+
+
 def resolve_moments(
-    moments: str | os.PathLike | KeyMoments,
+    moments: Moments,
     *,
     model: PreTrainedModel | None,
     config: PreTrainedConfig | None,
     used: bool,
-) -> str | KeyMoments:
-    """What `QAdACache(moments=...)` stands for: a `KeyMoments`, or "current".
+) -> tuple[bool, KeyMoments | None]:
+    """What `QAdACache(moments=...)` stands for: whether the current prompt's count, and those of another prompt.
 
     Args:
         moments: see `QAdACache`.
         model, config: whose, exactly one of them not None.
         used: whether the cache will ask for moments; if not, none are collected for it.
 
+    Returns:
+        of the two at least one; where an other prompt's cannot be had, the current one's.
+
     Raises:
         TypeError, FileNotFoundError, ValueError: it is something else, or cannot be loaded or collected.
     """
-    if isinstance(moments, KeyMoments) or moments == "current":
-        return moments
-    if not isinstance(moments, (str, os.PathLike)):
-        raise TypeError(
-            f'moments must be one of {", ".join(PROMPTS)}, "current", a KeyMoments, or the path or Hub repository of a '
-            f"moments file, got {type(moments).__name__}"
-        )
-    if moments not in PROMPTS:
-        return KeyMoments.load(moments)
+    current, other = sources(moments)
+    if other is None or isinstance(other, KeyMoments):
+        return current, other
+    if other not in PROMPTS:
+        return current, KeyMoments.load(other)
     if not used:
-        return "current"
+        return True, None
     if model is not None:
-        return default_moments(model, moments)
+        return current, default_moments(model, str(other))
     assert config is not None
-    found = find_moments(config, moments)
+    found = find_moments(config, str(other))
     if found is None:
         warn_once(
             logger,
-            f"no {moments} moments of {config._name_or_path or 'this model'} are kept in {home()}, and a cache built "
-            "with config= has no model to collect them from: it goes by the current prompt's, which miss facts in "
-            "repetitive text. Build one QAdACache(model) first, or give moments=FILE (`qada moments` makes one)",
+            f"no {other} moments of {config._name_or_path or 'this model'} are kept in {home()}, and a cache built "
+            "with config= has no model to collect them from: it goes by the current prompt's alone, which miss facts "
+            "in repetitive text. Build one QAdACache(model) first, or give moments=FILE (`qada moments` makes one)",
         )
-    return found or "current"
+    return current or found is None, found
 
 
 def default_moments(

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from .criterion import StaticHeads
 from .geometry import Geometry
-from .key_moments import KeyMoments
 from .layer import QAdALayer
 from .reading import learn
 from .rotary import rounded
@@ -69,19 +68,17 @@ def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor) -> dict[str, 
         return {"criterion": table.expand(-1, query.shape[1] // kv_heads).contiguous()}
     if policy.criterion != "gaussian":
         return {"criterion": policy.criterion}
-    if moments is None:
-        assert isinstance(policy.moments, KeyMoments)
+    told: dict[str, Any] = {}
+    if moments is not None:
+        told |= {"mean": moments.mean, "covariance": moments.covariance, "count": moments.known}
+        told |= {"pool_staged": policy.update_moments}
+    if policy.other_moments is not None:
         bulk = [max(1, length - policy.local_tokens) for length in store.lengths]
         lengths = list(map(rounded, bulk))
         if len(set(lengths)) == 1:  # then one row of moments serves them all
             lengths = lengths[:1]
-        kept = policy.moments.layer(layer.index, lengths, query.device)
+        kept = policy.other_moments.layer(layer.index, lengths, query.device)
         # Rows of their own are put together; one row for all is not copied.
         mean, covariance = kept[0] if len(kept) == 1 else (torch.cat(parts) for parts in zip(*kept, strict=True))
-        return {"mean": mean, "covariance": covariance}
-    return {
-        "mean": moments.mean,
-        "covariance": moments.covariance,
-        "count": moments.known,
-        "pool_staged": policy.update_moments,
-    }
+        told |= {"other_mean": mean, "other_covariance": covariance}
+    return told

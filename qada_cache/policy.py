@@ -23,7 +23,8 @@ class Policy:
     sink_tokens: int
     local_tokens: int
     criterion: str | StaticHeads
-    moments: str | KeyMoments
+    current_moments: bool  # whether the prompt being read gives moments
+    other_moments: KeyMoments | None  # those of another prompt
     update_moments: bool
     offloading: bool
     model_type: str
@@ -67,8 +68,6 @@ class Policy:
             raise TypeError(f"criterion must be a str or StaticHeads, got {type(self.criterion).__name__}")
         if self.group_rule not in GROUP_RULES:
             raise ValueError(f"unknown group_rule {self.group_rule!r}: use one of {', '.join(GROUP_RULES)}")
-        if not isinstance(self.moments, KeyMoments) and self.moments != "current":
-            raise TypeError('moments must be "current" or a KeyMoments')
         check_budget(self.device_budget)
         self.residents = Residents(self.device_budget)
 
@@ -80,7 +79,7 @@ class Policy:
     @property
     def tracks_moments(self) -> bool:
         """Whether layers keep running moments of the prompt being read."""
-        return self.criterion == "gaussian" and self.moments == "current"
+        return self.criterion == "gaussian" and self.current_moments
 
     def padding_after(
         self, padding: Padding, mask: Tensor | None, *, batch: int, seen: int, queries: int

@@ -1,14 +1,13 @@
 """What the first cache of a model and its first long decode step would do, done ahead: `prepare`."""
 
-import os
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .cache import QAdACache
-from .home import default_moments
+from .home import CURRENT, Moments, default_moments, sources
+from .home import DEFAULT as DEFAULT_MOMENTS
 from .kernels import ahead
-from .key_moments import KeyMoments
 from .prompts import PROMPTS
 from .support import sizes
 
@@ -17,7 +16,7 @@ def prepare(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    moments: str | KeyMoments | os.PathLike = "current",
+    moments: Moments = DEFAULT_MOMENTS,
     **options: Any,
 ) -> None:
     """Do once, before the first request, what caches of this model would otherwise do at the first need of it.
@@ -42,9 +41,10 @@ def prepare(
         TypeError, ValueError, NotImplementedError, FileNotFoundError: as `QAdACache`.
         RuntimeError: `QADA_KERNELS=triton`, and this model's decode steps on the CPU cannot go by Triton.
     """
-    policy = QAdACache(model, **options)._policy  # wrong options are refused before anything is read
-    if isinstance(moments, str) and moments in PROMPTS and policy.tracks_moments and policy.served:
-        default_moments(model, moments, tokenizer)
+    policy = QAdACache(model, moments=CURRENT, **options)._policy  # wrong options are refused before anything is read
+    _, other = sources(moments)
+    if other in PROMPTS and policy.criterion == "gaussian" and policy.served:
+        default_moments(model, str(other), tokenizer)
     QAdACache(model, moments=moments, **options)
     if policy.served and any(weight.device.type == "cpu" for weight in model.parameters()):
         _, heads, kv_heads, dim = sizes(policy.config)

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from . import files, weights
 from .criterion import StaticHeads
+from .home import CURRENT, Moments
 from .key_moments import KeyMoments
 from .layer import QAdALayer
 from .padding import NONE, Padding
@@ -74,9 +75,10 @@ def save(cache: "QAdACache", path: "str | os.PathLike") -> None:
         tensors["static_heads"] = policy.criterion.long_context
     else:
         state["criterion"] = policy.criterion
-    if isinstance(policy.moments, KeyMoments):
-        tensors |= policy.moments.tensors()
-        state["moments"] = policy.moments.header()
+    state["current_moments"] = policy.current_moments
+    if policy.other_moments is not None:
+        tensors |= policy.other_moments.tensors()
+        state["moments"] = policy.other_moments.header()
     stores = [layer.store for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store is not None]
     dtypes = {dtype for store in stores for dtype in store.dtypes} | {policy.dtype} - {None}
     state["dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)  # of tokens, and of their model
@@ -97,7 +99,10 @@ def load(
     """See `QAdACache.load`."""
     tensors, state = files.read(path, KIND)
     criterion = state["criterion"] if "criterion" in state else StaticHeads(tensors["static_heads"])
-    moments = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else "current"
+    other = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else None
+    moments: Moments = other or CURRENT
+    if other is not None and state.get("current_moments"):  # older files do not say: they had one of the two
+        moments = CURRENT, other
     given = model.config if model is not None else config
     if given is not None:  # with neither, the constructor says so
         for name, value in _identity(given.get_text_config(decoder=True)).items():

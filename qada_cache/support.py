@@ -68,22 +68,21 @@ def check_heads(criterion: str | StaticHeads, config: PreTrainedConfig) -> None:
             )
 
 
-def check_moments(moments: str | KeyMoments, config: PreTrainedConfig) -> None:
+def check_moments(moments: KeyMoments, config: PreTrainedConfig) -> None:
     """Raise ValueError if key moments are of another kind of model, another shape or other rotary positions."""
     layers, _, kv_heads, dim = sizes(config)
-    if isinstance(moments, KeyMoments):
-        if moments.model_type != config.model_type or list(moments.shape) != [layers, kv_heads, dim]:
+    if moments.model_type != config.model_type or list(moments.shape) != [layers, kv_heads, dim]:
+        raise ValueError(
+            f"these KeyMoments are of a {moments.model_type} model with [layers, kv_heads, dim] = "
+            f"{list(moments.shape)}; this {config.model_type} model has {[layers, kv_heads, dim]}"
+        )
+    theirs, ours = json.loads(json.dumps([moments.rope, rope_settings(config)]))
+    for name in theirs.keys() & ours.keys():
+        if theirs[name] != ours[name]:
             raise ValueError(
-                f"these KeyMoments are of a {moments.model_type} model with [layers, kv_heads, dim] = "
-                f"{list(moments.shape)}; this {config.model_type} model has {[layers, kv_heads, dim]}"
+                f"these KeyMoments are of a {moments.model_type} model whose {name} is {theirs[name]}; this "
+                f"model's is {ours[name]}"
             )
-        theirs, ours = json.loads(json.dumps([moments.rope, rope_settings(config)]))
-        for name in theirs.keys() & ours.keys():
-            if theirs[name] != ours[name]:
-                raise ValueError(
-                    f"these KeyMoments are of a {moments.model_type} model whose {name} is {theirs[name]}; this "
-                    f"model's is {ours[name]}"
-                )
 
 
 def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:

@@ -22,7 +22,8 @@ class Scene:
     """Rows of random tokens: of each of `bulk` (stored, staged), then one of each of `short` tokens, without a bulk.
 
     Whatever is not a token in use is nan. Rows in `padding` get a padding query. `moments` are "pooled" (of the stored
-    tokens, to be pooled with the staged ones), "frozen" (of the stored tokens only) or "other" (of another prompt).
+    tokens, to be pooled with the staged ones), "frozen" (of the stored tokens only) "other" (of another prompt),
+    "both" (pooled, and of another prompt) or "both frozen".
     """
 
     bulk: list[tuple[int, int]] = field(default_factory=lambda: list(RAGGED))
@@ -71,16 +72,14 @@ class Scene:
             sinks=SINKS, window=WINDOW, device=torch.device("cpu"),
         )  # fmt: skip
         self.counts = [max(gone - SINKS, 0) for gone in self.flushed]
-        if self.moments == "other":
-            other = [key_moments(keys=torch.randn(50, self.dim, generator=made) + 0.2) for _ in range(self.kv_heads)]
-            rows = [other]
-        else:
-            rows = [
-                [key_moments(keys=head[SINKS : SINKS + count]) for head in keys]
-                for keys, count in zip(self.keys, self.counts, strict=True)
-            ]
-        self.mean, self.covariance = (
-            torch.stack([torch.stack([pair[part] for pair in row]) for row in rows]).float() for part in (0, 1)
+        other = [key_moments(keys=torch.randn(50, self.dim, generator=made) + 0.2) for _ in range(self.kv_heads)]
+        own = [
+            [key_moments(keys=head[SINKS : SINKS + count]) for head in keys]
+            for keys, count in zip(self.keys, self.counts, strict=True)
+        ]
+        (self.mean, self.covariance), self.other = (
+            [torch.stack([torch.stack([pair[part] for pair in row]) for row in rows]).float() for part in (0, 1)]
+            for rows in (own, [other])
         )
 
     def arguments(self, device: str, *, pin: bool = False) -> dict[str, Any]:
@@ -104,18 +103,23 @@ class Scene:
 
     def moment_arguments(self, device: str) -> dict[str, Any]:
         """Those of `fused_decode` under the gaussian criterion."""
-        count = None if self.moments == "other" else torch.tensor(self.counts, device=device)
-        made = {"mean": self.mean.to(device), "covariance": self.covariance.to(device), "count": count}
-        return made | {"pool_staged": self.moments == "pooled"}
+        made: dict[str, Any] = {}
+        if self.moments != "other":
+            made |= {"mean": self.mean.to(device), "covariance": self.covariance.to(device)}
+            made |= {"count": torch.tensor(self.counts, device=device), "pool_staged": "frozen" not in self.moments}
+        if self.moments.startswith(("other", "both")):
+            made |= {f"other_{name}": t.to(device) for name, t in zip(("mean", "covariance"), self.other, strict=True)}
+        return made
 
     def decided_rows(self) -> list[int]:
         """Rows with a bulk and a real query."""
         return [row for row in range(len(self.bulk)) if sum(self.bulk[row]) and row not in self.padding]
 
     def _decision(self, row: int) -> dict[str, Any]:
-        given: dict[str, Any] = {"frozen_count": self.counts[row] if self.moments == "frozen" else None}
-        if self.moments == "other":
-            given["moments"] = lambda bulk_tokens: (self.mean[0], self.covariance[0])
+        given: dict[str, Any] = {"frozen_count": self.counts[row] if "frozen" in self.moments else None}
+        if self.moments.startswith(("other", "both")):
+            given["current"] = self.moments != "other"
+            given["moments"] = lambda bulk_tokens: tuple(moment[0] for moment in self.other)
         given |= {"query": self.query[row, :, 0], "keys": self.keys[row], "position": self.lengths[row] - 1}
         return given | {"scaling": self.scaling} | SIZES
 

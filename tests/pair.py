@@ -109,7 +109,8 @@ class Pair:
     def _check_flags(self, wrong: Tensor, queries: Tensor) -> None:
         """Flags may differ from the reference's only where rounding decides."""
         reference, policy = self.reference, self.layer.policy
-        options = {name: reference.options[name] for name in ("criterion", "moments") if name in reference.options}
+        told = ("criterion", "moments", "current")
+        options = {name: reference.options[name] for name in told if name in reference.options}
         for row, index in wrong.any(dim=1).nonzero().tolist():
             after = sum(reference.history[row][len(reference.history[row]) - queries.shape[2] + index + 1 :])
             masses = log_masses(
@@ -197,8 +198,9 @@ def reference_options(layer: QAdALayer, *, heads: int) -> dict[str, Any]:
     if isinstance(policy.criterion, StaticHeads):
         table = policy.criterion.long_context[layer.index]
         options["criterion"] = table.repeat_interleave(heads // len(table))  # KV heads speak for their group
-    if isinstance(policy.moments, KeyMoments):
-        options["moments"] = kept_moments(policy.moments, layer.index)
+    if policy.other_moments is not None:
+        options["current"] = policy.current_moments
+        options["moments"] = kept_moments(policy.other_moments, layer.index)
     return options
 
 

@@ -121,6 +121,7 @@ def log_masses(
     scaling: float,
     criterion: str,
     moments: Callable[[int], Moments] | None = None,
+    current: bool | None = None,
     frozen_count: int | None = None,
     sink_tokens: int = SINK_TOKENS,
     local_tokens: int = LOCAL_TOKENS,
@@ -128,31 +129,35 @@ def log_masses(
     """(log A_local, log A_bulk) of each query head: what "oracle" (eq. 2) and "gaussian" (eq. 7) compare.
 
     `query [Hq, d]`, `keys [Hkv, T, d]` with T > `position`. The gaussian moments are `moments` (another prompt's,
-    for so many bulk tokens) when given; else of the first `frozen_count` bulk tokens when given; else of this query's
-    own bulk. `frozen_count` 0 means that no moments exist: log A_bulk is +inf, so the head is long-context.
+    for so many bulk tokens) when given; and, if `current` (which is so without `moments`), this prompt's: of the first
+    `frozen_count` bulk tokens when given, else of this query's own bulk. Of two, the larger log A_bulk counts. A
+    `frozen_count` of 0 says nothing; where nothing is known, log A_bulk is +inf, so the head is long-context.
     """
     local = sorted(local_indices(position, sink_tokens=sink_tokens, local_tokens=local_tokens))
     bulk = bulk_indices(position, sink_tokens=sink_tokens, local_tokens=local_tokens)
     group = len(query) // len(keys)
     masses = []
     for head, head_keys in enumerate(keys):
+        known = []
         if criterion == "gaussian":
             if moments is not None:
-                mean, covariance = (moment[head] for moment in moments(len(bulk)))
-            else:
-                mean, covariance = key_moments(keys=head_keys[bulk[:frozen_count]])
+                known.append([moment[head] for moment in moments(len(bulk))])
+            if (moments is None if current is None else current) and not (bulk and frozen_count == 0):
+                known.append(key_moments(keys=head_keys[bulk[:frozen_count]]))
         for head_query in query[head * group : (head + 1) * group]:
             log_local = log_mass(query=head_query, keys=head_keys[local], scaling=scaling)
             if criterion == "oracle":
                 log_bulk = log_mass(query=head_query, keys=head_keys[bulk], scaling=scaling)
             elif criterion != "gaussian":
                 raise ValueError(f"criterion {criterion!r} compares no masses")
-            elif bulk and moments is None and frozen_count == 0:
-                log_bulk = math.inf
             else:
-                log_bulk = gaussian_log_bulk(
-                    query=head_query, mean=mean, covariance=covariance, bulk_tokens=len(bulk), scaling=scaling
-                )
+                estimates = [
+                    gaussian_log_bulk(
+                        query=head_query, mean=mean, covariance=covariance, bulk_tokens=len(bulk), scaling=scaling
+                    )
+                    for mean, covariance in known
+                ]
+                log_bulk = max(estimates, default=math.inf)
             masses.append((log_local, log_bulk))
     return masses
 
@@ -172,7 +177,7 @@ def decide(
     """Bool `[Hq]`, True = local, for one query `[Hq, d]` at real index `position` over `keys [Hkv, T, d]`.
 
     "dense" is never local and "local" always; a bool tensor `[Hq]` is the static mask of long-context heads.
-    `options` are `moments`, `frozen_count` and `sink_tokens` of `log_masses`. Without a bulk every head is
+    `options` are `moments`, `current`, `frozen_count` and `sink_tokens` of `log_masses`. Without a bulk every head is
     local, whatever the criterion. `group_rule` "head": each query head decides for itself; "any": the heads of a
     key-value head are long-context if one of them would be; "mean": if the mean of their local fractions (static:
     of 1 for local, 0 for long-context) is below the threshold. "dense" and "local" know no rule.

@@ -57,7 +57,7 @@ def test_nothing_is_read_twice(template: str | None, kind: str, family: str) -> 
     watched = Watched(family)
     form, turns = Form(tokenizer(template=template), WITH_FACTS), [*planted(0)[:3], Turn("And this?")]
     opening, _, _ = fitted(form, document.reference(), turns, tokens=700)
-    cache = QAdACache(watched.model) if kind == "qada" else DynamicCache(config=watched.model.config)
+    cache = QAdACache(watched.model, moments="current") if kind == "qada" else DynamicCache(config=watched.model.config)
     told = converse(watched.model, form, opening, turns, cache, new_tokens=5)
     assert len(watched.read) == told.read == cache.get_seq_length()
     assert watched.read[: len(opening)] == opening

@@ -96,6 +96,8 @@ WRONG = {
     "bulk_values": [Tensor.half, lambda t: t[..., :16], lambda t: t.mT.contiguous().mT],
     "mean": [Tensor.double, lambda t: t[:-1], lambda t: t[..., :16], lambda t: t.to("meta")],
     "covariance": [Tensor.half, lambda t: t[:, :1], lambda t: t[..., :16], lambda t: t[:-1]],
+    "other_mean": [Tensor.double, lambda t: t[..., :16], lambda t: t.repeat(3, 1, 1), lambda t: t.to("meta")],
+    "other_covariance": [Tensor.half, lambda t: t[:, :1], lambda t: t[..., :16]],
     "local": [Tensor.int, lambda t: t[:, 1:], lambda t: t.repeat(2, 1)],
     "staged": [Tensor.int, lambda t: t[:, 1:]],
     "bulk_lengths": [Tensor.int, lambda t: t[:-1]],
@@ -111,6 +113,7 @@ def checked(given: dict[str, Any]) -> None:
         near=(given["near_keys"], given["near_values"]),
         bulk=(given["bulk_keys"], given["bulk_values"]),
         moments=(given["mean"], given["covariance"]),
+        other_moments=(given["other_mean"], given["other_covariance"]),
         masks=(given["local"], given["staged"]),
         rows=(given["bulk_lengths"], given["count"], given["decided"]),
     )
@@ -118,7 +121,7 @@ def checked(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_kernels_of_a_step_refuse_tensors_that_do_not_agree(name: str) -> None:
-    scene = Scene(padding=(0,))
+    scene = Scene(padding=(0,), moments="both")
     given = scene.arguments("cpu") | scene.moment_arguments("cpu")
     checked(given)
     for change in WRONG[name]:

@@ -27,8 +27,13 @@ def other_prompt(**fields: Any) -> KeyMoments:
 POLICIES: dict[str, dict[str, Any]] = {
     "gaussian": {},
     "frozen": {"update_moments": False},
-    "lengths": {"moments": other_prompt(lengths=(64, 128))},
-    "rotated": {"moments": other_prompt(rotations=(Rotation(16, (0.9, 0.05, 0.002)),))},
+    "lengths": {"current_moments": False, "other_moments": other_prompt(lengths=(64, 128))},
+    "rotated": {
+        "current_moments": False,
+        "other_moments": other_prompt(rotations=(Rotation(16, (0.9, 0.05, 0.002)),)),
+    },
+    "two-prompts": {"other_moments": other_prompt(lengths=(64, 128))},
+    "two-prompts-frozen": {"other_moments": other_prompt(lengths=(64, 128)), "update_moments": False},
     "oracle": {"criterion": "oracle"},
     "dense": {"criterion": "dense"},
     "local": {"criterion": "local"},

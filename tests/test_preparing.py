@@ -31,8 +31,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def used(cache: QAdACache) -> str:
-    moments = cache._policy.moments
-    return moments if isinstance(moments, str) else moments.prompt
+    moments = cache._policy.other_moments
+    return "current" if moments is None else moments.prompt
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch, target: Any, name: str) -> None:
@@ -122,12 +122,12 @@ def test_words_once_they_can_be_had(tmp_path: Path) -> None:
     english = english_tokenizer()
     tiny(vocab_size=len(english)).save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path, local_files_only=True).eval()
-    tokens = QAdACache(model, moments="random-words")._policy.moments
+    tokens = QAdACache(model, moments="random-words")._policy.other_moments
     assert used(QAdACache(config=model.config, moments="random-words")) == "random-tokens"
     prepare(model, english, moments="random-words")
     assert used(QAdACache(model, moments="random-words")) == "random-words"
     assert used(QAdACache(config=model.config, moments="random-words")) == "random-words"
-    assert QAdACache(model, moments="random-tokens")._policy.moments is tokens
+    assert QAdACache(model, moments="random-tokens")._policy.other_moments is tokens
 
 
 # -- ahead -----------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_only_what_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     prepare(tiny("mistral_sliding"), moments="wiki")
     monkeypatch.setenv("QADA_KERNELS", "torch")
     prepare(tiny(), moments="wiki", criterion="local")
-    prepare(tiny(dtype=torch.float64))
+    prepare(tiny(dtype=torch.float64), moments="current")
     assert not folder.exists()
 
 

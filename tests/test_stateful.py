@@ -23,13 +23,25 @@ from stand_in import accelerator
 from torch import Tensor
 from transformers import LlamaConfig
 
-from qada_cache import QAdACache, StaticHeads
+from qada_cache import KeyMoments, QAdACache, StaticHeads
 
 LONGEST = 120  # tokens a row; the reference takes its time
+
+
+def other_prompt() -> KeyMoments:
+    """Moments of two layers, for bulks from one token on and from 32."""
+    keys = torch.stack([Inputs(seed)(50, 2)[0] for seed in (77, 78)])  # [lengths, layers, kv_heads, tokens, dim]
+    centred = keys - keys.mean(dim=-2, keepdim=True)
+    return KeyMoments(
+        keys.mean(dim=-2), centred.mT @ centred / 50, lengths=(1, 32), model_type="llama", prompt="test", tokens=50
+    )
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "gaussian": {},
     "frozen": {"update_moments": False},
     "any": {"group_rule": "any"},
+    "two-prompts": {"moments": ("current", other_prompt())},
     "oracle-mean": {"criterion": "oracle", "group_rule": "mean"},
     "dense": {"criterion": "dense"},
     "static": {"criterion": StaticHeads(torch.tensor([[True, False], [False, True]]))},
@@ -69,12 +81,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.generator = torch.Generator().manual_seed(seed)
         cache = QAdACache(
             config=self.config,
-            moments="current",
             threshold=0.15,
             sink_tokens=3,
             local_tokens=11,
             device_budget=budget or 0,
-            **OPTIONS[options],
+            **({"moments": "current"} | OPTIONS[options]),
         )
         self.modules = [FakeAttention(self.config, groups=2, layer_idx=index) for index in range(2)]
         self.pairs = [

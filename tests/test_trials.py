@@ -44,7 +44,7 @@ def rows_of(model: PreTrainedModel, document: Document, known: ways.Knowledge, *
 
 
 @pytest.mark.parametrize("rule", ["any", "head", "mean"])
-@pytest.mark.parametrize("moments", ["current", "random-words"])
+@pytest.mark.parametrize("moments", ["current", "random-words", "current+random-words"])
 def test_a_way_is_a_cache_used_token_by_token(
     rule: str, moments: str, model: PreTrainedModel, document: Document, known: ways.Knowledge
 ) -> None:
@@ -104,7 +104,7 @@ def test_answers_are_those_of_full_attention(model: PreTrainedModel, document: D
 def test_experiments_against_float64(model: PreTrainedModel, document: Document, known: ways.Knowledge) -> None:
     """Each estimate of `log A_bulk` from the very keys of the bulk, for the first of the queries."""
     known.errors[:] = torch.arange(8.0).view(2, 4)
-    cache = QAdACache(model, threshold=1.0)
+    cache = QAdACache(model, threshold=1.0, moments="current")
     trials.prefill(model, document, cache)
     found: dict[str, torch.Tensor] = {}
     seen: dict[str, torch.Tensor] = {}
@@ -125,7 +125,6 @@ def test_experiments_against_float64(model: PreTrainedModel, document: Document,
         trials.follow(model, Document("prose", 290, 0, document.prompt, document.answer[:, :1]), cache)
     torch.testing.assert_close(found["corrected by head"], seen["current"] + torch.tensor([[4.0, 5], [6, 7]]))
     torch.testing.assert_close(found["corrected by layer"], seen["current"] + 5.5)
-    assert (found["larger of current and random-words"] >= seen["current"]).all()
     for head in range(2):
         keys = seen["keys"][head]
         distance = (keys - keys.mean(0)).norm(dim=1)

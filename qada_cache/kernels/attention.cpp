@@ -14,14 +14,15 @@ struct Decode {
     const Element *query, *near_keys, *near_values, *bulk_keys, *bulk_values;
     const uint8_t *local, *staged, *decided, *table;
     const int64_t *bulk_lengths, *count;  // `count` may be null, and so may what a criterion does not use
-    const float *mean, *covariance;
+    const float *mean, *covariance, *other_mean, *other_covariance;
     float* out;
     uint8_t* flags;
     int64_t* pulled;
     int64_t batch, kv_heads, columns, split_tokens;
     int64_t near_key_batch, near_key_head, near_value_batch, near_value_head;
     int64_t bulk_key_batch, bulk_key_head, bulk_value_batch, bulk_value_head;
-    int64_t local_row, staged_row, decided_row, length_row, count_row, mean_row, covariance_row;
+    int64_t local_row, staged_row, decided_row, length_row, count_row;
+    int64_t mean_row, covariance_row, other_mean_row, other_covariance_row;
     float scaling, threshold, limit;  // `limit` is the logit of `threshold`
     int criterion, group_rule, pool_staged, threads;
 
@@ -67,12 +68,11 @@ void pool(const Decode& call, const Partial& local, int64_t row, int64_t head, f
     }
 }
 
-// Eq. 7's `log A_bulk` of every query of a head, +inf without any moments: then nothing can be said about the bulk.
-void gaussian(const Decode& call, const Partial& local, int64_t row, int64_t head, float tokens, float* log_bulk) {
-    const float* key_mean = call.mean + row * call.mean_row + head * DIM;
-    const float* covariance = call.covariance + row * call.covariance_row + head * DIM * DIM;
-    float query[QUERIES][DIM], mean[QUERIES] = {}, variance[QUERIES] = {};
+// Mean and variance of every query's scores of keys with these moments; see `criterion.score_moments`.
+void score_moments(const Partial& local, const float* key_mean, const float* covariance, float* mean, float* variance) {
+    float query[QUERIES][DIM];
     for (int q = 0; q < QUERIES; q++) {  // already scaled
+        mean[q] = variance[q] = 0;
         const float* lanes = (const float*)local.scaled[q];
         for (int d = 0; d < DIM; d++) query[q][d] = lanes[place<DIM>(d)];
     }
@@ -85,17 +85,30 @@ void gaussian(const Decode& call, const Partial& local, int64_t row, int64_t hea
             variance[q] += product * query[q][i];
         }
     for (int q = 0; q < QUERIES; q++) variance[q] = std::max(variance[q], 0.0f);
-    float known = 1;
-    if (call.count) {
-        known = (float)call.count[row * call.count_row];
+}
+
+// Eq. 7's `log A_bulk` of every query of a head, of two prompts' moments the larger; +inf without any moments: then
+// nothing can be said about the bulk.
+void gaussian(const Decode& call, const Partial& local, int64_t row, int64_t head, float tokens, float* log_bulk) {
+    float mean[QUERIES], variance[QUERIES];
+    std::fill(log_bulk, log_bulk + QUERIES, call.other_mean ? -INFINITY : INFINITY);
+    if (call.mean) {
+        score_moments(local, call.mean + row * call.mean_row + head * DIM,
+                      call.covariance + row * call.covariance_row + head * DIM * DIM, mean, variance);
+        float known = (float)call.count[row * call.count_row];
         if (call.pool_staged) {
             float staged = tokens - (float)call.stored(row);
             pool(call, local, row, head, known, staged, mean, variance);
             known += staged;
         }
+        for (int q = 0; q < QUERIES && known > 0; q++) log_bulk[q] = logf(tokens) + mean[q] + 0.5f * variance[q];
     }
-    for (int q = 0; q < QUERIES; q++)
-        log_bulk[q] = known > 0 ? logf(tokens) + mean[q] + 0.5f * variance[q] : INFINITY;
+    if (call.other_mean) {
+        score_moments(local, call.other_mean + row * call.other_mean_row + head * DIM,
+                      call.other_covariance + row * call.other_covariance_row + head * DIM * DIM, mean, variance);
+        for (int q = 0; q < QUERIES; q++)
+            log_bulk[q] = std::max(log_bulk[q], logf(tokens) + mean[q] + 0.5f * variance[q]);
+    }
 }
 
 // Local attention of one KV head, and which of its queries need the long context: whether any does.

@@ -18,12 +18,13 @@ class Decode(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "near_keys", "near_values", "bulk_keys", "bulk_values")),
         *((name, ctypes.c_void_p) for name in ("local", "staged", "decided", "table", "bulk_lengths", "count")),
-        *((name, ctypes.c_void_p) for name in ("mean", "covariance", "out", "flags", "pulled")),
+        *((name, ctypes.c_void_p) for name in ("mean", "covariance", "other_mean", "other_covariance")),
+        *((name, ctypes.c_void_p) for name in ("out", "flags", "pulled")),
         *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "columns", "split_tokens")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("near_key", "near_value") for axis in ("batch", "head")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("bulk_key", "bulk_value") for axis in ("batch", "head")),
         *((f"{name}_row", ctypes.c_int64) for name in ("local", "staged", "decided", "length", "count")),
-        *((f"{name}_row", ctypes.c_int64) for name in ("mean", "covariance")),
+        *((f"{name}_row", ctypes.c_int64) for name in ("mean", "covariance", "other_mean", "other_covariance")),
         *((name, ctypes.c_float) for name in ("scaling", "threshold", "limit")),
         *((name, ctypes.c_int) for name in ("criterion", "group_rule", "pool_staged", "threads")),
     )
@@ -64,6 +65,8 @@ def fused_decode(
     covariance: Tensor | None = None,
     count: Tensor | None = None,
     pool_staged: bool = False,
+    other_mean: Tensor | None = None,
+    other_covariance: Tensor | None = None,
     pulled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same contract as `decode_reference.fused_decode`, for the calls that have no `obstacle`."""
@@ -75,6 +78,7 @@ def fused_decode(
         near=(near_keys, near_values),
         bulk=(bulk_keys, bulk_values),
         moments=(mean, covariance),
+        other_moments=(other_mean, other_covariance),
         masks=(local, staged),
         rows=(bulk_lengths, count, decided),
     )
@@ -95,13 +99,14 @@ def fused_decode(
 
     pointers = (
         *(query, near_keys, near_values, bulk_keys, bulk_values, local, staged, decided, table),
-        *(bulk_lengths, count, mean, covariance, out, flags, pulled),
+        *(bulk_lengths, count, mean, covariance, other_mean, other_covariance, out, flags, pulled),
     )
     call = Decode(
         *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
         *(batch, kv_heads, columns, compiled.SPLIT_TOKENS),
         *(stride for buffer in (near_keys, near_values, bulk_keys, bulk_values) for stride in buffer.stride()[:2]),
-        *(row(tensor) for tensor in (local, staged, decided, bulk_lengths, count, mean, covariance)),
+        *(row(tensor) for tensor in (local, staged, decided, bulk_lengths, count)),
+        *(row(tensor) for tensor in (mean, covariance, other_mean, other_covariance)),
         *(scaling, threshold, limit),
         *(CRITERIA[kind], GROUP_RULES[rule], pool_staged, torch.get_num_threads()),
     )

@@ -26,6 +26,8 @@ def fused_decode(
     covariance: Tensor | None = None,
     count: Tensor | None = None,
     pool_staged: bool = False,
+    other_mean: Tensor | None = None,
+    other_covariance: Tensor | None = None,
     pulled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Query-adaptive attention of one query token a row: local attention, criterion, bulk where needed, merge.
@@ -47,11 +49,12 @@ def fused_decode(
         group_rule: as in `criterion.group_decision`.
         criterion: "gaussian" (eq. 7), "dense" (no head is local), "local" (every head is), or the static table bool
             `[kv_heads, group]`, True for a long-context head.
-        mean, covariance: float32 `[batch or 1, kv_heads, dim]` and `[batch or 1, kv_heads, dim, dim]`, the key
-            moments of eq. 7; None under other criteria.
-        count: int64 `[batch or 1]`, how many keys of the row's own bulk the moments are of (of none: every head with
-            a bulk needs it); None for the moments of another prompt.
-        pool_staged: pool the moments with those of the staged tokens; needs `count`.
+        mean, covariance: float32 `[batch or 1, kv_heads, dim]` and `[batch or 1, kv_heads, dim, dim]`, moments of the
+            first `count` keys of the row's bulk, for eq. 7.
+        count: int64 `[batch or 1]`, if these are given. Where it is 0 they say nothing.
+        pool_staged: pool them with those of the staged tokens.
+        other_mean, other_covariance: likewise, of another prompt's keys. If both are given, the larger estimate of
+            `A_bulk` counts; if nothing is known, every head with a bulk needs it.
         pulled: int64 `[]`, to which the bytes of bulk keys and values that were needed are added.
 
     Returns:
@@ -72,13 +75,16 @@ def fused_decode(
     elif criterion in ("dense", "local"):
         flags = torch.full(scores.shape[:-1], criterion == "dense", device=query.device)
     else:
-        assert mean is not None
-        assert covariance is not None
-        moments = score_moments(packed.float(), mean, covariance, scaling=scaling)
-        log_bulk = gaussian_log_bulk(*_pooled(scores, staged, *moments, count if pool_staged else None), bulk_tokens)
-        if count is not None:  # without any moments nothing can be said about the bulk: read it
-            known = count[:, None, None] + (staged.sum(dim=-1) if pool_staged else 0) > 0
-            log_bulk = log_bulk.masked_fill(~known, torch.inf)
+        log_bulk = scores.new_full(scores.shape[:-1], torch.inf if other_mean is None else -torch.inf)
+        if mean is not None and covariance is not None and count is not None:
+            found = score_moments(packed.float(), mean, covariance, scaling=scaling)
+            known = count[:, None, None] > 0
+            if pool_staged:
+                found, known = _pooled(scores, staged, *found, count), known | (staged.sum(dim=-1) > 0)
+            log_bulk = torch.where(known, gaussian_log_bulk(*found, bulk_tokens), log_bulk)
+        if other_mean is not None and other_covariance is not None:
+            found = score_moments(packed.float(), other_mean, other_covariance, scaling=scaling)
+            log_bulk = torch.maximum(log_bulk, gaussian_log_bulk(*found, bulk_tokens))
         log_local = scores.masked_fill(~local, -torch.inf).logsumexp(dim=-1)
         flags = long_context(log_local, log_bulk, threshold)
         flags = _together(flags, torch.sigmoid(log_local - log_bulk), threshold, group_rule)
@@ -105,12 +111,8 @@ def _together(flags: Tensor, share: Tensor | None, threshold: float, rule: str) 
     return group_decision(flags.unsqueeze(-1), share, threshold, rule).squeeze(-1)
 
 
-def _pooled(
-    scores: Tensor, staged: Tensor, mean: Tensor, variance: Tensor, count: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Score moments `[batch, kv_heads, group]` of `count` keys and of the staged tokens together; None: as they are."""
-    if count is None:
-        return mean, variance
+def _pooled(scores: Tensor, staged: Tensor, mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Score moments `[batch, kv_heads, group]` of `count` keys and of the staged tokens together."""
     tokens = staged.sum(dim=-1).float()
     staged_mean = scores.masked_fill(~staged, 0.0).sum(dim=-1) / tokens.clamp_min(1)
     deviation = (scores - staged_mean.unsqueeze(-1)).masked_fill(~staged, 0.0)

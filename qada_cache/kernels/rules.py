@@ -29,6 +29,7 @@ def check_operands(
     near: tuple[Tensor, Tensor],
     bulk: tuple[Tensor, Tensor],
     moments: tuple[Tensor | None, Tensor | None],
+    other_moments: tuple[Tensor | None, Tensor | None],
     masks: tuple[Tensor, Tensor],
     rows: tuple[Tensor | None, ...],
 ) -> None:
@@ -39,6 +40,7 @@ def check_operands(
         near: its near_keys, near_values.
         bulk: its bulk_keys, bulk_values, which alone may lie on another device.
         moments: its mean, covariance.
+        other_moments: its other_mean, other_covariance.
         masks: its local, staged.
         rows: its bulk_lengths, count, decided.
     """
@@ -50,15 +52,18 @@ def check_operands(
         fits = fits and keys.shape[:2] == (batch, kv_heads) and keys.shape[:3] == values.shape[:3]
         fits = fits and (keys.shape[3], values.shape[3]) == (dim, value_dim)
         fits = fits and keys.stride(3) == values.stride(3) == 1 and keys.device == values.device
-    for tensor, shape in zip(moments, ((kv_heads, dim), (kv_heads, dim, dim)), strict=True):
-        if tensor is not None:
-            fits = fits and tensor.dtype == torch.float32 and tensor.shape[1:] == shape and tensor[0].is_contiguous()
+    for pair in (moments, other_moments):
+        for tensor, shape in zip(pair, ((kv_heads, dim), (kv_heads, dim, dim)), strict=True):
+            if tensor is not None:
+                fits = fits and tensor.dtype == torch.float32 and tensor.shape[1:] == shape
+                fits = fits and tensor[0].is_contiguous()
     for tensor in masks:
         fits = fits and tensor.dtype == torch.bool and tensor.shape[1:] == near[0].shape[2:3] and tensor.stride(1) == 1
     for tensor, dtype in zip(rows, (torch.int64, torch.int64, torch.bool), strict=True):
         fits = fits and (tensor is None or (tensor.dtype == dtype and tensor.dim() == 1))
-    for tensor in (*moments, *masks, *rows):
+    for tensor in (*moments, *other_moments, *masks, *rows):
         fits = fits and (tensor is None or (tensor.shape[0] in (1, batch) and tensor.device == query.device))
     if not (fits and near[0].device == query.device):
-        found = [(t.dtype, str(t.device), list(t.shape)) for t in (query, *near, *bulk, *moments) if t is not None]
+        tensors = (query, *near, *bulk, *moments, *other_moments)
+        found = [(t.dtype, str(t.device), list(t.shape)) for t in tensors if t is not None]
         raise ValueError(f"the kernel cannot read these tensors as those of one layer: {found}")

@@ -46,6 +46,8 @@ def fused_decode(
     covariance: Tensor | None = None,
     count: Tensor | None = None,
     pool_staged: bool = False,
+    other_mean: Tensor | None = None,
+    other_covariance: Tensor | None = None,
     pulled: Tensor | None = None,
     places: Tensor | None = None,
     spared: Tensor | None = None,
@@ -68,6 +70,7 @@ def fused_decode(
         near=(near_keys, near_values),
         bulk=(bulk_keys, bulk_values),
         moments=(mean, covariance),
+        other_moments=(other_mean, other_covariance),
         masks=(local, staged),
         rows=(bulk_lengths, count, decided),
     )
@@ -86,12 +89,13 @@ def fused_decode(
     local, staged, bulk_lengths, decided = (
         t.expand(batch, *t.shape[1:]) for t in (local, staged, bulk_lengths, decided)
     )
+    moments = (mean, covariance, count, other_mean, other_covariance)
     # A shared row has stride 0.
-    row_strides = [0 if t is None else t.expand(batch, *t.shape[1:]).stride(0) for t in (mean, covariance, count)]
+    row_strides = [0 if t is None else t.expand(batch, *t.shape[1:]).stride(0) for t in moments]
     kind, table, group_rule, limit = decision_rules(criterion, group_rule, threshold)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         near_kernel[(kv_heads, batch)](
-            query, near_keys, near_values, local, staged, bulk_lengths, decided, mean, covariance, count, table,
+            query, near_keys, near_values, local, staged, bulk_lengths, decided, *moments, table,
             parts, lse, flags, pulled, places, spared, *near_keys.stride()[:3], *near_values.stride()[:3],
             local.stride(0), staged.stride(0), bulk_lengths.stride(0), decided.stride(0), *row_strides,
             columns, 1 + splits, scaling, threshold, limit,

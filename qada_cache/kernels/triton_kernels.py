@@ -75,13 +75,36 @@ def _placed(p_own, p_place):
     return p_own
 
 
+@triton.jit
+def _score_moments(
+    b_query, p_query, p_mean, p_covariance, scaling,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Mean and variance [BLOCK_G] of the scores of keys with these moments (below eq. 7)."""
+    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    m_head, m_dim = o_head < G, o_dim < D
+    b_wide = b_query.to(tl.float32)
+    b_mean = tl.load(p_mean + o_dim, mask=m_dim, other=0.0)
+    b_variance = tl.zeros([BLOCK_G], tl.float32)
+    for start in range(0, D, BLOCK_C):
+        o_column = start + tl.arange(0, BLOCK_C)
+        m_column = o_column < D
+        p_block = p_covariance + o_dim[:, None] * D + o_column[None, :]
+        b_block = tl.load(p_block, mask=m_dim[:, None] & m_column[None, :], other=0.0)  # [BLOCK_D, BLOCK_C]
+        p_block = p_query + o_head[:, None] * D + o_column[None, :]
+        b_part = tl.load(p_block, mask=m_head[:, None] & m_column[None, :], other=0.0)  # [BLOCK_G, BLOCK_C]
+        b_variance += tl.sum(_dot(b_wide, b_block) * b_part.to(tl.float32), axis=1)
+    b_variance = tl.maximum(b_variance, 0.0) * scaling * scaling  # rounding may leave a tiny negative
+    return tl.sum(b_wide * b_mean[None, :], axis=1) * scaling, b_variance
+
+
 @triton.jit(do_not_specialize=["columns"])  # it changes with every token
 def near_kernel(
-    p_query, p_keys, p_values, p_local, p_staged, p_lengths, p_decided, p_mean, p_covariance, p_count, p_table,
-    p_parts, p_lse, p_flags, p_pulled, p_places, p_spared,
+    p_query, p_keys, p_values, p_local, p_staged, p_lengths, p_decided, p_mean, p_covariance, p_count,
+    p_other_mean, p_other_covariance, p_table, p_parts, p_lse, p_flags, p_pulled, p_places, p_spared,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
-    s_local, s_staged, s_length, s_decided, s_mean, s_covariance, s_count,
-    columns, parts, scaling, threshold, limit,
+    s_local, s_staged, s_length, s_decided, s_mean, s_covariance, s_count, s_other_mean,
+    s_other_covariance, columns, parts, scaling, threshold, limit,
     CRITERION: tl.constexpr, GROUP_RULE: tl.constexpr, POOL: tl.constexpr, TOKEN_BYTES: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -98,25 +121,15 @@ def near_kernel(
     p_staged += i_row * s_staged
     b_query = tl.load(p_query + o_head[:, None] * D + o_dim[None, :], mask=m_head[:, None] & m_dim[None, :], other=0.0)
 
-    if CRITERION == "gaussian":  # moments of the scores, from those of the keys (below eq. 7)
-        b_wide = b_query.to(tl.float32)
-        b_mean = tl.load(p_mean + i_row * s_mean + i_head * D + o_dim, mask=m_dim, other=0.0)
-        b_score_mean = tl.sum(b_wide * b_mean[None, :], axis=1) * scaling  # [BLOCK_G]
-        p_covariance += i_row * s_covariance + i_head * D * D
-        b_variance = tl.zeros([BLOCK_G], tl.float32)
-        for start in range(0, D, BLOCK_C):
-            o_column = start + tl.arange(0, BLOCK_C)
-            m_column = o_column < D
-            p_block = p_covariance + o_dim[:, None] * D + o_column[None, :]
-            b_block = tl.load(p_block, mask=m_dim[:, None] & m_column[None, :], other=0.0)  # [BLOCK_D, BLOCK_C]
-            p_block = p_query + o_head[:, None] * D + o_column[None, :]
-            b_part = tl.load(p_block, mask=m_head[:, None] & m_column[None, :], other=0.0)  # [BLOCK_G, BLOCK_C]
-            b_variance += tl.sum(_dot(b_wide, b_block) * b_part.to(tl.float32), axis=1)
-        b_variance = tl.maximum(b_variance, 0.0) * scaling * scaling  # rounding may leave a tiny negative
-        known = 1.0
-        if p_count is not None:
+    if CRITERION == "gaussian":
+        known = 0.0
+        if p_mean is not None:
+            b_score_mean, b_variance = _score_moments(
+                b_query, p_query, p_mean + i_row * s_mean + i_head * D,
+                p_covariance + i_row * s_covariance + i_head * D * D, scaling, G, BLOCK_G, D, BLOCK_D, BLOCK_C,
+            )  # fmt: skip
             known = tl.load(p_count + i_row * s_count).to(tl.float32)
-        b_scatter = b_variance * known
+            b_scatter = b_variance * known
 
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_G], tl.float32)
@@ -146,8 +159,21 @@ def near_kernel(
     if CRITERION == "gaussian":
         if POOL:
             b_variance = b_scatter / tl.maximum(known, 1.0)
-        b_bulk = tl.log(tl.maximum(bulk_tokens, 1).to(tl.float32)) + b_score_mean + 0.5 * b_variance
-        b_bulk = tl.where(known > 0.0, b_bulk, float("inf"))  # without any moments nothing can be said: read it
+        log_tokens = tl.log(tl.maximum(bulk_tokens, 1).to(tl.float32))
+        b_bulk = tl.full([BLOCK_G], float("inf"), tl.float32)  # without any moments nothing can be said: read it
+        if p_other_mean is not None:
+            b_other_mean, b_other_variance = _score_moments(
+                b_query, p_query, p_other_mean + i_row * s_other_mean + i_head * D,
+                p_other_covariance + i_row * s_other_covariance + i_head * D * D, scaling,
+                G, BLOCK_G, D, BLOCK_D, BLOCK_C,
+            )  # fmt: skip
+            b_bulk = log_tokens + b_other_mean + 0.5 * b_other_variance
+        if p_mean is not None:
+            b_own = log_tokens + b_score_mean + 0.5 * b_variance
+            if p_other_mean is not None:
+                b_bulk = tl.where(known > 0.0, tl.maximum(b_bulk, b_own), b_bulk)
+            else:
+                b_bulk = tl.where(known > 0.0, b_own, b_bulk)
         b_margin = b_max + tl.log(tl.maximum(b_sum, 1.0)) - b_bulk  # log A_local - log A_bulk
         b_flags = b_margin < limit
         b_share = 1.0 / (1.0 + tl.exp(-tl.maximum(b_margin, -80.0)))  # A_local / (A_local + A_bulk)
