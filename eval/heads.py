@@ -74,7 +74,7 @@ class Recorder:
         scaling: float,
     ) -> None:
         shape, count = scores.shape[:-1], geometry.bulk_tokens.unsqueeze(2)
-        mean, variance, _ = decide.bulk_score_moments(layer, moments, packed, scores, geometry, scaling=scaling)
+        mean, variance, _ = decide.current_score_moments(layer, moments, packed, scores, geometry, scaling=scaling)
         columns = {
             "log_local": decide.log_local_mass(scores, geometry),
             "log_bulk": decide.log_bulk_mass(scores, far_lse, geometry),

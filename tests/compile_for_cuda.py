@@ -101,23 +101,17 @@ def main() -> None:
     kv_heads = 2
     count = {"count": torch.zeros(2, dtype=torch.int64), "pulled": torch.zeros((), dtype=torch.int64)}
     placed = {"places": torch.zeros(2, kv_heads, 2, dtype=torch.int64), "spared": torch.zeros((), dtype=torch.int64)}
-    for capability, dtype, dim, value_dim, group, capacity, options in (
-        (90, torch.bfloat16, 128, 128, 4, 40_000, {**count, **placed, "pool_staged": True}),
-        (80, torch.float16, 256, 256, 8, 1000, {**count, "group_rule": "mean"}),
-        (89, torch.float32, 64, 64, 1, 1000, {"group_rule": "any"}),
-        (80, torch.float32, 256, 256, 2, 1000, {"criterion": "dense"}),
-        (
-            89,
-            torch.bfloat16,
-            96,
-            80,
-            3,
-            0,
-            {"criterion": torch.ones(kv_heads, 3, dtype=torch.bool), "group_rule": "mean"},
-        ),
+    static = torch.ones(kv_heads, 3, dtype=torch.bool)
+    for capability, dtype, dim, value_dim, group, capacity, sources, options in (
+        (90, torch.bfloat16, 128, 128, 4, 40_000, ("", "other_"), {**count, **placed, "pool_staged": True}),
+        (80, torch.float16, 256, 256, 8, 1000, ("",), {**count, "group_rule": "mean"}),
+        (89, torch.float32, 64, 64, 1, 1000, ("other_",), {"group_rule": "any"}),
+        (80, torch.float32, 256, 256, 2, 1000, (), {"criterion": "dense"}),
+        (89, torch.bfloat16, 96, 80, 3, 0, (), {"criterion": static, "group_rule": "mean"}),
     ):
-        if "criterion" not in options:
-            options |= {"mean": torch.zeros(1, kv_heads, dim), "covariance": torch.zeros(1, kv_heads, dim, dim)}
+        for prefix in sources:
+            options[f"{prefix}mean"] = torch.zeros(1, kv_heads, dim)
+            options[f"{prefix}covariance"] = torch.zeros(1, kv_heads, dim, dim)
         label = f"{dtype} dim {dim}, {value_dim} group {group}"
         for recorder in launches(
             dim=dim, value_dim=value_dim, group=group, dtype=dtype, capacity=capacity, options=options

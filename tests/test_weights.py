@@ -35,7 +35,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_read_only_where_they_matter_and_once(read: list[int], tmp_path: Path) -> None:
     model = tiny()
     for _ in range(2):
-        QAdACache(model)
+        QAdACache(model, moments="current")
         QAdACache(model, criterion="oracle", moments="random-tokens")
     assert read == []
     for _ in range(3):
