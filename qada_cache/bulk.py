@@ -148,6 +148,17 @@ class Bulk:
         self.keys, self.values = (self._moved(old, index, capacity) for old in (self.keys, self.values))
         self._holds([self.lengths[row] for row in index])
 
+    def take(self, other: "Bulk") -> None:
+        """Hold, for this device, what another one held; that one is not to be used again."""
+        other._wait_for_readers()
+        if self.offloaded and other.offloaded:  # host memory serves every device
+            self.keys, self.values = other.keys, other.values
+        else:
+            rows = range(len(other.lengths))
+            self.lengths = other.lengths
+            self.keys, self.values = (self._moved(old, rows, other.capacity) for old in (other.keys, other.values))
+        self._holds(other.lengths)
+
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row."""
         if tokens > self.capacity:

@@ -171,9 +171,7 @@ class TokenStore:
         old = self.bulk
         shared, layer = old.residents.shared, old.residents.index
         self.bulk = Bulk(self.near_keys, self.near_values, offloading=self.offloading, residents=shared, layer=layer)
-        for row in range(self.batch):
-            for keys, values in old.blocks(slice(row, row + 1)):
-                self.bulk.append(slice(row, row + 1), keys, values)
+        self.bulk.take(old)
         if self.moments is not None:
             self.moments.move(device)
 

@@ -81,6 +81,39 @@ def test_host_waits_before_it_lets_go_of_memory(device: str, copies: Copies) -> 
         wait.assert_called_once_with(store.device)
 
 
+@pytest.mark.parametrize("device", ["cpu"])
+def test_another_device_is_served_from_the_same_host_memory(device: str, copies: Copies) -> None:
+    """A loaded cache whose model lies on several. Sent there anew, the bulk would be on its way on a stream of the
+    device it comes from, and waited for on those of the device it is for."""
+    pair, inputs = Pair(offloading=True), Inputs(device=device)
+    filling = inputs(40)
+    pair.reference.update(*filling, None)
+    pair.driver(*filling, None, scaling=pair.scaling)
+    before, sent = pair.layer.store.bulk, copies.last
+    held = before.keys.data_ptr(), before.values.data_ptr()
+    assert not sent.query()
+    pair.layer.device = torch.device("meta")  # as if the file had been loaded for it
+    torch.accelerator.synchronize.reset_mock()
+    pair.update(*inputs(1))
+    after = pair.layer.store.bulk
+    assert after is not before
+    assert copies.last is sent
+    assert (after.keys.data_ptr(), after.values.data_ptr()) == held
+    torch.accelerator.synchronize.assert_called_once_with(before.device)  # kernels that read it in place
+    for tokens in (WINDOW, 30, 1):
+        pair.update(*inputs(tokens))
+
+
+def test_a_bulk_on_the_device_moves_along() -> None:
+    pair, inputs = Pair(offloading=False), Inputs()
+    pair.update(*inputs(40))
+    held = pair.layer.store.bulk.keys.data_ptr()
+    pair.layer.device = torch.device("meta")
+    for tokens in (1, WINDOW, 30, 1):
+        pair.update(*inputs(tokens))
+    assert pair.layer.store.bulk.keys.data_ptr() != held
+
+
 @pytest.mark.parametrize("index", [[1, 0, 2], [2, 0, 1], [0, 0, 2], [1, 1, 1], [2, 2, 0], [0, 2, 1]])
 def test_rows_change_in_place(index: list[int]) -> None:
     """As many rows as before: in the same memory, whichever of them are read and written to."""
