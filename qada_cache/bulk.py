@@ -88,8 +88,8 @@ class Bulk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage, unused capacity included."""
-        return self.keys.nbytes + self.values.nbytes
+        """Bytes that the storage takes, unused capacity included."""
+        return pages.held_bytes(self.keys) + pages.held_bytes(self.values)
 
     def settle(self) -> None:
         """Wait for copies to the host that are still under way, before the host itself reads them."""

@@ -190,8 +190,14 @@ def storages(holder: object, seen: dict[int, Tensor] | None = None) -> dict[int,
     return seen
 
 
+def block_bytes(tensor: Tensor) -> int:
+    """What a tensor's storage takes, as torch pins memory."""
+    size = tensor.untyped_storage().nbytes()
+    return next(2**power for power in range(40) if 2**power >= size) if tensor.is_pinned() else size
+
+
 def reachable_bytes(cache: QAdACache) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages(cache.layers).values())
+    return sum(map(block_bytes, storages(cache.layers).values()))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -206,8 +212,7 @@ def test_stats_count_real_storages(
     def check(cache: QAdACache) -> None:
         stats = cache.stats()
         stores = [layer.store for layer in cache.layers]
-        host = sum(store.bulk.keys.untyped_storage().nbytes() for store in stores)
-        host += sum(store.bulk.values.untyped_storage().nbytes() for store in stores)
+        host = sum(block_bytes(tensor) for store in stores for tensor in (store.bulk.keys, store.bulk.values))
         assert host > 0
         assert stats.host_bytes == (host if offloading else 0)
         assert stats.device_bytes + stats.host_bytes == reachable_bytes(cache)
@@ -231,6 +236,22 @@ def test_stats_count_real_storages(
     check(loaded)
     cache.reset()
     assert (cache.stats().device_bytes, cache.stats().host_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_host_bytes_count_what_pinning_takes(device: str, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Powers of two; also where keys and values differ in size."""
+    cache, pairs = small_cache(offloading=True)
+    for pair in pairs:
+        pair.driver(*Inputs(dim=12)(60), None, scaling=0.25)
+    sizes = [2 * 2 * layer.store.bulk.capacity * dim * 4 for layer in cache.layers for dim in (12, 16)]
+    assert cache.stats().host_bytes == sum(sizes)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
+    blocks = [
+        block_bytes(tensor) for layer in cache.layers for tensor in (layer.store.bulk.keys, layer.store.bulk.values)
+    ]
+    assert {block > size for size, block in zip(sizes, blocks, strict=True)} == {True, False}
+    assert cache.stats().host_bytes == sum(blocks)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
