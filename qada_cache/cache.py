@@ -70,9 +70,9 @@ class QAdACache(WatchedCache):
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
         device_budget: how much of an offloaded bulk may lie on the device as well, on each device that the model is on:
             an int, bytes; a float in [0, 1], that share of the bulk; "auto", the memory that is free on the device when
-            the first head asks for it, less a tenth of it and at least 1 GiB. A head's bulk
-            stays when it was read anyway, until heads that are read more often, or more recently, need the room. 0
-            keeps none, 1.0 all that was ever read; outputs are the same.
+            the first head asks for it, less a tenth of it and at least 1 GiB. A head's bulk stays when it was read
+            anyway, until heads that are read more often, or more recently, need the room. 0 keeps none, 1.0 all that
+            was ever read; outputs are the same.
         audit_every: every so many query-adaptive steps, read the whole bulk of one layer, each in its turn, and book in
             `stats().audit` what the decisions missed; outputs stay the same. 0: never.
 

@@ -12,13 +12,14 @@ from unittest import mock
 import pytest
 import torch
 from harness import SINKS, WINDOW, FakeAttention, Inputs
+from models import forced, prompt, tiny
 from pair import Pair, stored_tokens
 from scenarios import SCENARIOS, left_padded, play, small_buffers
 from stand_in import Copies, accelerator
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import DynamicCache, LlamaConfig
 
-from qada_cache import QAdACache, bulk
+from qada_cache import QAdACache, bulk, store
 from qada_cache.bulk import Bulk
 from qada_cache.residents import Residents
 
@@ -252,6 +253,29 @@ def test_host_bytes_count_what_pinning_takes(device: str, copies: Copies, monkey
     ]
     assert {block > size for size, block in zip(sizes, blocks, strict=True)} == {True, False}
     assert cache.stats().host_bytes == sum(blocks)
+
+
+def test_a_long_window_takes_memory_for_what_was_seen(tmp_path: Path) -> None:
+    """Of sinks and window, those that there are; read in one call, in several, token by token and from a file."""
+    model, text = tiny(), prompt(2700)[0]
+    cache, per_token = QAdACache(model, local_tokens=10**7), 2 * 2 * 2 * 8 * 4  # of layers, keys and values, heads
+
+    def check(cache: QAdACache) -> None:
+        room = 16 + max(store.ROOM_TOKENS, bulk.GROWTH * cache.get_seq_length())
+        assert cache.stats().device_bytes > per_token * cache.get_seq_length()
+        assert cache.stats().device_bytes < per_token * room + 4096  # of moments
+
+    logits, read = [], 0
+    for tokens in (50, 1450, 1000, *[1] * 200):
+        if tokens == 1000:
+            cache.save(tmp_path / "cache.safetensors")
+            cache = QAdACache.load(tmp_path / "cache.safetensors", model)
+            check(cache)
+        logits.append(forced(model, text[:, read : read + tokens], [tokens], cache))
+        read += tokens
+        check(cache)
+    wanted = forced(model, text, [2700], DynamicCache(config=model.config))
+    torch.testing.assert_close(torch.cat(logits, dim=1), wanted, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
