@@ -155,31 +155,28 @@ class QAdACache(WatchedCache):
             )
         self._check_order(layer_idx, "keys")
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self._policy.progress.come(layer_idx, "keys")
+        self._come(layer_idx, "keys")
         return states
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen."""
-        self._check_whole()
-        super().crop(tokens_to_remove)
+        self._change("crop", tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row `i` becomes the old row `beam_idx[i]` (beam search)."""
-        self._check_whole()
-        super().reorder_cache(beam_idx)
+        self._change("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, next to each other."""
-        self._check_whole()
-        super().batch_repeat_interleave(repeats)
+        self._change("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (ints, or a bool mask)."""
-        self._check_whole()
-        super().batch_select_indices(indices)
+        self._change("batch_select_indices", indices)
 
     def reset(self) -> None:
         """Drop all tokens and counters."""
+        self._policy.progress.changing = "reset"
         for layer in self.layers:
             # In the oldest transformers supported, its own layers keep their length on reset: dropping the tensors
             # forgets it.
@@ -188,6 +185,7 @@ class QAdACache(WatchedCache):
                 layer.is_initialized = False
         super().reset()
         self._policy.progress.back_to(-1)
+        self._policy.progress.changing = ""
 
     def __iter__(self):
         raise TypeError(
@@ -198,6 +196,7 @@ class QAdACache(WatchedCache):
     @torch.inference_mode(False)  # the copies are written to later, perhaps outside inference mode
     def __deepcopy__(self, memo: dict) -> "QAdACache":
         self._settle()
+        self._conclude()
         # The model's config and the moments are shared, never changed here: a copied config would not be the model's.
         for shared in (self._policy.config, self._policy.moments, self._policy.criterion):
             memo[id(shared)] = shared

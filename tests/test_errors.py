@@ -290,6 +290,75 @@ def test_interrupted_forward(
     assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3
 
 
+def filled(model: PreTrainedModel, text: Tensor) -> DynamicCache:
+    """What has read `text`."""
+    cache = DynamicCache(config=model.config)
+    forced(model, text, [text.shape[1]], cache)
+    return cache
+
+
+CHANGES: dict[str, Callable[[QAdACache], None]] = {
+    "crop": lambda cache: cache.crop(-30),
+    "reorder_cache": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "batch_repeat_interleave": lambda cache: cache.batch_repeat_interleave(2),
+    "batch_select_indices": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "reset": lambda cache: cache.reset(),
+}
+
+
+@pytest.mark.parametrize("place", ["first layer", "second layer"])
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("verb", CHANGES)
+def test_interrupted_change(
+    verb: str, loaded: bool, place: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Some layers have other rows or tokens than the others, or half of one layer: every use says so."""
+    text, cache = prompt(150, 150)[0], exact(model)
+    forced(model, text[:, :140], [140], cache)
+    cache.save(tmp_path / "whole.safetensors")
+    if loaded:
+        cache = QAdACache.load(tmp_path / "whole.safetensors", model)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if place == "second layer" or verb == "reset":
+            patch.setattr(cache.layers[place == "second layer"], verb, interrupt)
+        else:  # sinks and window have been changed, or are about to be
+            inner = "truncate" if verb == "crop" else "select"
+            patch.setattr(cache.layers[0].store.bulk, inner, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            CHANGES[verb](cache)
+    for use in (
+        lambda: forced(model, text[:, 140:], [10], copy.deepcopy(cache)),
+        lambda: forced(model, text[:1, 140:], [10], cache),
+        lambda: cache.save(tmp_path / "half.safetensors"),
+        lambda: cache.crop(-1),
+        lambda: cache.reorder_cache(torch.tensor([1, 0])),
+    ):
+        with pytest.raises(RuntimeError, match=rf"^{verb} was interrupted, .*call reset\(\)"):
+            use()
+    cache.reset()
+    got, wanted = (forced(model, text, [140, 10], used) for used in (cache, DynamicCache(config=model.config)))
+    assert (got - wanted).abs().max() < 1e-3
+
+
+def test_refused_changes_do_no_harm(model: PreTrainedModel) -> None:
+    """Refused by the first layer, a cache is what it was; by a later one, the first has changed already."""
+    text, cache = prompt(150)[0], exact(model)
+    forced(model, text[:, :140], [140], cache)
+    for refused in (
+        lambda: cache.crop(3),
+        lambda: cache.reorder_cache(torch.tensor([4])),
+        lambda: cache.batch_select_indices(torch.tensor([True, False])),
+    ):
+        with pytest.raises((ValueError, IndexError)):
+            refused()
+    got, wanted = (forced(model, text[:, 140:], [10], used) for used in (cache, filled(model, text[:, :140])))
+    assert (got - wanted).abs().max() < 1e-3
+
+
 def test_changed_attention_implementation(model: PreTrainedModel) -> None:
     text, cache = prompt(150)[0], exact(model)
     generate(model, text, cache)
