@@ -12,7 +12,15 @@ import pytest
 import torch
 from models import SMALL, exact, forced, generate, logits_of, prompt, tiny
 from torch import Tensor
-from transformers import BartConfig, BartForConditionalGeneration, DynamicCache, LlamaConfig, PreTrainedModel, T5Config
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DynamicCache,
+    LlamaConfig,
+    MllamaTextConfig,
+    PreTrainedModel,
+    T5Config,
+)
 
 from qada_cache import KeyMoments, QAdACache, StaticHeads, attention
 
@@ -123,6 +131,8 @@ def test_models_of_other_kinds() -> None:
     assert bart.config._attn_implementation == "sdpa"
     with pytest.raises(NotImplementedError, match=r"decoder-only models: use transformers.DynamicCache for t5"):
         QAdACache(config=T5Config())
+    with pytest.raises(NotImplementedError, match=r"images' keys: use transformers.DynamicCache for mllama_text_model"):
+        QAdACache(config=MllamaTextConfig())
     for name in ("flex_attention", "flash_attention_2", "flash_attention_3"):
         model = tiny()
         model.config._attn_implementation = name  # as if loaded with it, where its library is installed
@@ -202,6 +212,25 @@ def test_a_cache_is_not_a_list(model: PreTrainedModel) -> None:
         list(exact(model))
     with pytest.raises(ValueError, match="crop takes a negative count of tokens to remove, got 3"):
         exact(model).crop(3)
+
+
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_layers_are_no_tensors(name: str, model: PreTrainedModel) -> None:
+    """Model code that takes them for DynamicCache's, as mllama's does, failed on None."""
+    cache = exact(model)
+    layer = cache.layers[1]
+    assert getattr(layer, name) is None
+    in_words = pytest.raises(
+        NotImplementedError, match=rf"the {name} of a QAdACache layer.* use .*DynamicCache for llama"
+    )
+    with in_words:
+        setattr(layer, name, torch.zeros(1, 2, 3, 8))
+    forced(model, prompt(60)[0], [50, 1], cache)
+    for used in (layer, copy.deepcopy(cache).layers[1]):
+        with in_words:
+            getattr(used, name).numel()
+    cache.reset()
+    assert getattr(layer, name) is None
 
 
 def test_another_batch_size(model: PreTrainedModel) -> None:
