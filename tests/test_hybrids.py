@@ -95,6 +95,20 @@ def test_whole_passes(family: str) -> None:
     assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_inference_mode(family: str) -> None:
+    """Whose tensors do not say how often they were written to."""
+    model, text = model_of(family), prompt(160)[0]
+    with torch.inference_mode():
+        got, wanted = (
+            torch.cat(
+                [model(part, past_key_values=used).logits for part in text.split([150, 7, 1, 1, 1], dim=1)], dim=1
+            )
+            for used in (exact(model), DynamicCache(config=model.config))
+        )
+    assert (got - wanted).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize(("family", "layer"), [(family, layer) for family in HYBRIDS for layer in LATER[family]])
 def test_interrupted_pass(family: str, layer: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
