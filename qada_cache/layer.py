@@ -133,10 +133,10 @@ class QAdALayer(DynamicLayer):
         elif key_states.device != self.device:
             self.store.move(key_states.device)
             self.device = key_states.device
-        self.seen += key_states.shape[-2]
         tagged = key_states.view_as(key_states)  # a new Python object, so that the caller's is not written to
         tagged._qada_layer = self  # type: ignore[attr-defined]  # the tag attention.py looks for
-        self.incoming = tagged
+        self.incoming = tagged  # first, so that an interruption in between is noticed
+        self.seen += key_states.shape[-2]
         return tagged, value_states
 
     def check_settled(self) -> None:

@@ -326,6 +326,24 @@ def filled(model: PreTrainedModel, text: Tensor) -> DynamicCache:
     return cache
 
 
+def test_interrupted_before_tokens_are_taken_in(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first layer, where no other has them: as if they had never come."""
+    text = prompt(160)[0]
+    cache, plain = exact(model), filled(model, text[:, :150])
+    forced(model, text[:, :150], [150], cache)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "view_as", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            forced(model, text[:, 150:], [10], cache)
+    assert cache.get_seq_length() == 150
+    got, wanted = (forced(model, text[:, 150:], [10], used) for used in (cache, plain))
+    assert (got - wanted).abs().max() < 1e-3
+
+
 CHANGES: dict[str, Callable[[QAdACache], None]] = {
     "crop": lambda cache: cache.crop(-30),
     "reorder_cache": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
