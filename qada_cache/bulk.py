@@ -88,8 +88,8 @@ class Bulk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage, unused capacity included."""
-        return self.keys.nbytes + self.values.nbytes
+        """Bytes that the storage takes, unused capacity included."""
+        return pages.held_bytes(self.keys) + pages.held_bytes(self.values)
 
     def settle(self) -> None:
         """Wait for copies to the host that are still under way, before the host itself reads them."""
@@ -147,6 +147,17 @@ class Bulk:
         self._wait_for_readers()
         self.keys, self.values = (self._moved(old, index, capacity) for old in (self.keys, self.values))
         self._holds([self.lengths[row] for row in index])
+
+    def take(self, other: "Bulk") -> None:
+        """Hold, for this device, what another one held; that one is not to be used again."""
+        other._wait_for_readers()
+        if self.offloaded and other.offloaded:  # host memory serves every device
+            self.keys, self.values = other.keys, other.values
+        else:
+            rows = range(len(other.lengths))
+            self.lengths = other.lengths
+            self.keys, self.values = (self._moved(old, rows, other.capacity) for old in (other.keys, other.values))
+        self._holds(other.lengths)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row."""

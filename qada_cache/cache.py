@@ -71,9 +71,9 @@ class QAdACache(WatchedCache):
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
         device_budget: how much of an offloaded bulk may lie on the device as well, on each device that the model is on:
             an int, bytes; a float in [0, 1], that share of the bulk; "auto", the memory that is free on the device when
-            the first head asks for it (as accelerate measures it), less a tenth of it and at least 1 GiB. A head's bulk
-            stays when it was read anyway, until heads that are read more often, or more recently, need the room. 0
-            keeps none, 1.0 all that was ever read; outputs are the same.
+            the first head asks for it, less a tenth of it and at least 1 GiB. A head's bulk stays when it was read
+            anyway, until heads that are read more often, or more recently, need the room. 0 keeps none, 1.0 all that
+            was ever read; outputs are the same.
         audit_every: every so many query-adaptive steps, read the whole bulk of one layer, each in its turn, and book in
             `stats().audit` what the decisions missed; outputs stay the same. 0: never.
 
@@ -157,31 +157,28 @@ class QAdACache(WatchedCache):
             )
         self._check_order(layer_idx, "keys")
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self._policy.progress.come(layer_idx, "keys")
+        self._come(layer_idx, "keys")
         return states
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen."""
-        self._check_whole()
-        super().crop(tokens_to_remove)
+        self._change("crop", tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row `i` becomes the old row `beam_idx[i]` (beam search)."""
-        self._check_whole()
-        super().reorder_cache(beam_idx)
+        self._change("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, next to each other."""
-        self._check_whole()
-        super().batch_repeat_interleave(repeats)
+        self._change("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (ints, or a bool mask)."""
-        self._check_whole()
-        super().batch_select_indices(indices)
+        self._change("batch_select_indices", indices)
 
     def reset(self) -> None:
         """Drop all tokens and counters."""
+        self._policy.progress.changing = "reset"
         for layer in self.layers:
             # In the oldest transformers supported, its own layers keep their length on reset: dropping the tensors
             # forgets it.
@@ -190,6 +187,7 @@ class QAdACache(WatchedCache):
                 layer.is_initialized = False
         super().reset()
         self._policy.progress.back_to(-1)
+        self._policy.progress.changing = ""
 
     def __iter__(self):
         raise TypeError(
@@ -200,6 +198,7 @@ class QAdACache(WatchedCache):
     @torch.inference_mode(False)  # the copies are written to later, perhaps outside inference mode
     def __deepcopy__(self, memo: dict) -> "QAdACache":
         self._settle()
+        self._conclude()
         # The model's config and the moments are shared, never changed here: a copied config would not be the model's.
         for shared in (self._policy.config, self._policy.other_moments, self._policy.criterion):
             memo[id(shared)] = shared

@@ -12,6 +12,30 @@ from .store import TokenStore
 from .tally import Tally
 
 
+def _no_tensor(name: str) -> Any:
+    """Keys or values of a layer, for code that takes it for transformers' own: None, and an error once it has any.
+
+    They are no single tensor: on an accelerator, making one would copy the whole bulk to the device; and it would lack
+    the padding.
+    """
+
+    def refuse(layer: "QAdALayer") -> None:
+        raise NotImplementedError(
+            f"something reads or sets the {name} of a QAdACache layer, which are no single tensor. If it is the model, "
+            f"use transformers.DynamicCache for {layer.policy.model_type}; save() keeps a cache"
+        )
+
+    def read(layer: "QAdALayer") -> None:
+        if layer.is_initialized:
+            refuse(layer)
+
+    def write(layer: "QAdALayer", given: Tensor | None) -> None:
+        if given is not None:
+            refuse(layer)
+
+    return property(read, write)
+
+
 class QAdALayer(DynamicLayer):
     """One full-attention layer: its tokens, its padding, and what its criterion decided.
 
@@ -33,6 +57,7 @@ class QAdALayer(DynamicLayer):
     """
 
     supports_early_init = False  # nothing is preallocated by transformers' export path
+    keys, values = _no_tensor("keys"), _no_tensor("values")
 
     def __init__(self, policy: Policy, index: int) -> None:
         super().__init__()
@@ -108,10 +133,10 @@ class QAdALayer(DynamicLayer):
         elif key_states.device != self.device:
             self.store.move(key_states.device)
             self.device = key_states.device
-        self.seen += key_states.shape[-2]
         tagged = key_states.view_as(key_states)  # a new Python object, so that the caller's is not written to
         tagged._qada_layer = self  # type: ignore[attr-defined]  # the tag attention.py looks for
-        self.incoming = tagged
+        self.incoming = tagged  # first, so that an interruption in between is noticed
+        self.seen += key_states.shape[-2]
         return tagged, value_states
 
     def check_settled(self) -> None:

@@ -1,4 +1,4 @@
-"""Host memory in huge pages: at 4 KiB a page, looking up addresses costs a third of the speed of reading a bulk."""
+"""Host memory: in huge pages, as at 4 KiB a page looking up addresses costs a third of the speed of reading a bulk."""
 
 import contextlib
 import math
@@ -19,3 +19,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     with contextlib.suppress(OSError):  # a kernel without them: pages of the usual size, then
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory
+
+
+def held_bytes(tensor: Tensor) -> int:
+    """Host memory that a tensor takes: torch rounds what it pins up to a power of two (unless it is told otherwise)."""
+    return 1 << (tensor.nbytes - 1).bit_length() if tensor.is_pinned() else tensor.nbytes

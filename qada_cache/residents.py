@@ -32,6 +32,14 @@ def check_budget(budget: int | float | str) -> None:
         raise ValueError(f"device_budget must be {way_out}, got {budget!r}")
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on `device`."""
+    backend = torch.get_device_module(device)
+    if hasattr(backend, "mem_get_info"):  # accelerate would ask every device, and so take memory on all of them
+        return backend.mem_get_info(device)[0]
+    return get_max_memory().get(device.type, 0)  # devices that use the host's memory, of which there is one
+
+
 @dataclass(eq=False)
 class Resident:
     """Keys and values `[1, 1, tokens, dim]` of one head of one row; while its `arrival` is not None, on their way."""
@@ -87,8 +95,7 @@ class Residents:
         if isinstance(self.budget, float):
             return int(self.budget * sum(layer.bulk_bytes for layer in self._on(device)))
         if device not in self._free:  # measured once, when the first head might stay: after prefill, as a rule
-            memory = get_max_memory()
-            free = memory.get(device.type, memory.get(device.index or 0, 0))  # accelerators are numbered there
+            free = free_memory(device)
             self._free[device] = max(0, free - max(RESERVE_BYTES, int(RESERVE_SHARE * free)))
         return self._free[device]
 

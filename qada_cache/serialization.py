@@ -162,6 +162,7 @@ def _restore_layer(layer: QAdALayer, state: dict[str, Any]) -> None:
     store = layer.store
     assert store is not None
     columns = state["near_keys"].shape[2]
+    store.reserve(columns - store.sinks)
     store.near_keys[:, :, :columns] = state["near_keys"]
     store.near_values[:, :, :columns] = state["near_values"]
     store.end = columns - store.sinks

@@ -49,7 +49,9 @@ class CacheStats:
         device_bytes: bytes on the compute device: sinks, window, staging, key moments (shared by all caches that go by
             them), layers of other kinds, residents, and the bulk unless it is offloaded. On a CPU model host and device
             are one memory; the bulk counts as host bytes under `offloading=True` even so, as that is where it would be.
-        host_bytes: bytes of the offloaded bulk, preallocated room included.
+        host_bytes: bytes of the offloaded bulk, preallocated room included, and what torch's allocator of pinned memory
+            adds to it: it rounds each layer's keys, and its values, up to a power of two. What it keeps of memory that
+            was let go of, to hand it out again, is not among them: `torch.cuda.host_memory_stats()` has that.
         resident_bytes: of the device's, those of heads of an offloaded bulk that are kept there as well.
         pulled_bytes: bulk bytes read for query-adaptive calls since the last reset, from where the bulk lives; also of
             heads fetched early that were not asked for then.

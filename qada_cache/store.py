@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
-from .bulk import Bulk
+from .bulk import GROWTH, Bulk
 from .moments import RunningMoments
 from .padding import real_tokens
 from .residents import Residents
 
 STAGING_TOKENS = 128  # tokens leave the device in chunks of about this many
+ROOM_TOKENS = 1024  # a tail of at most so many has room for all of them from the start; a longer one grows
 
 
 class TokenStore:
@@ -21,7 +22,8 @@ class TokenStore:
     the window of every query of the next call of at most `window` tokens.
 
     Attributes:
-        near_keys, near_values: `[batch, kv_heads, sinks + capacity, dim]`, sink columns first, then the tail's.
+        near_keys, near_values: `[batch, kv_heads, columns, dim]`, sink columns first, then the tail's.
+        capacity: columns that the tail may have; there are as many as have been needed.
         end: tail columns in use.
         lengths: tokens of each row.
         flushed: of those, the oldest ones, that have left the tail.
@@ -53,7 +55,8 @@ class TokenStore:
         self.end = 0
         self.lengths, self.flushed = [0] * batch, [0] * batch
         # A call appends at most `window` tokens to at most `window` kept ones; the rest is the staging chunk.
-        columns = sinks + window + max(window, STAGING_TOKENS)
+        self.capacity = window + max(window, STAGING_TOKENS)
+        columns = sinks + min(self.capacity, ROOM_TOKENS)
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
             # Zeros, not empty: masked columns meet a weight of 0, and 0 times garbage could be nan.
             self.near_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
@@ -72,10 +75,17 @@ class TokenStore:
         """Of keys and of values."""
         return self.near_keys.dtype, self.near_values.dtype
 
-    @property
-    def capacity(self) -> int:
-        """Columns of the tail."""
-        return self.near_keys.shape[2] - self.sinks
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens in the tail."""
+        columns = self.near_keys.shape[2]
+        if self.sinks + tokens > columns:
+            # A window may be much longer than the texts that are read.
+            more = self.sinks + min(int(GROWTH * tokens), self.capacity) - columns
+            with torch.inference_mode(False):  # as in __init__
+                self.near_keys, self.near_values = (
+                    torch.cat([near, near.new_zeros(*near.shape[:2], more, near.shape[3])], dim=2)
+                    for near in (self.near_keys, self.near_values)
+                )
 
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Add at most `window` tokens to every row's tail; `valid` `[batch, tokens]` is None without padding."""
@@ -83,6 +93,7 @@ class TokenStore:
         if self.end + tokens > self.capacity:
             self._keep_window()
         if valid is None:
+            self.reserve(self.end + tokens)
             start = self.sinks + self.end
             self.near_keys[:, :, start : start + tokens] = keys
             self.near_values[:, :, start : start + tokens] = values
@@ -171,9 +182,7 @@ class TokenStore:
         old = self.bulk
         shared, layer = old.residents.shared, old.residents.index
         self.bulk = Bulk(self.near_keys, self.near_values, offloading=self.offloading, residents=shared, layer=layer)
-        for row in range(self.batch):
-            for keys, values in old.blocks(slice(row, row + 1)):
-                self.bulk.append(slice(row, row + 1), keys, values)
+        self.bulk.take(old)
         if self.moments is not None:
             self.moments.move(device)
 
@@ -218,6 +227,7 @@ class TokenStore:
     def _set_tail(self, groups: list[slice], tails: list[tuple[Tensor, Tensor]]) -> None:
         """Replace the tail of every group of rows by these tokens, right-aligned (copies, not views of it)."""
         self.end = max(keys.shape[2] for keys, _ in tails)
+        self.reserve(self.end)
         stop = self.sinks + self.end
         for rows, (keys, values) in zip(groups, tails, strict=True):
             self.near_keys[rows, :, stop - keys.shape[2] : stop] = keys

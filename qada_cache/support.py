@@ -32,6 +32,8 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         raise NotImplementedError(f"QAdACache does not support soft-capped attention scores: {way_out}")
     if getattr(config, "num_kv_shared_layers", 0) or any(getattr(config, "kv_sharing_modes", None) or []):
         raise NotImplementedError(f"QAdACache does not support layers that share another layer's keys: {way_out}")
+    if getattr(config, "cross_attention_layers", None):
+        raise NotImplementedError(f"QAdACache does not support layers that attend to images' keys: {way_out}")
     if model is not None and (found := _sharding(model)) is not None:
         raise NotImplementedError(
             f"this {config.model_type} model is split over processes ({found}), and QAdACache serves whole models: "

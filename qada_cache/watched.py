@@ -1,8 +1,9 @@
-"""A DynamicCache that notices when a forward pass was interrupted, so that its layers hold different tokens."""
+"""A DynamicCache that notices when a forward pass, or a change, was interrupted: its layers hold different tokens."""
 
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
@@ -14,22 +15,27 @@ from .policy import Policy
 class WatchedCache(DynamicCache):
     """Every call of a layer is compared with those before it, see `Progress`.
 
-    Linear layers may write to their states in place: before they do, they ask for them, or whether there are any.
+    Linear layers may write to their states in place: before they do, they ask for them, or whether there are any. That
+    the last layer wrote all it had to is told by those of its kind before it, which were whole, or it was not reached.
     """
 
     _policy: Policy
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """As transformers' own."""
-        self._comes_to(layer_idx, ("conv", state_idx))
-        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        self._comes_to(layer_idx, ("conv begun", state_idx))
+        states = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        self._come(layer_idx, ("conv", state_idx))
+        return states
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """As transformers' own."""
-        self._comes_to(layer_idx, ("recurrent", state_idx))
-        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        self._comes_to(layer_idx, ("recurrent begun", state_idx))
+        states = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        self._come(layer_idx, ("recurrent", state_idx))
+        return states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """As transformers' own."""
@@ -49,12 +55,35 @@ class WatchedCache(DynamicCache):
 
     def _comes_to(self, layer_idx: int, event: Hashable) -> None:
         self._check_order(layer_idx, event)
-        self._policy.progress.come(layer_idx, event)
+        self._come(layer_idx, event)
+
+    def _come(self, layer_idx: int, event: Hashable) -> None:
+        """Note that a layer has called for this."""
+        progress = self._policy.progress
+        if progress.arrives(layer_idx, event):
+            left = progress.reached
+            if layer_idx <= left:
+                progress.written = {}
+            elif left >= 0 and _is_linear(self.layers[left]):
+                progress.written[self._kind(left)] = self._written()
+            progress.versions = _versions(self.layers[layer_idx])
+        progress.come(layer_idx, event)
+
+    def _written(self) -> set[Hashable]:
+        """What the linear layer reached is seen to have written in this pass."""
+        progress, layer = self._policy.progress, self.layers[self._policy.progress.reached]
+        in_place = {name for name, now in _versions(layer).items() if progress.versions.get(name, now) != now}
+        return in_place | ((progress.told or set()) & {"keys", *_states(layer)})
+
+    def _kind(self, layer_idx: int) -> Hashable:
+        """The same for layers that write the same."""
+        types = getattr(self._policy.config, "layer_types", None)
+        return type(self.layers[layer_idx]), types[layer_idx] if types else layer_idx
 
     def _check_order(self, layer_idx: int, event: Hashable) -> None:
         """Raise if a forward pass that comes to this layer left something undone before it."""
         progress = self._policy.progress
-        if progress.begins_anew(layer_idx, event):
+        if progress.changing or progress.begins_anew(layer_idx, event):
             self._check_whole()
         elif layer_idx > progress.reached:
             self._check_handed_back()
@@ -66,13 +95,38 @@ class WatchedCache(DynamicCache):
             layer.check_settled()
 
     def _check_whole(self) -> None:
-        """Raise unless the last forward pass came through all attention layers: else they hold different tokens."""
+        """Raise unless the last forward pass, or change, came through all layers: else they hold different tokens."""
         self._check_handed_back()
-        if 0 <= (reached := self._policy.progress.reached) < self._last_layer():
+        self._conclude()
+        progress, interrupted = self._policy.progress, ""
+        if 0 <= progress.reached < self._last_layer():
+            interrupted = f"a forward pass was interrupted after layer {progress.reached}"
+        if progress.changing:
+            interrupted = f"{progress.changing} was interrupted"
+        if interrupted:
             raise RuntimeError(
-                f"a forward pass was interrupted after layer {reached}, so layers hold different tokens: "
-                "call reset() and read the prompt again"
+                f"{interrupted}, so layers hold different tokens: call reset() and read the prompt again"
             )
+
+    def _conclude(self) -> None:
+        """Book whether the last layer wrote all it had to, while its states are still those that it wrote."""
+        progress, last = self._policy.progress, self._last_layer()
+        if progress.told is not None and progress.reached == last >= 0 and _is_linear(self.layers[last]):
+            whole = progress.written.get(self._kind(last), set()) <= self._written()
+            progress.back_to(last if whole else last - 1)
+
+    def _change(self, verb: str, *arguments: Any) -> None:
+        """Have every layer do this."""
+        self._check_whole()
+        self._policy.progress.changing = verb
+        for index, layer in enumerate(self.layers):
+            try:
+                getattr(layer, verb)(*arguments)
+            except Exception as error:
+                if not index and _refuses(layer, error):
+                    self._policy.progress.changing = ""
+                raise
+        self._policy.progress.changing = ""
 
     def _last_layer(self) -> int:
         """The last layer that calls in every pass."""
@@ -84,3 +138,31 @@ class WatchedCache(DynamicCache):
             if isinstance(layer, (CacheLayerMixin, LinearAttentionCacheLayerMixin)) and kind not in ("mlp", "moe")
         ]
         return max(calling, default=-1)
+
+
+def _is_linear(layer: Any) -> bool:
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def _states(layer: Any) -> dict[Hashable, Tensor | None]:
+    """Those of a linear layer, by the names of the events that write them."""
+    if not _is_linear(layer):
+        return {}
+    kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+    return {(kind, index): state for kind, states in kinds.items() for index, state in states.items()}
+
+
+def _versions(layer: Any) -> dict[Hashable, int]:
+    """How often each state was written to in place, as far as torch counts that.
+
+    It does not where states were made in inference mode, nor what kernels of other libraries write.
+    """
+    states = _states(layer).items()
+    return {name: state._version for name, state in states if state is not None and not state.is_inference()}
+
+
+def _refuses(layer: Any, error: Exception) -> bool:
+    """Whether this is a layer's refusal to change, not memory that ran out while it did."""
+    if isinstance(error, (MemoryError, OSError, torch.OutOfMemoryError)):
+        return False
+    return not (isinstance(layer, QAdALayer) and isinstance(error, RuntimeError))  # as torch says it on the host

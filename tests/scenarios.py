@@ -5,7 +5,7 @@ what the test around it sets up.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -21,8 +21,12 @@ Scenario = Callable[[Pair, Inputs], None]
 
 @contextmanager
 def small_buffers() -> Iterator[None]:
-    """Staging room of one window and a bulk that grows in steps of 8, so that short runs fill both often."""
-    with mock.patch.object(store, "STAGING_TOKENS", 0), mock.patch.object(bulk, "GRANULE", 8):
+    """Staging room of one window, a tail that starts with room for 4 tokens and a bulk that grows in steps of 8, so
+    that short runs fill them often."""
+    sizes = (store, "STAGING_TOKENS", 0), (store, "ROOM_TOKENS", 4), (bulk, "GRANULE", 8)
+    with ExitStack() as stack:
+        for place, name, tokens in sizes:
+            stack.enter_context(mock.patch.object(place, name, tokens))
         yield
 
 

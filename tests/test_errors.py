@@ -12,7 +12,15 @@ import pytest
 import torch
 from models import SMALL, exact, forced, generate, logits_of, prompt, tiny
 from torch import Tensor
-from transformers import BartConfig, BartForConditionalGeneration, DynamicCache, LlamaConfig, PreTrainedModel, T5Config
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DynamicCache,
+    LlamaConfig,
+    MllamaTextConfig,
+    PreTrainedModel,
+    T5Config,
+)
 
 from qada_cache import KeyMoments, QAdACache, StaticHeads, attention
 
@@ -128,6 +136,8 @@ def test_models_of_other_kinds() -> None:
     assert bart.config._attn_implementation == "sdpa"
     with pytest.raises(NotImplementedError, match=r"decoder-only models: use transformers.DynamicCache for t5"):
         QAdACache(config=T5Config())
+    with pytest.raises(NotImplementedError, match=r"images' keys: use transformers.DynamicCache for mllama_text_model"):
+        QAdACache(config=MllamaTextConfig())
     for name in ("flex_attention", "flash_attention_2", "flash_attention_3"):
         model = tiny()
         model.config._attn_implementation = name  # as if loaded with it, where its library is installed
@@ -207,6 +217,25 @@ def test_a_cache_is_not_a_list(model: PreTrainedModel) -> None:
         list(exact(model))
     with pytest.raises(ValueError, match="crop takes a negative count of tokens to remove, got 3"):
         exact(model).crop(3)
+
+
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_layers_are_no_tensors(name: str, model: PreTrainedModel) -> None:
+    """Model code that takes them for DynamicCache's, as mllama's does, failed on None."""
+    cache = exact(model)
+    layer = cache.layers[1]
+    assert getattr(layer, name) is None
+    in_words = pytest.raises(
+        NotImplementedError, match=rf"the {name} of a QAdACache layer.* use .*DynamicCache for llama"
+    )
+    with in_words:
+        setattr(layer, name, torch.zeros(1, 2, 3, 8))
+    forced(model, prompt(60)[0], [50, 1], cache)
+    for used in (layer, copy.deepcopy(cache).layers[1]):
+        with in_words:
+            getattr(used, name).numel()
+    cache.reset()
+    assert getattr(layer, name) is None
 
 
 def test_another_batch_size(model: PreTrainedModel) -> None:
@@ -293,6 +322,93 @@ def test_interrupted_forward(
     got = generate(model, text, cache)
     assert torch.equal(got.sequences, wanted.sequences)
     assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3
+
+
+def filled(model: PreTrainedModel, text: Tensor) -> DynamicCache:
+    """What has read `text`."""
+    cache = DynamicCache(config=model.config)
+    forced(model, text, [text.shape[1]], cache)
+    return cache
+
+
+def test_interrupted_before_tokens_are_taken_in(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first layer, where no other has them: as if they had never come."""
+    text = prompt(160)[0]
+    cache, plain = exact(model), filled(model, text[:, :150])
+    forced(model, text[:, :150], [150], cache)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "view_as", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            forced(model, text[:, 150:], [10], cache)
+    assert cache.get_seq_length() == 150
+    got, wanted = (forced(model, text[:, 150:], [10], used) for used in (cache, plain))
+    assert (got - wanted).abs().max() < 1e-3
+
+
+CHANGES: dict[str, Callable[[QAdACache], None]] = {
+    "crop": lambda cache: cache.crop(-30),
+    "reorder_cache": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "batch_repeat_interleave": lambda cache: cache.batch_repeat_interleave(2),
+    "batch_select_indices": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "reset": lambda cache: cache.reset(),
+}
+
+
+@pytest.mark.parametrize("place", ["first layer", "second layer"])
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("verb", CHANGES)
+def test_interrupted_change(
+    verb: str, loaded: bool, place: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Some layers have other rows or tokens than the others, or half of one layer: every use says so."""
+    text, cache = prompt(150, 150)[0], exact(model)
+    forced(model, text[:, :140], [140], cache)
+    cache.save(tmp_path / "whole.safetensors")
+    if loaded:
+        cache = QAdACache.load(tmp_path / "whole.safetensors", model)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if place == "second layer" or verb == "reset":
+            patch.setattr(cache.layers[place == "second layer"], verb, interrupt)
+        else:  # sinks and window have been changed, or are about to be
+            inner = "truncate" if verb == "crop" else "select"
+            patch.setattr(cache.layers[0].store.bulk, inner, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            CHANGES[verb](cache)
+    for use in (
+        lambda: forced(model, text[:, 140:], [10], copy.deepcopy(cache)),
+        lambda: forced(model, text[:1, 140:], [10], cache),
+        lambda: cache.save(tmp_path / "half.safetensors"),
+        lambda: cache.crop(-1),
+        lambda: cache.reorder_cache(torch.tensor([1, 0])),
+    ):
+        with pytest.raises(RuntimeError, match=rf"^{verb} was interrupted, .*call reset\(\)"):
+            use()
+    cache.reset()
+    got, wanted = (forced(model, text, [140, 10], used) for used in (cache, DynamicCache(config=model.config)))
+    assert (got - wanted).abs().max() < 1e-3
+
+
+def test_refused_changes_do_no_harm(model: PreTrainedModel) -> None:
+    """Refused by the first layer, a cache is what it was; by a later one, the first has changed already."""
+    text, cache = prompt(150)[0], exact(model)
+    forced(model, text[:, :140], [140], cache)
+    for refused in (
+        lambda: cache.crop(3),
+        lambda: cache.reorder_cache(torch.tensor([4])),
+        lambda: cache.batch_select_indices(torch.tensor([True, False])),
+    ):
+        with pytest.raises((ValueError, IndexError)):
+            refused()
+    got, wanted = (forced(model, text[:, 140:], [10], used) for used in (cache, filled(model, text[:, :140])))
+    assert (got - wanted).abs().max() < 1e-3
 
 
 def test_changed_attention_implementation(model: PreTrainedModel) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from typing import Any
 
 import pytest
 import torch
 from models import FAMILIES, exact, forced, generate, logits_of, prompt, tiny
 from transformers import DynamicCache, PreTrainedModel
+
+from qada_cache import QAdACache
 
 _MAMBA = {"num_hidden_layers": 4, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
 _MAMBA2 = {**_MAMBA, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
@@ -73,6 +77,10 @@ def model_of(family: str) -> PreTrainedModel:
     return tiny(family, initializer_range=0.2)
 
 
+def interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_whole_passes(family: str) -> None:
     """Several turns in calls of many, few and single tokens, then generation: as with DynamicCache."""
@@ -87,6 +95,20 @@ def test_whole_passes(family: str) -> None:
     assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_inference_mode(family: str) -> None:
+    """Whose tensors do not say how often they were written to."""
+    model, text = model_of(family), prompt(160)[0]
+    with torch.inference_mode():
+        got, wanted = (
+            torch.cat(
+                [model(part, past_key_values=used).logits for part in text.split([150, 7, 1, 1, 1], dim=1)], dim=1
+            )
+            for used in (exact(model), DynamicCache(config=model.config))
+        )
+    assert (got - wanted).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize(("family", "layer"), [(family, layer) for family in HYBRIDS for layer in LATER[family]])
 def test_interrupted_pass(family: str, layer: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,10 +116,6 @@ def test_interrupted_pass(family: str, layer: int, tokens: int, monkeypatch: pyt
     model, text = model_of(family), prompt(150 + 2 * tokens)[0]
     cache = exact(model)
     forced(model, text[:, :150], [150], cache)
-
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr(model.model.layers[layer], "forward", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -108,3 +126,70 @@ def test_interrupted_pass(family: str, layer: int, tokens: int, monkeypatch: pyt
     cache.reset()
     got, wanted = (forced(model, text, [150, 1], used) for used in (cache, DynamicCache(config=model.config)))
     assert (got - wanted).abs().max() < 1e-3
+
+
+def interrupt_last_layer(model: PreTrainedModel, cache: QAdACache, place: str, tokens: int, patch: Any) -> None:
+    """The next pass of so many tokens ends in the last layer: before it writes a state, between two, or before keys."""
+    layers = [layer for layer in cache.layers if any(getattr(layer, "is_conv_states_initialized", {}).values())]
+    module, single = sys.modules[type(model).__module__], tokens == 1
+    name = "causal_conv1d_update" if single else "causal_conv1d_fn"  # one writes the state, the other follows on that
+    convolve, calls = getattr(module, name), []
+
+    def convolved(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) < len(layers):
+            return convolve(*args, **kwargs)
+        if place == "between states":
+            convolve(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    if place == "before keys":
+        patch.setattr(layers[-1], "update", interrupt)
+    elif place == "between states" or single:
+        patch.setattr(module, name, convolved)
+    else:
+        patch.setattr(layers[-1], "update_conv_state", interrupt)
+
+
+PLACES = {family: ["before states", "between states"] for family in HYBRIDS}
+PLACES["lfm2"] = ["before states"]  # it has but one
+PLACES["falcon_h1"] = PLACES["zamba2"] = ["before states", "between states", "before keys"]
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize(("family", "place"), [(family, place) for family in HYBRIDS for place in PLACES[family]])
+def test_interrupted_last_layer(family: str, place: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers before it have written what they had to, and it has begun; so says a copy made then, too."""
+    model, text = model_of(family), prompt(150 + 2 * tokens)[0]
+    cache = exact(model)
+    forced(model, text[:, :150], [150], cache)
+    with monkeypatch.context() as patch:
+        interrupt_last_layer(model, cache, place, tokens, patch)
+        with pytest.raises(KeyboardInterrupt):
+            forced(model, text[:, 150 : 150 + tokens], [tokens], cache)
+    for used in (copy.deepcopy(cache), cache, cache):
+        with pytest.raises(RuntimeError, match=r"interrupted.*reset\(\)"):
+            forced(model, text[:, 150 : 150 + tokens], [tokens], used)
+    cache.reset()
+    got, wanted = (forced(model, text, [150, 1], used) for used in (cache, DynamicCache(config=model.config)))
+    assert (got - wanted).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_interrupted_after_the_last_layer(family: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer holds the tokens, and nothing is wrong with going on; nor after copies and changes of rows."""
+    model, text = model_of(family), prompt(150 + 3 * tokens)[0]
+    cache, plain = exact(model), DynamicCache(config=model.config)
+    for used in (cache, plain):
+        forced(model, text[:, :150], [150], used)
+        with monkeypatch.context() as patch:
+            patch.setattr(model.lm_head, "forward", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                forced(model, text[:, 150 : 150 + tokens], [tokens], used)
+    cache = copy.deepcopy(cache)
+    for verb in (lambda: None, lambda: cache.reorder_cache(torch.tensor([0]))):
+        verb()
+        start = cache.get_seq_length()
+        got, wanted = (forced(model, text[:, start : start + tokens], [tokens], used) for used in (cache, plain))
+        assert (got - wanted).abs().max() < 1e-3

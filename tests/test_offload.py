@@ -12,13 +12,14 @@ from unittest import mock
 import pytest
 import torch
 from harness import SINKS, WINDOW, FakeAttention, Inputs
+from models import forced, prompt, tiny
 from pair import Pair, stored_tokens
 from scenarios import SCENARIOS, left_padded, play, small_buffers
 from stand_in import Copies, accelerator
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import DynamicCache, LlamaConfig
 
-from qada_cache import QAdACache, bulk
+from qada_cache import QAdACache, bulk, store
 from qada_cache.bulk import Bulk
 from qada_cache.residents import Residents
 
@@ -79,6 +80,39 @@ def test_host_waits_before_it_lets_go_of_memory(device: str, copies: Copies) -> 
             move()
         assert allocate.called == moved
         wait.assert_called_once_with(store.device)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_another_device_is_served_from_the_same_host_memory(device: str, copies: Copies) -> None:
+    """A loaded cache whose model lies on several. Sent there anew, the bulk would be on its way on a stream of the
+    device it comes from, and waited for on those of the device it is for."""
+    pair, inputs = Pair(offloading=True), Inputs(device=device)
+    filling = inputs(40)
+    pair.reference.update(*filling, None)
+    pair.driver(*filling, None, scaling=pair.scaling)
+    before, sent = pair.layer.store.bulk, copies.last
+    held = before.keys.data_ptr(), before.values.data_ptr()
+    assert not sent.query()
+    pair.layer.device = torch.device("meta")  # as if the file had been loaded for it
+    torch.accelerator.synchronize.reset_mock()
+    pair.update(*inputs(1))
+    after = pair.layer.store.bulk
+    assert after is not before
+    assert copies.last is sent
+    assert (after.keys.data_ptr(), after.values.data_ptr()) == held
+    torch.accelerator.synchronize.assert_called_once_with(before.device)  # kernels that read it in place
+    for tokens in (WINDOW, 30, 1):
+        pair.update(*inputs(tokens))
+
+
+def test_a_bulk_on_the_device_moves_along() -> None:
+    pair, inputs = Pair(offloading=False), Inputs()
+    pair.update(*inputs(40))
+    held = pair.layer.store.bulk.keys.data_ptr()
+    pair.layer.device = torch.device("meta")
+    for tokens in (1, WINDOW, 30, 1):
+        pair.update(*inputs(tokens))
+    assert pair.layer.store.bulk.keys.data_ptr() != held
 
 
 @pytest.mark.parametrize("index", [[1, 0, 2], [2, 0, 1], [0, 0, 2], [1, 1, 1], [2, 2, 0], [0, 2, 1]])
@@ -157,8 +191,14 @@ def storages(holder: object, seen: dict[int, Tensor] | None = None) -> dict[int,
     return seen
 
 
+def block_bytes(tensor: Tensor) -> int:
+    """What a tensor's storage takes, as torch pins memory."""
+    size = tensor.untyped_storage().nbytes()
+    return next(2**power for power in range(40) if 2**power >= size) if tensor.is_pinned() else size
+
+
 def reachable_bytes(cache: QAdACache) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages(cache.layers).values())
+    return sum(map(block_bytes, storages(cache.layers).values()))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -173,8 +213,7 @@ def test_stats_count_real_storages(
     def check(cache: QAdACache) -> None:
         stats = cache.stats()
         stores = [layer.store for layer in cache.layers]
-        host = sum(store.bulk.keys.untyped_storage().nbytes() for store in stores)
-        host += sum(store.bulk.values.untyped_storage().nbytes() for store in stores)
+        host = sum(block_bytes(tensor) for store in stores for tensor in (store.bulk.keys, store.bulk.values))
         assert host > 0
         assert stats.host_bytes == (host if offloading else 0)
         assert stats.device_bytes + stats.host_bytes == reachable_bytes(cache)
@@ -198,6 +237,45 @@ def test_stats_count_real_storages(
     check(loaded)
     cache.reset()
     assert (cache.stats().device_bytes, cache.stats().host_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_host_bytes_count_what_pinning_takes(device: str, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Powers of two; also where keys and values differ in size."""
+    cache, pairs = small_cache(offloading=True)
+    for pair in pairs:
+        pair.driver(*Inputs(dim=12)(60), None, scaling=0.25)
+    sizes = [2 * 2 * layer.store.bulk.capacity * dim * 4 for layer in cache.layers for dim in (12, 16)]
+    assert cache.stats().host_bytes == sum(sizes)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
+    blocks = [
+        block_bytes(tensor) for layer in cache.layers for tensor in (layer.store.bulk.keys, layer.store.bulk.values)
+    ]
+    assert {block > size for size, block in zip(sizes, blocks, strict=True)} == {True, False}
+    assert cache.stats().host_bytes == sum(blocks)
+
+
+def test_a_long_window_takes_memory_for_what_was_seen(tmp_path: Path) -> None:
+    """Of sinks and window, those that there are; read in one call, in several, token by token and from a file."""
+    model, text = tiny(), prompt(2700)[0]
+    cache, per_token = QAdACache(model, local_tokens=10**7), 2 * 2 * 2 * 8 * 4  # of layers, keys and values, heads
+
+    def check(cache: QAdACache) -> None:
+        room = 16 + max(store.ROOM_TOKENS, bulk.GROWTH * cache.get_seq_length())
+        assert cache.stats().device_bytes > per_token * cache.get_seq_length()
+        assert cache.stats().device_bytes < per_token * room + 4096  # of moments
+
+    logits, read = [], 0
+    for tokens in (50, 1450, 1000, *[1] * 200):
+        if tokens == 1000:
+            cache.save(tmp_path / "cache.safetensors")
+            cache = QAdACache.load(tmp_path / "cache.safetensors", model)
+            check(cache)
+        logits.append(forced(model, text[:, read : read + tokens], [tokens], cache))
+        read += tokens
+        check(cache)
+    wanted = forced(model, text, [2700], DynamicCache(config=model.config))
+    torch.testing.assert_close(torch.cat(logits, dim=1), wanted, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -283,11 +283,30 @@ def test_devices_have_budgets_of_their_own() -> None:
 
 def test_auto_leaves_a_reserve() -> None:
     for free, left in ((2**40, 2**40 - int(0.1 * 2**40)), (2**31, 2**30), (2**29, 0)):
-        with mock.patch.object(residents, "get_max_memory", return_value={0: free, "cpu": 1}) as measured:
+        with mock.patch.object(residents, "get_max_memory", return_value={"cpu": free}) as measured:
             shared = Residents("auto")
-            assert [shared.limit(torch.device("cuda", 0)) for _ in range(3)] == [left] * 3
+            assert [shared.limit(CPU) for _ in range(3)] == [left] * 3
             assert measured.call_count == 1
-            assert shared.limit(CPU) == 0
+
+
+def test_auto_asks_only_the_device_it_is_about() -> None:
+    """Asking opens a context, and that takes some hundred MiB on a device that nothing may be using."""
+    free = {0: 2**32, 1: 2**33}
+    asked = []
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        asked.append(device)
+        return free[device.index], 2**40
+
+    with (
+        mock.patch.object(torch.cuda, "mem_get_info", mem_get_info),
+        mock.patch.object(residents, "get_max_memory", side_effect=AssertionError("of every device")),
+    ):
+        shared = Residents("auto")
+        assert [shared.limit(torch.device("cuda", 1)) for _ in range(2)] == [2**33 - 2**30] * 2
+        assert asked == [torch.device("cuda", 1)]
+        assert shared.limit(torch.device("cuda", 0)) == 2**32 - 2**30
+        assert asked[1:] == [torch.device("cuda", 0)]
 
 
 # -- when memory runs out -----------------------------------------------------------------------------------------
