@@ -89,6 +89,8 @@ class Bulk:
     @property
     def nbytes(self) -> int:
         """Bytes that the storage takes, unused capacity included."""
+        if not self.offloaded:
+            return self.keys.nbytes + self.values.nbytes
         return pages.held_bytes(self.keys) + pages.held_bytes(self.values)
 
     def settle(self) -> None:
