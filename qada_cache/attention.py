@@ -38,6 +38,11 @@ _UNSUPPORTED = {
     "cache": "paged attention",
 }
 
+# For torch.compile: what is read depends on what the keys hold, and it is stored in place.
+outside_graphs = torch.compiler.disable(
+    reason="what QAdACache reads depends on what the keys hold: compile without fullgraph=True, or use DynamicCache"
+)
+
 
 def our_name(config: PreTrainedConfig) -> str:
     """The name under which our function wraps the attention implementation of `config`.
@@ -141,8 +146,26 @@ def attention_forward(
     """
     config = cast(PreTrainedConfig, module.config)
     base = _base_attention(module, _BASES[config._attn_implementation])
-    layer: QAdALayer | None = getattr(key, "_qada_layer", None)
-    if layer is None or layer.store is None:
+    if (layer := getattr(key, "_qada_layer", None)) is None:
+        return base(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    return _attend(layer, base, module, query, key, value, attention_mask, scaling, dropout, kwargs)
+
+
+@outside_graphs
+def _attend(
+    layer: QAdALayer,
+    base: Callable[..., tuple[Tensor, Tensor | None]],
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """`attention_forward` for keys that a layer of a QAdACache handed out."""
+    if layer.store is None:
         return base(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if layer.incoming is not key:
         raise NotImplementedError(

@@ -83,6 +83,8 @@ class QAdACache(WatchedCache):
         NotImplementedError: a kind of model this cache does not support.
     """
 
+    is_compileable = False  # as transformers means it: in one graph, which `generate` would do by itself
+
     def __init__(
         self,
         model: PreTrainedModel | None = None,
@@ -142,6 +144,7 @@ class QAdACache(WatchedCache):
             )
         attention.switch_on(text_config)
 
+    @attention.outside_graphs
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple:
         """Take in one layer's new keys and values `[batch, kv_heads, tokens, dim]`; for the model to call."""
         if layer_idx >= len(self.layers):
