@@ -48,7 +48,9 @@ class QAdACache(WatchedCache):
     Args:
         model: the model the cache is for; or give `config`, which must be that model's own `model.config`.
         threshold: tau in [0, 1]: a head is local if at least this share of its attention stays local. 0 makes
-            every head local, 1 makes none, which is `DynamicCache`'s attention.
+            every head local, 1 makes none, which is `DynamicCache`'s attention, summed in another order: in float32
+            the same tokens, while in bfloat16 and float16 near-ties may fall otherwise, as they do between eager and
+            sdpa attention.
         sink_tokens: tokens at the start of each row that are always read.
         local_tokens: sinks and sliding window together, in tokens.
         criterion: "gaussian" (eq. 7); "oracle" (eq. 2, reads everything to decide: for analysis); "dense" (no head
