@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from eval.document import Turn, plant
 from qada_cache import QAdACache
-from qada_cache.statistics import CacheStats, layer_bytes
+from qada_cache.stats import CacheStats, layer_bytes
 
 WITH_FACTS = (
     "Some special facts are hidden within the following text. Make sure to memorize them. I will quiz you about them "

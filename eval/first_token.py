@@ -22,7 +22,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from eval.command import load_model, report, timing_parser
 from eval.hardware import Peak, wait
 from qada_cache import QAdACache, restore_attention
-from qada_cache.kernels import compiled
+from qada_cache.kernels.cpu import compiled
 
 
 @contextlib.contextmanager

@@ -23,11 +23,12 @@ from torch import Tensor
 from eval import language_model
 from eval.sweep import task_manager
 from eval.tables import write
-from qada_cache import KeyMoments, QAdACache, decide, decode
+from qada_cache import KeyMoments, QAdACache
+from qada_cache.attention import decide, decode
 from qada_cache.criterion import gaussian_log_bulk
-from qada_cache.geometry import Geometry
 from qada_cache.layer import QAdALayer
 from qada_cache.lm_eval import QAdALM
+from qada_cache.storage.geometry import Geometry
 
 
 @dataclass

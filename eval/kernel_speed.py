@@ -21,8 +21,9 @@ from eval.geometries import GEOMETRIES
 from eval.hardware import SIZE
 from eval.machine import machine
 from eval.tables import plain, write
-from qada_cache import pages
-from qada_cache.kernels import compiled, fused
+from qada_cache.kernels import sdpa as fused
+from qada_cache.kernels.cpu import compiled
+from qada_cache.storage import pages
 
 LAYERS = 16
 

@@ -26,11 +26,13 @@ from eval import benchmark
 from eval.command import load_model, report, timing_parser
 from eval.hardware import wait
 from eval.workloads import Work, fill
-from qada_cache import QAdACache, attention, decode, one_token, restore_attention
-from qada_cache.kernels import compiled_decode
+from qada_cache import QAdACache, restore_attention
+from qada_cache.attention import decode, one_token
+from qada_cache.attention import forward as attention
+from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.layer import QAdALayer
 from qada_cache.policy import Policy
-from qada_cache.store import TokenStore
+from qada_cache.storage.store import TokenStore
 
 # Column, and what is timed for it.
 PARTS: dict[str, tuple[Any, str]] = {

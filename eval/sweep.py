@@ -29,7 +29,7 @@ from eval.machine import machine
 from eval.tables import read, write
 from qada_cache import KeyMoments, QAdACache, StaticHeads, needle
 from qada_cache.criterion import GROUP_RULES
-from qada_cache.home import DEFAULT as DEFAULT_MOMENTS
+from qada_cache.key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from qada_cache.lm_eval import QAdALM
 
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.995)  # the paper's

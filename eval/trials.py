@@ -31,8 +31,9 @@ from eval.sweep import ORACLE, task_manager
 from eval.tables import plain, read, write
 from eval.trial_summary import summary
 from eval.ways import Knowledge, Way, deciding, experiments
-from qada_cache import KeyMoments, QAdACache, StaticHeads, decide, decode
-from qada_cache.home import sources
+from qada_cache import KeyMoments, QAdACache, StaticHeads
+from qada_cache.attention import decide, decode
+from qada_cache.key_moments.defaults import sources
 from qada_cache.layer import QAdALayer
 
 CALIBRATION = 4  # pieces of prose that errors and local shares are learned from, none of those measured

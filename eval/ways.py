@@ -10,7 +10,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from qada_cache import KeyMoments, decide
+from qada_cache import KeyMoments
+from qada_cache.attention import decide
 from qada_cache.criterion import gaussian_log_bulk, score_moments
 from qada_cache.layer import QAdALayer
 

@@ -1,11 +1,11 @@
 """QAdACache: a KV cache for Hugging Face transformers that reads the long context only where a head needs it."""
 
-from .attention import restore_attention
+from .attention.forward import restore_attention
 from .cache import QAdACache
 from .criterion import StaticHeads
-from .key_moments import KeyMoments
+from .key_moments.key_moments import KeyMoments
 from .preparing import prepare
-from .statistics import CacheStats
+from .stats import CacheStats
 
 __all__ = ["CacheStats", "KeyMoments", "QAdACache", "StaticHeads", "prepare", "restore_attention"]
 __version__ = "0.1.0.dev0"

@@ -12,14 +12,16 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from . import attention, serialization, support
+from . import cache_file as serialization
+from .attention import forward as attention
+from .attention import support
 from .criterion import StaticHeads
-from .home import DEFAULT as DEFAULT_MOMENTS
-from .home import Moments, resolve_moments, sources
+from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
+from .key_moments.defaults import Moments, resolve_moments, sources
+from .key_moments.prompts import PROMPTS
 from .layer import QAdALayer
 from .policy import Policy
-from .prompts import PROMPTS
-from .statistics import CacheStats, collect, layer_bytes
+from .stats import CacheStats, collect, layer_bytes
 from .watched import WatchedCache
 
 logger = logging.getLogger(__name__)

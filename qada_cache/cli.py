@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .collecting import SCHEMES
-from .prompts import PROMPTS
+from .key_moments.collecting import SCHEMES
+from .key_moments.prompts import PROMPTS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -101,7 +101,7 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def _profile(options: argparse.Namespace) -> int:
     from . import prepare, profile
-    from .prompts import prompt_ids, within_reach
+    from .key_moments.prompts import prompt_ids, within_reach
 
     _check_folder("--out", options.out)
     _check_folder("--plot", options.plot)
@@ -138,7 +138,7 @@ def _print_table(rows: list[dict[str, str]]) -> None:
 
 
 def _moments(options: argparse.Namespace) -> int:
-    from .key_moments import KeyMoments
+    from .key_moments.key_moments import KeyMoments
 
     _check_folder("--out", options.out)
     text = _text(options)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import files
+from .files import tensors as files
 
 CRITERIA = ("gaussian", "oracle", "dense", "local")
 GROUP_RULES = ("any", "head", "mean")

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from .padding import NONE
 from .policy import Policy
-from .store import TokenStore
+from .storage.padding import NONE
+from .storage.store import TokenStore
 from .tally import Tally
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .criterion import CRITERIA, GROUP_RULES, StaticHeads
-from .geometry import Geometry, call_geometry
-from .key_moments import KeyMoments
-from .padding import Padding
+from .key_moments.key_moments import KeyMoments
 from .progress import Progress
-from .residents import Residents, check_budget
+from .storage.geometry import Geometry, call_geometry
+from .storage.padding import Padding
+from .storage.residents import Residents, check_budget
 
 
 @dataclass(eq=False)

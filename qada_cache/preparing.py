@@ -4,12 +4,12 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .attention.support import sizes
 from .cache import QAdACache
-from .home import CURRENT, Moments, default_moments, sources
-from .home import DEFAULT as DEFAULT_MOMENTS
 from .kernels import ahead
-from .prompts import PROMPTS
-from .support import sizes
+from .key_moments.defaults import CURRENT, Moments, default_moments, sources
+from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
+from .key_moments.prompts import PROMPTS
 
 
 def prepare(

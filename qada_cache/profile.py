@@ -13,7 +13,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from .cache import QAdACache
-from .statistics import layer_bytes
+from .stats import layer_bytes
 
 
 @dataclass

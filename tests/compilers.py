@@ -2,7 +2,7 @@
 
 import pytest
 
-from qada_cache.kernels import build
+from qada_cache.kernels.cpu import build
 
 
 def compiler() -> str | None:

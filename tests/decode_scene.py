@@ -9,7 +9,7 @@ from reference import attend, decide, error_budget, key_moments, log_local_fract
 from reference import visible_tokens as visible
 from torch import Tensor
 
-from qada_cache.geometry import call_geometry
+from qada_cache.storage.geometry import call_geometry
 
 SINKS, WINDOW = 3, 8
 SIZES = {"sink_tokens": SINKS, "local_tokens": SINKS + WINDOW}

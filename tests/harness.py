@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from qada_cache import decode
-from qada_cache.attention import attention_forward, switch_on
-from qada_cache.geometry import Geometry
+from qada_cache.attention import decode
+from qada_cache.attention.forward import attention_forward, switch_on
 from qada_cache.layer import QAdALayer
 from qada_cache.policy import Policy
+from qada_cache.storage.geometry import Geometry
 
 SINKS, LOCAL = 3, 11  # small, so that a few dozen tokens reach every place a token can be
 WINDOW = LOCAL - SINKS

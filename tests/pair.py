@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qada_cache import KeyMoments, StaticHeads
 from qada_cache.layer import QAdALayer
-from qada_cache.store import TokenStore
+from qada_cache.storage.store import TokenStore
 
 
 @dataclass

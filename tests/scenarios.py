@@ -14,7 +14,7 @@ from harness import LOCAL, SINKS, WINDOW, Inputs
 from pair import Pair
 from torch import Tensor
 
-from qada_cache import bulk, store
+from qada_cache.storage import bulk, store
 
 Scenario = Callable[[Pair, Inputs], None]
 

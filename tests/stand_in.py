@@ -15,9 +15,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from qada_cache import bulk, transfers
-from qada_cache.bulk import Bulk
-from qada_cache.transfers import Arrival
+from qada_cache.storage import bulk, transfers
+from qada_cache.storage.bulk import Bulk
+from qada_cache.storage.transfers import Arrival
 
 
 class Late:

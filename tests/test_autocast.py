@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.attention import attention_forward
-from qada_cache.moments import RunningMoments
+from qada_cache.attention.forward import attention_forward
+from qada_cache.key_moments.running import RunningMoments
 
 SPLIT = [150, 40, 1, 8, 1]
 

@@ -15,7 +15,8 @@ from test_kernels import SCALING, check
 from torch import Tensor
 
 from qada_cache import kernels, once
-from qada_cache.kernels import build, choice, compiled, compiled_decode, reference
+from qada_cache.kernels import choice, reference
+from qada_cache.kernels.cpu import build, compiled, compiled_decode
 
 SIZES = [(64, 64, 4), (16, 24, 1), (80, 48, 7), (128, 128, 16), (8, 256, 5)]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from qada_cache import QAdACache
-from qada_cache.kernels import compiled, compiled_decode
+from qada_cache.kernels.cpu import compiled, compiled_decode
 from qada_cache.kernels.rules import check_operands
 
 HALVES = [torch.bfloat16, torch.float16]

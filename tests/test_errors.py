@@ -22,7 +22,8 @@ from transformers import (
     T5Config,
 )
 
-from qada_cache import KeyMoments, QAdACache, StaticHeads, attention
+from qada_cache import KeyMoments, QAdACache, StaticHeads
+from qada_cache.attention import forward as attention
 
 
 def moments(layers: int, kv_heads: int, dim: int, model_type: str = "llama", **fields: Any) -> KeyMoments:

@@ -12,7 +12,7 @@ from models import SMALL, prompt, tiny
 
 from eval.forking import forked
 from qada_cache import KeyMoments, QAdACache, StaticHeads
-from qada_cache.key_moments import KEPT
+from qada_cache.key_moments.key_moments import KEPT
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "current": {"moments": "current", "threshold": 0.12},
@@ -259,7 +259,8 @@ def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
     from reference import gaussian_log_bulk, log_mass
 
     from eval import heads
-    from qada_cache import decode, needle
+    from qada_cache import needle
+    from qada_cache.attention import decode
 
     calls: list[tuple[Any, ...]] = []
     original = decode.needs_long_context

@@ -17,13 +17,14 @@ from stand_in import Copies, accelerator
 from test_residents import Use, copied_and_saved, cropped, one_shot, padded, rows
 from transformers import PreTrainedModel
 
-from qada_cache import QAdACache, reading
-from qada_cache.bulk import NOTES, Bulk
-from qada_cache.residents import Residents
-from qada_cache.transfers import Note
+from qada_cache import QAdACache
+from qada_cache.storage import reading
+from qada_cache.storage.bulk import NOTES, Bulk
+from qada_cache.storage.residents import Residents
+from qada_cache.storage.transfers import Note
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from qada_cache.kernels.triton_kernels import INTERPRETED
+from qada_cache.kernels.triton.kernels import INTERPRETED
 
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 FLAGS = torch.tensor([[True, False]])

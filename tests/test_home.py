@@ -10,8 +10,10 @@ import torch
 from models import SMALL, prompt, tiny
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from qada_cache import KeyMoments, QAdACache, home, key_moments, once
-from qada_cache.collecting import collect
+from qada_cache import KeyMoments, QAdACache, once
+from qada_cache.key_moments import defaults as home
+from qada_cache.key_moments import key_moments
+from qada_cache.key_moments.collecting import collect
 
 
 @pytest.fixture(autouse=True)

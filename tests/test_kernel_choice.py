@@ -12,7 +12,8 @@ from qada_cache import StaticHeads
 from qada_cache.kernels import choice
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from qada_cache.kernels import triton_decode, triton_kernels
+from qada_cache.kernels.triton import decode as triton_decode
+from qada_cache.kernels.triton import kernels as triton_kernels
 
 DEVICES = [
     pytest.param(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qada_cache import KeyMoments
-from qada_cache.rotary import Rotation, rounded
+from qada_cache.key_moments.rotation import Rotation, rounded
 
 CPU = torch.device("cpu")
 

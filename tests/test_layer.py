@@ -10,9 +10,9 @@ from scenarios import SCENARIOS, left_padded, play, small_buffers
 from torch import Tensor
 
 from qada_cache import KeyMoments, StaticHeads
-from qada_cache.bulk import Bulk
+from qada_cache.key_moments.rotation import Rotation
 from qada_cache.layer import QAdALayer
-from qada_cache.rotary import Rotation
+from qada_cache.storage.bulk import Bulk
 
 
 def other_prompt(**fields: Any) -> KeyMoments:

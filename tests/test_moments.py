@@ -5,8 +5,8 @@ import torch
 from reference import key_moments
 from torch import Tensor
 
-from qada_cache import moments
-from qada_cache.moments import RunningMoments
+from qada_cache.key_moments import running as moments
+from qada_cache.key_moments.running import RunningMoments
 
 EPSILON = torch.finfo(torch.float32).eps
 

@@ -19,9 +19,10 @@ from stand_in import Copies, accelerator
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig
 
-from qada_cache import QAdACache, bulk, store
-from qada_cache.bulk import Bulk
-from qada_cache.residents import Residents
+from qada_cache import QAdACache
+from qada_cache.storage import bulk, store
+from qada_cache.storage.bulk import Bulk
+from qada_cache.storage.residents import Residents
 
 needs_gpu = [
     pytest.mark.gpu,

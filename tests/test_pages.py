@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qada_cache import pages
+from qada_cache.storage import pages
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -23,12 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from qada_cache import QAdACache, bulk, moments, once, transfers
-from qada_cache.bulk import Bulk
-from qada_cache.decode import whole_context
+from qada_cache import QAdACache, once
+from qada_cache.attention.decode import whole_context
+from qada_cache.key_moments import running as moments
 from qada_cache.layer import QAdALayer
-from qada_cache.reading import flagged
-from qada_cache.residents import Residents
+from qada_cache.storage import bulk, transfers
+from qada_cache.storage.bulk import Bulk
+from qada_cache.storage.reading import flagged
+from qada_cache.storage.residents import Residents
 
 TOKENS = 3000
 TOKEN_BYTES = 2 * (16 + 16) * 4  # heads, dimensions, bytes

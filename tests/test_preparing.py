@@ -13,9 +13,11 @@ from test_prompts import english_tokenizer, readable_model
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 from transformers.utils.quantization_config import GgufConfig
 
-from qada_cache import QAdACache, home, needle, once, prepare, tokenizer
-from qada_cache.kernels import compiled
-from qada_cache.tokenizer import find_tokenizer
+from qada_cache import QAdACache, needle, once, prepare
+from qada_cache.kernels.cpu import compiled
+from qada_cache.key_moments import defaults as home
+from qada_cache.key_moments import tokenizer
+from qada_cache.key_moments.tokenizer import find_tokenizer
 
 LONG = 1400  # tokens, of which enough are bulk for the CPU's kernel
 

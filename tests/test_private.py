@@ -18,8 +18,12 @@ import torch
 from compilers import compiler, needs_compiler
 from models import limited_file_size, tiny
 
-from qada_cache import KeyMoments, QAdACache, files, home, key_moments, once, private
-from qada_cache.kernels import build, compiled
+from qada_cache import KeyMoments, QAdACache, once
+from qada_cache.files import private
+from qada_cache.files import tensors as files
+from qada_cache.kernels.cpu import build, compiled
+from qada_cache.key_moments import defaults as home
+from qada_cache.key_moments import key_moments
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from qada_cache import KeyMoments, needle
-from qada_cache.prompts import ARTICLE, PROMPTS, prompt_ids, within_reach
+from qada_cache.key_moments.prompts import ARTICLE, PROMPTS, prompt_ids, within_reach
 
 
 def english_tokenizer() -> PreTrainedTokenizerFast:
@@ -107,7 +107,7 @@ def test_article_too_short_for_a_tokenizer(english: PreTrainedTokenizerFast, mon
     """One that puts several words into a token: all there is of it is read, unless a number was asked for."""
     short = tmp_path / "article.txt"
     short.write_text(" ".join(ARTICLE.read_text().split()[:300]))
-    monkeypatch.setattr("qada_cache.prompts.ARTICLE", short)
+    monkeypatch.setattr("qada_cache.key_moments.prompts.ARTICLE", short)
     model = tiny(vocab_size=len(english))
     assert KeyMoments.collect(model, english, "wiki").tokens == 300
     assert KeyMoments.collect(model, english, "random-words").tokens == 1024

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import qada_cache
-from qada_cache import attention
+from qada_cache.attention import forward as attention
 
 PACKAGE = Path(qada_cache.__file__).parent
 TEXT = (PACKAGE.parent / "docs/refused.md").read_text(encoding="utf-8")
 # They meet a model and its calls: all that they raise is a refusal. The others raise that for arguments and files.
-REFUSING = ("attention", "cache", "layer", "padding", "readers", "rope", "support", "watched")
+REFUSING = ("forward", "cache", "layer", "padding", "readers", "rope", "support", "watched")
 ROW = re.compile(r"^\| [^|]+ \| `([\w.]+)`: `([^`]+)` \| [^|]+ \|$", re.MULTILINE)
 
 

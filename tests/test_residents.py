@@ -17,9 +17,11 @@ from stand_in import accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qada_cache import QAdACache, StaticHeads, bulk, decode, reading, residents
-from qada_cache.bulk import Bulk
-from qada_cache.residents import Residents
+from qada_cache import QAdACache, StaticHeads
+from qada_cache.attention import decode
+from qada_cache.storage import bulk, reading, residents
+from qada_cache.storage.bulk import Bulk
+from qada_cache.storage.residents import Residents
 
 CPU = torch.device("cpu")
 BUDGETS: list[int | float | str] = [0, 16_000, 0.4, "auto", 1.0]

@@ -22,7 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qada_cache import KeyMoments, QAdACache, StaticHeads, files, private, serialization
+from qada_cache import KeyMoments, QAdACache, StaticHeads
+from qada_cache import cache_file as serialization
+from qada_cache.files import private
+from qada_cache.files import tensors as files
 
 FAMILIES = ["llama", "gemma3", "qwen3_next", "mistral_sliding"]
 LENGTHS = {"one row": (150,), "padded": (150, 61, 9), "no bulk": (10,)}
@@ -347,7 +350,7 @@ def test_pickling_is_refused_in_words() -> None:
     assert copy.copy(cache).layers is cache.layers
 
 
-@pytest.mark.parametrize("failing", ["files._content", "private.os.replace"])
+@pytest.mark.parametrize("failing", ["files.tensors._content", "files.private.os.replace"])
 def test_an_interrupted_save_leaves_the_old_file(failing: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, model = saved.read_bytes(), tiny()
     cache = exact(model)

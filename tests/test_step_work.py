@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache
-from qada_cache.kernels import compiled
-from qada_cache.padding import Padding
+from qada_cache.kernels.cpu import compiled
+from qada_cache.storage.padding import Padding
 
 
 def calls(

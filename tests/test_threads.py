@@ -13,8 +13,10 @@ import pytest
 import torch
 from models import SMALL, generate, logits_of, prompt, tiny
 
-from qada_cache import KeyMoments, QAdACache, home, transfers
-from qada_cache.rotary import rounded
+from qada_cache import KeyMoments, QAdACache
+from qada_cache.key_moments import defaults as home
+from qada_cache.key_moments.rotation import rounded
+from qada_cache.storage import transfers
 
 THREADS = 4
 

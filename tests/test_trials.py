@@ -17,7 +17,8 @@ pytest.importorskip("lm_eval", reason="trials take documents from lm-eval")
 from eval import documents, trial_summary, trials, ways
 from eval.documents import Document
 from eval.ways import Way
-from qada_cache import KeyMoments, QAdACache, decode, needle
+from qada_cache import KeyMoments, QAdACache, needle
+from qada_cache.attention import decode
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,12 @@ from compilers import needs_compiler
 from decode_scene import RAGGED, SINKS, WINDOW, Scene
 from torch import Tensor
 
-from qada_cache.kernels import compiled, compiled_decode, decode_reference
+from qada_cache.kernels import decode_reference
+from qada_cache.kernels.cpu import compiled, compiled_decode
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from qada_cache.kernels import triton_decode
-from qada_cache.kernels.triton_kernels import INTERPRETED
+from qada_cache.kernels.triton import decode as triton_decode
+from qada_cache.kernels.triton.kernels import INTERPRETED
 
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 gpu = [

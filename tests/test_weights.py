@@ -14,7 +14,9 @@ from models import generate, prompt, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from qada_cache import QAdACache, home, weights
+from qada_cache import QAdACache
+from qada_cache.files import weights
+from qada_cache.key_moments import defaults as home
 
 
 @pytest.fixture

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from . import choice, compiled, fused, reference
+from . import choice, reference
+from . import sdpa as fused
+from .cpu import compiled
 from .reference import merge_partials, softmax_average
 
 __all__ = ["merge_partials", "partial_attention", "softmax_average"]

@@ -2,7 +2,8 @@
 
 import torch
 
-from . import choice, compiled, partial_attention
+from . import choice, partial_attention
+from .cpu import compiled
 
 
 def build(

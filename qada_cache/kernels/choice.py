@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import compiled_decode
+from .cpu import compiled_decode
 
 # The fused kernel has not been run on a GPU yet. Once it has, and is faster: "triton".
 AUTO = "torch"
@@ -40,7 +40,7 @@ def obstacle(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: o
     """
     if not _installed():
         return "triton is not installed (pip install 'qada-cache[triton]')"
-    from . import triton_kernels
+    from .triton import kernels as triton_kernels
 
     if query.device.type != ("cpu" if triton_kernels.INTERPRETED else "cuda"):
         return f"the kernel needs CUDA tensors, or CPU tensors with TRITON_INTERPRET=1, not {query.device.type} ones"
@@ -89,7 +89,7 @@ def fused_decode(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterio
         return None
     reason = obstacle(*call)
     if reason is None:
-        from . import triton_decode
+        from .triton import decode as triton_decode
 
         return triton_decode.fused_decode
     if requested == "triton":

@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .rotary import LAYOUTS, Rotation
+from .rotation import LAYOUTS, Rotation
 
 PROBE_POSITIONS = (1, 17, 331)
 PROBE_ERROR = 0.05  # relative: rounding in bfloat16 stays below 0.01, a wrong layout is off by about 1

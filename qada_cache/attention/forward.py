@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from .autocast import without_autocast
+from ..autocast import without_autocast
+from ..layer import QAdALayer
 from .decode import query_adaptive, whole_context
-from .layer import QAdALayer
 from .readers import find_reader
 
 # The dispatcher treats names that hold "sdpa", "flash", "paged" or "/" specially, so ours hold none of them.

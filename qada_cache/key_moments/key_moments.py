@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import collecting, files
+from ..files import tensors as files
+from . import collecting
 from .rope import rotation_at
-from .rotary import Rotation, rounded
+from .rotation import Rotation, rounded
 
 KIND = "qada-moments"
 HUB_FILE = "moments.safetensors"

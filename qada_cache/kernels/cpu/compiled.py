@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..once import warn_once
+from ...once import warn_once
 from .build import load
 
 logger = logging.getLogger(__name__)

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
+from ..kernels import choice, merge_partials, partial_attention, softmax_average
+from ..layer import QAdALayer
+from ..storage.padding import real_tokens
+from ..storage.reading import flagged, prefetch, stream
+from ..storage.store import TokenStore
 from .decide import audit, count, needs_long_context
-from .kernels import choice, merge_partials, partial_attention, softmax_average
-from .layer import QAdALayer
 from .one_token import one_token
-from .padding import real_tokens
-from .reading import flagged, prefetch, stream
-from .store import TokenStore
 
 
 def query_adaptive(

@@ -5,9 +5,9 @@ import sys
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .criterion import StaticHeads
-from .key_moments import KeyMoments
-from .rope import rope_settings
+from ..criterion import StaticHeads
+from ..key_moments.key_moments import KeyMoments
+from ..key_moments.rope import rope_settings
 
 
 def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:

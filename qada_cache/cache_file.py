@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import files, weights
 from .criterion import StaticHeads
-from .home import CURRENT, Moments
-from .key_moments import KeyMoments
+from .files import tensors as files
+from .files import weights
+from .key_moments.defaults import CURRENT, Moments
+from .key_moments.key_moments import KeyMoments
 from .layer import QAdALayer
-from .padding import NONE, Padding
+from .storage.padding import NONE, Padding
 from .tally import Tally
 
 if TYPE_CHECKING:

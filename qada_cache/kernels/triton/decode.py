@@ -14,8 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
-from .rules import check_operands, decision_rules
-from .triton_kernels import bulk_kernel, merge_kernel, near_kernel
+from ..rules import check_operands, decision_rules
+from .kernels import bulk_kernel, merge_kernel, near_kernel
 
 SPLIT_TOKENS = 256  # a split has at least about this many tokens, as its result must be written and read again
 MAX_SPLITS = 128  # one flagged KV head alone should still occupy most of a GPU

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .criterion import StaticHeads
-from .geometry import Geometry
-from .layer import QAdALayer
-from .reading import learn
-from .rotary import rounded
-from .store import TokenStore
+from ..criterion import StaticHeads
+from ..key_moments.rotation import rounded
+from ..layer import QAdALayer
+from ..storage.geometry import Geometry
+from ..storage.reading import learn
+from ..storage.store import TokenStore
 
 
 def one_token(

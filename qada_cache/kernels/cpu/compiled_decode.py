@@ -5,8 +5,8 @@ import ctypes
 import torch
 from torch import Tensor
 
+from ..rules import check_operands, decision_rules
 from . import compiled
-from .rules import check_operands, decision_rules
 
 CRITERIA = {"local": 0, "dense": 1, "static": 2, "gaussian": 3}
 GROUP_RULES = {"head": 0, "mean": 1, "any": 2}

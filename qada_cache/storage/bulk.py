@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..once import warn_once
 from . import pages
-from .once import warn_once
 from .residents import Head, Residents
 from .transfers import Arrival, Note, ahead, fetch, join, send
 

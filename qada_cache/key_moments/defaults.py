@@ -10,10 +10,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from . import files, private, weights
+from ..files import private, weights
+from ..files import tensors as files
+from ..files.private import home
+from ..once import warn_once
 from .key_moments import KIND, KeyMoments
-from .once import warn_once
-from .private import home
 from .prompts import PROMPTS, TOKENS_FOR_WORDS, within_reach
 from .tokenizer import find_tokenizer
 

@@ -11,8 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .. import private
-from ..once import warn_once
+from ...files import private
+from ...once import warn_once
 
 logger = logging.getLogger(__name__)
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..key_moments.running import RunningMoments
 from .bulk import GROWTH, Bulk
-from .moments import RunningMoments
 from .padding import real_tokens
 from .residents import Residents
 

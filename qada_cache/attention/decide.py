@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from .criterion import StaticHeads, gaussian_log_bulk, group_decision, long_context, pool_score_moments, score_moments
-from .geometry import Geometry
-from .key_moments import KeyMoments
-from .layer import QAdALayer
-from .moments import RunningMoments
-from .rotary import rounded
+from ..criterion import StaticHeads, gaussian_log_bulk, group_decision, long_context, pool_score_moments, score_moments
+from ..key_moments.key_moments import KeyMoments
+from ..key_moments.rotation import rounded
+from ..key_moments.running import RunningMoments
+from ..layer import QAdALayer
+from ..storage.geometry import Geometry
 
 
 def needs_long_context(
