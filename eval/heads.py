@@ -26,6 +26,7 @@ from eval.tables import write
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.attention import decide, decode
 from qada_cache.criterion import gaussian_log_bulk
+from qada_cache.kernels import decision
 from qada_cache.layer import QAdALayer
 from qada_cache.lm_eval import QAdALM
 from qada_cache.storage.geometry import Geometry
@@ -75,18 +76,16 @@ class Recorder:
         scaling: float,
     ) -> None:
         shape, count = scores.shape[:-1], geometry.bulk_tokens.unsqueeze(2)
-        mean, variance, _ = decide.current_score_moments(layer, moments, packed, scores, geometry, scaling=scaling)
+        given = packed.float(), scores, moments.mean, moments.covariance, moments.known
+        mean, variance, _ = decision.current_score_moments(*given, staged=geometry.staged, scaling=scaling)
         columns = {
-            "log_local": decide.log_local_mass(scores, geometry),
+            "log_local": decision.log_mass(scores, geometry.local),
             "log_bulk": decide.log_bulk_mass(scores, far_lse, geometry),
             "current": gaussian_log_bulk(mean, variance, count),
             "iid": _independent_gaussian(mean, variance, count),
         }
         for name, kept in self.moments.items():
-            other = decide.kept_score_moments(
-                kept, layer.index, packed.float().view(*shape, -1), geometry, scaling=scaling
-            )
-            columns[name] = gaussian_log_bulk(*other, count)
+            columns[name] = decide.other_log_bulk(kept, layer, packed, scores, geometry, scaling=scaling)
         flat = {name: column.flatten(1, 2).cpu() for name, column in columns.items()}  # [rows, heads, queries]
         decided = geometry.decided.expand(shape[0], 1, shape[3]).squeeze(1).cpu()
         for row, query in decided.nonzero().tolist():

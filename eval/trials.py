@@ -33,6 +33,7 @@ from eval.trial_summary import summary
 from eval.ways import Knowledge, Way, deciding, experiments
 from qada_cache import KeyMoments, QAdACache, StaticHeads
 from qada_cache.attention import decide, decode
+from qada_cache.kernels import decision
 from qada_cache.key_moments.defaults import sources
 from qada_cache.layer import QAdALayer
 
@@ -80,7 +81,7 @@ def learn(model: PreTrainedModel, documents: list[Document]) -> tuple[Tensor, Te
         return estimates[layer.index]
 
     def compare(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, geometry: Any) -> None:
-        local, bulk = decide.log_local_mass(scores, geometry), decide.log_bulk_mass(scores, far_lse, geometry)
+        local, bulk = decision.log_mass(scores, geometry.local), decide.log_bulk_mass(scores, far_lse, geometry)
         errors[layer.index] += (bulk - estimates[layer.index]).sum(dim=(0, 3)).flatten()
         share[layer.index] += (torch.sigmoid(local - bulk) >= ORACLE).sum(dim=(0, 3)).flatten()
 

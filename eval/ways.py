@@ -13,6 +13,7 @@ from torch import Tensor
 from qada_cache import KeyMoments
 from qada_cache.attention import decide
 from qada_cache.criterion import gaussian_log_bulk, score_moments
+from qada_cache.kernels import decision
 from qada_cache.layer import QAdALayer
 
 TRIMMED = 0.05  # the share of keys that trimmed moments leave out
@@ -95,7 +96,7 @@ def experiments(known: Knowledge) -> dict[str, Callable]:
 def deciding(way: Way, known: Knowledge) -> Iterator[None]:
     """Make caches that are used inside decide in a way that they cannot be asked for."""
     estimate = experiments(known).get(way.moments)
-    original, together = decide.estimated_log_bulk, decide.group_decision
+    original, together = decide.estimated_log_bulk, decision.group_decision
 
     def replaced(*args: Any, **kwargs: Any) -> Tensor:
         return estimate(original, *args, **kwargs) if estimate else original(*args, **kwargs)
@@ -108,6 +109,6 @@ def deciding(way: Way, known: Knowledge) -> Iterator[None]:
     with (
         mock.patch.dict(os.environ, {"QADA_KERNELS": "torch"}),  # kernels decide by themselves
         mock.patch.object(decide, "estimated_log_bulk", replaced),
-        mock.patch.object(decide, "group_decision", all_of),
+        mock.patch.object(decision, "group_decision", all_of),
     ):
         yield

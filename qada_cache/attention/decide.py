@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..criterion import StaticHeads, gaussian_log_bulk, group_decision, long_context, pool_score_moments, score_moments
+from ..criterion import StaticHeads, long_context
+from ..kernels import decision
 from ..key_moments.key_moments import KeyMoments
 from ..key_moments.rotation import rounded
 from ..key_moments.running import RunningMoments
@@ -36,36 +37,32 @@ def needs_long_context(
     Returns:
         bool `[batch, kv_heads, group, queries]`.
     """
-    policy, shape = layer.policy, scores.shape[:-1]
-    decided = geometry.decided.unsqueeze(2)
-    if policy.criterion == "dense":
-        return decided.expand(shape)
-    if policy.criterion == "local":
-        return torch.zeros(shape, dtype=torch.bool, device=scores.device)
+    policy, log_bulk = layer.policy, None
+    criterion: str | Tensor
     if isinstance(policy.criterion, StaticHeads):
-        table = policy.criterion.long_context[layer.index].to(scores.device)
-        table = table.reshape(shape[1], -1, 1)  # heads given as KV heads broadcast over their group
-        flags = group_decision(table.expand(shape), None, policy.threshold, policy.group_rule)
-        return flags & decided
-
-    log_local = log_local_mass(scores, geometry)
+        # Heads given as KV heads broadcast over their group.
+        table = policy.criterion.long_context[layer.index].to(scores.device).reshape(scores.shape[1], -1)
+        criterion = table.expand(-1, scores.shape[2])
+    else:
+        criterion = policy.criterion
     if far_lse is not None:
         log_bulk = log_bulk_mass(scores, far_lse, geometry)
-    else:
+    elif policy.criterion == "gaussian":
         log_bulk = estimated_log_bulk(layer, moments, packed, scores, geometry, scaling=scaling)
-    flags = long_context(log_local, log_bulk, policy.threshold)
-    flags = group_decision(flags, torch.sigmoid(log_local - log_bulk), policy.threshold, policy.group_rule)
-    return flags & decided
-
-
-def log_local_mass(scores: Tensor, geometry: Geometry) -> Tensor:
-    """`log A_local` `[batch, kv_heads, group, queries]`; arguments as for `needs_long_context`."""
-    return scores.masked_fill(~geometry.local.unsqueeze(1), -torch.inf).logsumexp(dim=-1)
+    return decision.needs_long_context(
+        scores,
+        log_bulk,
+        criterion=criterion,
+        local=geometry.local,
+        decided=geometry.decided,
+        threshold=policy.threshold,
+        group_rule=policy.group_rule,
+    )
 
 
 def log_bulk_mass(scores: Tensor, far_lse: Tensor, geometry: Geometry) -> Tensor:
     """The true `log A_bulk`: of what is stored (`far_lse`), and of what still lies in the near buffer."""
-    log_staged = scores.masked_fill(~geometry.staged.unsqueeze(1), -torch.inf).logsumexp(dim=-1)
+    log_staged = decision.log_mass(scores, geometry.staged)
     return torch.logaddexp(log_staged, far_lse.view_as(log_staged))
 
 
@@ -78,68 +75,39 @@ def estimated_log_bulk(
     *,
     scaling: float,
 ) -> Tensor:
-    """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]`; of two prompts' moments, the larger estimate.
-
-    `+inf` where there are no moments yet: nothing can be said about the bulk, so read it.
-    """
-    other, tokens, shape = layer.policy.other_moments, geometry.bulk_tokens.unsqueeze(2), scores.shape[:-1]
-    log_bulk = scores.new_full(shape, torch.inf if other is None else -torch.inf)
+    """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]`, `+inf` where there are no moments yet."""
+    policy, current, other = layer.policy, None, None
     if moments is not None:
-        mean, variance, known = current_score_moments(layer, moments, packed, scores, geometry, scaling=scaling)
-        log_bulk = torch.where(known, gaussian_log_bulk(mean, variance, tokens), log_bulk)
-    if other is not None:
-        query = packed.float().view(*shape, -1)
-        found = kept_score_moments(other, layer.index, query, geometry, scaling=scaling)
-        log_bulk = torch.maximum(log_bulk, gaussian_log_bulk(*found, tokens))
-    return log_bulk
+        current = decision.current_log_bulk(
+            packed.float(),
+            scores,
+            moments.mean,
+            moments.covariance,
+            moments.known,
+            staged=geometry.staged if policy.update_moments and geometry.any_staged else None,
+            bulk_tokens=geometry.bulk_tokens,
+            scaling=scaling,
+        )
+    if policy.other_moments is not None:
+        other = other_log_bulk(policy.other_moments, layer, packed, scores, geometry, scaling=scaling)
+    return decision.larger(current, other)
 
 
-def current_score_moments(
-    layer: QAdALayer,
-    moments: RunningMoments,
-    packed: Tensor,
-    scores: Tensor,
-    geometry: Geometry,
-    *,
-    scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance `[batch, kv_heads, group, queries]` of each query's bulk scores, and where they are known."""
-    policy, shape = layer.policy, scores.shape[:-1]
-    score_mean, score_variance = score_moments(packed.float(), moments.mean, moments.covariance, scaling=scaling)
-    score_mean, score_variance = score_mean.view(shape), score_variance.view(shape)
-    count = moments.known.float().view(-1, 1, 1, 1)
-    if not (policy.update_moments and geometry.any_staged):
-        return score_mean, score_variance, count > 0
-    staged = geometry.staged.unsqueeze(1)
-    tokens = staged.sum(dim=-1).float()
-    staged_scores = scores.masked_fill(~staged, 0.0)
-    staged_mean = staged_scores.sum(dim=-1) / tokens.clamp_min(1)
-    deviation = (scores - staged_mean.unsqueeze(-1)).masked_fill(~staged, 0.0)
-    staged_variance = deviation.square().sum(dim=-1) / tokens.clamp_min(1)
-    score_mean, score_variance = pool_score_moments(
-        count, score_mean, score_variance, tokens, staged_mean, staged_variance
-    )
-    return score_mean, score_variance, count + tokens > 0
-
-
-def kept_score_moments(
-    moments: KeyMoments, layer: int, query: Tensor, geometry: Geometry, *, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """As `current_score_moments`, from another prompt's moments, for each query those of its own bulk's length.
-
-    `query` is `[batch, kv_heads, group, queries, dim]` float32.
-    """
-    mean = variance = query.new_zeros(query.shape[:-1])
+def other_log_bulk(
+    moments: KeyMoments, layer: QAdALayer, packed: Tensor, scores: Tensor, geometry: Geometry, *, scaling: float
+) -> Tensor:
+    """The estimate by another prompt's moments, for each query by those of its own bulk's length."""
+    log_bulk = scores.new_full(scores.shape[:-1], -torch.inf)
     shortest = 0
     lengths = sorted({rounded(length) for length in geometry.lengths})  # nearly always one
-    kept = moments.layer(layer, lengths, query.device)
-    for length, (key_mean, key_covariance) in zip(lengths, kept, strict=True):
-        found = score_moments(query.flatten(2, 3), key_mean, key_covariance, scaling=scaling)
-        longer = (geometry.bulk_tokens > shortest).unsqueeze(2)
-        mean = torch.where(longer, found[0].view_as(mean), mean)
-        variance = torch.where(longer, found[1].view_as(mean), variance)
+    kept = moments.layer(layer.index, lengths, packed.device)
+    for length, pair in zip(lengths, kept, strict=True):
+        found = decision.other_log_bulk(
+            packed.float(), scores, *pair, bulk_tokens=geometry.bulk_tokens, scaling=scaling
+        )
+        log_bulk = torch.where((geometry.bulk_tokens > shortest).unsqueeze(2), found, log_bulk)
         shortest = length
-    return mean, variance
+    return log_bulk
 
 
 def count(layer: QAdALayer, flags: Tensor, geometry: Geometry) -> None:
@@ -156,7 +124,7 @@ def audit(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, geom
     `far_lse` is over the whole stored bulk, for every head; the other arguments as for `needs_long_context`.
     """
     decided = geometry.decided.unsqueeze(2)
-    log_local, log_bulk = log_local_mass(scores, geometry), log_bulk_mass(scores, far_lse, geometry)
+    log_local, log_bulk = decision.log_mass(scores, geometry.local), log_bulk_mass(scores, far_lse, geometry)
     needed = long_context(log_local, log_bulk, layer.policy.threshold) & decided
     missed = torch.sigmoid(log_bulk - log_local).masked_fill(flags | ~decided, 0.0)
     tallies = (decided.expand_as(flags), needed, needed & flags, flags, missed)

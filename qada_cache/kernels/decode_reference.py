@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..criterion import gaussian_log_bulk, group_decision, long_context, pool_score_moments, score_moments
+from .decision import current_log_bulk, larger, needs_long_context, other_log_bulk
 from .reference import merge_partials, partial_attention, softmax_average
 
 
@@ -64,31 +64,27 @@ def fused_decode(
     batch, heads, _, dim = query.shape
     kv_heads = near_keys.shape[1]
     packed = query.reshape(batch, kv_heads, heads // kv_heads, dim)
-    local, staged = local[:, None, None, :], staged[:, None, None, :]  # [batch or 1, 1, 1, columns]
+    local, staged, decided = (mask[:, None, None] for mask in (local, staged, decided))  # one query of every head
     bulk_tokens = bulk_lengths[:, None, None] + staged.sum(dim=-1)
     # Cleared, because a weight of 0 does not keep a nan out of a sum.
     near_keys, near_values = (near.masked_fill(~(local | staged).mT, 0.0) for near in (near_keys, near_values))
     scores = torch.matmul(packed.float(), near_keys.float().mT) * scaling  # [batch, kv_heads, group, columns]
 
-    if isinstance(criterion, Tensor):
-        flags = _together(criterion.expand(batch, -1, -1), None, threshold, group_rule)
-    elif criterion in ("dense", "local"):
-        flags = torch.full(scores.shape[:-1], criterion == "dense", device=query.device)
-    else:
-        log_bulk = scores.new_full(scores.shape[:-1], torch.inf if other_mean is None else -torch.inf)
+    log_bulk = current = other = None
+    if isinstance(criterion, str) and criterion == "gaussian":
+        asked = packed.float(), scores.unsqueeze(3)
         if mean is not None and covariance is not None and count is not None:
-            found = score_moments(packed.float(), mean, covariance, scaling=scaling)
-            known = count[:, None, None] > 0
-            if pool_staged:
-                found, known = _pooled(scores, staged, *found, count), known | (staged.sum(dim=-1) > 0)
-            log_bulk = torch.where(known, gaussian_log_bulk(*found, bulk_tokens), log_bulk)
+            current = current_log_bulk(
+                *asked, mean, covariance, count, staged=staged if pool_staged else None, bulk_tokens=bulk_tokens,
+                scaling=scaling,
+            )  # fmt: skip
         if other_mean is not None and other_covariance is not None:
-            found = score_moments(packed.float(), other_mean, other_covariance, scaling=scaling)
-            log_bulk = torch.maximum(log_bulk, gaussian_log_bulk(*found, bulk_tokens))
-        log_local = scores.masked_fill(~local, -torch.inf).logsumexp(dim=-1)
-        flags = long_context(log_local, log_bulk, threshold)
-        flags = _together(flags, torch.sigmoid(log_local - log_bulk), threshold, group_rule)
-    flags = flags & decided[:, None, None] & (bulk_tokens > 0)
+            other = other_log_bulk(*asked, other_mean, other_covariance, bulk_tokens=bulk_tokens, scaling=scaling)
+        log_bulk = larger(current, other)
+    flags = needs_long_context(
+        scores.unsqueeze(3), log_bulk, criterion=criterion, local=local, decided=decided & (bulk_tokens > 0),
+        threshold=threshold, group_rule=group_rule,
+    ).squeeze(3)  # fmt: skip
 
     visible = local | (staged & flags.unsqueeze(-1))
     out, lse = softmax_average(scores.masked_fill(~visible, -torch.inf), near_values)
@@ -103,18 +99,3 @@ def fused_decode(
             if pulled is not None:
                 pulled += keys.nbytes + values.nbytes
     return out.reshape(batch, heads, 1, -1).to(query.dtype), flags
-
-
-def _together(flags: Tensor, share: Tensor | None, threshold: float, rule: str) -> Tensor:
-    """`criterion.group_decision` of one query: `[batch, kv_heads, group]`."""
-    share = None if share is None else share.unsqueeze(-1)
-    return group_decision(flags.unsqueeze(-1), share, threshold, rule).squeeze(-1)
-
-
-def _pooled(scores: Tensor, staged: Tensor, mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Score moments `[batch, kv_heads, group]` of `count` keys and of the staged tokens together."""
-    tokens = staged.sum(dim=-1).float()
-    staged_mean = scores.masked_fill(~staged, 0.0).sum(dim=-1) / tokens.clamp_min(1)
-    deviation = (scores - staged_mean.unsqueeze(-1)).masked_fill(~staged, 0.0)
-    staged_variance = deviation.square().sum(dim=-1) / tokens.clamp_min(1)
-    return pool_score_moments(count[:, None, None].float(), mean, variance, tokens, staged_mean, staged_variance)
