@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from transformers import PreTrainedModel
 
-from qada_cache import QAdACache
+from qada_cache import KeyMoments, QAdACache
 
 
 @pytest.fixture
@@ -30,6 +30,8 @@ def refused(model: PreTrainedModel, found: str) -> None:
     for moments in ("current", "random-words"):  # nothing is collected either, which other ranks would have to join
         with pytest.raises(NotImplementedError, match=message):
             QAdACache(model, moments=moments, **SMALL)
+    with pytest.raises(NotImplementedError, match=message):
+        KeyMoments.collect(model, progress=False)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -47,6 +49,20 @@ def test_distributed_parameters(mesh: DeviceMesh) -> None:
     projection = model.model.layers[1].self_attn.q_proj
     projection.weight = torch.nn.Parameter(distribute_tensor(projection.weight.data, mesh, [Replicate()]))
     refused(model, "its parameters are DTensors")
+
+
+def test_distributed_parameters_of_a_model_known_by_its_config(mesh: DeviceMesh) -> None:
+    """There is no model to look at before its attention is called."""
+    model = tiny()
+    cache = QAdACache(config=model.config, moments="current", **SMALL)
+    projection = model.model.layers[0].self_attn.o_proj  # comes after attention
+    projection.weight = torch.nn.Parameter(distribute_tensor(projection.weight.data, mesh, [Replicate()]))
+    with (
+        torch.no_grad(),
+        pytest.raises(NotImplementedError, match=r"split over processes \(its parameters are DTensors"),
+    ):
+        model(prompt(40)[0], past_key_values=cache)
+    assert cache.get_seq_length() == 0
 
 
 def test_fully_sharded(mesh: DeviceMesh) -> None:

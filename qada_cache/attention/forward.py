@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ..autocast import without_autocast
 from ..layer import QAdALayer
+from ..sharding import check_sharding
 from .decode import query_adaptive, whole_context
 from .readers import find_reader
 
@@ -219,6 +220,7 @@ def _check_supported(
             f"this QAdACache was built for another model (of type {name}): build one QAdACache per model"
         )
     if layer.bound_module is None or layer.seen == tokens:  # nothing cached yet: another module may have it
+        check_sharding(module, name)  # of a cache that was built from a config alone
         layer.bound_module = weakref.ref(module)
     elif layer.bound_module() is not module:
         raise RuntimeError(

@@ -1,13 +1,13 @@
 """Which models a QAdACache can serve, and whether tables of heads and moments are of that model."""
 
 import json
-import sys
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..criterion import StaticHeads
 from ..key_moments.key_moments import KeyMoments
 from ..key_moments.rope import rope_settings
+from ..sharding import check_sharding
 
 
 def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
@@ -34,29 +34,10 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         raise NotImplementedError(f"QAdACache does not support layers that share another layer's keys: {way_out}")
     if getattr(config, "cross_attention_layers", None):
         raise NotImplementedError(f"QAdACache does not support layers that attend to images' keys: {way_out}")
-    if model is not None and (found := _sharding(model)) is not None:
-        raise NotImplementedError(
-            f"this {config.model_type} model is split over processes ({found}), and QAdACache serves whole models: "
-            'load it without (device_map="auto" lays whole layers on several devices of one process), or use '
-            "transformers.DynamicCache"
-        )
+    if model is not None:
+        check_sharding(model, config.model_type)
     if model is not None and not model._can_set_attn_implementation():
         raise NotImplementedError(f"this model computes attention without transformers' AttentionInterface: {way_out}")
-
-
-def _sharding(model: PreTrainedModel) -> str | None:
-    """How the heads or weights of a model are split over processes, in words; None if they are not."""
-    if (getattr(model, "_tp_size", None) or 1) > 1:
-        return f"tensor parallelism over {model._tp_size}"
-    # Whoever has made such modules or tensors has imported what they are of; importing it takes long.
-    fsdp, tensors = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
-    if fsdp is not None and any(
-        isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for module in model.modules()
-    ):
-        return "FSDP"
-    if tensors is not None and any(isinstance(parameter, tensors.DTensor) for parameter in model.parameters()):
-        return "its parameters are DTensors"
-    return None
 
 
 def check_heads(criterion: str | StaticHeads, config: PreTrainedConfig) -> None:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..autocast import without_autocast
+from ..sharding import check_sharding
 from .prompts import PROMPTS, prompt_ids, within_reach
 from .rope import find_rotations, frequencies_by_length, layer_keys, rope_settings, served_layers, takes_positions
 from .rotation import Rotation
@@ -45,6 +46,7 @@ def collect(
     if scheme not in SCHEMES:
         raise ValueError(f"unknown scheme {scheme!r}: use one of {', '.join(SCHEMES)}")
     config = model.config.get_text_config(decoder=True)
+    check_sharding(model, config.model_type)  # each process would see keys of its own, or wait for the others
     longest = _longest(model, config)
     kind = within_reach(prompt, tokenizer, text) if isinstance(prompt, str) and prompt in PROMPTS else "custom"
     # Our article is long enough, but for a tokenizer that puts several words into a token: then it is read as it is.
