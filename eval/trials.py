@@ -33,6 +33,7 @@ from eval.trial_summary import summary
 from eval.ways import Knowledge, Way, deciding, experiments
 from qada_cache import KeyMoments, QAdACache, StaticHeads
 from qada_cache.attention import decide, decode
+from qada_cache.criterion import GROUP_RULES
 from qada_cache.kernels import decision
 from qada_cache.key_moments.defaults import sources
 from qada_cache.layer import QAdALayer
@@ -109,7 +110,7 @@ def know(
 
 def cache_options(way: Way, known: Knowledge) -> dict[str, Any]:
     """Of `QAdACache`, for what it can be asked for of a way."""
-    rule = "any" if way.rule == "all" else way.rule
+    rule = way.rule if way.rule in GROUP_RULES else "any"
     if way.criterion == "static":
         heads = StaticHeads.from_oracle(known.local_share, way.threshold)
         return {"criterion": heads, "group_rule": rule, "moments": "current"}

@@ -26,7 +26,8 @@ class Way:
     Args:
         criterion: "qada", "oracle", "static", "dense", "local".
         moments: for "qada": those of `QAdACache`, or one of `experiments`.
-        rule: a group rule of `QAdACache`, or "all": a group is long-context if all of its heads are.
+        rule: a group rule of `QAdACache`; or "all", a group is long-context if all of its heads are; or "mean", if the
+            mean of their local shares is below the threshold.
         threshold: tau; for "static" alpha, the share of heads made local; nothing to "dense" and "local".
     """
 
@@ -96,19 +97,27 @@ def experiments(known: Knowledge) -> dict[str, Callable]:
 def deciding(way: Way, known: Knowledge) -> Iterator[None]:
     """Make caches that are used inside decide in a way that they cannot be asked for."""
     estimate = experiments(known).get(way.moments)
-    original, together = decide.estimated_log_bulk, decision.group_decision
+    original, together, alone = decide.estimated_log_bulk, decision.group_decision, decision.long_context
+    shares: list[Tensor] = []
 
     def replaced(*args: Any, **kwargs: Any) -> Tensor:
         return estimate(original, *args, **kwargs) if estimate else original(*args, **kwargs)
 
-    def all_of(flags: Tensor, share: Tensor | None, threshold: float, rule: str) -> Tensor:
+    def remembered(log_local: Tensor, log_bulk: Tensor, threshold: float) -> Tensor:
+        shares[:] = [torch.sigmoid(log_local - log_bulk)]
+        return alone(log_local, log_bulk, threshold)
+
+    def agreed(flags: Tensor, rule: str) -> Tensor:
         if way.rule == "all":
             return flags.all(dim=2, keepdim=True).expand_as(flags)
-        return together(flags, share, threshold, rule)
+        if way.rule == "mean":
+            return (shares.pop().mean(dim=2, keepdim=True) < way.threshold).expand_as(flags)
+        return together(flags, rule)
 
     with (
         mock.patch.dict(os.environ, {"QADA_KERNELS": "torch"}),  # kernels decide by themselves
         mock.patch.object(decide, "estimated_log_bulk", replaced),
-        mock.patch.object(decision, "group_decision", all_of),
+        mock.patch.object(decision, "long_context", remembered),
+        mock.patch.object(decision, "group_decision", agreed),
     ):
         yield

@@ -59,7 +59,7 @@ class QAdACache(WatchedCache):
             is local); "local" (every head is); or `StaticHeads`, the same heads for every token.
         group_rule: who decides for the query heads that share a KV head. "any": if one of them needs the long context,
             all of them read it, as its keys and values are read anyway; "head": every query head decides for itself, as
-            in the paper; "mean": they decide together, from the mean of their local shares.
+            in the paper.
         moments: where the Gaussian's mean and covariance come from. "current": the prompt being read, which hides the
             one key that matters in text that repeats itself. "random-tokens": 1,024 ordinary tokens of the vocabulary
             in random order; "random-words", "wiki", "single-word": as many of our article (its words in random order,

@@ -14,7 +14,7 @@ from torch import Tensor
 from .files import tensors as files
 
 CRITERIA = ("gaussian", "oracle", "dense", "local")
-GROUP_RULES = ("any", "head", "mean")
+GROUP_RULES = ("any", "head")
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,24 +128,15 @@ def long_context(log_local: Tensor, log_bulk: Tensor, threshold: float) -> Tenso
     return log_local - log_bulk < logit(threshold)
 
 
-def group_decision(flags: Tensor, local_share: Tensor | None, threshold: float, rule: str) -> Tensor:
+def group_decision(flags: Tensor, rule: str) -> Tensor:
     """What the query heads of each KV head do together, since memory traffic follows KV heads.
 
     Args:
         flags: bool `[batch, kv_heads, group, queries]`, what `long_context` says of each query head.
-        local_share: `A_local / (A_local + A_bulk)` of each, same shape; None if the criterion has none, in which
-            case a long-context head counts 0 and a local one 1.
-        threshold: as for `long_context`.
         rule: "any", the group is long-context if any head of it is: its keys are read anyway; "head", each query head
-            for itself (the paper's rule); "mean", the group is long-context if the mean local share of its heads is
-            below the threshold.
+            for itself (the paper's rule).
 
     Returns:
         bool, same shape; the same for all heads of a group unless the rule is "head".
     """
-    if rule == "head":
-        return flags
-    if rule == "any" or threshold >= 1.0:  # at 1 a mean below it may round to 1
-        return flags.any(dim=2, keepdim=True).expand_as(flags)
-    share = (~flags).float() if local_share is None else local_share
-    return (share.mean(dim=2, keepdim=True) < threshold).expand_as(flags)
+    return flags if rule == "head" else flags.any(dim=2, keepdim=True).expand_as(flags)

@@ -104,10 +104,10 @@ def main() -> None:
     static = torch.ones(kv_heads, 3, dtype=torch.bool)
     for capability, dtype, dim, value_dim, group, capacity, sources, options in (
         (90, torch.bfloat16, 128, 128, 4, 40_000, ("", "other_"), {**count, **placed, "pool_staged": True}),
-        (80, torch.float16, 256, 256, 8, 1000, ("",), {**count, "group_rule": "mean"}),
+        (80, torch.float16, 256, 256, 8, 1000, ("",), {**count, "group_rule": "any"}),
         (89, torch.float32, 64, 64, 1, 1000, ("other_",), {"group_rule": "any"}),
         (80, torch.float32, 256, 256, 2, 1000, (), {"criterion": "dense"}),
-        (89, torch.bfloat16, 96, 80, 3, 0, (), {"criterion": static, "group_rule": "mean"}),
+        (89, torch.bfloat16, 96, 80, 3, 0, (), {"criterion": static, "group_rule": "any"}),
     ):
         for prefix in sources:
             options[f"{prefix}mean"] = torch.zeros(1, kv_heads, dim)

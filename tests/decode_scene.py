@@ -130,7 +130,7 @@ class Scene:
             masses = log_masses(criterion="gaussian", **self._decision(row))
             share = torch.tensor([log_local_fraction(log_local=a, log_bulk=b) for a, b in masses], dtype=torch.float64)
             grouped = share.exp().unflatten(0, (self.kv_heads, self.group))
-            shares += {"head": grouped, "mean": grouped.mean(1), "any": grouped.amin(1)}[group_rule].flatten().tolist()
+            shares += {"head": grouped, "any": grouped.amin(1)}[group_rule].flatten().tolist()
         ranked = sorted(shares)
         middle = ranked[len(ranked) // 4 : -(len(ranked) // 4)]
         gaps = [(high - low, (high + low) / 2) for low, high in itertools.pairwise(middle)]

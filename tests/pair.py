@@ -127,8 +127,6 @@ class Pair:
                 rounding = 1e-5 if queries.dtype == torch.float32 else 1e-4
                 slack = rounding * (1 + max(abs(log_mass) for masses_of in masses[heads] for log_mass in masses_of))
                 fractions = [math.exp(log_local_fraction(log_local=a, log_bulk=b)) for a, b in masses[heads]]
-                if policy.group_rule == "mean":
-                    fractions = [sum(fractions) / len(fractions)]
                 close = min(abs(fraction / policy.threshold - 1) for fraction in fractions)
                 assert close < slack, f"row {row}, query {index}, head {head}"
                 self.tally.skipped += 1

@@ -179,30 +179,24 @@ def decide(
     "dense" is never local and "local" always; a bool tensor `[Hq]` is the static mask of long-context heads.
     `options` are `moments`, `current`, `frozen_count` and `sink_tokens` of `log_masses`. Without a bulk every head is
     local, whatever the criterion. `group_rule` "head": each query head decides for itself; "any": the heads of a
-    key-value head are long-context if one of them would be; "mean": if the mean of their local fractions (static:
-    of 1 for local, 0 for long-context) is below the threshold. "dense" and "local" know no rule.
+    key-value head are long-context if one of them would be. "dense" and "local" know no rule.
     """
-    if group_rule not in ("any", "head", "mean"):
-        raise ValueError(f"group_rule must be 'any', 'head' or 'mean', not {group_rule!r}")
+    if group_rule not in ("any", "head"):
+        raise ValueError(f"group_rule must be 'any' or 'head', not {group_rule!r}")
     if position + 1 <= local_tokens:
         return torch.ones(len(query), dtype=torch.bool)
     if isinstance(criterion, str) and criterion in ("dense", "local"):
         return torch.full((len(query),), criterion == "local")
     if isinstance(criterion, Tensor):
-        alone, fractions = ~criterion, (~criterion).to(torch.float64)
+        alone = ~criterion
     else:
         options |= {"query": query, "keys": keys, "position": position, "scaling": scaling}
         masses = log_masses(criterion=criterion, local_tokens=local_tokens, **options)
         alone = torch.tensor([is_local(log_local=a, log_bulk=b, threshold=threshold) for a, b in masses])
-        fractions = torch.tensor([math.exp(log_local_fraction(log_local=a, log_bulk=b)) for a, b in masses])
     group = len(query) // len(keys)
     if group_rule == "head":
         return alone
-    if group_rule == "any" or threshold >= 1:  # at 1, no fraction is large enough, also if it rounds to 1
-        together = alone.reshape(-1, group).all(dim=1)
-    else:
-        together = fractions.reshape(-1, group).mean(dim=1) >= threshold
-    return together.repeat_interleave(group)
+    return alone.reshape(-1, group).all(dim=1).repeat_interleave(group)
 
 
 def visible_tokens(

@@ -21,12 +21,11 @@ CALLS = (40, 1, 1, 3, WINDOW, 1, 20, *[1] * 25)
     "options",
     [
         {},
-        {"group_rule": "mean"},
         {"group_rule": "any"},
         {"criterion": "oracle"},
         {"criterion": StaticHeads(torch.tensor([[True, False, False, True]]))},
     ],
-    ids=["gaussian", "mean", "any", "oracle", "static"],
+    ids=["gaussian", "any", "oracle", "static"],
 )
 @pytest.mark.parametrize("padded", [False, True])
 def test_equals_float64(padded: bool, options: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from qada_cache.key_moments.key_moments import KEPT
 VARIANTS: dict[str, dict[str, Any]] = {
     "current": {"moments": "current", "threshold": 0.12},
     "random words": {"threshold": 0.12},
-    "group rule": {"moments": "current", "threshold": 0.12, "group_rule": "mean"},
+    "group rule": {"moments": "current", "threshold": 0.12, "group_rule": "head"},
     "oracle": {"criterion": "oracle", "threshold": 0.5},
     "static": {"criterion": StaticHeads(torch.tensor([[True, False, False, True], [False, True, False, False]]))},
     "dense": {"criterion": "dense"},

@@ -54,7 +54,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "dense": {"criterion": "dense"},
     "static-kv-heads": {"criterion": StaticHeads(torch.tensor([[False, True]]))},
     "group-any": {"group_rule": "any"},
-    "group-mean": {"group_rule": "mean"},
     "bfloat16": {"dtype": torch.bfloat16, "value_dim": 24},
 }
 CASES = [(scenario, {}) for scenario in ("turns", "holes", "crops_with_padding", "rows")]

@@ -39,13 +39,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     "local": {"criterion": "local"},
     "static-heads": {"criterion": StaticHeads(torch.tensor([[True, False, False, True]]))},
     "static-kv-heads": {"criterion": StaticHeads(torch.tensor([[False, True]]))},
-    "group-mean": {"group_rule": "mean"},
-    "group-any": {"group_rule": "any", "criterion": "oracle"},
-    "static-group-mean": {
-        "criterion": StaticHeads(torch.tensor([[True, False, True, True]])),
-        "group_rule": "mean",
-        "threshold": 0.4,
-    },
+    "group-any": {"group_rule": "any"},
+    "oracle-group-any": {"group_rule": "any", "criterion": "oracle"},
+    "static-group-any": {"criterion": StaticHeads(torch.tensor([[True, False, False, False]])), "group_rule": "any"},
     "threshold-0": {"threshold": 0.0},
     "threshold-1": {"threshold": 1.0},
 }

@@ -120,23 +120,19 @@ def test_group_rules() -> None:
     static = torch.tensor([True, False, True, True])
     for rule, expected in [("head", [False, True, False, False]), ("any", [False, False, False, False])]:
         assert decide(criterion=static, group_rule=rule, **options, **SMALL).tolist() == expected
-    for threshold, expected in [(0.5, [True, True, False, False]), (0.51, [False] * 4), (0.0, [True] * 4)]:
-        found = decide(criterion=static, group_rule="mean", threshold=threshold, **options, **SMALL)
-        assert found.tolist() == expected
     for threshold, expected in [(0.599, True), (0.601, False)]:  # every head's fraction is 3 / 5
-        for rule in ("any", "head", "mean"):
+        for rule in ("any", "head"):
             found = decide(criterion="oracle", group_rule=rule, threshold=threshold, **options, **SMALL)
             assert found.tolist() == [expected] * 4
-    # Fractions 3 / 5 and, for a query of 0 mass but in the bulk, about 0: their mean is 0.3.
+    # Fractions 3 / 5 and, for a query of 0 mass but in the bulk, about 0.
     keys = torch.zeros(1, 5, 1)
     keys[:, 1:3] = 50.0
     query = torch.tensor([[0.0], [1.0]])
     for rule, threshold, expected in [
         ("head", 0.4, [True, False]),
         ("any", 0.4, [False, False]),
-        ("mean", 0.299, [True, True]),
-        ("mean", 0.301, [False, False]),
-        ("mean", 1.0, [False, False]),
+        ("head", 1.0, [False, False]),
+        ("any", 1.0, [False, False]),
     ]:
         found = decide(
             query=query, keys=keys, position=4, scaling=1.0, criterion="oracle", threshold=threshold,

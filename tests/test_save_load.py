@@ -78,7 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dense": {"criterion": "dense", "offloading": False},
     "frozen moments": {"update_moments": False},
     "other sizes": {"threshold": 0.3, "sink_tokens": 0, "local_tokens": 33},
-    "group rule": {"group_rule": "mean"},
+    "group rule": {"group_rule": "head"},
     "two prompts": {"moments": "current+random-tokens"},
     "query heads": {"criterion": StaticHeads(torch.tensor([[True, False, False, True], [False, True, False, False]]))},
     "kv heads": {"criterion": StaticHeads(torch.tensor([[True, False], [False, True]]))},

@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "frozen": {"update_moments": False},
     "any": {"group_rule": "any"},
     "two-prompts": {"moments": ("current", other_prompt())},
-    "oracle-mean": {"criterion": "oracle", "group_rule": "mean"},
+    "oracle-any": {"criterion": "oracle", "group_rule": "any"},
     "dense": {"criterion": "dense"},
     "static": {"criterion": StaticHeads(torch.tensor([[True, False], [False, True]]))},
 }

@@ -29,17 +29,16 @@ def needs_long_context(
             any other, which compares masses.
         local: bool, as the masks above: sinks and window.
         decided: bool `[batch or 1, 1, 1 or queries]`, queries that are real and have a bulk.
-        threshold, group_rule: as in `criterion.group_decision`.
+        threshold: as in `criterion.long_context`.
+        group_rule: as in `criterion.group_decision`.
     """
     shape, decided = scores.shape[:-1], decided.unsqueeze(2)
     if isinstance(criterion, Tensor):
-        flags = group_decision(criterion.unsqueeze(-1).expand(shape), None, threshold, group_rule)
+        flags = group_decision(criterion.unsqueeze(-1).expand(shape), group_rule)
     elif log_bulk is None:
         flags = torch.full(shape, criterion == "dense", device=scores.device)
     else:
-        log_local = log_mass(scores, local)
-        flags = long_context(log_local, log_bulk, threshold)
-        flags = group_decision(flags, torch.sigmoid(log_local - log_bulk), threshold, group_rule)
+        flags = group_decision(long_context(log_mass(scores, local), log_bulk, threshold), group_rule)
     return flags & decided
 
 

@@ -18,8 +18,6 @@ def decision_rules(criterion: str | Tensor, group_rule: str, threshold: float) -
     kind = "static" if table is not None else str(criterion)
     if kind in ("dense", "local"):
         group_rule = "head"  # nothing to agree on
-    elif group_rule == "mean" and threshold >= 1.0:
-        group_rule = "any"  # as in `criterion.group_decision`: a share that rounds to 1 is below 1
     return kind, table, group_rule, logit(threshold)
 
 

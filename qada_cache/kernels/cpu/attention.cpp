@@ -6,7 +6,7 @@
 namespace {
 
 enum Criterion { LOCAL, DENSE, STATIC, GAUSSIAN };
-enum GroupRule { HEAD, MEAN, ANY };
+enum GroupRule { HEAD, ANY };
 
 // The arguments of `fused_decode`; `Decode` in compiled_decode.py has the same fields. Shapes are those of
 // decode_reference.py; `*_row`, `*_batch` and `*_head` say how many elements apart rows and heads are, 0 if shared.
@@ -23,7 +23,7 @@ struct Decode {
     int64_t bulk_key_batch, bulk_key_head, bulk_value_batch, bulk_value_head;
     int64_t local_row, staged_row, decided_row, length_row, count_row;
     int64_t mean_row, covariance_row, other_mean_row, other_covariance_row;
-    float scaling, threshold, limit;  // `limit` is the logit of `threshold`
+    float scaling, limit;  // `log A_local - log A_bulk` below which a head is long-context
     int criterion, group_rule, pool_staged, threads;
 
     const Element* near_key(int64_t row, int64_t head) const {
@@ -121,29 +121,17 @@ bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* ls
     local.finish(out, lse);
 
     int64_t tokens = call.stored(row) + std::count(staged, staged + call.columns, 1);
-    float share[QUERIES], log_bulk[QUERIES] = {};  // `share`: of attention that stays local
+    float log_bulk[QUERIES] = {};
     bool decided = call.decided[row * call.decided_row] && tokens > 0;
     if (decided && call.criterion == GAUSSIAN) gaussian(call, local, row, head, (float)tokens, log_bulk);
-    bool some = false, any = false;  // flagged each for itself, and in the end
-    float mean_share = 0;
+    bool any = false;
     for (int q = 0; q < QUERIES; q++) {
         bool flag = call.criterion == DENSE || (call.criterion == STATIC && call.table[head * QUERIES + q]);
-        share[q] = !flag;
-        if (decided && call.criterion == GAUSSIAN) {
-            float margin = lse[q] - log_bulk[q];
-            flag = call.threshold >= 1 ? log_bulk[q] > -INFINITY : margin < call.limit;
-            share[q] = 1 / (1 + expf(-margin));
-        }
-        flags[q] = flag;
-        some = some || flag;
-        mean_share += share[q] / QUERIES;
-    }
-    for (int q = 0; q < QUERIES; q++) {
-        if (call.group_rule == ANY) flags[q] = some;
-        if (call.group_rule == MEAN) flags[q] = mean_share < call.threshold;
-        flags[q] = flags[q] && decided;
+        if (call.criterion == GAUSSIAN) flag = lse[q] - log_bulk[q] < call.limit;
+        flags[q] = flag && decided;
         any = any || flags[q];
     }
+    if (call.group_rule == ANY) std::fill(flags, flags + QUERIES, any);
     return any;
 }
 

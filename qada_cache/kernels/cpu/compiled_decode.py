@@ -9,7 +9,7 @@ from ..rules import check_operands, decision_rules
 from . import compiled
 
 CRITERIA = {"local": 0, "dense": 1, "static": 2, "gaussian": 3}
-GROUP_RULES = {"head": 0, "mean": 1, "any": 2}
+GROUP_RULES = {"head": 0, "any": 1}
 
 
 class Decode(ctypes.Structure):
@@ -25,7 +25,7 @@ class Decode(ctypes.Structure):
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("bulk_key", "bulk_value") for axis in ("batch", "head")),
         *((f"{name}_row", ctypes.c_int64) for name in ("local", "staged", "decided", "length", "count")),
         *((f"{name}_row", ctypes.c_int64) for name in ("mean", "covariance", "other_mean", "other_covariance")),
-        *((name, ctypes.c_float) for name in ("scaling", "threshold", "limit")),
+        *((name, ctypes.c_float) for name in ("scaling", "limit")),
         *((name, ctypes.c_int) for name in ("criterion", "group_rule", "pool_staged", "threads")),
     )
 
@@ -107,7 +107,7 @@ def fused_decode(
         *(stride for buffer in (near_keys, near_values, bulk_keys, bulk_values) for stride in buffer.stride()[:2]),
         *(row(tensor) for tensor in (local, staged, decided, bulk_lengths, count)),
         *(row(tensor) for tensor in (mean, covariance, other_mean, other_covariance)),
-        *(scaling, threshold, limit),
+        *(scaling, limit),
         *(CRITERIA[kind], GROUP_RULES[rule], pool_staged, torch.get_num_threads()),
     )
     kernels.fused_decode(ctypes.byref(call))

@@ -98,7 +98,7 @@ def fused_decode(
             query, near_keys, near_values, local, staged, bulk_lengths, decided, *moments, table,
             parts, lse, flags, pulled, places, spared, *near_keys.stride()[:3], *near_values.stride()[:3],
             local.stride(0), staged.stride(0), bulk_lengths.stride(0), decided.stride(0), *row_strides,
-            columns, 1 + splits, scaling, threshold, limit,
+            columns, 1 + splits, scaling, limit,
             CRITERION=kind, GROUP_RULE=group_rule, POOL=pool_staged,
             TOKEN_BYTES=token_bytes, BLOCK_C=min(sizes["BLOCK_D"], 32), **sizes,
         )  # fmt: skip

@@ -104,7 +104,7 @@ def near_kernel(
     p_other_mean, p_other_covariance, p_table, p_parts, p_lse, p_flags, p_pulled, p_places, p_spared,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
     s_local, s_staged, s_length, s_decided, s_mean, s_covariance, s_count, s_other_mean,
-    s_other_covariance, columns, parts, scaling, threshold, limit,
+    s_other_covariance, columns, parts, scaling, limit,
     CRITERION: tl.constexpr, GROUP_RULE: tl.constexpr, POOL: tl.constexpr, TOKEN_BYTES: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -176,15 +176,11 @@ def near_kernel(
                 b_bulk = tl.where(known > 0.0, b_own, b_bulk)
         b_margin = b_max + tl.log(tl.maximum(b_sum, 1.0)) - b_bulk  # log A_local - log A_bulk
         b_flags = b_margin < limit
-        b_share = 1.0 / (1.0 + tl.exp(-tl.maximum(b_margin, -80.0)))  # A_local / (A_local + A_bulk)
     elif CRITERION == "static":
         b_flags = tl.load(p_table + i_head * G + o_head, mask=m_head, other=0)
-        b_share = tl.where(b_flags, 0.0, 1.0)
     else:
         b_flags = tl.full([BLOCK_G], CRITERION == "dense", tl.int1)
-    if GROUP_RULE == "mean":
-        b_flags = tl.where(m_head, tl.sum(tl.where(m_head, b_share, 0.0), axis=0) / G, 1.0) < threshold
-    elif GROUP_RULE == "any":
+    if GROUP_RULE == "any":
         b_flags = m_head & (tl.max(tl.where(m_head, b_flags.to(tl.int32), 0), axis=0) == 1)
     decided = tl.load(p_decided + i_row * s_decided) & (bulk_tokens > 0)
     b_flags = b_flags & m_head & decided
