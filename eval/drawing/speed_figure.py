@@ -1,13 +1,13 @@
 """A picture of `eval.benchmark`'s table: time per token by the share of KV heads that read the long context.
 
-The benchmark draws it beside its table; `python -m eval.speed_figure TABLE.csv` draws it again.
+The benchmark draws it beside its table; `python -m eval.drawing.speed_figure TABLE.csv` draws it again.
 """
 
 import sys
 import textwrap
 from pathlib import Path
 
-from eval.tables import read
+from eval.reporting.tables import read
 
 PREFIX = "QAdACache f="
 OTHERS = {"DynamicCache": "C3", "StaticCache": "C1", "no context": "0.5"}
@@ -19,7 +19,7 @@ def draw(table: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from eval.canvas import canvas, write
+    from eval.drawing.canvas import canvas, write
 
     rows = read(table)
     panels = sorted({(int(row["batch"]), int(row["tokens"])) for row in rows})
