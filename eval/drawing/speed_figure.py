@@ -3,6 +3,7 @@
 The benchmark draws it beside its table; `python -m eval.drawing.speed_figure TABLE.csv` draws it again.
 """
 
+import argparse
 import sys
 import textwrap
 from pathlib import Path
@@ -54,5 +55,18 @@ def draw(table: Path) -> None:
     write(table.parent, table.stem, figure, textwrap.fill(note, 70 * len(panels)))
 
 
+def main(arguments: list[str] | None = None) -> int:
+    """Draw; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.drawing.speed_figure", description=(__doc__ or "").split("\n\n", maxsplit=1)[0]
+    )
+    parser.add_argument("table", type=Path, help="CSV table of eval.benchmark; the picture is written beside it")
+    options = parser.parse_args(arguments)
+    if not options.table.is_file():
+        parser.error(f"there is no {options.table}")
+    draw(options.table)
+    return 0
+
+
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]))
+    sys.exit(main())
