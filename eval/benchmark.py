@@ -24,10 +24,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, StaticCache
 
-from eval import speed_figure
-from eval.command import load_model, report, timing_parser
-from eval.hardware import Peak, speeds, wait
-from eval.workloads import Work, fill, flagged, methods
+from eval.drawing import speed_figure
+from eval.models.workloads import Work, fill, flagged, methods
+from eval.timing.command import load_model, report, timing_parser
+from eval.timing.hardware import Peak, speeds, wait
 from qada_cache import QAdACache, restore_attention
 
 SHORTEST = 256  # tokens: of a context that hardly exceeds sinks and window, every method makes the same

@@ -18,11 +18,12 @@ import transformers
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from eval import conversation, document, language_model
-from eval.conversation import Form, Told, converse, fitted
-from eval.document import Turn
-from eval.machine import machine
-from eval.tables import plain, write
+from eval.models import language_model
+from eval.reporting.machine import machine
+from eval.reporting.tables import plain, write
+from eval.texts import conversation
+from eval.texts.conversation import Form, Told, converse, fitted
+from eval.texts.facts import ABOUT_THE_REFERENCE, Turn, planted, reference
 from qada_cache import QAdACache, restore_attention
 
 TOKENS = 6000  # of the default document: what three prefills on two cores read in a minute or so
@@ -178,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
 def _text(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
     """The document, whole."""
     if options.document is None:
-        return document.reference()
+        return reference()
     try:
         text = options.document.read_text(encoding="utf-8").strip()
     except OSError as error:
@@ -197,8 +198,8 @@ def _turns(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list
     if not all(question.strip() for question in options.ask):
         parser.error("--ask: a question is empty")
     plain_run = not (options.document or options.ask)
-    turns = document.planted(options.seed) if options.facts or plain_run else []
-    return turns + (list(document.ABOUT_THE_REFERENCE) if plain_run else [Turn(question) for question in options.ask])
+    turns = planted(options.seed) if options.facts or plain_run else []
+    return turns + (list(ABOUT_THE_REFERENCE) if plain_run else [Turn(question) for question in options.ask])
 
 
 def main(arguments: list[str] | None = None) -> int:

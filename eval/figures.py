@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from eval import tables
-from eval.canvas import canvas, write
-from eval.head_figures import HEADS_FIGURES, Heads, error_table
-from eval.tables import Rows, cells, read
-from eval.trial_figures import TRIAL_FIGURES
-from eval.trial_summary import summary
+from eval.deciding.trial_summary import summary
+from eval.drawing.canvas import canvas, write
+from eval.drawing.head_figures import HEADS_FIGURES, Heads, error_table
+from eval.drawing.trial_figures import TRIAL_FIGURES
+from eval.reporting import tables
+from eval.reporting.tables import Rows, cells, read
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = {

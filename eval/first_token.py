@@ -19,8 +19,8 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from eval.command import load_model, report, timing_parser
-from eval.hardware import Peak, wait
+from eval.timing.command import load_model, report, timing_parser
+from eval.timing.hardware import Peak, wait
 from qada_cache import QAdACache, restore_attention
 from qada_cache.kernels.cpu import compiled
 

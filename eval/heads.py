@@ -20,9 +20,9 @@ import lm_eval
 import torch
 from torch import Tensor
 
-from eval import language_model
+from eval.models import language_model
+from eval.reporting.tables import write
 from eval.sweep import task_manager
-from eval.tables import write
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.attention import decide, decode
 from qada_cache.criterion import gaussian_log_bulk

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.geometries import GEOMETRIES
-from eval.hardware import SIZE
-from eval.machine import machine
-from eval.tables import plain, write
+from eval.models.geometries import GEOMETRIES
+from eval.reporting.machine import machine
+from eval.reporting.tables import plain, write
+from eval.timing.hardware import SIZE
 from qada_cache.kernels import sdpa as fused
 from qada_cache.kernels.cpu import compiled
 from qada_cache.storage import pages

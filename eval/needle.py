@@ -29,9 +29,9 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eval import needle_locality
-from eval.needle_locality import LocalityPenalties, install_sink
-from eval.needle_texts import CONFIG, CURRICULUM, SINKS, TOKEN, WINDOW, Stage, attention_bias, make_batch
+from eval.needle_training import locality
+from eval.needle_training.locality import LocalityPenalties, install_sink
+from eval.needle_training.texts import CONFIG, CURRICULUM, SINKS, TOKEN, WINDOW, Stage, attention_bias, make_batch
 from qada_cache.needle import FOLDER, NeedlePrompt, make_prompt
 from qada_cache.needle.words import BOS, EOS, PAD, UNKNOWN
 
@@ -45,7 +45,7 @@ def train_stage(
         RuntimeError: the gate was not reached within `stage.most_steps` or before `deadline` (`time.monotonic`).
     """
     penalties = LocalityPenalties(stage) if stage.locality else None
-    model.set_attn_implementation(needle_locality.NAME if penalties else "sdpa")
+    model.set_attn_implementation(locality.NAME if penalties else "sdpa")
     if stage.sink:
         install_sink(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=stage.learning_rate, betas=(0.9, 0.98), weight_decay=0.1)

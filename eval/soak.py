@@ -18,8 +18,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from eval.command import load_model, report, timing_parser
-from eval.hardware import wait
+from eval.timing.command import load_model, report, timing_parser
+from eval.timing.hardware import wait
 from qada_cache import QAdACache, prepare
 
 PART = 10  # the first and the last tenth of the steps are compared

@@ -23,9 +23,9 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
 from eval import benchmark
-from eval.command import load_model, report, timing_parser
-from eval.hardware import wait
-from eval.workloads import Work, fill
+from eval.models.workloads import Work, fill
+from eval.timing.command import load_model, report, timing_parser
+from eval.timing.hardware import wait
 from qada_cache import QAdACache, restore_attention
 from qada_cache.attention import decode, one_token
 from qada_cache.attention import forward as attention

@@ -23,10 +23,10 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 from tqdm import tqdm
 
-from eval import language_model
 from eval.forking import forked
-from eval.machine import machine
-from eval.tables import read, write
+from eval.models import language_model
+from eval.reporting.machine import machine
+from eval.reporting.tables import read, write
 from qada_cache import KeyMoments, QAdACache, StaticHeads, needle
 from qada_cache.criterion import GROUP_RULES
 from qada_cache.key_moments.defaults import DEFAULT as DEFAULT_MOMENTS

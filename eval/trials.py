@@ -23,14 +23,14 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.documents import PROSE, Document, prose, task_documents
+from eval.deciding.trial_summary import summary
+from eval.deciding.ways import Knowledge, Way, deciding, experiments
 from eval.forking import forked
-from eval.language_model import DEFAULT, HELP, hflm_source, load
-from eval.machine import machine
+from eval.models.language_model import DEFAULT, HELP, hflm_source, load
+from eval.reporting.machine import machine
+from eval.reporting.tables import plain, read, write
 from eval.sweep import ORACLE, task_manager
-from eval.tables import plain, read, write
-from eval.trial_summary import summary
-from eval.ways import Knowledge, Way, deciding, experiments
+from eval.texts.documents import PROSE, Document, prose, task_documents
 from qada_cache import KeyMoments, QAdACache, StaticHeads
 from qada_cache.attention import decide, decode
 from qada_cache.criterion import GROUP_RULES

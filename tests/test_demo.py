@@ -13,9 +13,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
-from eval import conversation, demo, document, tables
-from eval.conversation import WITH_FACTS, Form, Told, converse, fitted
-from eval.document import Turn, plant, planted
+from eval import demo
+from eval.reporting import tables
+from eval.texts import conversation
+from eval.texts.conversation import WITH_FACTS, Form, Told, converse, fitted
+from eval.texts.facts import Turn, plant, planted, reference
 from qada_cache import QAdACache, needle
 
 NEEDLE = str(needle.FOLDER)
@@ -56,7 +58,7 @@ def test_nothing_is_read_twice(template: str | None, kind: str, family: str) -> 
     """The tokens that the model was given are the whole chat, each once, in order; all but the last one generated."""
     watched = Watched(family)
     form, turns = Form(tokenizer(template=template), WITH_FACTS), [*planted(0)[:3], Turn("And this?")]
-    opening, _, _ = fitted(form, document.reference(), turns, tokens=700)
+    opening, _, _ = fitted(form, reference(), turns, tokens=700)
     cache = QAdACache(watched.model, moments="current") if kind == "qada" else DynamicCache(config=watched.model.config)
     told = converse(watched.model, form, opening, turns, cache, new_tokens=5)
     assert len(watched.read) == told.read == cache.get_seq_length()
@@ -98,14 +100,14 @@ def test_without_a_template_questions_are_plain() -> None:
 @pytest.mark.parametrize("tokens", [1500, 4000])
 def test_facts_are_in_the_text_and_the_text_fits(tokens: int) -> None:
     form, turns = Form(tokenizer(), WITH_FACTS), planted(3)
-    opening, text, cut = fitted(form, document.reference(), turns, tokens=tokens)
+    opening, text, cut = fitted(form, reference(), turns, tokens=tokens)
     assert cut
     assert tokens - 120 < len(opening)  # words are cut whole, and lines of dashes are long ones
     assert len(opening) <= tokens
     assert text in form.tokenizer.decode(opening)
     places = [text.index(turn.fact) for turn in turns]
     assert places == sorted(places)
-    assert text.replace("\n", " ")[:100] == document.reference().replace("\n", " ")[:100]
+    assert text.replace("\n", " ")[:100] == reference().replace("\n", " ")[:100]
     assert planted(3) == turns != planted(4)
     assert all(turn.is_right(turn.fact) for turn in turns)
 

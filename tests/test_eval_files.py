@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval import convert, language_model
-from eval.tables import read, write
+from eval import convert
+from eval.models import language_model
+from eval.reporting.tables import read, write
 from qada_cache import needle
 
 

@@ -14,9 +14,11 @@ from reference import gaussian_log_bulk, key_moments
 from transformers import DynamicCache, PreTrainedModel
 
 pytest.importorskip("lm_eval", reason="trials take documents from lm-eval")
-from eval import documents, trial_summary, trials, ways
-from eval.documents import Document
-from eval.ways import Way
+from eval import trials
+from eval.deciding import trial_summary, ways
+from eval.deciding.ways import Way
+from eval.texts import documents
+from eval.texts.documents import Document
 from qada_cache import KeyMoments, QAdACache, needle
 from qada_cache.attention import decode
 

@@ -1,13 +1,14 @@
 """A picture of `eval.benchmark`'s table: time per token by the share of KV heads that read the long context.
 
-The benchmark draws it beside its table; `python -m eval.speed_figure TABLE.csv` draws it again.
+The benchmark draws it beside its table; `python -m eval.drawing.speed_figure TABLE.csv` draws it again.
 """
 
+import argparse
 import sys
 import textwrap
 from pathlib import Path
 
-from eval.tables import read
+from eval.reporting.tables import read
 
 PREFIX = "QAdACache f="
 OTHERS = {"DynamicCache": "C3", "StaticCache": "C1", "no context": "0.5"}
@@ -19,7 +20,7 @@ def draw(table: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from eval.canvas import canvas, write
+    from eval.drawing.canvas import canvas, write
 
     rows = read(table)
     panels = sorted({(int(row["batch"]), int(row["tokens"])) for row in rows})
@@ -54,5 +55,18 @@ def draw(table: Path) -> None:
     write(table.parent, table.stem, figure, textwrap.fill(note, 70 * len(panels)))
 
 
+def main(arguments: list[str] | None = None) -> int:
+    """Draw; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.drawing.speed_figure", description=(__doc__ or "").split("\n\n", maxsplit=1)[0]
+    )
+    parser.add_argument("table", type=Path, help="CSV table of eval.benchmark; the picture is written beside it")
+    options = parser.parse_args(arguments)
+    if not options.table.is_file():
+        parser.error(f"there is no {options.table}")
+    draw(options.table)
+    return 0
+
+
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]))
+    sys.exit(main())

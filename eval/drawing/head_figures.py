@@ -3,8 +3,8 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from eval.canvas import canvas
-from eval.tables import Rows
+from eval.drawing.canvas import canvas
+from eval.reporting.tables import Rows
 
 ORACLE = 0.6  # the threshold at which a head counts as long-context in truth
 ESTIMATES = ("current", "random-words", "single-word")

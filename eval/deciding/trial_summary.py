@@ -5,7 +5,7 @@ from collections import defaultdict
 from statistics import mean, stdev
 from typing import Any
 
-from eval.tables import Rows
+from eval.reporting.tables import Rows
 
 WAY = ("task", "length", "criterion", "moments", "rule", "threshold")
 

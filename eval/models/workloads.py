@@ -19,9 +19,9 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from eval import language_model
-from eval.geometries import GEOMETRIES, make_model
-from eval.prose import reference_text
+from eval.models import language_model
+from eval.models.geometries import GEOMETRIES, make_model
+from eval.texts.prose import reference_text
 from qada_cache import QAdACache, StaticHeads, needle
 
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.34, 1.0)

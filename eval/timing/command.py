@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from eval.machine import machine
-from eval.tables import plain, write
-from eval.workloads import MODEL_HELP, load, slug
+from eval.models.workloads import MODEL_HELP, load, slug
+from eval.reporting.machine import machine
+from eval.reporting.tables import plain, write
 
 
 def timing_parser(name: str, description: str, *, table: str) -> argparse.ArgumentParser:

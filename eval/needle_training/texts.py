@@ -24,7 +24,7 @@ CONFIG = {
     "max_position_embeddings": 32768,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     "tie_word_embeddings": False,
-    # Biases give all queries something in common, which `needle_locality.install_sink` needs: the first layer, which
+    # Biases give all queries something in common, which `locality.install_sink` needs: the first layer, which
     # sees only words, never turned local by training alone, with biases or without.
     "attention_bias": True,
     "initializer_range": 0.02,  # 0.07 never learnt to look a key up
@@ -53,7 +53,7 @@ class Stage:
     growing: bool = False  # whether those copies grow from one in the course of the stage
     sink: bool = False  # whether the stage begins by giving the first layer's heads a sink, see `install_sink`
     locality: float = 0.0  # weight of the penalty on attention outside sinks and window
-    # Weights of the penalties on the Gaussian estimate of that attention, see `needle_locality`.
+    # Weights of the penalties on the Gaussian estimate of that attention, see `locality`.
     estimate: float = 0.0
     found: float = 0.0
     hidden: float = 0.0

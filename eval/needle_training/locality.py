@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from eval.needle_texts import BOS, QUESTION_WORDS, SINKS, TOKEN, WINDOW, Stage
+from eval.needle_training.texts import BOS, QUESTION_WORDS, SINKS, TOKEN, WINDOW, Stage
 
 NAME = "needle_training"
 FLOOR = 1e-2  # of the local share under the logarithm: a retrieval head may have next to none

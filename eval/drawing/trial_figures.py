@@ -5,9 +5,9 @@ from statistics import mean
 
 from matplotlib.figure import Figure
 
-from eval.canvas import canvas
-from eval.documents import is_prose
-from eval.tables import Rows, cells
+from eval.drawing.canvas import canvas
+from eval.reporting.tables import Rows, cells
+from eval.texts.documents import is_prose
 
 FEW = 6  # criteria, moments and rules, whatever their thresholds
 

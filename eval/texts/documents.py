@@ -9,7 +9,7 @@ from lm_eval.tasks import TaskManager, get_task_dict
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from eval.prose import reference_text
+from eval.texts.prose import reference_text
 
 PROSE = "prose"
 
