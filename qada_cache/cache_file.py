@@ -67,21 +67,21 @@ def _identity(config: PreTrainedConfig) -> dict[str, Any]:
 
 def save(cache: "QAdACache", path: "str | os.PathLike") -> None:
     """See `QAdACache.save`."""
-    policy, tensors = cache._policy, {}
-    state: dict[str, Any] = {"options": {name: getattr(policy, name) for name in _OPTIONS}}
-    state["model"] = _identity(cache._policy.config)
-    model = policy.model() if policy.model is not None else None
+    options, served, tensors = cache._shared.options, cache._shared.model, {}
+    state: dict[str, Any] = {"options": {name: getattr(options, name) for name in _OPTIONS}}
+    state["model"] = _identity(served.config)
+    model = served.get()
     state["weights"] = None if model is None else weights.sample(model)
-    if isinstance(policy.criterion, StaticHeads):
-        tensors["static_heads"] = policy.criterion.long_context
+    if isinstance(options.criterion, StaticHeads):
+        tensors["static_heads"] = options.criterion.long_context
     else:
-        state["criterion"] = policy.criterion
-    state["current_moments"] = policy.current_moments
-    if policy.other_moments is not None:
-        tensors |= policy.other_moments.tensors()
-        state["moments"] = policy.other_moments.header()
+        state["criterion"] = options.criterion
+    state["current_moments"] = options.current_moments
+    if options.other_moments is not None:
+        tensors |= options.other_moments.tensors()
+        state["moments"] = options.other_moments.header()
     stores = [layer.store for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store is not None]
-    dtypes = {dtype for store in stores for dtype in store.dtypes} | {policy.dtype} - {None}
+    dtypes = {dtype for store in stores for dtype in store.dtypes} | {served.dtype} - {None}
     state["dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)  # of tokens, and of their model
     state["layers"] = []
     for index, layer in enumerate(cache.layers):

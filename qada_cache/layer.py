@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from .policy import Policy
+from .options import Options
+from .shared import Shared
 from .storage.padding import NONE
 from .storage.store import TokenStore
 from .tally import Tally
@@ -22,7 +23,7 @@ def _no_tensor(name: str) -> Any:
     def refuse(layer: "QAdALayer") -> None:
         raise NotImplementedError(
             f"something reads or sets the {name} of a QAdACache layer, which are no single tensor. If it is the model, "
-            f"use transformers.DynamicCache for {layer.policy.model_type}; save() keeps a cache"
+            f"use transformers.DynamicCache for {layer.shared.model.model_type}; save() keeps a cache"
         )
 
     def read(layer: "QAdALayer") -> None:
@@ -59,9 +60,9 @@ class QAdALayer(DynamicLayer):
     supports_early_init = False  # nothing is preallocated by transformers' export path
     keys, values = _no_tensor("keys"), _no_tensor("values")
 
-    def __init__(self, policy: Policy, index: int) -> None:
+    def __init__(self, shared: Shared, index: int) -> None:
         super().__init__()
-        self.policy = policy
+        self.shared = shared
         self.index = index
         self.following: QAdALayer | None = None
         self.reset()
@@ -72,7 +73,7 @@ class QAdALayer(DynamicLayer):
         self.bound_module: Any = None  # weak reference to the attention module served, see attention.py
         self.incoming: Tensor | None = None
         self.store: TokenStore | None = None
-        self.policy.residents.layers.pop(self.index, None)
+        self.shared.residents.layers.pop(self.index, None)
         self.seen = 0
         self.padding = NONE
         self.tally = Tally()
@@ -81,9 +82,14 @@ class QAdALayer(DynamicLayer):
         self.pulled_bytes: int | Tensor = 0
         self.spared_bytes: int | Tensor = 0
 
+    @property
+    def options(self) -> Options:
+        """What the cache was asked for."""
+        return self.shared.options
+
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""
-        every, served = self.policy.audit_every, self.policy.served
+        every, served = self.options.audit_every, self.shared.model.layers
         return bool(every) and self.steps % every == 0 and served[self.steps // every % len(served)] == self.index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -92,12 +98,12 @@ class QAdALayer(DynamicLayer):
         self.store = TokenStore(
             key_states,
             value_states,
-            sinks=self.policy.sink_tokens,
-            window=self.policy.window,
-            offloading=self.policy.offloading,
-            track_moments=self.policy.tracks_moments,
-            update_moments=self.policy.update_moments,
-            residents=self.policy.residents,
+            sinks=self.options.sink_tokens,
+            window=self.options.window,
+            offloading=self.options.offloading,
+            track_moments=self.options.tracks_moments,
+            update_moments=self.options.update_moments,
+            residents=self.shared.residents,
             layer=self.index,
         )
         self.is_initialized = True
@@ -144,9 +150,9 @@ class QAdALayer(DynamicLayer):
         if self.incoming is not None:
             raise RuntimeError(
                 f"layer {self.index}: the keys that QAdACache returned did not come back to its attention function. "
-                f"Either this {self.policy.model_type} model computes attention in a way QAdACache does not support, "
-                "or the cache was built with a config that is not this model's own (use QAdACache(model)), or the "
-                "model's attention implementation was changed since, or a forward pass was interrupted. "
+                f"Either this {self.shared.model.model_type} model computes attention in a way QAdACache does not "
+                "support, or the cache was built with a config that is not this model's own (use QAdACache(model)), or "
+                "the model's attention implementation was changed since, or a forward pass was interrupted. "
                 "Nothing was computed from the cache; use DynamicCache, or fix the cause and call reset()"
             )
 
@@ -154,7 +160,7 @@ class QAdALayer(DynamicLayer):
         """Undo `update`: its tokens were refused before anything was stored."""
         self.incoming = None
         self.seen -= tokens
-        self.policy.progress.back_to(self.index - 1)
+        self.shared.progress.back_to(self.index - 1)
 
     def read_mask(self, mask: Tensor | None, *, batch: int, tokens: int) -> Tensor | None:
         """Compare what a mask says of the tokens stored with what was stored, and note new padding.
@@ -170,7 +176,9 @@ class QAdALayer(DynamicLayer):
         Raises:
             ValueError: as `Padding.after`.
         """
-        self.padding, new = self.policy.padding_after(self.padding, mask, batch=batch, seen=self.seen, queries=tokens)
+        self.padding, new = self.shared.forward_pass.padding_after(
+            self.padding, mask, batch=batch, seen=self.seen, queries=tokens
+        )
         return new
 
     def get_seq_length(self) -> int:

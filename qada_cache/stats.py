@@ -120,7 +120,7 @@ def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
             kv_heads.append(layer.tally.groups.cpu() / layer.decisions)
     bytes_held = [layer_bytes(layer, offloading=offloading) for layer in cache.layers]
     device_bytes = sum(on_device for on_device, _ in bytes_held)
-    for moments in {layer.policy.other_moments for _, layer in ours}:
+    for moments in {layer.options.other_moments for _, layer in ours}:
         device_bytes += 0 if moments is None else moments.device_bytes
     undecided = torch.full((len(ours), 1), math.nan)
     return CacheStats(

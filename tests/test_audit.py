@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import LOCAL, SINKS, WINDOW, Driver, Inputs, make_policy, transformers_mask
+from harness import LOCAL, SINKS, WINDOW, Driver, Inputs, make_shared, transformers_mask
 from models import SMALL, prompt, tiny
 from reference import bulk_indices, log_masses
 from scenarios import small_buffers
@@ -30,7 +30,7 @@ CALLS = (40, 1, 1, 3, WINDOW, 1, 20, *[1] * 25)
 )
 @pytest.mark.parametrize("padded", [False, True])
 def test_equals_float64(padded: bool, options: dict[str, Any]) -> None:
-    layer = QAdALayer(make_policy(audit_every=1, served=(0,), **options), 0)
+    layer = QAdALayer(make_shared(audit_every=1, **options), 0)
     driver, inputs, generator = Driver(layer), Inputs(), torch.Generator().manual_seed(4)
     history, kept = torch.empty(2, 0, dtype=torch.bool), [torch.empty(2, 0, 16)] * 2
     expected = torch.zeros(5, dtype=torch.float64)
@@ -56,7 +56,7 @@ def test_equals_float64(padded: bool, options: dict[str, Any]) -> None:
                     )
                     for (log_local, log_bulk), is_local in zip(masses, local[row, :, token].tolist(), strict=True):
                         lost = 1 / (1 + math.exp(log_local - log_bulk))
-                        needed = 1 - lost < layer.policy.threshold
+                        needed = 1 - lost < layer.options.threshold
                         expected += torch.tensor([1, needed, needed and not is_local, not is_local, lost * is_local])
     assert layer.audited is not None
     assert expected[1] > 20

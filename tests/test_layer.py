@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import LOCAL, SINKS, WINDOW, Driver, Inputs, make_policy, transformers_mask
+from harness import LOCAL, SINKS, WINDOW, Driver, Inputs, make_shared, transformers_mask
 from pair import Pair, stored_tokens
 from scenarios import SCENARIOS, left_padded, play, small_buffers
 from torch import Tensor
@@ -259,7 +259,7 @@ def test_old_mask_handed_in_again_is_refused() -> None:
 
 
 def test_first_call_with_a_wrong_mask_leaves_an_empty_cache() -> None:
-    driver, inputs = Driver(QAdALayer(make_policy(), 0)), Inputs()
+    driver, inputs = Driver(QAdALayer(make_shared(), 0)), Inputs()
     with pytest.raises(ValueError, match="shape"):
         driver(*inputs(20), torch.ones(2, 1, 20, 19, dtype=torch.bool), scaling=0.25)
     assert driver.layer.get_seq_length() == 0

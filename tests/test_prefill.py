@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import SINKS, WINDOW, Inputs, make_policy
+from harness import SINKS, WINDOW, Inputs, make_shared
 from models import tiny
 from scenarios import left_padded
 from stand_in import accelerator
@@ -88,7 +88,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 
 def new_layer(keys: Tensor, values: Tensor, **options: Any) -> QAdALayer:
-    layer = QAdALayer(make_policy(offloading=True, **options), 0)
+    layer = QAdALayer(make_shared(offloading=True, **options), 0)
     layer.lazy_initialization(keys, values)
     return layer
 

@@ -24,7 +24,7 @@ def needs_long_context(
     """Heads that need the long context, False where there is no bulk.
 
     Args:
-        layer: whose policy decides.
+        layer: whose options decide.
         moments: running moments of its stored keys, if it keeps any.
         packed: queries `[batch, kv_heads, group * queries, dim]`.
         scores: of them over the near buffer, `[batch, kv_heads, group, queries, columns]` float32.
@@ -36,16 +36,16 @@ def needs_long_context(
     Returns:
         bool `[batch, kv_heads, group, queries]`.
     """
-    policy, shape = layer.policy, scores.shape[:-1]
+    options, shape = layer.options, scores.shape[:-1]
     decided = geometry.decided.unsqueeze(2)
-    if policy.criterion == "dense":
+    if options.criterion == "dense":
         return decided.expand(shape)
-    if policy.criterion == "local":
+    if options.criterion == "local":
         return torch.zeros(shape, dtype=torch.bool, device=scores.device)
-    if isinstance(policy.criterion, StaticHeads):
-        table = policy.criterion.long_context[layer.index].to(scores.device)
+    if isinstance(options.criterion, StaticHeads):
+        table = options.criterion.long_context[layer.index].to(scores.device)
         table = table.reshape(shape[1], -1, 1)  # heads given as KV heads broadcast over their group
-        flags = group_decision(table.expand(shape), None, policy.threshold, policy.group_rule)
+        flags = group_decision(table.expand(shape), None, options.threshold, options.group_rule)
         return flags & decided
 
     log_local = log_local_mass(scores, geometry)
@@ -53,8 +53,8 @@ def needs_long_context(
         log_bulk = log_bulk_mass(scores, far_lse, geometry)
     else:
         log_bulk = estimated_log_bulk(layer, moments, packed, scores, geometry, scaling=scaling)
-    flags = long_context(log_local, log_bulk, policy.threshold)
-    flags = group_decision(flags, torch.sigmoid(log_local - log_bulk), policy.threshold, policy.group_rule)
+    flags = long_context(log_local, log_bulk, options.threshold)
+    flags = group_decision(flags, torch.sigmoid(log_local - log_bulk), options.threshold, options.group_rule)
     return flags & decided
 
 
@@ -82,7 +82,7 @@ def estimated_log_bulk(
 
     `+inf` where there are no moments yet: nothing can be said about the bulk, so read it.
     """
-    other, tokens, shape = layer.policy.other_moments, geometry.bulk_tokens.unsqueeze(2), scores.shape[:-1]
+    other, tokens, shape = layer.options.other_moments, geometry.bulk_tokens.unsqueeze(2), scores.shape[:-1]
     log_bulk = scores.new_full(shape, torch.inf if other is None else -torch.inf)
     if moments is not None:
         mean, variance, known = current_score_moments(layer, moments, packed, scores, geometry, scaling=scaling)
@@ -104,11 +104,11 @@ def current_score_moments(
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance `[batch, kv_heads, group, queries]` of each query's bulk scores, and where they are known."""
-    policy, shape = layer.policy, scores.shape[:-1]
+    options, shape = layer.options, scores.shape[:-1]
     score_mean, score_variance = score_moments(packed.float(), moments.mean, moments.covariance, scaling=scaling)
     score_mean, score_variance = score_mean.view(shape), score_variance.view(shape)
     count = moments.known.float().view(-1, 1, 1, 1)
-    if not (policy.update_moments and geometry.any_staged):
+    if not (options.update_moments and geometry.any_staged):
         return score_mean, score_variance, count > 0
     staged = geometry.staged.unsqueeze(1)
     tokens = staged.sum(dim=-1).float()
@@ -157,7 +157,7 @@ def audit(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, geom
     """
     decided = geometry.decided.unsqueeze(2)
     log_local, log_bulk = log_local_mass(scores, geometry), log_bulk_mass(scores, far_lse, geometry)
-    needed = long_context(log_local, log_bulk, layer.policy.threshold) & decided
+    needed = long_context(log_local, log_bulk, layer.options.threshold) & decided
     missed = torch.sigmoid(log_bulk - log_local).masked_fill(flags | ~decided, 0.0)
     tallies = (decided.expand_as(flags), needed, needed & flags, flags, missed)
     sums = torch.stack([tally.sum(dtype=torch.float64) for tally in tallies])

@@ -20,7 +20,7 @@ def query_adaptive(
     The call's own tokens have been appended to `store` already; every query has its own local set and is causal.
 
     Args:
-        layer: whose policy decides and whose counters count.
+        layer: whose options decide and whose counters count.
         store: its tokens.
         query: `[batch, heads, queries, dim]`, `queries` at most the window.
         scaling: multiplies the scores.
@@ -34,13 +34,13 @@ def query_adaptive(
     group = heads // kv_heads
     columns = slice(0, store.sinks + store.end)
     near_keys, near_values = store.near_keys[:, :, columns], store.near_values[:, :, columns]
-    geometry = layer.policy.geometry(
+    geometry = layer.shared.forward_pass.geometry(
         lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=valid, device=query.device
     )
     audited = layer.is_audited()
     if queries == 1 and not audited:
-        policy, bulk = layer.policy, store.bulk
-        kernel = choice.fused_decode(query, bulk.keys, bulk.values, policy.criterion)
+        bulk = store.bulk
+        kernel = choice.fused_decode(query, bulk.keys, bulk.values, layer.options.criterion)
         if kernel is not None:
             out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
             count(layer, flags.unsqueeze(-1), geometry)
@@ -51,7 +51,7 @@ def query_adaptive(
     scores = scores.unflatten(2, (group, queries))
 
     far = None
-    if layer.policy.criterion == "oracle":  # needs every score, so everything is read whatever it decides
+    if layer.options.criterion == "oracle":  # needs every score, so everything is read whatever it decides
         far = _bulk_partial(layer, store, packed, None, scaling=scaling)
     far_lse = None if far is None else far[1]
     flags = needs_long_context(layer, store.moments, packed, scores, far_lse, geometry, scaling=scaling)
