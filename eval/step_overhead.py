@@ -27,8 +27,9 @@ from eval.command import load_model, report, timing_parser
 from eval.hardware import wait
 from eval.workloads import Work, fill
 from qada_cache import QAdACache, restore_attention
-from qada_cache.attention import decode, one_token
 from qada_cache.attention import forward as attention
+from qada_cache.attention import one_token
+from qada_cache.counters import Counters
 from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.layer import QAdALayer
 from qada_cache.storage.forward_pass import ForwardPass
@@ -41,7 +42,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "masks": (ForwardPass, "geometry"),
     "moments": (one_token, "_criterion"),
     "kernel": (compiled_decode, "fused_decode"),  # attention over sinks and window, and the decision
-    "count": (decode, "count"),
+    "count": (Counters, "count"),
     "the_rest": (attention, "attention_forward"),  # checks, and everything between the parts above
 }
 

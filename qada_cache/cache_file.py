@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .counters import Counters
 from .criterion import StaticHeads
 from .files import tensors as files
 from .files import weights
@@ -13,7 +14,6 @@ from .key_moments.defaults import CURRENT, Moments
 from .key_moments.key_moments import KeyMoments
 from .layer import QAdALayer
 from .storage.padding import NONE, Padding
-from .tally import Tally
 
 if TYPE_CHECKING:
     import os
@@ -47,16 +47,6 @@ _IDENTITY = (
     "linear_num_value_heads",
     "linear_key_head_dim",
     "linear_value_head_dim",
-)
-_LAYER_FIELDS = (
-    "seen",
-    "decisions",
-    "steps",
-    "pulled_bytes",
-    "spared_bytes",
-    "streamed_bytes",
-    "audited",
-    "audited_bytes",
 )
 
 
@@ -144,9 +134,8 @@ def _layer_state(layer: QAdALayer) -> dict[str, Any]:
     layer.check_settled()
     if layer.store is None:
         return {}
-    store, state = layer.store, {name: getattr(layer, name) for name in _LAYER_FIELDS}
-    state["padding"] = layer.padding.records
-    state |= {"local_heads": layer.tally.heads, "local_groups": layer.tally.groups}
+    store = layer.store
+    state = {"seen": layer.seen, "padding": layer.padding.records, **layer.counters.record}
     used, stored = slice(0, store.sinks + store.end), slice(0, max(store.bulk.lengths))
     state |= {"near_keys": store.near_keys[:, :, used], "near_values": store.near_values[:, :, used]}
     state |= {"bulk_keys": store.bulk.keys[:, :, stored], "bulk_values": store.bulk.values[:, :, stored]}
@@ -176,11 +165,8 @@ def _restore_layer(layer: QAdALayer, state: dict[str, Any]) -> None:
             count = torch.tensor(state["count"]).clamp_min(1).to(state["scatter"])
             state["covariance"] = state["scatter"] / count[:, None, None, None]
         store.moments.restore(state["count"], state["mean"], state["covariance"])
-    state = {"spared_bytes": 0} | state  # which older files do not have
-    for name in _LAYER_FIELDS:
-        setattr(layer, name, state[name])
-    layer.tally = Tally(state["local_heads"], state["local_groups"])
-    layer.padding = Padding.from_records(state["padding"])
+    layer.seen, layer.padding = state["seen"], Padding.from_records(state["padding"])
+    layer.counters = Counters.from_record(state)
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from .counters import Counters
 from .options import Options
 from .shared import Shared
 from .storage.padding import NONE
 from .storage.store import TokenStore
-from .tally import Tally
 
 
 def _no_tensor(name: str) -> Any:
@@ -38,7 +38,7 @@ def _no_tensor(name: str) -> Any:
 
 
 class QAdALayer(DynamicLayer):
-    """One full-attention layer: its tokens, its padding, and what its criterion decided.
+    """One full-attention layer: its tokens, its padding, and what it did.
 
     `update` only takes new tokens in; they are stored by the registered attention function (`attention.py`), which
     has the mask that tells real tokens from padding, and the queries.
@@ -48,13 +48,8 @@ class QAdALayer(DynamicLayer):
         seen: logical tokens, padding included (what transformers calls the sequence length).
         padding: which of them are padding; shared by the layers of a cache.
         incoming: the key tensor handed out by `update` and not yet seen by the attention function.
-        tally: which heads were local how often.
+        counters: what it did.
         following: the next such layer of the cache, whose heads may be fetched while this one computes; None: the last.
-        decisions, steps, pulled_bytes, spared_bytes, streamed_bytes: see `CacheStats`; `pulled_bytes` and
-            `spared_bytes` become int64 tensors `[]` on the device once a kernel counts them there.
-        audited: float64 `[5]`, sums over audited decisions of query heads: all, long-context in truth, found of those,
-            called long-context, attention missed. None before the first.
-        audited_bytes: bulk bytes read for audits.
     """
 
     supports_early_init = False  # nothing is preallocated by transformers' export path
@@ -76,11 +71,7 @@ class QAdALayer(DynamicLayer):
         self.shared.residents.layers.pop(self.index, None)
         self.seen = 0
         self.padding = NONE
-        self.tally = Tally()
-        self.audited: Tensor | None = None
-        self.decisions = self.steps = self.streamed_bytes = self.audited_bytes = 0
-        self.pulled_bytes: int | Tensor = 0
-        self.spared_bytes: int | Tensor = 0
+        self.counters = Counters()
 
     @property
     def options(self) -> Options:
@@ -89,8 +80,8 @@ class QAdALayer(DynamicLayer):
 
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""
-        every, served = self.options.audit_every, self.shared.model.layers
-        return bool(every) and self.steps % every == 0 and served[self.steps // every % len(served)] == self.index
+        every, served, steps = self.options.audit_every, self.shared.model.layers, self.counters.steps
+        return bool(every) and steps % every == 0 and served[steps // every % len(served)] == self.index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """An empty store for tensors like these `[batch, kv_heads, tokens, dim]`."""

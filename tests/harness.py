@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from qada_cache.attention import decode
 from qada_cache.attention.forward import attention_forward, switch_on
+from qada_cache.counters import Counters
 from qada_cache.layer import QAdALayer
 from qada_cache.options import Options
 from qada_cache.shared import ServedModel, Shared
@@ -111,13 +111,13 @@ class Driver:
         The flags are None when the call was exact: nothing was decided.
         """
         seen = []
-        original = decode.count
+        original = Counters.count
 
-        def spy(layer: QAdALayer, flags: Tensor, geometry: Geometry) -> None:
+        def spy(counters: Counters, flags: Tensor, geometry: Geometry) -> None:
             seen.append(flags)
-            original(layer, flags, geometry)
+            original(counters, flags, geometry)
 
-        with mock.patch.object(decode, "count", spy), torch.no_grad():
+        with mock.patch.object(Counters, "count", spy), torch.no_grad():
             tagged, stored = self.layer.update(keys, values)
             outputs, weights = attention_forward(self.module, queries, tagged, stored, mask, scaling=scaling, **kwargs)
         assert weights is None

@@ -58,10 +58,10 @@ def test_equals_float64(padded: bool, options: dict[str, Any]) -> None:
                         lost = 1 / (1 + math.exp(log_local - log_bulk))
                         needed = 1 - lost < layer.options.threshold
                         expected += torch.tensor([1, needed, needed and not is_local, not is_local, lost * is_local])
-    assert layer.audited is not None
+    assert layer.counters.audited is not None
     assert expected[1] > 20
-    torch.testing.assert_close(layer.audited[:4], expected[:4], rtol=0, atol=0)
-    torch.testing.assert_close(layer.audited[4], expected[4], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.counters.audited[:4], expected[:4], rtol=0, atol=0)
+    torch.testing.assert_close(layer.counters.audited[4], expected[4], rtol=1e-5, atol=1e-5)
 
 
 def run(every: int, **options: Any) -> tuple[torch.Tensor, QAdACache]:
@@ -88,7 +88,7 @@ def test_outputs_and_counters_stay_the_same() -> None:
 def test_layers_take_turns() -> None:
     """30 steps, an audit every 4: eight, of layers 0, 1, 2, 0, 1, 2, 0, 1; each reads one layer's bulk."""
     _, cache = run(4)
-    audited = [int(layer.audited[0]) for layer in cache.layers]
+    audited = [int(layer.counters.audited[0]) for layer in cache.layers]
     assert audited == [3 * 4, 3 * 4, 2 * 4]  # of four heads each
     audit = cache.stats().audit
     assert audit is not None

@@ -145,7 +145,7 @@ def test_blocks_and_bytes(device: str, copies: Copies) -> None:
     layer, per_token = pair.layer, 2 * 2 * (16 + 16) * 4  # rows, heads, dimensions, bytes
     assert copies.longest == 7
     assert copies.count == 2 * 2 * -(-(100 - SINKS - WINDOW) // 7)
-    assert layer.streamed_bytes == copies.bytes == (100 - SINKS - WINDOW) * per_token
+    assert layer.counters.streamed_bytes == copies.bytes == (100 - SINKS - WINDOW) * per_token
     copies.bytes = expected = 0
     needed, before = set(), torch.zeros(2, dtype=torch.int64)
     for _ in range(8):
@@ -154,7 +154,7 @@ def test_blocks_and_bytes(device: str, copies: Copies) -> None:
         needed.add(read)
         expected += read * layer.store.bulk.lengths[0] * (16 + 16) * 4
         before = pair.local_groups.clone()
-    assert layer.pulled_bytes == copies.bytes == expected
+    assert layer.counters.pulled_bytes == copies.bytes == expected
     assert needed & {1, 2, 3}
 
 

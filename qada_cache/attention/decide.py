@@ -142,14 +142,6 @@ def kept_score_moments(
     return mean, variance
 
 
-def count(layer: QAdALayer, flags: Tensor, geometry: Geometry) -> None:
-    """Book one call's decisions, without waiting for the device."""
-    layer.steps += 1
-    if geometry.decisions:
-        layer.tally.add(flags, geometry.decided)
-        layer.decisions += geometry.decisions
-
-
 def audit(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, geometry: Geometry) -> None:
     """Book what the truth says about one call's decisions, on the device: see `CacheStats.audit`.
 
@@ -160,5 +152,4 @@ def audit(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, geom
     needed = long_context(log_local, log_bulk, layer.options.threshold) & decided
     missed = torch.sigmoid(log_bulk - log_local).masked_fill(flags | ~decided, 0.0)
     tallies = (decided.expand_as(flags), needed, needed & flags, flags, missed)
-    sums = torch.stack([tally.sum(dtype=torch.float64) for tally in tallies])
-    layer.audited = sums if layer.audited is None else layer.audited.to(sums) + sums
+    layer.counters.audit(torch.stack([tally.sum(dtype=torch.float64) for tally in tallies]))

@@ -25,11 +25,9 @@ def one_token(
         `[batch, heads, 1, value_dim]` in the query's dtype, bool flags `[batch, kv_heads, group]`.
     """
     options, bulk, columns = layer.options, store.bulk, slice(0, store.sinks + store.end)
-    layer.pulled_bytes = _counter(layer.pulled_bytes, query.device)
     elsewhere: dict[str, Tensor] = {}
     if bulk.offloaded and options.device_budget:
-        layer.spared_bytes = _counter(layer.spared_bytes, query.device)
-        elsewhere = {"places": bulk.residents.places(bulk.lengths), "spared": layer.spared_bytes}
+        elsewhere = {"places": bulk.residents.places(bulk.lengths), "spared": layer.counters.spared_on(query.device)}
     out, flags = kernel(
         query,
         store.near_keys[:, :, columns],
@@ -42,21 +40,13 @@ def one_token(
         scaling=scaling,
         threshold=options.threshold,
         group_rule=options.group_rule,
-        pulled=layer.pulled_bytes,
+        pulled=layer.counters.pulled_on(query.device),
         **_criterion(layer, store, query),
         **elsewhere,
     )
     if elsewhere and (moved := learn(bulk, flags.any(dim=-1))):
-        layer.pulled_bytes += moved
+        layer.counters.pulled_bytes += moved
     return out, flags
-
-
-def _counter(count: int | Tensor, device: torch.device) -> Tensor:
-    """A count that kernels on `device` add to in place."""
-    if isinstance(count, Tensor) and count.device == device:
-        return count
-    with torch.inference_mode(False):  # it may be added to outside inference mode
-        return torch.full((), int(count), dtype=torch.int64, device=device)
 
 
 def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor) -> dict[str, Any]:
