@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from . import cache_file as serialization
+from . import cache_file
 from .attention import forward as attention
 from .attention import support
 from .criterion import StaticHeads
@@ -170,35 +170,6 @@ class QAdACache(WatchedCache):
         self._come(layer_idx, "keys")
         return states
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen."""
-        self._change("crop", tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row `i` becomes the old row `beam_idx[i]` (beam search)."""
-        self._change("reorder_cache", beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, next to each other."""
-        self._change("batch_repeat_interleave", repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` (ints, or a bool mask)."""
-        self._change("batch_select_indices", indices)
-
-    def reset(self) -> None:
-        """Drop all tokens and counters."""
-        self._shared.progress.changing = "reset"
-        for layer in self.layers:
-            # In the oldest transformers supported, its own layers keep their length on reset: dropping the tensors
-            # forgets it.
-            if isinstance(layer, DynamicLayer) and not isinstance(layer, QAdALayer):
-                layer.keys = layer.values = None
-                layer.is_initialized = False
-        super().reset()
-        self._shared.progress.back_to(-1)
-        self._shared.progress.changing = ""
-
     def __iter__(self):
         raise TypeError(
             "QAdACache cannot be unpacked into keys and values (nn.DataParallel does that): run one process per "
@@ -254,7 +225,7 @@ class QAdACache(WatchedCache):
         """
         self._check_whole()
         self._settle()
-        serialization.save(self, path)
+        cache_file.write(path, self._shared, self.layers)
 
     @classmethod
     @torch.inference_mode(False)  # as for deepcopy
@@ -271,7 +242,10 @@ class QAdACache(WatchedCache):
             ValueError: it is truncated, altered, not a QAdACache file, of another format, or of another model
                 or other weights.
         """
-        return serialization.load(cls, path, model=model, config=config)
+        saved = cache_file.read(path, model=model, config=config)
+        cache = cls(model, config=config, **saved.options)
+        saved.restore(cache.layers, torch.device("cpu") if model is None else model.device)
+        return cache
 
     def __repr__(self) -> str:
         options = self._shared.options

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from .layer import QAdALayer
 from .shared import Shared
@@ -52,6 +52,35 @@ class WatchedCache(DynamicCache):
         if layer_idx is not None and state_idx is None:
             self._comes_to(layer_idx, "previous asked for")
         return super().has_previous_state(layer_idx, state_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen."""
+        self._change("crop", tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row `i` becomes the old row `beam_idx[i]` (beam search)."""
+        self._change("reorder_cache", beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, next to each other."""
+        self._change("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (ints, or a bool mask)."""
+        self._change("batch_select_indices", indices)
+
+    def reset(self) -> None:
+        """Drop all tokens and counters."""
+        self._shared.progress.changing = "reset"
+        for layer in self.layers:
+            # In the oldest transformers supported, its own layers keep their length on reset: dropping the tensors
+            # forgets it.
+            if isinstance(layer, DynamicLayer) and not isinstance(layer, QAdALayer):
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+        super().reset()
+        self._shared.progress.back_to(-1)
+        self._shared.progress.changing = ""
 
     def _comes_to(self, layer_idx: int, event: Hashable) -> None:
         self._check_order(layer_idx, event)
