@@ -115,17 +115,15 @@ def show_answers(turns: list[Turn], told: dict[str, Told], text: str) -> None:
 
 def show_setting(model: PreTrainedModel, options: argparse.Namespace, form: Form, tokens: int, ours: QAdACache) -> None:
     """Print what is about to be run."""
-    config, policy = model.config.get_text_config(), ours._policy
+    config, asked = model.config.get_text_config(), ours._shared.options
     show(
         f"Model: {_name(options)}, {model.num_parameters() / 1e6:.0f}M parameters, {config.num_hidden_layers} "
         f"layers, {config.num_attention_heads} query heads, {config.num_key_value_heads} KV heads, {model.dtype} on "
         f"{model.device}; {'its chat template' if form.chat else 'no chat template, so plain questions'}."
     )
     show(f"Document: {_title(options)}, {tokens} tokens with all that comes before the first question.")
-    show(f"QAdACache: {repr(ours).split('; ')[0]}), group_rule {policy.group_rule}.")
-    show(
-        f"A local head reads {policy.local_tokens} tokens: {policy.sink_tokens} sinks and a window of {policy.window}."
-    )
+    show(f"QAdACache: {repr(ours).split('; ')[0]}), group_rule {asked.group_rule}.")
+    show(f"A local head reads {asked.local_tokens} tokens: {asked.sink_tokens} sinks and a window of {asked.window}.")
     if model.device.type == "cpu":
         show("On a CPU, host and device are one memory: host is where the bulk would lie.")
 

@@ -13,13 +13,9 @@ def forked(cache: QAdACache, model: PreTrainedModel, **options: object) -> QAdAC
 
     `cache` must hold nothing but an exact prefill, with the options' sizes, and running moments (`moments="current"`).
     """
-    policy = QAdACache(model, **options)._policy  # type: ignore[arg-type]  # for QAdACache to check
     twin = copy.deepcopy(cache)
-    policy.progress = twin._policy.progress
-    twin._policy = policy
+    twin._shared.options = QAdACache(model, **options)._shared.options  # type: ignore[arg-type]  # for it to check
     for layer in twin.layers:
-        if isinstance(layer, QAdALayer) and layer.store is not None:
-            layer.policy = policy
-            if not policy.tracks_moments:
-                layer.store.moments = None
+        if isinstance(layer, QAdALayer) and layer.store is not None and not layer.options.tracks_moments:
+            layer.store.moments = None
     return twin

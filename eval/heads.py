@@ -91,7 +91,12 @@ class Recorder:
         for row, query in decided.nonzero().tolist():
             for head in range(shape[1] * shape[2]):
                 values = {name: f"{float(column[row, head, query]):.3f}" for name, column in flat.items()}
-                place = {"document": self.labels["document"], "token": layer.steps, "layer": layer.index, "head": head}
+                place = {
+                    "document": self.labels["document"],
+                    "token": layer.counters.steps,
+                    "layer": layer.index,
+                    "head": head,
+                }
                 self.rows.append({"task": self.labels["task"], "length": self.labels["length"], **place, **values})
 
 

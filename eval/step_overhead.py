@@ -27,21 +27,22 @@ from eval.models.workloads import Work, fill
 from eval.timing.command import load_model, report, timing_parser
 from eval.timing.hardware import wait
 from qada_cache import QAdACache, restore_attention
-from qada_cache.attention import decode, one_token
 from qada_cache.attention import forward as attention
+from qada_cache.attention import one_token
+from qada_cache.counters import Counters
 from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.layer import QAdALayer
-from qada_cache.policy import Policy
+from qada_cache.storage.forward_pass import ForwardPass
 from qada_cache.storage.store import TokenStore
 
 # Column, and what is timed for it.
 PARTS: dict[str, tuple[Any, str]] = {
     "take_in": (QAdALayer, "update"),
     "store": (TokenStore, "append"),
-    "masks": (Policy, "geometry"),
+    "masks": (ForwardPass, "geometry"),
     "moments": (one_token, "_criterion"),
     "kernel": (compiled_decode, "fused_decode"),  # attention over sinks and window, and the decision
-    "count": (decode, "count"),
+    "count": (Counters, "count"),
     "the_rest": (attention, "attention_forward"),  # checks, and everything between the parts above
 }
 

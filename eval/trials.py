@@ -185,7 +185,7 @@ def trial(
         ValueError: more tokens follow it than one query-adaptive call takes.
     """
     cache, exact = QAdACache(model, moments="current"), {"criterion": "dense", "moments": "current"}
-    if document.answer.shape[1] > cache._policy.window:
+    if document.answer.shape[1] > cache._shared.options.window:
         raise ValueError(f"{document.answer.shape[1]} tokens follow the text: more than one query-adaptive call takes")
     prefill(model, document, cache)
     right = False

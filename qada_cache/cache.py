@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from . import cache_file as serialization
+from . import cache_file
 from .attention import forward as attention
 from .attention import support
 from .criterion import StaticHeads
@@ -20,7 +21,8 @@ from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.defaults import Moments, resolve_moments, sources
 from .key_moments.prompts import PROMPTS
 from .layer import QAdALayer
-from .policy import Policy
+from .options import Options
+from .shared import ServedModel, Shared
 from .stats import CacheStats, collect, layer_bytes
 from .watched import WatchedCache
 
@@ -106,7 +108,7 @@ class QAdACache(WatchedCache):
         audit_every: int = 0,
     ) -> None:
         text_config = support.text_config(model, config)
-        policy = Policy(
+        options = Options(
             threshold=threshold,
             sink_tokens=sink_tokens,
             local_tokens=local_tokens,
@@ -118,30 +120,31 @@ class QAdACache(WatchedCache):
             offloading=offloading,
             device_budget=device_budget,
             audit_every=audit_every,
-            model_type=text_config.model_type,
-            config=text_config,
-            dtype=None if model is None else model.dtype,
-            model=None if model is None else weakref.ref(model),
         )
         support.check_model(model, text_config)
         attention.check_readers(model, text_config)
         super().__init__(config=text_config)
         # Exact type: subclasses (sliding windows, indexers, linear attention) keep what they need themselves.
-        self.layers = [
-            QAdALayer(policy, index) if type(layer) is DynamicLayer else layer
-            for index, layer in enumerate(self.layers)
-        ]
-        ours = [layer for layer in self.layers if isinstance(layer, QAdALayer)]
-        for layer, following in itertools.pairwise(ours):
-            layer.following = following
-        policy.served = tuple(layer.index for layer in ours)
-        used = criterion == "gaussian" and bool(policy.served)
-        policy.current_moments, policy.other_moments = resolve_moments(moments, model=model, config=config, used=used)
+        ours = [index for index, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        used = criterion == "gaussian" and bool(ours)
+        current, other = resolve_moments(moments, model=model, config=config, used=used)
         support.check_heads(criterion, text_config)
-        if policy.other_moments is not None and sources(moments)[1] not in PROMPTS:  # else they are of this very model
-            support.check_moments(policy.other_moments, text_config)
-        self._policy = policy
-        if not policy.served:
+        if other is not None and sources(moments)[1] not in PROMPTS:  # else they are of this very model
+            support.check_moments(other, text_config)
+        served = ServedModel(
+            model_type=text_config.model_type,
+            config=text_config,
+            dtype=None if model is None else model.dtype,
+            reference=None if model is None else weakref.ref(model),
+            layers=tuple(ours),
+        )
+        self._shared = Shared(replace(options, current_moments=current, other_moments=other), served)
+        made = [QAdALayer(self._shared, index) for index in ours]
+        for layer, following in itertools.pairwise(made):
+            layer.following = following
+        for layer in made:
+            self.layers[layer.index] = layer
+        if not ours:
             logger.warning(
                 "%s has no full-attention layers: QAdACache has nothing to do and acts as DynamicCache",
                 text_config.model_type,
@@ -156,7 +159,7 @@ class QAdACache(WatchedCache):
                 f"this QAdACache was built for {len(self.layers)} layers and layer {layer_idx} called it: "
                 "build one QAdACache per model"
             )
-        config = self._policy.config
+        config = self._shared.model.config
         if not attention.is_switched_on(config):
             raise RuntimeError(
                 "the model's attention implementation was changed after this QAdACache was built "
@@ -166,35 +169,6 @@ class QAdACache(WatchedCache):
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._come(layer_idx, "keys")
         return states
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen."""
-        self._change("crop", tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row `i` becomes the old row `beam_idx[i]` (beam search)."""
-        self._change("reorder_cache", beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, next to each other."""
-        self._change("batch_repeat_interleave", repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` (ints, or a bool mask)."""
-        self._change("batch_select_indices", indices)
-
-    def reset(self) -> None:
-        """Drop all tokens and counters."""
-        self._policy.progress.changing = "reset"
-        for layer in self.layers:
-            # In the oldest transformers supported, its own layers keep their length on reset: dropping the tensors
-            # forgets it.
-            if isinstance(layer, DynamicLayer) and not isinstance(layer, QAdALayer):
-                layer.keys = layer.values = None
-                layer.is_initialized = False
-        super().reset()
-        self._policy.progress.back_to(-1)
-        self._policy.progress.changing = ""
 
     def __iter__(self):
         raise TypeError(
@@ -206,9 +180,6 @@ class QAdACache(WatchedCache):
     def __deepcopy__(self, memo: dict) -> "QAdACache":
         self._settle()
         self._conclude()
-        # The model's config and the moments are shared, never changed here: a copied config would not be the model's.
-        for shared in (self._policy.config, self._policy.other_moments, self._policy.criterion):
-            memo[id(shared)] = shared
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         for layer in reversed(self.layers):  # each refers to the next: copied first, that is no deep recursion
@@ -235,11 +206,11 @@ class QAdACache(WatchedCache):
 
     def layer_bytes(self) -> list[tuple[int, int]]:
         """Of every layer, bytes on the device and on the host (key moments of another prompt are in `stats` only)."""
-        return [layer_bytes(layer, offloading=self._policy.offloading) for layer in self.layers]
+        return [layer_bytes(layer, offloading=self._shared.options.offloading) for layer in self.layers]
 
     def stats(self) -> CacheStats:
         """Sparsity, bytes held and bytes pulled so far."""
-        return collect(self, offloading=self._policy.offloading)
+        return collect(self, offloading=self._shared.options.offloading)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the whole state to one safetensors file, so that a long prompt is prefilled once and reused.
@@ -254,7 +225,7 @@ class QAdACache(WatchedCache):
         """
         self._check_whole()
         self._settle()
-        serialization.save(self, path)
+        cache_file.write(path, self._shared, self.layers)
 
     @classmethod
     @torch.inference_mode(False)  # as for deepcopy
@@ -271,19 +242,22 @@ class QAdACache(WatchedCache):
             ValueError: it is truncated, altered, not a QAdACache file, of another format, or of another model
                 or other weights.
         """
-        return serialization.load(cls, path, model=model, config=config)
+        saved = cache_file.read(path, model=model, config=config)
+        cache = cls(model, config=config, **saved.options)
+        saved.restore(cache.layers, torch.device("cpu") if model is None else model.device)
+        return cache
 
     def __repr__(self) -> str:
-        policy = self._policy
-        criterion = policy.criterion if isinstance(policy.criterion, str) else "static heads"
-        other = [] if policy.other_moments is None else [f"of {policy.other_moments.prompt}"]
-        moments = " and ".join(["current"] * policy.current_moments + other)
+        options = self._shared.options
+        criterion = options.criterion if isinstance(options.criterion, str) else "static heads"
+        other = [] if options.other_moments is None else [f"of {options.other_moments.prompt}"]
+        moments = " and ".join(["current"] * options.current_moments + other)
         ours = sum(isinstance(layer, QAdALayer) for layer in self.layers)
         # Nothing that only the device knows: whoever prints a cache would wait for it. `stats()` has it.
         bytes_held = [sum(held) / 2**20 for held in zip(*self.layer_bytes(), strict=True)] or [0.0, 0.0]
         return (
-            f"QAdACache({policy.model_type}, {ours} of {len(self.layers)} layers, criterion {criterion}, "
-            f"moments {moments}, threshold {policy.threshold}, {policy.sink_tokens} sinks + {policy.window} window, "
-            f"offloading {'on' if policy.offloading else 'off'}; {self.get_seq_length()} tokens, "
+            f"QAdACache({self._shared.model.model_type}, {ours} of {len(self.layers)} layers, criterion {criterion}, "
+            f"moments {moments}, threshold {options.threshold}, {options.sink_tokens} sinks + {options.window} window, "
+            f"offloading {'on' if options.offloading else 'off'}; {self.get_seq_length()} tokens, "
             f"device {bytes_held[0]:.1f} MiB, host {bytes_held[1]:.1f} MiB)"
         )

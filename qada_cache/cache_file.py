@@ -1,24 +1,23 @@
 """A QAdACache as one safetensors file, and back."""
 
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .counters import Counters
 from .criterion import StaticHeads
 from .files import tensors as files
 from .files import weights
 from .key_moments.defaults import CURRENT, Moments
 from .key_moments.key_moments import KeyMoments
 from .layer import QAdALayer
+from .shared import Shared
 from .storage.padding import NONE, Padding
-from .tally import Tally
-
-if TYPE_CHECKING:
-    import os
-
-    from .cache import QAdACache
 
 KIND = "qada-cache"
 _OPTIONS = (
@@ -48,16 +47,6 @@ _IDENTITY = (
     "linear_key_head_dim",
     "linear_value_head_dim",
 )
-_LAYER_FIELDS = (
-    "seen",
-    "decisions",
-    "steps",
-    "pulled_bytes",
-    "spared_bytes",
-    "streamed_bytes",
-    "audited",
-    "audited_bytes",
-)
 
 
 def _identity(config: PreTrainedConfig) -> dict[str, Any]:
@@ -65,78 +54,96 @@ def _identity(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: getattr(config, name, None) for name in _IDENTITY}
 
 
-def save(cache: "QAdACache", path: "str | os.PathLike") -> None:
-    """See `QAdACache.save`."""
-    policy, tensors = cache._policy, {}
-    state: dict[str, Any] = {"options": {name: getattr(policy, name) for name in _OPTIONS}}
-    state["model"] = _identity(cache._policy.config)
-    model = policy.model() if policy.model is not None else None
+def write(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) -> None:
+    """Write what the layers of a cache hold, and share; see `QAdACache.save`."""
+    options, served, tensors = shared.options, shared.model, {}
+    state: dict[str, Any] = {"options": {name: getattr(options, name) for name in _OPTIONS}}
+    state["model"] = _identity(served.config)
+    model = served.get()
     state["weights"] = None if model is None else weights.sample(model)
-    if isinstance(policy.criterion, StaticHeads):
-        tensors["static_heads"] = policy.criterion.long_context
+    if isinstance(options.criterion, StaticHeads):
+        tensors["static_heads"] = options.criterion.long_context
     else:
-        state["criterion"] = policy.criterion
-    state["current_moments"] = policy.current_moments
-    if policy.other_moments is not None:
-        tensors |= policy.other_moments.tensors()
-        state["moments"] = policy.other_moments.header()
-    stores = [layer.store for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store is not None]
-    dtypes = {dtype for store in stores for dtype in store.dtypes} | {policy.dtype} - {None}
+        state["criterion"] = options.criterion
+    state["current_moments"] = options.current_moments
+    if options.other_moments is not None:
+        tensors |= options.other_moments.tensors()
+        state["moments"] = options.other_moments.header()
+    stores = [layer.store for layer in layers if isinstance(layer, QAdALayer) and layer.store is not None]
+    dtypes = {dtype for store in stores for dtype in store.dtypes} | {served.dtype} - {None}
     state["dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)  # of tokens, and of their model
     state["layers"] = []
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(layers):
         kept = _layer_state(layer) if isinstance(layer, QAdALayer) else vars(layer)
         state["layers"].append(_encode(kept, f"layer {index}", tensors))
     files.write(path, KIND, tensors, state)
 
 
-def load(
-    cls: "type[QAdACache]",
-    path: "str | os.PathLike",
-    *,
-    model: PreTrainedModel | None,
-    config: PreTrainedConfig | None,
-) -> "QAdACache":
-    """See `QAdACache.load`."""
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What a file holds.
+
+    Attributes:
+        options: the keywords of `QAdACache` that make a cache like the one saved.
+        layers, tensors: what its layers held.
+    """
+
+    options: dict[str, Any]
+    layers: list[Any]
+    tensors: dict[str, Tensor]
+
+    def restore(self, layers: Sequence[Any], device: torch.device) -> None:
+        """Have new layers of that cache hold, on `device`, what the saved ones held."""
+        padding = NONE
+        for layer, kept in zip(layers, self.layers, strict=True):
+            decoded = _decode(kept, self.tensors, device)
+            if isinstance(layer, QAdALayer):
+                _restore_layer(layer, decoded)
+                if layer.padding.equals(padding):
+                    layer.padding = padding  # shared again, see there
+                padding = layer.padding
+            else:
+                vars(layer).update(decoded)
+
+
+def read(path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreTrainedConfig | None) -> Saved:
+    """Read what `write` wrote; see `QAdACache.load`.
+
+    Raises:
+        FileNotFoundError, ValueError: as there; of the model only what is given is compared.
+    """
     tensors, state = files.read(path, KIND)
+    _check_model(path, state, model, config)
     criterion = state["criterion"] if "criterion" in state else StaticHeads(tensors["static_heads"])
     other = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else None
     moments: Moments = other or CURRENT
     if other is not None and state.get("current_moments"):  # older files do not say: they had one of the two
         moments = CURRENT, other
+    return Saved({"criterion": criterion, "moments": moments, **state["options"]}, state["layers"], tensors)
+
+
+def _check_model(
+    path: str | os.PathLike, state: dict[str, Any], model: PreTrainedModel | None, config: PreTrainedConfig | None
+) -> None:
+    """Raise ValueError if the file is of another model."""
     given = model.config if model is not None else config
-    if given is not None:  # with neither, the constructor says so
+    if given is not None:
         for name, value in _identity(given.get_text_config(decoder=True)).items():
             if state["model"][name] != value:
                 raise ValueError(
                     f"{path} was saved for another model: its {name} is {state['model'][name]!r}, "
                     f"this model's is {value!r}"
                 )
-    dtypes = state.get("dtypes", [])  # older files do not say, and update() refuses what does not fit
-    if model is not None and dtypes and str(model.dtype).removeprefix("torch.") not in dtypes:
+    if model is None:
+        return
+    dtype, dtypes = str(model.dtype).removeprefix("torch."), state.get("dtypes", [])
+    if dtypes and dtype not in dtypes:  # older files do not say, and update() refuses what does not fit
         raise ValueError(
-            f"{path} was saved for a model in {' or '.join(dtypes)}, this model is in "
-            f"{str(model.dtype).removeprefix('torch.')}: load it with a model of that dtype"
+            f"{path} was saved for a model in {' or '.join(dtypes)}, this model is in {dtype}: load it with a model of "
+            "that dtype"
         )
-    if (
-        model is not None
-        and state.get("weights") is not None
-        and not weights.same(state["weights"], weights.sample(model))
-    ):
+    if state.get("weights") is not None and not weights.same(state["weights"], weights.sample(model)):
         raise ValueError(f"{path} was saved for another model: its config is this model's, and its weights are not")
-    cache = cls(model, config=config, criterion=criterion, moments=moments, **state["options"])
-    device = model.device if model is not None else torch.device("cpu")
-    padding = NONE
-    for layer, kept in zip(cache.layers, state["layers"], strict=True):
-        decoded = _decode(kept, tensors, device)
-        if isinstance(layer, QAdALayer):
-            _restore_layer(layer, decoded)
-            if layer.padding.equals(padding):
-                layer.padding = padding  # shared again, see there
-            padding = layer.padding
-        else:
-            vars(layer).update(decoded)
-    return cache
 
 
 def _layer_state(layer: QAdALayer) -> dict[str, Any]:
@@ -144,9 +151,8 @@ def _layer_state(layer: QAdALayer) -> dict[str, Any]:
     layer.check_settled()
     if layer.store is None:
         return {}
-    store, state = layer.store, {name: getattr(layer, name) for name in _LAYER_FIELDS}
-    state["padding"] = layer.padding.records
-    state |= {"local_heads": layer.tally.heads, "local_groups": layer.tally.groups}
+    store = layer.store
+    state = {"seen": layer.seen, "padding": layer.padding.records, **layer.counters.record}
     used, stored = slice(0, store.sinks + store.end), slice(0, max(store.bulk.lengths))
     state |= {"near_keys": store.near_keys[:, :, used], "near_values": store.near_values[:, :, used]}
     state |= {"bulk_keys": store.bulk.keys[:, :, stored], "bulk_values": store.bulk.values[:, :, stored]}
@@ -176,11 +182,8 @@ def _restore_layer(layer: QAdALayer, state: dict[str, Any]) -> None:
             count = torch.tensor(state["count"]).clamp_min(1).to(state["scatter"])
             state["covariance"] = state["scatter"] / count[:, None, None, None]
         store.moments.restore(state["count"], state["mean"], state["covariance"])
-    state = {"spared_bytes": 0} | state  # which older files do not have
-    for name in _LAYER_FIELDS:
-        setattr(layer, name, state[name])
-    layer.tally = Tally(state["local_heads"], state["local_groups"])
-    layer.padding = Padding.from_records(state["padding"])
+    layer.seen, layer.padding = state["seen"], Padding.from_records(state["padding"])
+    layer.counters = Counters.from_record(state)
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

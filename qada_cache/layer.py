@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from .policy import Policy
+from .counters import Counters
+from .options import Options
+from .shared import Shared
 from .storage.padding import NONE
 from .storage.store import TokenStore
-from .tally import Tally
 
 
 def _no_tensor(name: str) -> Any:
@@ -22,7 +23,7 @@ def _no_tensor(name: str) -> Any:
     def refuse(layer: "QAdALayer") -> None:
         raise NotImplementedError(
             f"something reads or sets the {name} of a QAdACache layer, which are no single tensor. If it is the model, "
-            f"use transformers.DynamicCache for {layer.policy.model_type}; save() keeps a cache"
+            f"use transformers.DynamicCache for {layer.shared.model.model_type}; save() keeps a cache"
         )
 
     def read(layer: "QAdALayer") -> None:
@@ -37,7 +38,7 @@ def _no_tensor(name: str) -> Any:
 
 
 class QAdALayer(DynamicLayer):
-    """One full-attention layer: its tokens, its padding, and what its criterion decided.
+    """One full-attention layer: its tokens, its padding, and what it did.
 
     `update` only takes new tokens in; they are stored by the registered attention function (`attention.py`), which
     has the mask that tells real tokens from padding, and the queries.
@@ -47,21 +48,16 @@ class QAdALayer(DynamicLayer):
         seen: logical tokens, padding included (what transformers calls the sequence length).
         padding: which of them are padding; shared by the layers of a cache.
         incoming: the key tensor handed out by `update` and not yet seen by the attention function.
-        tally: which heads were local how often.
+        counters: what it did.
         following: the next such layer of the cache, whose heads may be fetched while this one computes; None: the last.
-        decisions, steps, pulled_bytes, spared_bytes, streamed_bytes: see `CacheStats`; `pulled_bytes` and
-            `spared_bytes` become int64 tensors `[]` on the device once a kernel counts them there.
-        audited: float64 `[5]`, sums over audited decisions of query heads: all, long-context in truth, found of those,
-            called long-context, attention missed. None before the first.
-        audited_bytes: bulk bytes read for audits.
     """
 
     supports_early_init = False  # nothing is preallocated by transformers' export path
     keys, values = _no_tensor("keys"), _no_tensor("values")
 
-    def __init__(self, policy: Policy, index: int) -> None:
+    def __init__(self, shared: Shared, index: int) -> None:
         super().__init__()
-        self.policy = policy
+        self.shared = shared
         self.index = index
         self.following: QAdALayer | None = None
         self.reset()
@@ -72,19 +68,20 @@ class QAdALayer(DynamicLayer):
         self.bound_module: Any = None  # weak reference to the attention module served, see attention.py
         self.incoming: Tensor | None = None
         self.store: TokenStore | None = None
-        self.policy.residents.layers.pop(self.index, None)
+        self.shared.residents.layers.pop(self.index, None)
         self.seen = 0
         self.padding = NONE
-        self.tally = Tally()
-        self.audited: Tensor | None = None
-        self.decisions = self.steps = self.streamed_bytes = self.audited_bytes = 0
-        self.pulled_bytes: int | Tensor = 0
-        self.spared_bytes: int | Tensor = 0
+        self.counters = Counters()
+
+    @property
+    def options(self) -> Options:
+        """What the cache was asked for."""
+        return self.shared.options
 
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""
-        every, served = self.policy.audit_every, self.policy.served
-        return bool(every) and self.steps % every == 0 and served[self.steps // every % len(served)] == self.index
+        every, served, steps = self.options.audit_every, self.shared.model.layers, self.counters.steps
+        return bool(every) and steps % every == 0 and served[steps // every % len(served)] == self.index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """An empty store for tensors like these `[batch, kv_heads, tokens, dim]`."""
@@ -92,12 +89,12 @@ class QAdALayer(DynamicLayer):
         self.store = TokenStore(
             key_states,
             value_states,
-            sinks=self.policy.sink_tokens,
-            window=self.policy.window,
-            offloading=self.policy.offloading,
-            track_moments=self.policy.tracks_moments,
-            update_moments=self.policy.update_moments,
-            residents=self.policy.residents,
+            sinks=self.options.sink_tokens,
+            window=self.options.window,
+            offloading=self.options.offloading,
+            track_moments=self.options.tracks_moments,
+            update_moments=self.options.update_moments,
+            residents=self.shared.residents,
             layer=self.index,
         )
         self.is_initialized = True
@@ -144,9 +141,9 @@ class QAdALayer(DynamicLayer):
         if self.incoming is not None:
             raise RuntimeError(
                 f"layer {self.index}: the keys that QAdACache returned did not come back to its attention function. "
-                f"Either this {self.policy.model_type} model computes attention in a way QAdACache does not support, "
-                "or the cache was built with a config that is not this model's own (use QAdACache(model)), or the "
-                "model's attention implementation was changed since, or a forward pass was interrupted. "
+                f"Either this {self.shared.model.model_type} model computes attention in a way QAdACache does not "
+                "support, or the cache was built with a config that is not this model's own (use QAdACache(model)), or "
+                "the model's attention implementation was changed since, or a forward pass was interrupted. "
                 "Nothing was computed from the cache; use DynamicCache, or fix the cause and call reset()"
             )
 
@@ -154,7 +151,7 @@ class QAdALayer(DynamicLayer):
         """Undo `update`: its tokens were refused before anything was stored."""
         self.incoming = None
         self.seen -= tokens
-        self.policy.progress.back_to(self.index - 1)
+        self.shared.progress.back_to(self.index - 1)
 
     def read_mask(self, mask: Tensor | None, *, batch: int, tokens: int) -> Tensor | None:
         """Compare what a mask says of the tokens stored with what was stored, and note new padding.
@@ -170,7 +167,9 @@ class QAdALayer(DynamicLayer):
         Raises:
             ValueError: as `Padding.after`.
         """
-        self.padding, new = self.policy.padding_after(self.padding, mask, batch=batch, seen=self.seen, queries=tokens)
+        self.padding, new = self.shared.forward_pass.padding_after(
+            self.padding, mask, batch=batch, seen=self.seen, queries=tokens
+        )
         return new
 
     def get_seq_length(self) -> int:

@@ -41,19 +41,19 @@ def prepare(
         TypeError, ValueError, NotImplementedError, FileNotFoundError: as `QAdACache`.
         RuntimeError: `QADA_KERNELS=triton`, and this model's decode steps on the CPU cannot go by Triton.
     """
-    policy = QAdACache(model, moments=CURRENT, **options)._policy  # wrong options are refused before anything is read
+    shared = QAdACache(model, moments=CURRENT, **options)._shared  # wrong options are refused before anything is read
     _, other = sources(moments)
-    if other in PROMPTS and policy.criterion == "gaussian" and policy.served:
+    if other in PROMPTS and shared.options.criterion == "gaussian" and shared.model.layers:
         default_moments(model, str(other), tokenizer)
     QAdACache(model, moments=moments, **options)
-    if policy.served and any(weight.device.type == "cpu" for weight in model.parameters()):
-        _, heads, kv_heads, dim = sizes(policy.config)
+    if shared.model.layers and any(weight.device.type == "cpu" for weight in model.parameters()):
+        _, heads, kv_heads, dim = sizes(shared.model.config)
         ahead.build(
             model.dtype,
             kv_heads=kv_heads,
             group=heads // kv_heads,
             dim=dim,
-            value_dim=getattr(policy.config, "v_head_dim", None) or dim,
-            criterion=policy.criterion,
-            audited=policy.audit_every > 0,
+            value_dim=getattr(shared.model.config, "v_head_dim", None) or dim,
+            criterion=shared.options.criterion,
+            audited=shared.options.audit_every > 0,
         )

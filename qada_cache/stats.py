@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from .counters import Counters
 from .layer import QAdALayer
 
 
@@ -102,7 +103,7 @@ def layer_bytes(layer: object, *, offloading: bool) -> tuple[int, int]:
     store = layer.store if isinstance(layer, QAdALayer) else None
     on_device, bulk = _tensor_bytes(layer), 0
     if isinstance(layer, QAdALayer):
-        on_device += layer.tally.nbytes
+        on_device += layer.counters.nbytes
     if store is not None:
         on_device += _tensor_bytes(store) + (0 if store.moments is None else _tensor_bytes(store.moments))
         on_device += store.bulk.residents.nbytes + _tensor_bytes(store.bulk.residents)
@@ -112,36 +113,37 @@ def layer_bytes(layer: object, *, offloading: bool) -> tuple[int, int]:
 
 def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
     """Read the counters of all layers (waits for the device once per layer)."""
-    ours = [(index, layer) for index, layer in enumerate(cache.layers) if isinstance(layer, QAdALayer)]
+    ours = [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
+    counted = [layer.counters for layer in ours]
     heads, kv_heads = [], []
-    for _, layer in ours:
-        if layer.tally.heads is not None and layer.tally.groups is not None:
-            heads.append(layer.tally.heads.flatten().cpu() / layer.decisions)
-            kv_heads.append(layer.tally.groups.cpu() / layer.decisions)
+    for counters in counted:
+        if counters.local_heads is not None and counters.local_groups is not None:
+            heads.append(counters.local_heads.flatten().cpu() / counters.decisions)
+            kv_heads.append(counters.local_groups.cpu() / counters.decisions)
     bytes_held = [layer_bytes(layer, offloading=offloading) for layer in cache.layers]
     device_bytes = sum(on_device for on_device, _ in bytes_held)
-    for moments in {layer.policy.other_moments for _, layer in ours}:
+    for moments in {layer.options.other_moments for layer in ours}:
         device_bytes += 0 if moments is None else moments.device_bytes
     undecided = torch.full((len(ours), 1), math.nan)
     return CacheStats(
-        layers=tuple(index for index, _ in ours),
+        layers=tuple(layer.index for layer in ours),
         heads=torch.stack(heads) if heads else undecided,
         kv_heads=torch.stack(kv_heads) if kv_heads else undecided,
-        steps=max((layer.steps for _, layer in ours), default=0),
-        decisions=max((layer.decisions for _, layer in ours), default=0),
+        steps=max((counters.steps for counters in counted), default=0),
+        decisions=max((counters.decisions for counters in counted), default=0),
         tokens=cache.get_seq_length(),
         device_bytes=device_bytes,
         host_bytes=sum(on_host for _, on_host in bytes_held),
-        resident_bytes=sum(layer.store.bulk.residents.nbytes for _, layer in ours if layer.store is not None),
-        pulled_bytes=sum(int(layer.pulled_bytes) for _, layer in ours),
-        spared_bytes=sum(int(layer.spared_bytes) for _, layer in ours),
-        streamed_bytes=sum(layer.streamed_bytes for _, layer in ours),
-        audit=_audit([layer for _, layer in ours]),
+        resident_bytes=sum(layer.store.bulk.residents.nbytes for layer in ours if layer.store is not None),
+        pulled_bytes=sum(int(counters.pulled_bytes) for counters in counted),
+        spared_bytes=sum(int(counters.spared_bytes) for counters in counted),
+        streamed_bytes=sum(counters.streamed_bytes for counters in counted),
+        audit=_audit(counted),
     )
 
 
-def _audit(layers: list[QAdALayer]) -> AuditStats | None:
-    sums = [layer.audited.cpu() for layer in layers if layer.audited is not None]
+def _audit(counted: list[Counters]) -> AuditStats | None:
+    sums = [counters.audited.cpu() for counters in counted if counters.audited is not None]
     if not sums:
         return None
     decisions, needed, found, called, missed = torch.stack(sums).sum(dim=0).tolist()
@@ -151,5 +153,5 @@ def _audit(layers: list[QAdALayer]) -> AuditStats | None:
         recall=found / needed if needed else math.nan,
         excess=1 - found / called if called else math.nan,
         missed=missed / decisions if decisions else math.nan,
-        read_bytes=sum(layer.audited_bytes for layer in layers),
+        read_bytes=sum(counters.audited_bytes for counters in counted),
     )

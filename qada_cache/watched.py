@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from .layer import QAdALayer
-from .policy import Policy
+from .shared import Shared
 
 
 class WatchedCache(DynamicCache):
@@ -19,7 +19,7 @@ class WatchedCache(DynamicCache):
     the last layer wrote all it had to is told by those of its kind before it, which were whole, or it was not reached.
     """
 
-    _policy: Policy
+    _shared: Shared
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """As transformers' own."""
@@ -53,13 +53,42 @@ class WatchedCache(DynamicCache):
             self._comes_to(layer_idx, "previous asked for")
         return super().has_previous_state(layer_idx, state_idx)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen."""
+        self._change("crop", tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row `i` becomes the old row `beam_idx[i]` (beam search)."""
+        self._change("reorder_cache", beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, next to each other."""
+        self._change("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (ints, or a bool mask)."""
+        self._change("batch_select_indices", indices)
+
+    def reset(self) -> None:
+        """Drop all tokens and counters."""
+        self._shared.progress.changing = "reset"
+        for layer in self.layers:
+            # In the oldest transformers supported, its own layers keep their length on reset: dropping the tensors
+            # forgets it.
+            if isinstance(layer, DynamicLayer) and not isinstance(layer, QAdALayer):
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+        super().reset()
+        self._shared.progress.back_to(-1)
+        self._shared.progress.changing = ""
+
     def _comes_to(self, layer_idx: int, event: Hashable) -> None:
         self._check_order(layer_idx, event)
         self._come(layer_idx, event)
 
     def _come(self, layer_idx: int, event: Hashable) -> None:
         """Note that a layer has called for this."""
-        progress = self._policy.progress
+        progress = self._shared.progress
         if progress.arrives(layer_idx, event):
             left = progress.reached
             if layer_idx <= left:
@@ -71,18 +100,18 @@ class WatchedCache(DynamicCache):
 
     def _written(self) -> set[Hashable]:
         """What the linear layer reached is seen to have written in this pass."""
-        progress, layer = self._policy.progress, self.layers[self._policy.progress.reached]
+        progress, layer = self._shared.progress, self.layers[self._shared.progress.reached]
         in_place = {name for name, now in _versions(layer).items() if progress.versions.get(name, now) != now}
         return in_place | ((progress.told or set()) & {"keys", *_states(layer)})
 
     def _kind(self, layer_idx: int) -> Hashable:
         """The same for layers that write the same."""
-        types = getattr(self._policy.config, "layer_types", None)
+        types = getattr(self._shared.model.config, "layer_types", None)
         return type(self.layers[layer_idx]), types[layer_idx] if types else layer_idx
 
     def _check_order(self, layer_idx: int, event: Hashable) -> None:
         """Raise if a forward pass that comes to this layer left something undone before it."""
-        progress = self._policy.progress
+        progress = self._shared.progress
         if progress.changing or progress.begins_anew(layer_idx, event):
             self._check_whole()
         elif layer_idx > progress.reached:
@@ -90,7 +119,7 @@ class WatchedCache(DynamicCache):
 
     def _check_handed_back(self) -> None:
         """Raise if keys handed out by the layer reached last did not come to our attention function."""
-        reached = self._policy.progress.reached
+        reached = self._shared.progress.reached
         if reached >= 0 and isinstance(layer := self.layers[reached], QAdALayer):
             layer.check_settled()
 
@@ -98,7 +127,7 @@ class WatchedCache(DynamicCache):
         """Raise unless the last forward pass, or change, came through all layers: else they hold different tokens."""
         self._check_handed_back()
         self._conclude()
-        progress, interrupted = self._policy.progress, ""
+        progress, interrupted = self._shared.progress, ""
         if 0 <= progress.reached < self._last_layer():
             interrupted = f"a forward pass was interrupted after layer {progress.reached}"
         if progress.changing:
@@ -110,7 +139,7 @@ class WatchedCache(DynamicCache):
 
     def _conclude(self) -> None:
         """Book whether the last layer wrote all it had to, while its states are still those that it wrote."""
-        progress, last = self._policy.progress, self._last_layer()
+        progress, last = self._shared.progress, self._last_layer()
         if progress.told is not None and progress.reached == last >= 0 and _is_linear(self.layers[last]):
             whole = progress.written.get(self._kind(last), set()) <= self._written()
             progress.back_to(last if whole else last - 1)
@@ -118,20 +147,20 @@ class WatchedCache(DynamicCache):
     def _change(self, verb: str, *arguments: Any) -> None:
         """Have every layer do this."""
         self._check_whole()
-        self._policy.progress.changing = verb
+        self._shared.progress.changing = verb
         for index, layer in enumerate(self.layers):
             try:
                 getattr(layer, verb)(*arguments)
             except Exception as error:
                 if not index and _refuses(layer, error):
-                    self._policy.progress.changing = ""
+                    self._shared.progress.changing = ""
                 raise
-        self._policy.progress.changing = ""
+        self._shared.progress.changing = ""
 
     def _last_layer(self) -> int:
         """The last layer that calls in every pass."""
         # In older transformers feed-forward layers have a cache of the linear kind, which they never call.
-        types = getattr(self._policy.config, "layer_types", None) or [""] * len(self.layers)
+        types = getattr(self._shared.model.config, "layer_types", None) or [""] * len(self.layers)
         calling = [
             index
             for index, (layer, kind) in enumerate(zip(self.layers, types, strict=False))

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from qada_cache.attention import decode
 from qada_cache.attention.forward import attention_forward, switch_on
+from qada_cache.counters import Counters
 from qada_cache.layer import QAdALayer
-from qada_cache.policy import Policy
+from qada_cache.options import Options
+from qada_cache.shared import ServedModel, Shared
 from qada_cache.storage.geometry import Geometry
 
 SINKS, LOCAL = 3, 11  # small, so that a few dozen tokens reach every place a token can be
 WINDOW = LOCAL - SINKS
-POLICY = {
+OPTIONS = {
     "threshold": 0.15,  # decides about half of the calls of `Inputs` each way
     "sink_tokens": SINKS,
     "local_tokens": LOCAL,
@@ -27,7 +28,6 @@ POLICY = {
     "other_moments": None,
     "update_moments": True,
     "offloading": False,
-    "model_type": "llama",
 }
 
 
@@ -81,8 +81,9 @@ def transformers_mask(valid: Tensor, queries: int) -> Tensor | None:
     return causal & valid[:, None, None, :]
 
 
-def make_policy(**options: Any) -> Policy:
-    return Policy(**(POLICY | options))
+def make_shared(**options: Any) -> Shared:
+    """What a layer 0 shares with no other."""
+    return Shared(Options(**(OPTIONS | options)), ServedModel("llama", layers=(0,)))
 
 
 class Driver:
@@ -110,13 +111,13 @@ class Driver:
         The flags are None when the call was exact: nothing was decided.
         """
         seen = []
-        original = decode.count
+        original = Counters.count
 
-        def spy(layer: QAdALayer, flags: Tensor, geometry: Geometry) -> None:
+        def spy(counters: Counters, flags: Tensor, geometry: Geometry) -> None:
             seen.append(flags)
-            original(layer, flags, geometry)
+            original(counters, flags, geometry)
 
-        with mock.patch.object(decode, "count", spy), torch.no_grad():
+        with mock.patch.object(Counters, "count", spy), torch.no_grad():
             tagged, stored = self.layer.update(keys, values)
             outputs, weights = attention_forward(self.module, queries, tagged, stored, mask, scaling=scaling, **kwargs)
         assert weights is None

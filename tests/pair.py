@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from harness import Driver, FakeAttention, make_policy, transformers_mask
+from harness import Driver, FakeAttention, make_shared, transformers_mask
 from reference import Moments, averaged_moments, error_budget, log_local_fraction, log_masses, rotary_matrix
 from reference_layer import ReferenceLayer
 from torch import Tensor
@@ -31,7 +31,7 @@ class Pair:
     """A layer and its reference, given the same calls and compared after each.
 
     Args:
-        options: those of `Policy` that differ from `POLICY`.
+        options: those of `Options` that differ from `OPTIONS`.
         scaling: multiplies the scores.
         layer: the product's layer, if it exists already (in a `QAdACache`, say).
         module: as for `Driver`.
@@ -48,7 +48,7 @@ class Pair:
         module: FakeAttention | None = None,
         **options: Any,
     ) -> None:
-        layer = QAdALayer(make_policy(**options), 0) if layer is None else layer
+        layer = QAdALayer(make_shared(**options), 0) if layer is None else layer
         self.groups, self.scaling = heads // kv_heads, scaling
         self.driver = Driver(layer, groups=self.groups, module=module)
         self.reference = ReferenceLayer(scaling=scaling, **reference_options(layer, heads=heads))
@@ -108,7 +108,7 @@ class Pair:
 
     def _check_flags(self, wrong: Tensor, queries: Tensor) -> None:
         """Flags may differ from the reference's only where rounding decides."""
-        reference, policy = self.reference, self.layer.policy
+        reference, asked = self.reference, self.layer.options
         told = ("criterion", "moments", "current")
         options = {name: reference.options[name] for name in told if name in reference.options}
         for row, index in wrong.any(dim=1).nonzero().tolist():
@@ -116,18 +116,18 @@ class Pair:
             masses = log_masses(
                 query=queries[row, :, index].cpu(), keys=reference.keys[row], scaling=self.scaling,
                 position=reference.lengths[row] - after - 1, **reference.sizes, **options,
-                frozen_count=None if policy.update_moments else reference.frozen_counts[row],
+                frozen_count=None if asked.update_moments else reference.frozen_counts[row],
             )  # fmt: skip
             for head in wrong[row, :, index].nonzero()[:, 0].tolist():
-                assert 0 < policy.threshold < 1
+                assert 0 < asked.threshold < 1
                 heads = slice(head, head + 1)
-                if policy.group_rule != "head":
+                if asked.group_rule != "head":
                     heads = slice(head - head % self.groups, head - head % self.groups + self.groups)
                 # The fused kernel's log-sum-exp is coarser in half precision, see test_kernels.py.
                 rounding = 1e-5 if queries.dtype == torch.float32 else 1e-4
                 slack = rounding * (1 + max(abs(log_mass) for masses_of in masses[heads] for log_mass in masses_of))
                 fractions = [math.exp(log_local_fraction(log_local=a, log_bulk=b)) for a, b in masses[heads]]
-                close = min(abs(fraction / policy.threshold - 1) for fraction in fractions)
+                close = min(abs(fraction / asked.threshold - 1) for fraction in fractions)
                 assert close < slack, f"row {row}, query {index}, head {head}"
                 self.tally.skipped += 1
 
@@ -149,10 +149,10 @@ class Pair:
         if layer.store is None:
             return
         assert layer.store.lengths == reference.lengths
-        assert layer.decisions == self.decisions
-        if layer.tally.heads is not None:
-            assert torch.equal(layer.tally.heads.flatten().cpu(), self.local_heads)
-            assert torch.equal(layer.tally.groups.cpu(), self.local_groups)
+        assert layer.counters.decisions == self.decisions
+        if layer.counters.local_heads is not None:
+            assert torch.equal(layer.counters.local_heads.flatten().cpu(), self.local_heads)
+            assert torch.equal(layer.counters.local_groups.cpu(), self.local_groups)
         for row, (keys, values) in enumerate(stored_tokens(layer.store)):
             assert torch.equal(keys.double(), reference.keys[row])
             assert torch.equal(values.double(), reference.values[row])
@@ -163,7 +163,7 @@ class Pair:
     def _check_moments(self, row: int) -> None:
         moments, reference = self.layer.store.moments, self.reference
         bulk = self.layer.store.bulk.lengths[row]
-        expected = bulk if self.layer.policy.update_moments else reference.frozen_counts[row]
+        expected = bulk if self.layer.options.update_moments else reference.frozen_counts[row]
         assert moments.count[row] == expected
         mean, covariance = reference.moments(row, count=expected)
         for name, found, true in (
@@ -186,19 +186,19 @@ class Pair:
 
 
 def reference_options(layer: QAdALayer, *, heads: int) -> dict[str, Any]:
-    """What `ReferenceLayer` is to do so that it does what the layer's policy says."""
-    policy = layer.policy
+    """What `ReferenceLayer` is to do so that it does what the layer's options say."""
+    asked = layer.options
     options = {
-        name: getattr(policy, name)
+        name: getattr(asked, name)
         for name in ("threshold", "sink_tokens", "local_tokens", "update_moments", "group_rule")
     }
-    options["criterion"] = policy.criterion
-    if isinstance(policy.criterion, StaticHeads):
-        table = policy.criterion.long_context[layer.index]
+    options["criterion"] = asked.criterion
+    if isinstance(asked.criterion, StaticHeads):
+        table = asked.criterion.long_context[layer.index]
         options["criterion"] = table.repeat_interleave(heads // len(table))  # KV heads speak for their group
-    if policy.other_moments is not None:
-        options["current"] = policy.current_moments
-        options["moments"] = kept_moments(policy.other_moments, layer.index)
+    if asked.other_moments is not None:
+        options["current"] = asked.current_moments
+        options["moments"] = kept_moments(asked.other_moments, layer.index)
     return options
 
 

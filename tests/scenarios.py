@@ -186,7 +186,7 @@ def play(
     seed: int = 0,
     **options: Any,
 ) -> Pair:
-    """Play a scenario through; `options` are those of the policy. The pair, for what it saw."""
+    """Play a scenario through; `options` are those of the cache. The pair, for what it saw."""
     inputs = Inputs(seed, heads=heads, kv_heads=kv_heads, value_dim=value_dim, dtype=dtype, device=device)
     pair = Pair(heads=heads, kv_heads=kv_heads, **options)
     SCENARIOS[scenario](pair, inputs)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import LOCAL, SINKS, WINDOW, Driver, Inputs, make_policy, transformers_mask
+from harness import LOCAL, SINKS, WINDOW, Driver, Inputs, make_shared, transformers_mask
 from models import SMALL, prompt, tiny
 from reference import bulk_indices, log_masses
 from scenarios import small_buffers
@@ -29,7 +29,7 @@ CALLS = (40, 1, 1, 3, WINDOW, 1, 20, *[1] * 25)
 )
 @pytest.mark.parametrize("padded", [False, True])
 def test_equals_float64(padded: bool, options: dict[str, Any]) -> None:
-    layer = QAdALayer(make_policy(audit_every=1, served=(0,), **options), 0)
+    layer = QAdALayer(make_shared(audit_every=1, **options), 0)
     driver, inputs, generator = Driver(layer), Inputs(), torch.Generator().manual_seed(4)
     history, kept = torch.empty(2, 0, dtype=torch.bool), [torch.empty(2, 0, 16)] * 2
     expected = torch.zeros(5, dtype=torch.float64)
@@ -55,12 +55,12 @@ def test_equals_float64(padded: bool, options: dict[str, Any]) -> None:
                     )
                     for (log_local, log_bulk), is_local in zip(masses, local[row, :, token].tolist(), strict=True):
                         lost = 1 / (1 + math.exp(log_local - log_bulk))
-                        needed = 1 - lost < layer.policy.threshold
+                        needed = 1 - lost < layer.options.threshold
                         expected += torch.tensor([1, needed, needed and not is_local, not is_local, lost * is_local])
-    assert layer.audited is not None
+    assert layer.counters.audited is not None
     assert expected[1] > 20
-    torch.testing.assert_close(layer.audited[:4], expected[:4], rtol=0, atol=0)
-    torch.testing.assert_close(layer.audited[4], expected[4], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.counters.audited[:4], expected[:4], rtol=0, atol=0)
+    torch.testing.assert_close(layer.counters.audited[4], expected[4], rtol=1e-5, atol=1e-5)
 
 
 def run(every: int, **options: Any) -> tuple[torch.Tensor, QAdACache]:
@@ -87,7 +87,7 @@ def test_outputs_and_counters_stay_the_same() -> None:
 def test_layers_take_turns() -> None:
     """30 steps, an audit every 4: eight, of layers 0, 1, 2, 0, 1, 2, 0, 1; each reads one layer's bulk."""
     _, cache = run(4)
-    audited = [int(layer.audited[0]) for layer in cache.layers]
+    audited = [int(layer.counters.audited[0]) for layer in cache.layers]
     assert audited == [3 * 4, 3 * 4, 2 * 4]  # of four heads each
     audit = cache.stats().audit
     assert audit is not None

@@ -72,7 +72,7 @@ def test_cache_with_the_kernel_equals_reference(
         pair = play(scenario, device=device, offloading=True, **options)
     assert len(launches) > 3
     assert pair.tally.local + pair.tally.long_context > 20
-    assert isinstance(pair.layer.pulled_bytes, torch.Tensor)
+    assert isinstance(pair.layer.counters.pulled_bytes, torch.Tensor)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -89,7 +89,7 @@ def test_same_counters_as_the_torch_path(
             with torch.inference_mode(turn % 2 == 1):
                 pair.update(*inputs(1))
                 pair.update(*inputs(3))
-        counted.append((int(pair.layer.pulled_bytes), pair.tally))
+        counted.append((int(pair.layer.counters.pulled_bytes), pair.tally))
     assert len(launches) == 4 + 2
     assert counted[0] == counted[1] == counted[2]
     assert counted[0][0] > 0

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import LOCAL, SINKS, WINDOW, Driver, Inputs, make_policy, transformers_mask
+from harness import LOCAL, SINKS, WINDOW, Driver, Inputs, make_shared, transformers_mask
 from pair import Pair, stored_tokens
 from scenarios import SCENARIOS, left_padded, play, small_buffers
 from torch import Tensor
@@ -175,14 +175,14 @@ def test_only_the_bulk_of_long_context_heads_is_read(monkeypatch: pytest.MonkeyP
     counts, bytes_read = [], 0
     for _ in range(30):
         read.clear()
-        local_groups = pair.layer.tally.groups
+        local_groups = pair.layer.counters.local_groups
         pair.update(*inputs(1, 2))
         before = torch.zeros(2, dtype=torch.int64) if local_groups is None else local_groups
-        assert 4 - len(read) == int((pair.layer.tally.groups - before).sum())
+        assert 4 - len(read) == int((pair.layer.counters.local_groups - before).sum())
         bytes_read += sum((16 + 16) * 4 * pair.layer.store.bulk.lengths[row] for row, _ in read)
         counts.append(len(read))
     assert set(counts) > {1, 2}
-    assert pair.layer.pulled_bytes == bytes_read
+    assert pair.layer.counters.pulled_bytes == bytes_read
 
 
 def test_inference_mode_and_no_grad_mix() -> None:
@@ -255,7 +255,7 @@ def test_old_mask_handed_in_again_is_refused() -> None:
 
 
 def test_first_call_with_a_wrong_mask_leaves_an_empty_cache() -> None:
-    driver, inputs = Driver(QAdALayer(make_policy(), 0)), Inputs()
+    driver, inputs = Driver(QAdALayer(make_shared(), 0)), Inputs()
     with pytest.raises(ValueError, match="shape"):
         driver(*inputs(20), torch.ones(2, 1, 20, 19, dtype=torch.bool), scaling=0.25)
     assert driver.layer.get_seq_length() == 0

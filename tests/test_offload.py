@@ -145,7 +145,7 @@ def test_blocks_and_bytes(device: str, copies: Copies) -> None:
     layer, per_token = pair.layer, 2 * 2 * (16 + 16) * 4  # rows, heads, dimensions, bytes
     assert copies.longest == 7
     assert copies.count == 2 * 2 * -(-(100 - SINKS - WINDOW) // 7)
-    assert layer.streamed_bytes == copies.bytes == (100 - SINKS - WINDOW) * per_token
+    assert layer.counters.streamed_bytes == copies.bytes == (100 - SINKS - WINDOW) * per_token
     copies.bytes = expected = 0
     needed, before = set(), torch.zeros(2, dtype=torch.int64)
     for _ in range(8):
@@ -154,7 +154,7 @@ def test_blocks_and_bytes(device: str, copies: Copies) -> None:
         needed.add(read)
         expected += read * layer.store.bulk.lengths[0] * (16 + 16) * 4
         before = pair.local_groups.clone()
-    assert layer.pulled_bytes == copies.bytes == expected
+    assert layer.counters.pulled_bytes == copies.bytes == expected
     assert needed & {1, 2, 3}
 
 
@@ -173,9 +173,9 @@ def small_cache(**options: Any) -> tuple[QAdACache, list[Pair]]:
 
 
 def storages(holder: object, seen: dict[int, Tensor] | None = None) -> dict[int, Tensor]:
-    """Every tensor storage reachable from an object's attributes, by address; policy and configuration left out.
+    """Every tensor storage reachable from an object's attributes, by address; what layers share left out.
 
-    They are shared with other caches, and hold masks of the current call. So are the ways from layer to layer.
+    It holds masks of the current call. So are the ways from layer to layer.
     """
     seen = {} if seen is None else seen
     if isinstance(holder, Tensor):
@@ -185,7 +185,7 @@ def storages(holder: object, seen: dict[int, Tensor] | None = None) -> dict[int,
             storages(item, seen)
     elif isinstance(holder, dict):
         for name, item in holder.items():
-            if name not in ("policy", "bound_module", "shared", "following"):
+            if name not in ("shared", "bound_module", "following"):
                 storages(item, seen)
     elif type(holder).__module__.startswith("qada_cache"):
         storages(vars(holder), seen)
@@ -234,7 +234,7 @@ def test_stats_count_real_storages(
         verb()
         check(cache)
     cache.save(tmp_path / "cache.safetensors")
-    loaded = QAdACache.load(tmp_path / "cache.safetensors", config=cache._policy.config)
+    loaded = QAdACache.load(tmp_path / "cache.safetensors", config=cache._shared.model.config)
     check(loaded)
     cache.reset()
     assert (cache.stats().device_bytes, cache.stats().host_bytes) == (0, 0)
@@ -289,7 +289,7 @@ def test_padding_is_recorded_by_itself(batch: int, tmp_path: Path) -> None:
     for pair in pairs:
         pair.update(*Inputs()(40, batch), valid, mask=mask)
     cache.save(tmp_path / "cache.safetensors")
-    loaded = QAdACache.load(tmp_path / "cache.safetensors", config=cache._policy.config)
+    loaded = QAdACache.load(tmp_path / "cache.safetensors", config=cache._shared.model.config)
     for layers in (cache.layers, loaded.layers):
         (record,) = {layer.padding for layer in layers}
         assert torch.equal(record.known, valid[:, :10])

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import SINKS, WINDOW, Inputs, make_policy
+from harness import SINKS, WINDOW, Inputs, make_shared
 from models import tiny
 from scenarios import left_padded
 from stand_in import accelerator
@@ -88,7 +88,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 
 def new_layer(keys: Tensor, values: Tensor, **options: Any) -> QAdALayer:
-    layer = QAdALayer(make_policy(offloading=True, **options), 0)
+    layer = QAdALayer(make_shared(offloading=True, **options), 0)
     layer.lazy_initialization(keys, values)
     return layer
 
@@ -129,7 +129,7 @@ def test_chunks_stream_a_bulk_that_is_larger_than_the_device(host: set[int]) -> 
                 whole_context(layer, layer.store, chunk[2], *chunk[:2], scaling=0.25, valid=None)
                 layer.store.absorb(*chunk[:2], None)
             assert copies.longest == 64
-            assert layer.streamed_bytes == copies.bytes == 2 * (stored - SINKS - WINDOW) * TOKEN_BYTES
+            assert layer.counters.streamed_bytes == copies.bytes == 2 * (stored - SINKS - WINDOW) * TOKEN_BYTES
         peaks.append(live.peak)
     assert peaks[0] == peaks[1] < 60_000 < 2 * TOKENS * TOKEN_BYTES / 20
 
@@ -146,8 +146,8 @@ def test_what_lies_on_the_device_is_not_streamed() -> None:
             chunk = Inputs(1)(WINDOW + 1)
             outputs.append(whole_context(layer, layer.store, chunk[2], *chunk[:2], scaling=0.25, valid=None))
             whole = 2 * (60 - SINKS - WINDOW) * TOKEN_BYTES
-            assert layer.streamed_bytes == copies.bytes == (whole / 4 if budget else whole)
-            assert layer.spared_bytes == whole - layer.streamed_bytes
+            assert layer.counters.streamed_bytes == copies.bytes == (whole / 4 if budget else whole)
+            assert layer.counters.spared_bytes == whole - layer.counters.streamed_bytes
     assert torch.equal(*outputs)
 
 

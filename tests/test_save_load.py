@@ -22,8 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qada_cache import KeyMoments, QAdACache, StaticHeads
-from qada_cache import cache_file as serialization
+from qada_cache import KeyMoments, QAdACache, StaticHeads, cache_file
 from qada_cache.files import private
 from qada_cache.files import tensors as files
 
@@ -201,14 +200,14 @@ def drop_state(path: Path) -> None:
 
 def make_older(path: Path) -> None:
     """As written before covariances were kept: their sums, and no count of bytes spared."""
-    tensors, state = files.read(path, serialization.KIND)
+    tensors, state = files.read(path, cache_file.KIND)
     for index, layer in enumerate(state["layers"]):
         kept = {key: value for key, value in layer["dict"] if key not in ("spared_bytes", "covariance")}
         covariance = tensors.pop(f"layer {index}.covariance")
         tensors[f"layer {index}.scatter"] = covariance * torch.tensor(kept["count"])[:, None, None, None]
         kept["scatter"] = {"tensor": f"layer {index}.scatter"}
         layer["dict"] = [[key, value] for key, value in kept.items()]
-    files.write(path, serialization.KIND, tensors, state)
+    files.write(path, cache_file.KIND, tensors, state)
 
 
 def test_older_files(tmp_path: Path) -> None:
@@ -385,9 +384,9 @@ def test_what_killed_processes_left_is_removed_by_the_next_save(saved: Path) -> 
     cache = QAdACache.load(saved, tiny())
     script = (
         "import os, sys\nsys.path.insert(0, 'tests')\n"
-        "from models import tiny\nfrom qada_cache import QAdACache, files\n"
+        "from models import tiny\nfrom qada_cache import QAdACache\nfrom qada_cache.files import tensors\n"
         f"cache = QAdACache.load({str(saved)!r}, tiny())\n"
-        f"files._content = lambda tensor: os.kill(os.getpid(), 9)\ncache.save({str(saved)!r})"
+        f"tensors._content = lambda tensor: os.kill(os.getpid(), 9)\ncache.save({str(saved)!r})"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[1]).returncode == -9
     left = set(saved.parent.iterdir()) - {saved}

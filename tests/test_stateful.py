@@ -182,7 +182,7 @@ class CacheMachine(RuleBasedStateMachine):
             for name in ("reference", "tally", "local_heads", "local_groups"):
                 setattr(pair, name, copy.deepcopy(getattr(pair, name)))
         self.adopt(copy.deepcopy(original))
-        assert self.cache._policy.config is self.config
+        assert self.cache._shared.model.config is self.config
         self.update(tokens, "none")
         self.cache.crop(-(tokens + 1))
         self.cache, self.pairs = original, pairs

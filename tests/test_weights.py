@@ -120,5 +120,5 @@ def test_caches_of_deep_models_can_be_copied() -> None:
     ours = set(map(id, cache.layers))
     for layer, following in zip(twin.layers, [*twin.layers[1:], None], strict=True):
         assert layer.following is following
-        assert layer.policy is twin._policy
+        assert layer.shared is twin._shared
         assert id(layer) not in ours

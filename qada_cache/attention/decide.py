@@ -25,7 +25,7 @@ def needs_long_context(
     """Heads that need the long context, False where there is no bulk.
 
     Args:
-        layer: whose policy decides.
+        layer: whose options decide.
         moments: running moments of its stored keys, if it keeps any.
         packed: queries `[batch, kv_heads, group * queries, dim]`.
         scores: of them over the near buffer, `[batch, kv_heads, group, queries, columns]` float32.
@@ -37,17 +37,17 @@ def needs_long_context(
     Returns:
         bool `[batch, kv_heads, group, queries]`.
     """
-    policy, log_bulk = layer.policy, None
+    options, log_bulk = layer.options, None
     criterion: str | Tensor
-    if isinstance(policy.criterion, StaticHeads):
+    if isinstance(options.criterion, StaticHeads):
         # Heads given as KV heads broadcast over their group.
-        table = policy.criterion.long_context[layer.index].to(scores.device).reshape(scores.shape[1], -1)
+        table = options.criterion.long_context[layer.index].to(scores.device).reshape(scores.shape[1], -1)
         criterion = table.expand(-1, scores.shape[2])
     else:
-        criterion = policy.criterion
+        criterion = options.criterion
     if far_lse is not None:
         log_bulk = log_bulk_mass(scores, far_lse, geometry)
-    elif policy.criterion == "gaussian":
+    elif options.criterion == "gaussian":
         log_bulk = estimated_log_bulk(layer, moments, packed, scores, geometry, scaling=scaling)
     return decision.needs_long_context(
         scores,
@@ -55,8 +55,8 @@ def needs_long_context(
         criterion=criterion,
         local=geometry.local,
         decided=geometry.decided,
-        threshold=policy.threshold,
-        group_rule=policy.group_rule,
+        threshold=options.threshold,
+        group_rule=options.group_rule,
     )
 
 
@@ -76,7 +76,7 @@ def estimated_log_bulk(
     scaling: float,
 ) -> Tensor:
     """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]`, `+inf` where there are no moments yet."""
-    policy, current, other = layer.policy, None, None
+    options, current, other = layer.options, None, None
     if moments is not None:
         current = decision.current_log_bulk(
             packed.float(),
@@ -84,12 +84,12 @@ def estimated_log_bulk(
             moments.mean,
             moments.covariance,
             moments.known,
-            staged=geometry.staged if policy.update_moments and geometry.any_staged else None,
+            staged=geometry.staged if options.update_moments and geometry.any_staged else None,
             bulk_tokens=geometry.bulk_tokens,
             scaling=scaling,
         )
-    if policy.other_moments is not None:
-        other = other_log_bulk(policy.other_moments, layer, packed, scores, geometry, scaling=scaling)
+    if options.other_moments is not None:
+        other = other_log_bulk(options.other_moments, layer, packed, scores, geometry, scaling=scaling)
     return decision.larger(current, other)
 
 
@@ -110,14 +110,6 @@ def other_log_bulk(
     return log_bulk
 
 
-def count(layer: QAdALayer, flags: Tensor, geometry: Geometry) -> None:
-    """Book one call's decisions, without waiting for the device."""
-    layer.steps += 1
-    if geometry.decisions:
-        layer.tally.add(flags, geometry.decided)
-        layer.decisions += geometry.decisions
-
-
 def audit(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, geometry: Geometry) -> None:
     """Book what the truth says about one call's decisions, on the device: see `CacheStats.audit`.
 
@@ -125,8 +117,7 @@ def audit(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, geom
     """
     decided = geometry.decided.unsqueeze(2)
     log_local, log_bulk = decision.log_mass(scores, geometry.local), log_bulk_mass(scores, far_lse, geometry)
-    needed = long_context(log_local, log_bulk, layer.policy.threshold) & decided
+    needed = long_context(log_local, log_bulk, layer.options.threshold) & decided
     missed = torch.sigmoid(log_bulk - log_local).masked_fill(flags | ~decided, 0.0)
     tallies = (decided.expand_as(flags), needed, needed & flags, flags, missed)
-    sums = torch.stack([tally.sum(dtype=torch.float64) for tally in tallies])
-    layer.audited = sums if layer.audited is None else layer.audited.to(sums) + sums
+    layer.counters.audit(torch.stack([tally.sum(dtype=torch.float64) for tally in tallies]))

@@ -8,7 +8,7 @@ from ..layer import QAdALayer
 from ..storage.padding import real_tokens
 from ..storage.reading import flagged, prefetch, stream
 from ..storage.store import TokenStore
-from .decide import audit, count, needs_long_context
+from .decide import audit, needs_long_context
 from .one_token import one_token
 
 
@@ -20,7 +20,7 @@ def query_adaptive(
     The call's own tokens have been appended to `store` already; every query has its own local set and is causal.
 
     Args:
-        layer: whose policy decides and whose counters count.
+        layer: whose options decide and whose counters count.
         store: its tokens.
         query: `[batch, heads, queries, dim]`, `queries` at most the window.
         scaling: multiplies the scores.
@@ -34,16 +34,16 @@ def query_adaptive(
     group = heads // kv_heads
     columns = slice(0, store.sinks + store.end)
     near_keys, near_values = store.near_keys[:, :, columns], store.near_values[:, :, columns]
-    geometry = layer.policy.geometry(
+    geometry = layer.shared.forward_pass.geometry(
         lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=valid, device=query.device
     )
     audited = layer.is_audited()
     if queries == 1 and not audited:
-        policy, bulk = layer.policy, store.bulk
-        kernel = choice.fused_decode(query, bulk.keys, bulk.values, policy.criterion)
+        bulk = store.bulk
+        kernel = choice.fused_decode(query, bulk.keys, bulk.values, layer.options.criterion)
         if kernel is not None:
             out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
-            count(layer, flags.unsqueeze(-1), geometry)
+            layer.counters.count(flags.unsqueeze(-1), geometry)
             return out
     # All query heads of a group share their KV head's keys: packed together, each key is read once.
     packed = query.reshape(batch, kv_heads, group * queries, dim)
@@ -51,14 +51,14 @@ def query_adaptive(
     scores = scores.unflatten(2, (group, queries))
 
     far = None
-    if layer.policy.criterion == "oracle":  # needs every score, so everything is read whatever it decides
+    if layer.options.criterion == "oracle":  # needs every score, so everything is read whatever it decides
         far = _bulk_partial(layer, store, packed, None, scaling=scaling)
     far_lse = None if far is None else far[1]
     flags = needs_long_context(layer, store.moments, packed, scores, far_lse, geometry, scaling=scaling)
     if audited:
         _, true_lse = far or _bulk_partial(layer, store, packed, None, scaling=scaling, audit=True)
         audit(layer, flags, scores, true_lse, geometry)
-    count(layer, flags, geometry)
+    layer.counters.count(flags, geometry)
 
     visible = geometry.local.unsqueeze(1) | (geometry.staged.unsqueeze(1) & flags.unsqueeze(-1))
     out, lse = softmax_average(scores.masked_fill(~visible, -torch.inf).flatten(2, 3), near_values)
@@ -67,7 +67,7 @@ def query_adaptive(
             far = _bulk_partial(layer, store, packed, flags.flatten(2).any(dim=-1), scaling=scaling)
         far_out, far_lse = far
         if layer.following is not None and layer.following.store is not None:
-            layer.following.pulled_bytes += prefetch(layer.following.store.bulk)
+            layer.following.counters.pulled_bytes += prefetch(layer.following.store.bulk)
         out, lse = merge_partials(out, lse, far_out, far_lse.masked_fill(~flags.flatten(2), -torch.inf))
     return out.unflatten(2, (group, queries)).flatten(1, 2).to(query.dtype)
 
@@ -98,10 +98,10 @@ def _bulk_partial(
         at = part.rows, part.heads
         out[at], lse[at] = partial_attention(packed[at], part.keys, part.values, scaling=scaling)
         if audit:
-            layer.audited_bytes += part.pulled + part.spared
+            layer.counters.audited_bytes += part.pulled + part.spared
         else:
-            layer.pulled_bytes += part.pulled
-            layer.spared_bytes += part.spared
+            layer.counters.pulled_bytes += part.pulled
+            layer.counters.spared_bytes += part.spared
     return out, lse
 
 
@@ -156,7 +156,7 @@ def whole_context(
             at = slice(part.rows.start - rows.start, part.rows.stop - rows.start), part.heads
             far = partial_attention(packed[at], part.keys, part.values, scaling=scaling)
             out[at], lse[at] = merge_partials(out[at], lse[at], *far)
-            layer.streamed_bytes += part.pulled
-            layer.spared_bytes += part.spared
+            layer.counters.streamed_bytes += part.pulled
+            layer.counters.spared_bytes += part.spared
         result[rows, :, real] = out.reshape(*new_query.shape[:3], -1).to(query.dtype)
     return result

@@ -170,10 +170,10 @@ def _attend(
         return base(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if layer.incoming is not key:
         raise NotImplementedError(
-            f"{layer.policy.model_type} shares one layer's keys with other layers, which QAdACache does not support: "
-            "use transformers.DynamicCache for this model"
+            f"{layer.shared.model.model_type} shares one layer's keys with other layers, which QAdACache does not "
+            "support: use transformers.DynamicCache for this model"
         )
-    queries, policy = query.shape[-2], layer.policy
+    queries = query.shape[-2]
     try:
         _check_supported(module, layer, queries, dropout, kwargs)
         valid = layer.read_mask(attention_mask, batch=query.shape[0], tokens=queries)
@@ -184,7 +184,7 @@ def _attend(
     if layer.seen == queries:
         out, _ = base(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
         layer.store.absorb(key, value, valid)
-    elif queries > policy.window:
+    elif queries > layer.options.window:
         with without_autocast(query.device):
             out = whole_context(layer, layer.store, query, key, value, scaling=scaling, valid=valid)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
@@ -201,7 +201,8 @@ def _attend(
 def _check_supported(
     module: torch.nn.Module, layer: QAdALayer, tokens: int, dropout: float, kwargs: dict[str, Any]
 ) -> None:
-    name = layer.policy.model_type
+    served = layer.shared.model
+    name = served.model_type
     way_out = "use transformers.DynamicCache for this model"
     for argument, meaning in _UNSUPPORTED.items():
         if kwargs.get(argument) is not None:
@@ -215,7 +216,7 @@ def _check_supported(
         )
     if module.training or dropout:
         raise RuntimeError("QAdACache serves inference only: call model.eval(), or train without a cache")
-    if layer.policy.config is not None and layer.policy.config is not module.config:
+    if served.config is not None and served.config is not module.config:
         raise RuntimeError(
             f"this QAdACache was built for another model (of type {name}): build one QAdACache per model"
         )

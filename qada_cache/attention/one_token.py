@@ -24,12 +24,10 @@ def one_token(
     Returns:
         `[batch, heads, 1, value_dim]` in the query's dtype, bool flags `[batch, kv_heads, group]`.
     """
-    policy, bulk, columns = layer.policy, store.bulk, slice(0, store.sinks + store.end)
-    layer.pulled_bytes = _counter(layer.pulled_bytes, query.device)
+    options, bulk, columns = layer.options, store.bulk, slice(0, store.sinks + store.end)
     elsewhere: dict[str, Tensor] = {}
-    if bulk.offloaded and policy.device_budget:
-        layer.spared_bytes = _counter(layer.spared_bytes, query.device)
-        elsewhere = {"places": bulk.residents.places(bulk.lengths), "spared": layer.spared_bytes}
+    if bulk.offloaded and options.device_budget:
+        elsewhere = {"places": bulk.residents.places(bulk.lengths), "spared": layer.counters.spared_on(query.device)}
     out, flags = kernel(
         query,
         store.near_keys[:, :, columns],
@@ -40,44 +38,36 @@ def one_token(
         bulk_lengths=geometry.stored.flatten(),
         decided=geometry.decided.flatten(),
         scaling=scaling,
-        threshold=policy.threshold,
-        group_rule=policy.group_rule,
-        pulled=layer.pulled_bytes,
+        threshold=options.threshold,
+        group_rule=options.group_rule,
+        pulled=layer.counters.pulled_on(query.device),
         **_criterion(layer, store, query),
         **elsewhere,
     )
     if elsewhere and (moved := learn(bulk, flags.any(dim=-1))):
-        layer.pulled_bytes += moved
+        layer.counters.pulled_bytes += moved
     return out, flags
-
-
-def _counter(count: int | Tensor, device: torch.device) -> Tensor:
-    """A count that kernels on `device` add to in place."""
-    if isinstance(count, Tensor) and count.device == device:
-        return count
-    with torch.inference_mode(False):  # it may be added to outside inference mode
-        return torch.full((), int(count), dtype=torch.int64, device=device)
 
 
 def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor) -> dict[str, Any]:
     """The arguments that say how to decide."""
-    policy, moments, kv_heads = layer.policy, store.moments, store.near_keys.shape[1]
-    if isinstance(policy.criterion, StaticHeads):
-        table = policy.criterion.long_context[layer.index].to(query.device, non_blocking=True)
+    options, moments, kv_heads = layer.options, store.moments, store.near_keys.shape[1]
+    if isinstance(options.criterion, StaticHeads):
+        table = options.criterion.long_context[layer.index].to(query.device, non_blocking=True)
         table = table.reshape(kv_heads, -1)  # heads given as KV heads broadcast over their group
         return {"criterion": table.expand(-1, query.shape[1] // kv_heads).contiguous()}
-    if policy.criterion != "gaussian":
-        return {"criterion": policy.criterion}
+    if options.criterion != "gaussian":
+        return {"criterion": options.criterion}
     told: dict[str, Any] = {}
     if moments is not None:
         told |= {"mean": moments.mean, "covariance": moments.covariance, "count": moments.known}
-        told |= {"pool_staged": policy.update_moments}
-    if policy.other_moments is not None:
-        bulk = [max(1, length - policy.local_tokens) for length in store.lengths]
+        told |= {"pool_staged": options.update_moments}
+    if options.other_moments is not None:
+        bulk = [max(1, length - options.local_tokens) for length in store.lengths]
         lengths = list(map(rounded, bulk))
         if len(set(lengths)) == 1:  # then one row of moments serves them all
             lengths = lengths[:1]
-        kept = policy.other_moments.layer(layer.index, lengths, query.device)
+        kept = options.other_moments.layer(layer.index, lengths, query.device)
         # Rows of their own are put together; one row for all is not copied.
         mean, covariance = kept[0] if len(kept) == 1 else (torch.cat(parts) for parts in zip(*kept, strict=True))
         told |= {"other_mean": mean, "other_covariance": covariance}

@@ -15,7 +15,7 @@ def build(
         dtype: of queries, keys and values.
         kv_heads, group: KV heads, and query heads of each.
         dim, value_dim: of a head's keys and values.
-        criterion: as `policy.criterion`.
+        criterion: as `Options.criterion`.
         audited: whether some steps are audited, which read the bulk by itself.
 
     Raises:

@@ -36,7 +36,7 @@ def obstacle(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: o
     Args:
         query: `[batch, heads, 1, dim]`.
         bulk_keys, bulk_values: the bulk's buffers `[batch, kv_heads, capacity, dim]` and `value_dim`.
-        criterion: as `policy.criterion`.
+        criterion: as `Options.criterion`.
     """
     if not _installed():
         return "triton is not installed (pip install 'qada-cache[triton]')"

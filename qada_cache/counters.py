@@ -1,0 +1,111 @@
+"""What one layer did since the last reset: decisions taken, bytes read, audits."""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .storage.geometry import Geometry
+
+PENDING = 32  # calls whose flags are kept until they are summed: a sum for each would cost more than its decision
+_PLAIN = ("decisions", "steps", "pulled_bytes", "spared_bytes", "streamed_bytes", "audited", "audited_bytes")
+
+
+class Counters:
+    """Counting never waits for the device.
+
+    Attributes:
+        decisions, steps, pulled_bytes, spared_bytes, streamed_bytes: see `CacheStats`; `pulled_bytes` and
+            `spared_bytes` become int64 tensors `[]` on the device once a kernel counts them there.
+        audited: float64 `[5]`, sums over audited decisions of query heads: all, long-context in truth, found of those,
+            called long-context, attention missed. None before the first.
+        audited_bytes: bulk bytes read for audits.
+    """
+
+    def __init__(self) -> None:
+        self.decisions = self.steps = self.streamed_bytes = self.audited_bytes = 0
+        self.pulled_bytes: int | Tensor = 0
+        self.spared_bytes: int | Tensor = 0
+        self.audited: Tensor | None = None
+        self._local_heads: Tensor | None = None
+        self._local_groups: Tensor | None = None
+        self._pending: list[tuple[Tensor, Tensor]] = []
+
+    def count(self, flags: Tensor, geometry: Geometry) -> None:
+        """Count one call's decisions, bool `[batch, kv_heads, group, queries]`, True for long-context.
+
+        Neither they nor the geometry may change afterwards.
+        """
+        self.steps += 1
+        if not geometry.decisions:
+            return
+        self.decisions += geometry.decisions
+        self._pending.append((flags, geometry.decided))
+        if len(self._pending) == PENDING or flags.shape[-1] > 1:
+            self._sum()
+
+    def audit(self, sums: Tensor) -> None:
+        """Add one call's to `audited`."""
+        self.audited = sums if self.audited is None else self.audited.to(sums) + sums
+
+    def pulled_on(self, device: torch.device) -> Tensor:
+        """`pulled_bytes`, for kernels on `device` to add to in place."""
+        self.pulled_bytes = _on(device, self.pulled_bytes)
+        return self.pulled_bytes
+
+    def spared_on(self, device: torch.device) -> Tensor:
+        """`spared_bytes`, as `pulled_on`."""
+        self.spared_bytes = _on(device, self.spared_bytes)
+        return self.spared_bytes
+
+    @property
+    def local_heads(self) -> Tensor | None:
+        """int64 `[kv_heads, group]`, decisions that called the query head local; None before the first."""
+        self._sum()
+        return self._local_heads
+
+    @property
+    def local_groups(self) -> Tensor | None:
+        """int64 `[kv_heads]`, decisions without a long-context head in the group; None before the first."""
+        self._sum()
+        return self._local_groups
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+        held = [*vars(self).values(), *(flags for flags, _ in self._pending)]
+        return sum(value.nbytes for value in held if isinstance(value, Tensor))
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a file keeps, by name."""
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        return plain | {"local_heads": self.local_heads, "local_groups": self.local_groups}
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> "Counters":
+        """The inverse of `record`, which may hold other things as well."""
+        made, record = cls(), {"spared_bytes": 0} | record  # which older files do not have
+        for name in _PLAIN:
+            setattr(made, name, record[name])
+        made._local_heads, made._local_groups = record["local_heads"], record["local_groups"]
+        return made
+
+    def _sum(self) -> None:
+        for shape, calls in itertools.groupby(self._pending, key=lambda call: call[0].shape):
+            flags, decided = zip(*calls, strict=True)
+            real = torch.stack([where.expand(shape[0], 1, shape[3]) for where in decided]).unsqueeze(3)
+            local = ~torch.stack(flags) & real  # [calls, batch, kv_heads, group, queries]
+            heads, groups = local.sum(dim=(0, 1, 4)), local.all(dim=3).sum(dim=(0, 1, 3))
+            # What was loaded from a file may lie on another device than the model.
+            self._local_heads = heads if self._local_heads is None else self._local_heads.to(heads) + heads
+            self._local_groups = groups if self._local_groups is None else self._local_groups.to(groups) + groups
+        self._pending.clear()
+
+
+def _on(device: torch.device, count: int | Tensor) -> Tensor:
+    if isinstance(count, Tensor) and count.device == device:
+        return count
+    with torch.inference_mode(False):  # it may be added to outside inference mode
+        return torch.full((), int(count), dtype=torch.int64, device=device)

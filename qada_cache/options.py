@@ -1,0 +1,72 @@
+"""What a QAdACache was asked for: how it decides and what it keeps where, validated once."""
+
+from dataclasses import dataclass
+
+from .criterion import CRITERIA, GROUP_RULES, StaticHeads
+from .key_moments.key_moments import KeyMoments
+from .storage.residents import check_budget
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """Options of one cache; see `QAdACache` for their meaning and units, and for what is raised.
+
+    Attributes:
+        current_moments: whether the prompt being read gives moments.
+        other_moments: those of another prompt.
+    """
+
+    threshold: float
+    sink_tokens: int
+    local_tokens: int
+    criterion: str | StaticHeads
+    current_moments: bool
+    other_moments: KeyMoments | None
+    update_moments: bool
+    offloading: bool
+    group_rule: str = "any"
+    audit_every: int = 0
+    device_budget: int | float | str = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.threshold, bool) or not isinstance(self.threshold, (int, float)):
+            raise TypeError(f"threshold must be a number in [0, 1], got {type(self.threshold).__name__}")
+        if not 0.0 <= self.threshold <= 1.0:  # also refuses nan
+            raise ValueError(f"threshold must be in [0, 1], got {self.threshold}")
+        for name in ("sink_tokens", "local_tokens", "audit_every"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        if self.local_tokens <= self.sink_tokens:
+            raise ValueError(
+                f"local_tokens ({self.local_tokens}) counts sinks and window together, so it must exceed "
+                f"sink_tokens ({self.sink_tokens})"
+            )
+        for name in ("update_moments", "offloading"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
+        if isinstance(self.criterion, str):
+            if self.criterion not in CRITERIA:
+                raise ValueError(
+                    f"unknown criterion {self.criterion!r}: use one of {', '.join(CRITERIA)}, or StaticHeads"
+                )
+        elif not isinstance(self.criterion, StaticHeads):
+            raise TypeError(f"criterion must be a str or StaticHeads, got {type(self.criterion).__name__}")
+        if self.group_rule not in GROUP_RULES:
+            raise ValueError(f"unknown group_rule {self.group_rule!r}: use one of {', '.join(GROUP_RULES)}")
+        check_budget(self.device_budget)
+
+    def __deepcopy__(self, memo: dict) -> "Options":
+        return self  # nothing in it ever changes, moments and tables of heads included
+
+    @property
+    def window(self) -> int:
+        """Tokens of the sliding window, the query's own included."""
+        return self.local_tokens - self.sink_tokens
+
+    @property
+    def tracks_moments(self) -> bool:
+        """Whether layers keep running moments of the prompt being read."""
+        return self.criterion == "gaussian" and self.current_moments

@@ -1,0 +1,62 @@
+"""What the layers of one cache have in common."""
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .options import Options
+from .progress import Progress
+from .storage.forward_pass import ForwardPass
+from .storage.residents import Residents
+
+
+@dataclass(frozen=True, eq=False)
+class ServedModel:
+    """The model that a cache is for.
+
+    Attributes:
+        model_type: its decoder's.
+        config: its decoder's, compared by identity.
+        dtype: as far as it is known.
+        reference: to the model, if the cache was given one.
+        layers: those that are the cache's own, of full attention.
+    """
+
+    model_type: str
+    config: Any = None
+    dtype: torch.dtype | None = None
+    reference: "weakref.ref[PreTrainedModel] | None" = None
+    layers: tuple[int, ...] = ()
+
+    def __deepcopy__(self, memo: dict) -> "ServedModel":
+        return self  # a copied config would not be the model's
+
+    def get(self) -> PreTrainedModel | None:
+        """The model itself, if the cache was given it and it is still there."""
+        return None if self.reference is None else self.reference()
+
+
+@dataclass(eq=False)
+class Shared:
+    """Layers hold it by reference.
+
+    Attributes:
+        options: what the cache was asked for.
+        model: the one served.
+        forward_pass: what layers compute once per pass.
+        progress: how far the pass under way has come.
+        residents: heads that lie on the device as well.
+    """
+
+    options: Options
+    model: ServedModel
+    forward_pass: ForwardPass = field(init=False, repr=False)
+    progress: Progress = field(default_factory=Progress, repr=False)
+    residents: Residents = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.forward_pass = ForwardPass(self.options.sink_tokens, self.options.window)
+        self.residents = Residents(self.options.device_budget)

@@ -1,0 +1,43 @@
+"""Counts of decisions, summed late: the same as summed at once."""
+
+import copy
+from types import SimpleNamespace
+
+import torch
+
+from qada_cache import counters
+from qada_cache.counters import Counters
+
+
+def test_sums_of_many_calls() -> None:
+    """Across the bound on pending calls, with changes of shape between them, padded rows and calls of many queries."""
+    generator = torch.Generator().manual_seed(0)
+    counted, heads, groups = Counters(), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    assert counted.local_heads is None
+    assert counted.local_groups is None
+    assert counted.nbytes == 0
+    for call in range(3 * counters.PENDING):
+        batch, queries = (2, 1) if call % 40 < 35 else (3, 4)
+        rows = 1 if call % 7 else batch
+        flags = torch.rand(batch, 2, 3, queries, generator=generator) < 0.3
+        decided = torch.rand(rows, 1, queries, generator=generator) < 0.8
+        geometry = SimpleNamespace(decided=decided, decisions=int(decided.sum()) * batch // rows)
+        counted.count(flags, geometry)
+        for row in range(batch):
+            for query in range(queries):
+                if decided[row if rows > 1 else 0, 0, query]:
+                    heads += ~flags[row, :, :, query]
+                    groups += ~flags[row, :, :, query].any(dim=-1)
+        assert counted.nbytes <= 2 * 2 * 3 * counters.PENDING + heads.nbytes + groups.nbytes
+        if call in (3, 50):
+            assert torch.equal(counted.local_heads, heads)
+            twin = copy.deepcopy(counted)
+            twin.count(flags, geometry)
+    assert counted.steps == 3 * counters.PENDING
+    assert torch.equal(counted.local_heads, heads)
+    assert torch.equal(counted.local_groups, groups)
+    again, decided = Counters.from_record(counted.record), torch.ones(1, 1, 1, dtype=torch.bool)
+    again.count(torch.zeros(1, 2, 3, 1, dtype=torch.bool), SimpleNamespace(decided=decided, decisions=1))
+    assert torch.equal(again.local_heads, heads + 1)
+    assert torch.equal(counted.local_heads, heads)
+    assert again.decisions == counted.decisions + 1
