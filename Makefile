@@ -44,7 +44,7 @@ check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/lint-imports
+	$(VENV)/bin/lint-imports --no-logo
 
 wheel: $(VENV)/.installed
 	$(RUN) -m build --wheel --no-isolation --outdir dist

@@ -23,8 +23,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from eval.deciding.tokens import reading, sketch_share, split
 from eval.deciding.trial_summary import summary
-from eval.deciding.ways import Knowledge, Way, deciding, experiments
+from eval.deciding.ways import PROMPTS, Knowledge, Way, all_ways, deciding, experiments, few_ways, token_ways
 from eval.forking import forked
 from eval.models.language_model import DEFAULT, HELP, hflm_source, load
 from eval.reporting.machine import machine
@@ -41,32 +42,6 @@ from qada_cache.layer import QAdALayer
 CALIBRATION = 4  # pieces of prose that errors and local shares are learned from, none of those measured
 SPARE = 8  # tokens that an answer may have beside the expected ones: quotation marks, a word or two
 EVERY = 4  # of the text's pieces, one in so many is kept for that
-FEW = (0.1, 0.3, 0.6, 0.9)
-MOST = (0.1, 0.3, 0.6, 0.8, 0.9)
-RULES = ("any", "head", "mean")
-BOTH = ("current+random-tokens", "current+random-words")
-PROMPTS = ("random-words", "random-tokens", "wiki", "single-word")
-
-
-def few_ways() -> list[Way]:
-    """Sinks and window, the default at several thresholds, the paper's rule and the oracle: to compare models by."""
-    ours = [Way("qada", BOTH[0], "any", tau) for tau in (0.5, 0.6, 0.7, 0.8, 0.9)]
-    others = [Way("qada", "current", "any", tau) for tau in (0.6, 0.7, 0.8, 0.9)]
-    return [Way("local"), *ours, *others, Way("qada", "current", "head", 0.6), Way("oracle", "", "any", 0.6)]
-
-
-def all_ways() -> list[Way]:
-    """Every way that there is something to learn from, the few first."""
-    ways = [*few_ways(), *(Way("qada", "current", "any", tau) for tau in FEW)]
-    ways += [Way("qada", "current", rule, tau) for rule in RULES[1:] for tau in MOST]
-    ways += [Way("oracle", "", rule, tau) for rule in RULES for tau in MOST]
-    ways += [Way("qada", prompt, rule, tau) for prompt in PROMPTS[:2] for rule in RULES for tau in FEW]
-    ways += [Way("qada", prompt, "any", tau) for prompt in PROMPTS[2:] for tau in FEW]
-    ways += [Way("qada", moments, "all", 0.6) for moments in (*PROMPTS[:2], "current")]
-    ways += [Way("qada", name, "any", tau) for name in (*BOTH, "trimmed") for tau in FEW]
-    ways += [Way("qada", name, "any", tau) for name in ("corrected by head", "corrected by layer") for tau in MOST[2:]]
-    ways += [Way("static", "", "any", alpha) for alpha in (0.3, 0.5, 0.6, 0.7, 0.8)]
-    return list(dict.fromkeys(ways))
 
 
 def learn(model: PreTrainedModel, documents: list[Document]) -> tuple[Tensor, Tensor]:
@@ -188,13 +163,14 @@ def trial(
     if document.answer.shape[1] > cache._shared.options.window:
         raise ValueError(f"{document.answer.shape[1]} tokens follow the text: more than one query-adaptive call takes")
     prefill(model, document, cache)
+    dim = next(layer.store.near_keys.shape[3] for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store)
     right = False
     if document.expected:
         document, right = spoken(model, tokenizer, document, forked(cache, model, **exact))
     full = follow(model, document, forked(cache, model, **exact))
     for way in ways:
         twin = forked(cache, model, **cache_options(way, known))
-        with deciding(way, known):
+        with deciding(way, known), reading(way.read):
             compared = compare(full, follow(model, document, twin))
             found = right and compared["same"] == "1"
             if right and not found:
@@ -207,6 +183,7 @@ def trial(
             "right": str(int(right)),
             "found": str(int(found)),
             "kv_read": f"{1 - stats.kv_sparsity:.4f}",
+            "bytes_read": f"{bytes_read(way, 1 - stats.kv_sparsity, dim):.4f}",
             "q_local": f"{stats.sparsity:.4f}",
         }
         bar.update()
@@ -214,8 +191,16 @@ def trial(
 
 def key(row: dict[str, Any]) -> tuple:
     """What tells rows apart."""
-    names = ("model", "task", "length", "document", "criterion", "moments", "rule", "threshold")
-    return tuple(str(row[name]) for name in names)
+    names = ("model", "task", "length", "document", "criterion", "moments", "rule", "threshold", "read")
+    return tuple(str(row.get(name, "")) for name in names)
+
+
+def bytes_read(way: Way, kv_read: float, dim: int) -> float:
+    """Of the bulk's bytes, those that are read, and of what tokens are chosen by; the latter for every head."""
+    if not way.read:
+        return kv_read
+    kind, share = split(way.read)
+    return kv_read * share + sketch_share(kind, dim)
 
 
 def documents_of(
@@ -245,7 +230,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--documents", type=int, default=12, help="of each task and length (default: %(default)s)")
     add("--following", type=int, default=64, help="tokens of prose to predict (default: %(default)s)")
     add("--text", type=Path, help="text file for prose (default: the Python language reference)")
-    add("--few", action="store_true", help="the default's threshold and the oracle only")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--few", action="store_true", help="the default's threshold and the oracle only")
+    what.add_argument("--tokens", action="store_true", help="ways of reading some of a head's tokens only")
     add("--dtype", default="auto", help="(default: the model's own)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--out", type=Path, required=True, help="CSV table, added to if it exists")
@@ -261,12 +248,17 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def chosen_ways(options: argparse.Namespace) -> list[Way]:
+    """Those that the command line asks for."""
+    return token_ways() if options.tokens else few_ways() if options.few else all_ways()
+
+
 def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Measure what the table does not hold yet."""
     done = {key(row) for row in read(options.out)} if options.out.exists() else set()
-    ways, everywhere = few_ways() if options.few else all_ways(), {"model": options.model}
+    ways, everywhere = chosen_ways(options), {"model": options.model}
     calibration = []
-    if not options.few:
+    if not (options.few or options.tokens):
         pieces = prose(tokenizer, length=min(options.lengths), following=options.following, text=options.text)
         calibration = list(islice(filter(calibrates, pieces), CALIBRATION))
     known = know(model, tokenizer, ways, calibration)

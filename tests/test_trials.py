@@ -86,6 +86,18 @@ def test_full_attention_loses_nothing(model: PreTrainedModel, document: Document
     assert float(all_of["kv_read"]) < float(mean_of["kv_read"]) < float(any_of["kv_read"])
 
 
+def test_reading_some_tokens(model: PreTrainedModel, document: Document, known: ways.Knowledge) -> None:
+    """All of them are full attention; the best few lose less than none, and less than as many of pages."""
+    every, few, paged, local = rows_of(
+        model, document, known, Way("dense", read="true, 1"), Way("dense", read="true, 0.05"),
+        Way("dense", read="pages of 16, 0.05"), Way("local"),
+    )  # fmt: skip
+    assert float(every["kl"]) == pytest.approx(0, abs=1e-6)
+    assert 0 < float(few["kl"]) < min(float(paged["kl"]), float(local["kl"]))
+    assert [row["bytes_read"] for row in (every, few, paged, local)] == ["1.0000", "0.0500", "0.1125", "0.0000"]
+    assert few["kv_read"] == "1.0000"
+
+
 def test_answers_are_those_of_full_attention(model: PreTrainedModel, document: Document, known: ways.Knowledge) -> None:
     """Its own words, as far as the expected ones; a cache that reads everything says the same."""
     tokenizer = needle.load_tokenizer()
@@ -160,7 +172,7 @@ def test_every_way_on_models_of_other_kinds(family: str, document: Document) -> 
     model = tiny(family)
     collected = KeyMoments.collect(model, None, "random-tokens", tokens=200, progress=False)
     known = ways.Knowledge(dict.fromkeys(trials.PROMPTS, collected), *trials.learn(model, [document]))
-    tried = trials.all_ways()
+    tried = [*trials.all_ways(), *trials.token_ways()]
     rows = rows_of(model, document, known, *tried)
     assert len(rows) == len(tried) == len(set(tried))
     losses = {way: float(row["kl"]) for way, row in zip(tried, rows, strict=True)}

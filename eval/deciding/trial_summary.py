@@ -7,7 +7,7 @@ from typing import Any
 
 from eval.reporting.tables import Rows
 
-WAY = ("task", "length", "criterion", "moments", "rule", "threshold")
+WAY = ("task", "length", "criterion", "moments", "rule", "threshold", "read")
 
 
 def summary(rows: Rows) -> list[dict[str, Any]]:
@@ -17,7 +17,7 @@ def summary(rows: Rows) -> list[dict[str, Any]]:
     """
     groups = defaultdict(list)
     for row in rows:
-        groups[tuple(row[name] for name in WAY)].append(row)
+        groups[tuple(row.get(name, "") for name in WAY)].append(row)
     made = []
     for way, group in groups.items():
         asked = [row for row in group if row["right"] == "1"]
@@ -28,6 +28,7 @@ def summary(rows: Rows) -> list[dict[str, Any]]:
             "top1": _with_error([float(row["top1"]) for row in group], 3),
             "found": f"{sum(row['found'] == '1' for row in asked)}/{len(asked)}" if asked else "",
             "kv_read": f"{mean(float(row['kv_read']) for row in group):.3f}",
+            "bytes_read": f"{mean(float(row.get('bytes_read') or row['kv_read']) for row in group):.3f}",
             "q_local": f"{mean(float(row['q_local']) for row in group):.3f}",
         })  # fmt: skip
     return made

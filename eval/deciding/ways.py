@@ -16,6 +16,11 @@ from qada_cache.criterion import gaussian_log_bulk, score_moments
 from qada_cache.kernels import decision
 from qada_cache.layer import QAdALayer
 
+FEW = (0.1, 0.3, 0.6, 0.9)
+MOST = (0.1, 0.3, 0.6, 0.8, 0.9)
+RULES = ("any", "head", "mean")
+BOTH = ("current+random-tokens", "current+random-words")
+PROMPTS = ("random-words", "random-tokens", "wiki", "single-word")
 TRIMMED = 0.05  # the share of keys that trimmed moments leave out
 
 
@@ -29,12 +34,43 @@ class Way:
         rule: a group rule of `QAdACache`; or "all", a group is long-context if all of its heads are; or "mean", if the
             mean of their local shares is below the threshold.
         threshold: tau; for "static" alpha, the share of heads made local; nothing to "dense" and "local".
+        read: what a long-context head reads: "" for everything, or as in `tokens.split`.
     """
 
     criterion: str
     moments: str = ""
     rule: str = "any"
     threshold: float = 0.0
+    read: str = ""
+
+
+def few_ways() -> list[Way]:
+    """Sinks and window, the default at several thresholds, the paper's rule and the oracle: to compare models by."""
+    ours = [Way("qada", BOTH[0], "any", tau) for tau in (0.5, 0.6, 0.7, 0.8, 0.9)]
+    others = [Way("qada", "current", "any", tau) for tau in (0.6, 0.7, 0.8, 0.9)]
+    return [Way("local"), *ours, *others, Way("qada", "current", "head", 0.6), Way("oracle", "", "any", 0.6)]
+
+
+def all_ways() -> list[Way]:
+    """Every way that there is something to learn from, the few first."""
+    ways = [*few_ways(), *(Way("qada", "current", "any", tau) for tau in FEW)]
+    ways += [Way("qada", "current", rule, tau) for rule in RULES[1:] for tau in MOST]
+    ways += [Way("oracle", "", rule, tau) for rule in RULES for tau in MOST]
+    ways += [Way("qada", prompt, rule, tau) for prompt in PROMPTS[:2] for rule in RULES for tau in FEW]
+    ways += [Way("qada", prompt, "any", tau) for prompt in PROMPTS[2:] for tau in FEW]
+    ways += [Way("qada", moments, "all", 0.6) for moments in (*PROMPTS[:2], "current")]
+    ways += [Way("qada", name, "any", tau) for name in (*BOTH, "trimmed") for tau in FEW]
+    ways += [Way("qada", name, "any", tau) for name in ("corrected by head", "corrected by layer") for tau in MOST[2:]]
+    ways += [Way("static", "", "any", alpha) for alpha in (0.3, 0.5, 0.6, 0.7, 0.8)]
+    return list(dict.fromkeys(ways))
+
+
+def token_ways() -> list[Way]:
+    """Reading some of the tokens, in every head or in those that the default calls long-context."""
+    kinds = {"true": (0.02, 0.05, 0.18), "1 bit": (0.05, 0.08, 0.21), "2 bits": (0.02, 0.05, 0.18), "4 bits": (0.05,)}
+    ways = [Way("dense", read=f"{kind}, {share}") for kind, shares in kinds.items() for share in shares]
+    ways += [Way("dense", read=f"pages of 16, {share}") for share in (0.05, 0.1)]
+    return ways + [Way("qada", BOTH[0], "any", tau, "2 bits, 0.05") for tau in (0.6, 0.8)]
 
 
 @dataclass

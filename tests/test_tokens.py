@@ -1,0 +1,51 @@
+"""Ways of reading some tokens only: what they choose by, against the scores themselves."""
+
+import pytest
+import torch
+
+from eval.deciding import tokens
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 96])
+def test_rotation_keeps_scores(dim: int) -> None:
+    turn = tokens.rotation(dim)
+    torch.testing.assert_close(turn @ turn.mT, torch.eye(dim))
+    assert (turn != 0).sum(dim=1).min() == dim & -dim
+
+
+def test_more_bits_are_closer() -> None:
+    """Errors relative to the spread; keys whose channels differ by far, and whose mean is far from 0."""
+    keys = random(2, 3, 500, 64) * torch.logspace(-1, 1, 64) + 30 * random(64, seed=1)
+    spread = (keys - keys.mean(dim=-2, keepdim=True)).square().mean()
+    errors = [float((tokens.quantized(keys, bits) - keys).square().mean() / spread) for bits in (1, 2, 3, 4)]
+    best = (1 - 2 / torch.pi, 0.1188, 0.0374, 0.0115)  # of a uniform quantizer for a Gaussian (Max, 1960)
+    assert all(error < 1.15 * bound for error, bound in zip(errors, best, strict=True))
+
+
+def test_pages_are_bounded_by_what_they_hold() -> None:
+    query, keys = random(1, 2, 5, 16), random(1, 2, 37, 16, seed=1)
+    bound, true = tokens.estimated("pages of 8", query, keys), tokens.estimated("true", query, keys)
+    assert bound.shape == true.shape
+    assert (bound >= true - 1e-5).all()
+    one = tokens.estimated("pages of 1", query, keys)
+    torch.testing.assert_close(one, true)
+
+
+def test_a_group_chooses_together() -> None:
+    """Two heads of a group want a token each: with room for two, both are read, by both."""
+    scores = torch.zeros(1, 1, 2, 20)  # two heads, a query
+    scores[0, 0, 0, 3] = scores[0, 0, 1, 11] = 9.0
+    chosen = tokens.choose(scores, 2, 0.1)
+    assert chosen.nonzero()[:, 2:].tolist() == [[0, 3], [0, 11], [1, 3], [1, 11]]
+
+
+def test_bytes() -> None:
+    assert tokens.sketch_share("true", 64) == 0
+    assert tokens.sketch_share("pages of 16", 64) == 1 / 16
+    assert tokens.sketch_share("2 bits", 64) == (2 * 64 + 16) / (2 * 64 * 16)
+    assert tokens.split("2 bits, 0.05") == ("2 bits", 0.05)
+    assert tokens.split("") == ("", 1.0)
