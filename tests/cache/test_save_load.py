@@ -385,7 +385,7 @@ def test_what_killed_processes_left_is_removed_by_the_next_save(saved: Path) -> 
     cache = QAdACache.load(saved, tiny())
     script = (
         "import os, sys\nsys.path.insert(0, 'tests/helpers')\n"
-        "from models import tiny\nfrom qada_cache import QAdACache, files\n"
+        "from models import tiny\nfrom qada_cache import QAdACache\nfrom qada_cache.files import tensors as files\n"
         f"cache = QAdACache.load({str(saved)!r}, tiny())\n"
         f"files._content = lambda tensor: os.kill(os.getpid(), 9)\ncache.save({str(saved)!r})"
     )
