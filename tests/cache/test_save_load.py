@@ -383,12 +383,12 @@ def test_a_full_disk_says_which_file(saved: Path) -> None:
 def test_what_killed_processes_left_is_removed_by_the_next_save(saved: Path) -> None:
     cache = QAdACache.load(saved, tiny())
     script = (
-        "import os, sys\nsys.path.insert(0, 'tests')\n"
+        "import os, sys\nsys.path.insert(0, 'tests/helpers')\n"
         "from models import tiny\nfrom qada_cache import QAdACache\nfrom qada_cache.files import tensors\n"
         f"cache = QAdACache.load({str(saved)!r}, tiny())\n"
         f"tensors._content = lambda tensor: os.kill(os.getpid(), 9)\ncache.save({str(saved)!r})"
     )
-    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[1]).returncode == -9
+    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == -9
     left = set(saved.parent.iterdir()) - {saved}
     assert len(left) == 1
     cache.save(saved)

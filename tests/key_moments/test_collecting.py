@@ -7,7 +7,7 @@ import torch
 import transformers
 from models import prompt, tiny
 from reference import key_moments, rotary_matrix
-from test_rotary import SCHEMES
+from test_rotation import SCHEMES
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 

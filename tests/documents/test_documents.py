@@ -303,6 +303,21 @@ def test_keywords_and_their_defaults() -> None:
     assert all(type(a[1]) is type(b[1]) for a, b in zip(documented, keywords, strict=True))  # 0 is not False
 
 
+def test_environment_variables() -> None:
+    """docs/options.md has all that the package reads, and no document has another."""
+    texts = [path.read_text(encoding="utf-8") for path in Path(qada_cache.__file__).parent.rglob("*.py")]
+    read = {name for text in texts for name in re.findall(r"\bQADA_[A-Z_]+", text)}
+    assert {"QADA_HOME", "QADA_KERNELS"} <= read
+    assert read == set(re.findall(r"QADA_\w+", DOCUMENTS["docs/options.md"]))
+    assert set(re.findall(r"QADA_\w+", "".join(DOCUMENTS.values()))) <= read
+
+
+def test_names_of_prompts() -> None:
+    """The row of `moments` has every prompt by name."""
+    (row,) = re.findall(r"^\| `moments` .*$", DOCUMENTS["docs/options.md"], re.MULTILINE)
+    assert [prompt for prompt in (CURRENT, *PROMPTS) if f'"{prompt}"' not in row] == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_python_blocks_are_python(document: str) -> None:
     """They parse, what they import is there, and what they give QAdACache are its keywords."""

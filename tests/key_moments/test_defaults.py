@@ -191,7 +191,7 @@ def test_config_never_gets_another_models(tmp_path: Path, monkeypatch: pytest.Mo
 
 _PROCESS = """
 import sys
-sys.path.insert(0, "tests")
+sys.path.insert(0, "tests/helpers")
 from models import tiny
 from qada_cache import QAdACache
 print(QAdACache(tiny(), moments="random-tokens")._shared.options.other_moments.covariance.double().sum().item())

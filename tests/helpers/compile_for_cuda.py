@@ -1,4 +1,4 @@
-"""Compile the decode kernels for CUDA devices that need not be there: `python tests/compile_for_cuda.py`.
+"""Compile the decode kernels for CUDA devices that need not be there: `python tests/helpers/compile_for_cuda.py`.
 
 The interpreter accepts kernels that the compiler refuses. Prints, for each, the shared memory a program takes; exits
 with an error if one does not compile, spills registers to memory, takes more than the device has, or reads the bulk in

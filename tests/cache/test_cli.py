@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_prompts import readable_model
+from readable import readable_model
 
 from qada_cache import KeyMoments, QAdACache, __version__, needle
 from qada_cache.cli import main

@@ -9,7 +9,7 @@ import pytest
 import torch
 from compilers import needs_compiler
 from models import prompt, tiny
-from test_prompts import english_tokenizer, readable_model
+from readable import english_tokenizer, readable_model
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 from transformers.utils.quantization_config import GgufConfig
 

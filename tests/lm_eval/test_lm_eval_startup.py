@@ -14,7 +14,7 @@ import pytest
 
 from qada_cache import needle
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed (pip install qada-cache[eval])"
 )
