@@ -9,59 +9,70 @@ from eval.drawing.canvas import canvas
 from eval.reporting.tables import Rows, cells
 from eval.texts.documents import is_prose
 
-FEW = 6  # criteria, moments and rules, whatever their thresholds
+Way = tuple[str, str, str, str]
+ABSENT = 1  # so many of the ways a panel may lack; where more were not tried there is nothing to compare
 
-# What a figure compares: label, (criterion, moments, rule), style.
+# What a figure compares: label, (criterion, moments, rule, how tokens are chosen), style.
 RULES = (
-    ("QAdA, any", ("qada", "current", "any"), "o-"),
-    ("QAdA, head (the paper's)", ("qada", "current", "head"), "s-"),
-    ("QAdA, mean", ("qada", "current", "mean"), "^-"),
-    ("oracle, any", ("oracle", "", "any"), "o:"),
-    ("oracle, head", ("oracle", "", "head"), "s:"),
-    ("static heads", ("static", "", "any"), "x--"),
+    ("QAdA, the default", ("qada", "current+random-tokens", "any", ""), "p-"),
+    ("current prompt, any", ("qada", "current", "any", ""), "o-"),
+    ("current prompt, head (the paper's)", ("qada", "current", "head", ""), "s-"),
+    ("current prompt, mean", ("qada", "current", "mean", ""), "^-"),
+    ("oracle, any", ("oracle", "", "any", ""), "o:"),
+    ("oracle, head", ("oracle", "", "head", ""), "s:"),
+    ("static heads", ("static", "", "any", ""), "x--"),
 )
 MOMENTS = (
-    ("current prompt", ("qada", "current", "any"), "o-"),
-    ("random words", ("qada", "random-words", "any"), "s-"),
-    ("random tokens", ("qada", "random-tokens", "any"), "^-"),
-    ("wiki", ("qada", "wiki", "any"), "v-"),
-    ("single word", ("qada", "single-word", "any"), "x-"),
-    ("current and random words", ("qada", "current+random-words", "any"), "d-"),
-    ("current and random tokens", ("qada", "current+random-tokens", "any"), "p-"),
-    ("current, trimmed", ("qada", "trimmed", "any"), "*--"),
-    ("current, corrected by head", ("qada", "corrected by head", "any"), "+--"),
+    ("current prompt", ("qada", "current", "any", ""), "o-"),
+    ("random words", ("qada", "random-words", "any", ""), "s-"),
+    ("random tokens", ("qada", "random-tokens", "any", ""), "^-"),
+    ("wiki", ("qada", "wiki", "any", ""), "v-"),
+    ("single word", ("qada", "single-word", "any", ""), "x-"),
+    ("current and random words", ("qada", "current+random-words", "any", ""), "d-"),
+    ("current and random tokens", ("qada", "current+random-tokens", "any", ""), "p-"),
+    ("current, trimmed", ("qada", "trimmed", "any", ""), "*--"),
+    ("current, corrected by head", ("qada", "corrected by head", "any", ""), "+--"),
+)
+TOKENS = (
+    ("whole heads, the default", ("qada", "current+random-tokens", "any", ""), "p-"),
+    ("whole heads, oracle", ("oracle", "", "any", ""), "o:"),
+    ("tokens by true score", ("dense", "", "any", "true"), "s:"),
+    ("tokens by keys of 1 bit", ("dense", "", "any", "1 bit"), "^-"),
+    ("2 bits", ("dense", "", "any", "2 bits"), "v-"),
+    ("2 bits, in heads of the default", ("qada", "current+random-tokens", "any", "2 bits"), "d--"),
+    ("pages of 16 by bounds", ("dense", "", "any", "pages of 16"), "x-"),
 )
 
 
-def _curve(rows: Rows, way: tuple[str, str, str], *, answers: bool) -> list[tuple[float, float]]:
-    """Share of KV heads read, and KL divergence or the share found of what full attention finds, by threshold."""
+def _curve(rows: Rows, way: Way, *, answers: bool) -> list[tuple[float, float]]:
+    """Share of the bulk's bytes read, and KL divergence or the share found of what full attention finds."""
     points = defaultdict(list)
     for row in rows:
         if _way(row) == way:
-            points[row["threshold"]].append(row)
+            points[row["threshold"], row.get("read", "")].append(row)
     made = []
     for group in points.values():
         loss = [float(row["kl"]) for row in group]
         if answers:
             loss = [float(row["found"]) for row in group if row["right"] == "1"]
         if loss:
-            made.append((mean(float(row["kv_read"]) for row in group), mean(loss)))
+            made.append((mean(float(row.get("bytes_read") or row["kv_read"]) for row in group), mean(loss)))
     return sorted(made)
 
 
-def _way(row: dict[str, str]) -> tuple[str, str, str]:
-    return row["criterion"], row["moments"], row["rule"]
+def _way(row: dict[str, str]) -> Way:
+    return row["criterion"], row["moments"], row["rule"], row.get("read", "").partition(", ")[0]
 
 
-def _draw(rows: Rows, ways: tuple[tuple[str, tuple[str, str, str], str], ...]) -> Figure:
-    # Where only a few ways were tried there is nothing to compare.
-    parts = {cell: part for cell, part in cells(rows).items() if len({_way(row) for row in part}) > FEW}
+def _draw(rows: Rows, ways: tuple[tuple[str, Way, str], ...]) -> Figure:
+    wanted = {way for _, way, _ in ways}
+    parts = {cell: part for cell, part in cells(rows).items() if len(wanted - {_way(row) for row in part}) <= ABSENT}
     figure, axes = canvas(len(parts))
     for axis, ((task, length), part) in zip(axes[0], parts.items(), strict=True):
         for label, way, style in ways:
             if points := _curve(part, way, answers=not is_prose(task)):
                 axis.plot(*zip(*points, strict=True), style, ms=4, lw=1, label=label)
-        axis.set(title=f"{task}, {length} tokens", xlabel="KV heads read", xlim=(-0.02, 1.02))
+        axis.set(title=f"{task}, {length} tokens", xlabel="bytes read, of the bulk's", xlim=(-0.02, 1.02))
         if is_prose(task):
             axis.set(yscale="log", ylabel="KL divergence from full attention", ylim=(1e-4, 1))
         else:
@@ -80,4 +91,9 @@ def draw_moments(rows: Rows) -> Figure:
     return _draw(rows, MOMENTS)
 
 
-TRIAL_FIGURES = {"group_rules": draw_rules, "moments": draw_moments}
+def draw_tokens(rows: Rows) -> Figure:
+    """By what is read of a head: all of it, or some tokens, what these are chosen by included."""
+    return _draw(rows, TOKENS)
+
+
+TRIAL_FIGURES = {"group_rules": draw_rules, "moments": draw_moments, "tokens": draw_tokens}
