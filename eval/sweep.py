@@ -24,7 +24,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eval import language_model
-from eval.forking import forked
 from eval.machine import machine
 from eval.tables import read, write
 from qada_cache import KeyMoments, QAdACache, StaticHeads, needle
@@ -94,7 +93,7 @@ class SweepLM(QAdALM):
             mask = generation_kwargs["attention_mask"]
             self._forward(read, context[:, :-1], mask[:, :-1], logits_to_keep=1)
             for variant, options in self.measured.items():
-                twin = forked(read, self.model, **options)
+                twin = read.fork(**options)
                 # HFLM's own: QAdALM's would prefill again.
                 tokens = HFLM._model_generate(
                     self, context, max_length, stop, past_key_values=twin, **generation_kwargs

@@ -24,7 +24,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.documents import PROSE, Document, prose, task_documents
-from eval.forking import forked
 from eval.language_model import DEFAULT, HELP, hflm_source, load
 from eval.machine import machine
 from eval.sweep import ORACLE, task_manager
@@ -188,15 +187,15 @@ def trial(
     prefill(model, document, cache)
     right = False
     if document.expected:
-        document, right = spoken(model, tokenizer, document, forked(cache, model, **exact))
-    full = follow(model, document, forked(cache, model, **exact))
+        document, right = spoken(model, tokenizer, document, cache.fork(**exact))
+    full = follow(model, document, cache.fork(**exact))
     for way in ways:
-        twin = forked(cache, model, **cache_options(way, known))
+        twin = cache.fork(**cache_options(way, known))
         with deciding(way, known):
             compared = compare(full, follow(model, document, twin))
             found = right and compared["same"] == "1"
             if right and not found:
-                said = generate(model, document, forked(cache, model, **cache_options(way, known)))
+                said = generate(model, document, cache.fork(**cache_options(way, known)))
                 found = document.expected in tokenizer.decode(said[0])
         stats = twin.stats()
         yield {
