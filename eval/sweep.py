@@ -103,7 +103,7 @@ class SweepLM(QAdALM):
                 if stats.decisions:
                     share, count = self.heads.get(variant, (0.0, 0))
                     total = count + stats.decisions
-                    self.heads[variant] = (share * count + stats.heads * stats.decisions) / total, total
+                    self.heads[variant] = (share * count + stats.local_share * stats.decisions) / total, total
         assert self.shown is not None
         tokens, stats = self.kept[key][self.shown]
         self._count(stats)

@@ -54,7 +54,7 @@ def assert_alike(fork: QAdACache, anew: QAdACache, model: PreTrainedModel, ids: 
     assert torch.equal(texts[0], texts[1])
     ours, theirs = fork.stats(), anew.stats()
     assert [getattr(ours, name) for name in COUNTERS] == [getattr(theirs, name) for name in COUNTERS]
-    assert torch.equal(ours.heads.nan_to_num(-1), theirs.heads.nan_to_num(-1))
+    assert torch.equal(ours.local_share.nan_to_num(-1), theirs.local_share.nan_to_num(-1))
     assert (ours.audit is None) == (theirs.audit is None)
 
 

@@ -28,7 +28,7 @@ from qada_cache.files import tensors as files
 
 FAMILIES = ["llama", "gemma3", "qwen3_next", "mistral_sliding"]
 LENGTHS = {"one row": (150,), "padded": (150, 61, 9), "no bulk": (10,)}
-TABLES = ("heads", "kv_heads")
+TABLES = ("local_share", "kv_local_share")
 COUNTERS = ("layers", "steps", "decisions", "tokens", "pulled_bytes", "streamed_bytes")
 
 
