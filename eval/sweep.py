@@ -23,7 +23,6 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.forking import forked
 from eval.models import language_model
 from eval.reporting.machine import machine
 from eval.reporting.tables import read, write
@@ -94,7 +93,7 @@ class SweepLM(QAdALM):
             mask = generation_kwargs["attention_mask"]
             self._forward(read, context[:, :-1], mask[:, :-1], logits_to_keep=1)
             for variant, options in self.measured.items():
-                twin = forked(read, self.model, **options)
+                twin = read.fork(**options)
                 # HFLM's own: QAdALM's would prefill again.
                 tokens = HFLM._model_generate(
                     self, context, max_length, stop, past_key_values=twin, **generation_kwargs
@@ -104,7 +103,7 @@ class SweepLM(QAdALM):
                 if stats.decisions:
                     share, count = self.heads.get(variant, (0.0, 0))
                     total = count + stats.decisions
-                    self.heads[variant] = (share * count + stats.heads * stats.decisions) / total, total
+                    self.heads[variant] = (share * count + stats.local_share * stats.decisions) / total, total
         assert self.shown is not None
         tokens, stats = self.kept[key][self.shown]
         self._count(stats)

@@ -26,7 +26,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eval.deciding.tokens import reading, sketch_share, split
 from eval.deciding.trial_summary import summary
 from eval.deciding.ways import PROMPTS, Knowledge, Way, all_ways, deciding, experiments, few_ways, token_ways
-from eval.forking import forked
 from eval.models.language_model import DEFAULT, HELP, hflm_source, load
 from eval.reporting.machine import machine
 from eval.reporting.tables import plain, read, write
@@ -166,15 +165,15 @@ def trial(
     dim = next(layer.store.near_keys.shape[3] for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store)
     right = False
     if document.expected:
-        document, right = spoken(model, tokenizer, document, forked(cache, model, **exact))
-    full = follow(model, document, forked(cache, model, **exact))
+        document, right = spoken(model, tokenizer, document, cache.fork(**exact))
+    full = follow(model, document, cache.fork(**exact))
     for way in ways:
-        twin = forked(cache, model, **cache_options(way, known))
+        twin = cache.fork(**cache_options(way, known))
         with deciding(way, known), reading(way.read):
             compared = compare(full, follow(model, document, twin))
             found = right and compared["same"] == "1"
             if right and not found:
-                said = generate(model, document, forked(cache, model, **cache_options(way, known)))
+                said = generate(model, document, cache.fork(**cache_options(way, known)))
                 found = document.expected in tokenizer.decode(said[0])
         stats = twin.stats()
         yield {

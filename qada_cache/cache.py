@@ -18,8 +18,7 @@ from .attention import forward as attention
 from .attention import support
 from .criterion import StaticHeads
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
-from .key_moments.defaults import Moments, resolve_moments, sources
-from .key_moments.prompts import PROMPTS
+from .key_moments.defaults import Moments
 from .layer import QAdALayer
 from .options import Options
 from .shared import ServedModel, Shared
@@ -27,6 +26,9 @@ from .stats import CacheStats, collect, layer_bytes
 from .watched import WatchedCache
 
 logger = logging.getLogger(__name__)
+
+_DECIDING = ("threshold", "criterion", "group_rule", "moments", "update_moments", "audit_every")
+_LAID_OUT = ("sink_tokens", "local_tokens", "offloading", "device_budget")
 
 
 class QAdACache(WatchedCache):
@@ -114,8 +116,7 @@ class QAdACache(WatchedCache):
             local_tokens=local_tokens,
             criterion=criterion,
             group_rule=group_rule,
-            current_moments=sources(moments)[0],
-            other_moments=None,
+            moments=moments,
             update_moments=update_moments,
             offloading=offloading,
             device_budget=device_budget,
@@ -126,19 +127,15 @@ class QAdACache(WatchedCache):
         super().__init__(config=text_config)
         # Exact type: subclasses (sliding windows, indexers, linear attention) keep what they need themselves.
         ours = [index for index, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
-        used = criterion == "gaussian" and bool(ours)
-        current, other = resolve_moments(moments, model=model, config=config, used=used)
-        support.check_heads(criterion, text_config)
-        if other is not None and sources(moments)[1] not in PROMPTS:  # else they are of this very model
-            support.check_moments(other, text_config)
         served = ServedModel(
             model_type=text_config.model_type,
             config=text_config,
+            whole_config=config if model is None else model.config,
             dtype=None if model is None else model.dtype,
             reference=None if model is None else weakref.ref(model),
             layers=tuple(ours),
         )
-        self._shared = Shared(replace(options, current_moments=current, other_moments=other), served)
+        self._shared = Shared(support.resolved(options, served), served)
         made = [QAdALayer(self._shared, index) for index in ours]
         for layer, following in itertools.pairwise(made):
             layer.following = following
@@ -169,6 +166,45 @@ class QAdACache(WatchedCache):
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._come(layer_idx, "keys")
         return states
+
+    def fork(self, **options: Any) -> "QAdACache":
+        """A copy of what this cache holds, its counters at zero, that decides by other options.
+
+            model(**inputs, past_key_values=cache)  # prefill once, which is exact whatever decides afterwards
+            full = cache.fork(criterion="dense")
+
+        The prompt's own moments are let go of where they are not needed, and taken from the stored keys where they are
+        and were not kept.
+
+        Args:
+            options: `threshold`, `criterion`, `group_rule`, `moments`, `update_moments` and `audit_every` as for
+                `QAdACache`; what is not given stays. Moments by a prompt's name are those of the model that this cache
+                was built with.
+
+        Raises:
+            TypeError, ValueError, FileNotFoundError: as `QAdACache`.
+            TypeError: there is no such option.
+            ValueError: another `sink_tokens`, `local_tokens`, `offloading` or `device_budget`; or
+                `update_moments=False`, and tokens were decoded since the last exact call without it.
+            RuntimeError: a forward pass was interrupted.
+        """
+        self._check_whole()
+        shared = self._shared
+        for name, value in options.items():
+            if name not in (*_DECIDING, *_LAID_OUT):
+                raise TypeError(f"fork takes {', '.join(_DECIDING)}, not {name}")
+            if name in _LAID_OUT and value != getattr(shared.options, name):
+                raise ValueError(
+                    f"fork cannot change {name} from {getattr(shared.options, name)!r} to {value!r}, as what is held "
+                    "was laid out by it: build another QAdACache and read the prompt again"
+                )
+        decided = support.resolved(replace(shared.options, **options), shared.model)
+        twin = copy.deepcopy(self)
+        twin._shared.options = decided
+        for layer in twin.layers:
+            if isinstance(layer, QAdALayer):
+                layer.follow_options()
+        return twin
 
     def __iter__(self):
         raise TypeError(

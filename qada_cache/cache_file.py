@@ -13,7 +13,7 @@ from .counters import Counters
 from .criterion import StaticHeads
 from .files import tensors as files
 from .files import weights
-from .key_moments.defaults import CURRENT, Moments
+from .key_moments.defaults import together
 from .key_moments.key_moments import KeyMoments
 from .layer import QAdALayer
 from .shared import Shared
@@ -116,9 +116,7 @@ def read(path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreT
     _check_model(path, state, model, config)
     criterion = state["criterion"] if "criterion" in state else StaticHeads(tensors["static_heads"])
     other = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else None
-    moments: Moments = other or CURRENT
-    if other is not None and state.get("current_moments"):  # older files do not say: they had one of the two
-        moments = CURRENT, other
+    moments = together(state.get("current_moments", False), other)  # older files do not say: they had one of the two
     return Saved({"criterion": criterion, "moments": moments, **state["options"]}, state["layers"], tensors)
 
 
@@ -156,7 +154,7 @@ def _layer_state(layer: QAdALayer) -> dict[str, Any]:
     used, stored = slice(0, store.sinks + store.end), slice(0, max(store.bulk.lengths))
     state |= {"near_keys": store.near_keys[:, :, used], "near_values": store.near_values[:, :, used]}
     state |= {"bulk_keys": store.bulk.keys[:, :, stored], "bulk_values": store.bulk.values[:, :, stored]}
-    state |= {"lengths": store.lengths, "flushed": store.flushed}
+    state |= {"lengths": store.lengths, "flushed": store.flushed, "decoded": store.decoded}
     if store.moments is not None:
         state |= {"count": store.moments.count, "mean": store.moments.mean, "covariance": store.moments.covariance}
     return state
@@ -174,6 +172,7 @@ def _restore_layer(layer: QAdALayer, state: dict[str, Any]) -> None:
     store.near_values[:, :, :columns] = state["near_values"]
     store.end = columns - store.sinks
     store.lengths, store.flushed = state["lengths"], state["flushed"]
+    store.decoded = state.get("decoded", state["steps"] > 0)  # older files do not say
     for row, gone in enumerate(store.flushed):
         rows, stored = slice(row, row + 1), max(gone - store.sinks, 0)
         store.bulk.append(rows, state["bulk_keys"][rows, :, :stored], state["bulk_values"][rows, :, :stored])

@@ -40,7 +40,7 @@ class StaticHeads:
 
         Args:
             local_share: `[layers, heads]`, how often each head was local; nan for heads never asked about, which come
-                first in line to stay long-context. `QAdACache(model, criterion="oracle").stats().heads` after
+                first in line to stay long-context. `QAdACache(model, criterion="oracle").stats().local_share`, after
                 generating, on the prompts of the task itself ("static oracle") or of others ("static RULER").
             alpha: in [0, 1].
         """

@@ -78,6 +78,16 @@ class QAdALayer(DynamicLayer):
         """What the cache was asked for."""
         return self.shared.options
 
+    def follow_options(self) -> None:
+        """Begin to decide and count by options that are new.
+
+        Raises:
+            ValueError: as `TokenStore.keep_moments`.
+        """
+        self.counters = Counters()
+        if self.store is not None:
+            self.store.keep_moments(track=self.options.tracks_moments, update=self.options.update_moments)
+
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""
         every, served, steps = self.options.audit_every, self.shared.model.layers, self.counters.steps

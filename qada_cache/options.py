@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from .criterion import CRITERIA, GROUP_RULES, StaticHeads
+from .key_moments.defaults import CURRENT, Moments, sources
 from .key_moments.key_moments import KeyMoments
 from .storage.residents import check_budget
 
@@ -12,21 +13,23 @@ class Options:
     """Options of one cache; see `QAdACache` for their meaning and units, and for what is raised.
 
     Attributes:
-        current_moments: whether the prompt being read gives moments.
-        other_moments: those of another prompt.
+        moments: as asked for.
+        current_moments: of what they stand for, whether the prompt being read gives moments.
+        other_moments: and those of another prompt.
     """
 
     threshold: float
     sink_tokens: int
     local_tokens: int
     criterion: str | StaticHeads
-    current_moments: bool
-    other_moments: KeyMoments | None
     update_moments: bool
     offloading: bool
     group_rule: str = "any"
     audit_every: int = 0
     device_budget: int | float | str = 0
+    moments: Moments = CURRENT
+    current_moments: bool = True
+    other_moments: KeyMoments | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, (int, float)):
@@ -57,6 +60,7 @@ class Options:
         if self.group_rule not in GROUP_RULES:
             raise ValueError(f"unknown group_rule {self.group_rule!r}: use one of {', '.join(GROUP_RULES)}")
         check_budget(self.device_budget)
+        sources(self.moments)
 
     def __deepcopy__(self, memo: dict) -> "Options":
         return self  # nothing in it ever changes, moments and tables of heads included

@@ -110,7 +110,7 @@ def _run(
     local = [0.0] * len(layers)
     if isinstance(cache, QAdACache):
         stats = cache.stats()
-        for index, share in zip(stats.layers, stats.kv_heads.mean(dim=1).tolist(), strict=True):
+        for index, share in zip(stats.layers, stats.kv_local_share.mean(dim=1).tolist(), strict=True):
             local[index] = share
     found.layers = [(*of_layer, share) for of_layer, share in zip(layers, local, strict=True)]
     return found

@@ -20,6 +20,7 @@ class ServedModel:
     Attributes:
         model_type: its decoder's.
         config: its decoder's, compared by identity.
+        whole_config: the model's, which that is a part of or the same.
         dtype: as far as it is known.
         reference: to the model, if the cache was given one.
         layers: those that are the cache's own, of full attention.
@@ -27,6 +28,7 @@ class ServedModel:
 
     model_type: str
     config: Any = None
+    whole_config: Any = None
     dtype: torch.dtype | None = None
     reference: "weakref.ref[PreTrainedModel] | None" = None
     layers: tuple[int, ...] = ()

@@ -41,8 +41,8 @@ class CacheStats:
 
     Attributes:
         layers: indices of the layers that decide (full attention), the row order of the tables below.
-        heads: float32 `[layers, query_heads]`, share of decisions that called the query head local; nan if none.
-        kv_heads: float32 `[layers, kv_heads]`, share with no long-context head in the KV head's group: its bulk
+        local_share: float32 `[layers, query_heads]`, share of decisions that called the query head local; nan if none.
+        kv_local_share: float32 `[layers, kv_heads]`, share with no long-context head in the KV head's group: its bulk
             was not needed for that token.
         steps: query-adaptive forward passes.
         decisions: decisions taken per layer.
@@ -62,8 +62,8 @@ class CacheStats:
     """
 
     layers: tuple[int, ...]
-    heads: Tensor
-    kv_heads: Tensor
+    local_share: Tensor
+    kv_local_share: Tensor
     steps: int
     decisions: int
     tokens: int
@@ -78,12 +78,12 @@ class CacheStats:
     @property
     def sparsity(self) -> float:
         """Share of query-head decisions that said local, over all layers; nan before the first decision."""
-        return self.heads.mean().item() if self.heads.numel() else math.nan
+        return self.local_share.mean().item() if self.local_share.numel() else math.nan
 
     @property
     def kv_sparsity(self) -> float:
         """Share of decisions in which a KV head's bulk was not needed: what memory traffic follows."""
-        return self.kv_heads.mean().item() if self.kv_heads.numel() else math.nan
+        return self.kv_local_share.mean().item() if self.kv_local_share.numel() else math.nan
 
     def __str__(self) -> str:
         return (
@@ -115,11 +115,11 @@ def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
     """Read the counters of all layers (waits for the device once per layer)."""
     ours = [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
     counted = [layer.counters for layer in ours]
-    heads, kv_heads = [], []
+    shares, kv_shares = [], []
     for counters in counted:
         if counters.local_heads is not None and counters.local_groups is not None:
-            heads.append(counters.local_heads.flatten().cpu() / counters.decisions)
-            kv_heads.append(counters.local_groups.cpu() / counters.decisions)
+            shares.append(counters.local_heads.flatten().cpu() / counters.decisions)
+            kv_shares.append(counters.local_groups.cpu() / counters.decisions)
     bytes_held = [layer_bytes(layer, offloading=offloading) for layer in cache.layers]
     device_bytes = sum(on_device for on_device, _ in bytes_held)
     for moments in {layer.options.other_moments for layer in ours}:
@@ -127,8 +127,8 @@ def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
     undecided = torch.full((len(ours), 1), math.nan)
     return CacheStats(
         layers=tuple(layer.index for layer in ours),
-        heads=torch.stack(heads) if heads else undecided,
-        kv_heads=torch.stack(kv_heads) if kv_heads else undecided,
+        local_share=torch.stack(shares) if shares else undecided,
+        kv_local_share=torch.stack(kv_shares) if kv_shares else undecided,
         steps=max((counters.steps for counters in counted), default=0),
         decisions=max((counters.decisions for counters in counted), default=0),
         tokens=cache.get_seq_length(),

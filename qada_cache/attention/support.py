@@ -1,13 +1,18 @@
 """Which models a QAdACache can serve, and whether tables of heads and moments are of that model."""
 
 import json
+from dataclasses import replace
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..criterion import StaticHeads
+from ..key_moments.defaults import resolve_moments, sources, together
 from ..key_moments.key_moments import KeyMoments
+from ..key_moments.prompts import PROMPTS
 from ..key_moments.rope import rope_settings
+from ..options import Options
 from ..sharding import check_sharding
+from ..shared import ServedModel
 
 
 def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
@@ -40,7 +45,22 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         raise NotImplementedError(f"this model computes attention without transformers' AttentionInterface: {way_out}")
 
 
-def check_heads(criterion: str | StaticHeads, config: PreTrainedConfig) -> None:
+def resolved(options: Options, served: ServedModel) -> Options:
+    """With the moments that are asked for, if they are needed.
+
+    Raises:
+        TypeError, FileNotFoundError, ValueError: as `resolve_moments`; moments or static heads are not of this model.
+    """
+    used = options.criterion == "gaussian" and bool(served.layers)
+    current, other = resolve_moments(options.moments, model=served.get(), config=served.whole_config, used=used)
+    _check_heads(options.criterion, served.config)
+    if other is not None and sources(options.moments)[1] not in PROMPTS:  # else they are of this very model
+        _check_moments(other, served.config)
+    asked = together(current, other) if used else options.moments  # files are not read again
+    return replace(options, moments=asked, current_moments=current, other_moments=other)
+
+
+def _check_heads(criterion: str | StaticHeads, config: PreTrainedConfig) -> None:
     """Raise ValueError if static heads are not of this model's shape."""
     layers, heads, kv_heads, _ = sizes(config)
     if isinstance(criterion, StaticHeads):
@@ -51,7 +71,7 @@ def check_heads(criterion: str | StaticHeads, config: PreTrainedConfig) -> None:
             )
 
 
-def check_moments(moments: KeyMoments, config: PreTrainedConfig) -> None:
+def _check_moments(moments: KeyMoments, config: PreTrainedConfig) -> None:
     """Raise ValueError if key moments are of another kind of model, another shape or other rotary positions."""
     layers, _, kv_heads, dim = sizes(config)
     if moments.model_type != config.model_type or list(moments.shape) != [layers, kv_heads, dim]:

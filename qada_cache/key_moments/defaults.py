@@ -61,14 +61,14 @@ def resolve_moments(
     moments: Moments,
     *,
     model: PreTrainedModel | None,
-    config: PreTrainedConfig | None,
+    config: PreTrainedConfig,
     used: bool,
 ) -> tuple[bool, KeyMoments | None]:
     """What `QAdACache(moments=...)` stands for: whether the current prompt's count, and those of another prompt.
 
     Args:
         moments: see `QAdACache`.
-        model, config: whose, exactly one of them not None.
+        model, config: whose; there may be its config alone.
         used: whether the cache will ask for moments; if not, none are collected for it.
 
     Returns:
@@ -86,7 +86,6 @@ def resolve_moments(
         return True, None
     if model is not None:
         return current, default_moments(model, str(other))
-    assert config is not None
     found = find_moments(config, str(other))
     if found is None:
         warn_once(
@@ -96,6 +95,13 @@ def resolve_moments(
             "in repetitive text. Build one QAdACache(model) first, or give moments=FILE (`qada moments` makes one)",
         )
     return current or found is None, found
+
+
+def together(current: bool, other: KeyMoments | None) -> Moments:
+    """The inverse of `resolve_moments`."""
+    if other is None:
+        return CURRENT
+    return (CURRENT, other) if current else other
 
 
 def default_moments(

@@ -29,6 +29,8 @@ class TokenStore:
         flushed: of those, the oldest ones, that have left the tail.
         bulk: where they are, but for the sinks.
         moments: of the keys in the bulk, or None if not asked for. Frozen moments cover a prefix of the bulk.
+        decoded: whether anything in the bulk came there by `append` since the last `absorb`; frozen moments leave it
+            out.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class TokenStore:
         self.sinks, self.window = sinks, window
         self.offloading, self.update_moments = offloading, update_moments
         batch, kv_heads = keys.shape[:2]
-        self.end = 0
+        self.end, self.decoded = 0, False
         self.lengths, self.flushed = [0] * batch, [0] * batch
         # A call appends at most `window` tokens to at most `window` kept ones; the rest is the staging chunk.
         self.capacity = window + max(window, STAGING_TOKENS)
@@ -133,7 +135,7 @@ class TokenStore:
             tails.append((new_keys[:, :, older:].clone(), new_values[:, :, older:].clone()))
             lengths += [self.flushed[rows.start] + tails[-1][0].shape[2]] * len(self.lengths[rows])
         self._set_tail(groups, tails)
-        self.lengths = lengths
+        self.lengths, self.decoded = lengths, False
 
     def near(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
         """Views of sinks and tail of rows alike, `[rows, kv_heads, tokens, dim]` each."""
@@ -152,8 +154,32 @@ class TokenStore:
         self.lengths, self.flushed = lengths, flushed
         stored = [max(gone - self.sinks, 0) for gone in flushed]
         self.bulk.truncate(stored)
+        self.decoded = self.decoded and any(stored)
         if self.moments is not None:
             self._shorten_moments(self.moments, stored)
+
+    def keep_moments(self, *, track: bool, update: bool) -> None:
+        """Keep running moments or not, as if `track_moments` and `update_moments` had been so from the start.
+
+        Raises:
+            ValueError: which tokens frozen moments would be of is not known.
+        """
+        frozen = self.moments is not None and not self.update_moments
+        if track and not update and not frozen and self.decoded:
+            raise ValueError(
+                "update_moments=False leaves out tokens that were decoded, and this cache does not know which those "
+                "are: build one with update_moments=False and read the prompt again"
+            )
+        self.update_moments = update
+        if not track:
+            self.moments = None
+            return
+        if self.moments is None:
+            batch, kv_heads, _, dim = self.near_keys.shape
+            with torch.inference_mode(False):  # as in __init__
+                self.moments = RunningMoments(batch, kv_heads, dim, self.near_keys.device)
+        if update or not frozen:
+            self._catch_up(slice(0, self.batch))
 
     def _shorten_moments(self, moments: RunningMoments, stored: list[int]) -> None:
         for row, tokens in enumerate(stored):
@@ -194,7 +220,7 @@ class TokenStore:
         return [slice(0, self.batch)] if all(len(set(counts)) == 1 for counts in per_row) else self._single_rows()
 
     def _catch_up(self, rows: slice) -> None:
-        """Frozen moments take in, before an exact call, what query-adaptive calls put into the bulk without them."""
+        """Moments take in what they lack of the bulk: before an exact call, what others put there without them."""
         if self.moments is None:
             return
         for row in range(rows.start, rows.stop):
@@ -241,6 +267,7 @@ class TokenStore:
         self.near_values[rows, :, gone : gone + missing] = values[:, :, :missing]
         if keys.shape[2] > missing:
             self.bulk.append(rows, keys[:, :, missing:], values[:, :, missing:])
+            self.decoded |= not exact
             if self.moments is not None and (self.update_moments or exact):
                 self.moments.update(rows, keys[:, :, missing:])
         self.flushed[rows] = [gone + keys.shape[2]] * len(self.flushed[rows])

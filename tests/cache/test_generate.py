@@ -269,10 +269,10 @@ def test_padded_batch_equals_its_rows_at_half(model: PreTrainedModel, criterion:
         text = generate(model, ids[row : row + 1, -length:], alone, tokens=40).sequences
         assert torch.equal(output.sequences[row, -40:], text[0, -40:])
         stats = alone.stats()
-        heads, kv_heads = heads + stats.heads * stats.decisions, kv_heads + stats.kv_heads * stats.decisions
+        heads, kv_heads = heads + stats.local_share * stats.decisions, kv_heads + stats.kv_local_share * stats.decisions
         decisions += stats.decisions
     stats = batch.stats()
     assert stats.decisions == decisions
     assert 0.05 < stats.sparsity < 0.95
-    torch.testing.assert_close(stats.heads * decisions, heads)
-    torch.testing.assert_close(stats.kv_heads * decisions, kv_heads)
+    torch.testing.assert_close(stats.local_share * decisions, heads)
+    torch.testing.assert_close(stats.kv_local_share * decisions, kv_heads)

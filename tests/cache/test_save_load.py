@@ -28,7 +28,7 @@ from qada_cache.files import tensors as files
 
 FAMILIES = ["llama", "gemma3", "qwen3_next", "mistral_sliding"]
 LENGTHS = {"one row": (150,), "padded": (150, 61, 9), "no bulk": (10,)}
-TABLES = ("heads", "kv_heads")
+TABLES = ("local_share", "kv_local_share")
 COUNTERS = ("layers", "steps", "decisions", "tokens", "pulled_bytes", "streamed_bytes")
 
 
@@ -199,10 +199,10 @@ def drop_state(path: Path) -> None:
 
 
 def make_older(path: Path) -> None:
-    """As written before covariances were kept: their sums, and no count of bytes spared."""
+    """As written before covariances were kept: their sums; no bytes spared, and not whether tokens were decoded."""
     tensors, state = files.read(path, cache_file.KIND)
     for index, layer in enumerate(state["layers"]):
-        kept = {key: value for key, value in layer["dict"] if key not in ("spared_bytes", "covariance")}
+        kept = {key: value for key, value in layer["dict"] if key not in ("spared_bytes", "decoded", "covariance")}
         covariance = tensors.pop(f"layer {index}.covariance")
         tensors[f"layer {index}.scatter"] = covariance * torch.tensor(kept["count"])[:, None, None, None]
         kept["scatter"] = {"tensor": f"layer {index}.scatter"}

@@ -8,40 +8,9 @@ from typing import Any
 import pytest
 import torch
 from compilers import needs_compiler
-from models import SMALL, prompt, tiny
 
-from eval.forking import forked
-from qada_cache import KeyMoments, QAdACache, StaticHeads
+from qada_cache import KeyMoments, StaticHeads
 from qada_cache.key_moments.key_moments import KEPT
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "current": {"moments": "current", "threshold": 0.12},
-    "random words": {"threshold": 0.12},
-    "group rule": {"moments": "current", "threshold": 0.12, "group_rule": "head"},
-    "oracle": {"criterion": "oracle", "threshold": 0.5},
-    "static": {"criterion": StaticHeads(torch.tensor([[True, False, False, True], [False, True, False, False]]))},
-    "dense": {"criterion": "dense"},
-}
-
-
-def test_forked_equals_a_cache_of_its_own() -> None:
-    """Tokens and counters, whichever order they are made in; what was read stays as it was."""
-    model, ids = tiny(), prompt(150)[0]
-    read = QAdACache(model, moments="current", **SMALL)
-    with torch.no_grad():
-        model(ids[:, :-1], past_key_values=read)
-    for options in [*VARIANTS.values(), *reversed(VARIANTS.values())]:
-        caches = forked(read, model, **options, **SMALL), QAdACache(model, **options, **SMALL)
-        with torch.no_grad():
-            model(ids[:, :-1], past_key_values=caches[1])
-        texts = [model.generate(ids, past_key_values=cache, max_new_tokens=25, do_sample=False) for cache in caches]
-        assert torch.equal(texts[0], texts[1])
-        ours, theirs = (cache.stats() for cache in caches)
-        assert ours.decisions == theirs.decisions > 0
-        assert torch.equal(ours.heads, theirs.heads)
-        assert ours.pulled_bytes == theirs.pulled_bytes
-    assert read.get_seq_length() == 149
-    assert read.stats().decisions == 0
 
 
 def test_static_heads_from_the_oracle() -> None:
