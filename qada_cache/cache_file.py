@@ -116,7 +116,7 @@ def read(path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreT
     _check_model(path, state, model, config)
     criterion = state["criterion"] if "criterion" in state else StaticHeads(tensors["static_heads"])
     other = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else None
-    moments = together(state.get("current_moments", False), other)  # older files do not say: they had one of the two
+    moments = together(state["current_moments"], other)
     return Saved({"criterion": criterion, "moments": moments, **state["options"]}, state["layers"], tensors)
 
 
@@ -134,13 +134,13 @@ def _check_model(
                 )
     if model is None:
         return
-    dtype, dtypes = str(model.dtype).removeprefix("torch."), state.get("dtypes", [])
-    if dtypes and dtype not in dtypes:  # older files do not say, and update() refuses what does not fit
+    dtype, dtypes = str(model.dtype).removeprefix("torch."), state["dtypes"]
+    if dtypes and dtype not in dtypes:  # none are known of an empty cache that was built with a config
         raise ValueError(
             f"{path} was saved for a model in {' or '.join(dtypes)}, this model is in {dtype}: load it with a model of "
             "that dtype"
         )
-    if state.get("weights") is not None and not weights.same(state["weights"], weights.sample(model)):
+    if state["weights"] is not None and not weights.same(state["weights"], weights.sample(model)):
         raise ValueError(f"{path} was saved for another model: its config is this model's, and its weights are not")
 
 
@@ -172,14 +172,11 @@ def _restore_layer(layer: QAdALayer, state: dict[str, Any]) -> None:
     store.near_values[:, :, :columns] = state["near_values"]
     store.end = columns - store.sinks
     store.lengths, store.flushed = state["lengths"], state["flushed"]
-    store.decoded = state.get("decoded", state["steps"] > 0)  # older files do not say
+    store.decoded = state["decoded"]
     for row, gone in enumerate(store.flushed):
         rows, stored = slice(row, row + 1), max(gone - store.sinks, 0)
         store.bulk.append(rows, state["bulk_keys"][rows, :, :stored], state["bulk_values"][rows, :, :stored])
     if store.moments is not None:
-        if "scatter" in state:  # of older files: the sum of outer products
-            count = torch.tensor(state["count"]).clamp_min(1).to(state["scatter"])
-            state["covariance"] = state["scatter"] / count[:, None, None, None]
         store.moments.restore(state["count"], state["mean"], state["covariance"])
     layer.seen, layer.padding = state["seen"], Padding.from_records(state["padding"])
     layer.counters = Counters.from_record(state)

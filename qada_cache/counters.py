@@ -86,7 +86,7 @@ class Counters:
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Counters":
         """The inverse of `record`, which may hold other things as well."""
-        made, record = cls(), {"spared_bytes": 0} | record  # which older files do not have
+        made = cls()
         for name in _PLAIN:
             setattr(made, name, record[name])
         made._local_heads, made._local_groups = record["local_heads"], record["local_groups"]

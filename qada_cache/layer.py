@@ -40,7 +40,8 @@ def _no_tensor(name: str) -> Any:
 class QAdALayer(DynamicLayer):
     """One full-attention layer: its tokens, its padding, and what it did.
 
-    `update` only takes new tokens in; they are stored by the registered attention function (`attention.py`), which
+    `update` only takes new tokens in; they are stored by the registered attention function (`attention/forward.py`),
+    which
     has the mask that tells real tokens from padding, and the queries.
 
     Attributes:
@@ -65,7 +66,7 @@ class QAdALayer(DynamicLayer):
     def reset(self) -> None:
         """Drop all tokens and counters."""
         self.is_initialized = False
-        self.bound_module: Any = None  # weak reference to the attention module served, see attention.py
+        self.bound_module: Any = None  # weak reference to the attention module served, see attention/forward.py
         self.incoming: Tensor | None = None
         self.store: TokenStore | None = None
         self.shared.residents.layers.pop(self.index, None)
@@ -141,7 +142,7 @@ class QAdALayer(DynamicLayer):
             self.store.move(key_states.device)
             self.device = key_states.device
         tagged = key_states.view_as(key_states)  # a new Python object, so that the caller's is not written to
-        tagged._qada_layer = self  # type: ignore[attr-defined]  # the tag attention.py looks for
+        tagged._qada_layer = self  # type: ignore[attr-defined]  # the tag attention/forward.py looks for
         self.incoming = tagged  # first, so that an interruption in between is noticed
         self.seen += key_states.shape[-2]
         return tagged, value_states

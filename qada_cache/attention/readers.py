@@ -1,7 +1,7 @@
 """Whether a model's code reads the name of its attention for more than to look the function up.
 
 Some models do something else under "sdpa" than under other names. They would do it under the name of ours as well
-(`attention.py`), with any cache, so such a model must keep its name.
+(`forward.py`), with any cache, so such a model must keep its name.
 """
 
 import ast

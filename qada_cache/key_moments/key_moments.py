@@ -97,7 +97,7 @@ class KeyMoments:
     def layer(self, layer: int, lengths: Sequence[int], device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Moments of one layer for bulks of about these many tokens each, on `device`, float32.
 
-        Lengths are rounded (`rotary.rounded`), so that few different ones are ever asked for. Those of this call are
+        Lengths are rounded (`rotation.rounded`), so that few different ones are ever asked for. Those of this call are
         kept, and of earlier ones so many that two caches may take turns.
 
         Returns:

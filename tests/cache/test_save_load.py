@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qada_cache import KeyMoments, QAdACache, StaticHeads, cache_file
+from qada_cache import KeyMoments, QAdACache, StaticHeads
 from qada_cache.files import private
 from qada_cache.files import tensors as files
 
@@ -196,33 +196,6 @@ def drop_state(path: Path) -> None:
     header, data = split(path)
     del header["__metadata__"]["state"]
     join(path, header, data)
-
-
-def make_older(path: Path) -> None:
-    """As written before covariances were kept: their sums; no bytes spared, and not whether tokens were decoded."""
-    tensors, state = files.read(path, cache_file.KIND)
-    for index, layer in enumerate(state["layers"]):
-        kept = {key: value for key, value in layer["dict"] if key not in ("spared_bytes", "decoded", "covariance")}
-        covariance = tensors.pop(f"layer {index}.covariance")
-        tensors[f"layer {index}.scatter"] = covariance * torch.tensor(kept["count"])[:, None, None, None]
-        kept["scatter"] = {"tensor": f"layer {index}.scatter"}
-        layer["dict"] = [[key, value] for key, value in kept.items()]
-    files.write(path, cache_file.KIND, tensors, state)
-
-
-def test_older_files(tmp_path: Path) -> None:
-    """The same tokens as from a file of today, and moments to rounding."""
-    model, ids = tiny(), prompt(90)[0]
-    cache, path, texts = adaptive(model), tmp_path / "cache.safetensors", []
-    text = generate(model, ids, cache, tokens=5).sequences
-    for change in (lambda _: None, make_older):
-        cache.save(path)
-        change(path)
-        loaded = QAdACache.load(path, model)
-        for old, new in zip(cache.layers, loaded.layers, strict=True):
-            torch.testing.assert_close(new.store.moments.covariance, old.store.moments.covariance)
-        texts.append(generate(model, text, loaded, tokens=10).sequences)
-    assert torch.equal(texts[0], texts[1])
 
 
 def newer_version(path: Path) -> None:

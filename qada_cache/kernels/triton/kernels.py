@@ -1,4 +1,4 @@
-"""The Triton kernels of one decode step; `triton_decode.py` launches them and says what they compute.
+"""The Triton kernels of one decode step; `decode.py` launches them and says what they compute.
 
 Names: `b_` block of values, `p_` pointer, `i_` index, `o_` offsets, `m_` mask, `s_` stride in elements. Sizes: `G`
 query heads of a group, `D` dim, `V` value_dim; `BLOCK_*` is the power of two that holds them. "Part" 0 of a head is the
