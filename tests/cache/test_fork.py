@@ -14,7 +14,7 @@ from qada_cache import KeyMoments, QAdACache, StaticHeads
 HEADS = StaticHeads(torch.tensor([[True, False, False, True], [False, True, False, False]]))
 OPTIONS: dict[str, dict[str, Any]] = {
     "threshold": {"threshold": 0.3},
-    "group rule": {"group_rule": "mean"},
+    "group rule": {"group_rule": "head"},
     "current": {"moments": "current"},
     "another prompt's": {"moments": "random-tokens"},
     "both": {"moments": "current+random-tokens"},
