@@ -83,18 +83,19 @@ def know(
 
 
 def cache_options(way: Way, known: Knowledge) -> dict[str, Any]:
-    """Of `QAdACache`, for what it can be asked for of a way."""
+    """Of `QAdACache`, for what it can be asked for of a way; kernels decide by themselves, so they are left out."""
     rule = way.rule if way.rule in GROUP_RULES else "any"
     if way.criterion == "static":
         heads = StaticHeads.from_oracle(known.local_share, way.threshold)
-        return {"criterion": heads, "group_rule": rule, "moments": "current"}
+        return {"criterion": heads, "group_rule": rule, "moments": "current", "kernels": "torch"}
     if way.criterion != "qada":
-        return {"criterion": way.criterion, "group_rule": rule, "threshold": way.threshold, "moments": "current"}
+        sure = {"criterion": way.criterion, "moments": "current", "kernels": "torch"}
+        return {**sure, "group_rule": rule, "threshold": way.threshold}
     experiment = way.moments in experiments(known)  # which changes the current prompt's
     current, other = sources("current" if experiment else way.moments)
     moments = known.moments[str(other)] if other else "current"
     both = ("current", moments) if current and other else moments
-    return {"moments": both, "group_rule": rule, "threshold": way.threshold}
+    return {"moments": both, "group_rule": rule, "threshold": way.threshold, "kernels": "torch"}
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from . import cache_file
 from .attention import forward as attention
 from .attention import support
 from .criterion import StaticHeads
+from .kernels import choice
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.defaults import Moments
 from .layer import QAdALayer
@@ -27,7 +28,7 @@ from .watched import WatchedCache
 
 logger = logging.getLogger(__name__)
 
-_DECIDING = ("threshold", "criterion", "group_rule", "moments", "update_moments", "audit_every")
+_DECIDING = ("threshold", "criterion", "group_rule", "moments", "update_moments", "audit_every", "kernels")
 _LAID_OUT = ("sink_tokens", "local_tokens", "offloading", "device_budget")
 
 
@@ -84,6 +85,7 @@ class QAdACache(WatchedCache):
             was ever read; outputs are the same.
         audit_every: every so many query-adaptive steps, read the whole bulk of one layer, each in its turn, and book in
             `stats().audit` what the decisions missed; outputs stay the same. 0: never.
+        kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
 
     Raises:
         TypeError, ValueError, FileNotFoundError: an argument of the wrong type or outside its range, moments that
@@ -108,6 +110,7 @@ class QAdACache(WatchedCache):
         offloading: bool = True,
         device_budget: int | float | str = 0,
         audit_every: int = 0,
+        kernels: str | None = None,
     ) -> None:
         text_config = support.text_config(model, config)
         options = Options(
@@ -121,6 +124,7 @@ class QAdACache(WatchedCache):
             offloading=offloading,
             device_budget=device_budget,
             audit_every=audit_every,
+            kernels=choice.requested(kernels),
         )
         support.check_model(model, text_config)
         attention.check_readers(model, text_config)
@@ -177,14 +181,11 @@ class QAdACache(WatchedCache):
         and were not kept.
 
         Args:
-            options: `threshold`, `criterion`, `group_rule`, `moments`, `update_moments` and `audit_every` as for
-                `QAdACache`; what is not given stays. Moments by a prompt's name are those of the model that this cache
-                was built with.
+            options: of `QAdACache`, those that decide; what is not given stays. Moments by a prompt's name are those of
+                the model that this cache was built with.
 
         Raises:
-            TypeError, ValueError, FileNotFoundError: as `QAdACache`.
-            TypeError: there is no such option.
-            ValueError: another `sink_tokens`, `local_tokens`, `offloading` or `device_budget`; or
+            TypeError, ValueError, FileNotFoundError: as `QAdACache`; there is no such option; another `sink_tokens`, `local_tokens`, `offloading` or `device_budget`; or
                 `update_moments=False`, and tokens were decoded since the last exact call without it.
             RuntimeError: a forward pass was interrupted.
         """

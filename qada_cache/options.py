@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from .criterion import CRITERIA, GROUP_RULES, StaticHeads
+from .kernels import choice
 from .key_moments.defaults import CURRENT, Moments, sources
 from .key_moments.key_moments import KeyMoments
 from .storage.residents import check_budget
@@ -27,6 +28,7 @@ class Options:
     group_rule: str = "any"
     audit_every: int = 0
     device_budget: int | float | str = 0
+    kernels: str = "auto"
     moments: Moments = CURRENT
     current_moments: bool = True
     other_moments: KeyMoments | None = None
@@ -60,6 +62,7 @@ class Options:
         if self.group_rule not in GROUP_RULES:
             raise ValueError(f"unknown group_rule {self.group_rule!r}: use one of {', '.join(GROUP_RULES)}")
         check_budget(self.device_budget)
+        choice.requested(self.kernels)
         sources(self.moments)
 
     def __deepcopy__(self, memo: dict) -> "Options":

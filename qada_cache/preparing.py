@@ -27,7 +27,7 @@ def prepare(
     - Moments by a prompt's name are collected, and kept in memory and in the user's cache folder (`QADA_HOME`), unless
       they are kept already. Later caches of the model find them by name, without a tokenizer.
     - The kernels for decode steps of one token on a CPU are compiled (about two seconds each) and kept in the same
-      folder, if the model has parameters on a CPU, and unless `QADA_KERNELS` forbids it. Calls of a few tokens
+      folder, if the model has parameters on a CPU, and unless `kernels` forbids it. Calls of a few tokens
       (assisted decoding) may need others, which are compiled when first met. Without a compiler, that is said once.
     - The model's attention is switched to ours (see `QAdACache`).
 
@@ -39,7 +39,7 @@ def prepare(
 
     Raises:
         TypeError, ValueError, NotImplementedError, FileNotFoundError: as `QAdACache`.
-        RuntimeError: `QADA_KERNELS=triton`, and this model's decode steps on the CPU cannot go by Triton.
+        RuntimeError: `kernels="triton"`, and this model's decode steps on the CPU cannot go by Triton.
     """
     shared = QAdACache(model, moments=CURRENT, **options)._shared  # wrong options are refused before anything is read
     _, other = sources(moments)
@@ -56,4 +56,5 @@ def prepare(
             value_dim=getattr(shared.model.config, "v_head_dim", None) or dim,
             criterion=shared.options.criterion,
             audited=shared.options.audit_every > 0,
+            kernels=shared.options.kernels,
         )

@@ -1,6 +1,5 @@
 """Ways of deciding to try side by side: those of `QAdACache`, and some that it does not have."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -151,7 +150,6 @@ def deciding(way: Way, known: Knowledge) -> Iterator[None]:
         return together(flags, rule)
 
     with (
-        mock.patch.dict(os.environ, {"QADA_KERNELS": "torch"}),  # kernels decide by themselves
         mock.patch.object(decide, "estimated_log_bulk", replaced),
         mock.patch.object(decision, "long_context", remembered),
         mock.patch.object(decision, "group_decision", agreed),

@@ -1,5 +1,7 @@
 """Attention of one layer over its cached tokens: query-adaptive for short calls, whole context for long ones."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -40,7 +42,7 @@ def query_adaptive(
     audited = layer.is_audited()
     if queries == 1 and not audited:
         bulk = store.bulk
-        kernel = choice.fused_decode(query, bulk.keys, bulk.values, layer.options.criterion)
+        kernel = choice.fused_decode(query, bulk.keys, bulk.values, layer.options.criterion, layer.options.kernels)
         if kernel is not None:
             out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
             layer.counters.count(flags.unsqueeze(-1), geometry)
@@ -94,9 +96,10 @@ def _bulk_partial(
     lse = packed.new_full(packed.shape[:-1], -torch.inf, dtype=torch.float32)
     batch, kv_heads = packed.shape[:2]
     flags = [[True] * kv_heads] * batch if wanted is None else wanted.tolist()
+    how: dict[str, Any] = {"scaling": scaling, "kernels": layer.options.kernels}
     for part in flagged(store.bulk, flags, learn=not audit):
         at = part.rows, part.heads
-        out[at], lse[at] = partial_attention(packed[at], part.keys, part.values, scaling=scaling)
+        out[at], lse[at] = partial_attention(packed[at], part.keys, part.values, **how)
         if audit:
             layer.counters.audited_bytes += part.pulled + part.spared
         else:
@@ -134,6 +137,7 @@ def whole_context(
     result = query.new_zeros(*query.shape[:-1], value.shape[-1])
     alike = valid is None and len(set(zip(store.lengths, store.flushed, strict=True))) == 1
     batch = query.shape[0]
+    how: dict[str, Any] = {"scaling": scaling, "kernels": layer.options.kernels}
     for rows in [slice(0, batch)] if alike else [slice(row, row + 1) for row in range(batch)]:
         real = slice(None) if valid is None else real_tokens(valid[rows.start], query.device)
         new_query, new_key, new_value = query[rows][:, :, real], key[rows][:, :, real], value[rows][:, :, real]
@@ -146,15 +150,15 @@ def whole_context(
             new_query,
             new_key.repeat_interleave(group, dim=1),
             new_value.repeat_interleave(group, dim=1),
-            scaling=scaling,
             causal=True,
+            **how,
         )
         out, lse = out.reshape(*packed.shape[:3], -1), lse.reshape(packed.shape[:3])
         for keys, values in store.near(rows):
-            out, lse = merge_partials(out, lse, *partial_attention(packed, keys, values, scaling=scaling))
+            out, lse = merge_partials(out, lse, *partial_attention(packed, keys, values, **how))
         for part in stream(store.bulk, rows):
             at = slice(part.rows.start - rows.start, part.rows.stop - rows.start), part.heads
-            far = partial_attention(packed[at], part.keys, part.values, scaling=scaling)
+            far = partial_attention(packed[at], part.keys, part.values, **how)
             out[at], lse[at] = merge_partials(out[at], lse[at], *far)
             layer.counters.streamed_bytes += part.pulled
             layer.counters.spared_bytes += part.spared

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import choice, reference
+from . import reference
 from . import sdpa as fused
 from .cpu import compiled
 from .reference import merge_partials, softmax_average
@@ -15,13 +15,13 @@ QUERY_BLOCK, KEY_BLOCK = 512, 1024
 
 
 def partial_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool = False
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool = False, kernels: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """`reference.partial_attention` in bounded memory: by our kernel or torch's where they serve, else block by block.
 
-    Args and returns as `reference.partial_attention`, without a mask. `tokens` may be 0.
+    Args and returns as `reference.partial_attention`, without a mask; `kernels` as `choice.KINDS`. `tokens` may be 0.
     """
-    if choice.compiles() and not causal and compiled.supports(query, key, value):
+    if kernels != "torch" and not causal and compiled.supports(query, key, value):
         found = compiled.partial_attention(query, key, value, scaling=scaling)
         if found is not None:
             return found

@@ -7,7 +7,15 @@ from .cpu import compiled
 
 
 def build(
-    dtype: torch.dtype, *, kv_heads: int, group: int, dim: int, value_dim: int, criterion: object, audited: bool
+    dtype: torch.dtype,
+    *,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    value_dim: int,
+    criterion: object,
+    audited: bool,
+    kernels: str,
 ) -> None:
     """Have built what a decode step of one token with a long bulk calls, by the very checks that such a step makes.
 
@@ -16,13 +24,14 @@ def build(
         kv_heads, group: KV heads, and query heads of each.
         dim, value_dim: of a head's keys and values.
         criterion: as `Options.criterion`.
+        kernels: as `choice.KINDS`.
         audited: whether some steps are audited, which read the bulk by itself.
 
     Raises:
-        RuntimeError, ValueError: as `choice.fused_decode`.
+        RuntimeError: as `choice.fused_decode`.
     """
     query = torch.zeros(1, kv_heads * group, 1, dim, dtype=dtype)
     keys, values = (torch.zeros(1, kv_heads, compiled.MIN_TOKENS, size, dtype=dtype) for size in (dim, value_dim))
-    fused = choice.fused_decode(query, keys, values, criterion)
+    fused = choice.fused_decode(query, keys, values, criterion, kernels)
     if fused is None or audited:
-        partial_attention(query.view(1, kv_heads, group, dim), keys, values, scaling=1.0)
+        partial_attention(query.view(1, kv_heads, group, dim), keys, values, scaling=1.0, kernels=kernels)

@@ -1,6 +1,6 @@
 """Which implementation computes a decode step: asked for by name, or chosen by checks.
 
-The environment variable `QADA_KERNELS` is read at every step:
+`QAdACache(kernels=...)` asks for it, else the environment variable `QADA_KERNELS` when the cache is built:
 
 - "torch": torch's own operations alone, on any device.
 - "triton": the fused kernel for one token, or an error that says why not.
@@ -23,6 +23,7 @@ AUTO = "torch"
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 256
+KINDS = ("auto", "torch", "triton")
 
 
 @functools.cache
@@ -58,40 +59,38 @@ def obstacle(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: o
     return None
 
 
-def _requested() -> str:
-    requested = os.environ.get("QADA_KERNELS", "auto")
-    if requested not in ("auto", "torch", "triton"):
-        raise ValueError(f"QADA_KERNELS must be auto, torch or triton, got {requested!r}")
-    return requested
-
-
-def compiles() -> bool:
-    """Whether the CPU's kernel may be built and used.
+def requested(kernels: str | None) -> str:
+    """What is asked for: `kernels`, or without it the environment's `QADA_KERNELS`.
 
     Raises:
-        ValueError: `QADA_KERNELS` is none of the above.
+        ValueError: it is none of `KINDS`.
     """
-    return _requested() != "torch"
+    name, found = ("QADA_KERNELS", os.environ.get("QADA_KERNELS", "auto")) if kernels is None else ("kernels", kernels)
+    if found not in KINDS:
+        raise ValueError(f"{name} must be auto, torch or triton, got {found!r}")
+    return found
 
 
-def fused_decode(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> Callable | None:
-    """The `fused_decode` that is to compute this call (arguments of `obstacle`), None for the path of `decode.py`.
+def fused_decode(
+    query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object, kernels: str
+) -> Callable | None:
+    """The `fused_decode` that is to compute this call, None for the torch path of attention/decode.py.
+
+    Arguments as for `obstacle`; `kernels` is one of `KINDS`.
 
     Raises:
-        RuntimeError: `QADA_KERNELS=triton` and there is an obstacle.
-        ValueError: `QADA_KERNELS` is none of the above.
+        RuntimeError: it is "triton" and there is an obstacle.
     """
-    requested = _requested()
     call = (query, bulk_keys, bulk_values, criterion)
-    if requested == "auto" and compiled_decode.obstacle(*call) is None:
+    if kernels == "auto" and compiled_decode.obstacle(*call) is None:
         return compiled_decode.fused_decode
-    if requested == "torch" or (requested == "auto" and AUTO == "torch"):
+    if kernels == "torch" or (kernels == "auto" and AUTO == "torch"):
         return None
     reason = obstacle(*call)
     if reason is None:
         from .triton import decode as triton_decode
 
         return triton_decode.fused_decode
-    if requested == "triton":
-        raise RuntimeError(f"QADA_KERNELS=triton was asked for, but {reason}")
+    if kernels == "triton":
+        raise RuntimeError(f"Triton's kernels were asked for, but {reason}")
     return None

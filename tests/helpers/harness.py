@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from qada_cache.attention.forward import attention_forward, switch_on
 from qada_cache.counters import Counters
+from qada_cache.kernels import choice
 from qada_cache.layer import QAdALayer
 from qada_cache.options import Options
 from qada_cache.shared import ServedModel, Shared
@@ -83,7 +84,8 @@ def transformers_mask(valid: Tensor, queries: int) -> Tensor | None:
 
 def make_shared(**options: Any) -> Shared:
     """What a layer 0 shares with no other."""
-    return Shared(Options(**(OPTIONS | options)), ServedModel("llama", layers=(0,)))
+    asked = {"kernels": choice.requested(None)} | OPTIONS | options
+    return Shared(Options(**asked), ServedModel("llama", layers=(0,)))
 
 
 class Driver:

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -138,21 +137,26 @@ def test_cache_with_the_kernel_equals_reference(
     assert pair.tally.local + pair.tally.long_context > 20
 
 
+def asked(*call: Any) -> Any:
+    """The choice for a call, as a cache that is built now is asked for kernels."""
+    return choice.fused_decode(*call, choice.requested(None))
+
+
 def test_chosen_for_a_long_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "build", lambda *_: object())
     query, bulk = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 1024, 16)
-    assert choice.fused_decode(query, bulk, bulk, "gaussian") is compiled_decode.fused_decode
+    assert asked(query, bulk, bulk, "gaussian") is compiled_decode.fused_decode
     for refused in (
         (query, bulk[:, :, 1:], bulk, "gaussian"),
         (query, bulk, bulk, "oracle"),
         (query.double(), bulk.double(), bulk.double(), "gaussian"),
         (query.repeat(1, 10, 1, 1), bulk, bulk, "gaussian"),
     ):
-        assert choice.fused_decode(*refused) is None
+        assert asked(*refused) is None
     monkeypatch.setattr(compiled, "build", lambda *_: None)
-    assert choice.fused_decode(query, bulk, bulk, "gaussian") is None
+    assert asked(query, bulk, bulk, "gaussian") is None
     monkeypatch.setenv("QADA_KERNELS", "torch")
-    assert choice.fused_decode(query, bulk, bulk, "gaussian") is None
+    assert asked(query, bulk, bulk, "gaussian") is None
 
 
 @pytest.fixture
@@ -227,7 +231,6 @@ def test_a_folder_that_cannot_be_written_to(fresh: Path) -> None:
 def test_chosen_by_name(name: str, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(compiled, "partial_attention", lambda *_, **__: calls.append(name))
-    monkeypatch.setitem(os.environ, "QADA_KERNELS", name)
     query, key, value = tensors(64, 64, 4, 1100, torch.float32)
-    kernels.partial_attention(query, key, value, scaling=SCALING)
+    kernels.partial_attention(query, key, value, scaling=SCALING, kernels=name)
     assert len(calls) == used

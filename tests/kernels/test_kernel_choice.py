@@ -1,14 +1,16 @@
 """When the fused kernel computes a decode step, and that a whole cache does the same with it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from harness import Inputs
+from models import tiny
 from pair import Pair, Tally
 from scenarios import play, small_buffers
 
-from qada_cache import StaticHeads
+from qada_cache import QAdACache, StaticHeads
 from qada_cache.kernels import choice
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
@@ -33,6 +35,11 @@ DEVICES = [
     ),
 ]
 QUERY, BULK = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 8, 16)
+
+
+def asked(*call: Any) -> Any:
+    """The choice for a call, as a cache that is built now is asked for kernels."""
+    return choice.fused_decode(*call, choice.requested(None))
 
 
 @pytest.fixture
@@ -76,16 +83,14 @@ def test_cache_with_the_kernel_equals_reference(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_same_counters_as_the_torch_path(
-    device: str, launches: list[torch.device], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_counters_as_the_torch_path(device: str, launches: list[torch.device]) -> None:
     """Also when both paths take turns on one cache, inside and outside inference mode."""
     counted: list[tuple[int, Tally]] = []
     for kernels in (["torch"] * 4, ["triton"] * 4, ["torch", "triton", "triton", "torch"]):
         pair, inputs = Pair(), Inputs(device=device)
         pair.update(*inputs(60))
         for turn, name in enumerate(kernels):
-            monkeypatch.setenv("QADA_KERNELS", name)
+            pair.layer.shared.options = replace(pair.layer.options, kernels=name)
             with torch.inference_mode(turn % 2 == 1):
                 pair.update(*inputs(1))
                 pair.update(*inputs(3))
@@ -98,17 +103,17 @@ def test_same_counters_as_the_torch_path(
 def test_automatic_choice_is_torch_until_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QADA_KERNELS", raising=False)
     assert choice.AUTO == "torch"
-    assert choice.fused_decode(QUERY, BULK, BULK, "gaussian") is None
+    assert asked(QUERY, BULK, BULK, "gaussian") is None
 
 
 def test_automatic_choice_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QADA_KERNELS", raising=False)
     monkeypatch.setattr(choice, "AUTO", "triton")
     monkeypatch.setattr(triton_kernels, "INTERPRETED", True)
-    assert choice.fused_decode(QUERY, BULK, BULK, "gaussian") is triton_decode.fused_decode
-    assert choice.fused_decode(QUERY, BULK, BULK, "oracle") is None
+    assert asked(QUERY, BULK, BULK, "gaussian") is triton_decode.fused_decode
+    assert asked(QUERY, BULK, BULK, "oracle") is None
     monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
-    assert choice.fused_decode(QUERY, BULK, BULK, "gaussian") is None
+    assert asked(QUERY, BULK, BULK, "gaussian") is None
 
 
 @pytest.mark.parametrize(
@@ -140,17 +145,30 @@ def test_asked_for_and_impossible(
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(triton_kernels, "INTERPRETED", interpreted)
     with pytest.raises(RuntimeError, match=message):
-        choice.fused_decode(query, bulk, bulk.new_zeros(*bulk.shape[:3], value_dim), criterion)
+        asked(query, bulk, bulk.new_zeros(*bulk.shape[:3], value_dim), criterion)
 
 
 def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(choice, "_installed", lambda: False)
     with pytest.raises(RuntimeError, match="triton is not installed"):
-        choice.fused_decode(QUERY, BULK, BULK, "gaussian")
+        asked(QUERY, BULK, BULK, "gaussian")
 
 
 def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QADA_KERNELS", "cuda")
     with pytest.raises(ValueError, match="QADA_KERNELS must be auto, torch or triton, got 'cuda'"):
-        choice.fused_decode(QUERY, BULK, BULK, "gaussian")
+        asked(QUERY, BULK, BULK, "gaussian")
+
+
+def test_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argument goes before the environment, which is read when a cache is built and then no more."""
+    monkeypatch.setenv("QADA_KERNELS", "torch")
+    model = tiny()
+    caches = [QAdACache(model, moments="current", **given) for given in ({}, {"kernels": "auto"})]
+    monkeypatch.setenv("QADA_KERNELS", "triton")
+    assert [cache._shared.options.kernels for cache in caches] == ["torch", "auto"]
+    assert caches[0].fork(kernels="auto")._shared.options.kernels == "auto"
+    for build in (lambda: QAdACache(model, kernels="cuda"), lambda: caches[0].fork(kernels="cuda")):
+        with pytest.raises(ValueError, match="kernels must be auto, torch or triton, got 'cuda'"):
+            build()
