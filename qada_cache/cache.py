@@ -185,8 +185,8 @@ class QAdACache(WatchedCache):
                 the model that this cache was built with.
 
         Raises:
-            TypeError, ValueError, FileNotFoundError: as `QAdACache`; no such option; another `sink_tokens`, `local_tokens`,
-                `offloading` or `device_budget`; `update_moments=False` after tokens that were decoded without it.
+            TypeError, ValueError, FileNotFoundError: as `QAdACache`; no such option; another `sink_tokens`,
+                `local_tokens`, `offloading` or `device_budget`; `update_moments=False` after decoding without it.
             RuntimeError: a forward pass was interrupted.
         """
         self._check_whole()
