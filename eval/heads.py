@@ -27,8 +27,8 @@ from qada_cache import KeyMoments, QAdACache
 from qada_cache.attention import decide, decode
 from qada_cache.criterion import gaussian_log_bulk
 from qada_cache.kernels import decision
-from qada_cache.layer import QAdALayer
 from qada_cache.lm_eval import QAdALM
+from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.geometry import Geometry
 
 

@@ -29,9 +29,9 @@ from eval.timing.hardware import wait
 from qada_cache import QAdACache, restore_attention
 from qada_cache.attention import forward as attention
 from qada_cache.attention import one_token
-from qada_cache.counters import Counters
 from qada_cache.kernels.cpu import compiled_decode
-from qada_cache.layer import QAdALayer
+from qada_cache.state.counters import Counters
+from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.forward_pass import ForwardPass
 from qada_cache.storage.store import TokenStore
 

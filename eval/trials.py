@@ -36,7 +36,7 @@ from qada_cache.attention import decide, decode
 from qada_cache.criterion import GROUP_RULES
 from qada_cache.kernels import decision
 from qada_cache.key_moments.defaults import sources
-from qada_cache.layer import QAdALayer
+from qada_cache.state.layer import QAdALayer
 
 CALIBRATION = 4  # pieces of prose that errors and local shares are learned from, none of those measured
 SPARE = 8  # tokens that an answer may have beside the expected ones: quotation marks, a word or two

@@ -20,9 +20,9 @@ from .criterion import StaticHeads
 from .kernels import choice
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.defaults import Moments
-from .layer import QAdALayer
-from .options import Options
-from .shared import ServedModel, Shared
+from .state.layer import QAdALayer
+from .state.options import Options
+from .state.shared import ServedModel, Shared
 from .stats import CacheStats, collect, layer_bytes
 from .watched import WatchedCache
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .counters import Counters
 from .criterion import StaticHeads
 from .files import tensors as files
 from .files import weights
 from .key_moments.defaults import together
 from .key_moments.key_moments import KeyMoments
-from .layer import QAdALayer
-from .shared import Shared
+from .state.counters import Counters
+from .state.layer import QAdALayer
+from .state.shared import Shared
 from .storage.padding import NONE, Padding
 
 KIND = "qada-cache"

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from .counters import Counters
-from .layer import QAdALayer
+from .state.counters import Counters
+from .state.layer import QAdALayer
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from .layer import QAdALayer
-from .shared import Shared
+from .state.layer import QAdALayer
+from .state.shared import Shared
 
 
 class WatchedCache(DynamicCache):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qada_cache.attention import decode
 from qada_cache.kernels import softmax_average
-from qada_cache.layer import QAdALayer
+from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.store import TokenStore
 
 VALUE_BITS = 16  # of a key or value as a cache usually holds it, which shares of bytes are of

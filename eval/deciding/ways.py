@@ -13,7 +13,7 @@ from qada_cache import KeyMoments
 from qada_cache.attention import decide
 from qada_cache.criterion import gaussian_log_bulk, score_moments
 from qada_cache.kernels import decision
-from qada_cache.layer import QAdALayer
+from qada_cache.state.layer import QAdALayer
 
 FEW = (0.1, 0.3, 0.6, 0.9)
 MOST = (0.1, 0.3, 0.6, 0.8, 0.9)

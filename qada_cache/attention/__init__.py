@@ -1,0 +1,1 @@
+"""Who attends to what: the function that transformers calls, and what becomes of a call."""

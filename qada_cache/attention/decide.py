@@ -8,7 +8,7 @@ from ..kernels import decision
 from ..key_moments.key_moments import KeyMoments
 from ..key_moments.rotation import rounded
 from ..key_moments.running import RunningMoments
-from ..layer import QAdALayer
+from ..state.layer import QAdALayer
 from ..storage.geometry import Geometry
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import choice, merge_partials, partial_attention, softmax_average
-from ..layer import QAdALayer
+from ..state.layer import QAdALayer
 from ..storage.padding import real_tokens
 from ..storage.reading import flagged, prefetch, stream
 from ..storage.store import TokenStore

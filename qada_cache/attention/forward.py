@@ -17,8 +17,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..autocast import without_autocast
-from ..layer import QAdALayer
 from ..sharding import check_sharding
+from ..state.layer import QAdALayer
 from .decode import query_adaptive, whole_context
 from .readers import find_reader
 

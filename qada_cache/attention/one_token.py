@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..criterion import StaticHeads
 from ..key_moments.rotation import rounded
-from ..layer import QAdALayer
+from ..state.layer import QAdALayer
 from ..storage.geometry import Geometry
 from ..storage.reading import learn
 from ..storage.store import TokenStore

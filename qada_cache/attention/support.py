@@ -10,9 +10,9 @@ from ..key_moments.defaults import resolve_moments, sources, together
 from ..key_moments.key_moments import KeyMoments
 from ..key_moments.prompts import PROMPTS
 from ..key_moments.rope import rope_settings
-from ..options import Options
 from ..sharding import check_sharding
-from ..shared import ServedModel
+from ..state.options import Options
+from ..state.shared import ServedModel
 
 
 def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:

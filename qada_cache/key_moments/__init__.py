@@ -1,0 +1,1 @@
+"""What is known of distant keys without reading them: their mean and covariance."""

@@ -1,0 +1,1 @@
+"""Where the tokens of a layer lie, and how they are read."""

@@ -11,7 +11,7 @@ from reference import bulk_indices, log_masses
 from scenarios import small_buffers
 
 from qada_cache import QAdACache, StaticHeads
-from qada_cache.layer import QAdALayer
+from qada_cache.state.layer import QAdALayer
 
 SIZES = {"sink_tokens": SINKS, "local_tokens": LOCAL}
 CALLS = (40, 1, 1, 3, WINDOW, 1, 20, *[1] * 25)

@@ -11,7 +11,7 @@ from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig, PreT
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from qada_cache import QAdACache
-from qada_cache.layer import QAdALayer
+from qada_cache.state.layer import QAdALayer
 
 UNSUPPORTED = {
     "gemma2": (NotImplementedError, "soft-capped attention scores: use transformers.DynamicCache for gemma2"),

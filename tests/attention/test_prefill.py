@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from qada_cache import QAdACache, once
 from qada_cache.attention.decode import whole_context
 from qada_cache.key_moments import running as moments
-from qada_cache.layer import QAdALayer
+from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import bulk, transfers
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.reading import flagged

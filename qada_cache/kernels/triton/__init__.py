@@ -1,0 +1,1 @@
+"""The kernels in Triton, for GPUs."""

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from ..storage.padding import NONE
+from ..storage.store import TokenStore
 from .counters import Counters
 from .options import Options
 from .shared import Shared
-from .storage.padding import NONE
-from .storage.store import TokenStore
 
 
 def _no_tensor(name: str) -> Any:

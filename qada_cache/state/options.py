@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from .criterion import CRITERIA, GROUP_RULES, StaticHeads
-from .kernels import choice
-from .key_moments.defaults import CURRENT, Moments, sources
-from .key_moments.key_moments import KeyMoments
-from .storage.residents import check_budget
+from ..criterion import CRITERIA, GROUP_RULES, StaticHeads
+from ..kernels import choice
+from ..key_moments.defaults import CURRENT, Moments, sources
+from ..key_moments.key_moments import KeyMoments
+from ..storage.residents import check_budget
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..storage.forward_pass import ForwardPass
+from ..storage.residents import Residents
 from .options import Options
 from .progress import Progress
-from .storage.forward_pass import ForwardPass
-from .storage.residents import Residents
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import torch
 
-from qada_cache import counters
-from qada_cache.counters import Counters
+from qada_cache.state import counters
+from qada_cache.state.counters import Counters
 
 
 def test_sums_of_many_calls() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .storage.geometry import Geometry
+from ..storage.geometry import Geometry
 
 PENDING = 32  # calls whose flags are kept until they are summed: a sum for each would cost more than its decision
 _PLAIN = ("decisions", "steps", "pulled_bytes", "spared_bytes", "streamed_bytes", "audited", "audited_bytes")

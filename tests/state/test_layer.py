@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qada_cache import KeyMoments, StaticHeads
 from qada_cache.key_moments.rotation import Rotation
-from qada_cache.layer import QAdALayer
+from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.bulk import Bulk
 
 
