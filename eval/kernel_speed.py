@@ -21,7 +21,7 @@ from eval.models.geometries import GEOMETRIES
 from eval.reporting.machine import machine
 from eval.reporting.tables import plain, write
 from eval.timing.hardware import SIZE
-from qada_cache.kernels import sdpa as fused
+from qada_cache.kernels import sdpa
 from qada_cache.kernels.cpu import compiled
 from qada_cache.storage import pages
 
@@ -57,7 +57,7 @@ def speeds(query: Tensor, layers: list[tuple[Tensor, Tensor]], turns: int) -> di
         plain_data.sum()
         return plain_data.nbytes
 
-    works = {"read": reduce, "compiled": attend(compiled.partial_attention), "torch": attend(fused.partial_attention)}
+    works = {"read": reduce, "compiled": attend(compiled.partial_attention), "torch": attend(sdpa.partial_attention)}
     best = dict.fromkeys(works, 0.0)
     for _ in range(turns):
         for name, work in works.items():

@@ -84,18 +84,16 @@ def know(
 
 def cache_options(way: Way, known: Knowledge) -> dict[str, Any]:
     """Of `QAdACache`, for what it can be asked for of a way; kernels decide by themselves, so they are left out."""
-    rule = way.rule if way.rule in GROUP_RULES else "any"
+    options = {"group_rule": way.rule if way.rule in GROUP_RULES else "any", "moments": "current", "kernels": "torch"}
     if way.criterion == "static":
-        heads = StaticHeads.from_oracle(known.local_share, way.threshold)
-        return {"criterion": heads, "group_rule": rule, "moments": "current", "kernels": "torch"}
+        return options | {"criterion": StaticHeads.from_oracle(known.local_share, way.threshold)}
+    options["threshold"] = way.threshold
     if way.criterion != "qada":
-        sure = {"criterion": way.criterion, "moments": "current", "kernels": "torch"}
-        return {**sure, "group_rule": rule, "threshold": way.threshold}
+        return options | {"criterion": way.criterion}
     experiment = way.moments in experiments(known)  # which changes the current prompt's
     current, other = sources("current" if experiment else way.moments)
     moments = known.moments[str(other)] if other else "current"
-    both = ("current", moments) if current and other else moments
-    return {"moments": both, "group_rule": rule, "threshold": way.threshold, "kernels": "torch"}
+    return options | {"moments": ("current", moments) if current and other else moments}
 
 
 @torch.no_grad()

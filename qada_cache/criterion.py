@@ -54,6 +54,11 @@ class StaticHeads:
         table[shares.argsort(descending=True, stable=True)[: round(alpha * shares.numel())]] = False
         return cls(table.view(local_share.shape))
 
+    def of_layer(self, layer: int, *, kv_heads: int, group: int, device: torch.device) -> Tensor:
+        """One layer's row by KV head, bool `[kv_heads, group]`, contiguous; without waiting for the device."""
+        row = self.long_context[layer].to(device, non_blocking=True).reshape(kv_heads, -1)
+        return row.expand(-1, group).contiguous()  # heads given as KV heads broadcast over their group
+
     def save(self, path: str | os.PathLike) -> None:
         """Write to one safetensors file."""
         files.write(path, "qada-heads", {"static_heads": self.long_context}, {})

@@ -38,13 +38,10 @@ def needs_long_context(
         bool `[batch, kv_heads, group, queries]`.
     """
     options, log_bulk = layer.options, None
-    criterion: str | Tensor
-    if isinstance(options.criterion, StaticHeads):
-        # Heads given as KV heads broadcast over their group.
-        table = options.criterion.long_context[layer.index].to(scores.device).reshape(scores.shape[1], -1)
-        criterion = table.expand(-1, scores.shape[2])
-    else:
-        criterion = options.criterion
+    criterion: str | StaticHeads | Tensor = options.criterion
+    if isinstance(criterion, StaticHeads):
+        kv_heads, group = scores.shape[1:3]
+        criterion = criterion.of_layer(layer.index, kv_heads=kv_heads, group=group, device=scores.device)
     if far_lse is not None:
         log_bulk = log_bulk_mass(scores, far_lse, geometry)
     elif options.criterion == "gaussian":

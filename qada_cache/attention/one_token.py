@@ -53,9 +53,9 @@ def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor) -> dict[str, 
     """The arguments that say how to decide."""
     options, moments, kv_heads = layer.options, store.moments, store.near_keys.shape[1]
     if isinstance(options.criterion, StaticHeads):
-        table = options.criterion.long_context[layer.index].to(query.device, non_blocking=True)
-        table = table.reshape(kv_heads, -1)  # heads given as KV heads broadcast over their group
-        return {"criterion": table.expand(-1, query.shape[1] // kv_heads).contiguous()}
+        group = query.shape[1] // kv_heads
+        table = options.criterion.of_layer(layer.index, kv_heads=kv_heads, group=group, device=query.device)
+        return {"criterion": table}
     if options.criterion != "gaussian":
         return {"criterion": options.criterion}
     told: dict[str, Any] = {}

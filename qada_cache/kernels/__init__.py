@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import reference
-from . import sdpa as fused
+from . import reference, sdpa
 from .cpu import compiled
 from .reference import merge_partials, softmax_average
 
@@ -25,8 +24,8 @@ def partial_attention(
         found = compiled.partial_attention(query, key, value, scaling=scaling)
         if found is not None:
             return found
-    if key.shape[-2] and fused.supports(query, value, None):
-        return fused.partial_attention(query, key, value, scaling=scaling, causal=causal)
+    if key.shape[-2] and sdpa.supports(query, value, None):
+        return sdpa.partial_attention(query, key, value, scaling=scaling, causal=causal)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
     block = min(QUERY_BLOCK, KEY_BLOCK) if causal else KEY_BLOCK

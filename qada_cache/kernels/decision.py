@@ -91,7 +91,7 @@ def larger(current: Tensor | None, other: Tensor | None) -> Tensor:
     if current is None or other is None:
         only = other if current is None else current
         assert only is not None
-        return only.nan_to_num(torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        return only.masked_fill(only.isnan(), torch.inf)
     return torch.fmax(current, other)  # which takes a number before a nan
 
 

@@ -41,8 +41,7 @@ class QAdALayer(DynamicLayer):
     """One full-attention layer: its tokens, its padding, and what it did.
 
     `update` only takes new tokens in; they are stored by the registered attention function (`attention/forward.py`),
-    which
-    has the mask that tells real tokens from padding, and the queries.
+    which has the mask that tells real tokens from padding, and the queries.
 
     Attributes:
         store: the real tokens; None before the first update.

@@ -82,6 +82,11 @@ def transformers_mask(valid: Tensor, queries: int) -> Tensor | None:
     return causal & valid[:, None, None, :]
 
 
+def chosen_kernel(*call: Any) -> Any:
+    """The choice for a call, as a cache that is built now is asked for kernels."""
+    return choice.fused_decode(*call, choice.requested(None))
+
+
 def make_shared(**options: Any) -> Shared:
     """What a layer 0 shares with no other."""
     asked = {"kernels": choice.requested(None)} | OPTIONS | options

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from compilers import needs_compiler
+from harness import chosen_kernel
 from scenarios import play, small_buffers
 from test_kernels import SCALING, check
 from torch import Tensor
 
 from qada_cache import kernels, once
-from qada_cache.kernels import choice, reference
+from qada_cache.kernels import reference
 from qada_cache.kernels.cpu import build, compiled, compiled_decode
 
 SIZES = [(64, 64, 4), (16, 24, 1), (80, 48, 7), (128, 128, 16), (8, 256, 5)]
@@ -137,26 +138,21 @@ def test_cache_with_the_kernel_equals_reference(
     assert pair.tally.local + pair.tally.long_context > 20
 
 
-def asked(*call: Any) -> Any:
-    """The choice for a call, as a cache that is built now is asked for kernels."""
-    return choice.fused_decode(*call, choice.requested(None))
-
-
 def test_chosen_for_a_long_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "build", lambda *_: object())
     query, bulk = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 1024, 16)
-    assert asked(query, bulk, bulk, "gaussian") is compiled_decode.fused_decode
+    assert chosen_kernel(query, bulk, bulk, "gaussian") is compiled_decode.fused_decode
     for refused in (
         (query, bulk[:, :, 1:], bulk, "gaussian"),
         (query, bulk, bulk, "oracle"),
         (query.double(), bulk.double(), bulk.double(), "gaussian"),
         (query.repeat(1, 10, 1, 1), bulk, bulk, "gaussian"),
     ):
-        assert asked(*refused) is None
+        assert chosen_kernel(*refused) is None
     monkeypatch.setattr(compiled, "build", lambda *_: None)
-    assert asked(query, bulk, bulk, "gaussian") is None
+    assert chosen_kernel(query, bulk, bulk, "gaussian") is None
     monkeypatch.setenv("QADA_KERNELS", "torch")
-    assert asked(query, bulk, bulk, "gaussian") is None
+    assert chosen_kernel(query, bulk, bulk, "gaussian") is None
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Inputs
+from harness import Inputs, chosen_kernel
 from models import tiny
 from pair import Pair, Tally
 from scenarios import play, small_buffers
@@ -35,11 +35,6 @@ DEVICES = [
     ),
 ]
 QUERY, BULK = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 8, 16)
-
-
-def asked(*call: Any) -> Any:
-    """The choice for a call, as a cache that is built now is asked for kernels."""
-    return choice.fused_decode(*call, choice.requested(None))
 
 
 @pytest.fixture
@@ -103,17 +98,17 @@ def test_same_counters_as_the_torch_path(device: str, launches: list[torch.devic
 def test_automatic_choice_is_torch_until_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QADA_KERNELS", raising=False)
     assert choice.AUTO == "torch"
-    assert asked(QUERY, BULK, BULK, "gaussian") is None
+    assert chosen_kernel(QUERY, BULK, BULK, "gaussian") is None
 
 
 def test_automatic_choice_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QADA_KERNELS", raising=False)
     monkeypatch.setattr(choice, "AUTO", "triton")
     monkeypatch.setattr(triton_kernels, "INTERPRETED", True)
-    assert asked(QUERY, BULK, BULK, "gaussian") is triton_decode.fused_decode
-    assert asked(QUERY, BULK, BULK, "oracle") is None
+    assert chosen_kernel(QUERY, BULK, BULK, "gaussian") is triton_decode.fused_decode
+    assert chosen_kernel(QUERY, BULK, BULK, "oracle") is None
     monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
-    assert asked(QUERY, BULK, BULK, "gaussian") is None
+    assert chosen_kernel(QUERY, BULK, BULK, "gaussian") is None
 
 
 @pytest.mark.parametrize(
@@ -145,20 +140,20 @@ def test_asked_for_and_impossible(
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(triton_kernels, "INTERPRETED", interpreted)
     with pytest.raises(RuntimeError, match=message):
-        asked(query, bulk, bulk.new_zeros(*bulk.shape[:3], value_dim), criterion)
+        chosen_kernel(query, bulk, bulk.new_zeros(*bulk.shape[:3], value_dim), criterion)
 
 
 def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(choice, "_installed", lambda: False)
     with pytest.raises(RuntimeError, match="triton is not installed"):
-        asked(QUERY, BULK, BULK, "gaussian")
+        chosen_kernel(QUERY, BULK, BULK, "gaussian")
 
 
 def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QADA_KERNELS", "cuda")
     with pytest.raises(ValueError, match="QADA_KERNELS must be auto, torch or triton, got 'cuda'"):
-        asked(QUERY, BULK, BULK, "gaussian")
+        chosen_kernel(QUERY, BULK, BULK, "gaussian")
 
 
 def test_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

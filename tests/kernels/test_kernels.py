@@ -8,8 +8,7 @@ from reference import error_budget, naive_attention
 from torch import Tensor
 
 from qada_cache import kernels
-from qada_cache.kernels import merge_partials, partial_attention, reference, softmax_average
-from qada_cache.kernels import sdpa as fused
+from qada_cache.kernels import merge_partials, partial_attention, reference, sdpa, softmax_average
 
 SCALING = 0.3  # not 1/sqrt(dim), what a kernel would take by itself
 LSE_BUDGET = {torch.float32: 2e-6, torch.bfloat16: 2e-4, torch.float16: 2e-4}
@@ -71,8 +70,8 @@ def test_causal(tokens: int, value_dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_fused_equals_reference(causal: bool, dtype: torch.dtype) -> None:
     query, key, value = tensors(111, 111, dtype=dtype)
-    assert fused.supports(query, value, None)
-    out, lse = fused.partial_attention(query, key, value, scaling=SCALING, causal=causal)
+    assert sdpa.supports(query, value, None)
+    out, lse = sdpa.partial_attention(query, key, value, scaling=SCALING, causal=causal)
     expected_out, expected_lse = reference.partial_attention(query, key, value, scaling=SCALING, causal=causal)
     ulp = torch.finfo(dtype).eps
     torch.testing.assert_close(out, expected_out, rtol=4 * ulp, atol=4 * ulp)
@@ -81,11 +80,11 @@ def test_fused_equals_reference(causal: bool, dtype: torch.dtype) -> None:
 
 def test_fused_admits_only_what_it_computes() -> None:
     query, _, value = tensors(4, 4)
-    assert fused.supports(query, value, None)
-    assert not fused.supports(query, tensors(4, 4, value_dim=24)[2], None)
-    assert not fused.supports(query, value, torch.ones(4, 4, dtype=torch.bool))
-    assert not fused.supports(query, value.half(), None)
-    assert not fused.supports(query.double(), value.double(), None)
+    assert sdpa.supports(query, value, None)
+    assert not sdpa.supports(query, tensors(4, 4, value_dim=24)[2], None)
+    assert not sdpa.supports(query, value, torch.ones(4, 4, dtype=torch.bool))
+    assert not sdpa.supports(query, value.half(), None)
+    assert not sdpa.supports(query.double(), value.double(), None)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -182,11 +181,11 @@ def test_keys_split_among_threads(
     tokens: int, heads: int, threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a few heads out of a larger buffer, as the bulk hands them out; every thread gets as many parts."""
-    monkeypatch.setattr(fused, "SPLIT_TOKENS", 64)
+    monkeypatch.setattr(sdpa, "SPLIT_TOKENS", 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     query, key, value = (tensor[1:, :heads] for tensor in tensors(1, 200, group=4, dtype=dtype))
     key, value = key[:, :, :tokens], value[:, :, :tokens]
-    splits = fused._splits(query, key)
+    splits = sdpa._splits(query, key)
     assert splits == 1 if tokens < 64 else (heads * splits) % threads == 0
-    found = fused.partial_attention(query, key, value, scaling=SCALING)
+    found = sdpa.partial_attention(query, key, value, scaling=SCALING)
     check(found, query, key, value, torch.ones(1, 1, 4, tokens, dtype=torch.bool))
