@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from . import sketch
 from .decision import current_log_bulk, larger, needs_long_context, other_log_bulk
 from .reference import merge_partials, partial_attention, softmax_average
 
@@ -29,6 +30,11 @@ def fused_decode(
     other_mean: Tensor | None = None,
     other_covariance: Tensor | None = None,
     pulled: Tensor | None = None,
+    codes: Tensor | None = None,
+    scales: Tensor | None = None,
+    centre: Tensor | None = None,
+    token_threshold: float = 0.0,
+    sketched: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Query-adaptive attention of one query token a row: local attention, criterion, bulk where needed, merge.
 
@@ -56,6 +62,11 @@ def fused_decode(
         other_mean, other_covariance: likewise, of another prompt's keys. If both are given, the larger estimate of
             `A_bulk` counts; if nothing is known, every head with a bulk needs it.
         pulled: int64 `[]`, to which the bytes of bulk keys and values that were needed are added.
+        codes, scales, centre: the sketch of the bulk's keys, uint8 `[batch, kv_heads, capacity, *]`, bfloat16
+            `[batch, kv_heads, capacity]`, float32 `[batch, kv_heads, dim]`, see `sketch.encode`. With it, a KV head reads
+            of a bulk of `sketch.MIN_TOKENS` and more what `sketch.chosen_tokens` says; without it, all.
+        token_threshold: as there.
+        sketched: int64 `[]`, to which the bytes of codes and scales that were needed are added.
 
     Returns:
         `[batch, heads, 1, value_dim]` in the query's dtype, and bool `[batch, kv_heads, group]`, True where a head
@@ -89,11 +100,23 @@ def fused_decode(
     visible = local | (staged & flags.unsqueeze(-1))
     out, lse = softmax_average(scores.masked_fill(~visible, -torch.inf), near_values)
     needed = flags.any(dim=-1)  # [batch, kv_heads]
+    every = bulk_tokens.expand(batch, 1, 1)
     for row, length in enumerate(bulk_lengths.expand(batch).tolist()):
         for head in needed[row].nonzero()[:, 0].tolist():
-            keys, values = bulk_keys[row, head, None, None, :length], bulk_values[row, head, None, None, :length]
+            keys, values = bulk_keys[row, head, :length], bulk_values[row, head, :length]
+            if codes is not None and scales is not None and centre is not None and length >= sketch.MIN_TOKENS:
+                coded = codes[row, head, :length], scales[row, head, :length]
+                chosen = sketch.chosen_tokens(
+                    packed[row, head, :, None], *coded, centre[row, head], log_near=lse[row, head, :, None],
+                    bulk_tokens=every[row, 0], flags=flags[row, head, :, None], scaling=scaling,
+                    token_threshold=token_threshold,
+                )[0].to(keys.device)  # fmt: skip
+                keys, values = keys[chosen], values[chosen]
+                if sketched is not None:
+                    sketched += sum(part.nbytes for part in coded)
             keys, values = keys.to(query.device), values.to(query.device)
-            far_out, far_lse = partial_attention(packed[row, head, None, None], keys, values, scaling=scaling)
+            asked = packed[row, head, None, None]
+            far_out, far_lse = partial_attention(asked, keys[None, None], values[None, None], scaling=scaling)
             far_lse = far_lse[0, 0].masked_fill(~flags[row, head], -torch.inf)
             out[row, head], lse[row, head] = merge_partials(out[row, head], lse[row, head], far_out[0, 0], far_lse)
             if pulled is not None:

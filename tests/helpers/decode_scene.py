@@ -1,14 +1,17 @@
 """One decode step laid out in buffers, and the float64 reference's answer to it."""
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from reference import attend, decide, error_budget, key_moments, log_local_fraction, log_masses, naive_attention
+from reference import decide, error_budget, key_moments, log_local_fraction, log_mass, log_masses, naive_attention
 from reference import visible_tokens as visible
+from sketch_reference import estimates, log_shares
 from torch import Tensor
 
+from qada_cache.kernels import sketch
 from qada_cache.storage.geometry import call_geometry
 
 SINKS, WINDOW = 3, 8
@@ -23,7 +26,7 @@ class Scene:
 
     Whatever is not a token in use is nan. Rows in `padding` get a padding query. `moments` are "pooled" (of the stored
     tokens, to be pooled with the staged ones), "frozen" (of the stored tokens only) "other" (of another prompt),
-    "both" (pooled, and of another prompt) or "both frozen".
+    "both" (pooled, and of another prompt) or "both frozen". With `bits` there is a sketch of the stored keys.
     """
 
     bulk: list[tuple[int, int]] = field(default_factory=lambda: list(RAGGED))
@@ -35,6 +38,7 @@ class Scene:
     value_dim: int | None = None
     dtype: torch.dtype = torch.float32
     moments: str = "pooled"
+    bits: int = 0
 
     def __post_init__(self) -> None:
         made = torch.Generator().manual_seed(self.dim + self.group)
@@ -81,6 +85,58 @@ class Scene:
             [torch.stack([torch.stack([pair[part] for pair in row]) for row in rows]).float() for part in (0, 1)]
             for rows in (own, [other])
         )
+        if self.bits:
+            self._make_sketch(capacity, made)
+
+    def _make_sketch(self, capacity: int, made: torch.Generator) -> None:
+        shape = self.batch, self.kv_heads, capacity
+        self.codes = torch.randint(0, 256, (*shape, sketch.code_bytes(self.dim, self.bits)), generator=made).byte()
+        self.scales = torch.full(shape, torch.nan, dtype=torch.bfloat16)
+        self.centre = torch.full((*shape[:2], self.dim), torch.nan)
+        for row in self.sketched_rows():
+            keys = self.keys[row][:, SINKS : SINKS + self.counts[row]]
+            self.centre[row] = keys[:, :20].float().mean(dim=1)
+            at = row, slice(None), slice(0, self.counts[row])
+            self.codes[at], self.scales[at] = sketch.encode(keys, self.centre[row], self.bits)
+
+    def sketched_rows(self) -> list[int]:
+        """Rows whose tokens are chosen."""
+        return [row for row, count in enumerate(self.counts) if self.bits and count >= sketch.MIN_TOKENS]
+
+    def sketch_arguments(self, device: str, token_threshold: float) -> dict[str, Any]:
+        """Those of `fused_decode` that have tokens chosen."""
+        made = {"codes": self.codes, "scales": self.scales, "centre": self.centre}
+        made["sketched"] = torch.zeros((), dtype=torch.int64)
+        return {name: t.to(device) for name, t in made.items()} | {"token_threshold": token_threshold}
+
+    def log_shares(self, row: int, head: int) -> Tensor:
+        """What `sketch_reference.log_shares` says of one KV head's bulk `[group, tokens]`."""
+        keys, count = self.keys[row][head], self.counts[row]
+        query = self.query[row, head * self.group : (head + 1) * self.group, 0]
+        near = torch.cat([keys[:SINKS], keys[SINKS + count :]])
+        masses = torch.tensor([log_mass(query=one, keys=near, scaling=self.scaling) for one in query])
+        coded = {"codes": self.codes[row, head, :count], "scales": self.scales[row, head, :count]}
+        coded["centre"] = self.centre[row, head]
+        found = estimates(query=query, **coded, scaling=self.scaling)
+        return log_shares(estimates=found, log_near=masses, bulk_tokens=sum(self.bulk[row]))
+
+    def token_threshold(self, share: float = 0.2) -> float:
+        """One by which a query head asks for about this share of the bulk, and no token by rounding."""
+        ranked = sorted(
+            value for row in self.sketched_rows() for head in range(self.kv_heads)
+            for value in self.log_shares(row, head).flatten().tolist()
+        )  # fmt: skip
+        middle = ranked[int((1 - 1.5 * share) * len(ranked)) : int((1 - 0.5 * share) * len(ranked))]
+        gap, threshold = max((high - low, (high + low) / 2) for low, high in itertools.pairwise(middle))
+        assert gap > 1e-4
+        return math.exp(threshold)
+
+    def chosen(self, flags: Tensor, token_threshold: float) -> dict[tuple[int, int], Tensor]:
+        """Of KV heads with a flagged head, by row and head: bool `[tokens]`, what they read of a sketched bulk."""
+        return {
+            (row, head): (self.log_shares(row, head) >= math.log(token_threshold))[flags[row, head]].any(dim=0)
+            for row in self.sketched_rows() for head in range(self.kv_heads) if flags[row, head].any()
+        }  # fmt: skip
 
     def arguments(self, device: str, *, pin: bool = False) -> dict[str, Any]:
         """Those of `fused_decode` but for what decides, on `device`; the bulk in pinned memory if `pin`."""
@@ -145,29 +201,38 @@ class Scene:
             flags[row] = ~decide(**self._decision(row), **decision)
         return flags.unflatten(1, (self.kv_heads, self.group))
 
-    def forget_unneeded(self, flags: Tensor) -> int:
-        """Make the bulk buffers of KV heads without a flagged head nan; the bytes of what the others hold."""
+    def forget_unneeded(self, flags: Tensor, chosen: dict[tuple[int, int], Tensor] | None = None) -> int:
+        """Make nan what is not read: the bulk of KV heads without a flagged head, tokens not `chosen`; bytes left."""
         needed = 0
+        for (row, head), tokens in (chosen or {}).items():
+            for buffer in self.stored:
+                buffer[row, head, : self.counts[row]][~tokens] = torch.nan
         for row, head in (~flags.any(-1)).nonzero().tolist():
             for buffer in self.stored:
                 buffer[row, head] = torch.nan
         for row, head in flags.any(-1).nonzero().tolist():
-            needed += sum(t[row, head, : self.counts[row]].nbytes for t in self.stored)
+            read = (chosen or {}).get((row, head), torch.ones(self.counts[row], dtype=torch.bool))
+            needed += sum(t[row, head, : self.counts[row]][read].nbytes for t in self.stored)
         return needed
 
-    def check(self, out: Tensor, flags: Tensor) -> None:
-        """`out` `[batch, heads, 1, value_dim]` against float64 under these flags, within twice the naive error."""
+    def check(self, out: Tensor, flags: Tensor, chosen: dict[tuple[int, int], Tensor] | None = None) -> None:
+        """`out` `[batch, heads, 1, value_dim]` against float64, given flags and `chosen`, within twice naive error."""
         assert out.dtype == self.dtype
         assert out.isfinite().all()
         for row, (keys, values, length) in enumerate(zip(self.keys, self.values, self.lengths, strict=True)):
             if not length:
                 continue
             local = ~flags[row].flatten()
-            given = {"query": self.query[row, :, 0], "keys": keys, "values": values, "scaling": self.scaling}
-            expected = attend(**given, position=length - 1, local=local, **SIZES)
             mask = visible(local=local, position=length - 1, tokens=length, **SIZES)
-            given |= {"query": self.query[row][None], "keys": keys[None], "values": values[None]}
-            lowp = naive_attention(**given, mask=mask[None, :, None], dtype=self.dtype)[0, :, 0]
+            for head in range(self.kv_heads):
+                if chosen and (row, head) in chosen:
+                    seen = mask[head * self.group : (head + 1) * self.group, SINKS : SINKS + self.counts[row]]
+                    seen &= chosen[row, head]
+            given = {"query": self.query[row][None], "keys": keys[None], "values": values[None]}
+            given |= {"scaling": self.scaling, "mask": mask[None, :, None]}
+            expected, lowp = (
+                naive_attention(**given, dtype=dtype)[0, :, 0] for dtype in (torch.float64, self.dtype)
+            )
             error = (out[row, :, 0].double() - expected).abs().max()
             budget = error_budget(reference64=expected, lowp=lowp)
             assert error <= budget, f"row {row} is off by {error:.3g}, budget {budget:.3g}"

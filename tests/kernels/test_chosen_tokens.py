@@ -1,0 +1,93 @@
+"""Reading chosen tokens in a fused decode step, against float64: by the torch reference and by every kernel."""
+
+from typing import Any
+
+import pytest
+import torch
+from decode_scene import Scene
+from test_triton import COMPILED, KERNEL, REFERENCE, Path
+from torch import Tensor
+
+from qada_cache.kernels import sketch
+from qada_cache.kernels.cpu import compiled
+
+EVERY = pytest.mark.parametrize("path", [REFERENCE])
+BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of few tokens have a sketch, and are split."""
+    monkeypatch.setattr(sketch, "MIN_TOKENS", 40)
+    monkeypatch.setattr(compiled, "SPLIT_TOKENS", 50)
+
+
+def run(path: Path, scene: Scene, *, token_threshold: float, **decision: Any) -> dict[tuple[int, int], Tensor]:
+    """Compute, and compare flags, outputs and bytes read with float64's; tokens that are not to be read are nan."""
+    function, device = path
+    flags = scene.flags(**{"criterion": "dense"} | decision)
+    chosen = scene.chosen(flags, token_threshold)
+    needed = scene.forget_unneeded(flags, chosen)
+    arguments = scene.arguments(device) | {"criterion": "dense", "threshold": 0.5} | decision
+    arguments |= scene.sketch_arguments(device, token_threshold)
+    if arguments["criterion"] == "gaussian":
+        arguments |= scene.moment_arguments(device)
+    out, found = function(**arguments)
+    assert torch.equal(found.cpu(), flags)
+    scene.check(out.cpu(), flags, chosen)
+    assert arguments["pulled"].item() == needed
+    token_bytes = scene.codes.shape[3] + scene.scales.element_size()
+    assert arguments["sketched"].item() == sum(len(tokens) for tokens in chosen.values()) * token_bytes
+    return chosen
+
+
+def share(chosen: dict[tuple[int, int], Tensor]) -> float:
+    """Of the tokens of sketched heads, how many are read."""
+    return float(torch.cat(list(chosen.values())).float().mean())
+
+
+@EVERY
+@pytest.mark.parametrize("bits", sketch.BITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (32, 64), (128, 128), (96, 80), (256, 256)])
+def test_dtypes_dimensions_bits(path: Path, dim: int, value_dim: int, dtype: torch.dtype, bits: int) -> None:
+    scene = Scene(bulk=[(111, 9), (63, 0), (39, 1)], short=(2,), dim=dim, value_dim=value_dim, dtype=dtype, bits=bits)
+    assert 0.05 < share(run(path, scene, token_threshold=scene.token_threshold())) < 0.7
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("group", "group_rule"), [(1, "head"), (4, "head"), (7, "head"), (3, "any"), (4, "any"), (8, "any")]
+)
+def test_decided_heads(path: Path, group: int, group_rule: str) -> None:
+    """Only long-context heads ask for tokens, and what one asks for all of them read."""
+    scene = Scene(bulk=BULK, group=group, dtype=torch.bfloat16, bits=2)
+    decision = {"criterion": "gaussian", "threshold": scene.threshold(group_rule), "group_rule": group_rule}
+    chosen = run(path, scene, token_threshold=scene.token_threshold(), **decision)
+    assert 0.02 < share(chosen) < 0.8
+
+
+@EVERY
+def test_from_no_token_to_all(path: Path) -> None:
+    for token_threshold, expected in ((1e-30, 1.0), (1e9, 0.0)):
+        assert share(run(path, Scene(bulk=BULK, bits=2), token_threshold=token_threshold)) == expected
+
+
+@EVERY
+def test_padding_queries_and_rows_alike(path: Path) -> None:
+    run(path, Scene(bulk=BULK, padding=(0, 3), bits=2), token_threshold=1.0)
+    scene = Scene(bulk=[(111, 3)] * 2, short=(), bits=2)
+    run(path, scene, token_threshold=scene.token_threshold())
+
+
+@EVERY
+def test_one_key_that_outweighs_all(path: Path) -> None:
+    """It is read, and by a head that reads hardly anything else; so is nothing where sinks and window have it all."""
+    scene = Scene(bulk=[(257, 0)], short=(), group=1, bits=2)
+    scene.keys[0][:, 100] = 6 * scene.query[0, :, 0]
+    scene.stored[0][0, :, 100 - 3] = scene.keys[0][:, 100]
+    scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
+    chosen = run(path, scene, token_threshold=2.0)
+    for tokens in chosen.values():
+        assert tokens[100 - 3]
+        assert tokens.sum() < 10
