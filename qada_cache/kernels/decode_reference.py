@@ -63,8 +63,8 @@ def fused_decode(
             `A_bulk` counts; if nothing is known, every head with a bulk needs it.
         pulled: int64 `[]`, to which the bytes of bulk keys and values that were needed are added.
         codes, scales, centre: the sketch of the bulk's keys, uint8 `[batch, kv_heads, capacity, *]`, bfloat16
-            `[batch, kv_heads, capacity]`, float32 `[batch, kv_heads, dim]`, see `sketch.encode`. With it, a KV head reads
-            of a bulk of `sketch.MIN_TOKENS` and more what `sketch.chosen_tokens` says; without it, all.
+            `[batch, kv_heads, capacity]`, float32 `[batch, kv_heads, dim]`, see `sketch.encode`. With it, a KV head
+            reads of a bulk of `sketch.MIN_TOKENS` and more what `sketch.chosen_tokens` says; without it, all.
         token_threshold: as there.
         sketched: int64 `[]`, to which the bytes of codes and scales that were needed are added.
 

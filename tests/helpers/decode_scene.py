@@ -230,9 +230,7 @@ class Scene:
                     seen &= chosen[row, head]
             given = {"query": self.query[row][None], "keys": keys[None], "values": values[None]}
             given |= {"scaling": self.scaling, "mask": mask[None, :, None]}
-            expected, lowp = (
-                naive_attention(**given, dtype=dtype)[0, :, 0] for dtype in (torch.float64, self.dtype)
-            )
+            expected, lowp = (naive_attention(**given, dtype=dtype)[0, :, 0] for dtype in (torch.float64, self.dtype))
             error = (out[row, :, 0].double() - expected).abs().max()
             budget = error_budget(reference64=expected, lowp=lowp)
             assert error <= budget, f"row {row} is off by {error:.3g}, budget {budget:.3g}"

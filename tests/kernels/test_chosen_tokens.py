@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from decode_scene import Scene
-from test_triton import COMPILED, KERNEL, REFERENCE, Path
+from test_triton import REFERENCE, Path
 from torch import Tensor
 
 from qada_cache.kernels import sketch
