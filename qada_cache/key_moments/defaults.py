@@ -2,23 +2,22 @@
 
 import hashlib
 import json
-import logging
 import os
 import threading
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..files import private, weights
 from ..files import tensors as files
 from ..files.private import home
-from ..once import warn_once
 from .key_moments import KIND, KeyMoments
 from .prompts import PROMPTS, TOKENS_FOR_WORDS, within_reach
 from .tokenizer import find_tokenizer
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 
 REMEMBERED = 8  # models
 NAMING = 2  # what prompts' names stand for: files of another naming are not found ("random-words" once were tokens)
@@ -88,8 +87,7 @@ def resolve_moments(
         return current, default_moments(model, str(other))
     found = find_moments(config, str(other))
     if found is None:
-        warn_once(
-            logger,
+        logger.warning_once(
             f"no {other} moments of {config._name_or_path or 'this model'} are kept in {home()}, and a cache built "
             "with config= has no model to collect them from: it goes by the current prompt's alone, which miss facts "
             "in repetitive text. Build one QAdACache(model) first, or give moments=FILE (`qada moments` makes one)",
@@ -148,7 +146,7 @@ def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     except FileNotFoundError:
         pass
     except OSError as error:
-        warn_once(logger, f"key moments kept in {home() / FOLDER} are not used: {error}")
+        logger.warning_once(f"key moments kept in {home() / FOLDER} are not used: {error}")
     if not found and prompt in TOKENS_FOR_WORDS:
         instead = find_moments(config, TOKENS_FOR_WORDS[prompt])
         if instead is not None:
@@ -182,8 +180,7 @@ def _made(model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBas
 
 def _say_tokens(prompt: str, reason: str) -> None:
     tokens = TOKENS_FOR_WORDS[prompt]
-    warn_once(
-        logger,
+    logger.warning_once(
         f"moments={prompt!r} are those of ordinary tokens instead of words, which is moments={tokens!r}: {reason}. "
         f"qada_cache.prepare(model, tokenizer, moments={prompt!r}) takes another tokenizer",
     )
@@ -210,8 +207,8 @@ def _collect(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
         with private.opened(FOLDER, make=True) as folder:
             private.write(path.name, files.encoded(KIND, moments.tensors(), moments.header()), folder=folder)
     except OSError as error:
-        warn_once(
-            logger, f"key moments cannot be kept in {path.parent} ({error}): they will be collected in every process"
+        logger.warning_once(
+            f"key moments cannot be kept in {path.parent} ({error}): they will be collected in every process"
         )
     return moments
 

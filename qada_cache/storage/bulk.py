@@ -1,20 +1,19 @@
 """Where the bulk of a layer's keys and values lives: preallocated, on the host when offloading."""
 
 import copy
-import logging
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
-from ..once import warn_once
 from . import pages
 from .residents import Head, Residents
 from .transfers import Arrival, Note, ahead, fetch, join, send
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 
 GRANULE = 256  # tokens; capacities are multiples of it
 GROWTH = 1.25  # a full store grows to this multiple of the need, so that copying is amortised over many tokens
@@ -64,8 +63,8 @@ class Bulk:
                 try:
                     return torch.empty(shape, dtype=like.dtype, pin_memory=True)
                 except RuntimeError as error:  # the system limits it, or has none left
-                    warn_once(
-                        logger, f"the bulk lies in host memory that is not pinned, so that copies of it wait: {error}"
+                    logger.warning_once(
+                        f"the bulk lies in host memory that is not pinned, so that copies of it wait: {error}"
                     )
             device = torch.device("cpu") if self.offloaded else self.device
             return torch.empty(shape, dtype=like.dtype, device=device)

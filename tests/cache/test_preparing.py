@@ -11,9 +11,10 @@ from compilers import needs_compiler
 from models import prompt, tiny
 from readable import english_tokenizer, readable_model
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
+from transformers.utils.logging import warning_once
 from transformers.utils.quantization_config import GgufConfig
 
-from qada_cache import QAdACache, needle, once, prepare
+from qada_cache import QAdACache, needle, prepare
 from qada_cache.kernels.cpu import compiled
 from qada_cache.key_moments import defaults as home
 from qada_cache.key_moments import tokenizer
@@ -27,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and no memory of what earlier tests collected and built."""
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(home, "_remembered", {})
-    once.warn_once.cache_clear()
+    warning_once.cache_clear()
     compiled.build.cache_clear()
     return tmp_path / "home"
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 from compilers import compiler, needs_compiler
 from models import limited_file_size, tiny
+from transformers.utils.logging import warning_once
 
-from qada_cache import KeyMoments, QAdACache, once
+from qada_cache import KeyMoments, QAdACache
 from qada_cache.files import private
 from qada_cache.files import tensors as files
 from qada_cache.kernels.cpu import build, compiled
@@ -36,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(build, "_session_folder", lambda: SimpleNamespace(name=tmp_path / "session"))
     # Built often here, so quickly; and by a name of every test's own, as a process loads what goes by one name once.
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0", f"-DTEST={abs(hash(tmp_path))}"))
-    once.warn_once.cache_clear()
+    warning_once.cache_clear()
     return tmp_path / "home"
 
 

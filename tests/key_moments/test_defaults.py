@@ -9,8 +9,9 @@ import pytest
 import torch
 from models import SMALL, prompt, tiny
 from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.utils.logging import warning_once
 
-from qada_cache import KeyMoments, QAdACache, once
+from qada_cache import KeyMoments, QAdACache
 from qada_cache.key_moments import defaults as home
 from qada_cache.key_moments import key_moments
 from qada_cache.key_moments.collecting import collect
@@ -21,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and no memory of what earlier tests collected."""
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     forget(monkeypatch)
-    once.warn_once.cache_clear()
+    warning_once.cache_clear()
     return tmp_path / "home" / "moments"
 
 
