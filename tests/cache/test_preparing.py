@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def used(cache: QAdACache) -> str:
-    moments = cache._shared.options.other_moments
+    moments = cache.options.other_moments
     return "current" if moments is None else moments.prompt
 
 
@@ -125,12 +125,12 @@ def test_words_once_they_can_be_had(tmp_path: Path) -> None:
     english = english_tokenizer()
     tiny(vocab_size=len(english)).save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path, local_files_only=True).eval()
-    tokens = QAdACache(model, moments="random-words")._shared.options.other_moments
+    tokens = QAdACache(model, moments="random-words").options.other_moments
     assert used(QAdACache(config=model.config, moments="random-words")) == "random-tokens"
     prepare(model, english, moments="random-words")
     assert used(QAdACache(model, moments="random-words")) == "random-words"
     assert used(QAdACache(config=model.config, moments="random-words")) == "random-words"
-    assert QAdACache(model, moments="random-tokens")._shared.options.other_moments is tokens
+    assert QAdACache(model, moments="random-tokens").options.other_moments is tokens
 
 
 # -- ahead -----------------------------------------------------------------------------------------------------------

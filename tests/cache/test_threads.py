@@ -96,7 +96,7 @@ def test_moments_are_collected_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(home, "_collect", counted)
     caches = at_once(lambda _: QAdACache(model, moments="random-tokens", **SMALL))
     assert len(collected) == 1
-    assert len({id(cache._shared.options.other_moments) for cache in caches}) == 1
+    assert len({id(cache.options.other_moments) for cache in caches}) == 1
 
 
 def test_copies_to_the_host_are_booked_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,7 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def moments_of_another_process(monkeypatch: pytest.MonkeyPatch) -> KeyMoments:
     monkeypatch.setattr(home, "_remembered", {})
-    moments = QAdACache(tiny(), moments="random-tokens")._shared.options.other_moments
+    moments = QAdACache(tiny(), moments="random-tokens").options.other_moments
     assert isinstance(moments, KeyMoments)
     return moments
 
@@ -254,7 +254,7 @@ def test_a_config_finds_none_where_others_can_write(
     model = type(model).from_pretrained(tmp_path / "model", local_files_only=True)
     QAdACache(model, moments="random-tokens")
     (folder / "moments").chmod(0o777)
-    assert QAdACache(config=model.config, moments="random-tokens")._shared.options.other_moments is None
+    assert QAdACache(config=model.config, moments="random-tokens").options.other_moments is None
     assert "are not used: others than you can write to" in caplog.text
 
 
