@@ -10,8 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..files import private, weights
-from ..files import tensors as files
+from ..files import private, tensor_file, weights
 from ..files.private import home
 from .key_moments import KIND, KeyMoments
 from .prompts import PROMPTS, TOKENS_FOR_WORDS, within_reach
@@ -191,7 +190,7 @@ def _read(path: Path) -> KeyMoments | None:
         with private.opened(FOLDER) as folder:
             try:
                 content = private.read(folder, path.name)
-                return KeyMoments.from_file(*files.decoded(content, KIND, path))
+                return KeyMoments.from_file(*tensor_file.decoded(content, KIND, path))
             except FileNotFoundError:
                 return None
             except (OSError, ValueError) as error:
@@ -205,7 +204,7 @@ def _collect(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
     moments = KeyMoments.collect(model, tokenizer, prompt)
     try:
         with private.opened(FOLDER, make=True) as folder:
-            private.write(path.name, files.encoded(KIND, moments.tensors(), moments.header()), folder=folder)
+            private.write(path.name, tensor_file.encoded(KIND, moments.tensors(), moments.header()), folder=folder)
     except OSError as error:
         logger.warning_once(
             f"key moments cannot be kept in {path.parent} ({error}): they will be collected in every process"
@@ -214,7 +213,7 @@ def _collect(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
 
 
 def _path(model: PreTrainedModel, prompt: str) -> Path:
-    whole = {"config": _settings(model.config), "dtype": str(model.dtype), "format": files.FORMAT_VERSION}
+    whole = {"config": _settings(model.config), "dtype": str(model.dtype), "format": tensor_file.FORMAT_VERSION}
     digest = hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode())
     digest.update("".join(weights.sample(model)).encode())
     name = f"{_source(model.config) or model.config.model_type}-{prompt}-{digest.hexdigest()[:16]}.safetensors"

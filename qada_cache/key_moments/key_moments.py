@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..files import tensors as files
+from ..files import tensor_file
 from . import collecting
 from .rope import rotation_at
 from .rotation import Rotation, rounded
@@ -158,7 +158,7 @@ class KeyMoments:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write to one safetensors file, whole or not at all."""
-        files.write(path, KIND, self.tensors(), self.header())
+        tensor_file.write(path, KIND, self.tensors(), self.header())
 
     @classmethod
     def load(cls, source: str | os.PathLike, *, revision: str | None = None) -> "KeyMoments":
@@ -177,7 +177,7 @@ class KeyMoments:
         if os.path.exists(text) or not (is_repository or revision):
             if revision is not None:
                 raise ValueError(f"revision is for a repository of the Hub, and {text} is a path")
-            return cls.from_file(*files.read(text, KIND))
+            return cls.from_file(*tensor_file.read(text, KIND))
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -187,7 +187,7 @@ class KeyMoments:
             raise FileNotFoundError(f"no file at {text}, and the Hugging Face Hub cannot be reached") from error
         except (RepositoryNotFoundError, EntryNotFoundError) as error:
             raise FileNotFoundError(f"no file at {text}, and no {HUB_FILE} in a Hub repository of that name") from error
-        return cls.from_file(*files.read(path, KIND))
+        return cls.from_file(*tensor_file.read(path, KIND))
 
     def push_to_hub(self, repository: str, *, revision: str | None = None, private: bool | None = None) -> str:
         """Put the moments into the repository "owner/name" of the Hugging Face Hub, made if it does not exist.

@@ -207,12 +207,16 @@ class Bulk:
         keys, values = zip(*arrived, strict=True)
         return torch.cat(keys).view_as(part[0]), torch.cat(values).view_as(part[1])
 
+    def spans(self, row: int, start: int = 0, *, heads: int = 1) -> list[tuple[int, int]]:
+        """A row's tokens from `start` on, `(first, end)` each, so short that `heads` heads hold `STREAM_TOKENS`."""
+        length, step = self.lengths[row], max(1, STREAM_TOKENS // heads)
+        return [(first, min(first + step, length)) for first in range(start, length, step)]
+
     def blocks(self, rows: slice, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """What rows of equal length hold from token `start` on, as blocks `[rows, kv_heads, tokens, dim]` of bounded
         size on the compute device."""
-        length, step = self.lengths[rows.start], max(1, STREAM_TOKENS // self.keys.shape[1])
-        for first in range(start, length, step):
-            yield self.read(rows, slice(None), first, min(first + step, length))
+        for span in self.spans(rows.start, start, heads=self.keys.shape[1]):
+            yield self.read(rows, slice(None), *span)
 
     def truncate(self, lengths: list[int]) -> None:
         """Forget the newest tokens: row `r` keeps its first `lengths[r]`."""

@@ -26,7 +26,7 @@ from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache
 from qada_cache.attention.decode import whole_context
-from qada_cache.key_moments import running as moments
+from qada_cache.key_moments import running
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import bulk, transfers
 from qada_cache.storage.bulk import Bulk
@@ -83,7 +83,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> set[int]:
         return made
 
     monkeypatch.setattr(Bulk, "_allocate", spy)
-    monkeypatch.setattr(moments, "BLOCK_TOKENS", 64)
+    monkeypatch.setattr(running, "BLOCK_TOKENS", 64)
     monkeypatch.setattr(bulk, "STREAM_TOKENS", 64)
     return seen
 

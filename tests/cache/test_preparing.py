@@ -16,8 +16,7 @@ from transformers.utils.quantization_config import GgufConfig
 
 from qada_cache import QAdACache, needle, prepare
 from qada_cache.kernels.cpu import compiled
-from qada_cache.key_moments import defaults as home
-from qada_cache.key_moments import tokenizer
+from qada_cache.key_moments import defaults, tokenizer
 from qada_cache.key_moments.tokenizer import find_tokenizer
 
 LONG = 1400  # tokens, of which enough are bulk for the CPU's kernel
@@ -27,7 +26,7 @@ LONG = 1400  # tokens, of which enough are bulk for the CPU's kernel
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and no memory of what earlier tests collected and built."""
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(home, "_remembered", {})
+    monkeypatch.setattr(defaults, "_remembered", {})
     warning_once.cache_clear()
     compiled.build.cache_clear()
     return tmp_path / "home"
@@ -190,7 +189,7 @@ def test_lm_eval_hands_its_tokenizer_on(tmp_path: Path, monkeypatch: pytest.Monk
 
     lm = QAdALM(readable_model(tmp_path).config._name_or_path, device="cpu", cache_moments="wiki")
     assert used(lm._new_cache()) == "wiki"
-    forbid(monkeypatch, home, "find_tokenizer")
+    forbid(monkeypatch, defaults, "find_tokenizer")
     english = english_tokenizer()
     lm = QAdALM(tiny(vocab_size=len(english)), tokenizer=english, cache_moments="random-words")
     assert used(lm._new_cache()) == "random-words"

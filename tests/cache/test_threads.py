@@ -14,7 +14,7 @@ import torch
 from models import SMALL, generate, logits_of, prompt, tiny
 
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.key_moments import defaults as home
+from qada_cache.key_moments import defaults
 from qada_cache.key_moments.rotation import rounded
 from qada_cache.storage import transfers
 
@@ -92,8 +92,8 @@ def test_moments_are_collected_once(monkeypatch: pytest.MonkeyPatch) -> None:
         collected.append(arguments)
         return original(*arguments, **options)
 
-    original = home._collect
-    monkeypatch.setattr(home, "_collect", counted)
+    original = defaults._collect
+    monkeypatch.setattr(defaults, "_collect", counted)
     caches = at_once(lambda _: QAdACache(model, moments="random-tokens", **SMALL))
     assert len(collected) == 1
     assert len({id(cache.options.other_moments) for cache in caches}) == 1

@@ -12,8 +12,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.utils.logging import warning_once
 
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.key_moments import defaults as home
-from qada_cache.key_moments import key_moments
+from qada_cache.key_moments import defaults, key_moments
 from qada_cache.key_moments.collecting import collect
 
 
@@ -27,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(home, "_remembered", {})
+    monkeypatch.setattr(defaults, "_remembered", {})
 
 
 @pytest.fixture
