@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..files import tensor_file
 from . import collecting
 from .rope import rotation_at
-from .rotation import Rotation, rounded
+from .rotation import Rotation
 
 KIND = "qada-moments"
 HUB_FILE = "moments.safetensors"
@@ -95,10 +95,10 @@ class KeyMoments:
         return rotation.average(self.mean[0, layer], self.covariance[0, layer], first=self.sink_tokens, length=length)
 
     def layer(self, layer: int, lengths: Sequence[int], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """Moments of one layer for bulks of about these many tokens each, on `device`, float32.
+        """Moments of one layer for bulks of these many tokens each, on `device`, float32.
 
-        Lengths are rounded (`rotation.rounded`), so that few different ones are ever asked for. Those of this call are
-        kept, and of earlier ones so many that two caches may take turns.
+        What this call made is kept for the next, and of earlier calls so much that two caches may take turns. Callers
+        round lengths (`rotation.rounded`), so that few different ones are ever asked for.
 
         Returns:
             for each length: mean `[1, kv_heads, dim]` and covariance `[1, kv_heads, dim, dim]`.
@@ -106,7 +106,7 @@ class KeyMoments:
         with _placing:
             kept = self._placed.setdefault((layer, device), {})
             found = []
-            for length in map(rounded, lengths):
+            for length in lengths:
                 if (placed := kept.pop(length, None)) is None:
                     mean, covariance = self._layer_at(layer, length)
                     mean, covariance = (moment.float().to(device).contiguous() for moment in (mean, covariance))
