@@ -115,7 +115,7 @@ def show_answers(turns: list[Turn], told: dict[str, Told], text: str) -> None:
 
 def show_setting(model: PreTrainedModel, options: argparse.Namespace, form: Form, tokens: int, ours: QAdACache) -> None:
     """Print what is about to be run."""
-    config, asked = model.config.get_text_config(), ours._shared.options
+    config, asked = model.config.get_text_config(), ours.options
     show(
         f"Model: {_name(options)}, {model.num_parameters() / 1e6:.0f}M parameters, {config.num_hidden_layers} "
         f"layers, {config.num_attention_heads} query heads, {config.num_key_value_heads} KV heads, {model.dtype} on "

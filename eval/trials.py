@@ -158,7 +158,7 @@ def trial(
         ValueError: more tokens follow it than one query-adaptive call takes.
     """
     cache, exact = QAdACache(model, moments="current"), {"criterion": "dense", "moments": "current"}
-    if document.answer.shape[1] > cache._shared.options.window:
+    if document.answer.shape[1] > cache.options.window:
         raise ValueError(f"{document.answer.shape[1]} tokens follow the text: more than one query-adaptive call takes")
     prefill(model, document, cache)
     dim = next(layer.store.near_keys.shape[3] for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store)

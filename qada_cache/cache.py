@@ -54,10 +54,9 @@ class QAdACache(WatchedCache):
 
     Args:
         model: the model the cache is for; or give `config`, which must be that model's own `model.config`.
-        threshold: tau in [0, 1]: a head is local if at least this share of its attention stays local. 0 makes
-            every head local, 1 makes none, which is `DynamicCache`'s attention, summed in another order: in float32
-            the same tokens, while in bfloat16 and float16 near-ties may fall otherwise, as they do between eager and
-            sdpa attention.
+        threshold: tau in [0, 1]: a head is local if at least this share of its attention stays local. 0 makes every
+            head local. 1 makes none: `DynamicCache`'s attention, summed in another order, so that in bfloat16 and
+            float16 (not in float32) near-ties may fall otherwise, as they do between eager and sdpa attention.
         sink_tokens: tokens at the start of each row that are always read.
         local_tokens: sinks and sliding window together, in tokens.
         criterion: "gaussian" (eq. 7); "oracle" (eq. 2, reads everything to decide: for analysis); "dense" (no head
@@ -152,6 +151,11 @@ class QAdACache(WatchedCache):
             )
         attention.switch_on(text_config)
 
+    @property
+    def options(self) -> Options:
+        """What this cache was built, forked or loaded with; frozen."""
+        return self._shared.options
+
     @attention.outside_graphs
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple:
         """Take in one layer's new keys and values `[batch, kv_heads, tokens, dim]`; for the model to call."""
@@ -177,8 +181,7 @@ class QAdACache(WatchedCache):
             model(**inputs, past_key_values=cache)  # prefill once, which is exact whatever decides afterwards
             full = cache.fork(criterion="dense")
 
-        The prompt's own moments are let go of where they are not needed, and taken from the stored keys where they are
-        and were not kept.
+        The prompt's own moments are dropped if not needed, and taken from the stored keys if needed and not kept.
 
         Args:
             options: of `QAdACache`, those that decide; what is not given stays. Moments by a prompt's name are those of
@@ -190,16 +193,15 @@ class QAdACache(WatchedCache):
             RuntimeError: a forward pass was interrupted.
         """
         self._check_whole()
-        shared = self._shared
         for name, value in options.items():
             if name not in (*_DECIDING, *_LAID_OUT):
                 raise TypeError(f"fork takes {', '.join(_DECIDING)}, not {name}")
-            if name in _LAID_OUT and value != getattr(shared.options, name):
+            if name in _LAID_OUT and value != getattr(self.options, name):
                 raise ValueError(
-                    f"fork cannot change {name} from {getattr(shared.options, name)!r} to {value!r}, as what is held "
+                    f"fork cannot change {name} from {getattr(self.options, name)!r} to {value!r}, as what is held "
                     "was laid out by it: build another QAdACache and read the prompt again"
                 )
-        decided = support.resolved(replace(shared.options, **options), shared.model)
+        decided = support.resolved(replace(self.options, **options), self._shared.model)
         twin = copy.deepcopy(self)
         twin._shared.options = decided
         for layer in twin.layers:
@@ -217,8 +219,7 @@ class QAdACache(WatchedCache):
     def __deepcopy__(self, memo: dict) -> "QAdACache":
         self._settle()
         self._conclude()
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
+        twin = memo[id(self)] = type(self).__new__(type(self))
         for layer in reversed(self.layers):  # each refers to the next: copied first, that is no deep recursion
             copy.deepcopy(layer, memo)
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -243,11 +244,11 @@ class QAdACache(WatchedCache):
 
     def layer_bytes(self) -> list[tuple[int, int]]:
         """Of every layer, bytes on the device and on the host (key moments of another prompt are in `stats` only)."""
-        return [layer_bytes(layer, offloading=self._shared.options.offloading) for layer in self.layers]
+        return [layer_bytes(layer, offloading=self.options.offloading) for layer in self.layers]
 
     def stats(self) -> CacheStats:
         """Sparsity, bytes held and bytes pulled so far."""
-        return collect(self, offloading=self._shared.options.offloading)
+        return collect(self, offloading=self.options.offloading)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the whole state to one safetensors file, so that a long prompt is prefilled once and reused.
@@ -271,8 +272,7 @@ class QAdACache(WatchedCache):
     ) -> "QAdACache":
         """The cache that `save` wrote, for the same model; generating on continues as if it had never left.
 
-        With `config`, or of a cache that was built with one, there are no weights to compare: that they are those that
-        the cache was filled by is then for the caller to see to.
+        With `config`, or of a cache that was built with one, weights are not compared: the caller has to know them.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -285,7 +285,7 @@ class QAdACache(WatchedCache):
         return cache
 
     def __repr__(self) -> str:
-        options = self._shared.options
+        options = self.options
         criterion = options.criterion if isinstance(options.criterion, str) else "static heads"
         other = [] if options.other_moments is None else [f"of {options.other_moments.prompt}"]
         moments = " and ".join(["current"] * options.current_moments + other)

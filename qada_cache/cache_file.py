@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .criterion import StaticHeads
-from .files import tensors as files
-from .files import weights
+from .files import tensor_file, weights
 from .key_moments.defaults import together
 from .key_moments.key_moments import KeyMoments
 from .state.counters import Counters
@@ -76,7 +75,7 @@ def write(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) -> Non
     for index, layer in enumerate(layers):
         kept = _layer_state(layer) if isinstance(layer, QAdALayer) else vars(layer)
         state["layers"].append(_encode(kept, f"layer {index}", tensors))
-    files.write(path, KIND, tensors, state)
+    tensor_file.write(path, KIND, tensors, state)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +111,7 @@ def read(path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreT
     Raises:
         FileNotFoundError, ValueError: as there; of the model only what is given is compared.
     """
-    tensors, state = files.read(path, KIND)
+    tensors, state = tensor_file.read(path, KIND)
     _check_model(path, state, model, config)
     criterion = state["criterion"] if "criterion" in state else StaticHeads(tensors["static_heads"])
     other = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else None

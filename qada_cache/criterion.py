@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .files import tensors as files
+from .files import tensor_file
 
 CRITERIA = ("gaussian", "oracle", "dense", "local")
 GROUP_RULES = ("any", "head")
@@ -61,7 +61,7 @@ class StaticHeads:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write to one safetensors file."""
-        files.write(path, "qada-heads", {"static_heads": self.long_context}, {})
+        tensor_file.write(path, "qada-heads", {"static_heads": self.long_context}, {})
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "StaticHeads":
@@ -71,7 +71,7 @@ class StaticHeads:
             FileNotFoundError: there is no such file.
             ValueError: it is truncated, altered, not a heads file, or of another format.
         """
-        tensors, _ = files.read(path, "qada-heads")
+        tensors, _ = tensor_file.read(path, "qada-heads")
         return cls(tensors["static_heads"])
 
 

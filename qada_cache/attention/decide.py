@@ -6,7 +6,6 @@ from torch import Tensor
 from ..criterion import StaticHeads, long_context
 from ..kernels import decision
 from ..key_moments.key_moments import KeyMoments
-from ..key_moments.rotation import rounded
 from ..key_moments.running import RunningMoments
 from ..state.layer import QAdALayer
 from ..storage.geometry import Geometry
@@ -96,9 +95,8 @@ def other_log_bulk(
     """The estimate by another prompt's moments, for each query by those of its own bulk's length."""
     log_bulk = scores.new_full(scores.shape[:-1], -torch.inf)
     shortest = 0
-    lengths = sorted({rounded(length) for length in geometry.lengths})  # nearly always one
-    kept = moments.layer(layer.index, lengths, packed.device)
-    for length, pair in zip(lengths, kept, strict=True):
+    kept = moments.layer(layer.index, geometry.moment_lengths, packed.device)
+    for length, pair in zip(geometry.moment_lengths, kept, strict=True):
         found = decision.other_log_bulk(
             packed.float(), scores, *pair, bulk_tokens=geometry.bulk_tokens, scaling=scaling
         )

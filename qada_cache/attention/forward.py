@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from ..autocast import without_autocast
-from ..sharding import check_sharding
+from ..kernels.autocast import without_autocast
+from ..key_moments.sharding import check_sharding
 from ..state.layer import QAdALayer
 from .decode import query_adaptive, whole_context
 from .readers import find_reader

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ..criterion import StaticHeads
-from ..key_moments.rotation import rounded
 from ..state.layer import QAdALayer
 from ..storage.geometry import Geometry
 from ..storage.reading import learn
@@ -41,7 +40,7 @@ def one_token(
         threshold=options.threshold,
         group_rule=options.group_rule,
         pulled=layer.counters.pulled_on(query.device),
-        **_criterion(layer, store, query),
+        **_criterion(layer, store, query, geometry),
         **elsewhere,
     )
     if elsewhere and (moved := learn(bulk, flags.any(dim=-1))):
@@ -49,7 +48,7 @@ def one_token(
     return out, flags
 
 
-def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor) -> dict[str, Any]:
+def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry) -> dict[str, Any]:
     """The arguments that say how to decide."""
     options, moments, kv_heads = layer.options, store.moments, store.near_keys.shape[1]
     if isinstance(options.criterion, StaticHeads):
@@ -63,11 +62,7 @@ def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor) -> dict[str, 
         told |= {"mean": moments.mean, "covariance": moments.covariance, "count": moments.known}
         told |= {"pool_staged": options.update_moments}
     if options.other_moments is not None:
-        bulk = [max(1, length - options.local_tokens) for length in store.lengths]
-        lengths = list(map(rounded, bulk))
-        if len(set(lengths)) == 1:  # then one row of moments serves them all
-            lengths = lengths[:1]
-        kept = options.other_moments.layer(layer.index, lengths, query.device)
+        kept = options.other_moments.layer(layer.index, geometry.row_lengths, query.device)
         # Rows of their own are put together; one row for all is not copied.
         mean, covariance = kept[0] if len(kept) == 1 else (torch.cat(parts) for parts in zip(*kept, strict=True))
         told |= {"other_mean": mean, "other_covariance": covariance}

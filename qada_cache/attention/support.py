@@ -10,7 +10,7 @@ from ..key_moments.defaults import resolve_moments, sources, together
 from ..key_moments.key_moments import KeyMoments
 from ..key_moments.prompts import PROMPTS
 from ..key_moments.rope import rope_settings
-from ..sharding import check_sharding
+from ..key_moments.sharding import check_sharding
 from ..state.options import Options
 from ..state.shared import ServedModel
 

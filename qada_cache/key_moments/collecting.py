@@ -11,12 +11,12 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..autocast import without_autocast
-from ..sharding import check_sharding
+from ..kernels.autocast import without_autocast
 from .prompts import PROMPTS, prompt_ids, within_reach
 from .rope import find_rotations, frequencies_by_length, layer_keys, rope_settings, served_layers, takes_positions
 from .rotation import Rotation
 from .running import RunningMoments
+from .sharding import check_sharding
 
 SCHEMES = ("auto", "analytic", "spread", "prompt")
 TOKENS = 1024

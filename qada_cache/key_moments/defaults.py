@@ -2,23 +2,21 @@
 
 import hashlib
 import json
-import logging
 import os
 import threading
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
-from ..files import private, weights
-from ..files import tensors as files
+from ..files import private, tensor_file, weights
 from ..files.private import home
-from ..once import warn_once
 from .key_moments import KIND, KeyMoments
 from .prompts import PROMPTS, TOKENS_FOR_WORDS, within_reach
 from .tokenizer import find_tokenizer
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 
 REMEMBERED = 8  # models
 NAMING = 2  # what prompts' names stand for: files of another naming are not found ("random-words" once were tokens)
@@ -88,8 +86,7 @@ def resolve_moments(
         return current, default_moments(model, str(other))
     found = find_moments(config, str(other))
     if found is None:
-        warn_once(
-            logger,
+        logger.warning_once(
             f"no {other} moments of {config._name_or_path or 'this model'} are kept in {home()}, and a cache built "
             "with config= has no model to collect them from: it goes by the current prompt's alone, which miss facts "
             "in repetitive text. Build one QAdACache(model) first, or give moments=FILE (`qada moments` makes one)",
@@ -148,7 +145,7 @@ def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     except FileNotFoundError:
         pass
     except OSError as error:
-        warn_once(logger, f"key moments kept in {home() / FOLDER} are not used: {error}")
+        logger.warning_once(f"key moments kept in {home() / FOLDER} are not used: {error}")
     if not found and prompt in TOKENS_FOR_WORDS:
         instead = find_moments(config, TOKENS_FOR_WORDS[prompt])
         if instead is not None:
@@ -182,8 +179,7 @@ def _made(model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBas
 
 def _say_tokens(prompt: str, reason: str) -> None:
     tokens = TOKENS_FOR_WORDS[prompt]
-    warn_once(
-        logger,
+    logger.warning_once(
         f"moments={prompt!r} are those of ordinary tokens instead of words, which is moments={tokens!r}: {reason}. "
         f"qada_cache.prepare(model, tokenizer, moments={prompt!r}) takes another tokenizer",
     )
@@ -194,7 +190,7 @@ def _read(path: Path) -> KeyMoments | None:
         with private.opened(FOLDER) as folder:
             try:
                 content = private.read(folder, path.name)
-                return KeyMoments.from_file(*files.decoded(content, KIND, path))
+                return KeyMoments.from_file(*tensor_file.decoded(content, KIND, path))
             except FileNotFoundError:
                 return None
             except (OSError, ValueError) as error:
@@ -208,16 +204,16 @@ def _collect(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
     moments = KeyMoments.collect(model, tokenizer, prompt)
     try:
         with private.opened(FOLDER, make=True) as folder:
-            private.write(path.name, files.encoded(KIND, moments.tensors(), moments.header()), folder=folder)
+            private.write(path.name, tensor_file.encoded(KIND, moments.tensors(), moments.header()), folder=folder)
     except OSError as error:
-        warn_once(
-            logger, f"key moments cannot be kept in {path.parent} ({error}): they will be collected in every process"
+        logger.warning_once(
+            f"key moments cannot be kept in {path.parent} ({error}): they will be collected in every process"
         )
     return moments
 
 
 def _path(model: PreTrainedModel, prompt: str) -> Path:
-    whole = {"config": _settings(model.config), "dtype": str(model.dtype), "format": files.FORMAT_VERSION}
+    whole = {"config": _settings(model.config), "dtype": str(model.dtype), "format": tensor_file.FORMAT_VERSION}
     digest = hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode())
     digest.update("".join(weights.sample(model)).encode())
     name = f"{_source(model.config) or model.config.model_type}-{prompt}-{digest.hexdigest()[:16]}.safetensors"

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..files import tensors as files
+from ..files import tensor_file
 from . import collecting
 from .rope import rotation_at
-from .rotation import Rotation, rounded
+from .rotation import Rotation
 
 KIND = "qada-moments"
 HUB_FILE = "moments.safetensors"
@@ -95,10 +95,10 @@ class KeyMoments:
         return rotation.average(self.mean[0, layer], self.covariance[0, layer], first=self.sink_tokens, length=length)
 
     def layer(self, layer: int, lengths: Sequence[int], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """Moments of one layer for bulks of about these many tokens each, on `device`, float32.
+        """Moments of one layer for bulks of these many tokens each, on `device`, float32.
 
-        Lengths are rounded (`rotation.rounded`), so that few different ones are ever asked for. Those of this call are
-        kept, and of earlier ones so many that two caches may take turns.
+        What this call made is kept for the next, and of earlier calls so much that two caches may take turns. Callers
+        round lengths (`rotation.rounded`), so that few different ones are ever asked for.
 
         Returns:
             for each length: mean `[1, kv_heads, dim]` and covariance `[1, kv_heads, dim, dim]`.
@@ -106,7 +106,7 @@ class KeyMoments:
         with _placing:
             kept = self._placed.setdefault((layer, device), {})
             found = []
-            for length in map(rounded, lengths):
+            for length in lengths:
                 if (placed := kept.pop(length, None)) is None:
                     mean, covariance = self._layer_at(layer, length)
                     mean, covariance = (moment.float().to(device).contiguous() for moment in (mean, covariance))
@@ -158,7 +158,7 @@ class KeyMoments:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write to one safetensors file, whole or not at all."""
-        files.write(path, KIND, self.tensors(), self.header())
+        tensor_file.write(path, KIND, self.tensors(), self.header())
 
     @classmethod
     def load(cls, source: str | os.PathLike, *, revision: str | None = None) -> "KeyMoments":
@@ -177,7 +177,7 @@ class KeyMoments:
         if os.path.exists(text) or not (is_repository or revision):
             if revision is not None:
                 raise ValueError(f"revision is for a repository of the Hub, and {text} is a path")
-            return cls.from_file(*files.read(text, KIND))
+            return cls.from_file(*tensor_file.read(text, KIND))
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -187,7 +187,7 @@ class KeyMoments:
             raise FileNotFoundError(f"no file at {text}, and the Hugging Face Hub cannot be reached") from error
         except (RepositoryNotFoundError, EntryNotFoundError) as error:
             raise FileNotFoundError(f"no file at {text}, and no {HUB_FILE} in a Hub repository of that name") from error
-        return cls.from_file(*files.read(path, KIND))
+        return cls.from_file(*tensor_file.read(path, KIND))
 
     def push_to_hub(self, repository: str, *, revision: str | None = None, private: bool | None = None) -> str:
         """Put the moments into the repository "owner/name" of the Hugging Face Hub, made if it does not exist.

@@ -105,7 +105,7 @@ def _score_batch(
     ids, mask = padded([row.queries for row in batch], prefix_mask.device, left=False)
     parts: dict[int, list[Tensor]] = {}
     agrees: dict[int, bool] = {}
-    window = cache._shared.options.window
+    window = cache.options.window
     for start in range(0, ids.shape[1], window):
         stop = min(start + window, ids.shape[1])
         log_probabilities = forward(cache, ids[:, start:stop], torch.cat([prefix_mask, mask[:, :stop]], dim=1))

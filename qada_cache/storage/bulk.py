@@ -1,20 +1,19 @@
 """Where the bulk of a layer's keys and values lives: preallocated, on the host when offloading."""
 
 import copy
-import logging
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
-from ..once import warn_once
 from . import pages
 from .residents import Head, Residents
 from .transfers import Arrival, Note, ahead, fetch, join, send
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 
 GRANULE = 256  # tokens; capacities are multiples of it
 GROWTH = 1.25  # a full store grows to this multiple of the need, so that copying is amortised over many tokens
@@ -64,8 +63,8 @@ class Bulk:
                 try:
                     return torch.empty(shape, dtype=like.dtype, pin_memory=True)
                 except RuntimeError as error:  # the system limits it, or has none left
-                    warn_once(
-                        logger, f"the bulk lies in host memory that is not pinned, so that copies of it wait: {error}"
+                    logger.warning_once(
+                        f"the bulk lies in host memory that is not pinned, so that copies of it wait: {error}"
                     )
             device = torch.device("cpu") if self.offloaded else self.device
             return torch.empty(shape, dtype=like.dtype, device=device)
@@ -208,12 +207,16 @@ class Bulk:
         keys, values = zip(*arrived, strict=True)
         return torch.cat(keys).view_as(part[0]), torch.cat(values).view_as(part[1])
 
+    def spans(self, row: int, start: int = 0, *, heads: int = 1) -> list[tuple[int, int]]:
+        """A row's tokens from `start` on, `(first, end)` each, so short that `heads` heads hold `STREAM_TOKENS`."""
+        length, step = self.lengths[row], max(1, STREAM_TOKENS // heads)
+        return [(first, min(first + step, length)) for first in range(start, length, step)]
+
     def blocks(self, rows: slice, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """What rows of equal length hold from token `start` on, as blocks `[rows, kv_heads, tokens, dim]` of bounded
         size on the compute device."""
-        length, step = self.lengths[rows.start], max(1, STREAM_TOKENS // self.keys.shape[1])
-        for first in range(start, length, step):
-            yield self.read(rows, slice(None), first, min(first + step, length))
+        for span in self.spans(rows.start, start, heads=self.keys.shape[1]):
+            yield self.read(rows, slice(None), *span)
 
     def truncate(self, lengths: list[int]) -> None:
         """Forget the newest tokens: row `r` keeps its first `lengths[r]`."""

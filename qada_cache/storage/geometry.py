@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..key_moments.rotation import rounded
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -16,7 +18,9 @@ class Geometry:
         bulk_tokens: int64 `[rows, 1, queries]`, the paper's `T_bulk` of each query.
         stored: int64 `[rows, 1, queries]`, of those, the ones that have left the near buffer.
         decided: bool `[rows, 1, queries]`, real queries that have a bulk: the ones a criterion decides about.
-        lengths: the different values of `bulk_tokens` where `decided`, on the host.
+        moment_lengths: the bulk lengths that another prompt's moments are asked for (`rotation.rounded`): of the
+            `decided` queries, each once, ascending, on the host; nearly always one.
+        row_lengths: likewise of each row's last query, decided or not; one for all rows if they agree.
         decisions: how many (row, query) pairs `decided` holds over the whole batch.
         any_staged: whether `staged` holds anything.
     """
@@ -26,7 +30,8 @@ class Geometry:
     bulk_tokens: Tensor
     stored: Tensor
     decided: Tensor
-    lengths: tuple[int, ...]
+    moment_lengths: tuple[int, ...]
+    row_lengths: tuple[int, ...]
     decisions: int
     any_staged: bool
 
@@ -84,11 +89,13 @@ def call_geometry(
         "stored": bulk_tokens - staged.sum(dim=-1),
         "decided": decided,
     }
+    row_lengths = tuple(rounded(max(1, tokens)) for tokens in bulk_tokens[:, 0, -1].tolist())
     # A blocking copy would wait for everything the accelerator still has to do.
     asynchronous = device.type == "cuda"
     return Geometry(
         **{name: mask.to(device, non_blocking=asynchronous) for name, mask in masks.items()},
-        lengths=tuple(sorted(set(bulk_tokens[decided].tolist()))),
+        moment_lengths=tuple(sorted(set(map(rounded, bulk_tokens[decided].tolist())))),
+        row_lengths=row_lengths[:1] if len(set(row_lengths)) == 1 else row_lengths,
         decisions=int(decided.sum()) * (batch // rows),
         any_staged=bool(staged.any()),
     )

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import bulk as storage
 from .bulk import Bulk
 from .residents import Head, Resident
 from .transfers import Arrival, Note, ahead
@@ -66,22 +65,21 @@ def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iter
 
 
 def stream(bulk: Bulk, rows: slice) -> Iterator[Read]:
-    """Everything that rows of equal length hold, for an exact call, in blocks of `STREAM_TOKENS` tokens.
+    """Everything that rows of equal length hold, for an exact call, in blocks of `bulk.STREAM_TOKENS` tokens.
 
     Not offloaded, the blocks are views of all heads. Offloaded, of one head of one row each, in bounded device memory.
     """
-    length = bulk.lengths[rows.start]
-    blocks = [(first, min(first + storage.STREAM_TOKENS, length)) for first in range(0, length, storage.STREAM_TOKENS)]
+    spans = bulk.spans(rows.start)
     if not bulk.offloaded:
-        yield from (_view(bulk, rows, slice(0, bulk.keys.shape[1]), *block) for block in blocks)
+        yield from (_view(bulk, rows, slice(0, bulk.keys.shape[1]), *span) for span in spans)
         return
     every = [(row, head) for row in range(rows.start, rows.stop) for head in range(bulk.keys.shape[1])]
     held = _held(bulk, every)
-    missing = [(head, block) for head in every if head not in held for block in blocks]
-    arrivals = ahead(_fetch(bulk, head, *block) for head, block in missing)
+    missing = [(head, span) for head in every if head not in held for span in spans]
+    arrivals = ahead(_fetch(bulk, head, *span) for head, span in missing)
     for head, resident in held.items():
-        for first, last in blocks:
-            yield _of_head(head, resident.keys[:, :, first:last], resident.values[:, :, first:last], spared=True)
+        for first, end in spans:
+            yield _of_head(head, resident.keys[:, :, first:end], resident.values[:, :, first:end], spared=True)
     for (head, _), (keys, values) in zip(missing, arrivals, strict=True):
         yield _of_head(head, keys, values, pulled=True)
 

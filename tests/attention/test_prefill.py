@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
+from transformers.utils.logging import warning_once
 
-from qada_cache import QAdACache, once
+from qada_cache import QAdACache
 from qada_cache.attention.decode import whole_context
-from qada_cache.key_moments import running as moments
+from qada_cache.key_moments import running
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import bulk, transfers
 from qada_cache.storage.bulk import Bulk
@@ -82,7 +83,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> set[int]:
         return made
 
     monkeypatch.setattr(Bulk, "_allocate", spy)
-    monkeypatch.setattr(moments, "BLOCK_TOKENS", 64)
+    monkeypatch.setattr(running, "BLOCK_TOKENS", 64)
     monkeypatch.setattr(bulk, "STREAM_TOKENS", 64)
     return seen
 
@@ -234,7 +235,7 @@ def test_copies_to_the_device_are_one_ahead() -> None:
 
 def test_memory_that_cannot_be_pinned(caplog: pytest.LogCaptureFixture) -> None:
     """Here there is nothing to pin it for; said once, and the store works on."""
-    once.warn_once.cache_clear()
+    warning_once.cache_clear()
     like = torch.empty(1, 2, 0, 4, device="meta")
     with mock.patch.object(torch, "empty", unpinnable), caplog.at_level(logging.WARNING):
         store = Bulk(like, like, offloading=True, residents=Residents(0), layer=0)

@@ -134,7 +134,7 @@ def test_kept_moments_are_read_once(tmp_path: Path) -> None:
     KeyMoments.collect(model, prompt=prompt(180, seed=8)[0]).save(path)
     cache = filled(model, ids, mask, moments=("current", path))
     path.unlink()
-    assert cache.fork(threshold=0.3)._shared.options.other_moments is cache._shared.options.other_moments
+    assert cache.fork(threshold=0.3).options.other_moments is cache.options.other_moments
     with pytest.raises(FileNotFoundError):
         cache.fork(moments=path)
 
@@ -143,10 +143,10 @@ def test_built_with_a_config(tmp_path: Path) -> None:
     """Moments by name are those that its model left in the cache folder."""
     tiny().save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    wanted = QAdACache(model, moments="random-tokens")._shared.options.other_moments
+    wanted = QAdACache(model, moments="random-tokens").options.other_moments
     cache = QAdACache(config=model.config, criterion="dense", **SMALL)
-    assert cache._shared.options.other_moments is None
-    found = cache.fork(criterion="gaussian")._shared.options  # by the default's name, which was not needed before
+    assert cache.options.other_moments is None
+    found = cache.fork(criterion="gaussian").options  # by the default's name, which was not needed before
     assert torch.equal(found.other_moments.covariance, wanted.covariance)
     assert found.current_moments
 
@@ -172,6 +172,15 @@ def test_what_cannot_change(wrong: str) -> None:
     with pytest.raises(error, match=message):
         cache.fork(**options)
     assert repr(cache.fork(**SMALL)) == repr(cache)  # the sizes that it has
+
+
+def test_options_can_be_read_and_not_set() -> None:
+    cache = filled(tiny(), *LONG)
+    twin = cache.fork(threshold=0.25)
+    assert (cache.options.threshold, twin.options.threshold) == (0.12, 0.25)
+    assert cache.options.window == SMALL["local_tokens"] - SMALL["sink_tokens"]
+    with pytest.raises(AttributeError):
+        cache.options = twin.options
 
 
 def test_another_models_moments() -> None:

@@ -11,12 +11,12 @@ from compilers import needs_compiler
 from models import prompt, tiny
 from readable import english_tokenizer, readable_model
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
+from transformers.utils.logging import warning_once
 from transformers.utils.quantization_config import GgufConfig
 
-from qada_cache import QAdACache, needle, once, prepare
+from qada_cache import QAdACache, needle, prepare
 from qada_cache.kernels.cpu import compiled
-from qada_cache.key_moments import defaults as home
-from qada_cache.key_moments import tokenizer
+from qada_cache.key_moments import defaults, tokenizer
 from qada_cache.key_moments.tokenizer import find_tokenizer
 
 LONG = 1400  # tokens, of which enough are bulk for the CPU's kernel
@@ -26,14 +26,14 @@ LONG = 1400  # tokens, of which enough are bulk for the CPU's kernel
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and no memory of what earlier tests collected and built."""
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(home, "_remembered", {})
-    once.warn_once.cache_clear()
+    monkeypatch.setattr(defaults, "_remembered", {})
+    warning_once.cache_clear()
     compiled.build.cache_clear()
     return tmp_path / "home"
 
 
 def used(cache: QAdACache) -> str:
-    moments = cache._shared.options.other_moments
+    moments = cache.options.other_moments
     return "current" if moments is None else moments.prompt
 
 
@@ -124,12 +124,12 @@ def test_words_once_they_can_be_had(tmp_path: Path) -> None:
     english = english_tokenizer()
     tiny(vocab_size=len(english)).save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path, local_files_only=True).eval()
-    tokens = QAdACache(model, moments="random-words")._shared.options.other_moments
+    tokens = QAdACache(model, moments="random-words").options.other_moments
     assert used(QAdACache(config=model.config, moments="random-words")) == "random-tokens"
     prepare(model, english, moments="random-words")
     assert used(QAdACache(model, moments="random-words")) == "random-words"
     assert used(QAdACache(config=model.config, moments="random-words")) == "random-words"
-    assert QAdACache(model, moments="random-tokens")._shared.options.other_moments is tokens
+    assert QAdACache(model, moments="random-tokens").options.other_moments is tokens
 
 
 # -- ahead -----------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_lm_eval_hands_its_tokenizer_on(tmp_path: Path, monkeypatch: pytest.Monk
 
     lm = QAdALM(readable_model(tmp_path).config._name_or_path, device="cpu", cache_moments="wiki")
     assert used(lm._new_cache()) == "wiki"
-    forbid(monkeypatch, home, "find_tokenizer")
+    forbid(monkeypatch, defaults, "find_tokenizer")
     english = english_tokenizer()
     lm = QAdALM(tiny(vocab_size=len(english)), tokenizer=english, cache_moments="random-words")
     assert used(lm._new_cache()) == "random-words"

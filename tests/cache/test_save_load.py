@@ -23,8 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qada_cache import KeyMoments, QAdACache, StaticHeads
-from qada_cache.files import private
-from qada_cache.files import tensors as files
+from qada_cache.files import private, tensor_file
 
 FAMILIES = ["llama", "gemma3", "qwen3_next", "mistral_sliding"]
 LENGTHS = {"one row": (150,), "padded": (150, 61, 9), "no bulk": (10,)}
@@ -200,7 +199,7 @@ def drop_state(path: Path) -> None:
 
 def newer_version(path: Path) -> None:
     header, data = split(path)
-    header["__metadata__"]["version"] = str(files.FORMAT_VERSION + 1)
+    header["__metadata__"]["version"] = str(tensor_file.FORMAT_VERSION + 1)
     join(path, header, data)
 
 
@@ -322,7 +321,7 @@ def test_pickling_is_refused_in_words() -> None:
     assert copy.copy(cache).layers is cache.layers
 
 
-@pytest.mark.parametrize("failing", ["files.tensors._content", "files.private.os.replace"])
+@pytest.mark.parametrize("failing", ["files.tensor_file._content", "files.private.os.replace"])
 def test_an_interrupted_save_leaves_the_old_file(failing: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, model = saved.read_bytes(), tiny()
     cache = exact(model)
@@ -357,9 +356,9 @@ def test_what_killed_processes_left_is_removed_by_the_next_save(saved: Path) -> 
     cache = QAdACache.load(saved, tiny())
     script = (
         "import os, sys\nsys.path.insert(0, 'tests/helpers')\n"
-        "from models import tiny\nfrom qada_cache import QAdACache\nfrom qada_cache.files import tensors\n"
+        "from models import tiny\nfrom qada_cache import QAdACache\nfrom qada_cache.files import tensor_file\n"
         f"cache = QAdACache.load({str(saved)!r}, tiny())\n"
-        f"tensors._content = lambda tensor: os.kill(os.getpid(), 9)\ncache.save({str(saved)!r})"
+        f"tensor_file._content = lambda tensor: os.kill(os.getpid(), 9)\ncache.save({str(saved)!r})"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == -9
     left = set(saved.parent.iterdir()) - {saved}
@@ -410,13 +409,13 @@ def test_permissions_are_those_of_any_new_file(saved: Path) -> None:
 
 
 def test_every_dtype_that_is_written_can_be_read(tmp_path: Path) -> None:
-    tensors = {str(dtype): torch.tensor([0, 1, 0]).to(dtype) for dtype in files._DTYPES}
+    tensors = {str(dtype): torch.tensor([0, 1, 0]).to(dtype) for dtype in tensor_file._DTYPES}
     tensors |= {"empty": torch.zeros(0, 3), "scalar": torch.tensor(2.0), "a view": torch.arange(6).view(2, 3).T}
-    files.write(tmp_path / "file", "qada-test", tensors, {})
-    found, _ = files.read(tmp_path / "file", "qada-test")
+    tensor_file.write(tmp_path / "file", "qada-test", tensors, {})
+    found, _ = tensor_file.read(tmp_path / "file", "qada-test")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
     with pytest.raises(NotImplementedError, match=r"complex is of torch\.complex64"):
-        files.write(tmp_path / "file", "qada-test", {"complex": torch.zeros(2, dtype=torch.complex64)}, {})
+        tensor_file.write(tmp_path / "file", "qada-test", {"complex": torch.zeros(2, dtype=torch.complex64)}, {})

@@ -14,8 +14,7 @@ import torch
 from models import SMALL, generate, logits_of, prompt, tiny
 
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.key_moments import defaults as home
-from qada_cache.key_moments.rotation import rounded
+from qada_cache.key_moments import defaults
 from qada_cache.storage import transfers
 
 THREADS = 4
@@ -78,7 +77,7 @@ def test_moments_are_placed_by_several_threads() -> None:
         for step in range(200):
             which = (index + step) % len(lengths)
             ((found, _),) = moments.layer(0, [lengths[which]], device)
-            assert torch.equal(found[0], moments._layer_at(0, rounded(lengths[which]))[0].float())
+            assert torch.equal(found[0], moments._layer_at(0, lengths[which])[0].float())
             assert moments.device_bytes >= 0
 
     at_once(ask)
@@ -92,11 +91,11 @@ def test_moments_are_collected_once(monkeypatch: pytest.MonkeyPatch) -> None:
         collected.append(arguments)
         return original(*arguments, **options)
 
-    original = home._collect
-    monkeypatch.setattr(home, "_collect", counted)
+    original = defaults._collect
+    monkeypatch.setattr(defaults, "_collect", counted)
     caches = at_once(lambda _: QAdACache(model, moments="random-tokens", **SMALL))
     assert len(collected) == 1
-    assert len({id(cache._shared.options.other_moments) for cache in caches}) == 1
+    assert len({id(cache.options.other_moments) for cache in caches}) == 1
 
 
 def test_copies_to_the_host_are_booked_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:

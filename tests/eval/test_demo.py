@@ -141,7 +141,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, set[int]]) -> None:
     """Every planted question is answered right, but for those whose number stands under the method's name."""
 
     def answered(model: object, form: object, opening: object, turns: list[Turn], cache: Any, **_: Any) -> Told:
-        criterion = cache._shared.options.criterion if isinstance(cache, QAdACache) else ""
+        criterion = cache.options.criterion if isinstance(cache, QAdACache) else ""
         method = {"": demo.FULL, "local": demo.WINDOW, "gaussian": demo.OURS}[criterion]
         answers = [
             "no idea" if index in wrong.get(method, ()) else f"{turn.expected}." for index, turn in enumerate(turns)

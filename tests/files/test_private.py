@@ -17,26 +17,25 @@ import pytest
 import torch
 from compilers import compiler, needs_compiler
 from models import limited_file_size, tiny
+from transformers.utils.logging import warning_once
 
-from qada_cache import KeyMoments, QAdACache, once
-from qada_cache.files import private
-from qada_cache.files import tensors as files
+from qada_cache import KeyMoments, QAdACache
+from qada_cache.files import private, tensor_file
 from qada_cache.kernels.cpu import build, compiled
-from qada_cache.key_moments import defaults as home
-from qada_cache.key_moments import key_moments
+from qada_cache.key_moments import defaults, key_moments
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder that does not exist yet, and a process that remembers nothing."""
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(home, "_remembered", {})
+    monkeypatch.setattr(defaults, "_remembered", {})
     monkeypatch.setattr(compiled, "build", functools.cache(compiled.build.__wrapped__))
     (tmp_path / "session").mkdir(mode=0o700)
     monkeypatch.setattr(build, "_session_folder", lambda: SimpleNamespace(name=tmp_path / "session"))
     # Built often here, so quickly; and by a name of every test's own, as a process loads what goes by one name once.
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0", f"-DTEST={abs(hash(tmp_path))}"))
-    once.warn_once.cache_clear()
+    warning_once.cache_clear()
     return tmp_path / "home"
 
 
@@ -208,8 +207,8 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def moments_of_another_process(monkeypatch: pytest.MonkeyPatch) -> KeyMoments:
-    monkeypatch.setattr(home, "_remembered", {})
-    moments = QAdACache(tiny(), moments="random-tokens")._shared.options.other_moments
+    monkeypatch.setattr(defaults, "_remembered", {})
+    moments = QAdACache(tiny(), moments="random-tokens").options.other_moments
     assert isinstance(moments, KeyMoments)
     return moments
 
@@ -253,7 +252,7 @@ def test_a_config_finds_none_where_others_can_write(
     model = type(model).from_pretrained(tmp_path / "model", local_files_only=True)
     QAdACache(model, moments="random-tokens")
     (folder / "moments").chmod(0o777)
-    assert QAdACache(config=model.config, moments="random-tokens")._shared.options.other_moments is None
+    assert QAdACache(config=model.config, moments="random-tokens").options.other_moments is None
     assert "are not used: others than you can write to" in caplog.text
 
 
@@ -283,7 +282,7 @@ def test_what_killed_processes_left_is_removed(folder: Path, monkeypatch: pytest
     for path in left:
         path.touch()
     os.utime(left[0], times=(time.time() - 2 * private.STALE_SECONDS,) * 2)
-    monkeypatch.setattr(home, "_remembered", {})
+    monkeypatch.setattr(defaults, "_remembered", {})
     QAdACache(tiny(seed=1), moments="random-tokens")
     assert [path.exists() for path in left] == [False, True]  # another process may be at work on the new one
     assert len(list((folder / "moments").iterdir())) == 3
@@ -309,16 +308,16 @@ def test_home_is_where_the_platform_keeps_caches(monkeypatch: pytest.MonkeyPatch
 
 
 def test_files_read_from_memory_are_checked_alike(tmp_path: Path) -> None:
-    files.write(tmp_path / "file", "qada-test", {"x": torch.arange(5)}, {"y": 1})
+    tensor_file.write(tmp_path / "file", "qada-test", {"x": torch.arange(5)}, {"y": 1})
     content = (tmp_path / "file").read_bytes()
-    tensors, state = files.decoded(content, "qada-test", tmp_path / "file")
+    tensors, state = tensor_file.decoded(content, "qada-test", tmp_path / "file")
     assert tensors["x"].tolist() == [0, 1, 2, 3, 4]
     assert state == {"y": 1}
     for damaged, message in (
         (content[:-1], "truncated"),
         (content[:-1] + b"x", "was altered"),
         (b"", "truncated"),
-        (files.safetensors.torch.save({"x": torch.ones(1)}), "is not a qada-test file"),
+        (tensor_file.safetensors.torch.save({"x": torch.ones(1)}), "is not a qada-test file"),
     ):
         with pytest.raises(ValueError, match=message):
-            files.decoded(damaged, "qada-test", tmp_path / "file")
+            tensor_file.decoded(damaged, "qada-test", tmp_path / "file")

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from qada_cache import QAdACache
 from qada_cache.files import weights
-from qada_cache.key_moments import defaults as home
+from qada_cache.key_moments import defaults
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return original(given)
 
     monkeypatch.setattr(weights, "_sample", counting)
-    monkeypatch.setattr(home, "_remembered", {})
+    monkeypatch.setattr(defaults, "_remembered", {})
     return reads
 
 

@@ -13,8 +13,9 @@ from harness import chosen_kernel
 from scenarios import play, small_buffers
 from test_kernels import SCALING, check
 from torch import Tensor
+from transformers.utils.logging import warning_once
 
-from qada_cache import kernels, once
+from qada_cache import kernels
 from qada_cache.kernels import reference
 from qada_cache.kernels.cpu import build, compiled, compiled_decode
 
@@ -159,7 +160,7 @@ def test_chosen_for_a_long_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """As in a process that has built nothing yet; its cache folder."""
     monkeypatch.setattr(compiled, "build", functools.cache(compiled.build.__wrapped__))
-    once.warn_once.cache_clear()
+    warning_once.cache_clear()
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 

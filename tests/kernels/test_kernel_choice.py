@@ -162,8 +162,8 @@ def test_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
     caches = [QAdACache(model, moments="current", **given) for given in ({}, {"kernels": "auto"})]
     monkeypatch.setenv("QADA_KERNELS", "triton")
-    assert [cache._shared.options.kernels for cache in caches] == ["torch", "auto"]
-    assert caches[0].fork(kernels="auto")._shared.options.kernels == "auto"
+    assert [cache.options.kernels for cache in caches] == ["torch", "auto"]
+    assert caches[0].fork(kernels="auto").options.kernels == "auto"
     for build in (lambda: QAdACache(model, kernels="cuda"), lambda: caches[0].fork(kernels="cuda")):
         with pytest.raises(ValueError, match="kernels must be auto, torch or triton, got 'cuda'"):
             build()

@@ -223,7 +223,7 @@ def test_learned_positions_end_to_end() -> None:
     """A cache for such a model gets moments too, from spread positions."""
     model = learned_positions()
     cache = QAdACache(model, moments="random-tokens", sink_tokens=4, local_tokens=20)
-    assert cache._shared.options.other_moments.origin["scheme"] == "spread"
+    assert cache.options.other_moments.origin["scheme"] == "spread"
     out = model.generate(prompt(90)[0], past_key_values=cache, max_new_tokens=8, do_sample=False)
     assert out.shape == (1, 98)
     assert cache.stats().decisions == 7

@@ -9,10 +9,10 @@ import pytest
 import torch
 from models import SMALL, prompt, tiny
 from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.utils.logging import warning_once
 
-from qada_cache import KeyMoments, QAdACache, once
-from qada_cache.key_moments import defaults as home
-from qada_cache.key_moments import key_moments
+from qada_cache import KeyMoments, QAdACache
+from qada_cache.key_moments import defaults, key_moments
 from qada_cache.key_moments.collecting import collect
 
 
@@ -21,12 +21,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and no memory of what earlier tests collected."""
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     forget(monkeypatch)
-    once.warn_once.cache_clear()
+    warning_once.cache_clear()
     return tmp_path / "home" / "moments"
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(home, "_remembered", {})
+    monkeypatch.setattr(defaults, "_remembered", {})
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def of(cache: QAdACache) -> KeyMoments:
-    moments = cache._shared.options.other_moments
+    moments = cache.options.other_moments
     assert isinstance(moments, KeyMoments)
     return moments
 
@@ -107,11 +107,11 @@ def test_two_prompts(collected: list[str], tmp_path: Path) -> None:
     for moments in ("current+random-tokens", ("current", "random-tokens"), ["current", tokens]):
         cache = QAdACache(model, moments=moments)
         assert of(cache) is tokens
-        assert cache._shared.options.current_moments
+        assert cache.options.current_moments
         assert "moments current and of random-tokens," in repr(cache)
     assert of(QAdACache(model)) is tokens
-    assert QAdACache(model)._shared.options.current_moments
-    assert not QAdACache(model, moments=tokens)._shared.options.current_moments
+    assert QAdACache(model).options.current_moments
+    assert not QAdACache(model, moments=tokens).options.current_moments
     assert of(QAdACache(model, moments=f"current+{tmp_path / 'tokens.safetensors'}")).prompt == "random-tokens"
     assert collected == ["random-tokens"]
 
@@ -159,13 +159,13 @@ def test_config_finds_what_its_model_left(tmp_path: Path, collected: list[str], 
     forget(monkeypatch)
     assert torch.equal(of(QAdACache(config=model.config, moments="random-words")).covariance, wanted.covariance)
     assert len(collected) == 1
-    assert QAdACache(config=model.config, moments="wiki")._shared.options.other_moments is None
+    assert QAdACache(config=model.config, moments="wiki").options.other_moments is None
 
 
 def test_config_says_once_that_it_found_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = saved(tiny(), tmp_path / "model")
     for _ in range(3):
-        assert QAdACache(config=model.config, moments="random-words")._shared.options.other_moments is None
+        assert QAdACache(config=model.config, moments="random-words").options.other_moments is None
     assert caplog.text.count("goes by the current prompt's") == 1
 
 
@@ -174,17 +174,17 @@ def test_config_never_gets_another_models(tmp_path: Path, monkeypatch: pytest.Mo
     model = saved(tiny(), tmp_path / "model")
     QAdACache(model, moments="random-words")
     retrained = saved(tiny(seed=1), tmp_path / "model")
-    assert QAdACache(config=retrained.config, moments="random-words")._shared.options.other_moments is None
+    assert QAdACache(config=retrained.config, moments="random-words").options.other_moments is None
     wanted = of(QAdACache(retrained, moments="random-words")).covariance
     forget(monkeypatch)
     assert torch.equal(of(QAdACache(config=retrained.config, moments="random-words")).covariance, wanted)
     with torch.no_grad():
         retrained.lm_head.weight.add_(1.0)
     QAdACache(retrained, moments="random-words")  # two files now go by this config's name
-    assert QAdACache(config=retrained.config, moments="random-words")._shared.options.other_moments is None
+    assert QAdACache(config=retrained.config, moments="random-words").options.other_moments is None
     nameless = tiny()
     QAdACache(nameless, moments="random-words")
-    assert QAdACache(config=nameless.config, moments="random-words")._shared.options.other_moments is None
+    assert QAdACache(config=nameless.config, moments="random-words").options.other_moments is None
 
 
 # -- several processes -----------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ import sys
 sys.path.insert(0, "tests/helpers")
 from models import tiny
 from qada_cache import QAdACache
-print(QAdACache(tiny(), moments="random-tokens")._shared.options.other_moments.covariance.double().sum().item())
+print(QAdACache(tiny(), moments="random-tokens").options.other_moments.covariance.double().sum().item())
 """
 
 

@@ -5,7 +5,7 @@ import torch
 from reference import key_moments
 from torch import Tensor
 
-from qada_cache.key_moments import running as moments
+from qada_cache.key_moments import running
 from qada_cache.key_moments.running import RunningMoments
 
 EPSILON = torch.finfo(torch.float32).eps
@@ -18,7 +18,7 @@ def keys_with_mean(
     return (torch.randn(batch, kv_heads, tokens, 8, generator=generator) + mean).to(dtype)
 
 
-def running(keys: Tensor, split: list[int]) -> RunningMoments:
+def running_over(keys: Tensor, split: list[int]) -> RunningMoments:
     made = RunningMoments(keys.shape[0], keys.shape[1], keys.shape[3], keys.device)
     for part in keys.split(split, dim=2):
         made.update(slice(0, keys.shape[0]), part)
@@ -42,7 +42,7 @@ def test_any_split_equals_float64(tokens: int, mean: float, dtype: torch.dtype) 
     keys = keys_with_mean(tokens, mean, dtype=dtype)
     first = tokens // 3
     for split in ([tokens], [1] * tokens, [first, 0, tokens - first], [min(tokens, 7)] * (tokens // 7) + [tokens % 7]):
-        made = running(keys, split)
+        made = running_over(keys, split)
         assert made.count == [tokens] * 2
         mean_error, covariance_error = errors(made, keys)
         # One rounding of a mean per merge, which enters the covariance at most linearly.
@@ -60,8 +60,8 @@ def test_large_mean_makes_naive_moments_useless() -> None:
 
 def test_blocks_bound_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = keys_with_mean(111, 5.0)
-    monkeypatch.setattr(moments, "BLOCK_TOKENS", 10)
-    made = running(keys, [111])
+    monkeypatch.setattr(running, "BLOCK_TOKENS", 10)
+    made = running_over(keys, [111])
     assert made.count == [111, 111]
     assert max(errors(made, keys)) <= 1e-5
 
@@ -72,9 +72,9 @@ def test_rows_are_apart() -> None:
     made.update(slice(0, 3), keys[:, :, :20])
     made.update(slice(1, 2), keys[1:2, :, 20:])
     assert made.count == [20, 63, 20]
-    apart = running(keys[1:2], [63])
+    apart = running_over(keys[1:2], [63])
     torch.testing.assert_close(made.covariance[1], apart.covariance[0])
-    first = running(keys[:1, :, :20], [20])
+    first = running_over(keys[:1, :, :20], [20])
     torch.testing.assert_close(made.covariance[0], first.covariance[0])
     made.select([1, 1, 0, 2])
     assert made.count == [63, 63, 20, 20]
@@ -90,7 +90,7 @@ def test_rows_are_apart() -> None:
 
 
 def test_no_keys_no_moments() -> None:
-    made = running(keys_with_mean(1, 3.0)[:, :, :0], [0])
+    made = running_over(keys_with_mean(1, 3.0)[:, :, :0], [0])
     assert made.count == [0, 0]
     assert not made.mean.any()
     assert not made.covariance.any()

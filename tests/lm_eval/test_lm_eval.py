@@ -25,13 +25,13 @@ from qada_cache.lm_eval.options import split_arguments  # noqa: E402
 from qada_cache.lm_eval.scoring import rows  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-HELPERS = ROOT / "tests" / "helpers"
+HERE = Path(__file__).parent
 TASKS = {"tiny_choice": "acc,none", "tiny_perplexity": "word_perplexity,none", "needle": "exact_match,none"}
 
 
 def evaluate(lm: HFLM, *tasks: str) -> dict[str, Any]:
     """The results of the tasks, and every log-likelihood under "log_likelihoods"."""
-    ours = [HELPERS / "lm_eval_tasks", ROOT / "qada_cache" / "lm_eval" / "tasks"]
+    ours = [HERE / "tiny_tasks", ROOT / "qada_cache" / "lm_eval" / "tasks"]
     manager = TaskManager(include_path=ours, include_defaults=False, metadata={"max_seq_lengths": [600]})
     results = lm_eval.simple_evaluate(
         lm, tasks=list(tasks or TASKS), task_manager=manager, bootstrap_iters=0, limit=4, log_samples=True
@@ -241,7 +241,7 @@ def test_two_processes_report_as_one() -> None:
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    script = [str(HELPERS / "lm_eval_ranks.py"), str(needle.FOLDER), str(HELPERS / "lm_eval_tasks")]
+    script = [str(HERE / "lm_eval_ranks.py"), str(needle.FOLDER), str(HERE / "tiny_tasks")]
     run = subprocess.run([*launch, *script], env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     (line,) = [line for line in run.stdout.splitlines() if line.startswith("RESULTS ")]

@@ -84,7 +84,7 @@ def copied_and_saved(model: PreTrainedModel, cache: QAdACache, folder: Path) -> 
     twin = copy.deepcopy(cache)
     cache.save(folder / "cache.safetensors")
     loaded = QAdACache.load(folder / "cache.safetensors", model)
-    assert loaded._shared.options.device_budget == cache._shared.options.device_budget
+    assert loaded.options.device_budget == cache.options.device_budget
     outputs = [logits_of(generate(model, text, each, tokens=20)) for each in (twin, cache, loaded)]
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])

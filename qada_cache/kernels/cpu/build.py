@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import shutil
 import subprocess
@@ -11,10 +10,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ...files import private
-from ...once import warn_once
+from transformers.utils import logging
 
-logger = logging.getLogger(__name__)
+from ...files import private
+
+logger = logging.get_logger(__name__)
 
 FOLDER = "kernels"  # of `private.home()`
 DIGEST_BYTES = 32
@@ -48,7 +48,7 @@ def load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
             return _linked(folder, name)
     except OSError as error:  # a cache folder that cannot be used is no reason to be slow
         where = private.home() / FOLDER
-        warn_once(logger, f"kernels cannot be kept in {where} ({error}): they will be built in every process")
+        logger.warning_once(f"kernels cannot be kept in {where} ({error}): they will be built in every process")
     path = Path(_session_folder().name, name)
     private.write(path, (built, digest))
     return ctypes.CDLL(str(path))
@@ -69,7 +69,7 @@ def _kept(name: str) -> ctypes.CDLL | None:
             except FileNotFoundError:
                 return None
             except OSError as error:
-                warn_once(logger, f"the kernel {private.home() / FOLDER / name} is built again: {error}")
+                logger.warning_once(f"the kernel {private.home() / FOLDER / name} is built again: {error}")
                 return None
     except OSError:  # which is said when the folder is to be written to
         return None

@@ -6,7 +6,6 @@ or where it fails, torch's own kernel serves, which reads keys at a fraction of 
 
 import ctypes
 import functools
-import logging
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.utils import logging
 
-from ...once import warn_once
 from .build import load
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 
 MIN_TOKENS = 1024  # fewer keys are not worth a build
 MAX_QUERIES = 16  # a power of two; more are compute enough for torch's kernel, which multiplies matrices
@@ -77,7 +76,9 @@ def build(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -> ctypes.
     try:
         kernels = load(SOURCE, macros)
     except (OSError, subprocess.SubprocessError) as error:
-        warn_once(logger, f"the fast attention kernel for CPUs could not be built, torch's slower one serves: {error}")
+        logger.warning_once(
+            f"the fast attention kernel for CPUs could not be built, torch's slower one serves: {error}"
+        )
         return None
     arguments: list[Any] = [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 8, ctypes.c_int, ctypes.c_float]
     kernels.partial_attention.argtypes, kernels.partial_attention.restype = arguments, None
