@@ -115,8 +115,8 @@ def fused_decode(
                 if sketched is not None:
                     sketched += sum(part.nbytes for part in coded)
             keys, values = keys.to(query.device), values.to(query.device)
-            asked = packed[row, head, None, None]
-            far_out, far_lse = partial_attention(asked, keys[None, None], values[None, None], scaling=scaling)
+            one = packed[row, head, None, None]
+            far_out, far_lse = partial_attention(one, keys[None, None], values[None, None], scaling=scaling)
             far_lse = far_lse[0, 0].masked_fill(~flags[row, head], -torch.inf)
             out[row, head], lse[row, head] = merge_partials(out[row, head], lse[row, head], far_out[0, 0], far_lse)
             if pulled is not None:
