@@ -1,13 +1,13 @@
 """A copy of the bulk's keys in few bits, on the compute device: what tokens are chosen by."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..kernels import sketch
 from . import pages
 from .bulk import Bulk
-
-BLOCK_TOKENS = 32768  # of one head, that are coded at once
 
 
 class KeySketch:
@@ -33,10 +33,10 @@ class KeySketch:
             self.scales = _empty(like.device, (batch, kv_heads, 0), torch.bfloat16)
             self.centre = torch.zeros(batch, kv_heads, dim, device=like.device)
 
-    @staticmethod
-    def serves(dim: int, bits: int) -> bool:
-        """Whether keys of this size fill whole bytes: of others there is no sketch, and they are read whole."""
-        return dim * bits % 8 == 0
+    @classmethod
+    def of(cls, like: Tensor, bits: int | None) -> "KeySketch | None":
+        """One for such keys; None if none is asked for, or codes would not fill whole bytes (then all is read)."""
+        return None if bits is None or like.shape[3] * bits % 8 else cls(like, bits)
 
     @property
     def token_bytes(self) -> int:
@@ -54,14 +54,14 @@ class KeySketch:
         if not known:
             first = bulk.read(rows, slice(None), 0, sketch.MIN_TOKENS)[0] if keys is None else keys
             self.centre[rows] = first[:, :, : sketch.MIN_TOKENS].float().mean(dim=2)
-        if keys is None:
-            blocks = (block for block, _ in bulk.blocks(rows, known))
-        else:
-            blocks = iter(keys[:, :, known - length :].split(BLOCK_TOKENS // keys.shape[1] + 1, dim=2))
-        for block in blocks:
-            at = rows, slice(None), slice(known, known + block.shape[2])
+        for span in bulk.spans(rows.start, known, heads=self.codes.shape[1]):
+            if keys is None:
+                block = bulk.read(rows, slice(None), *span)[0]
+            else:
+                older = length - keys.shape[2]  # than the first of `keys`
+                block = keys[:, :, span[0] - older : span[1] - older]
+            at = rows, slice(None), slice(*span)
             self.codes[at], self.scales[at] = sketch.encode(block, self.centre[rows], self.bits)
-            known = at[2].stop
         self.lengths[rows] = [length] * len(self.lengths[rows])
 
     def truncate(self, lengths: list[int]) -> None:
@@ -79,12 +79,27 @@ class KeySketch:
         self.codes, self.scales = self.codes.to(device), self.scales.to(device)
         self.centre = self.centre.to(device)
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a file keeps, by name."""
+        used = slice(0, max(self.lengths))
+        kept = {"codes": self.codes[:, :, used], "scales": self.scales[:, :, used], "centre": self.centre}
+        return kept | {"sketched": self.lengths}
+
+    def restore(self, record: dict[str, Any]) -> None:
+        """The inverse of `record`, which may hold other things as well, for an empty sketch."""
+        self.lengths = record["sketched"]
+        self._reserve(record["codes"].shape[2])
+        for name, new in (("codes", self.codes), ("scales", self.scales)):
+            new[:, :, : max(self.lengths)] = record[name]
+        self.centre.copy_(record["centre"])
+
     @torch.inference_mode(False)  # as in __init__
     def _reserve(self, capacity: int) -> None:
         """Have room for so many tokens a row, as the bulk has."""
         if capacity <= self.codes.shape[2]:
             return
-        used = max(self.lengths)
+        used = min(max(self.lengths), self.codes.shape[2])
         for name in ("codes", "scales"):
             old = getattr(self, name)
             new = _empty(old.device, (*old.shape[:2], capacity, *old.shape[3:]), old.dtype)
