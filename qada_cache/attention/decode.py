@@ -63,14 +63,17 @@ def query_adaptive(
 
     visible = geometry.local.unsqueeze(1) | (geometry.staged.unsqueeze(1) & flags.unsqueeze(-1))
     out, lse = softmax_average(scores.masked_fill(~visible, -torch.inf).flatten(2, 3), near_values)
+    read_lse = lse
     if any(store.bulk.lengths):
-        asked = far or long_context(layer, store, packed, flags, lse, geometry, scaling=scaling)
+        found = far or long_context(layer, store, packed, flags, lse, geometry, scaling=scaling)
+        local = ~flags.flatten(2)
+        read_lse = torch.logaddexp(lse, found[-1].masked_fill(local, -torch.inf))
         if layer.following is not None and layer.following.store is not None:
             layer.following.counters.pulled_bytes += prefetch(layer.following.store.bulk)
-        out, lse = merge_partials(out, lse, asked[0], asked[1].masked_fill(~flags.flatten(2), -torch.inf))
+        out, lse = merge_partials(out, lse, found[0], found[1].masked_fill(local, -torch.inf))
     if audited:
         _, true_lse = far or whole_bulk(layer, store, packed, None, scaling=scaling, audit=True)
-        audit(layer, flags, scores, true_lse, lse, geometry)
+        audit(layer, flags, scores, true_lse, read_lse, geometry)
     return out.unflatten(2, (group, queries)).flatten(1, 2).to(query.dtype)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import partial_attention, reference
+from ..kernels import merge_partials, partial_attention, reference
 from ..kernels.sketch import chosen_tokens
 from ..state.layer import QAdALayer
+from ..storage.bulk_sketch import BulkSketch
 from ..storage.geometry import Geometry
-from ..storage.key_sketch import KeySketch
 from ..storage.reading import chosen, flagged, learn
 from ..storage.residents import Head
 from ..storage.store import TokenStore
@@ -72,7 +72,7 @@ def long_context(
     geometry: Geometry,
     *,
     scaling: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Partial attention of the flagged heads: over their whole bulk, or over what they choose of it by the sketch.
 
     Args:
@@ -85,16 +85,19 @@ def long_context(
         scaling: multiplies the scores.
 
     Returns:
-        `(out, lse)` as `partial_attention`, of anything where not flagged.
+        `(out, lse)` as `partial_attention`, of anything where not flagged; and `lse` of what was read alone, without
+        what is estimated of the rest.
     """
     wanted: list[list[bool]] = flags.flatten(2).any(dim=-1).tolist()
     sketch, bulk = store.sketch, store.bulk
     if sketch is None:
-        return whole_bulk(layer, store, packed, wanted, scaling=scaling)
+        out, lse = whole_bulk(layer, store, packed, wanted, scaling=scaling)
+        return out, lse, lse
     some = [[flag and tokens > 0 for flag in row] for row, tokens in zip(wanted, sketch.lengths, strict=True)]
     rest = [[flag and not tokens for flag in row] for row, tokens in zip(wanted, sketch.lengths, strict=True)]
     out, lse = whole_bulk(layer, store, packed, rest, scaling=scaling)
-    asked: deque[tuple[Head, slice, Tensor]] = deque()
+    read_lse = lse.clone()
+    asked: deque[tuple[Head, slice, Tensor, Tensor]] = deque()
 
     def picks() -> Iterator[tuple[Head, Tensor]]:
         for row, heads in enumerate(some):
@@ -104,27 +107,28 @@ def long_context(
                     choices = _choices(
                         sketch, (row, head), packed, flags, near_lse, geometry, scaling, layer.options.token_threshold
                     )
-                    for queries, tokens in choices:
+                    for queries, tokens, log_rest in choices:
                         index = tokens.any(dim=0).nonzero()[:, 0]
-                        asked.append(((row, head), queries, tokens[:, index]))
+                        asked.append(((row, head), queries, tokens[:, index], log_rest))
                         yield (row, head), index
 
     group = flags.shape[2]
-    grouped, outs, masses = (tensor.unflatten(2, (group, -1)) for tensor in (packed, out, lse))
+    grouped, outs, masses, read = (tensor.unflatten(2, (group, -1)) for tensor in (packed, out, lse, read_lse))
     for part in chosen(bulk, picks()):
-        (row, head), queries, mask = asked.popleft()
-        query = grouped[row, head, :, queries]
-        found = reference.partial_attention(query, part.keys[0], part.values[0], scaling=scaling, mask=mask)
-        outs[row, head, :, queries], masses[row, head, :, queries] = found
+        (row, head), queries, mask, log_rest = asked.popleft()
+        at = row, head, slice(None), queries
+        found = reference.partial_attention(grouped[at], part.keys[0], part.values[0], scaling=scaling, mask=mask)
+        read[at] = found[1]
+        outs[at], masses[at] = merge_partials(*found, sketch.mean_value[row, head].expand_as(found[0]), log_rest)
         layer.counters.pulled_bytes += part.pulled
         layer.counters.spared_bytes += part.spared
     if bulk.offloaded and layer.options.device_budget:
         layer.counters.pulled_bytes += learn(bulk, torch.tensor(some))
-    return out, lse
+    return out, lse, read_lse
 
 
 def _choices(
-    sketch: KeySketch,
+    sketch: BulkSketch,
     at: Head,
     packed: Tensor,
     flags: Tensor,
@@ -132,8 +136,8 @@ def _choices(
     geometry: Geometry,
     scaling: float,
     token_threshold: float,
-) -> Iterator[tuple[slice, Tensor]]:
-    """Some queries of one head at a time, and what each of them reads: bool `[queries, tokens]`."""
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some queries of one head at a time, and what `chosen_tokens` says of each."""
     group, queries = flags.shape[2:]
     held = slice(0, sketch.lengths[at[0]])
     coded = sketch.codes[at][held], sketch.scales[at][held], sketch.centre[at]
@@ -142,15 +146,13 @@ def _choices(
     block = max(1, BLOCK_SCORES // (group * held.stop))
     for first in range(0, queries, block):
         part = slice(first, first + block)
-        yield (
-            part,
-            chosen_tokens(
-                grouped[:, part],
-                *coded,
-                log_near=log_near[:, part],
-                bulk_tokens=bulk_tokens[part],
-                flags=flags[at][:, part],
-                scaling=scaling,
-                token_threshold=token_threshold,
-            ),
+        found = chosen_tokens(
+            grouped[:, part],
+            *coded,
+            log_near=log_near[:, part],
+            bulk_tokens=bulk_tokens[part],
+            flags=flags[at][:, part],
+            scaling=scaling,
+            token_threshold=token_threshold,
         )
+        yield part, *found

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..key_moments.running import RunningMoments
 from .bulk import GROWTH, Bulk
-from .key_sketch import KeySketch
+from .bulk_sketch import BulkSketch
 from .padding import real_tokens
 from .residents import Residents
 
@@ -30,7 +30,7 @@ class TokenStore:
         flushed: of those, the oldest ones, that have left the tail.
         bulk: where they are, but for the sinks.
         moments: of the keys in the bulk, or None if not asked for. Frozen moments cover a prefix of the bulk.
-        sketch: of the keys in the bulk, or None if not asked for.
+        sketch: of the bulk, or None if not asked for.
         decoded: whether anything in the bulk came there by `append` since the last `absorb`; frozen moments leave it
             out.
     """
@@ -69,7 +69,7 @@ class TokenStore:
             self.near_values = self.near_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
             self.moments = RunningMoments(batch, kv_heads, keys.shape[3], keys.device) if track_moments else None
         self.bulk = Bulk(self.near_keys, self.near_values, offloading=offloading, residents=residents, layer=layer)
-        self.sketch = KeySketch.of(self.near_keys, sketch_bits)
+        self.sketch = BulkSketch.of(self.near_keys, self.near_values, sketch_bits)
 
     @property
     def batch(self) -> int:
@@ -159,7 +159,7 @@ class TokenStore:
         stored = [max(gone - self.sinks, 0) for gone in flushed]
         self.bulk.truncate(stored)
         if self.sketch is not None:
-            self.sketch.truncate(stored)
+            self.sketch.truncate(self.bulk)
         self.decoded = self.decoded and any(stored)
         if self.moments is not None:
             self._shorten_moments(self.moments, stored)
@@ -190,7 +190,7 @@ class TokenStore:
     def keep_sketch(self, bits: int | None) -> None:
         """Keep a sketch in `bits` bits a value or none, as if `sketch_bits` had been so from the start."""
         if self.sketch is None or self.sketch.bits != bits:
-            self.sketch = KeySketch.of(self.near_keys, bits)
+            self.sketch = BulkSketch.of(self.near_keys, self.near_values, bits)
             if self.sketch is not None:
                 for row in self._single_rows():
                     self.sketch.follow(self.bulk, row)
@@ -286,7 +286,7 @@ class TokenStore:
         if keys.shape[2] > missing:
             self.bulk.append(rows, keys[:, :, missing:], values[:, :, missing:])
             if self.sketch is not None:
-                self.sketch.follow(self.bulk, rows, keys[:, :, missing:])
+                self.sketch.follow(self.bulk, rows, (keys[:, :, missing:], values[:, :, missing:]))
             self.decoded |= not exact
             if self.moments is not None and (self.update_moments or exact):
                 self.moments.update(rows, keys[:, :, missing:])
