@@ -1,4 +1,4 @@
-"""What a fused kernel is told of how to decide, and what must hold of the tensors whose addresses it is given."""
+"""How fused kernels are told to decide, and checks of the tensors whose addresses they are given."""
 
 import torch
 from torch import Tensor
@@ -10,9 +10,9 @@ def decision_rules(criterion: str | Tensor, group_rule: str, threshold: float) -
     """The arguments of `decode_reference.fused_decode` as kernels take them.
 
     Returns:
-        the criterion's name ("static" for a table), the table or None, the group rule that gives the reference's
-        decision without its special cases, and the margin `log A_local - log A_bulk` below which a head is
-        long-context, see `criterion.long_context`.
+        the criterion's name ("static" for a table); the table, or None; the group rule, "head" where all heads of a
+        group decide alike; and the margin `log A_local - log A_bulk` below which a head is long-context, see
+        `criterion.long_context`.
     """
     table = criterion if isinstance(criterion, Tensor) else None
     kind = "static" if table is not None else str(criterion)
