@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 from decode_scene import Scene
-from test_triton import REFERENCE, Path
+from test_triton import COMPILED, REFERENCE, Path
 from torch import Tensor
 
 from qada_cache.kernels import sketch
 from qada_cache.kernels.cpu import compiled
 
-EVERY = pytest.mark.parametrize("path", [REFERENCE])
+EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED])
 BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]
 
 
