@@ -91,3 +91,22 @@ def test_one_key_that_outweighs_all(path: Path) -> None:
     for tokens in chosen.values():
         assert tokens[100 - 3]
         assert tokens.sum() < 10
+
+
+@EVERY
+@pytest.mark.parametrize("heavy", ["nowhere", "where sampled", "elsewhere"])
+def test_long_rows(path: Path, heavy: str) -> None:
+    """The compiled kernel drops tokens by a sample of the scores, which may mislead it, but must not its result."""
+    scene, span, sampled = Scene(bulk=[(5100, 3)], short=(), kv_heads=1, bits=2), 64, 15
+    spans = 5100 // span
+    sample = torch.zeros(5100, dtype=torch.bool)
+    for i in range(sampled):
+        first = (2 * i + 1) * spans // (2 * sampled) * span
+        sample[first : first + span] = True
+    if heavy != "nowhere":
+        marked = sample if heavy == "where sampled" else ~sample
+        for keys in (scene.keys[0][0, 3 : 3 + 5100], scene.stored[0][0, 0, :5100]):
+            keys[marked] += 0.7 * scene.query[0, :, 0].mean(dim=0)
+        scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
+    chosen = run(path, scene, token_threshold=scene.token_threshold(0.1))
+    assert 0.05 < share(chosen) < 0.3

@@ -41,7 +41,7 @@ struct Job {
 // What a KV head with a sketch asks by.
 struct Asking {
     Rounded queries;
-    float log_near[QUERIES];  // of each query that asks, as there
+    float log_near[QUERIES], least[QUERIES];  // of each query that asks, as there: near mass, least score by a sample
     float staged[SIZE], staged_lse[QUERIES];
 };
 
@@ -54,10 +54,11 @@ struct Step {
     std::vector<uint8_t> needed;
     std::vector<Job> jobs;
     std::vector<Asking> asking;
-    std::vector<Scan> scans;
+    std::vector<Scan>& pool;  // which keeps its memory, as that of a step comes page by page, slower than it is used
+    int64_t scan_count = 0;
 
-    explicit Step(const Decode& call)
-        : call(call), kv_heads(call.batch * call.kv_heads), near_out(kv_heads * SIZE), near_lse(kv_heads * QUERIES),
+    Step(const Decode& call, std::vector<Scan>& pool)
+        : call(call), pool(pool), kv_heads(call.batch * call.kv_heads), near_out(kv_heads * SIZE), near_lse(kv_heads * QUERIES),
           first_part(kv_heads), part_count(kv_heads), needed(kv_heads), asking(call.codes ? kv_heads : 0) {}
 
     int64_t row_of(int64_t head) const { return head / call.kv_heads; }
@@ -84,6 +85,11 @@ struct Step {
             own.queries.add(query + q * DIM, call.rotation, call.centre + row * call.centre_batch +
                             place * call.centre_head, call.scaling, call.spread);
         }
+        with_estimates(head, [&](auto& found) {
+            found.guess(call.stored(row), own.least);
+            for (int q = 0; q < own.queries.count; q++)
+                own.least[q] = log_sum(own.log_near[q], own.least[q]) + log_least_share(head) - ROUNDING;
+        });
     }
 
     void add_part(int64_t head, const float* out, const float* lse) {
@@ -115,32 +121,59 @@ struct Step {
             }
             for (int64_t split = 0; split < splits; split++) {
                 int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
-                if (sketched) scans.push_back({head, start, stop});
+                if (sketched) add_scan(head, start, stop);
                 else jobs.push_back({head, start, stop, add_part(head), nullptr});
             }
         }
     }
 
-    void scan(Scan& part) {
-        int64_t row = row_of(part.head), place = place_of(part.head);
+    template <typename Function>
+    void with_estimates(int64_t head, Function function) {
+        int64_t row = row_of(head), place = place_of(head);
         const uint8_t* codes = call.codes + row * call.codes_batch + place * call.codes_head;
         const uint16_t* scales = call.scales + row * call.scales_batch + place * call.scales_head;
-        const Asking& own = asking[part.head];
-        float least_share = expf(log_least_share(part.head));
-        if (call.bits == 1) part.run<1>(own.queries, codes, scales, own.log_near, least_share);
-        else if (call.bits == 2) part.run<2>(own.queries, codes, scales, own.log_near, least_share);
-        else part.run<4>(own.queries, codes, scales, own.log_near, least_share);
+        const Rounded& queries = asking[head].queries;
+        auto run = [&](auto found) { function(found); };
+        if (call.bits == 1) run(Estimates<1>(queries, codes, scales));
+        else if (call.bits == 2) run(Estimates<2>(queries, codes, scales));
+        else run(Estimates<4>(queries, codes, scales));
+    }
+
+    void add_scan(int64_t head, int64_t start, int64_t stop) {
+        if (scan_count == (int64_t)pool.size()) pool.emplace_back();
+        Scan& part = pool[scan_count++];
+        part.head = head;
+        part.start = start;
+        part.stop = stop;
+    }
+
+    void scan(Scan& part, const float* least) {
+        with_estimates(part.head, [&](auto& found) {
+            part.run(found, asking[part.head].log_near, least, log_least_share(part.head));
+        });
     }
 
     // Of what a scan has left, by the weight of all tokens of the head.
     void judge(Scan& part) {
         const Asking& own = asking[part.head];
         float least[QUERIES], log_share = log_least_share(part.head);
+        bool missed = false;
         for (int q = 0; q < own.queries.count; q++) {
             float log_all = own.log_near[q];
-            for (const Scan& other : scans)
-                if (other.head == part.head) log_all = log_sum(log_all, other.log_mass(q));
+            for (int64_t i = 0; i < scan_count; i++)
+                if (pool[i].head == part.head) log_all = log_sum(log_all, pool[i].log_mass(q));
             least[q] = log_all + log_share;
+            missed |= own.least[q] > least[q];
+        }
+        if (missed) {  // others still read this scan's weights
+            Scan again{};
+            again.head = part.head;
+            again.start = part.start;
+            again.stop = part.stop;
+            scan(again, least);
+            part.count = again.count;
+            part.tokens.swap(again.tokens);
+            for (int q = 0; q < QUERIES; q++) part.estimates[q].swap(again.estimates[q]);
         }
         part.judge(least, own.queries.count);
     }
@@ -148,10 +181,11 @@ struct Step {
     void plan_chosen() {
         int64_t chosen = 0;
         jobs.clear();
-        for (const Scan& part : scans) chosen += (int64_t)part.tokens.size();
+        for (int64_t i = 0; i < scan_count; i++) chosen += pool[i].count;
         int64_t enough = std::max(call.split_tokens, chosen / (4 * call.threads));
-        for (const Scan& part : scans) {
-            int64_t head = part.head, tokens = (int64_t)part.tokens.size();
+        for (int64_t i = 0; i < scan_count; i++) {
+            const Scan& part = pool[i];
+            int64_t head = part.head, tokens = part.count;
             if (!part_count[head]) {
                 first_part[head] = (int64_t)part_lse.size() / QUERIES;
                 add_part(head, &near_out[head * SIZE], &near_lse[head * QUERIES]);
@@ -196,7 +230,8 @@ struct Step {
 // Heads are decided about first; then the bulks of those that need it are read, which is where the time goes, or their
 // sketches and what these leave, by all threads alike.
 extern "C" void fused_decode(const Decode* given) {
-    Step step(*given);
+    static thread_local std::vector<Scan> pool;
+    Step step(*given, pool);
 #pragma omp parallel num_threads(given->threads)
     {
 #pragma omp for schedule(dynamic)
@@ -206,10 +241,13 @@ extern "C" void fused_decode(const Decode* given) {
 #pragma omp for schedule(dynamic) nowait
         for (size_t index = 0; index < step.jobs.size(); index++) step.read(step.jobs[index]);
 #pragma omp for schedule(dynamic)
-        for (size_t index = 0; index < step.scans.size(); index++) step.scan(step.scans[index]);
-        if (!step.scans.empty()) {
+        for (int64_t index = 0; index < step.scan_count; index++) {
+            Scan& part = step.pool[index];
+            step.scan(part, step.asking[part.head].least);
+        }
+        if (step.scan_count) {
 #pragma omp for schedule(dynamic)
-            for (size_t index = 0; index < step.scans.size(); index++) step.judge(step.scans[index]);
+            for (int64_t index = 0; index < step.scan_count; index++) step.judge(step.pool[index]);
 #pragma omp single
             step.plan_chosen();
 #pragma omp for schedule(dynamic)

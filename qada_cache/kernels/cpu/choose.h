@@ -1,116 +1,282 @@
 // Which tokens of a sketched bulk a head reads: `chosen_tokens` of sketch.py, in one pass over the sketch.
 //
-// What a token must weigh depends on the weight of all, which is known at the end only. But it only grows: a token that
-// is too light by the weight so far can be dropped at once, and few are left to be judged again.
+// What a token must weigh depends on the weight of all, which is known at the end only. A sample says beforehand about
+// what it will be: few tokens are left by it to be judged again. Should they turn out to have been asked for too much,
+// which takes tokens that are most unlike the sample's, the pass is made again.
 
 #pragma once
+
+#include <utility>
 
 #include "sketch.h"
 
 namespace {
+
+// As wide as the processor's vectors: one float of each of so many tokens.
+#if defined(__AVX512F__)
+constexpr int TOKENS = 16;
+#elif defined(__AVX__)
+constexpr int TOKENS = 8;
+#else
+constexpr int TOKENS = 4;
+#endif
+typedef float Singles __attribute__((vector_size(4 * TOKENS)));
+typedef int32_t Integers __attribute__((vector_size(4 * TOKENS)));
+typedef uint32_t Words __attribute__((vector_size(4 * TOKENS)));
+typedef uint16_t Halves __attribute__((vector_size(2 * TOKENS)));
+
+constexpr int VECTORS = SPAN / TOKENS;
+constexpr int SAMPLED = 15;      // spans of which a sample is made
+constexpr int WORTHWHILE = 64;   // spans from which on there is one
+constexpr float MARGIN = 0.5f;   // by which the logarithm of all weight may be below what the sample says
+constexpr int REFRESH = 16;      // spans after which the weight so far is looked at
+
+// 0, 1, 2...
+template <int... I>
+constexpr Integers counted(std::integer_sequence<int, I...>) {
+    return Integers{I...};
+}
+const Integers numbered = counted(std::make_integer_sequence<int, TOKENS>());
+
+constexpr float ROUNDING = 1e-3f;  // of logarithms, at most
+constexpr float LOWEST = -1e30f;
+constexpr float LIMIT = 20;  // by which a score may be above what weights are relative to
 
 inline float log_sum(float a, float b) {
     float peak = std::max(a, b);
     return peak == -INFINITY ? peak : peak + logf(expf(a - peak) + expf(b - peak));
 }
 
+// exp(x) for x <= LIMIT but for an error of 3e-6: a power of two times a polynomial for what is left.
+inline Singles exponential(Singles x) {
+    Singles scaled = x * 1.44269504f;
+#if defined(__AVX512DQ__)
+    Singles r = (Singles)_mm512_reduce_ps((__m512)scaled, 0);  // from the nearest whole number
+#else
+    scaled = scaled > -125.0f ? scaled : Singles{} - 125.0f;
+    Integers power = __builtin_convertvector(scaled + 1023.5f, Integers) - 1023;  // as it rounds towards zero
+    Singles r = scaled - __builtin_convertvector(power, Singles);
+#endif
+    Singles p = r * 9.57010221e-3f + 5.59178591e-2f;
+    p = p * r + 2.40247443e-1f;
+    p = p * r + 6.93121791e-1f;
+    p = p * r + 0.999999285f;
+#if defined(__AVX512DQ__)
+    return (Singles)_mm512_scalef_ps((__m512)p, (__m512)(scaled - r));
+#else
+    return (Singles)((Integers)p + (power << 23));
+#endif
+}
+
+// One bit for each token where `mask` is set, which is in all bits or none.
+inline uint64_t bits_of(Integers mask) {
+#if defined(__AVX512DQ__)
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#elif defined(__AVX__)
+    return (uint64_t)_mm256_movemask_ps((__m256)mask);
+#else
+    uint64_t bits = 0;
+    for (int i = 0; i < TOKENS; i++) bits |= (uint64_t)(mask[i] & 1) << i;
+    return bits;
+#endif
+}
+
+// Writes the marked ones of `lanes` one after the other, and anything behind them, as many as a vector has in all.
+template <typename Lanes>
+inline void pack(Lanes lanes, uint64_t bits, void* to) {
+#if defined(__AVX512F__)
+    _mm512_storeu_si512(to, _mm512_maskz_compress_epi32((__mmask16)bits, (__m512i)lanes));
+#else
+    for (Integers values = (Integers)lanes; bits; bits &= bits - 1, to = (int32_t*)to + 1) {
+        int32_t value = values[__builtin_ctzll(bits)];
+        std::memcpy(to, &value, sizeof value);
+    }
+#endif
+}
+
+inline float sum_of(Singles lanes) {
+    float total = 0;
+    for (int i = 0; i < TOKENS; i++) total += lanes[i];
+    return total;
+}
+
+inline float largest(Singles lanes) {
+    float most = -INFINITY;
+    for (int i = 0; i < TOKENS; i++) most = std::max(most, lanes[i]);
+    return most;
+}
+
+// Estimates of a head's queries over its sketch: `codes` [tokens, *] and `scales` [tokens].
+template <int BITS>
+struct Estimates {
+    const Rounded& queries;
+    const uint8_t* codes;
+    const uint16_t* scales;
+    Products<BITS> products;
+    Singles scores[QUERIES][VECTORS];  // of the span that was computed last, -inf where there is no token
+
+    Estimates(const Rounded& queries, const uint8_t* codes, const uint16_t* scales)
+        : queries(queries), codes(codes), scales(scales), products(queries) {}
+
+    // Of `count` tokens from `first` on.
+    void compute(int64_t first, int count) {
+        constexpr int CODE = Products<BITS>::CODE, ODD = (1 << BITS) - 1;
+        const uint8_t* block = codes + first * CODE;
+        const uint16_t* block_scales = scales + first;
+        uint8_t padded[SPAN * CODE];
+        uint16_t padded_scales[SPAN];
+        if (count < SPAN) {
+            std::memset(padded, 0, sizeof padded);
+            std::memset(padded_scales, 0, sizeof padded_scales);
+            std::memcpy(padded, block, count * CODE);
+            std::memcpy(padded_scales, block_scales, count * sizeof *scales);
+            block = padded;
+            block_scales = padded_scales;
+        } else {
+            for (int byte = 0; byte < SPAN * CODE; byte += CACHE_LINE) __builtin_prefetch(block + CODE_AHEAD + byte);
+        }
+        alignas(CACHE_LINE) int32_t exact[QUERIES][SPAN];
+        products.compute(block, exact);
+        for (int i = 0; i < VECTORS; i++) {
+            Halves halves;
+            std::memcpy(&halves, block_scales + i * TOKENS, sizeof halves);
+            Singles scale = (Singles)(__builtin_convertvector(halves, Words) << 16);
+            for (int q = 0; q < queries.count; q++) {
+                Integers whole;
+                std::memcpy(&whole, &exact[q][i * TOKENS], sizeof whole);
+                Singles product = 2 * __builtin_convertvector(whole, Singles) - ODD * queries.total[q];
+                scores[q][i] = queries.middle[q] + scale * (queries.step[q] * product + queries.spread[q] * scale);
+            }
+        }
+        for (int t = count; t < SPAN; t++)
+            for (int q = 0; q < queries.count; q++) scores[q][t / TOKENS][t % TOKENS] = -INFINITY;
+    }
+
+    // About the log-sum-exp of each query's scores of `tokens` tokens, seldom above it; -inf where they are few.
+    void guess(int64_t tokens, float* log_mass) {
+        float sampled[QUERIES][SAMPLED];
+        int64_t spans = tokens / SPAN;
+        std::fill(log_mass, log_mass + QUERIES, -INFINITY);
+        if (spans < WORTHWHILE) return;
+        for (int i = 0; i < SAMPLED; i++) {
+            compute((2 * i + 1) * spans / (2 * SAMPLED) * SPAN, SPAN);
+            for (int q = 0; q < queries.count; q++) {
+                float peak = -INFINITY;
+                Singles mass = {};
+                for (int v = 0; v < VECTORS; v++) peak = std::max(peak, largest(scores[q][v]));
+                for (int v = 0; v < VECTORS; v++) mass += exponential(scores[q][v] - peak);
+                float log_span = peak + logf(sum_of(mass));
+                sampled[q][i] = log_span > -INFINITY ? log_span : -INFINITY;  // no nan, which cannot be sorted
+            }
+        }
+        for (int q = 0; q < queries.count; q++) {  // the median, which a few heavy tokens cannot raise
+            std::nth_element(sampled[q], sampled[q] + SAMPLED / 2, sampled[q] + SAMPLED);
+            log_mass[q] = sampled[q][SAMPLED / 2] + logf((float)spans) - MARGIN;
+        }
+    }
+};
+
 // A part of a head's sketched bulk: which of its tokens may be read, and how much its queries see in it.
 struct Scan {
     int64_t head, start, stop;
-    float highest[QUERIES], total[QUERIES];  // total weight relative to the highest score, which may be what is near
+    float highest[QUERIES];  // about the highest score, or what is near
+    Singles mass[QUERIES];   // relative to that
+    int64_t count = 0;  // of tokens kept; these have room for more
     std::vector<int32_t> tokens;
-    std::vector<float> estimates;  // [tokens, queries that ask]
+    std::vector<float> estimates[QUERIES];  // of each query that asks
 
-    // `codes` [tokens, *] and `scales` [tokens] of the whole head; `log_near` of every query that asks. A token is kept
-    // if one of them would give it at least `least_share` of its attention.
+    // A token is kept if the score of a query, of which what is near has `log_near`, is at least `least`, or
+    // `log_share` more than the log-sum-exp of what has been seen so far.
     template <int BITS>
-    void run(const Rounded& queries, const uint8_t* codes, const uint16_t* scales, const float* log_near,
-             float least_share) {
-        constexpr int CODE = Products<BITS>::CODE, ODD = (1 << BITS) - 1;
-        const Products<BITS> products(queries);
-        float near[QUERIES];
-        for (int q = 0; q < queries.count; q++) {
-            highest[q] = log_near[q];
-            near[q] = 1;
-            total[q] = 0;
+    void run(Estimates<BITS>& found, const float* log_near, const float* given, float log_share) {
+        const int queries = found.queries.count;
+        float least[QUERIES];
+        count = 0;
+        for (int q = 0; q < queries; q++) {
+            highest[q] = std::max(log_near[q], LOWEST);
+            mass[q] = Singles{};
+            least[q] = given[q];
         }
-        for (int64_t first = start; first < stop; first += SPAN) {
-            const uint8_t* block = codes + first * CODE;
-            int count = (int)std::min<int64_t>(SPAN, stop - first);
-            uint8_t padded[SPAN * CODE];
-            int32_t exact[QUERIES][SPAN];
-            float scores[QUERIES][SPAN], scale[SPAN];
-            if (count < SPAN) {
-                std::memset(padded, 0, sizeof padded);
-                std::memcpy(padded, block, count * CODE);
-                block = padded;
-            } else {
-                for (int byte = 0; byte < SPAN * CODE; byte += CACHE_LINE)
-                    __builtin_prefetch(block + CODE_AHEAD + byte);
+        for (int64_t first = start, span = 0; first < stop; first += SPAN, span++) {
+            int here = (int)std::min<int64_t>(SPAN, stop - first);
+            found.compute(first, here);
+            Singles added[QUERIES];
+            if (!weigh(found.scores, queries, added)) {
+                raise(found.scores, queries);
+                weigh(found.scores, queries, added);
             }
-            products.compute(block, exact);
-            for (int t = 0; t < count; t++) scale[t] = from_bits((uint32_t)scales[first + t] << 16);
-            for (int t = count; t < SPAN; t++) scale[t] = 0;
-            int32_t kept[SPAN] = {};
-            for (int q = 0; q < queries.count; q++) {
-                float middle = queries.middle[q], step = queries.step[q], spread = queries.spread[q];
-                float shift = ODD * queries.total[q], peak = highest[q], mass = 0;
-#pragma omp simd
-                for (int t = 0; t < SPAN; t++)
-                    scores[q][t] = middle + scale[t] * (step * (2 * (float)exact[q][t] - shift) + spread * scale[t]);
-                for (int t = count; t < SPAN; t++) scores[q][t] = -INFINITY;
-#pragma omp simd reduction(max : peak)
-                for (int t = 0; t < SPAN; t++) peak = std::max(peak, scores[q][t]);
-                if (peak > highest[q]) {
-                    float shrunk = exponential(highest[q] - peak);
-                    highest[q] = peak;
-                    total[q] *= shrunk;
-                    near[q] *= shrunk;
-                }
-                float weights[SPAN];
-#pragma omp simd reduction(+ : mass)
-                for (int t = 0; t < SPAN; t++) {
-                    weights[t] = exponential(scores[q][t] - peak);
-                    mass += weights[t];
-                }
-                total[q] += mass;
-                float least = least_share * (total[q] + near[q]) * ROOM;
-#pragma omp simd
-                for (int t = 0; t < SPAN; t++) kept[t] |= weights[t] >= least;
+            for (int q = 0; q < queries; q++) mass[q] += added[q];
+            if (span % REFRESH == REFRESH - 1)
+                for (int q = 0; q < queries; q++)
+                    least[q] = std::max(least[q], log_sum(log_near[q], log_mass(q)) + log_share - ROUNDING);
+            make_room();
+            for (int v = 0; v < VECTORS; v++) {
+                Integers asked = {};
+                for (int q = 0; q < queries; q++) asked |= found.scores[q][v] >= least[q];
+                keep(bits_of(asked & (numbered + v * TOKENS < here)), found.scores, v, queries, first);
             }
-            keep(kept, scores, queries.count, first, count);
         }
     }
 
-    // Keeps of `count` tokens from `first` on those marked.
-    void keep(const int32_t* kept, const float (*scores)[SPAN], int queries, int64_t first, int count) {
-        size_t held = tokens.size(), end = held;
-        tokens.resize(held + SPAN);
-        for (int t = 0; t < count; t++) {
-            tokens[end] = (int32_t)(first + t);
-            end += kept[t];
+    // The weights of a span; whether none of its scores is too high for that.
+    bool weigh(const Singles (*scores)[VECTORS], int queries, Singles* added) const {
+        Singles above = {};
+        for (int q = 0; q < queries; q++) {
+            Singles sum = {};
+            for (int v = 0; v < VECTORS; v++) {
+                Singles more = scores[q][v] - highest[q];
+                above = more > above ? more : above;
+                sum += exponential(more);
+            }
+            added[q] = sum;
         }
-        tokens.resize(end);
-        estimates.resize(end * queries);
-        for (size_t i = held; i < end; i++)
-            for (int q = 0; q < queries; q++) estimates[i * queries + q] = scores[q][tokens[i] - first];
+        return !bits_of(above > LIMIT);
     }
 
-    float log_mass(int q) const { return highest[q] + logf(total[q]); }
+    // A query's highest score is one of this span.
+    void raise(const Singles (*scores)[VECTORS], int queries) {
+        for (int q = 0; q < queries; q++) {
+            float peak = highest[q];
+            for (int v = 0; v < VECTORS; v++) peak = std::max(peak, largest(scores[q][v]));
+            mass[q] *= ::exponential(highest[q] - peak);
+            highest[q] = peak;
+        }
+    }
+
+    // For another span.
+    void make_room() {
+        if (count + SPAN <= (int64_t)tokens.size()) return;
+        tokens.resize(2 * tokens.size() + 4 * SPAN);
+        for (auto& scores : estimates) scores.resize(tokens.size());
+    }
+
+    void keep(uint64_t bits, const Singles (*scores)[VECTORS], int v, int queries, int64_t first) {
+        pack(numbered + (int32_t)(first + v * TOKENS), bits, &tokens[count]);
+        for (int q = 0; q < queries; q++) pack(scores[q][v], bits, &estimates[q][count]);
+        count += __builtin_popcountll(bits);
+    }
+
+    float log_mass(int q) const { return highest[q] + logf(sum_of(mass[q])); }
 
     // Drops the tokens that all queries find too light: `least` of each.
     void judge(const float* least, int queries) {
-        size_t end = 0;
-        for (size_t i = 0; i < tokens.size(); i++) {
-            bool asked = false;
-            for (int q = 0; q < queries; q++) asked |= estimates[i * queries + q] >= least[q];
-            tokens[end] = tokens[i];
-            end += asked;
+        int64_t left = 0;
+        for (int64_t i = 0; i < count; i += TOKENS) {  // within what there is room for
+            Integers asked = {}, token;
+            for (int q = 0; q < queries; q++) {
+                Singles scores;
+                std::memcpy(&scores, &estimates[q][i], sizeof scores);
+                asked |= scores >= least[q];
+            }
+            std::memcpy(&token, &tokens[i], sizeof token);
+            uint64_t bits = bits_of(asked & (numbered + (int32_t)i < (int32_t)count));
+            pack(token, bits, &tokens[left]);
+            left += __builtin_popcountll(bits);
         }
-        tokens.resize(end);
+        count = left;
     }
-
-    static constexpr float ROOM = 0.999f;  // for rounding
 };
 
 }  // namespace

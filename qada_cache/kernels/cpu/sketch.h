@@ -110,7 +110,7 @@ struct Products {
 #endif
     static constexpr int CHUNKS = EVEN && CODE > WIDE ? CODE / WIDE : 1;  // vectors that one key's codes take
     const Rounded& queries;
-    int8_t spread[QUERIES][CHUNKS][PLANES][WIDE];  // each plane's integers, for every key in a vector
+    alignas(CACHE_LINE) int8_t spread[QUERIES][CHUNKS][PLANES][WIDE];  // each plane's integers, for every key in a vector
 
     explicit Products(const Rounded& queries) : queries(queries) {
         for (int q = 0; q < queries.count && EVEN; q++)
