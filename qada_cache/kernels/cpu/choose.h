@@ -40,31 +40,32 @@ const Integers numbered = counted(std::make_integer_sequence<int, TOKENS>());
 
 constexpr float ROUNDING = 1e-3f;  // of logarithms, at most
 constexpr float LOWEST = -1e30f;
-constexpr float LIMIT = 20;  // by which a score may be above what weights are relative to
+constexpr float LOG2_E = 1.44269504f;
+constexpr float LIMIT = 1e9;  // of a weight: a score may be so much above what weights are relative to
 
 inline float log_sum(float a, float b) {
     float peak = std::max(a, b);
     return peak == -INFINITY ? peak : peak + logf(expf(a - peak) + expf(b - peak));
 }
 
-// exp(x) for x <= LIMIT but for an error of 3e-6: a power of two times a polynomial for what is left.
-inline Singles exponential(Singles x) {
-    Singles scaled = x * 1.44269504f;
+// 2^x but for an error of 3e-6: a whole power times a polynomial for what is left. Far above LIMIT, large or infinite.
+inline Singles power_of_two(Singles x) {
 #if defined(__AVX512DQ__)
-    Singles r = (Singles)_mm512_reduce_ps((__m512)scaled, 0);  // from the nearest whole number
+    Singles r = (Singles)_mm512_reduce_ps((__m512)x, 1);  // above the next lower whole number
 #else
-    scaled = scaled > -125.0f ? scaled : Singles{} - 125.0f;
-    Integers power = __builtin_convertvector(scaled + 1023.5f, Integers) - 1023;  // as it rounds towards zero
-    Singles r = scaled - __builtin_convertvector(power, Singles);
+    x = x > -125.0f ? x : Singles{} - 125.0f;
+    x = x < 125.0f ? x : Singles{} + 125.0f;
+    Integers whole = __builtin_convertvector(x + 1023, Integers) - 1023;  // as it rounds towards zero
+    Singles r = x - __builtin_convertvector(whole, Singles);
 #endif
-    Singles p = r * 9.57010221e-3f + 5.59178591e-2f;
-    p = p * r + 2.40247443e-1f;
-    p = p * r + 6.93121791e-1f;
-    p = p * r + 0.999999285f;
+    Singles p = r * 1.35341678e-2f + 5.20114601e-2f;
+    p = p * r + 2.41442755e-1f;
+    p = p * r + 6.93003833e-1f;
+    p = p * r + 1.00000262f;
 #if defined(__AVX512DQ__)
-    return (Singles)_mm512_scalef_ps((__m512)p, (__m512)(scaled - r));
+    return (Singles)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
-    return (Singles)((Integers)p + (power << 23));
+    return (Singles)((Integers)p + (whole << 23));
 #endif
 }
 
@@ -115,14 +116,20 @@ struct Estimates {
     const uint8_t* codes;
     const uint16_t* scales;
     Products<BITS> products;
-    Singles scores[QUERIES][VECTORS];  // of the span that was computed last, -inf where there is no token
+    float twice[QUERIES], shift[QUERIES];  // from products of codes to those of odd integers, times `step`
+    Singles scores[QUERIES][VECTORS];      // of the span that was computed last, -inf where there is no token
 
     Estimates(const Rounded& queries, const uint8_t* codes, const uint16_t* scales)
-        : queries(queries), codes(codes), scales(scales), products(queries) {}
+        : queries(queries), codes(codes), scales(scales), products(queries) {
+        for (int q = 0; q < queries.count; q++) {
+            twice[q] = 2 * queries.step[q];
+            shift[q] = ((1 << BITS) - 1) * queries.total[q] * queries.step[q];
+        }
+    }
 
     // Of `count` tokens from `first` on.
     void compute(int64_t first, int count) {
-        constexpr int CODE = Products<BITS>::CODE, ODD = (1 << BITS) - 1;
+        constexpr int CODE = Products<BITS>::CODE;
         const uint8_t* block = codes + first * CODE;
         const uint16_t* block_scales = scales + first;
         uint8_t padded[SPAN * CODE];
@@ -139,15 +146,19 @@ struct Estimates {
         }
         alignas(CACHE_LINE) int32_t exact[QUERIES][SPAN];
         products.compute(block, exact);
-        for (int i = 0; i < VECTORS; i++) {
+        Singles scale[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
             Halves halves;
-            std::memcpy(&halves, block_scales + i * TOKENS, sizeof halves);
-            Singles scale = (Singles)(__builtin_convertvector(halves, Words) << 16);
-            for (int q = 0; q < queries.count; q++) {
+            std::memcpy(&halves, block_scales + v * TOKENS, sizeof halves);
+            scale[v] = (Singles)(__builtin_convertvector(halves, Words) << 16);
+        }
+        for (int q = 0; q < queries.count; q++) {
+            float step = twice[q], offset = shift[q], spread = queries.spread[q], middle = queries.middle[q];
+            for (int v = 0; v < VECTORS; v++) {
                 Integers whole;
-                std::memcpy(&whole, &exact[q][i * TOKENS], sizeof whole);
-                Singles product = 2 * __builtin_convertvector(whole, Singles) - ODD * queries.total[q];
-                scores[q][i] = queries.middle[q] + scale * (queries.step[q] * product + queries.spread[q] * scale);
+                std::memcpy(&whole, &exact[q][v * TOKENS], sizeof whole);
+                Singles along = step * __builtin_convertvector(whole, Singles) - offset;
+                scores[q][v] = middle + scale[v] * (along + spread * scale[v]);
             }
         }
         for (int t = count; t < SPAN; t++)
@@ -166,7 +177,7 @@ struct Estimates {
                 float peak = -INFINITY;
                 Singles mass = {};
                 for (int v = 0; v < VECTORS; v++) peak = std::max(peak, largest(scores[q][v]));
-                for (int v = 0; v < VECTORS; v++) mass += exponential(scores[q][v] - peak);
+                for (int v = 0; v < VECTORS; v++) mass += power_of_two((scores[q][v] - peak) * LOG2_E);
                 float log_span = peak + logf(sum_of(mass));
                 sampled[q][i] = log_span > -INFINITY ? log_span : -INFINITY;  // no nan, which cannot be sorted
             }
@@ -222,17 +233,15 @@ struct Scan {
 
     // The weights of a span; whether none of its scores is too high for that.
     bool weigh(const Singles (*scores)[VECTORS], int queries, Singles* added) const {
-        Singles above = {};
+        Integers fit = ~Integers{};
         for (int q = 0; q < queries; q++) {
             Singles sum = {};
-            for (int v = 0; v < VECTORS; v++) {
-                Singles more = scores[q][v] - highest[q];
-                above = more > above ? more : above;
-                sum += exponential(more);
-            }
+            float offset = highest[q] * LOG2_E;
+            for (int v = 0; v < VECTORS; v++) sum += power_of_two(scores[q][v] * LOG2_E - offset);
             added[q] = sum;
+            fit &= sum < LIMIT;
         }
-        return !bits_of(above > LIMIT);
+        return bits_of(~fit) == 0;
     }
 
     // A query's highest score is one of this span.
@@ -253,6 +262,7 @@ struct Scan {
     }
 
     void keep(uint64_t bits, const Singles (*scores)[VECTORS], int v, int queries, int64_t first) {
+        if (!bits) return;
         pack(numbered + (int32_t)(first + v * TOKENS), bits, &tokens[count]);
         for (int q = 0; q < queries; q++) pack(scores[q][v], bits, &estimates[q][count]);
         count += __builtin_popcountll(bits);

@@ -110,7 +110,7 @@ struct Products {
 #endif
     static constexpr int CHUNKS = EVEN && CODE > WIDE ? CODE / WIDE : 1;  // vectors that one key's codes take
     const Rounded& queries;
-    alignas(CACHE_LINE) int8_t spread[QUERIES][CHUNKS][PLANES][WIDE];  // each plane's integers, for every key in a vector
+    alignas(CACHE_LINE) int8_t spread[QUERIES][CHUNKS][PLANES][WIDE];  // each plane's integers, per key
 
     explicit Products(const Rounded& queries) : queries(queries) {
         for (int q = 0; q < queries.count && EVEN; q++)
@@ -122,7 +122,10 @@ struct Products {
 
     // Of `SPAN` keys; of the codes alone, not yet of the odd integers that they stand for.
     void compute(const uint8_t* codes, int32_t (*products)[SPAN]) const {
-        if constexpr (EVEN) this->wide(codes, products);
+        if constexpr (EVEN) {
+            if (queries.count == QUERIES) this->template wide<QUERIES>(codes, products, QUERIES);
+            else this->template wide<0>(codes, products, queries.count);
+        }
         else this->plain(codes, products);
     }
 
@@ -143,7 +146,9 @@ struct Products {
 #if defined(WIDE_PRODUCTS)
     // Every 16 bytes of codes, a lane, give four partial sums. Four vectors are added up together: a transposition on
     // the way leaves sums of the same lane side by side. Where a key takes several lanes, these are added likewise.
-    void wide(const uint8_t* codes, int32_t (*products)[SPAN]) const {
+    template <int KNOWN>  // the number of queries, where the compiler is to know it
+    void wide(const uint8_t* codes, int32_t (*products)[SPAN], int count) const {
+        if (KNOWN) count = KNOWN;
         constexpr int PER_KEY = std::min(CODE, WIDE) / 16, KEYS = LANES / PER_KEY;  // lanes of a key, keys of a vector
         int32_t source[4 * LANES];
         for (int t = 0; t < 4 * LANES; t++) source[t] = (t / KEYS / 4 * KEYS + t % KEYS) * 4 + t / KEYS % 4;
@@ -161,7 +166,7 @@ struct Products {
                         for (int plane = 0; plane < PLANES; plane++)
                             values[i][plane] = bits_of(packed, plane * BITS, MASK);
                     }
-                    for (int q = 0; q < queries.count; q++) {
+                    for (int q = 0; q < count; q++) {
                         Bytes own[4] = {zeros(), zeros(), zeros(), zeros()};
 #pragma GCC unroll 8
                         for (int plane = 0; plane < PLANES; plane++) {
@@ -175,7 +180,7 @@ struct Products {
                         sums[q][part] = chunk ? plus(sums[q][part], all) : all;
                     }
                 }
-            for (int q = 0; q < queries.count; q++) {
+            for (int q = 0; q < count; q++) {
                 for (int left = PER_KEY; left > 1; left /= 2)
                     for (int i = 0; i < left / 2; i++)
                         sums[q][i] = plus(even_lanes(sums[q][2 * i], sums[q][2 * i + 1]),
