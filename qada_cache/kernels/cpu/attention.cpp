@@ -59,7 +59,8 @@ struct Step {
 
     Step(const Decode& call, std::vector<Scan>& pool)
         : call(call), pool(pool), kv_heads(call.batch * call.kv_heads), near_out(kv_heads * SIZE),
-          near_lse(kv_heads * QUERIES), first_part(kv_heads), part_count(kv_heads), needed(kv_heads), asking(call.codes ? kv_heads : 0) {}
+          near_lse(kv_heads * QUERIES), first_part(kv_heads), part_count(kv_heads), needed(kv_heads),
+          asking(call.codes ? kv_heads : 0) {}
 
     int64_t row_of(int64_t head) const { return head / call.kv_heads; }
     int64_t place_of(int64_t head) const { return head % call.kv_heads; }
