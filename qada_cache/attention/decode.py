@@ -42,7 +42,7 @@ def query_adaptive(
     )
     token_bytes = kv_heads * sum(near.shape[3] * near.element_size() for near in (near_keys, near_values))
     audited = layer.is_audited()
-    if queries == 1 and not audited and store.sketch is None:
+    if queries == 1 and not audited:
         bulk = store.bulk
         kernel = choice.fused_decode(query, bulk.keys, bulk.values, layer.options.criterion, layer.options.kernels)
         if kernel is not None:
