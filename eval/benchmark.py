@@ -61,7 +61,7 @@ def check(work: Work) -> None:
     made = {
         "dense": lambda: DynamicCache(config=model.config),
         "static": lambda: StaticCache(config=model.config, max_cache_len=work.tokens + 8),
-        "ours": lambda: QAdACache(model, criterion=flagged(work, 1.0)),
+        "ours": lambda: QAdACache(model, criterion=flagged(work, 1.0), token_threshold=0.0),
         "window": lambda: QAdACache(model, criterion="local"),
     }
     logits = {name: decode(work, fill(make(), work), steps=1)[1].float() for name, make in made.items()}

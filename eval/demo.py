@@ -70,14 +70,14 @@ def table(turns: list[Turn], told: dict[str, Told]) -> list[dict[str, str]]:
         # DynamicCache keeps everything on the device, and every head reads it for every token.
         read, local, pulled = 1.0, 0.0, 0.0
         if one.stats is not None:
-            read, local = 1 - one.stats.kv_sparsity, one.stats.sparsity
+            read, local = one.stats.read_share, one.stats.sparsity
             pulled = one.stats.pulled_bytes / one.generated
         rows.append(
             {
                 "method": method,
                 "right": f"{right[method]}/{facts}" if facts else "-",
                 "same": f"{same}/{len(turns)}",
-                "KV heads read": _share(read),
+                "bulk read": _share(read),
                 "q heads local": _share(local),
                 "device MiB": f"{one.device_bytes / 2**20:.1f}",
                 "host MiB": f"{one.host_bytes / 2**20:.1f}",
@@ -231,7 +231,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"\n{plain(rows)}\n")
     show(
         "Each method was asked on its own earlier answers, as in any chat. Same: answers that are DynamicCache's to "
-        "the letter. MiB are 2^20 bytes, pulled ones per generated token. Tokens/s: after an answer's first."
+        "the letter. Bulk read: of the bytes of keys and values outside sinks and window, those read, and those of the "
+        "sketch that they are chosen by. MiB are 2^20 bytes, pulled ones per generated token. Tokens/s: after an "
+        "answer's first."
     )
     if options.out:
         write(options.out, rows, model=_name(options), tokens=len(opening), seed=options.seed, machine=machine())

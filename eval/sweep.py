@@ -89,7 +89,7 @@ class SweepLM(QAdALM):
         key = context.cpu().numpy().tobytes()
         if key not in self.kept:
             self.kept[key] = {}
-            read = QAdACache(self.model, moments="current")
+            read = QAdACache(self.model, moments="current", token_threshold=0.0)  # heads are read whole
             mask = generation_kwargs["attention_mask"]
             self._forward(read, context[:, :-1], mask[:, :-1], logits_to_keep=1)
             for variant, options in self.measured.items():

@@ -87,6 +87,7 @@ def know(
 def cache_options(way: Way, known: Knowledge) -> dict[str, Any]:
     """Of `QAdACache`, for what it can be asked for of a way; kernels decide by themselves, so they are left out."""
     options = {"group_rule": way.rule if way.rule in GROUP_RULES else "any", "moments": "current", "kernels": "torch"}
+    options["token_threshold"] = 0.0
     if own := token_options(way.read):
         options |= own | {"kernels": "auto"}
     if way.criterion == "dense" and way.read.startswith(OWN):
@@ -168,7 +169,8 @@ def trial(
     Raises:
         ValueError: more tokens follow it than one query-adaptive call takes.
     """
-    cache, exact = QAdACache(model, moments="current"), {"criterion": "dense", "moments": "current"}
+    cache = QAdACache(model, moments="current", token_threshold=0.0)
+    exact = {"criterion": "dense", "moments": "current"}
     if document.answer.shape[1] > cache.options.window:
         raise ValueError(f"{document.answer.shape[1]} tokens follow the text: more than one query-adaptive call takes")
     prefill(model, document, cache)

@@ -11,6 +11,7 @@ from pathlib import Path
 from eval.reporting.tables import read
 
 PREFIX = "QAdACache f="
+OWN = {"QAdACache tokens=0.05": "--", "QAdACache": "--", "QAdACache, whole heads": "-."}
 OTHERS = {"DynamicCache": "C3", "StaticCache": "C1", "no context": "0.5"}
 
 
@@ -39,8 +40,9 @@ def draw(table: Path) -> None:
         axes.plot(shares, line, ":", color="C1", label="StaticCache's share of the reading")
         for name, colour in OTHERS.items():
             axes.axhline(times[name], color=colour, linewidth=1, label=name)
-        if own := times.get("QAdACache, own flags"):
-            axes.axhline(own, color="C0", linestyle="--", linewidth=1, label="QAdACache, own flags")
+        for name, style in OWN.items():
+            if name in times:
+                axes.axhline(times[name], color="C0", linestyle=style, linewidth=1, label=name)
         axes.set(
             title=f"{tokens:,} tokens, batch {batch}",
             xlabel="share of KV heads that read the long context",

@@ -228,7 +228,7 @@ def methods(work: Work, theta: float) -> dict[str, Callable[[], Cache]]:
     model, config = work.model, work.model.config
     room = work.tokens + work.inputs.shape[1] + 8
     accelerated = model.device.type != "cpu"
-    ours = functools.partial(QAdACache, model)
+    ours = functools.partial(QAdACache, model, token_threshold=0.0)  # heads are read whole
     made: dict[str, Callable[[], Cache]] = {
         "DynamicCache": lambda: DynamicCache(config=config),
         "StaticCache": lambda: StaticCache(config=config, max_cache_len=room),
@@ -248,10 +248,9 @@ def methods(work: Work, theta: float) -> dict[str, Callable[[], Cache]]:
             made[f"QAdACache budget f={fraction:g}"] = lambda fraction=fraction: ours(
                 criterion=flagged(work, fraction), device_budget=0.15
             )
-    chosen = functools.partial(ours, criterion=flagged(work, 1.0))
-    made[TOKENS] = lambda: chosen(token_threshold=theta)
+    made[TOKENS] = lambda: QAdACache(model, criterion=flagged(work, 1.0), token_threshold=theta)
     if work.read:
-        made["QAdACache, own flags"] = functools.partial(ours, token_threshold=0.0)
-        made["QAdACache"] = ours
+        made["QAdACache, whole heads"] = ours
+        made["QAdACache"] = lambda: QAdACache(model)
     filled = {name: lambda make=make: fill(make(), work) for name, make in made.items()}
     return {"no context": lambda: DynamicCache(config=config), **filled}

@@ -133,7 +133,7 @@ def test_benchmark_of_a_model_by_its_path(tmp_path: Path, monkeypatch: pytest.Mo
     assert benchmark.main([*arguments, "--model", str(tmp_path / "mine"), "--out", str(tmp_path)]) == 0
     with (tmp_path / "benchmark-mine-cpu.csv").open() as file:
         rows = {row["method"]: row for row in csv.DictReader(file)}
-    assert float(rows["QAdACache, own flags"]["p50_ms"]) > 0
+    assert float(rows["QAdACache, whole heads"]["p50_ms"]) > 0
     assert {row["batch"] for row in rows.values()} == {"2"}
     with pytest.raises(SystemExit):
         benchmark.main([*arguments, "--model", str(tmp_path / "nothing")])
