@@ -14,7 +14,7 @@ ABSENT = 1  # so many of the ways a panel may lack; where more were not tried th
 
 # What a figure compares: label, (criterion, moments, rule, how tokens are chosen), style.
 RULES = (
-    ("QAdA, the default", ("qada", "current+random-tokens", "any", ""), "p-"),
+    ("QAdA, moments of the default", ("qada", "current+random-tokens", "any", ""), "p-"),
     ("current prompt, any", ("qada", "current", "any", ""), "o-"),
     ("current prompt, head (the paper's)", ("qada", "current", "head", ""), "s-"),
     ("current prompt, mean", ("qada", "current", "mean", ""), "^-"),
@@ -34,12 +34,13 @@ MOMENTS = (
     ("current, corrected by head", ("qada", "corrected by head", "any", ""), "+--"),
 )
 TOKENS = (
-    ("whole heads, the default", ("qada", "current+random-tokens", "any", ""), "p-"),
+    ("QAdACache, tokens in heads that ask", ("qada", "current+random-tokens", "any", "sketch of 2 bits"), "o-"),
+    ("in every head", ("dense", "", "any", "sketch of 2 bits"), "d--"),
+    ("whole heads", ("qada", "current+random-tokens", "any", ""), "p-"),
     ("whole heads, oracle", ("oracle", "", "any", ""), "o:"),
-    ("tokens by true score", ("dense", "", "any", "true"), "s:"),
-    ("tokens by keys of 1 bit", ("dense", "", "any", "1 bit"), "^-"),
-    ("2 bits", ("dense", "", "any", "2 bits"), "v-"),
-    ("2 bits, in heads of the default", ("qada", "current+random-tokens", "any", "2 bits"), "d--"),
+    ("a share of the tokens, by true score", ("dense", "", "any", "true"), "s:"),
+    ("a share by 2 bits", ("dense", "", "any", "2 bits"), "v-"),
+    ("a share by 1 bit", ("dense", "", "any", "1 bit"), "^-"),
     ("pages of 16 by bounds", ("dense", "", "any", "pages of 16"), "x-"),
 )
 
