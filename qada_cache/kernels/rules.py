@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..criterion import logit
+from . import sketch
 
 
 def decision_rules(criterion: str | Tensor, group_rule: str, threshold: float) -> tuple[str, Tensor | None, str, float]:
@@ -65,3 +66,22 @@ def check_operands(
         tensors = (query, *near, *bulk, *moments, *other_moments)
         found = [(t.dtype, str(t.device), list(t.shape)) for t in tensors if t is not None]
         raise ValueError(f"the kernel cannot read these tensors as those of one layer: {found}")
+
+
+def check_sketch(query: Tensor, bulk_keys: Tensor, *, codes: Tensor, scales: Tensor, centre: Tensor) -> int:
+    """Raise ValueError unless a kernel reads within this sketch of the bulk (as for `decode_reference.fused_decode`).
+
+    Returns:
+        the bits in which a value is coded.
+    """
+    (batch, kv_heads, capacity, dim), parts = bulk_keys.shape, (codes, scales, centre)
+    fits = tuple(part.dim() for part in parts) == (4, 3, 3) and scales.shape == codes.shape[:3]
+    fits = fits and codes.shape[:2] == (batch, kv_heads) and codes.shape[2] >= capacity
+    fits = fits and centre.shape == (batch, kv_heads, dim)
+    fits = fits and all(part.stride(-1) == 1 and part.device == query.device for part in parts)
+    fits = fits and tuple(part.dtype for part in parts) == (torch.uint8, torch.bfloat16, torch.float32)
+    coded = [bits for bits in sketch.BITS if fits and 8 * codes.shape[3] == dim * bits]
+    if not coded:
+        found = [(t.dtype, str(t.device), list(t.shape)) for t in (query, bulk_keys, *parts)]
+        raise ValueError(f"the kernel cannot read these tensors as a sketch of these keys: {found}")
+    return coded[0]

@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import torch
 from decode_scene import Scene
-from test_triton import REFERENCE, Path
+from test_triton import GPU, KERNEL, REFERENCE, Path
 from torch import Tensor
 
 from qada_cache.kernels import sketch
 from qada_cache.kernels.cpu import compiled
+from qada_cache.kernels.triton import decode as triton_decode
 
-EVERY = pytest.mark.parametrize("path", [REFERENCE])
+EVERY = pytest.mark.parametrize("path", [REFERENCE, KERNEL, GPU])
 BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]
 
 
@@ -20,6 +21,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of few tokens have a sketch, and are split."""
     monkeypatch.setattr(sketch, "MIN_TOKENS", 40)
     monkeypatch.setattr(compiled, "SPLIT_TOKENS", 50)
+    monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 100)
+    monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
 
 
 def run(path: Path, scene: Scene, *, token_threshold: float, **decision: Any) -> dict[tuple[int, int], Tensor]:
