@@ -23,12 +23,15 @@ from .key_moments.defaults import Moments
 from .state.layer import QAdALayer
 from .state.options import Options
 from .state.shared import ServedModel, Shared
-from .stats import CacheStats, collect, layer_bytes
+from .stats import CacheStats, collect, layer_bytes, summary
 from .watched import WatchedCache
 
 logger = logging.getLogger(__name__)
 
-_DECIDING = ("threshold", "criterion", "group_rule", "moments", "update_moments", "audit_every", "kernels")
+_DECIDING = (
+    *("threshold", "criterion", "group_rule", "moments", "update_moments", "token_threshold", "sketch_bits"),
+    *("audit_every", "kernels"),
+)
 _LAID_OUT = ("sink_tokens", "local_tokens", "offloading", "device_budget")
 
 
@@ -74,6 +77,10 @@ class QAdACache(WatchedCache):
             given to `prepare`; without one that knows them "wiki" raises, and the others become tokens ("random-tokens"
             and "single-token"), with a warning. With `config`, moments are looked up in the cache folder, and without
             them the current prompt's alone are used, with a warning.
+        token_threshold: theta: a long-context head reads the tokens of its bulk that, by the key sketch, get at least
+            theta times as much attention as if the bulk got all of it, evenly, and the bulk's mean value stands for
+            the others. 0: all of it, as in the paper. "dense", "oracle" and a threshold of 1 read all as well.
+        sketch_bits: of a value of a key in the sketch, a copy of the bulk's keys on the compute device: 1, 2 or 4.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
@@ -105,6 +112,8 @@ class QAdACache(WatchedCache):
         criterion: str | StaticHeads = "gaussian",
         group_rule: str = "any",
         moments: Moments = DEFAULT_MOMENTS,
+        token_threshold: float = 0.0,
+        sketch_bits: int = 2,
         update_moments: bool = True,
         offloading: bool = True,
         device_budget: int | float | str = 0,
@@ -119,6 +128,8 @@ class QAdACache(WatchedCache):
             criterion=criterion,
             group_rule=group_rule,
             moments=moments,
+            token_threshold=token_threshold,
+            sketch_bits=sketch_bits,
             update_moments=update_moments,
             offloading=offloading,
             device_budget=device_budget,
@@ -285,16 +296,5 @@ class QAdACache(WatchedCache):
         return cache
 
     def __repr__(self) -> str:
-        options = self.options
-        criterion = options.criterion if isinstance(options.criterion, str) else "static heads"
-        other = [] if options.other_moments is None else [f"of {options.other_moments.prompt}"]
-        moments = " and ".join(["current"] * options.current_moments + other)
-        ours = sum(isinstance(layer, QAdALayer) for layer in self.layers)
         # Nothing that only the device knows: whoever prints a cache would wait for it. `stats()` has it.
-        bytes_held = [sum(held) / 2**20 for held in zip(*self.layer_bytes(), strict=True)] or [0.0, 0.0]
-        return (
-            f"QAdACache({self._shared.model.model_type}, {ours} of {len(self.layers)} layers, criterion {criterion}, "
-            f"moments {moments}, threshold {options.threshold}, {options.sink_tokens} sinks + {options.window} window, "
-            f"offloading {'on' if options.offloading else 'off'}; {self.get_seq_length()} tokens, "
-            f"device {bytes_held[0]:.1f} MiB, host {bytes_held[1]:.1f} MiB)"
-        )
+        return summary(self, self.options, self._shared.model.model_type, self.layer_bytes())

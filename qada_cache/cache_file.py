@@ -25,6 +25,8 @@ _OPTIONS = (
     "local_tokens",
     "group_rule",
     "update_moments",
+    "token_threshold",
+    "sketch_bits",
     "offloading",
     "device_budget",
     "audit_every",
@@ -156,6 +158,8 @@ def _layer_state(layer: QAdALayer) -> dict[str, Any]:
     state |= {"lengths": store.lengths, "flushed": store.flushed, "decoded": store.decoded}
     if store.moments is not None:
         state |= {"count": store.moments.count, "mean": store.moments.mean, "covariance": store.moments.covariance}
+    if store.sketch is not None:
+        state |= store.sketch.record
     return state
 
 
@@ -177,6 +181,8 @@ def _restore_layer(layer: QAdALayer, state: dict[str, Any]) -> None:
         store.bulk.append(rows, state["bulk_keys"][rows, :, :stored], state["bulk_values"][rows, :, :stored])
     if store.moments is not None:
         store.moments.restore(state["count"], state["mean"], state["covariance"])
+    if store.sketch is not None:
+        store.sketch.restore(state)
     layer.seen, layer.padding = state["seen"], Padding.from_records(state["padding"])
     layer.counters = Counters.from_record(state)
 

@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicCache
 
 from .state.counters import Counters
 from .state.layer import QAdALayer
+from .state.options import Options
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class AuditStats:
         needed: of them, how many were long-context in truth: more than 1 - threshold of their attention is on the bulk.
         recall: of the needed, the share called long-context; nan if none was needed.
         excess: of those called long-context, the share that was not needed; nan if none was called so.
-        missed: mean share of attention that a decision lost, over all decisions (0 for heads called long-context).
+        missed: mean share of attention that lay on tokens not read, over all decisions.
         read_bytes: bulk bytes read for the audit, not part of `CacheStats.pulled_bytes`.
     """
 
@@ -57,6 +58,8 @@ class CacheStats:
         pulled_bytes: bulk bytes read for query-adaptive calls since the last reset, from where the bulk lives; also of
             heads fetched early that were not asked for then.
         spared_bytes: bulk bytes that were read from residents instead.
+        sketched_bytes: bytes of the key sketch that query-adaptive calls chose tokens by.
+        offered_bytes: bulk bytes that those calls would have read if every head had read all of its own.
         streamed_bytes: bulk bytes read for exact calls on a filled cache (long second turns, chunked prefill).
         audit: what audits found, None if there were none.
     """
@@ -72,6 +75,8 @@ class CacheStats:
     resident_bytes: int
     pulled_bytes: int
     spared_bytes: int
+    sketched_bytes: int
+    offered_bytes: int
     streamed_bytes: int
     audit: AuditStats | None
 
@@ -85,11 +90,18 @@ class CacheStats:
         """Share of decisions in which a KV head's bulk was not needed: what memory traffic follows."""
         return self.kv_local_share.mean().item() if self.kv_local_share.numel() else math.nan
 
+    @property
+    def read_share(self) -> float:
+        """Of `offered_bytes`, what was read, the sketch included; nan before the first decision."""
+        read = self.pulled_bytes + self.spared_bytes + self.sketched_bytes
+        return read / self.offered_bytes if self.offered_bytes else math.nan
+
     def __str__(self) -> str:
         return (
             f"{self.tokens} tokens, {self.steps} adaptive steps: query heads local {self.sparsity:.1%}, KV heads "
-            f"local {self.kv_sparsity:.1%}; device {self.device_bytes / 2**20:.1f} MiB, host "
-            f"{self.host_bytes / 2**20:.1f} MiB, pulled {self.pulled_bytes / 2**20:.1f} MiB"
+            f"local {self.kv_sparsity:.1%}, {self.read_share:.1%} of the bulk's bytes read; device "
+            f"{self.device_bytes / 2**20:.1f} MiB, host {self.host_bytes / 2**20:.1f} MiB, pulled "
+            f"{self.pulled_bytes / 2**20:.1f} MiB"
         )
 
 
@@ -106,6 +118,7 @@ def layer_bytes(layer: object, *, offloading: bool) -> tuple[int, int]:
         on_device += layer.counters.nbytes
     if store is not None:
         on_device += _tensor_bytes(store) + (0 if store.moments is None else _tensor_bytes(store.moments))
+        on_device += 0 if store.sketch is None else _tensor_bytes(store.sketch)
         on_device += store.bulk.residents.nbytes + _tensor_bytes(store.bulk.residents)
         bulk = store.bulk.nbytes
     return (on_device, bulk) if offloading else (on_device + bulk, 0)
@@ -137,6 +150,8 @@ def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
         resident_bytes=sum(layer.store.bulk.residents.nbytes for layer in ours if layer.store is not None),
         pulled_bytes=sum(int(counters.pulled_bytes) for counters in counted),
         spared_bytes=sum(int(counters.spared_bytes) for counters in counted),
+        sketched_bytes=sum(int(counters.sketched_bytes) for counters in counted),
+        offered_bytes=sum(counters.offered_bytes for counters in counted),
         streamed_bytes=sum(counters.streamed_bytes for counters in counted),
         audit=_audit(counted),
     )
@@ -154,4 +169,20 @@ def _audit(counted: list[Counters]) -> AuditStats | None:
         excess=1 - found / called if called else math.nan,
         missed=missed / decisions if decisions else math.nan,
         read_bytes=sum(counters.audited_bytes for counters in counted),
+    )
+
+
+def summary(cache: DynamicCache, options: Options, model_type: str, held: list[tuple[int, int]]) -> str:
+    """A cache in one line; `held` are the bytes of each layer, on the device and on the host."""
+    criterion = options.criterion if isinstance(options.criterion, str) else "static heads"
+    other = [] if options.other_moments is None else [f"of {options.other_moments.prompt}"]
+    moments = " and ".join(["current"] * options.current_moments + other)
+    tokens = f"token threshold {options.token_threshold:g}, " if options.chooses_tokens else ""
+    ours = sum(isinstance(layer, QAdALayer) for layer in cache.layers)
+    bytes_held = [sum(part) / 2**20 for part in zip(*held, strict=True)] or [0.0, 0.0]
+    return (
+        f"QAdACache({model_type}, {ours} of {len(cache.layers)} layers, criterion {criterion}, "
+        f"moments {moments}, threshold {options.threshold}, {tokens}{options.sink_tokens} sinks + {options.window} "
+        f"window, offloading {'on' if options.offloading else 'off'}; {cache.get_seq_length()} tokens, "
+        f"device {bytes_held[0]:.1f} MiB, host {bytes_held[1]:.1f} MiB)"
     )

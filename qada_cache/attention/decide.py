@@ -105,14 +105,18 @@ def other_log_bulk(
     return log_bulk
 
 
-def audit(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, geometry: Geometry) -> None:
+def audit(
+    layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, read_lse: Tensor, geometry: Geometry
+) -> None:
     """Book what the truth says about one call's decisions, on the device: see `CacheStats.audit`.
 
-    `far_lse` is over the whole stored bulk, for every head; the other arguments as for `needs_long_context`.
+    `far_lse` is over the whole stored bulk, for every head, and `read_lse` over all that a head read
+    `[batch, kv_heads, group * queries]`; the other arguments as for `needs_long_context`.
     """
     decided = geometry.decided.unsqueeze(2)
     log_local, log_bulk = decision.log_mass(scores, geometry.local), log_bulk_mass(scores, far_lse, geometry)
     needed = long_context(log_local, log_bulk, layer.options.threshold) & decided
-    missed = torch.sigmoid(log_bulk - log_local).masked_fill(flags | ~decided, 0.0)
+    all_lse = torch.logaddexp(log_local, log_bulk)
+    missed = -torch.expm1((read_lse.view_as(all_lse) - all_lse).clamp_max(0.0)).masked_fill(~decided, 0.0)
     tallies = (decided.expand_as(flags), needed, needed & flags, flags, missed)
     layer.counters.audit(torch.stack([tally.sum(dtype=torch.float64) for tally in tallies]))

@@ -8,9 +8,10 @@ from torch import Tensor
 from ..kernels import choice, merge_partials, partial_attention, softmax_average
 from ..state.layer import QAdALayer
 from ..storage.padding import real_tokens
-from ..storage.reading import flagged, prefetch, stream
+from ..storage.reading import prefetch, stream
 from ..storage.store import TokenStore
 from .decide import audit, needs_long_context
+from .far import long_context, whole_bulk
 from .one_token import one_token
 
 
@@ -39,13 +40,14 @@ def query_adaptive(
     geometry = layer.shared.forward_pass.geometry(
         lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=valid, device=query.device
     )
+    token_bytes = kv_heads * sum(near.shape[3] * near.element_size() for near in (near_keys, near_values))
     audited = layer.is_audited()
-    if queries == 1 and not audited:
+    if queries == 1 and not audited and store.sketch is None:
         bulk = store.bulk
         kernel = choice.fused_decode(query, bulk.keys, bulk.values, layer.options.criterion, layer.options.kernels)
         if kernel is not None:
             out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
-            layer.counters.count(flags.unsqueeze(-1), geometry)
+            layer.counters.count(flags.unsqueeze(-1), geometry, token_bytes)
             return out
     # All query heads of a group share their KV head's keys: packed together, each key is read once.
     packed = query.reshape(batch, kv_heads, group * queries, dim)
@@ -54,58 +56,25 @@ def query_adaptive(
 
     far = None
     if layer.options.criterion == "oracle":  # needs every score, so everything is read whatever it decides
-        far = _bulk_partial(layer, store, packed, None, scaling=scaling)
+        far = whole_bulk(layer, store, packed, None, scaling=scaling)
     far_lse = None if far is None else far[1]
     flags = needs_long_context(layer, store.moments, packed, scores, far_lse, geometry, scaling=scaling)
-    if audited:
-        _, true_lse = far or _bulk_partial(layer, store, packed, None, scaling=scaling, audit=True)
-        audit(layer, flags, scores, true_lse, geometry)
-    layer.counters.count(flags, geometry)
+    layer.counters.count(flags, geometry, token_bytes)
 
     visible = geometry.local.unsqueeze(1) | (geometry.staged.unsqueeze(1) & flags.unsqueeze(-1))
     out, lse = softmax_average(scores.masked_fill(~visible, -torch.inf).flatten(2, 3), near_values)
+    read_lse = lse
     if any(store.bulk.lengths):
-        if far is None:
-            far = _bulk_partial(layer, store, packed, flags.flatten(2).any(dim=-1), scaling=scaling)
-        far_out, far_lse = far
+        found = far or long_context(layer, store, packed, flags, lse, geometry, scaling=scaling)
+        local = ~flags.flatten(2)
+        read_lse = torch.logaddexp(lse, found[-1].masked_fill(local, -torch.inf))
         if layer.following is not None and layer.following.store is not None:
             layer.following.counters.pulled_bytes += prefetch(layer.following.store.bulk)
-        out, lse = merge_partials(out, lse, far_out, far_lse.masked_fill(~flags.flatten(2), -torch.inf))
+        out, lse = merge_partials(out, lse, found[0], found[1].masked_fill(local, -torch.inf))
+    if audited:
+        _, true_lse = far or whole_bulk(layer, store, packed, None, scaling=scaling, audit=True)
+        audit(layer, flags, scores, true_lse, read_lse, geometry)
     return out.unflatten(2, (group, queries)).flatten(1, 2).to(query.dtype)
-
-
-def _bulk_partial(
-    layer: QAdALayer, store: TokenStore, packed: Tensor, wanted: Tensor | None, *, scaling: float, audit: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Partial attention over the stored bulk, for the wanted KV heads only.
-
-    Every stored token precedes every query's window, so no mask is needed.
-
-    Args:
-        layer: whose counters count.
-        store: holds the bulk.
-        packed: `[batch, kv_heads, queries, dim]`.
-        wanted: bool `[batch, kv_heads]`; reading it on the host is the one synchronisation of a step. None: all.
-        scaling: multiplies the scores.
-        audit: count it as an audit's reading, which decides nothing about what is kept on the device.
-
-    Returns:
-        `(out, lse)` as `partial_attention`, neutral where not wanted.
-    """
-    out = packed.new_zeros(*packed.shape[:-1], store.near_values.shape[-1], dtype=torch.float32)
-    lse = packed.new_full(packed.shape[:-1], -torch.inf, dtype=torch.float32)
-    batch, kv_heads = packed.shape[:2]
-    flags = [[True] * kv_heads] * batch if wanted is None else wanted.tolist()
-    how: dict[str, Any] = {"scaling": scaling, "kernels": layer.options.kernels}
-    for part in flagged(store.bulk, flags, learn=not audit):
-        at = part.rows, part.heads
-        out[at], lse[at] = partial_attention(packed[at], part.keys, part.values, **how)
-        if audit:
-            layer.counters.audited_bytes += part.pulled + part.spared
-        else:
-            layer.counters.pulled_bytes += part.pulled
-            layer.counters.spared_bytes += part.spared
-    return out, lse
 
 
 def whole_context(

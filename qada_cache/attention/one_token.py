@@ -26,7 +26,10 @@ def one_token(
     options, bulk, columns = layer.options, store.bulk, slice(0, store.sinks + store.end)
     elsewhere: dict[str, Tensor] = {}
     if bulk.offloaded and options.device_budget:
-        elsewhere = {"places": bulk.residents.places(bulk.lengths), "spared": layer.counters.spared_on(query.device)}
+        elsewhere = {
+            "places": bulk.residents.places(bulk.lengths),
+            "spared": layer.counters.on(query.device, "spared_bytes"),
+        }
     out, flags = kernel(
         query,
         store.near_keys[:, :, columns],
@@ -39,13 +42,25 @@ def one_token(
         scaling=scaling,
         threshold=options.threshold,
         group_rule=options.group_rule,
-        pulled=layer.counters.pulled_on(query.device),
+        pulled=layer.counters.on(query.device, "pulled_bytes"),
         **_criterion(layer, store, query, geometry),
+        **_tokens(layer, store, query),
         **elsewhere,
     )
     if elsewhere and (moved := learn(bulk, flags.any(dim=-1))):
         layer.counters.pulled_bytes += moved
     return out, flags
+
+
+def _tokens(layer: QAdALayer, store: TokenStore, query: Tensor) -> dict[str, Any]:
+    """The arguments that have tokens chosen."""
+    if store.sketch is None or not any(store.sketch.lengths):
+        return {}
+    sketch = store.sketch
+    told: dict[str, Any] = {"codes": sketch.codes, "scales": sketch.scales, "centre": sketch.centre}
+    told["mean_value"] = sketch.mean_value
+    told["sketched"] = layer.counters.on(query.device, "sketched_bytes")
+    return told | {"token_threshold": layer.options.token_threshold}
 
 
 def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def fused_decode(
     codes: Tensor | None = None,
     scales: Tensor | None = None,
     centre: Tensor | None = None,
+    mean_value: Tensor | None = None,
     token_threshold: float = 0.0,
     sketched: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -65,6 +66,7 @@ def fused_decode(
         codes, scales, centre: the sketch of the bulk's keys, uint8 `[batch, kv_heads, capacity, *]`, bfloat16
             `[batch, kv_heads, capacity]`, float32 `[batch, kv_heads, dim]`, see `sketch.encode`. With it, a KV head
             reads of a bulk of `sketch.MIN_TOKENS` and more what `sketch.chosen_tokens` says; without it, all.
+        mean_value: float32 `[batch, kv_heads, value_dim]`, of the bulk, which stands for what is not read of it.
         token_threshold: as there.
         sketched: int64 `[]`, to which the bytes of codes and scales that were needed are added.
 
@@ -104,19 +106,23 @@ def fused_decode(
     for row, length in enumerate(bulk_lengths.expand(batch).tolist()):
         for head in needed[row].nonzero()[:, 0].tolist():
             keys, values = bulk_keys[row, head, :length], bulk_values[row, head, :length]
+            log_rest: Tensor | None = None
             if codes is not None and scales is not None and centre is not None and length >= sketch.MIN_TOKENS:
                 coded = codes[row, head, :length], scales[row, head, :length]
-                chosen = sketch.chosen_tokens(
+                chosen, log_rest = sketch.chosen_tokens(
                     packed[row, head, :, None], *coded, centre[row, head], log_near=lse[row, head, :, None],
                     bulk_tokens=every[row, 0], flags=flags[row, head, :, None], scaling=scaling,
                     token_threshold=token_threshold,
-                )[0].to(keys.device)  # fmt: skip
-                keys, values = keys[chosen], values[chosen]
+                )  # fmt: skip
+                keys, values = (part[chosen[0].to(part.device)] for part in (keys, values))
                 if sketched is not None:
                     sketched += sum(part.nbytes for part in coded)
             keys, values = keys.to(query.device), values.to(query.device)
             one = packed[row, head, None, None]
             far_out, far_lse = partial_attention(one, keys[None, None], values[None, None], scaling=scaling)
+            if log_rest is not None and mean_value is not None:
+                rest = mean_value[row, head].expand_as(far_out)
+                far_out, far_lse = merge_partials(far_out, far_lse, rest, log_rest.mT[None])
             far_lse = far_lse[0, 0].masked_fill(~flags[row, head], -torch.inf)
             out[row, head], lse[row, head] = merge_partials(out[row, head], lse[row, head], far_out[0, 0], far_lse)
             if pulled is not None:

@@ -1,4 +1,5 @@
-"""Keys in few bits: how they are coded, which scores the codes give, and which tokens a head reads by those.
+"""A sketch of the bulk: keys in few bits, the scores they give, which tokens are read by those, and what is made of
+the rest.
 
 A key is centred, rotated and coded in `bits` a value with a scale of its own: `k ~ c + R^T (scale * odd)`, where `odd`
 are odd integers and `R` is a signed Hadamard matrix, which leaves no channel standing out. A query is rotated and
@@ -16,6 +17,9 @@ MIN_TOKENS = 256  # a bulk of fewer is read whole; the centre is the mean of so 
 # For a Gaussian of deviation 1: the step of the uniform quantizer that is best, and the squared error it leaves.
 STEPS = {1: 1.5958, 2: 0.9957, 4: 0.3352}
 ERRORS = {1: 0.3634, 2: 0.1188, 4: 0.01154}
+# Of the estimated attention to what is not read, as much counts, for the mean value: all of it would draw too much to
+# the mean, as the heavier ones of these tokens are no average ones; none leaves their mass to the tokens that are read.
+REST_WEIGHT = 0.5
 QUERY_LEVELS = 127  # a query's largest value
 
 
@@ -122,7 +126,7 @@ def chosen_tokens(
     flags: Tensor,
     scaling: float,
     token_threshold: float,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The tokens of a KV head's bulk that are read for each query: any that one of its long-context heads asks for.
 
     A head asks for what gets at least `token_threshold` times as much of its attention as if the bulk got all of it,
@@ -138,10 +142,12 @@ def chosen_tokens(
         token_threshold: above 0.
 
     Returns:
-        bool `[queries, tokens]`.
+        bool `[queries, tokens]`; and `[group, queries]` float32, the log of what the rest counts: `REST_WEIGHT` times
+        the sum of exponentials of the estimated scores of tokens that are not read.
     """
     scores = estimated_scores(query.flatten(0, 1).float(), codes, scales, centre, scaling=scaling)
     scores = scores.unflatten(0, query.shape[:2])
     log_all = torch.logaddexp(log_near, scores.logsumexp(dim=-1))
     least = log_all + math.log(token_threshold) - torch.log(bulk_tokens.float())
-    return ((scores >= least.unsqueeze(-1)) & flags.unsqueeze(-1)).any(dim=0)
+    chosen = ((scores >= least.unsqueeze(-1)) & flags.unsqueeze(-1)).any(dim=0)
+    return chosen, scores.masked_fill(chosen, -torch.inf).logsumexp(dim=-1) + math.log(REST_WEIGHT)

@@ -9,38 +9,44 @@ from torch import Tensor
 from ..storage.geometry import Geometry
 
 PENDING = 32  # calls whose flags are kept until they are summed: a sum for each would cost more than its decision
-_PLAIN = ("decisions", "steps", "pulled_bytes", "spared_bytes", "streamed_bytes", "audited", "audited_bytes")
+_PLAIN = (
+    *("decisions", "steps", "pulled_bytes", "spared_bytes", "sketched_bytes", "offered_bytes"),
+    *("streamed_bytes", "audited", "audited_bytes"),
+)
 
 
 class Counters:
     """Counting never waits for the device.
 
     Attributes:
-        decisions, steps, pulled_bytes, spared_bytes, streamed_bytes: see `CacheStats`; `pulled_bytes` and
-            `spared_bytes` become int64 tensors `[]` on the device once a kernel counts them there.
+        decisions, steps, pulled_bytes, spared_bytes, sketched_bytes, offered_bytes, streamed_bytes: see `CacheStats`;
+            `pulled_bytes`, `spared_bytes` and `sketched_bytes` become int64 tensors `[]` on the device once a kernel
+            counts them there.
         audited: float64 `[5]`, sums over audited decisions of query heads: all, long-context in truth, found of those,
             called long-context, attention missed. None before the first.
         audited_bytes: bulk bytes read for audits.
     """
 
     def __init__(self) -> None:
-        self.decisions = self.steps = self.streamed_bytes = self.audited_bytes = 0
+        self.decisions = self.steps = self.offered_bytes = self.streamed_bytes = self.audited_bytes = 0
         self.pulled_bytes: int | Tensor = 0
         self.spared_bytes: int | Tensor = 0
+        self.sketched_bytes: int | Tensor = 0
         self.audited: Tensor | None = None
         self._local_heads: Tensor | None = None
         self._local_groups: Tensor | None = None
         self._pending: list[tuple[Tensor, Tensor]] = []
 
-    def count(self, flags: Tensor, geometry: Geometry) -> None:
+    def count(self, flags: Tensor, geometry: Geometry, token_bytes: int) -> None:
         """Count one call's decisions, bool `[batch, kv_heads, group, queries]`, True for long-context.
 
-        Neither they nor the geometry may change afterwards.
+        Neither they nor the geometry may change afterwards. `token_bytes` are those of a token of the bulk, all heads.
         """
         self.steps += 1
         if not geometry.decisions:
             return
         self.decisions += geometry.decisions
+        self.offered_bytes += geometry.offered * token_bytes
         self._pending.append((flags, geometry.decided))
         if len(self._pending) == PENDING or flags.shape[-1] > 1:
             self._sum()
@@ -49,15 +55,14 @@ class Counters:
         """Add one call's to `audited`."""
         self.audited = sums if self.audited is None else self.audited.to(sums) + sums
 
-    def pulled_on(self, device: torch.device) -> Tensor:
-        """`pulled_bytes`, for kernels on `device` to add to in place."""
-        self.pulled_bytes = _on(device, self.pulled_bytes)
-        return self.pulled_bytes
-
-    def spared_on(self, device: torch.device) -> Tensor:
-        """`spared_bytes`, as `pulled_on`."""
-        self.spared_bytes = _on(device, self.spared_bytes)
-        return self.spared_bytes
+    def on(self, device: torch.device, name: str) -> Tensor:
+        """`pulled_bytes`, `spared_bytes` or `sketched_bytes`, for kernels on `device` to add to in place."""
+        count = getattr(self, name)
+        if not isinstance(count, Tensor) or count.device != device:
+            with torch.inference_mode(False):  # it may be added to outside inference mode
+                count = torch.full((), int(count), dtype=torch.int64, device=device)
+            setattr(self, name, count)
+        return count
 
     @property
     def local_heads(self) -> Tensor | None:
@@ -102,10 +107,3 @@ class Counters:
             self._local_heads = heads if self._local_heads is None else self._local_heads.to(heads) + heads
             self._local_groups = groups if self._local_groups is None else self._local_groups.to(groups) + groups
         self._pending.clear()
-
-
-def _on(device: torch.device, count: int | Tensor) -> Tensor:
-    if isinstance(count, Tensor) and count.device == device:
-        return count
-    with torch.inference_mode(False):  # it may be added to outside inference mode
-        return torch.full((), int(count), dtype=torch.int64, device=device)

@@ -87,6 +87,7 @@ class QAdALayer(DynamicLayer):
         self.counters = Counters()
         if self.store is not None:
             self.store.keep_moments(track=self.options.tracks_moments, update=self.options.update_moments)
+            self.store.keep_sketch(self.options.sketch_bits if self.options.chooses_tokens else None)
 
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""
@@ -104,6 +105,7 @@ class QAdALayer(DynamicLayer):
             offloading=self.options.offloading,
             track_moments=self.options.tracks_moments,
             update_moments=self.options.update_moments,
+            sketch_bits=self.options.sketch_bits if self.options.chooses_tokens else None,
             residents=self.shared.residents,
             layer=self.index,
         )

@@ -1,9 +1,11 @@
 """What a QAdACache was asked for: how it decides and what it keeps where, validated once."""
 
+import math
 from dataclasses import dataclass
 
 from ..criterion import CRITERIA, GROUP_RULES, StaticHeads
 from ..kernels import choice
+from ..kernels.sketch import BITS
 from ..key_moments.defaults import CURRENT, Moments, sources
 from ..key_moments.key_moments import KeyMoments
 from ..storage.residents import check_budget
@@ -29,6 +31,8 @@ class Options:
     audit_every: int = 0
     device_budget: int | float | str = 0
     kernels: str = "auto"
+    token_threshold: float = 0.0
+    sketch_bits: int = 2
     moments: Moments = CURRENT
     current_moments: bool = True
     other_moments: KeyMoments | None = None
@@ -38,6 +42,12 @@ class Options:
             raise TypeError(f"threshold must be a number in [0, 1], got {type(self.threshold).__name__}")
         if not 0.0 <= self.threshold <= 1.0:  # also refuses nan
             raise ValueError(f"threshold must be in [0, 1], got {self.threshold}")
+        if isinstance(self.token_threshold, bool) or not isinstance(self.token_threshold, (int, float)):
+            raise TypeError(f"token_threshold must be a number, got {type(self.token_threshold).__name__}")
+        if not 0.0 <= self.token_threshold < math.inf:  # also refuses nan
+            raise ValueError(f"token_threshold must be finite and not negative, got {self.token_threshold}")
+        if isinstance(self.sketch_bits, bool) or self.sketch_bits not in BITS:
+            raise ValueError(f"sketch_bits must be one of {', '.join(map(str, BITS))}, got {self.sketch_bits!r}")
         for name in ("sink_tokens", "local_tokens", "audit_every"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
@@ -72,6 +82,12 @@ class Options:
     def window(self) -> int:
         """Tokens of the sliding window, the query's own included."""
         return self.local_tokens - self.sink_tokens
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether a long-context head reads some of its tokens, and not all."""
+        some = self.criterion == "gaussian" and self.threshold < 1.0
+        return self.token_threshold > 0.0 and (some or isinstance(self.criterion, StaticHeads))
 
     @property
     def tracks_moments(self) -> bool:

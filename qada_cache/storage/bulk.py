@@ -193,6 +193,21 @@ class Bulk:
         at = (slice(head[0], head[0] + 1), slice(head[1], head[1] + 1), slice(start, stop))
         return fetch(self.keys[at], self.values[at], self.device, after=self._written)
 
+    def gather(self, head: Head, index: Tensor) -> Arrival:
+        """Keys and values `[1, 1, tokens, dim]` of some tokens of one head of one row, on their way to the device.
+
+        `index` int64 `[tokens]` lies on the device; reading it on the host waits for it.
+        """
+        if not self.offloaded:
+            return Arrival((self.keys[head][index][None, None], self.values[head][index][None, None]))
+        self.settle()
+        chosen, found = index.cpu(), []
+        for store in (self.keys, self.values):
+            room = torch.empty(len(chosen), store.shape[3], dtype=store.dtype, pin_memory=store.is_pinned())
+            found.append(torch.index_select(store[head], 0, chosen, out=room)[None, None])
+        keys, values = found
+        return fetch(keys, values, self.device, after=None)
+
     def read(self, rows: slice, heads: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[rows, heads, stop - start, dim]` on the compute device: a view, or a copy if offloaded."""
         part = self.keys[rows, heads, start:stop], self.values[rows, heads, start:stop]

@@ -22,6 +22,7 @@ class Geometry:
             `decided` queries, each once, ascending, on the host; nearly always one.
         row_lengths: likewise of each row's last query, decided or not; one for all rows if they agree.
         decisions: how many (row, query) pairs `decided` holds over the whole batch.
+        offered: tokens in the bulks of rows with such a query, over the whole batch.
         any_staged: whether `staged` holds anything.
     """
 
@@ -33,6 +34,7 @@ class Geometry:
     moment_lengths: tuple[int, ...]
     row_lengths: tuple[int, ...]
     decisions: int
+    offered: int
     any_staged: bool
 
 
@@ -97,5 +99,6 @@ def call_geometry(
         moment_lengths=tuple(sorted(set(map(rounded, bulk_tokens[decided].tolist())))),
         row_lengths=row_lengths[:1] if len(set(row_lengths)) == 1 else row_lengths,
         decisions=int(decided.sum()) * (batch // rows),
+        offered=int((masks["stored"] * decided).amax(dim=-1).sum()) * (batch // rows),
         any_staged=bool(staged.any()),
     )

@@ -1,7 +1,8 @@
 """What attention reads of a bulk: the heads that need it, or all of it block by block, and heads it may need next."""
 
 import functools
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -62,6 +63,29 @@ def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iter
         if learn:
             bulk.residents.keep(head, keys, values, before[head])
         yield _of_head(head, keys, values, pulled=head not in early)
+
+
+def chosen(bulk: Bulk, picks: Iterable[tuple[Head, Tensor]]) -> Iterator[Read]:
+    """Some tokens of heads, each of them int64 `[tokens]` on the device.
+
+    Offloaded, they are put together on the host, or on the device for heads that are there; the next ones are picked
+    while these are on their way.
+    """
+    sources: deque[tuple[Head, bool]] = deque()
+
+    def arrivals() -> Iterator[Arrival]:
+        for head, index in picks:
+            held = _held(bulk, [head])
+            sources.append((head, head in held))
+            if head in held:
+                keys, values = held[head].keys, held[head].values
+                yield Arrival((keys[:, :, index], values[:, :, index]))
+            else:
+                yield bulk.gather(head, index)
+
+    for keys, values in ahead(arrivals()):
+        head, spared = sources.popleft()
+        yield _of_head(head, keys, values, pulled=not spared, spared=spared)
 
 
 def stream(bulk: Bulk, rows: slice) -> Iterator[Read]:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..key_moments.running import RunningMoments
 from .bulk import GROWTH, Bulk
+from .bulk_sketch import BulkSketch
 from .padding import real_tokens
 from .residents import Residents
 
@@ -29,6 +30,7 @@ class TokenStore:
         flushed: of those, the oldest ones, that have left the tail.
         bulk: where they are, but for the sinks.
         moments: of the keys in the bulk, or None if not asked for. Frozen moments cover a prefix of the bulk.
+        sketch: of the bulk, or None if not asked for.
         decoded: whether anything in the bulk came there by `append` since the last `absorb`; frozen moments leave it
             out.
     """
@@ -43,13 +45,14 @@ class TokenStore:
         offloading: bool,
         track_moments: bool,
         update_moments: bool,
+        sketch_bits: int | None,
         residents: Residents,
         layer: int,
     ) -> None:
         """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`).
 
-        `update_moments` False leaves the moments alone in `append`, so that only `absorb` adds to them. `residents` and
-        `layer` are as for `Bulk`.
+        `update_moments` False leaves the moments alone in `append`, so that only `absorb` adds to them. `sketch_bits`
+        None keeps no sketch. `residents` and `layer` are as for `Bulk`.
         """
         self.sinks, self.window = sinks, window
         self.offloading, self.update_moments = offloading, update_moments
@@ -66,6 +69,7 @@ class TokenStore:
             self.near_values = self.near_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
             self.moments = RunningMoments(batch, kv_heads, keys.shape[3], keys.device) if track_moments else None
         self.bulk = Bulk(self.near_keys, self.near_values, offloading=offloading, residents=residents, layer=layer)
+        self.sketch = BulkSketch.of(self.near_keys, self.near_values, sketch_bits)
 
     @property
     def batch(self) -> int:
@@ -154,6 +158,8 @@ class TokenStore:
         self.lengths, self.flushed = lengths, flushed
         stored = [max(gone - self.sinks, 0) for gone in flushed]
         self.bulk.truncate(stored)
+        if self.sketch is not None:
+            self.sketch.truncate(self.bulk)
         self.decoded = self.decoded and any(stored)
         if self.moments is not None:
             self._shorten_moments(self.moments, stored)
@@ -181,6 +187,14 @@ class TokenStore:
         if update or not frozen:
             self._catch_up(slice(0, self.batch))
 
+    def keep_sketch(self, bits: int | None) -> None:
+        """Keep a sketch in `bits` bits a value or none, as if `sketch_bits` had been so from the start."""
+        if self.sketch is None or self.sketch.bits != bits:
+            self.sketch = BulkSketch.of(self.near_keys, self.near_values, bits)
+            if self.sketch is not None:
+                for row in self._single_rows():
+                    self.sketch.follow(self.bulk, row)
+
     def _shorten_moments(self, moments: RunningMoments, stored: list[int]) -> None:
         for row, tokens in enumerate(stored):
             if moments.count[row] <= tokens:
@@ -198,6 +212,8 @@ class TokenStore:
         self.bulk.select(index)
         if self.moments is not None:
             self.moments.select(index)
+        if self.sketch is not None:
+            self.sketch.select(index)
         self.lengths = [self.lengths[row] for row in index]
         self.flushed = [self.flushed[row] for row in index]
 
@@ -211,6 +227,8 @@ class TokenStore:
         self.bulk.take(old)
         if self.moments is not None:
             self.moments.move(device)
+        if self.sketch is not None:
+            self.sketch.move(device)
 
     def _single_rows(self) -> list[slice]:
         return [slice(row, row + 1) for row in range(self.batch)]
@@ -267,6 +285,8 @@ class TokenStore:
         self.near_values[rows, :, gone : gone + missing] = values[:, :, :missing]
         if keys.shape[2] > missing:
             self.bulk.append(rows, keys[:, :, missing:], values[:, :, missing:])
+            if self.sketch is not None:
+                self.sketch.follow(self.bulk, rows, (keys[:, :, missing:], values[:, :, missing:]))
             self.decoded |= not exact
             if self.moments is not None and (self.update_moments or exact):
                 self.moments.update(rows, keys[:, :, missing:])

@@ -108,7 +108,8 @@ def test_extremes() -> None:
     assert (audit.recall, audit.excess) == (1.0, 0.0)
     assert 0 < audit.missed < 1 - 0.2  # what a local head may lose
     _, cache = run(1, criterion="dense")
-    assert (cache.stats().audit.recall, cache.stats().audit.missed) == (1.0, 0.0)
+    assert cache.stats().audit.recall == 1.0
+    assert cache.stats().audit.missed == pytest.approx(0.0, abs=1e-6)  # of what was read and what there is, rounded
     _, cache = run(1, criterion="local")
     audit = cache.stats().audit
     assert audit.recall == 0.0

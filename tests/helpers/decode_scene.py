@@ -93,11 +93,13 @@ class Scene:
         self.codes = torch.randint(0, 256, (*shape, sketch.code_bytes(self.dim, self.bits)), generator=made).byte()
         self.scales = torch.full(shape, torch.nan, dtype=torch.bfloat16)
         self.centre = torch.full((*shape[:2], self.dim), torch.nan)
+        self.mean_value = torch.full((*shape[:2], self.stored[1].shape[3]), torch.nan)
         for row in self.sketched_rows():
             keys = self.keys[row][:, SINKS : SINKS + self.counts[row]]
             self.centre[row] = keys[:, :20].float().mean(dim=1)
             at = row, slice(None), slice(0, self.counts[row])
             self.codes[at], self.scales[at] = sketch.encode(keys, self.centre[row], self.bits)
+            self.mean_value[row] = self.values[row][:, SINKS : SINKS + self.counts[row]].float().mean(dim=1)
 
     def sketched_rows(self) -> list[int]:
         """Rows whose tokens are chosen."""
@@ -106,19 +108,28 @@ class Scene:
     def sketch_arguments(self, device: str, token_threshold: float) -> dict[str, Any]:
         """Those of `fused_decode` that have tokens chosen."""
         made = {"codes": self.codes, "scales": self.scales, "centre": self.centre}
+        made["mean_value"] = self.mean_value
         made["sketched"] = torch.zeros((), dtype=torch.int64)
         return {name: t.to(device) for name, t in made.items()} | {"token_threshold": token_threshold}
 
-    def log_shares(self, row: int, head: int) -> Tensor:
-        """What `sketch_reference.log_shares` says of one KV head's bulk `[group, tokens]`."""
-        keys, count = self.keys[row][head], self.counts[row]
-        query = self.query[row, head * self.group : (head + 1) * self.group, 0]
-        near = torch.cat([keys[:SINKS], keys[SINKS + count :]])
-        masses = torch.tensor([log_mass(query=one, keys=near, scaling=self.scaling) for one in query])
+    def _queries(self, row: int, head: int) -> Tensor:
+        return self.query[row, head * self.group : (head + 1) * self.group, 0]
+
+    def estimates(self, row: int, head: int) -> Tensor:
+        """What `sketch_reference.estimates` says of one KV head's bulk `[group, tokens]`."""
+        count = self.counts[row]
         coded = {"codes": self.codes[row, head, :count], "scales": self.scales[row, head, :count]}
         coded["centre"] = self.centre[row, head]
-        found = estimates(query=query, **coded, scaling=self.scaling)
-        return log_shares(estimates=found, log_near=masses, bulk_tokens=sum(self.bulk[row]))
+        return estimates(query=self._queries(row, head), **coded, scaling=self.scaling)
+
+    def log_shares(self, row: int, head: int) -> Tensor:
+        """What `sketch_reference.log_shares` says of it `[group, tokens]`."""
+        keys = self.keys[row][head]
+        near = torch.cat([keys[:SINKS], keys[SINKS + self.counts[row] :]])
+        masses = [log_mass(query=one, keys=near, scaling=self.scaling) for one in self._queries(row, head)]
+        return log_shares(
+            estimates=self.estimates(row, head), log_near=torch.tensor(masses), bulk_tokens=sum(self.bulk[row])
+        )
 
     def token_threshold(self, share: float = 0.2) -> float:
         """One by which a query head asks for about this share of the bulk, and no token by rounding."""
@@ -224,13 +235,25 @@ class Scene:
                 continue
             local = ~flags[row].flatten()
             mask = visible(local=local, position=length - 1, tokens=length, **SIZES)
+            rest = torch.full((len(local), 1), -torch.inf, dtype=torch.float64)  # what is estimated of tokens not read
             for head in range(self.kv_heads):
                 if chosen and (row, head) in chosen:
-                    seen = mask[head * self.group : (head + 1) * self.group, SINKS : SINKS + self.counts[row]]
-                    seen &= chosen[row, head]
+                    group = slice(head * self.group, (head + 1) * self.group)
+                    mask[group, SINKS : SINKS + self.counts[row]] &= chosen[row, head]
+                    unread = self.estimates(row, head)[:, ~chosen[row, head]].logsumexp(dim=1, keepdim=True)
+                    rest[group] = unread.masked_fill(local[group, None], -torch.inf) + math.log(sketch.REST_WEIGHT)
             given = {"query": self.query[row][None], "keys": keys[None], "values": values[None]}
             given |= {"scaling": self.scaling, "mask": mask[None, :, None]}
             expected, lowp = (naive_attention(**given, dtype=dtype)[0, :, 0] for dtype in (torch.float64, self.dtype))
+            if chosen:
+                near = [
+                    log_mass(query=query, keys=keys[head // self.group, seen], scaling=self.scaling)
+                    for head, (query, seen) in enumerate(zip(self.query[row, :, 0], mask, strict=True))
+                ]
+                share = torch.sigmoid(rest - torch.tensor(near, dtype=torch.float64)[:, None])
+                mean = self.mean_value[row].nan_to_num().repeat_interleave(self.group, dim=0).double()
+                expected = expected + share * (mean - expected)
+                lowp = (lowp.double() + share * (mean - lowp.double())).to(self.dtype)
             error = (out[row, :, 0].double() - expected).abs().max()
             budget = error_budget(reference64=expected, lowp=lowp)
             assert error <= budget, f"row {row} is off by {error:.3g}, budget {budget:.3g}"

@@ -120,9 +120,9 @@ class Driver:
         seen = []
         original = Counters.count
 
-        def spy(counters: Counters, flags: Tensor, geometry: Geometry) -> None:
+        def spy(counters: Counters, flags: Tensor, geometry: Geometry, token_bytes: int) -> None:
             seen.append(flags)
-            original(counters, flags, geometry)
+            original(counters, flags, geometry, token_bytes)
 
         with mock.patch.object(Counters, "count", spy), torch.no_grad():
             tagged, stored = self.layer.update(keys, values)

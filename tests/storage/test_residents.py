@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache, StaticHeads
-from qada_cache.attention import decode
+from qada_cache.attention import decode, far
 from qada_cache.storage import bulk, reading, residents
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.residents import Residents
@@ -370,13 +370,13 @@ def test_heads_fetched_early(model: PreTrainedModel, monkeypatch: pytest.MonkeyP
     """What the last step flagged in the next layer is under way before that layer asks for it, and counted once."""
     heads = torch.tensor([[False, True], [True, False], [False, False]])
     seen: dict[int, list[Any]] = {0: [], 1: [], 2: []}
-    original = decode.flagged
+    original = far.flagged
 
     def spy(store: Bulk, wanted: list[list[bool]], **kwargs: Any) -> Any:
         seen[store.residents.index].append(list(store.early))
         return original(store, wanted, **kwargs)
 
-    monkeypatch.setattr(decode, "flagged", spy)
+    monkeypatch.setattr(far, "flagged", spy)
     with accelerator() as copies:
         cache = QAdACache(model, criterion=StaticHeads(heads), **SMALL)
         one_shot(model, cache, Path())

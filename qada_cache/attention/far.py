@@ -1,0 +1,158 @@
+"""Attention over the stored bulk, of heads that need it: over all of its tokens, or over those that matter."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import merge_partials, partial_attention, reference
+from ..kernels.sketch import chosen_tokens
+from ..state.layer import QAdALayer
+from ..storage.bulk_sketch import BulkSketch
+from ..storage.geometry import Geometry
+from ..storage.reading import chosen, flagged, learn
+from ..storage.residents import Head
+from ..storage.store import TokenStore
+
+BLOCK_SCORES = 1 << 22  # estimates of scores that are held at once
+
+
+def neutral(store: TokenStore, packed: Tensor) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of queries `[batch, kv_heads, queries, dim]` over nothing."""
+    out = packed.new_zeros(*packed.shape[:-1], store.near_values.shape[-1], dtype=torch.float32)
+    return out, packed.new_full(packed.shape[:-1], -torch.inf, dtype=torch.float32)
+
+
+def whole_bulk(
+    layer: QAdALayer,
+    store: TokenStore,
+    packed: Tensor,
+    wanted: list[list[bool]] | None,
+    *,
+    scaling: float,
+    audit: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Partial attention over the stored bulk, for the wanted KV heads only.
+
+    Every stored token precedes every query's window, so no mask is needed.
+
+    Args:
+        layer: whose counters count.
+        store: holds the bulk.
+        packed: `[batch, kv_heads, queries, dim]`.
+        wanted: of every row and KV head; None: all.
+        scaling: multiplies the scores.
+        audit: count it as an audit's reading, which decides nothing about what is kept on the device.
+
+    Returns:
+        `(out, lse)` as `partial_attention`, neutral where not wanted.
+    """
+    out, lse = neutral(store, packed)
+    batch, kv_heads = packed.shape[:2]
+    how: dict[str, Any] = {"scaling": scaling, "kernels": layer.options.kernels}
+    for part in flagged(store.bulk, wanted or [[True] * kv_heads] * batch, learn=not audit):
+        at = part.rows, part.heads
+        out[at], lse[at] = partial_attention(packed[at], part.keys, part.values, **how)
+        if audit:
+            layer.counters.audited_bytes += part.pulled + part.spared
+        else:
+            layer.counters.pulled_bytes += part.pulled
+            layer.counters.spared_bytes += part.spared
+    return out, lse
+
+
+def long_context(
+    layer: QAdALayer,
+    store: TokenStore,
+    packed: Tensor,
+    flags: Tensor,
+    near_lse: Tensor,
+    geometry: Geometry,
+    *,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Partial attention of the flagged heads: over their whole bulk, or over what they choose of it by the sketch.
+
+    Args:
+        layer: whose options choose and whose counters count.
+        store: holds the bulk.
+        packed: `[batch, kv_heads, group * queries, dim]`.
+        flags: bool `[batch, kv_heads, group, queries]`; reading them on the host is where a step waits for the device.
+        near_lse: log-sum-exp of scores over what is near `[batch, kv_heads, group * queries]`.
+        geometry: of the call.
+        scaling: multiplies the scores.
+
+    Returns:
+        `(out, lse)` as `partial_attention`, of anything where not flagged; and `lse` of what was read alone, without
+        what is estimated of the rest.
+    """
+    wanted: list[list[bool]] = flags.flatten(2).any(dim=-1).tolist()
+    sketch, bulk = store.sketch, store.bulk
+    if sketch is None:
+        out, lse = whole_bulk(layer, store, packed, wanted, scaling=scaling)
+        return out, lse, lse
+    some = [[flag and tokens > 0 for flag in row] for row, tokens in zip(wanted, sketch.lengths, strict=True)]
+    rest = [[flag and not tokens for flag in row] for row, tokens in zip(wanted, sketch.lengths, strict=True)]
+    out, lse = whole_bulk(layer, store, packed, rest, scaling=scaling)
+    read_lse = lse.clone()
+    asked: deque[tuple[Head, slice, Tensor, Tensor]] = deque()
+
+    def picks() -> Iterator[tuple[Head, Tensor]]:
+        for row, heads in enumerate(some):
+            for head, flag in enumerate(heads):
+                if flag:
+                    layer.counters.sketched_bytes += sketch.lengths[row] * sketch.token_bytes
+                    choices = _choices(
+                        sketch, (row, head), packed, flags, near_lse, geometry, scaling, layer.options.token_threshold
+                    )
+                    for queries, tokens, log_rest in choices:
+                        index = tokens.any(dim=0).nonzero()[:, 0]
+                        asked.append(((row, head), queries, tokens[:, index], log_rest))
+                        yield (row, head), index
+
+    group = flags.shape[2]
+    grouped, outs, masses, read = (tensor.unflatten(2, (group, -1)) for tensor in (packed, out, lse, read_lse))
+    for part in chosen(bulk, picks()):
+        (row, head), queries, mask, log_rest = asked.popleft()
+        at = row, head, slice(None), queries
+        found = reference.partial_attention(grouped[at], part.keys[0], part.values[0], scaling=scaling, mask=mask)
+        read[at] = found[1]
+        outs[at], masses[at] = merge_partials(*found, sketch.mean_value[row, head].expand_as(found[0]), log_rest)
+        layer.counters.pulled_bytes += part.pulled
+        layer.counters.spared_bytes += part.spared
+    if bulk.offloaded and layer.options.device_budget:
+        layer.counters.pulled_bytes += learn(bulk, torch.tensor(some))
+    return out, lse, read_lse
+
+
+def _choices(
+    sketch: BulkSketch,
+    at: Head,
+    packed: Tensor,
+    flags: Tensor,
+    near_lse: Tensor,
+    geometry: Geometry,
+    scaling: float,
+    token_threshold: float,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some queries of one head at a time, and what `chosen_tokens` says of each."""
+    group, queries = flags.shape[2:]
+    held = slice(0, sketch.lengths[at[0]])
+    coded = sketch.codes[at][held], sketch.scales[at][held], sketch.centre[at]
+    grouped, log_near = packed[at].unflatten(0, (group, queries)), near_lse[at].unflatten(0, (group, queries))
+    bulk_tokens = geometry.bulk_tokens.expand(packed.shape[0], -1, -1)[at[0], 0]
+    block = max(1, BLOCK_SCORES // (group * held.stop))
+    for first in range(0, queries, block):
+        part = slice(first, first + block)
+        found = chosen_tokens(
+            grouped[:, part],
+            *coded,
+            log_near=log_near[:, part],
+            bulk_tokens=bulk_tokens[part],
+            flags=flags[at][:, part],
+            scaling=scaling,
+            token_threshold=token_threshold,
+        )
+        yield part, *found

@@ -1,0 +1,133 @@
+"""What the compute device knows of every token of a bulk: its key in few bits, and the mean of all values."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import sketch
+from . import pages
+from .bulk import Bulk
+
+
+class BulkSketch:
+    """Of one layer, for rows that have at least `sketch.MIN_TOKENS` in the bulk: what tokens are chosen by.
+
+    What is known of a row follows from its tokens alone, however they came: keys are coded around the mean of the first
+    ones. So after a crop it is as if the rest had never been seen.
+
+    Attributes:
+        bits: of a coded value.
+        codes: uint8 `[batch, kv_heads, capacity, dim * bits / 8]`, at least as long as the bulk.
+        scales: bfloat16 `[batch, kv_heads, capacity]`.
+        centre: float32 `[batch, kv_heads, dim]`.
+        mean_value: float32 `[batch, kv_heads, value_dim]`.
+        lengths: tokens of each row that are in it: all of the bulk's, or none.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, bits: int) -> None:
+        """Empty, for keys like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`)."""
+        batch, kv_heads, _, dim = keys.shape
+        self.bits, self.lengths = bits, [0] * batch
+        with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
+            self.codes = _empty(keys.device, (batch, kv_heads, 0, sketch.code_bytes(dim, bits)), torch.uint8)
+            self.scales = _empty(keys.device, (batch, kv_heads, 0), torch.bfloat16)
+            self.centre = torch.zeros(batch, kv_heads, dim, device=keys.device)
+            self.mean_value = torch.zeros(batch, kv_heads, values.shape[3], device=keys.device)
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, bits: int | None) -> "BulkSketch | None":
+        """One for such tokens; None if none is asked for, or codes would not fill whole bytes (then all is read)."""
+        return None if bits is None or keys.shape[3] * bits % 8 else cls(keys, values, bits)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one head."""
+        return self.codes.shape[3] + self.scales.element_size()
+
+    def follow(self, bulk: Bulk, rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
+        """Take in what rows of equal length lack of the bulk.
+
+        `newest` are keys and values that were appended to it last `[rows, kv_heads, tokens, dim]`: if they are all that
+        is lacking, nothing is read.
+        """
+        length, known = bulk.lengths[rows.start], self.lengths[rows.start]
+        if length < sketch.MIN_TOKENS or length == known:
+            return
+        self._reserve(bulk.capacity)
+        older = length if newest is None else length - newest[0].shape[2]
+
+        def read(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            if newest is None or start < older:
+                return bulk.read(rows, slice(None), start, stop)
+            keys, values = (part[:, :, start - older : stop - older] for part in newest)
+            return keys, values
+
+        if not known:
+            self.centre[rows] = read(0, sketch.MIN_TOKENS)[0].float().mean(dim=2)
+            self.mean_value[rows] = 0.0
+        for start, stop in bulk.spans(rows.start, known, heads=self.codes.shape[1]):
+            keys, values = read(start, stop)
+            at = rows, slice(None), slice(start, stop)
+            self.codes[at], self.scales[at] = sketch.encode(keys, self.centre[rows], self.bits)
+            self._average(rows, values, stop)
+        self.lengths[rows] = [length] * len(self.lengths[rows])
+
+    def truncate(self, bulk: Bulk) -> None:
+        """Forget what the bulk has forgotten."""
+        for row, (known, length) in enumerate(zip(self.lengths, bulk.lengths, strict=True)):
+            if known > length:
+                self.lengths[row] = length if length >= sketch.MIN_TOKENS else 0
+                rows, count = slice(row, row + 1), 0
+                self.mean_value[rows] = 0.0
+                for _, values in bulk.blocks(rows) if self.lengths[row] else ():
+                    count += values.shape[2]
+                    self._average(rows, values, count)
+
+    def select(self, index: list[int]) -> None:
+        """Row `i` becomes the old row `index[i]`."""
+        self.lengths = [self.lengths[row] for row in index]
+        self.codes, self.scales = self.codes[index], self.scales[index]
+        self.centre, self.mean_value = self.centre[index], self.mean_value[index]
+
+    def move(self, device: torch.device) -> None:
+        """Serve another device."""
+        self.codes, self.scales = self.codes.to(device), self.scales.to(device)
+        self.centre, self.mean_value = self.centre.to(device), self.mean_value.to(device)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a file keeps, by name."""
+        used = slice(0, max(self.lengths))
+        kept = {"codes": self.codes[:, :, used], "scales": self.scales[:, :, used]}
+        return kept | {"centre": self.centre, "mean_value": self.mean_value, "sketched": self.lengths}
+
+    def restore(self, record: dict[str, Any]) -> None:
+        """The inverse of `record`, which may hold other things as well, for an empty one."""
+        self.lengths = record["sketched"]
+        self._reserve(record["codes"].shape[2])
+        used = slice(0, max(self.lengths))
+        self.codes[:, :, used], self.scales[:, :, used] = record["codes"], record["scales"]
+        self.centre.copy_(record["centre"])
+        self.mean_value.copy_(record["mean_value"])
+
+    def _average(self, rows: slice, values: Tensor, count: int) -> None:
+        """Take values `[rows, kv_heads, tokens, value_dim]` into the mean, which is of `count` with them."""
+        new = values.float().mean(dim=2) - self.mean_value[rows]
+        self.mean_value[rows] += new * (values.shape[2] / count)
+
+    @torch.inference_mode(False)  # as in __init__
+    def _reserve(self, capacity: int) -> None:
+        """Have room for so many tokens a row, as the bulk has."""
+        if capacity <= self.codes.shape[2]:
+            return
+        used = slice(0, min(max(self.lengths), self.codes.shape[2]))
+        for name in ("codes", "scales"):
+            old = getattr(self, name)
+            new = _empty(old.device, (*old.shape[:2], capacity, *old.shape[3:]), old.dtype)
+            new[:, :, used] = old[:, :, used]
+            setattr(self, name, new)
+
+
+def _empty(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return pages.empty(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
