@@ -68,20 +68,33 @@ def check_operands(
         raise ValueError(f"the kernel cannot read these tensors as those of one layer: {found}")
 
 
-def check_sketch(query: Tensor, bulk_keys: Tensor, *, codes: Tensor, scales: Tensor, centre: Tensor) -> int:
-    """Raise ValueError unless a kernel reads within this sketch of the bulk (as for `decode_reference.fused_decode`).
+def check_sketch(
+    query: Tensor,
+    bulk: tuple[Tensor, Tensor],
+    *,
+    codes: Tensor,
+    scales: Tensor,
+    centre: Tensor,
+    mean_value: Tensor | None,
+) -> int:
+    """Raise ValueError unless a kernel reads within this sketch of the bulk.
+
+    Arguments as for `decode_reference.fused_decode`, `bulk` its bulk_keys, bulk_values.
 
     Returns:
         the bits in which a value is coded.
     """
-    (batch, kv_heads, capacity, dim), parts = bulk_keys.shape, (codes, scales, centre)
+    (batch, kv_heads, capacity, dim), parts = bulk[0].shape, [codes, scales, centre]
     fits = tuple(part.dim() for part in parts) == (4, 3, 3) and scales.shape == codes.shape[:3]
     fits = fits and codes.shape[:2] == (batch, kv_heads) and codes.shape[2] >= capacity
     fits = fits and centre.shape == (batch, kv_heads, dim)
+    fits = fits and [part.dtype for part in parts] == [torch.uint8, torch.bfloat16, torch.float32]
+    if mean_value is not None:
+        fits = fits and mean_value.shape == (batch, kv_heads, bulk[1].shape[3]) and mean_value.dtype == torch.float32
+        parts.append(mean_value)
     fits = fits and all(part.stride(-1) == 1 and part.device == query.device for part in parts)
-    fits = fits and tuple(part.dtype for part in parts) == (torch.uint8, torch.bfloat16, torch.float32)
     coded = [bits for bits in sketch.BITS if fits and 8 * codes.shape[3] == dim * bits]
     if not coded:
-        found = [(t.dtype, str(t.device), list(t.shape)) for t in (query, bulk_keys, *parts)]
-        raise ValueError(f"the kernel cannot read these tensors as a sketch of these keys: {found}")
+        found = [(t.dtype, str(t.device), list(t.shape)) for t in (query, *bulk, *parts)]
+        raise ValueError(f"the kernel cannot read these tensors as a sketch of this bulk: {found}")
     return coded[0]

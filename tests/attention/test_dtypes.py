@@ -145,14 +145,19 @@ def test_kernels_of_a_step_refuse_tensors_that_do_not_agree(name: str) -> None:
         ("centre", Tensor.double),
         ("centre", lambda t: t[..., :16]),
         ("centre", lambda t: t.to("meta")),
+        ("mean_value", Tensor.bfloat16),
+        ("mean_value", lambda t: t[..., :16]),
+        ("mean_value", lambda t: t[:, :1]),
+        ("mean_value", lambda t: t.to("meta")),
     ],
 )
 def test_kernels_of_a_step_refuse_a_sketch_that_does_not_agree(name: str, change: Callable[[Tensor], Tensor]) -> None:
     scene = Scene(bits=2)
-    given = {part: getattr(scene, part) for part in ("codes", "scales", "centre")}
-    assert check_sketch(scene.query, scene.stored[0], **given) == 2
-    with pytest.raises(ValueError, match="cannot read these tensors as a sketch of these keys"):
-        check_sketch(scene.query, scene.stored[0], **given | {name: change(given[name])})
+    given = {part: getattr(scene, part) for part in ("codes", "scales", "centre", "mean_value")}
+    assert check_sketch(scene.query, tuple(scene.stored), **given) == 2
+    assert check_sketch(scene.query, tuple(scene.stored), **given | {"mean_value": None}) == 2
+    with pytest.raises(ValueError, match="cannot read these tensors as a sketch of this bulk"):
+        check_sketch(scene.query, tuple(scene.stored), **given | {name: change(given[name])})
 
 
 def test_other_strides_are_not_the_compiled_kernels() -> None:

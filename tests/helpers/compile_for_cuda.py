@@ -118,6 +118,7 @@ def main() -> None:
         (80, torch.float32, 256, 256, 2, 1000, (), 1, {"criterion": "dense"}),
         (89, torch.bfloat16, 96, 80, 3, 0, (), 2, {"criterion": static, "group_rule": "any"}),
         (89, torch.bfloat16, 96, 80, 3, 1000, (), 2, {"criterion": static, "group_rule": "any"}),
+        (90, torch.bfloat16, 64, 64, 64, 1000, (), 2, {"criterion": "dense"}),
     ):
         for prefix in sources:
             options[f"{prefix}mean"] = torch.zeros(1, kv_heads, dim)
@@ -127,6 +128,7 @@ def main() -> None:
                 "codes": torch.zeros(2, kv_heads, capacity, sketch.code_bytes(dim, bits), dtype=torch.uint8),
                 "scales": torch.zeros(2, kv_heads, capacity, dtype=torch.bfloat16),
                 "centre": torch.zeros(2, kv_heads, dim),
+                "mean_value": torch.zeros(2, kv_heads, value_dim),
                 "sketched": torch.zeros((), dtype=torch.int64),
                 "token_threshold": 1.0,
             }

@@ -77,6 +77,16 @@ def test_from_no_token_to_all(path: Path) -> None:
 
 
 @EVERY
+def test_nothing_stands_for_what_is_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mean value."""
+    monkeypatch.setattr(sketch, "REST_WEIGHT", 1e-300)  # that of the expected outputs
+    function, device = path
+    scene = Scene(bulk=BULK, bits=2)
+    without = (lambda **given: function(**given | {"mean_value": None})), device
+    run(without, scene, token_threshold=scene.token_threshold())
+
+
+@EVERY
 def test_padding_queries_and_rows_alike(path: Path) -> None:
     run(path, Scene(bulk=BULK, padding=(0, 3), bits=2), token_threshold=1.0)
     scene = Scene(bulk=[(111, 3)] * 2, short=(), bits=2)

@@ -2,7 +2,8 @@
 
 `near_kernel` computes local attention and decides, `bulk_kernel` reads the bulk of KV heads that need it, in splits,
 `merge_kernel` puts the parts together. With a sketch of the bulk, `estimate_kernel` estimates all scores by it, and
-where `bulk_kernel` would read all, `chosen_kernel` reads the tokens that these choose.
+where `bulk_kernel` would read all, `chosen_kernel` reads the tokens that these choose and sums what they make of the
+others, which `merge_kernel` gives to the mean value.
 
 The launches depend on shapes alone: flags, lengths and choices stay on the device, programs of local heads return at
 once, and a CUDA graph can hold all of it. The bulk may be device memory or pinned host memory, which is then read in
@@ -26,7 +27,8 @@ from .sketch_kernels import chosen_kernel, estimate_kernel
 
 SPLIT_TOKENS = 256  # a split has at least about this many tokens, as its result must be written and read again
 MAX_SPLITS = 128  # one flagged KV head alone should still occupy most of a GPU
-SCAN_TOKENS = 128  # among which a program chooses at once; a multiple of 16
+SCAN_TOKENS = 128  # among which a program chooses at once; a power of two, as:
+SCAN_SCORES = 2048  # of so many estimates at most: with more, registers spill
 UNPACKED_BYTES = 8192  # of codes in the registers of a program, a byte a value, and of no more tokens than:
 MAX_ESTIMATES = 128
 MOMENT_COLUMNS = 16  # of a covariance or rotation at once: with more, registers spill
@@ -45,13 +47,18 @@ def _code_block(size: int, bits: int) -> int:
 
 
 def _sketch(
-    query: Tensor, bulk_keys: Tensor, codes: Tensor | None, scales: Tensor | None, centre: Tensor | None
+    query: Tensor,
+    bulk: tuple[Tensor, Tensor],
+    codes: Tensor | None,
+    scales: Tensor | None,
+    centre: Tensor | None,
+    mean_value: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, int] | None:
     """Codes, scales, centre and the bits of a code; None where there are none, or no room for a bulk that has some."""
     if codes is None or scales is None or centre is None:
         return None
-    bits = check_sketch(query, bulk_keys, codes=codes, scales=scales, centre=centre)
-    return (codes, scales, centre, bits) if bulk_keys.shape[2] >= sketch.MIN_TOKENS else None
+    bits = check_sketch(query, bulk, codes=codes, scales=scales, centre=centre, mean_value=mean_value)
+    return (codes, scales, centre, bits) if bulk[0].shape[2] >= sketch.MIN_TOKENS else None
 
 
 def fused_decode(
@@ -79,6 +86,7 @@ def fused_decode(
     codes: Tensor | None = None,
     scales: Tensor | None = None,
     centre: Tensor | None = None,
+    mean_value: Tensor | None = None,
     token_threshold: float = 0.0,
     sketched: Tensor | None = None,
     places: Tensor | None = None,
@@ -125,12 +133,13 @@ def fused_decode(
     # A shared row has stride 0.
     row_strides = [0 if t is None else t.expand(batch, *t.shape[1:]).stride(0) for t in moments]
     kind, table, group_rule, limit = decision_rules(criterion, group_rule, threshold)
-    coded = _sketch(query, bulk_keys, codes, scales, centre)
+    coded = _sketch(query, (bulk_keys, bulk_values), codes, scales, centre, mean_value)
     # What `near_kernel` leaves for the choice: the queries rotated, the number of tokens in each bulk.
     rotation = None if coded is None else sketch.rotation(dim, query.device)
     turned = None if coded is None else query.new_empty(batch, heads, dim, dtype=torch.float32)
     tokens = None if coded is None else bulk_lengths.new_empty(batch, kv_heads)
     far_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
+    rest = None
     with torch.cuda.device_of(query):  # Triton launches on the current device
         near_kernel[(kv_heads, batch)](
             query, near_keys, near_values, local, staged, bulk_lengths, decided, *moments, table,
@@ -143,10 +152,13 @@ def fused_decode(
         if coded is not None:
             codes, scales, centre, bits = coded
             # Of whole blocks, and as many for every split.
-            room = splits * triton.cdiv(triton.cdiv(bulk_keys.shape[2], SCAN_TOKENS), splits) * SCAN_TOKENS
+            scan = min(SCAN_TOKENS, SCAN_SCORES // triton.next_power_of_2(group))
+            room = splits * triton.cdiv(triton.cdiv(bulk_keys.shape[2], scan), splits) * scan
             estimates = query.new_empty(batch, heads, room, dtype=torch.float32)
             masses = query.new_empty(batch, heads, splits, dtype=torch.float32)
             index = query.new_empty(batch, kv_heads, room, dtype=torch.int32)
+            if mean_value is not None:
+                rest, mean_value = torch.empty_like(masses), mean_value.contiguous()
             size, blocks = codes.shape[3], ("G", "BLOCK_G", "D", "BLOCK_D")
             estimate_kernel[(splits, kv_heads, batch)](
                 query, turned, codes, scales, centre, bulk_lengths, flags, estimates, masses, sketched,
@@ -158,8 +170,8 @@ def fused_decode(
             )  # fmt: skip
             chosen_kernel[(splits, kv_heads, batch)](
                 query, bulk_keys, bulk_values, places, bulk_lengths, tokens, flags, estimates, masses, index,
-                parts, lse, pulled, spared, *far_strides, room, scaling, math.log(token_threshold),
-                BLOCK_S=SCAN_TOKENS, BLOCK_P=triton.next_power_of_2(splits), BLOCK_Q=triton.next_power_of_2(group),
+                parts, lse, rest, pulled, spared, *far_strides, room, scaling, math.log(token_threshold),
+                BLOCK_S=scan, BLOCK_P=triton.next_power_of_2(splits), BLOCK_Q=triton.next_power_of_2(group),
                 TOKEN_BYTES=token_bytes, MIN_TOKENS=sketch.MIN_TOKENS, **sizes, num_stages=CHOSEN_STAGES,
             )  # fmt: skip
         elif splits:
@@ -167,7 +179,8 @@ def fused_decode(
                 query, bulk_keys, bulk_values, places, bulk_lengths, flags, parts, lse, *far_strides, scaling, **sizes
             )
         merge_kernel[(batch * heads,)](
-            parts, lse, flags, out, 1 + splits, V=value_dim, BLOCK_V=sizes["BLOCK_V"],
+            parts, lse, flags, rest, mean_value, out, 1 + splits, sketch.REST_WEIGHT,
+            G=group, V=value_dim, BLOCK_V=sizes["BLOCK_V"],
             BLOCK_P=triton.next_power_of_2(1 + splits), BLOCK_N=16,
         )  # fmt: skip
     return out, flags

@@ -195,10 +195,14 @@ def bulk_kernel(
 
 @triton.jit
 def merge_kernel(
-    p_parts, p_lse, p_flags, p_out, parts,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    p_parts, p_lse, p_flags, p_rest, p_mean, p_out, parts, rest_weight,
+    G: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attention over the union of a query head's parts, of which a local head has one; one program a query head."""
+    """Attention over the union of a query head's parts, of which a local head has one; one program a query head.
+
+    With `p_rest` `[query heads, splits]`, the log of what tokens that were not read weigh by their estimates, the value
+    at `p_mean` gets `rest_weight` times as much.
+    """
     i_head = tl.program_id(0).to(tl.int64)
     used = tl.where(tl.load(p_flags + i_head), parts, 1)
     o_dim, o_all = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_P)
@@ -206,9 +210,19 @@ def merge_kernel(
     p_lse += i_head * parts
     b_all = tl.load(p_lse + o_all, mask=o_all < used, other=float("-inf"))  # [BLOCK_P]
     highest = tl.max(b_all, axis=0)
+    if p_rest is not None:
+        b_rest = tl.load(p_rest + i_head * (parts - 1) + o_all, mask=o_all < used - 1, other=float("-inf"))
+        highest = tl.maximum(highest, tl.max(b_rest, axis=0))
     shift = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.maximum(tl.sum(tl.exp(b_all - shift), axis=0), 1.0)  # as in store_part
+    total = tl.sum(tl.exp(b_all - shift), axis=0)
     b_out = tl.zeros([BLOCK_V], tl.float32)
+    if p_rest is not None:
+        rest = tl.sum(tl.exp(b_rest - shift), axis=0) * rest_weight
+        p_mean += i_head // G * V
+        b_mean = tl.load(p_mean + o_dim, mask=o_dim < V, other=0.0)
+        b_out += tl.where(rest > 0.0, rest * b_mean, 0.0)  # of what is read whole there is no mean
+        total += rest
+    total = tl.where(highest == float("-inf"), 1.0, total)  # of nothing: a padding query's
     for start in range(0, used, BLOCK_N):
         o_part = start + tl.arange(0, BLOCK_N)
         b_lse = tl.load(p_lse + o_part, mask=o_part < used, other=float("-inf"))  # [BLOCK_N]

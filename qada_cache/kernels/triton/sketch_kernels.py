@@ -103,7 +103,7 @@ def estimate_kernel(
 @triton.jit
 def chosen_kernel(
     p_query, p_keys, p_values, p_places, p_lengths, p_tokens, p_flags, p_estimates, p_masses, p_index,
-    p_parts, p_lse, p_pulled, p_spared,
+    p_parts, p_lse, p_rest, p_pulled, p_spared,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length,
     room, scaling, log_threshold,
     BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, TOKEN_BYTES: tl.constexpr,
@@ -115,6 +115,8 @@ def chosen_kernel(
 
     Their indices are written down first: few are asked for, and blocks of them leave no lane without a token. As in
     `bulk_kernel`, computed for all heads of the group. `BLOCK_Q` query heads are what `G` needs outside of products.
+
+    With `p_rest`, the log of the sum of exponentials of the estimates of the split's other tokens goes there.
     """
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -139,6 +141,8 @@ def chosen_kernel(
 
     p_index += i_group * room + i_split * (room // splits)
     chosen = 0
+    b_high = tl.full([BLOCK_Q, BLOCK_S], -1e30, tl.float32)  # of what is not read, lane by lane: below any score
+    b_rest = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
     for start in range(i_split.to(tl.int64) * BLOCK_S, length, splits * BLOCK_S):
         o_tokens = start + tl.arange(0, BLOCK_S)
         m_tokens = o_tokens < length
@@ -150,6 +154,16 @@ def chosen_kernel(
         o_index = chosen + tl.cumsum(b_asked, axis=0) - 1
         tl.store(p_index + o_index, o_tokens.to(tl.int32), mask=b_asked == 1)
         chosen += tl.sum(b_asked, axis=0)
+        if p_rest is not None:
+            b_scores = tl.where(m_read & (b_asked == 0)[None, :], b_scores, float("-inf"))
+            b_new = tl.maximum(b_high, b_scores)
+            b_rest = b_rest * tl.exp(b_high - b_new) + tl.exp(b_scores - b_new)
+            b_high = b_new
+    if p_rest is not None:
+        b_highest = tl.max(b_high, axis=1)
+        b_all = tl.sum(b_rest * tl.exp(b_high - b_highest[:, None]), axis=1)  # 0, or at least 1
+        b_log = tl.where(b_all > 0.0, b_highest + tl.log(tl.maximum(b_all, 1.0)), float("-inf"))
+        tl.store(p_rest + o_group * splits + i_split, b_log, mask=m_head)
     tl.debug_barrier()  # threads read what others have written
     if p_pulled is not None:
         if p_places is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
