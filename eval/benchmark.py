@@ -5,8 +5,9 @@
 
 Caches are filled with the same keys and values and decode the same tokens. A model given by its sizes has random
 weights and a random context; QAdACache then has a forced share f of its KV heads flagged, the same number in each layer
-as nearly as can be. The needle model reads a text of its own, and QAdACache's own flags are timed as well. The limit
-at f is the time without a context, plus f times what a preallocated dense cache (StaticCache) takes on top of that.
+as nearly as can be; with `tokens=` every head is flagged and reads that share of its tokens. A model that reads a text
+of its own also has QAdACache's own flags timed, and its default. The limit is the time without a context, plus as much
+of what a preallocated dense cache (StaticCache) takes on top as is read of the bulk's bytes, a sketch included.
 Before anything is timed, QAdACache at f = 1 must give what DynamicCache gives.
 """
 
@@ -25,7 +26,7 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, StaticCache
 
 from eval.drawing import speed_figure
-from eval.models.workloads import Work, fill, flagged, methods
+from eval.models.workloads import TOKEN_SHARE, TOKENS, Work, fill, flagged, methods, token_threshold
 from eval.timing.command import load_model, report, timing_parser
 from eval.timing.hardware import Peak, speeds, wait
 from qada_cache import QAdACache, restore_attention
@@ -101,7 +102,8 @@ def read_bytes(cache: Cache, name: str, steps: int) -> float:
     if not isinstance(cache, QAdACache):
         return float(sum(held(cache)))
     near = sum(layer.store.near_keys.nbytes + layer.store.near_values.nbytes for layer in cache.layers)
-    return near + (cache.stats().pulled_bytes + cache.stats().spared_bytes) / steps
+    stats = cache.stats()
+    return near + (stats.pulled_bytes + stats.spared_bytes + stats.sketched_bytes) / steps
 
 
 def measure(work: Work, rounds: int, read: float) -> list[dict[str, Any]]:
@@ -111,15 +113,18 @@ def measure(work: Work, rounds: int, read: float) -> list[dict[str, Any]]:
     """
     seconds: dict[str, list[float]] = {}
     found: dict[str, dict[str, float]] = {}
-    with tqdm(total=rounds * len(methods(work)), unit="run") as bar:
+    made, shares = methods(work, token_threshold(work, TOKEN_SHARE)), {}
+    with tqdm(total=rounds * len(made), unit="run") as bar:
         for _ in range(rounds):
-            for name, make in methods(work).items():
+            for name, make in made.items():
                 bar.set_postfix_str(name)
                 restore_attention(work.model)
                 peak = Peak(work.model.device)
                 cache = make()
                 seconds.setdefault(name, []).extend(decode(work, cache)[0])
                 device, host = held(cache)
+                if isinstance(cache, QAdACache):
+                    shares[name] = cache.stats().read_share
                 found[name] = {
                     "read_mib": read_bytes(cache, name, work.inputs.shape[1]) / 2**20,
                     "device_mib": device / 2**20,
@@ -147,8 +152,8 @@ def measure(work: Work, rounds: int, read: float) -> list[dict[str, Any]]:
             **{key: f"{value:.1f}" for key, value in found[name].items()},
             "over_bandwidth": f"{median[name] / (nothing + found[name]['read_mib'] * 2**20 / read):.2f}",
         }
-        if name.startswith("QAdACache f="):
-            row["over_limit"] = f"{median[name] / (nothing + float(name.split('=')[1]) * (static - nothing)):.2f}"
+        if name.startswith(("QAdACache f=", TOKENS)):
+            row["over_limit"] = f"{median[name] / (nothing + shares[name] * (static - nothing)):.2f}"
         if median[name] > 1.1 * nothing:  # else the difference is noise
             row["context_gb_per_s"] = f"{found[name]['read_mib'] * 2**20 / (median[name] - nothing) / 1e9:.1f}"
         rows.append(row)

@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.deciding.tokens import reading, sketch_share, split
+from eval.deciding.tokens import OWN, VALUE_BITS, reading, sketch_share, split, token_options
 from eval.deciding.trial_summary import summary
 from eval.deciding.ways import PROMPTS, Knowledge, Way, all_ways, deciding, experiments, few_ways, token_ways
 from eval.models.language_model import DEFAULT, HELP, hflm_source, load
@@ -31,7 +31,7 @@ from eval.reporting.machine import machine
 from eval.reporting.tables import plain, read, write
 from eval.sweep import ORACLE, task_manager
 from eval.texts.documents import PROSE, Document, prose, task_documents
-from qada_cache import KeyMoments, QAdACache, StaticHeads
+from qada_cache import CacheStats, KeyMoments, QAdACache, StaticHeads
 from qada_cache.attention import decide, decode
 from qada_cache.criterion import GROUP_RULES
 from qada_cache.kernels import decision
@@ -40,6 +40,7 @@ from qada_cache.state.layer import QAdALayer
 
 CALIBRATION = 4  # pieces of prose that errors and local shares are learned from, none of those measured
 SPARE = 8  # tokens that an answer may have beside the expected ones: quotation marks, a word or two
+NEARLY_ONE = 1 - 1e-9  # a threshold that makes every head long-context; at 1 they would read everything
 EVERY = 4  # of the text's pieces, one in so many is kept for that
 
 
@@ -55,7 +56,8 @@ def learn(model: PreTrainedModel, documents: list[Document]) -> tuple[Tensor, Te
         estimates[layer.index] = original(layer, *args, **kwargs)
         return estimates[layer.index]
 
-    def compare(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, geometry: Any) -> None:
+    def compare(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, *rest: Any) -> None:
+        geometry = rest[-1]
         local, bulk = decision.log_mass(scores, geometry.local), decide.log_bulk_mass(scores, far_lse, geometry)
         errors[layer.index] += (bulk - estimates[layer.index]).sum(dim=(0, 3)).flatten()
         share[layer.index] += (torch.sigmoid(local - bulk) >= ORACLE).sum(dim=(0, 3)).flatten()
@@ -85,6 +87,10 @@ def know(
 def cache_options(way: Way, known: Knowledge) -> dict[str, Any]:
     """Of `QAdACache`, for what it can be asked for of a way; kernels decide by themselves, so they are left out."""
     options = {"group_rule": way.rule if way.rule in GROUP_RULES else "any", "moments": "current", "kernels": "torch"}
+    if own := token_options(way.read):
+        options |= own | {"kernels": "auto"}
+    if way.criterion == "dense" and way.read.startswith(OWN):
+        return options | {"threshold": NEARLY_ONE}
     if way.criterion == "static":
         return options | {"criterion": StaticHeads.from_oracle(known.local_share, way.threshold)}
     options["threshold"] = way.threshold
@@ -103,10 +109,15 @@ def prefill(model: PreTrainedModel, document: Document, cache: QAdACache) -> Non
 
 
 @torch.no_grad()
-def follow(model: PreTrainedModel, document: Document, cache: QAdACache) -> Tensor:
-    """Log-probabilities `[tokens, vocabulary]` of what follows a prompt that `cache` holds."""
+def follow(model: PreTrainedModel, document: Document, cache: QAdACache, *, at_once: bool = True) -> Tensor:
+    """Log-probabilities `[tokens, vocabulary]` of what follows a prompt that `cache` holds.
+
+    In one call, or token by token, as in decoding: the queries of one call share the tokens that they read.
+    """
     ids = torch.cat([document.prompt[:, -1:], document.answer[:, :-1]], dim=1).to(model.device)
-    return model(ids, past_key_values=cache).logits[0].float().log_softmax(dim=-1)
+    parts = [ids] if at_once else ids.split(1, dim=1)
+    logits = [model(part, past_key_values=cache).logits[0] for part in parts]
+    return torch.cat(logits).float().log_softmax(dim=-1)
 
 
 def compare(full: Tensor, found: Tensor) -> dict[str, str]:
@@ -161,7 +172,8 @@ def trial(
     if document.answer.shape[1] > cache.options.window:
         raise ValueError(f"{document.answer.shape[1]} tokens follow the text: more than one query-adaptive call takes")
     prefill(model, document, cache)
-    dim = next(layer.store.near_keys.shape[3] for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store)
+    keys = next(layer.store.near_keys for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store)
+    dim, value_bytes = keys.shape[3], keys.element_size()
     right = False
     if document.expected:
         document, right = spoken(model, tokenizer, document, cache.fork(**exact))
@@ -169,7 +181,7 @@ def trial(
     for way in ways:
         twin = cache.fork(**cache_options(way, known))
         with deciding(way, known), reading(way.read):
-            compared = compare(full, follow(model, document, twin))
+            compared = compare(full, follow(model, document, twin, at_once=not way.read.startswith(OWN)))
             found = right and compared["same"] == "1"
             if right and not found:
                 said = generate(model, document, cache.fork(**cache_options(way, known)))
@@ -181,7 +193,7 @@ def trial(
             "right": str(int(right)),
             "found": str(int(found)),
             "kv_read": f"{1 - stats.kv_sparsity:.4f}",
-            "bytes_read": f"{bytes_read(way, 1 - stats.kv_sparsity, dim):.4f}",
+            "bytes_read": f"{bytes_read(way, stats, dim, value_bytes):.4f}",
             "q_local": f"{stats.sparsity:.4f}",
         }
         bar.update()
@@ -193,12 +205,16 @@ def key(row: dict[str, Any]) -> tuple:
     return tuple(str(row.get(name, "")) for name in names)
 
 
-def bytes_read(way: Way, kv_read: float, dim: int) -> float:
-    """Of the bulk's bytes, those that are read, and of what tokens are chosen by; the latter for every head."""
+def bytes_read(way: Way, stats: CacheStats, dim: int, value_bytes: int) -> float:
+    """Of the bulk's bytes, those that are read, and of what tokens are chosen by; as if values had `VALUE_BITS`."""
+    if way.read.startswith(OWN):
+        sketched = stats.sketched_bytes / stats.offered_bytes * (8 * value_bytes / VALUE_BITS)
+        return (stats.pulled_bytes + stats.spared_bytes) / stats.offered_bytes + sketched
+    kv_read = 1 - stats.kv_sparsity
     if not way.read:
         return kv_read
     kind, share = split(way.read)
-    return kv_read * share + sketch_share(kind, dim)
+    return kv_read * share + sketch_share(kind, dim)  # by the sketch of every head
 
 
 def documents_of(
@@ -228,9 +244,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--documents", type=int, default=12, help="of each task and length (default: %(default)s)")
     add("--following", type=int, default=64, help="tokens of prose to predict (default: %(default)s)")
     add("--text", type=Path, help="text file for prose (default: the Python language reference)")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--few", action="store_true", help="the default's threshold and the oracle only")
-    what.add_argument("--tokens", action="store_true", help="ways of reading some of a head's tokens only")
+    add("--few", action="store_true", help="only those ways that tell most")
+    add("--tokens", action="store_true", help="ways of reading some of a head's tokens only")
     add("--dtype", default="auto", help="(default: the model's own)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--out", type=Path, required=True, help="CSV table, added to if it exists")
@@ -248,7 +263,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def chosen_ways(options: argparse.Namespace) -> list[Way]:
     """Those that the command line asks for."""
-    return token_ways() if options.tokens else few_ways() if options.few else all_ways()
+    if options.tokens:
+        return token_ways(few=options.few)
+    return few_ways() if options.few else all_ways()
 
 
 def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -38,11 +38,11 @@ _LAID_OUT = ("sink_tokens", "local_tokens", "offloading", "device_budget")
 class QAdACache(WatchedCache):
     """A KV cache whose attention heads read 128 tokens unless a Gaussian model of the rest says they need it all.
 
-    Implements QAdA ("Adaptive Long-Context Head Identification", arXiv 2502.09647): for every generated token and
-    every attention head, eq. 7 estimates from the sinks, the sliding window and the mean and covariance of all
-    other keys (the bulk) which share of attention stays local. A head below `threshold` attends to everything,
-    exactly; the others to sinks and window. Nothing is evicted. The bulk lives in host memory and only the heads
-    that need it pull their share.
+    Implements QAdA ("Adaptive Long-Context Head Identification", arXiv 2502.09647). For every generated token each head
+    sums `exp(score)` over sinks and sliding window, `A_local`, and estimates the sum over all other tokens, the bulk,
+    from their keys' mean and covariance (eq. 7): `log A_bulk = log T_bulk + mu_s + sigma_s^2 / 2`. A head with
+    `A_local / (A_local + A_bulk) < threshold` attends to everything, exactly; the others to sinks and window. Nothing
+    is evicted. The bulk lives in host memory, and only the heads that need it pull their share.
 
         cache = QAdACache(model)
         model.generate(**inputs, past_key_values=cache)
@@ -67,17 +67,17 @@ class QAdACache(WatchedCache):
         group_rule: who decides for the query heads that share a KV head. "any": if one of them needs the long context,
             all of them read it, as its keys and values are read anyway; "head": every query head decides for itself, as
             in the paper.
-        moments: where the Gaussian's mean and covariance come from. "current": the prompt being read, which hides the
-            one key that matters in text that repeats itself. "random-tokens": 1,024 ordinary tokens of the vocabulary
-            in random order; "random-words", "wiki", "single-word": as many of our article (its words in random order,
-            as it is, one over and over). These are read the first time (seconds) and kept in memory and the user's
-            cache folder (`QADA_HOME`). Or `KeyMoments`, or their file's path or Hub repository. "current+" and one of
-            the others, or a tuple of "current" and one, goes by both, and the larger of the two estimates counts.
-            Words take the model's tokenizer, which lies where the model was loaded from (folder, GGUF file, Hub) or was
-            given to `prepare`; without one that knows them "wiki" raises, and the others become tokens ("random-tokens"
-            and "single-token"), with a warning. With `config`, moments are looked up in the cache folder, and without
-            them the current prompt's alone are used, with a warning.
-        token_threshold: theta: a long-context head reads the tokens of its bulk that, by the key sketch, get at least
+        moments: whose keys the mean and covariance are of. "current": the prompt being read; if it repeats itself, they
+            hide the one key that matters. "random-tokens": 1,024 ordinary tokens of the vocabulary in random order.
+            "random-words", "wiki", "single-word": as many tokens of our article (its words in random order, its text,
+            one word repeated). The model reads these once (seconds); they are kept in memory and the
+            user's cache folder (`QADA_HOME`). Or `KeyMoments`, or their file's path or Hub repository. "current+" and
+            one of the others, or a tuple of "current" and one, goes by both: the larger estimate of `A_bulk` counts.
+            Words need the model's tokenizer: the one where the model was loaded from (folder, GGUF file, Hub), or given
+            to `prepare`. Without one that knows the words "wiki" raises, and the others become "random-tokens" and
+            "single-token", with a warning. With `config`, moments are only looked up in the cache folder; if they are
+            not there, the current prompt's alone are used, with a warning.
+        token_threshold: theta: a long-context head reads the tokens of its bulk that, by the sketch, get at least
             theta times as much attention as if the bulk got all of it, evenly, and the bulk's mean value stands for
             the others. 0: all of it, as in the paper. "dense", "oracle" and a threshold of 1 read all as well.
         sketch_bits: of a value of a key in the sketch, a copy of the bulk's keys on the compute device: 1, 2 or 4.
@@ -86,11 +86,11 @@ class QAdACache(WatchedCache):
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
         device_budget: how much of an offloaded bulk may lie on the device as well, on each device that the model is on:
             an int, bytes; a float in [0, 1], that share of the bulk; "auto", the memory that is free on the device when
-            the first head asks for it, less a tenth of it and at least 1 GiB. A head's bulk stays when it was read
-            anyway, until heads that are read more often, or more recently, need the room. 0 keeps none, 1.0 all that
-            was ever read; outputs are the same.
-        audit_every: every so many query-adaptive steps, read the whole bulk of one layer, each in its turn, and book in
-            `stats().audit` what the decisions missed; outputs stay the same. 0: never.
+            the first head asks for it, less a tenth of it and at least 1 GiB. A head's bulk stays once it has been
+            read, until heads that are read more often, or more recently, need the room. 0 keeps none, 1.0 all that was
+            ever read. Outputs do not depend on it.
+        audit_every: every so many query-adaptive steps, read the whole bulk of one layer (layers take turns) and record
+            in `stats().audit` what the decisions missed; outputs stay the same. 0: never.
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
 
     Raises:
@@ -99,7 +99,7 @@ class QAdACache(WatchedCache):
         NotImplementedError: a kind of model this cache does not support.
     """
 
-    is_compileable = False  # as transformers means it: in one graph, which `generate` would do by itself
+    is_compileable = False  # in transformers' sense, in one graph: if True, `generate` would do so unasked
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class QAdACache(WatchedCache):
         self._settle()
         self._conclude()
         twin = memo[id(self)] = type(self).__new__(type(self))
-        for layer in reversed(self.layers):  # each refers to the next: copied first, that is no deep recursion
+        for layer in reversed(self.layers):  # each refers to the next, which is copied first: no deep recursion
             copy.deepcopy(layer, memo)
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
@@ -254,7 +254,7 @@ class QAdACache(WatchedCache):
                 layer.store.bulk.settle()
 
     def layer_bytes(self) -> list[tuple[int, int]]:
-        """Of every layer, bytes on the device and on the host (key moments of another prompt are in `stats` only)."""
+        """Bytes of every layer, on the device and on the host (key moments of another prompt are in `stats` only)."""
         return [layer_bytes(layer, offloading=self.options.offloading) for layer in self.layers]
 
     def stats(self) -> CacheStats:
@@ -283,7 +283,7 @@ class QAdACache(WatchedCache):
     ) -> "QAdACache":
         """The cache that `save` wrote, for the same model; generating on continues as if it had never left.
 
-        With `config`, or of a cache that was built with one, weights are not compared: the caller has to know them.
+        With `config`, or of a cache that was built with one, weights cannot be compared: they have to be the same.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -296,5 +296,5 @@ class QAdACache(WatchedCache):
         return cache
 
     def __repr__(self) -> str:
-        # Nothing that only the device knows: whoever prints a cache would wait for it. `stats()` has it.
+        # Only what the host knows: printing must not wait for the device. `stats()` has the rest.
         return summary(self, self.options, self._shared.model.model_type, self.layer_bytes())

@@ -101,7 +101,7 @@ class Saved:
             if isinstance(layer, QAdALayer):
                 _restore_layer(layer, decoded)
                 if layer.padding.equals(padding):
-                    layer.padding = padding  # shared again, see there
+                    layer.padding = padding  # layers share one again, see `Padding`
                 padding = layer.padding
             else:
                 vars(layer).update(decoded)
@@ -111,7 +111,7 @@ def read(path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreT
     """Read what `write` wrote; see `QAdACache.load`.
 
     Raises:
-        FileNotFoundError, ValueError: as there; of the model only what is given is compared.
+        FileNotFoundError, ValueError: as there. What is not given of the model is not compared.
     """
     tensors, state = tensor_file.read(path, KIND)
     _check_model(path, state, model, config)

@@ -88,6 +88,7 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     command.add_argument("--new-tokens", type=int, default=32, help="to decode (default: %(default)s)")
     command.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill pass (default: %(default)s)")
     command.add_argument("--threshold", type=float, help="QAdACache's (default: its own)")
+    command.add_argument("--token-threshold", type=float, help="QAdACache's (default: its own)")
     command.add_argument(
         "--moments",
         help=f"QAdACache's: current, {', '.join(PROMPTS)}, a file, or current+ one of the others (default: its own)",
@@ -116,6 +117,7 @@ def _profile(options: argparse.Namespace) -> int:
             f"model has {longest} positions"
         )
     given = {"moments": options.moments, "threshold": options.threshold}
+    given["token_threshold"] = options.token_threshold
     cache = {name: value for name, value in given.items() if value is not None}
     prepare(model, tokenizer, **cache)
     words = within_reach("random-words", tokenizer)

@@ -19,11 +19,14 @@ GROUP_RULES = ("any", "head")
 
 @dataclass(frozen=True, eq=False)
 class StaticHeads:
-    """Heads that always, and alone, attend to the long context (the paper's static criteria).
+    """The heads that attend to the long context, the same for every token (the paper's static criteria).
 
     Args:
         long_context: bool `[layers, heads]`, True for a long-context head; `heads` counts query heads, or KV
             heads, in which case all query heads of a group follow.
+
+    Raises:
+        TypeError: it is no bool tensor of two dimensions.
     """
 
     long_context: Tensor
@@ -39,10 +42,13 @@ class StaticHeads:
         """The paper's static criteria: the share `alpha` of heads that the oracle called local most often stays local.
 
         Args:
-            local_share: `[layers, heads]`, how often each head was local; nan for heads never asked about, which come
-                first in line to stay long-context. `QAdACache(model, criterion="oracle").stats().local_share`, after
-                generating, on the prompts of the task itself ("static oracle") or of others ("static RULER").
+            local_share: `[layers, heads]`, how often each head was local, as `QAdACache(model, criterion="oracle")` has
+                it in `stats().local_share` after generating: on the prompts of the task itself ("static oracle") or of
+                others ("static RULER"). nan, for a head never asked about, counts as less than any share.
             alpha: in [0, 1].
+
+        Raises:
+            ValueError: another shape, or `alpha` outside its range.
         """
         if local_share.dim() != 2 or not 0.0 <= alpha <= 1.0:
             raise ValueError(

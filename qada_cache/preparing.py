@@ -19,7 +19,7 @@ def prepare(
     moments: Moments = DEFAULT_MOMENTS,
     **options: Any,
 ) -> None:
-    """Do once, before the first request, what caches of this model would otherwise do at the first need of it.
+    """Do ahead, before the first request, what caches of this model would otherwise do when they first need it.
 
         prepare(model, tokenizer, moments="wiki")
         cache = QAdACache(model, moments="wiki")  # takes milliseconds, here and in later requests
@@ -28,14 +28,14 @@ def prepare(
       they are kept already. Later caches of the model find them by name, without a tokenizer.
     - The kernels for decode steps of one token on a CPU are compiled (about two seconds each) and kept in the same
       folder, if the model has parameters on a CPU, and unless `kernels` forbids it. Calls of a few tokens
-      (assisted decoding) may need others, which are compiled when first met. Without a compiler, that is said once.
+      (assisted decoding) may need others, which are compiled when first met. Without a compiler there is a warning.
     - The model's attention is switched to ours (see `QAdACache`).
 
     Args:
         model: the model that caches will be built for.
         tokenizer: the model's, for moments by a prompt's name; without it, the one beside the model is looked up.
-        moments, options: what these caches will be given, as for `QAdACache`; of the options, `criterion` and
-            `audit_every` determine what has to be prepared, and all are checked.
+        moments, options: what these caches will be given, as for `QAdACache`. All of them are checked; beside `moments`
+            and `kernels`, what is prepared depends on `criterion` and `audit_every`.
 
     Raises:
         TypeError, ValueError, NotImplementedError, FileNotFoundError: as `QAdACache`.

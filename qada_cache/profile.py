@@ -25,6 +25,7 @@ class Profile:
         prefill_seconds: reading the prompt.
         token_seconds: every decoded token's.
         device_bytes, host_bytes: keys, values and what belongs to them, after every token.
+        read_share: of the bulk's bytes, what decoding read, see `CacheStats.read_share`; 1 for DynamicCache.
         peak_bytes: the most memory the accelerator had allocated, model included; None on a CPU.
         layers: by layer, bytes on the device and on the host, and the share of KV heads whose bulk was not needed.
     """
@@ -34,6 +35,7 @@ class Profile:
     token_seconds: list[float] = field(default_factory=list)
     device_bytes: list[int] = field(default_factory=list)
     host_bytes: list[int] = field(default_factory=list)
+    read_share: float = 1.0
     peak_bytes: int | None = None
     layers: list[tuple[int, int, float]] = field(default_factory=list)
 
@@ -45,6 +47,7 @@ class Profile:
             "prefill s": f"{self.prefill_seconds:.2f}",
             "ms/token p50": f"{1e3 * seconds[len(seconds) // 2]:.1f}",
             "ms/token p95": f"{1e3 * seconds[int(0.95 * (len(seconds) - 1))]:.1f}",
+            "bulk read": f"{self.read_share:.1%}",
             "device MiB": f"{self.device_bytes[-1] / 2**20:.1f}",
             "host MiB": f"{self.host_bytes[-1] / 2**20:.1f}",
             "peak MiB": "" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:.1f}",
@@ -110,6 +113,7 @@ def _run(
     local = [0.0] * len(layers)
     if isinstance(cache, QAdACache):
         stats = cache.stats()
+        found.read_share = stats.read_share
         for index, share in zip(stats.layers, stats.kv_local_share.mean(dim=1).tolist(), strict=True):
             local[index] = share
     found.layers = [(*of_layer, share) for of_layer, share in zip(layers, local, strict=True)]

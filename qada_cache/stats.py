@@ -17,8 +17,8 @@ class AuditStats:
     """What `QAdACache(audit_every=...)` measured: the decisions on query heads against their true attention.
 
     Attributes:
-        decisions: of query heads, audited.
-        needed: of them, how many were long-context in truth: more than 1 - threshold of their attention is on the bulk.
+        decisions: audited decisions of query heads.
+        needed: how many of them were long-context in truth: more than 1 - threshold of the attention is on the bulk.
         recall: of the needed, the share called long-context; nan if none was needed.
         excess: of those called long-context, the share that was not needed; nan if none was called so.
         missed: mean share of attention that lay on tokens not read, over all decisions.
@@ -37,8 +37,8 @@ class AuditStats:
 class CacheStats:
     """A snapshot made by `QAdACache.stats()`.
 
-    A decision is one query token of one row in one layer that had a bulk to decide about; first calls and long
-    calls, which are exact, decide nothing.
+    A layer takes one decision for each query token of each row that has a bulk by then. The first call and long calls
+    are exact and decide nothing.
 
     Attributes:
         layers: indices of the layers that decide (full attention), the row order of the tables below.
@@ -51,12 +51,12 @@ class CacheStats:
         device_bytes: bytes on the compute device: sinks, window, staging, key moments (shared by all caches that go by
             them), layers of other kinds, residents, and the bulk unless it is offloaded. On a CPU model host and device
             are one memory; the bulk counts as host bytes under `offloading=True` even so, as that is where it would be.
-        host_bytes: bytes of the offloaded bulk, preallocated room included, and what torch's allocator of pinned memory
-            adds to it: it rounds each layer's keys, and its values, up to a power of two. What it keeps of memory that
-            was let go of, to hand it out again, is not among them: `torch.cuda.host_memory_stats()` has that.
-        resident_bytes: of the device's, those of heads of an offloaded bulk that are kept there as well.
-        pulled_bytes: bulk bytes read for query-adaptive calls since the last reset, from where the bulk lives; also of
-            heads fetched early that were not asked for then.
+        host_bytes: bytes of the offloaded bulk, preallocated room included. Pinned memory counts as torch allocates it,
+            each layer's keys, and its values, rounded up to a power of two. Freed memory that torch's allocator holds
+            for later is left out: `torch.cuda.host_memory_stats()` has that.
+        resident_bytes: part of `device_bytes`, heads of an offloaded bulk that are kept on the device as well.
+        pulled_bytes: bulk bytes that query-adaptive calls read from where the bulk lives, since the last reset. Heads
+            fetched early count, even if they were not asked for then.
         spared_bytes: bulk bytes that were read from residents instead.
         sketched_bytes: bytes of the key sketch that query-adaptive calls chose tokens by.
         offered_bytes: bulk bytes that those calls would have read if every head had read all of its own.

@@ -13,16 +13,17 @@ from .state.shared import Shared
 
 
 class WatchedCache(DynamicCache):
-    """Every call of a layer is compared with those before it, see `Progress`.
+    """Compares every call of a layer with those before it (`Progress`), and refuses to go on after an interruption.
 
-    Linear layers may write to their states in place: before they do, they ask for them, or whether there are any. That
-    the last layer wrote all it had to is told by those of its kind before it, which were whole, or it was not reached.
+    Linear layers may write to their states in place. Before they do, they ask for a state, or whether there is one, and
+    that is a call too. Whether the last layer wrote all its states is judged by earlier layers of its kind: those were
+    whole, else it would not have been reached.
     """
 
     _shared: Shared
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """As transformers' own."""
+        """As `DynamicCache`, and watched."""
         self._comes_to(layer_idx, ("conv begun", state_idx))
         states = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
         self._come(layer_idx, ("conv", state_idx))
@@ -31,24 +32,24 @@ class WatchedCache(DynamicCache):
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        """As transformers' own."""
+        """As `DynamicCache`, and watched."""
         self._comes_to(layer_idx, ("recurrent begun", state_idx))
         states = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
         self._come(layer_idx, ("recurrent", state_idx))
         return states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """As transformers' own."""
+        """As `DynamicCache`, and watched."""
         self._comes_to(layer_idx, ("conv asked for", state_idx))
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """As transformers' own."""
+        """As `DynamicCache`, and watched."""
         self._comes_to(layer_idx, ("recurrent asked for", state_idx))
         return super().get_recurrent_state(layer_idx, state_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """As transformers' own."""
+        """As `DynamicCache`, and watched."""
         if layer_idx is not None and state_idx is None:
             self._comes_to(layer_idx, "previous asked for")
         return super().has_previous_state(layer_idx, state_idx)
@@ -87,7 +88,7 @@ class WatchedCache(DynamicCache):
         self._come(layer_idx, event)
 
     def _come(self, layer_idx: int, event: Hashable) -> None:
-        """Note that a layer has called for this."""
+        """Note that the layer has made this call."""
         progress = self._shared.progress
         if progress.arrives(layer_idx, event):
             left = progress.reached
@@ -99,13 +100,13 @@ class WatchedCache(DynamicCache):
         progress.come(layer_idx, event)
 
     def _written(self) -> set[Hashable]:
-        """What the linear layer reached is seen to have written in this pass."""
+        """The states that the linear layer reached last has visibly written in this pass."""
         progress, layer = self._shared.progress, self.layers[self._shared.progress.reached]
         in_place = {name for name, now in _versions(layer).items() if progress.versions.get(name, now) != now}
         return in_place | ((progress.told or set()) & {"keys", *_states(layer)})
 
     def _kind(self, layer_idx: int) -> Hashable:
-        """The same for layers that write the same."""
+        """A key that is the same for layers that write the same states."""
         types = getattr(self._shared.model.config, "layer_types", None)
         return type(self.layers[layer_idx]), types[layer_idx] if types else layer_idx
 
@@ -138,14 +139,14 @@ class WatchedCache(DynamicCache):
             )
 
     def _conclude(self) -> None:
-        """Book whether the last layer wrote all it had to, while its states are still those that it wrote."""
+        """Note whether the last layer wrote all its states, while they are still as it left them."""
         progress, last = self._shared.progress, self._last_layer()
         if progress.told is not None and progress.reached == last >= 0 and _is_linear(self.layers[last]):
             whole = progress.written.get(self._kind(last), set()) <= self._written()
             progress.back_to(last if whole else last - 1)
 
     def _change(self, verb: str, *arguments: Any) -> None:
-        """Have every layer do this."""
+        """Have every layer do this; an interruption in between is noticed."""
         self._check_whole()
         self._shared.progress.changing = verb
         for index, layer in enumerate(self.layers):
@@ -174,7 +175,7 @@ def _is_linear(layer: Any) -> bool:
 
 
 def _states(layer: Any) -> dict[Hashable, Tensor | None]:
-    """Those of a linear layer, by the names of the events that write them."""
+    """The states of a linear layer, by the calls that write them; none for other layers."""
     if not _is_linear(layer):
         return {}
     kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
@@ -184,14 +185,14 @@ def _states(layer: Any) -> dict[Hashable, Tensor | None]:
 def _versions(layer: Any) -> dict[Hashable, int]:
     """How often each state was written to in place, as far as torch counts that.
 
-    It does not where states were made in inference mode, nor what kernels of other libraries write.
+    It does not count for tensors made in inference mode, nor what other libraries' kernels write.
     """
     states = _states(layer).items()
     return {name: state._version for name, state in states if state is not None and not state.is_inference()}
 
 
 def _refuses(layer: Any, error: Exception) -> bool:
-    """Whether this is a layer's refusal to change, not memory that ran out while it did."""
+    """Whether a layer refused to change and stayed as it was, rather than running out of memory half-way."""
     if isinstance(error, (MemoryError, OSError, torch.OutOfMemoryError)):
         return False
-    return not (isinstance(layer, QAdALayer) and isinstance(error, RuntimeError))  # as torch says it on the host
+    return not (isinstance(layer, QAdALayer) and isinstance(error, RuntimeError))  # torch's, when host memory runs out

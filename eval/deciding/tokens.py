@@ -1,47 +1,34 @@
-"""Ways of reading only some of a long-context head's tokens, to try: QAdACache itself reads a head whole.
+"""Ways of reading only some of a long-context head's tokens, to compare with `QAdACache(token_threshold=...)`.
 
-A token is chosen for a KV head by an estimate of its score, for all query heads of the group together; what is chosen
-is read exactly. The estimate is made from a copy of the keys in few bits, or from bounds of pages; "true" knows.
+A fixed share of the tokens is chosen for a KV head by an estimate of their scores, for all query heads of the group
+together; what is chosen is read exactly, and the rest is left out. The estimate is made from a copy of the keys in few
+bits, or from bounds of pages; "true" knows.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from qada_cache.attention import decode
-from qada_cache.kernels import softmax_average
+from qada_cache.attention import decode, far
+from qada_cache.kernels import sketch, softmax_average
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.store import TokenStore
 
 VALUE_BITS = 16  # of a key or value as a cache usually holds it, which shares of bytes are of
-STEPS = {2: 0.9957, 3: 0.5860, 4: 0.3352}  # of the uniform quantizer that is best for a Gaussian of deviation 1
-
-
-def rotation(dim: int) -> Tensor:
-    """A signed Hadamard matrix `[dim, dim]`, of blocks where `dim` is not a power of two: no channel stands out."""
-    block = dim & -dim
-    hadamard = torch.ones(1, 1)
-    while len(hadamard) < block:
-        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    signs = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    return torch.kron(torch.eye(dim // block), hadamard / math.sqrt(block)) * signs
+OWN = "sketch"  # ways of reading that start so are the product's
 
 
 def quantized(keys: Tensor, bits: int) -> Tensor:
-    """Keys `[..., tokens, dim]` as a copy of `bits` a value gives them: centred, rotated, in odd steps."""
-    mean, turn = keys.mean(dim=-2, keepdim=True), rotation(keys.shape[-1]).to(keys)
-    values = (keys - mean) @ turn.mT
-    if bits == 1:
-        odd = torch.where(values >= 0, 1.0, -1.0)
-    else:
-        step = STEPS[bits] * values.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-9)
-        odd = 2 * torch.floor(values / step).clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + 1
-    scale = (values * odd).sum(dim=-1, keepdim=True) / odd.square().sum(dim=-1, keepdim=True)
-    return (scale * odd) @ turn + mean
+    """Keys `[..., tokens, dim]` as a sketch of `bits` a value gives them."""
+    centre = keys.mean(dim=-2)
+    codes, scales = sketch.encode(keys, centre, bits)
+    turn = sketch.rotation(keys.shape[-1], keys.device)
+    return scales.float().unsqueeze(-1) * sketch.decode(codes, bits) @ turn + centre.unsqueeze(-2)
 
 
 def by_pages(packed: Tensor, keys: Tensor, size: int) -> Tensor:
@@ -85,31 +72,39 @@ def choose(scores: Tensor, group: int, share: float) -> Tensor:
 
 
 def split(tokens: str) -> tuple[str, float]:
-    """Of "2 bits, 0.05": how scores are estimated, and the share of the bulk's tokens that is read; whole if empty."""
+    """Of "2 bits, 0.05": how scores are estimated, and the share of the bulk's tokens that is read; whole if empty.
+
+    Of one of the product's ways, as "sketch of 2 bits, 1.0", it is the token threshold.
+    """
     kind, _, share = tokens.partition(", ")
     return kind, float(share or 1)
+
+
+def token_options(tokens: str) -> dict[str, Any]:
+    """Of `QAdACache`, for one of the product's ways of reading."""
+    kind, theta = split(tokens)
+    return {"token_threshold": theta, "sketch_bits": int(kind.split()[2])} if kind.startswith(OWN) else {}
 
 
 @contextmanager
 def reading(tokens: str) -> Iterator[None]:
     """Caches that are used inside read so much of a long-context head: see `split`. One row, on the model's device."""
-    kind, share = split(tokens)
-    original: Callable = decode._bulk_partial
+    original: Callable = far.long_context
 
     def some(
-        layer: QAdALayer, store: TokenStore, packed: Tensor, wanted: Tensor | None, *, scaling: float, **rest: bool
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = original(layer, store, packed, wanted, scaling=scaling, **rest)  # which counts
-        length, group = store.bulk.lengths[0], layer.shared.model.config.num_attention_heads // packed.shape[1]
+        layer: QAdALayer, store: TokenStore, packed: Tensor, flags: Tensor, *rest: Any, scaling: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        original(layer, store, packed, flags, *rest, scaling=scaling)  # which counts
+        kind, share = split(tokens)
+        length, group = store.bulk.lengths[0], flags.shape[2]
         keys, values = store.bulk.keys[:, :, :length].float(), store.bulk.values[:, :, :length]
         chosen = choose(estimated(kind, packed.float(), keys) * scaling, group, share)
         scores = (packed.float() @ keys.mT * scaling).masked_fill(~chosen, -torch.inf)
-        some_out, some_lse = softmax_average(scores, values)
-        read = lse > -torch.inf
-        return torch.where(read.unsqueeze(-1), some_out, out), torch.where(read, some_lse, lse)
+        out, lse = softmax_average(scores, values)
+        return out, lse, lse
 
-    if not tokens:
+    if not tokens or tokens.startswith(OWN):
         yield
         return
-    with mock.patch.object(decode, "_bulk_partial", some):
+    with mock.patch.object(decode, "long_context", some):
         yield

@@ -64,12 +64,19 @@ def all_ways() -> list[Way]:
     return list(dict.fromkeys(ways))
 
 
-def token_ways() -> list[Way]:
+def token_ways(*, few: bool = False) -> list[Way]:
     """Reading some of the tokens, in every head or in those that the default calls long-context."""
-    kinds = {"true": (0.02, 0.05, 0.18), "1 bit": (0.05, 0.08, 0.21), "2 bits": (0.02, 0.05, 0.18), "4 bits": (0.05,)}
-    ways = [Way("dense", read=f"{kind}, {share}") for kind, shares in kinds.items() for share in shares]
-    ways += [Way("dense", read=f"pages of 16, {share}") for share in (0.05, 0.1)]
-    return ways + [Way("qada", BOTH[0], "any", tau, "2 bits, 0.05") for tau in (0.6, 0.8)]
+    default = [Way("qada", BOTH[0], "any", 0.8, f"sketch of 2 bits, {theta}") for theta in (0.5, 1.0, 2.0)]
+    every = [Way("dense", read=f"sketch of 2 bits, {theta}") for theta in (1.0, 2.0)]
+    shares = [Way("dense", read=f"{kind}, 0.05") for kind in ("true", "2 bits")]
+    if few:
+        return [*default, *every, *shares]
+    default += [Way("qada", BOTH[0], "any", 0.95, f"sketch of 2 bits, {theta}") for theta in (1.0, 2.0)]
+    every += [Way("dense", read=f"sketch of 2 bits, {theta}") for theta in (0.25, 0.5, 3.0, 4.0)]
+    every += [Way("dense", read=f"sketch of {bits} bits, {theta}") for bits in (1, 4) for theta in (1.0, 2.0)]
+    more = {"true": (0.18,), "1 bit": (0.08, 0.21), "2 bits": (0.18,), "pages of 16": (0.05, 0.1)}
+    shares += [Way("dense", read=f"{kind}, {share}") for kind, found in more.items() for share in found]
+    return [*default, *every, *shares]
 
 
 @dataclass

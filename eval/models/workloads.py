@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from eval.texts.prose import reference_text
 from qada_cache import QAdACache, StaticHeads, needle
 
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.34, 1.0)
+TOKEN_SHARE = 0.05  # of the bulk's tokens, what every head reads in the row that is named after it
+TOKENS = f"QAdACache tokens={TOKEN_SHARE:g}"
 FACTS = 48  # in the needle model's text
 
 
@@ -192,6 +195,23 @@ def flagged(work: Work, fraction: float) -> StaticHeads:
     return StaticHeads(table)
 
 
+@torch.inference_mode()
+def token_threshold(work: Work, share: float) -> float:
+    """By which every KV head reads about this share of its tokens, on average over a decode step.
+
+    Random keys have no tokens that matter, so that no threshold means anything beside the share it gives.
+    """
+    low, high = math.log(1e-3), math.log(1e3)
+    cache = fill(QAdACache(work.model, criterion=flagged(work, 1.0), token_threshold=1.0), work)
+    for _ in range(12):
+        middle = (low + high) / 2
+        probe = cache.fork(token_threshold=math.exp(middle))
+        work.model(input_ids=work.inputs[:, :1], past_key_values=probe)
+        stats = probe.stats()
+        low, high = (middle, high) if stats.pulled_bytes > share * stats.offered_bytes else (low, middle)
+    return math.exp((low + high) / 2)
+
+
 def quantized() -> str | None:
     """The backend of transformers' QuantizedCache that is installed, if any."""
     for backend, package in (("quanto", "optimum.quanto"), ("hqq", "hqq")):
@@ -203,8 +223,8 @@ def quantized() -> str | None:
     return None
 
 
-def methods(work: Work) -> dict[str, Callable[[], Cache]]:
-    """Caches by name, each filled when it is called for."""
+def methods(work: Work, theta: float) -> dict[str, Callable[[], Cache]]:
+    """Caches by name, each filled when it is called for; `theta` is what `token_threshold` says."""
     model, config = work.model, work.model.config
     room = work.tokens + work.inputs.shape[1] + 8
     accelerated = model.device.type != "cpu"
@@ -228,7 +248,10 @@ def methods(work: Work) -> dict[str, Callable[[], Cache]]:
             made[f"QAdACache budget f={fraction:g}"] = lambda fraction=fraction: ours(
                 criterion=flagged(work, fraction), device_budget=0.15
             )
+    chosen = functools.partial(ours, criterion=flagged(work, 1.0))
+    made[TOKENS] = lambda: chosen(token_threshold=theta)
     if work.read:
-        made["QAdACache, own flags"] = ours
+        made["QAdACache, own flags"] = functools.partial(ours, token_threshold=0.0)
+        made["QAdACache"] = ours
     filled = {name: lambda make=make: fill(make(), work) for name, make in made.items()}
     return {"no context": lambda: DynamicCache(config=config), **filled}

@@ -92,7 +92,7 @@ def estimated_log_bulk(
 def other_log_bulk(
     moments: KeyMoments, layer: QAdALayer, packed: Tensor, scores: Tensor, geometry: Geometry, *, scaling: float
 ) -> Tensor:
-    """The estimate by another prompt's moments, for each query by those of its own bulk's length."""
+    """Eq. 7's `log A_bulk` by another prompt's moments, for each query by those for its own bulk's length."""
     log_bulk = scores.new_full(scores.shape[:-1], -torch.inf)
     shortest = 0
     kept = moments.layer(layer.index, geometry.moment_lengths, packed.device)
@@ -108,7 +108,7 @@ def other_log_bulk(
 def audit(
     layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, read_lse: Tensor, geometry: Geometry
 ) -> None:
-    """Book what the truth says about one call's decisions, on the device: see `CacheStats.audit`.
+    """Count how one call's decisions compare with the truth, on the device: see `CacheStats.audit`.
 
     `far_lse` is over the whole stored bulk, for every head, and `read_lse` over all that a head read
     `[batch, kv_heads, group * queries]`; the other arguments as for `needs_long_context`.

@@ -64,7 +64,7 @@ def _tokens(layer: QAdALayer, store: TokenStore, query: Tensor) -> dict[str, Any
 
 
 def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry) -> dict[str, Any]:
-    """The arguments that say how to decide."""
+    """The kernel's arguments that say how to decide."""
     options, moments, kv_heads = layer.options, store.moments, store.near_keys.shape[1]
     if isinstance(options.criterion, StaticHeads):
         group = query.shape[1] // kv_heads

@@ -1,7 +1,7 @@
 """Whether a model's code reads the name of its attention for more than to look the function up.
 
-Some models do something else under "sdpa" than under other names. They would do it under the name of ours as well
-(`forward.py`), with any cache, so such a model must keep its name.
+Some models do one thing under "sdpa" and another under any other name. The name of ours (`forward.py`) is another one,
+and it stands in the config whatever cache is used. So such a model has to keep its own.
 """
 
 import ast
@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 NAME = "_attn_implementation"
-# Code that reads the name to no effect here: what builds the model ran before the name was replaced, and the other
-# (Gemma 4's) runs in models whose layers share keys, which are refused for that.
+# Functions that read the name without effect here: `__init__` ran before it was replaced, and the other (Gemma 4's) is
+# of models whose layers share keys, which are refused for that.
 _HARMLESS = ("__init__", "_maybe_slice_kv_shared_inputs")
 _REGISTRIES = ("ALL_ATTENTION_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS")
 _OPERATORS = {
@@ -37,7 +37,7 @@ class Reading:
     other: Any = None
 
     def differs(self, name: str, instead: str) -> bool:
-        """Whether it may read something else in `instead` than in `name`."""
+        """Whether the code may go another way under the name `instead` than under `name`."""
         if self.operator is None:
             return True
         compare = _OPERATORS[self.operator]
@@ -45,10 +45,10 @@ class Reading:
 
 
 def find_reader(model: PreTrainedModel | None, config: PreTrainedConfig, name: str, instead: str) -> str | None:
-    """Where the code of the model with this text config reads another thing in `instead` than in `name`; None: nowhere.
+    """Where the model's code may go another way under the name `instead` than under `name`; None: nowhere.
 
-    Without the model, all of the file that its kind of config belongs to is its code. Code that has no source is taken
-    to read nothing.
+    `config` is the model's text config. Without the model, its code is the whole modeling file that belongs to this
+    kind of config. Code whose source is not there is taken not to read the name.
     """
     for module, scope in _scopes(model, config):
         for reading in _readings(module).get(scope, ()):
@@ -72,7 +72,7 @@ def _scopes(model: PreTrainedModel | None, config: PreTrainedConfig) -> Iterator
 
 @functools.cache
 def _readings(module: str) -> dict[str, list[Reading]]:
-    """What the classes and functions of a module read the name for, but for looking functions up and building."""
+    """Where a module's classes and functions read the name, other than to look a function up or to build the model."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError):
@@ -96,7 +96,7 @@ def _read_by(scope: ast.AST) -> Iterator[Reading]:
 
 
 def _reading(node: ast.AST) -> Reading | None:
-    """Of the expression or statement around the name; None if it goes where the name is looked up, or into words."""
+    """How this expression or statement reads the name; None if only to look a function up, or for a message."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         other = node.comparators[0]
         if _is_registry(other):

@@ -46,7 +46,7 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
 
 
 def resolved(options: Options, served: ServedModel) -> Options:
-    """With the moments that are asked for, if they are needed.
+    """These options with the moments that they ask for, loaded or collected if they are needed.
 
     Raises:
         TypeError, FileNotFoundError, ValueError: as `resolve_moments`; moments or static heads are not of this model.

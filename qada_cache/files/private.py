@@ -26,7 +26,7 @@ def home() -> Path:
 
 @contextmanager
 def opened(name: str, *, make: bool = False) -> Iterator[int]:
-    """A descriptor of the folder `name` in `home()`, through which its files are reached whatever becomes of its path.
+    """A descriptor of the folder `name` in `home()`: it goes on reaching that folder, whatever becomes of its path.
 
     Args:
         name: of the folder.
@@ -98,7 +98,7 @@ def write(path: str | Path, content: Iterable[bytes | memoryview], *, folder: in
     Args:
         path: a new file's permissions are what the umask leaves, an old one's stay.
         content: in pieces.
-        folder: of `opened`, which `path` is then a name in; its files are for the user alone.
+        folder: a descriptor that `opened` gave. `path` is then a name in it, and the file is for the user alone.
 
     Raises:
         OSError: it cannot be written.

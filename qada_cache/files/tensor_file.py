@@ -50,7 +50,7 @@ def write(path: str | os.PathLike, kind: str, tensors: dict[str, Tensor], state:
 
 
 def encoded(kind: str, tensors: dict[str, Tensor], state: dict[str, Any]) -> Iterator[bytes | memoryview]:
-    """What `write` writes, piece by piece: safetensors' own function copies all of it first, and keeps the umask out.
+    """The bytes of a file, piece by piece. (safetensors' own function copies all of them first, and ignores the umask.)
 
     Raises:
         NotImplementedError: as `write`.

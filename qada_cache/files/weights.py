@@ -14,10 +14,9 @@ _known: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[tuple], list[str]
 
 
 def sample(model: PreTrainedModel) -> list[str]:
-    """Of every weight, digests of what it is (name, shape, dtype) and of a few values: not of those kept elsewhere.
+    """For every weight, digests of its name, shape and dtype, and of a few values unless it is kept elsewhere.
 
-    Remembered until a weight is another tensor, or one that was written to: torch counts that, but not what is written
-    to `weight.data`.
+    Remembered until a weight is replaced or written to, as far as torch counts that: it does not for `weight.data`.
     """
     weights = {name: weight for name, weight in model.state_dict(keep_vars=True).items() if isinstance(weight, Tensor)}
     states = None if any(weight.is_inference() for weight in weights.values()) else _states(weights)

@@ -17,7 +17,7 @@ def build(
     audited: bool,
     kernels: str,
 ) -> None:
-    """Have built what a decode step of one token with a long bulk calls, by the very checks that such a step makes.
+    """Build the kernels that a decode step of one token with a long bulk calls, by the very checks of such a step.
 
     Args:
         dtype: of queries, keys and values.
@@ -25,7 +25,7 @@ def build(
         dim, value_dim: of a head's keys and values.
         criterion: as `Options.criterion`.
         kernels: as `choice.KINDS`.
-        audited: whether some steps are audited, which read the bulk by itself.
+        audited: whether some steps are audited: those read the bulk by `partial_attention`.
 
     Raises:
         RuntimeError: as `choice.fused_decode`.

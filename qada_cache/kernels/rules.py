@@ -1,4 +1,4 @@
-"""What a fused kernel is told of how to decide, and what must hold of the tensors whose addresses it is given."""
+"""How fused kernels are told to decide, and checks of the tensors whose addresses they are given."""
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ def decision_rules(criterion: str | Tensor, group_rule: str, threshold: float) -
     """The arguments of `decode_reference.fused_decode` as kernels take them.
 
     Returns:
-        the criterion's name ("static" for a table), the table or None, the group rule that gives the reference's
-        decision without its special cases, and the margin `log A_local - log A_bulk` below which a head is
-        long-context, see `criterion.long_context`.
+        the criterion's name ("static" for a table); the table, or None; the group rule, "head" where all heads of a
+        group decide alike; and the margin `log A_local - log A_bulk` below which a head is long-context, see
+        `criterion.long_context`.
     """
     table = criterion if isinstance(criterion, Tensor) else None
     kind = "static" if table is not None else str(criterion)
@@ -31,6 +31,7 @@ def check_operands(
     other_moments: tuple[Tensor | None, Tensor | None],
     masks: tuple[Tensor, Tensor],
     rows: tuple[Tensor | None, ...],
+    coded: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> None:
     """Raise ValueError unless a kernel that goes by the query's sizes and dtype reads within all of these tensors.
 
@@ -42,6 +43,7 @@ def check_operands(
         other_moments: its other_mean, other_covariance.
         masks: its local, staged.
         rows: its bulk_lengths, count, decided.
+        coded: its codes, scales, centre, all or none.
     """
     batch, heads, queries, dim = query.shape
     kv_heads, value_dim = near[0].shape[1], near[1].shape[3]
@@ -62,8 +64,9 @@ def check_operands(
         fits = fits and (tensor is None or (tensor.dtype == dtype and tensor.dim() == 1))
     for tensor in (*moments, *other_moments, *masks, *rows):
         fits = fits and (tensor is None or (tensor.shape[0] in (1, batch) and tensor.device == query.device))
+    fits = fits and _coded_fit(coded, query, bulk[0], rows[0])
     if not (fits and near[0].device == query.device):
-        tensors = (query, *near, *bulk, *moments, *other_moments)
+        tensors = (query, *near, *bulk, *moments, *other_moments, *coded)
         found = [(t.dtype, str(t.device), list(t.shape)) for t in tensors if t is not None]
         raise ValueError(f"the kernel cannot read these tensors as those of one layer: {found}")
 
@@ -98,3 +101,27 @@ def check_sketch(
         found = [(t.dtype, str(t.device), list(t.shape)) for t in (query, *bulk, *parts)]
         raise ValueError(f"the kernel cannot read these tensors as a sketch of this bulk: {found}")
     return coded[0]
+
+
+def _coded_fit(coded: tuple[Tensor | None, ...], query: Tensor, bulk_keys: Tensor, lengths: Tensor | None) -> bool:
+    """Whether codes, scales and centre are those of a sketch of this bulk, or none is given."""
+    codes, scales, centre = coded
+    if codes is None or scales is None or centre is None:
+        return codes is scales is centre
+    batch, kv_heads, capacity, size = codes.shape
+    dim = query.shape[3]
+    return (
+        (codes.dtype, scales.dtype, centre.dtype) == (torch.uint8, torch.bfloat16, torch.float32)
+        and (batch, kv_heads) == bulk_keys.shape[:2]
+        and scales.shape == codes.shape[:3]
+        and centre.shape == (batch, kv_heads, dim)
+        and any(size * 8 == dim * bits for bits in sketch.BITS)
+        and codes.stride(3) == centre.stride(2) == 1
+        and codes.device == scales.device == centre.device == query.device
+        and (capacity >= bulk_keys.shape[2] or _all_within(lengths, capacity))
+    )
+
+
+def _all_within(lengths: Tensor | None, capacity: int) -> bool:
+    """Whether no length, known to the host, is above `capacity`."""
+    return lengths is not None and lengths.device.type == "cpu" and int(lengths.max()) <= capacity

@@ -31,7 +31,7 @@ Moments = str | os.PathLike | KeyMoments | tuple[str, str | os.PathLike | KeyMom
 
 
 def sources(moments: Moments) -> tuple[bool, str | os.PathLike | KeyMoments | None]:
-    """Whether `QAdACache(moments=...)` goes by the current prompt's, and which other prompt's it goes by, if any.
+    """What `QAdACache(moments=...)` names: whether the current prompt's, and which other prompt's (None: no other's).
 
     Raises:
         TypeError, ValueError: it is something else.
@@ -70,7 +70,7 @@ def resolve_moments(
         used: whether the cache will ask for moments; if not, none are collected for it.
 
     Returns:
-        of the two at least one; where an other prompt's cannot be had, the current one's.
+        at least one of the two: the current prompt's where another's cannot be had.
 
     Raises:
         TypeError, FileNotFoundError, ValueError: it is something else, or cannot be loaded or collected.
@@ -108,8 +108,8 @@ def default_moments(
 
     The file's name holds what determines the moments: the weights (a sample of every one), the config, the dtype, the
     prompt, and the format. A folder that cannot be written to, or is not the user's alone (`private.opened`), costs a
-    warning, not the moments. Words that cannot be had (`prompts.within_reach`) become tokens, which is said once and
-    kept under their own name.
+    warning, not the moments. Words that cannot be had (`prompts.within_reach`) become tokens, with a warning; those
+    moments are kept under the tokens' name.
 
     Args:
         model: whose.

@@ -41,6 +41,9 @@ class KeyMoments:
         sink_tokens: how many of the first of them were left out; also where a bulk begins.
         rope: what determines the model's rotary frequencies (`rope.rope_settings`).
         origin: what else is known of where the moments come from: seed, dtype, model's name, library versions.
+
+    Raises:
+        ValueError: shapes that do not fit each other, nan or infinity, or lengths that do not ascend.
     """
 
     mean: Tensor
@@ -81,6 +84,9 @@ class KeyMoments:
         Averaged over the bulk's positions, exactly `length` of them, where the layers' rotations are known; else those
         of the greatest of `lengths` up to `length` (moments of a shorter bulk do little harm, of a longer one much).
         float64 on the CPU.
+
+        Raises:
+            ValueError: `length` is below 1.
         """
         layers = [self._layer_at(layer, length) for layer in range(self.mean.shape[1])]
         return torch.stack([mean for mean, _ in layers]), torch.stack([covariance for _, covariance in layers])

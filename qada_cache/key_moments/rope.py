@@ -14,7 +14,7 @@ from .rotation import LAYOUTS, Rotation
 PROBE_POSITIONS = (1, 17, 331)
 PROBE_ERROR = 0.05  # relative: rounding in bfloat16 stays below 0.01, a wrong layout is off by about 1
 FREQUENCIES_BY_LENGTH = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the sequence
-LOCAL_TOKENS = 128  # of a sequence, which its bulk does not count: sinks and window at their defaults
+LOCAL_TOKENS = 128  # of a sequence beside its bulk: sinks and window at their defaults
 
 
 def served_layers(cache: DynamicCache) -> list[int]:
@@ -99,7 +99,7 @@ def _best_rotation(keys: Tensor, positions: Tensor, candidates: list[tuple[float
 
 
 def rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
-    """What of a decoder's config determines rotary frequencies, JSON-able; empty without rotary positions."""
+    """The part of a decoder's config that determines rotary frequencies, JSON-able; empty without rotary positions."""
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
         return {}

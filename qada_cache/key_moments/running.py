@@ -61,10 +61,10 @@ class RunningMoments:
         self.known, self.mean, self.covariance = self.known[index], self.mean[index], self.covariance[index]
 
     def move(self, device: torch.device) -> None:
-        """Keep them on another device."""
+        """Move to another device."""
         self.known, self.mean, self.covariance = (t.to(device) for t in (self.known, self.mean, self.covariance))
 
     def restore(self, count: list[int], mean: Tensor, covariance: Tensor) -> None:
-        """Be what another one was."""
+        """Take over what another one held."""
         self.count, self.mean, self.covariance = count, mean, covariance
         self.known = torch.tensor(count, device=mean.device)

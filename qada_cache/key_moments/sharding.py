@@ -1,4 +1,4 @@
-"""Models that are split over processes: a process sees some of the heads, or of the weights, and no whole ones."""
+"""Models that are split over processes: each process sees only some of the heads, or parts of the weights."""
 
 import sys
 

@@ -20,8 +20,8 @@ class QAdALM(HFLM):
 
     The last token of a prompt counts as part of the answer: its query yields the answer's first token, which would
     otherwise be full attention's, and so would a whole one-token answer. A text scored from its start
-    (`loglikelihood_rolling`) has no prompt: all of it is query-adaptive. (Moments of the current prompt that are not
-    updated then know of nothing, and every head reads everything.)
+    (`loglikelihood_rolling`) has no prompt: all of it is query-adaptive. (By the current prompt's moments alone, not
+    updated, nothing is known then: every head reads everything.)
 
     Args:
         pretrained: as for `HFLM`.
@@ -59,7 +59,7 @@ class QAdALM(HFLM):
         return self._by_task(super().generate_until, requests, disable_tqdm)
 
     def _by_task(self, run: Callable[..., list], requests: list[Instance], disable_tqdm: bool) -> list:
-        """`run(requests)`, every task's by themselves: no cache serves two tasks, so that its counters are one's."""
+        """`run(requests)`, one task after the other: no cache serves two tasks, so its counters are one task's."""
         results: list[Any] = [None] * len(requests)
         for task in dict.fromkeys(request.task_name for request in requests):
             self._task = task or "none"  # requests made by hand need not name one
@@ -78,7 +78,7 @@ class QAdALM(HFLM):
     def _forward(self, cache: QAdACache, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
         """Log-probabilities `[rows, tokens, vocabulary]` after each of the new tokens `ids` `[rows, tokens]`.
 
-        `mask` `[rows, cached + tokens]` is 0 at padding. The model counts positions from 0 only if it is told to.
+        `mask` `[rows, cached + tokens]` is 0 at padding. Positions are handed over: by itself the model counts padding.
         """
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         with (

@@ -1,4 +1,4 @@
-"""Teacher forcing through a QAdACache: what log-likelihood requests have their models read, and in which calls."""
+"""Teacher forcing through a QAdACache: which tokens a log-likelihood request has the model read, in which calls."""
 
 import copy
 import logging
@@ -74,7 +74,7 @@ def score(
 ) -> Iterator[tuple[CacheStats, list[tuple[int, float, bool]]]]:
     """Score batches of rows one after the other.
 
-    A prefix is read once per batch however many rows share it, and once for neighbouring batches of the same ones.
+    A prefix is read once per batch however many rows share it, and once for neighbouring batches of the same prefixes.
 
     Yields:
         what each batch's cache did, and of each request `(index, log-likelihood, whether greedy decoding agrees)`.

@@ -22,8 +22,8 @@ class Counters:
         decisions, steps, pulled_bytes, spared_bytes, sketched_bytes, offered_bytes, streamed_bytes: see `CacheStats`;
             `pulled_bytes`, `spared_bytes` and `sketched_bytes` become int64 tensors `[]` on the device once a kernel
             counts them there.
-        audited: float64 `[5]`, sums over audited decisions of query heads: all, long-context in truth, found of those,
-            called long-context, attention missed. None before the first.
+        audited: float64 `[5]`, sums over audited decisions of query heads: all of them; those long-context in truth; of
+            these, the ones found; those called long-context; the attention missed. None before the first.
         audited_bytes: bulk bytes read for audits.
     """
 

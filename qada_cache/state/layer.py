@@ -14,10 +14,10 @@ from .shared import Shared
 
 
 def _no_tensor(name: str) -> Any:
-    """Keys or values of a layer, for code that takes it for transformers' own: None, and an error once it has any.
+    """The property `keys` or `values`, for code that takes a layer for transformers' own: an error once it holds any.
 
-    They are no single tensor: on an accelerator, making one would copy the whole bulk to the device; and it would lack
-    the padding.
+    There is no single tensor to return: on an accelerator, making one would copy the whole bulk to the device, and it
+    would lack the padding. An empty layer returns None.
     """
 
     def refuse(layer: "QAdALayer") -> None:
@@ -144,7 +144,7 @@ class QAdALayer(DynamicLayer):
             self.device = key_states.device
         tagged = key_states.view_as(key_states)  # a new Python object, so that the caller's is not written to
         tagged._qada_layer = self  # type: ignore[attr-defined]  # the tag attention/forward.py looks for
-        self.incoming = tagged  # first, so that an interruption in between is noticed
+        self.incoming = tagged  # before `seen`, so that an interruption in between is noticed
         self.seen += key_states.shape[-2]
         return tagged, value_states
 

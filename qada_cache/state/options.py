@@ -17,8 +17,8 @@ class Options:
 
     Attributes:
         moments: as asked for.
-        current_moments: of what they stand for, whether the prompt being read gives moments.
-        other_moments: and those of another prompt.
+        current_moments: whether these include the moments of the prompt being read.
+        other_moments: the moments of another prompt that they include, None if they include none.
     """
 
     threshold: float

@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Progress:
-    """The layer that called the cache last, and what it has called it for in this pass.
+    """The layer that called the cache last, and the calls that it has made in this pass.
 
-    A layer may hold attention and states of another kind: it calls for each, in an order of its own, once a pass. So a
-    second call for the same thing is of another pass.
+    A layer may hold attention and states of another kind. It calls once a pass for each of them, in an order of its
+    own. So the same call again belongs to another pass.
 
     Attributes:
         reached: the layer; -1 before the first.
-        told: what for; None: everything.
-        versions: of the states it has, when it was come to.
-        written: by kind of layer, what those before it wrote in this pass.
-        changing: the verb that is changing all layers, one after the other; empty if none is.
+        told: its calls; None: all that it makes in a pass.
+        versions: of its states (`watched._versions`), when it made the first of its calls.
+        written: by kind of layer, the states that layers before it wrote in this pass.
+        changing: the verb ("crop") that all layers are going through, one after the other; empty if there is none.
     """
 
     reached: int = -1
@@ -26,20 +26,20 @@ class Progress:
     changing: str = ""
 
     def begins_anew(self, layer: int, event: Hashable) -> bool:
-        """Whether this call can only be of a new pass."""
+        """Whether this call can only belong to a new pass."""
         again = self.told is None or event in self.told
         return layer < self.reached or (layer == self.reached and again)
 
     def arrives(self, layer: int, event: Hashable) -> bool:
-        """Whether the layer has not called in this pass."""
+        """Whether this is the first call of the layer in its pass."""
         return self.told is None or layer != self.reached or event in self.told
 
     def come(self, layer: int, event: Hashable) -> None:
-        """The layer has called for this."""
+        """Note a call of the layer."""
         if self.told is None or self.arrives(layer, event):
             self.reached, self.told = layer, set()
         self.told.add(event)
 
     def back_to(self, layer: int) -> None:
-        """Nothing after this layer has called in this pass."""
+        """Forget what came after this layer, which has made all its calls in this pass."""
         self.reached, self.told = layer, None

@@ -20,10 +20,10 @@ class ServedModel:
     Attributes:
         model_type: its decoder's.
         config: its decoder's, compared by identity.
-        whole_config: the model's, which that is a part of or the same.
-        dtype: as far as it is known.
-        reference: to the model, if the cache was given one.
-        layers: those that are the cache's own, of full attention.
+        whole_config: the model's, of which `config` is a part, or the same.
+        dtype: the model's; None if the cache was built with a config alone.
+        reference: to the model; None likewise.
+        layers: indices of the full-attention layers, those that the cache serves itself.
     """
 
     model_type: str
@@ -43,7 +43,7 @@ class ServedModel:
 
 @dataclass(eq=False)
 class Shared:
-    """Layers hold it by reference.
+    """One object that a cache and all its layers refer to.
 
     Attributes:
         options: what the cache was asked for.

@@ -10,9 +10,9 @@ Record = tuple[int, Tensor]
 
 
 class Padding:
-    """Which of the tokens that were seen are padding. Never altered, and one for all layers, which see the same tokens.
+    """Which of the tokens seen are padding. Never altered, so that all layers, which see the same tokens, share one.
 
-    What is asked of it layer after layer is worked out once, and the layers go on sharing what comes of it.
+    Each layer asks the same of it in turn. The answer is worked out once, and the layers go on sharing that.
 
     Attributes:
         known: bool `[batch, tokens]` on the host, False at padding, up to the last of it; later tokens are all real.
@@ -29,7 +29,7 @@ class Padding:
     def after(self, mask: Tensor | None, *, batch: int, seen: int, queries: int) -> "tuple[Padding, Tensor | None]":
         """What is known after a call, from the mask that the model handed to its attention function.
 
-        The mask is compared with what is known where it lies; only the call's own tokens come to the host.
+        The mask is compared with what is known on the mask's device; only the call's own tokens come to the host.
 
         Args:
             mask: as for `newest_row`.
@@ -85,7 +85,7 @@ class Padding:
         return self if known is None else self._once(("select", *index), lambda: Padding(known[index]))
 
     def equals(self, other: "Padding") -> bool:
-        """Whether it is the same tokens'."""
+        """Whether both say the same."""
         if self.known is None or other.known is None:
             return self.known is other.known
         return self.known.equal(other.known)
@@ -102,7 +102,7 @@ class Padding:
 
     @classmethod
     def from_records(cls, records: list[Record]) -> "Padding":
-        """The inverse of `records`, of older files too, which have one for every call that held padding."""
+        """The inverse of `records`. Older files have several: one for every call that held padding."""
         if not records:
             return NONE
         known = torch.ones(
@@ -113,7 +113,7 @@ class Padding:
         return cls(known)
 
 
-NONE = Padding()  # one for all, so that layers share what comes of it
+NONE = Padding()  # one for all caches and layers
 
 
 def newest_row(mask: Tensor, *, batch: int, seen: int, queries: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Host memory: in huge pages, as at 4 KiB a page looking up addresses costs a third of the speed of reading a bulk."""
+"""Host memory in huge pages: with pages of 4 KiB, looking up addresses costs a third of the speed of reading a bulk."""
 
 import contextlib
 import math

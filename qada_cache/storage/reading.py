@@ -12,7 +12,7 @@ from .bulk import Bulk
 from .residents import Head, Resident
 from .transfers import Arrival, Note, ahead
 
-EARLY_SHARE = 4  # of how many heads of a layer at most one is fetched before it is asked for
+EARLY_SHARE = 4  # at most one in so many heads of a layer is fetched before it is asked for
 
 
 class Read(NamedTuple):
@@ -36,8 +36,8 @@ class Read(NamedTuple):
 def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iterator[Read]:
     """All tokens of the wanted heads of each row, for an adaptive call.
 
-    Not offloaded, these are views of neighbouring heads. Offloaded, it is a head at a time: those on the device first,
-    while copies of others are under way, which may then stay as residents.
+    If the bulk is not offloaded, they are views of neighbouring heads. If it is, one head comes at a time: residents
+    first, while the others are being copied to the device, where those copies may stay as residents.
 
     Args:
         bulk: to read from.
@@ -91,7 +91,8 @@ def chosen(bulk: Bulk, picks: Iterable[tuple[Head, Tensor]]) -> Iterator[Read]:
 def stream(bulk: Bulk, rows: slice) -> Iterator[Read]:
     """Everything that rows of equal length hold, for an exact call, in blocks of `bulk.STREAM_TOKENS` tokens.
 
-    Not offloaded, the blocks are views of all heads. Offloaded, of one head of one row each, in bounded device memory.
+    If the bulk is not offloaded, a block is a view of all heads. If it is, a block is one head of one row, copied
+    unless it is resident, so that device memory stays bounded.
     """
     spans = bulk.spans(rows.start)
     if not bulk.offloaded:
@@ -109,9 +110,9 @@ def stream(bulk: Bulk, rows: slice) -> Iterator[Read]:
 
 
 def prefetch(bulk: Bulk) -> int:
-    """Start to copy heads that the last adaptive call flagged, as the next one is likely to. Returns the bytes of it.
+    """Start to copy heads that the last adaptive call flagged: the next one is likely to flag them. Returns the bytes.
 
-    Those flagged most come first; those that are not asked for then are dropped.
+    Heads that are flagged most come first. Copies that the next call does not ask for are dropped.
     """
     if not bulk.offloaded:
         return 0
@@ -129,10 +130,10 @@ def prefetch(bulk: Bulk) -> int:
 
 
 def learn(bulk: Bulk, flags: Tensor) -> int:
-    """Let residents follow what a kernel flagged that read heads where they lay, on the host or on the device.
+    """Choose residents by the flags of a kernel that reads heads where they lie, on the host or on the device.
 
-    Nothing here waits for the device. Flags count when they have reached the host, in this call or a later one, and a
-    head that may then stay is read on the device once its copy is whole.
+    Nothing here waits for the device. Flags count once they have reached the host, in this call or a later one. A head
+    that may then stay is copied, and is read on the device once its copy is whole.
 
     Args:
         bulk: an offloaded one.
@@ -161,7 +162,7 @@ def _heads(bulk: Bulk, wanted: list[list[bool]]) -> list[Head]:
 
 
 def _head_bytes(bulk: Bulk, tokens: int) -> int:
-    """Of so many tokens of one head."""
+    """Bytes of so many tokens of one head."""
     return sum(t.shape[3] * t.element_size() for t in (bulk.keys, bulk.values)) * tokens
 
 
@@ -175,7 +176,7 @@ def _held(bulk: Bulk, heads: list[Head]) -> dict[Head, Resident]:
 
 
 def _fetch(bulk: Bulk, head: Head, start: int, stop: int) -> Arrival:
-    """`bulk.fetch`, for which residents make room if there is no other."""
+    """`bulk.fetch`; if memory runs out, residents are dropped and it is tried again."""
     try:
         return bulk.fetch(head, start, stop)
     except torch.OutOfMemoryError:

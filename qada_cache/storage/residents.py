@@ -165,8 +165,8 @@ class LayerResidents:
         held: by row and KV head.
         nbytes: bytes held.
         bulk_bytes: bytes of the tokens in the layer's bulk.
-        scores: of every row and KV head, log2 of the sum of `2 ** (call / HALF_LIFE)` over the calls that flagged it: a
-            decaying count, in which a recent flag weighs more, that changes with a flag only.
+        scores: of every row and KV head, log2 of the sum of `2 ** (call / HALF_LIFE)` over the calls that flagged it. A
+            count in which recent flags weigh more, and that changes only with a flag.
     """
 
     def __init__(self, shared: Residents, index: int, device: torch.device, batch: int, kv_heads: int) -> None:
@@ -178,10 +178,10 @@ class LayerResidents:
         self._places: Tensor | None = None
 
     def flag(self, heads: list[Head]) -> dict[Head, float]:
-        """Count one call that flagged `heads`; their scores before it.
+        """Count one call that flagged `heads`; returns their scores before it.
 
-        A head asks to stay with its score before the flag that brought it here. With that flag, which is newer than any
-        other, it would push out the least recently flagged; where heads are needed in turn, that one is needed next.
+        A head asks to stay with its score from before this flag. With the flag, which is always the newest, it would
+        push out the head flagged longest ago; and where heads are needed in turn, that one is needed next.
         """
         self._calls += 1
         now, before = self._calls / HALF_LIFE, {}
@@ -196,7 +196,7 @@ class LayerResidents:
             self._hold(head, Resident(keys, values))
 
     def bring(self, head: Head, nbytes: int, score: float, fetch: Callable[[], Arrival]) -> bool:
-        """`keep` a copy of `nbytes` bytes that `fetch` starts to make if it may stay; whether it did."""
+        """As `keep`, for a copy of `nbytes` bytes that `fetch` starts if it may stay; returns whether it does."""
         if not self._makes_room(head, nbytes, score):
             return False
         try:
@@ -223,8 +223,8 @@ class LayerResidents:
     def places(self, lengths: list[int]) -> Tensor:
         """Where a kernel finds heads of `lengths[row]` tokens: int64 `[batch, kv_heads, 2]` on the device.
 
-        The addresses of keys and values of those that are here, 0 for the others. They hold for work given to the
-        device before anything here changes: what is let go of is not used again before such work is done.
+        The addresses of keys and values of those that are here, 0 for the others. They are valid for work given to the
+        device before anything here changes: memory that is freed later is not used again before that work is done.
         """
         found = {
             head: (resident.keys.data_ptr(), resident.values.data_ptr())

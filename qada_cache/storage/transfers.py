@@ -14,8 +14,8 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-# Of copies to the host, so many bytes or a single copy are under way; the host waits for older ones. Without a bound, a
-# host that runs ahead of the device would find the memory of no layer free again, and a prefill would need all of it.
+# At most so many bytes of copies to the host, or a single copy, are under way: the host waits for older ones. Without a
+# bound, a host that runs ahead of the device would find no layer's memory free again, and a prefill would need it all.
 IN_FLIGHT_BYTES = 32 * 2**20
 
 
@@ -80,9 +80,9 @@ class Note:
 
 
 def ahead(arrivals: Iterator[Arrival]) -> Iterator[tuple[Tensor, Tensor]]:
-    """What arrives, each copy started before the one in front of it is used; the first one at once.
+    """Keys and values as they arrive. Each copy is started before the one in front of it is used, the first at once.
 
-    Three are on the device at most: used, waiting, and under way.
+    At most three are on the device: one in use, one waiting, one under way.
     """
     return _ahead(next(arrivals, None), arrivals)
 
@@ -107,8 +107,8 @@ _booking = threading.Lock()  # caches in several threads send to the host
 def send(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Any:
     """Start to copy sources on `device` to contiguous host tensors: `(target, source)` each, of the same shape.
 
-    The sources may be let go of at once. Returns an event that says when the targets hold them; None: they already do,
-    or, on an accelerator other than CUDA, once `torch.accelerator.synchronize` says so.
+    The sources may be freed at once. Returns an event that says when the targets hold them. None: they hold them
+    already, or on an accelerator other than CUDA after `torch.accelerator.synchronize`.
     """
     side = _side_stream(device, "out")
     if side is None:

@@ -1,28 +1,23 @@
-"""What a prefill holds on the device besides the model's own keys and values, and which copies are waited for when.
+"""What a prefill holds on the device besides the model's own keys and values.
 
 Counted on the CPU by the tensors alive; the tests marked `gpu` ask the allocator.
 """
 
 from __future__ import annotations
 
-import copy
-import logging
 import weakref
-from collections import deque
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from harness import SINKS, WINDOW, Inputs, make_shared
+from harness import SINKS, WINDOW, Inputs, new_layer
 from models import tiny
 from scenarios import left_padded
-from stand_in import accelerator
+from stand_in import accelerator, on_gpu, strided
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
-from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache
 from qada_cache.attention.decode import whole_context
@@ -31,7 +26,6 @@ from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import bulk, transfers
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.reading import flagged
-from qada_cache.storage.residents import Residents
 
 TOKENS = 3000
 TOKEN_BYTES = 2 * (16 + 16) * 4  # heads, dimensions, bytes
@@ -86,12 +80,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     monkeypatch.setattr(running, "BLOCK_TOKENS", 64)
     monkeypatch.setattr(bulk, "STREAM_TOKENS", 64)
     return seen
-
-
-def new_layer(keys: Tensor, values: Tensor, **options: Any) -> QAdALayer:
-    layer = QAdALayer(make_shared(offloading=True, **options), 0)
-    layer.lazy_initialization(keys, values)
-    return layer
 
 
 PADDING = {
@@ -152,138 +140,7 @@ def test_what_lies_on_the_device_is_not_streamed() -> None:
     assert torch.equal(*outputs)
 
 
-def test_first_fill_does_not_wait() -> None:
-    """Layers of a prefill follow each other without the host waiting for copies, or for the device."""
-    keys, values, _ = Inputs()(60)
-    with accelerator() as copies:
-        layer = new_layer(keys, values)
-        layer.store.absorb(keys, values, None)
-        torch.accelerator.synchronize.assert_not_called()
-        assert not copies.last.query()
-        store = layer.store.bulk
-        layer.store.append(*Inputs(1)(1)[:2], None)
-        assert not copies.last.query()
-        store.settle()
-        assert copies.last.query()
-        assert torch.equal(store.keys[:, :, : store.lengths[0]], keys[:, :, SINKS:-WINDOW])
-
-
-def test_a_bulk_waits_for_its_own_copies_only() -> None:
-    """Saving one cache does not wait for another's prefill."""
-    keys, values, _ = Inputs()(60)
-    with accelerator() as copies:
-        first = new_layer(keys, values)
-        first.store.absorb(keys, values, None)
-        mine = copies.last
-        second = new_layer(keys, values)
-        second.store.absorb(keys, values, None)
-        first.store.bulk.settle()
-        assert mine.query()
-        assert not copies.last.query()
-
-
-class Event:
-    def __init__(self) -> None:
-        self.waited = False
-
-    def synchronize(self) -> None:
-        self.waited = True
-
-
-@pytest.mark.parametrize(
-    ("sizes", "waited"),
-    [
-        ([80, 80, 80], [True, True, False]),  # one layer under way
-        ([500, 500], [True, False]),  # also one that is larger than the bound
-        ([10] * 10, [False] * 10),
-        ([40, 40, 40], [True, False, False]),
-        ([10, 10, 95], [True, True, False]),
-    ],
-)
-def test_copies_to_the_host_under_way_are_bounded(
-    sizes: list[int], waited: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfers, "IN_FLIGHT_BYTES", 100)
-    outgoing: deque[tuple[Any, int]] = deque()
-    events = [Event() for _ in sizes]
-    for event, size in zip(events, sizes, strict=True):
-        transfers.hold_back(outgoing, event, size)
-    assert [event.waited for event in events] == waited
-
-
-def test_copies_to_the_device_are_one_ahead() -> None:
-    """The first is under way before anything is asked for, each other one before the one in front of it is used."""
-    log: list[str] = []
-
-    class Logged(transfers.Arrival):
-        def __init__(self, number: int) -> None:
-            super().__init__((torch.zeros(1), torch.zeros(1)))
-            self.number = number
-            log.append(f"start {number}")
-
-        def wait(self) -> tuple[Tensor, Tensor]:
-            log.append(f"wait {self.number}")
-            return super().wait()
-
-    arrivals = transfers.ahead(Logged(number) for number in range(3))
-    assert log == ["start 0"]
-    for number, _ in enumerate(arrivals):
-        log.append(f"use {number}")
-    assert log == ["start 0", "start 1", "wait 0", "use 0", "start 2", "wait 1", "use 1", "wait 2", "use 2"]
-    assert not list(transfers.ahead(iter(())))
-
-
-def test_memory_that_cannot_be_pinned(caplog: pytest.LogCaptureFixture) -> None:
-    """Here there is nothing to pin it for; said once, and the store works on."""
-    warning_once.cache_clear()
-    like = torch.empty(1, 2, 0, 4, device="meta")
-    with mock.patch.object(torch, "empty", unpinnable), caplog.at_level(logging.WARNING):
-        store = Bulk(like, like, offloading=True, residents=Residents(0), layer=0)
-        with mock.patch.object(torch.accelerator, "synchronize"):
-            store.reserve(10)
-    assert store.keys.device.type == "cpu"
-    assert store.capacity == bulk.GRANULE
-    assert caplog.text.count("memory that is not pinned, so that copies of it wait: no memory") == 1
-
-
-def test_layers_grow_one_after_the_other() -> None:
-    """A step in which all of them did would copy the whole cache: p99 of a step's time is a user's wait."""
-    like, chunk = torch.empty(1, 1, 0, 1), torch.zeros(1, 1, 128, 1)
-    stores = [Bulk(like, like, offloading=True, residents=Residents(0), layer=layer) for layer in range(32)]
-    for store in stores:
-        store.append(slice(0, 1), torch.zeros(1, 1, 16384, 1), torch.zeros(1, 1, 16384, 1))
-    grown = []
-    for _ in range(160):  # 20,480 tokens, more than as many again
-        before = [store.capacity for store in stores]
-        for store in stores:
-            store.append(slice(0, 1), chunk, chunk)
-        grown.append(sum(store.capacity > old for store, old in zip(stores, before, strict=True)))
-    assert sum(grown) >= 2 * 32
-    assert max(grown) <= 5
-    assert all(store.capacity <= 1.3 * store.lengths[0] for store in stores)
-
-
-empty = torch.empty
-
-
-def unpinnable(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-    if pin_memory:
-        raise RuntimeError("no memory can be pinned")
-    return empty(*args, **kwargs)
-
-
 # -- what only a GPU can show -------------------------------------------------------------------------------------
-
-
-def on_gpu(test: Any) -> Any:
-    """Marks a test."""
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
-
-
-def strided(tokens: int, heads: int = 4) -> tuple[Tensor, Tensor]:
-    """Keys and values on the GPU as models make them: `[batch, tokens, heads, dim]`, transposed."""
-    made = torch.randn(2, 1, tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
-    return made[0].transpose(1, 2), made[1].transpose(1, 2)
 
 
 def peak_of(run: Any) -> int:
@@ -335,32 +192,3 @@ def test_chunk_peak_does_not_grow_with_the_bulk(monkeypatch: pytest.MonkeyPatch)
         run()
         peaks.append(peak_of(run))
     assert peaks[1] <= peaks[0] + 4096 * 2 * 64 * 2  # a block more, where the allocator learns late what is free
-
-
-@on_gpu
-def test_copies_do_not_block() -> None:
-    """Neither those of a prefill nor those of a decode step make the host wait for the device."""
-    keys, values = strided(5000)
-    layer = new_layer(keys, values)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        layer.store.absorb(keys, values, None)
-        parts = list(flagged(layer.store.bulk, [[True, False, True, True]]))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert layer.store.bulk.keys.is_pinned()
-    for part in parts:
-        assert torch.equal(part.keys, keys[:, part.heads, SINKS:-WINDOW])
-        assert torch.equal(part.values, values[:, part.heads, SINKS:-WINDOW])
-
-
-@on_gpu
-def test_a_copy_is_pinned_too() -> None:
-    keys, values = strided(5000)
-    layer = new_layer(keys, values)
-    layer.store.absorb(keys, values, None)
-    twin = copy.deepcopy(layer.store.bulk)
-    assert twin.keys.is_pinned()
-    assert twin.values.is_pinned()
-    assert torch.equal(twin.keys[:, :, : twin.lengths[0]], keys[:, :, SINKS:-WINDOW].cpu())

@@ -11,6 +11,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from harness import WINDOW, FakeAttention, Inputs
@@ -24,6 +25,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from qada_cache import KeyMoments, QAdACache, StaticHeads
+from qada_cache.kernels import sketch
 
 LONGEST = 120  # tokens a row; the reference takes its time
 
@@ -45,6 +47,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "oracle-any": {"criterion": "oracle", "group_rule": "any"},
     "dense": {"criterion": "dense"},
     "static": {"criterion": StaticHeads(torch.tensor([[True, False], [False, True]]))},
+    "tokens": {"token_threshold": 1e-30},  # every token is chosen, so that outputs are the reference's
+    "static-tokens": {
+        "criterion": StaticHeads(torch.tensor([[True, False], [True, True]])),
+        "token_threshold": 1e-30,
+        "sketch_bits": 4,
+    },
 }
 
 
@@ -77,6 +85,7 @@ class CacheMachine(RuleBasedStateMachine):
     def build(self, options: str, batch: int, seed: int, prompt: int, padding: str, budget: int | float | None) -> None:
         if budget is not None:
             self.environment.enter_context(accelerator())
+        self.environment.enter_context(mock.patch.object(sketch, "MIN_TOKENS", 6))
         self.config, self.inputs, self.batch = tiny_config(), Inputs(seed), batch
         self.generator = torch.Generator().manual_seed(seed)
         cache = QAdACache(

@@ -93,6 +93,13 @@ def make_shared(**options: Any) -> Shared:
     return Shared(Options(**asked), ServedModel("llama", layers=(0,)))
 
 
+def new_layer(keys: Tensor, values: Tensor, **options: Any) -> QAdALayer:
+    """An empty, offloaded layer 0 for tensors like these."""
+    layer = QAdALayer(make_shared(offloading=True, **options), 0)
+    layer.lazy_initialization(keys, values)
+    return layer
+
+
 class Driver:
     """Calls one `QAdALayer` as a model does.
 

@@ -13,6 +13,7 @@ from reference_layer import ReferenceLayer
 from torch import Tensor
 
 from qada_cache import KeyMoments, StaticHeads
+from qada_cache.kernels import sketch
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.store import TokenStore
 
@@ -159,6 +160,26 @@ class Pair:
         if layer.store.moments is not None:
             for row in range(layer.store.batch):
                 self._check_moments(row)
+
+        if layer.store.sketch is not None:
+            self._check_sketch()
+
+    def _check_sketch(self) -> None:
+        """It is of every row with enough in the bulk, and what these tokens give whatever became of others before."""
+        store = self.layer.store
+        known, bits = store.sketch, store.sketch.bits
+        for row, length in enumerate(store.bulk.lengths):
+            assert known.lengths[row] == (length if length >= sketch.MIN_TOKENS else 0)
+            if known.lengths[row]:
+                bulk = slice(store.sinks, store.sinks + length)
+                keys, values = (kept[row][:, bulk] for kept in (self.reference.keys, self.reference.values))
+                centre = keys[:, : sketch.MIN_TOKENS].mean(dim=1)
+                codes, scales = sketch.encode(keys, centre.float(), bits)
+                differ = known.codes[row, :, :length].cpu() != codes  # a value between two codes may fall either way
+                assert differ.float().mean() < 0.01
+                torch.testing.assert_close(known.scales[row, :, :length].cpu(), scales, rtol=0.02, atol=0)
+                mean = values.mean(dim=1).float()
+                torch.testing.assert_close(known.mean_value[row].cpu(), mean, rtol=1e-5, atol=1e-5)
 
     def _check_moments(self, row: int) -> None:
         moments, reference = self.layer.store.moments, self.reference

@@ -1,7 +1,7 @@
 """The host standing in for an accelerator: everything an offloaded bulk does, but for pinning and streams.
 
 Its copies come as late as they may: what nobody has waited for is not there. So a read without a wait finds nan, and a
-source that is written to while its copy is under way spoils the copy.
+source that is written to while its copy is under way spoils the copy. What only a CUDA device can show is marked here.
 """
 
 from __future__ import annotations
@@ -12,12 +12,29 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
 from qada_cache.storage import bulk, transfers
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.transfers import Arrival
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+
+
+def on_gpu(test: Callable) -> Callable:
+    """Marks a test that needs a CUDA device."""
+    for mark in GPU:
+        test = mark(test)
+    return test
+
+
+def strided(tokens: int, heads: int = 4) -> tuple[Tensor, Tensor]:
+    """Keys and values on the GPU as models make them: `[batch, tokens, heads, dim]`, transposed."""
+    made = torch.randn(2, 1, tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
+    return made[0].transpose(1, 2), made[1].transpose(1, 2)
 
 
 class Late:

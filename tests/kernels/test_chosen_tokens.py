@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 from decode_scene import Scene
-from test_triton import GPU, KERNEL, REFERENCE, Path
+from test_triton import COMPILED, GPU, KERNEL, REFERENCE, Path
 from torch import Tensor
 
 from qada_cache.kernels import sketch
-from qada_cache.kernels.cpu import compiled
+from qada_cache.kernels.cpu import compiled, compiled_decode
 from qada_cache.kernels.triton import decode as triton_decode
 
-EVERY = pytest.mark.parametrize("path", [REFERENCE, KERNEL, GPU])
+EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED, KERNEL, GPU])
 BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]
 
 
@@ -60,7 +60,7 @@ def test_dtypes_dimensions_bits(path: Path, dim: int, value_dim: int, dtype: tor
 
 @EVERY
 @pytest.mark.parametrize(
-    ("group", "group_rule"), [(1, "head"), (4, "head"), (7, "head"), (3, "any"), (4, "any"), (8, "any")]
+    ("group", "group_rule"), [(1, "head"), (4, "head"), (7, "head"), (16, "head"), (3, "any"), (4, "any"), (8, "any")]
 )
 def test_decided_heads(path: Path, group: int, group_rule: str) -> None:
     """Only long-context heads ask for tokens, and what one asks for all of them read."""
@@ -104,3 +104,48 @@ def test_one_key_that_outweighs_all(path: Path) -> None:
     for tokens in chosen.values():
         assert tokens[100 - 3]
         assert tokens.sum() < 10
+
+
+@EVERY
+@pytest.mark.parametrize("heavy", ["nowhere", "where sampled", "elsewhere"])
+def test_long_rows(path: Path, heavy: str) -> None:
+    """The compiled kernel drops tokens by a sample of the scores, which may mislead it, but must not its result."""
+    scene, span, sampled = Scene(bulk=[(5100, 3)], short=(), kv_heads=1, bits=2), 64, 15
+    spans = 5100 // span
+    sample = torch.zeros(5100, dtype=torch.bool)
+    for i in range(sampled):
+        first = (2 * i + 1) * spans // (2 * sampled) * span
+        sample[first : first + span] = True
+    if heavy != "nowhere":
+        marked = sample if heavy == "where sampled" else ~sample
+        for keys in (scene.keys[0][0, 3 : 3 + 5100], scene.stored[0][0, 0, :5100]):
+            keys[marked] += 0.7 * scene.query[0, :, 0].mean(dim=0)
+        scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
+    chosen = run(path, scene, token_threshold=scene.token_threshold(0.1))
+    assert 0.05 < share(chosen) < 0.3
+
+
+# In each of the ways that a kernel would read something else, or elsewhere.
+WRONG = {
+    "codes": [Tensor.char, lambda t: t[:, :1], lambda t: t[..., :7], lambda t: t[:, :, :200], lambda t: t.to("meta")],
+    "scales": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t[:-1], lambda t: t.to("meta")],
+    "centre": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:-1], lambda t: t.mT.contiguous().mT, lambda t: None],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refuses_a_sketch_of_something_else(name: str) -> None:
+    scene = Scene(bulk=BULK, bits=2)
+    given = scene.arguments("cpu") | scene.sketch_arguments("cpu", 1.0)
+    for change in WRONG[name]:
+        with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
+            compiled_decode.fused_decode(**given | {name: change(given[name])}, threshold=0.5, criterion="dense")
+
+
+def test_refuses_codes_that_lie_apart() -> None:
+    scene = Scene(bulk=BULK, bits=2)
+    given = scene.arguments("cpu") | scene.sketch_arguments("cpu", 1.0)
+    for name in ("codes", "scales"):
+        wrong = torch.stack([given[name]] * 2, dim=3)[:, :, :, 0]
+        with pytest.raises(ValueError, match="do not lie one after the other"):
+            compiled_decode.fused_decode(**given | {name: wrong}, threshold=0.5, criterion="dense")

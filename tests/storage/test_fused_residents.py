@@ -14,8 +14,8 @@ import torch
 from models import SMALL, tiny
 from scenarios import small_buffers
 from stand_in import Copies, accelerator
-from test_residents import Use, copied_and_saved, cropped, one_shot, padded, rows
 from transformers import PreTrainedModel
+from uses import Use, copied_and_saved, cropped, one_shot, padded, rows
 
 from qada_cache import QAdACache
 from qada_cache.storage import reading

@@ -1,10 +1,12 @@
 """One decode step of one layer on the CPU in one call of `attention.cpp`, decisions included."""
 
 import ctypes
+import math
 
 import torch
 from torch import Tensor
 
+from .. import sketch
 from ..rules import check_operands, decision_rules
 from . import compiled
 
@@ -19,14 +21,17 @@ class Decode(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "near_keys", "near_values", "bulk_keys", "bulk_values")),
         *((name, ctypes.c_void_p) for name in ("local", "staged", "decided", "table", "bulk_lengths", "count")),
         *((name, ctypes.c_void_p) for name in ("mean", "covariance", "other_mean", "other_covariance")),
-        *((name, ctypes.c_void_p) for name in ("out", "flags", "pulled")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "centre", "rotation")),
+        *((name, ctypes.c_void_p) for name in ("out", "flags", "pulled", "sketched")),
         *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "columns", "split_tokens")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("near_key", "near_value") for axis in ("batch", "head")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("bulk_key", "bulk_value") for axis in ("batch", "head")),
+        *((f"{name}_{axis}", ctypes.c_int64) for name in ("codes", "scales", "centre") for axis in ("batch", "head")),
+        ("min_sketched", ctypes.c_int64),
         *((f"{name}_row", ctypes.c_int64) for name in ("local", "staged", "decided", "length", "count")),
         *((f"{name}_row", ctypes.c_int64) for name in ("mean", "covariance", "other_mean", "other_covariance")),
-        *((name, ctypes.c_float) for name in ("scaling", "limit")),
-        *((name, ctypes.c_int) for name in ("criterion", "group_rule", "pool_staged", "threads")),
+        *((name, ctypes.c_float) for name in ("scaling", "limit", "log_token_threshold", "spread")),
+        *((name, ctypes.c_int) for name in ("criterion", "group_rule", "pool_staged", "threads", "bits")),
     )
 
 
@@ -68,6 +73,11 @@ def fused_decode(
     other_mean: Tensor | None = None,
     other_covariance: Tensor | None = None,
     pulled: Tensor | None = None,
+    codes: Tensor | None = None,
+    scales: Tensor | None = None,
+    centre: Tensor | None = None,
+    token_threshold: float = 0.0,
+    sketched: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same contract as `decode_reference.fused_decode`, for the calls that have no `obstacle`."""
     batch, heads, _, dim = query.shape
@@ -81,6 +91,7 @@ def fused_decode(
         other_moments=(other_mean, other_covariance),
         masks=(local, staged),
         rows=(bulk_lengths, count, decided),
+        coded=(codes, scales, centre),
     )
     if not all(map(compiled.rows_contiguous, (near_keys, near_values, bulk_keys, bulk_values))):
         raise ValueError("the tokens of a head do not lie one after the other")
@@ -93,22 +104,35 @@ def fused_decode(
     kind, table, rule, limit = decision_rules(criterion, group_rule, threshold)
     table = None if table is None else table.contiguous()
 
+    rotation, log_threshold, spread, bits = None, 0.0, 0.0, 0
+    if codes is None or scales is None or centre is None:
+        codes = scales = centre = None
+    else:
+        if codes.stride()[2:] != (codes.shape[3], 1) or scales.stride(2) != 1:
+            raise ValueError("the codes of a head do not lie one after the other")
+        rotation, log_threshold = sketch.rotation(dim, query.device), math.log(token_threshold)
+        bits = codes.shape[3] * 8 // dim
+        spread = sketch.spread_of(bits) * scaling**2
+
     def row(tensor: Tensor | None) -> int:
         """How many elements apart the rows of a tensor are that may have one for all."""
         return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
 
     pointers = (
         *(query, near_keys, near_values, bulk_keys, bulk_values, local, staged, decided, table),
-        *(bulk_lengths, count, mean, covariance, other_mean, other_covariance, out, flags, pulled),
+        *(bulk_lengths, count, mean, covariance, other_mean, other_covariance),
+        *(codes, scales, centre, rotation, out, flags, pulled, sketched),
     )
     call = Decode(
         *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
         *(batch, kv_heads, columns, compiled.SPLIT_TOKENS),
         *(stride for buffer in (near_keys, near_values, bulk_keys, bulk_values) for stride in buffer.stride()[:2]),
+        *(stride for part in (codes, scales, centre) for stride in ((0, 0) if part is None else part.stride()[:2])),
+        sketch.MIN_TOKENS,
         *(row(tensor) for tensor in (local, staged, decided, bulk_lengths, count)),
         *(row(tensor) for tensor in (mean, covariance, other_mean, other_covariance)),
-        *(scaling, limit),
-        *(CRITERIA[kind], GROUP_RULES[rule], pool_staged, torch.get_num_threads()),
+        *(scaling, limit, log_threshold, spread),
+        *(CRITERIA[kind], GROUP_RULES[rule], pool_staged, torch.get_num_threads(), bits),
     )
     kernels.fused_decode(ctypes.byref(call))
     return out.to(query.dtype), flags

@@ -110,11 +110,34 @@ inline void unpack(const Element* row, Floats* out) {
 #endif
 }
 
+// Always inlined: GCC takes a function that does nothing but this for one without effect, and drops calls of it.
+#define INLINED inline __attribute__((always_inline))
+
 template <int SIZE>
-inline void prefetch(const Element* row) {
+INLINED void prefetch(const Element* row) {
     for (int byte = 0; byte < int(SIZE * sizeof(Element)); byte += CACHE_LINE)
-        __builtin_prefetch((const char*)row + AHEAD + byte);
+        __builtin_prefetch((const char*)row + byte);
 }
+
+// Which rows of keys and values are read: one after the other,
+struct Consecutive {
+    int64_t operator[](int64_t t) const { return t; }
+    template <int SIZE>
+    INLINED void prefetch_after(const Element* rows, int64_t t) const {
+        prefetch<SIZE>(rows + t * SIZE + AHEAD / sizeof(Element));
+    }
+};
+
+// or those of a list.
+struct Listed {
+    const int32_t* tokens;
+    int64_t count;
+    int64_t operator[](int64_t t) const { return tokens[t]; }
+    template <int SIZE>
+    INLINED void prefetch_after(const Element* rows, int64_t t) const {
+        prefetch<SIZE>(rows + (int64_t)tokens[std::min(t + BLOCK, count - 1)] * SIZE);
+    }
+};
 
 inline float sum(Floats lanes) {
     float total = 0;
@@ -141,14 +164,14 @@ inline float exponential(float x) {
 constexpr int PARTS = DIM / WIDTH, VALUE_PARTS = VALUE_DIM / WIDTH;
 
 // Values times weights, added to `sums`: `COUNT` vectors of every query from `FIRST` on, which stay in registers.
-template <int FIRST, int COUNT>
-inline void average(const Element* value, const float (*weights)[BLOCK], int tokens, Floats (*sums)[VALUE_PARTS]) {
+template <int FIRST, int COUNT, typename Rows>
+inline void average(const Element* value, Rows rows, int64_t first, const float (*weights)[BLOCK], int tokens,
+                    Floats (*sums)[VALUE_PARTS]) {
     Floats held[QUERIES][COUNT] = {};  // of these tokens alone: one long sum would lose more to rounding
     for (int t = 0; t < tokens; t++) {
-        const Element* row = value + (int64_t)t * VALUE_DIM;
-        if (FIRST == 0) prefetch<VALUE_DIM>(row);
+        if (FIRST == 0) rows.template prefetch_after<VALUE_DIM>(value, first + t);
         Floats unpacked[VALUE_PARTS];
-        unpack<VALUE_DIM>(row, unpacked);  // the compiler drops what is not used
+        unpack<VALUE_DIM>(value + rows[first + t] * VALUE_DIM, unpacked);  // the compiler drops what is not used
         for (int q = 0; q < QUERIES; q++)
             for (int c = 0; c < COUNT; c++) held[q][c] += weights[q][t] * unpacked[FIRST + c];
     }
@@ -156,7 +179,7 @@ inline void average(const Element* value, const float (*weights)[BLOCK], int tok
         for (int c = 0; c < COUNT; c++) sums[q][FIRST + c] += held[q][c];
     constexpr int NEXT = FIRST + COUNT;
     if constexpr (NEXT < VALUE_PARTS)
-        average<NEXT, std::min(COUNT, VALUE_PARTS - NEXT)>(value, weights, tokens, sums);
+        average<NEXT, std::min(COUNT, VALUE_PARTS - NEXT)>(value, rows, first, weights, tokens, sums);
 }
 
 // Attention of a head's queries over the keys added so far.
@@ -185,19 +208,19 @@ struct Partial {
         }
     }
 
-    // `key` [tokens, DIM], `value` [tokens, VALUE_DIM], contiguous.
-    void add(const Element* key, const Element* value, int64_t tokens) {
+    // `key` [*, DIM] and `value` [*, VALUE_DIM], contiguous, of which `tokens` rows are read.
+    template <typename Rows = Consecutive>
+    void add(const Element* key, const Element* value, int64_t tokens, Rows rows = {}) {
         float scores[QUERIES][BLOCK];
         for (int64_t first = 0; first < tokens; first += BLOCK) {
             int count = (int)std::min<int64_t>(BLOCK, tokens - first);
             for (int t = 0; t < count; t++) {
-                const Element* row = key + (first + t) * DIM;
-                prefetch<DIM>(row);
-                score(row, &scores[0][t], BLOCK);
+                rows.template prefetch_after<DIM>(key, first + t);
+                score(key + rows[first + t] * DIM, &scores[0][t], BLOCK);
             }
             for (int q = 0; q < QUERIES; q++) weigh(q, scores[q], count);
             constexpr int HELD = std::min(VALUE_PARTS, std::max(1, REGISTERS / QUERIES));
-            average<0, HELD>(value + first * VALUE_DIM, scores, count, sums);
+            average<0, HELD>(value, rows, first, scores, count, sums);
         }
     }
 

@@ -1,0 +1,292 @@
+// Which tokens of a sketched bulk a head reads: `chosen_tokens` of sketch.py, in one pass over the sketch.
+//
+// What a token must weigh depends on the weight of all, which is known at the end only. A sample says beforehand about
+// what it will be: few tokens are left by it to be judged again. Should they turn out to have been asked for too much,
+// which takes tokens that are most unlike the sample's, the pass is made again.
+
+#pragma once
+
+#include <utility>
+
+#include "sketch.h"
+
+namespace {
+
+// As wide as the processor's vectors: one float of each of so many tokens.
+#if defined(__AVX512F__)
+constexpr int TOKENS = 16;
+#elif defined(__AVX__)
+constexpr int TOKENS = 8;
+#else
+constexpr int TOKENS = 4;
+#endif
+typedef float Singles __attribute__((vector_size(4 * TOKENS)));
+typedef int32_t Integers __attribute__((vector_size(4 * TOKENS)));
+typedef uint32_t Words __attribute__((vector_size(4 * TOKENS)));
+typedef uint16_t Halves __attribute__((vector_size(2 * TOKENS)));
+
+constexpr int VECTORS = SPAN / TOKENS;
+constexpr int SAMPLED = 15;      // spans of which a sample is made
+constexpr int WORTHWHILE = 64;   // spans from which on there is one
+constexpr float MARGIN = 0.5f;   // by which the logarithm of all weight may be below what the sample says
+constexpr int REFRESH = 16;      // spans after which the weight so far is looked at
+
+// 0, 1, 2...
+template <int... I>
+constexpr Integers counted(std::integer_sequence<int, I...>) {
+    return Integers{I...};
+}
+const Integers numbered = counted(std::make_integer_sequence<int, TOKENS>());
+
+constexpr float ROUNDING = 1e-3f;  // of logarithms, at most
+constexpr float LOWEST = -1e30f;
+constexpr float LOG2_E = 1.44269504f;
+constexpr float LIMIT = 1e9;  // of a weight: a score may be so much above what weights are relative to
+
+inline float log_sum(float a, float b) {
+    float peak = std::max(a, b);
+    return peak == -INFINITY ? peak : peak + logf(expf(a - peak) + expf(b - peak));
+}
+
+// 2^x but for an error of 3e-6: a whole power times a polynomial for what is left. Far above LIMIT, large or infinite.
+inline Singles power_of_two(Singles x) {
+#if defined(__AVX512DQ__)
+    Singles r = (Singles)_mm512_reduce_ps((__m512)x, 1);  // above the next lower whole number
+#else
+    x = x > -125.0f ? x : Singles{} - 125.0f;
+    x = x < 125.0f ? x : Singles{} + 125.0f;
+    Integers whole = __builtin_convertvector(x + 1023, Integers) - 1023;  // as it rounds towards zero
+    Singles r = x - __builtin_convertvector(whole, Singles);
+#endif
+    Singles p = r * 1.35341678e-2f + 5.20114601e-2f;
+    p = p * r + 2.41442755e-1f;
+    p = p * r + 6.93003833e-1f;
+    p = p * r + 1.00000262f;
+#if defined(__AVX512DQ__)
+    return (Singles)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+    return (Singles)((Integers)p + (whole << 23));
+#endif
+}
+
+// One bit for each token where `mask` is set, which is in all bits or none.
+inline uint64_t bits_of(Integers mask) {
+#if defined(__AVX512DQ__)
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#elif defined(__AVX__)
+    return (uint64_t)_mm256_movemask_ps((__m256)mask);
+#else
+    uint64_t bits = 0;
+    for (int i = 0; i < TOKENS; i++) bits |= (uint64_t)(mask[i] & 1) << i;
+    return bits;
+#endif
+}
+
+// Writes the marked ones of `lanes` one after the other, and anything behind them, as many as a vector has in all.
+template <typename Lanes>
+inline void pack(Lanes lanes, uint64_t bits, void* to) {
+#if defined(__AVX512F__)
+    _mm512_storeu_si512(to, _mm512_maskz_compress_epi32((__mmask16)bits, (__m512i)lanes));
+#else
+    for (Integers values = (Integers)lanes; bits; bits &= bits - 1, to = (int32_t*)to + 1) {
+        int32_t value = values[__builtin_ctzll(bits)];
+        std::memcpy(to, &value, sizeof value);
+    }
+#endif
+}
+
+inline float sum_of(Singles lanes) {
+    float total = 0;
+    for (int i = 0; i < TOKENS; i++) total += lanes[i];
+    return total;
+}
+
+inline float largest(Singles lanes) {
+    float most = -INFINITY;
+    for (int i = 0; i < TOKENS; i++) most = std::max(most, lanes[i]);
+    return most;
+}
+
+// Estimates of a head's queries over its sketch: `codes` [tokens, *] and `scales` [tokens].
+template <int BITS>
+struct Estimates {
+    const Rounded& queries;
+    const uint8_t* codes;
+    const uint16_t* scales;
+    Products<BITS> products;
+    float twice[QUERIES], shift[QUERIES];  // from products of codes to those of odd integers, times `step`
+    Singles scores[QUERIES][VECTORS];      // of the span that was computed last, -inf where there is no token
+
+    Estimates(const Rounded& queries, const uint8_t* codes, const uint16_t* scales)
+        : queries(queries), codes(codes), scales(scales), products(queries) {
+        for (int q = 0; q < queries.count; q++) {
+            twice[q] = 2 * queries.step[q];
+            shift[q] = ((1 << BITS) - 1) * queries.total[q] * queries.step[q];
+        }
+    }
+
+    // Of `count` tokens from `first` on.
+    void compute(int64_t first, int count) {
+        constexpr int CODE = Products<BITS>::CODE;
+        const uint8_t* block = codes + first * CODE;
+        const uint16_t* block_scales = scales + first;
+        uint8_t padded[SPAN * CODE];
+        uint16_t padded_scales[SPAN];
+        if (count < SPAN) {
+            std::memset(padded, 0, sizeof padded);
+            std::memset(padded_scales, 0, sizeof padded_scales);
+            std::memcpy(padded, block, count * CODE);
+            std::memcpy(padded_scales, block_scales, count * sizeof *scales);
+            block = padded;
+            block_scales = padded_scales;
+        } else {
+            for (int byte = 0; byte < SPAN * CODE; byte += CACHE_LINE) __builtin_prefetch(block + CODE_AHEAD + byte);
+        }
+        alignas(CACHE_LINE) int32_t exact[QUERIES][SPAN];
+        products.compute(block, exact);
+        Singles scale[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
+            Halves halves;
+            std::memcpy(&halves, block_scales + v * TOKENS, sizeof halves);
+            scale[v] = (Singles)(__builtin_convertvector(halves, Words) << 16);
+        }
+        for (int q = 0; q < queries.count; q++) {
+            float step = twice[q], offset = shift[q], spread = queries.spread[q], middle = queries.middle[q];
+            for (int v = 0; v < VECTORS; v++) {
+                Integers whole;
+                std::memcpy(&whole, &exact[q][v * TOKENS], sizeof whole);
+                Singles along = step * __builtin_convertvector(whole, Singles) - offset;
+                scores[q][v] = middle + scale[v] * (along + spread * scale[v]);
+            }
+        }
+        for (int t = count; t < SPAN; t++)
+            for (int q = 0; q < queries.count; q++) scores[q][t / TOKENS][t % TOKENS] = -INFINITY;
+    }
+
+    // About the log-sum-exp of each query's scores of `tokens` tokens, seldom above it; -inf where they are few.
+    void guess(int64_t tokens, float* log_mass) {
+        float sampled[QUERIES][SAMPLED];
+        int64_t spans = tokens / SPAN;
+        std::fill(log_mass, log_mass + QUERIES, -INFINITY);
+        if (spans < WORTHWHILE) return;
+        for (int i = 0; i < SAMPLED; i++) {
+            compute((2 * i + 1) * spans / (2 * SAMPLED) * SPAN, SPAN);
+            for (int q = 0; q < queries.count; q++) {
+                float peak = -INFINITY;
+                Singles mass = {};
+                for (int v = 0; v < VECTORS; v++) peak = std::max(peak, largest(scores[q][v]));
+                for (int v = 0; v < VECTORS; v++) mass += power_of_two((scores[q][v] - peak) * LOG2_E);
+                float log_span = peak + logf(sum_of(mass));
+                sampled[q][i] = log_span > -INFINITY ? log_span : -INFINITY;  // no nan, which cannot be sorted
+            }
+        }
+        for (int q = 0; q < queries.count; q++) {  // the median, which a few heavy tokens cannot raise
+            std::nth_element(sampled[q], sampled[q] + SAMPLED / 2, sampled[q] + SAMPLED);
+            log_mass[q] = sampled[q][SAMPLED / 2] + logf((float)spans) - MARGIN;
+        }
+    }
+};
+
+// A part of a head's sketched bulk: which of its tokens may be read, and how much its queries see in it.
+struct Scan {
+    int64_t head, start, stop;
+    float highest[QUERIES];  // about the highest score, or what is near
+    Singles mass[QUERIES];   // relative to that
+    int64_t count = 0;  // of tokens kept; these have room for more
+    std::vector<int32_t> tokens;
+    std::vector<float> estimates[QUERIES];  // of each query that asks
+
+    // A token is kept if the score of a query, of which what is near has `log_near`, is at least `least`, or
+    // `log_share` more than the log-sum-exp of what has been seen so far.
+    template <int BITS>
+    void run(Estimates<BITS>& found, const float* log_near, const float* given, float log_share) {
+        const int queries = found.queries.count;
+        float least[QUERIES];
+        count = 0;
+        for (int q = 0; q < queries; q++) {
+            highest[q] = std::max(log_near[q], LOWEST);
+            mass[q] = Singles{};
+            least[q] = given[q];
+        }
+        for (int64_t first = start, span = 0; first < stop; first += SPAN, span++) {
+            int here = (int)std::min<int64_t>(SPAN, stop - first);
+            found.compute(first, here);
+            Singles added[QUERIES];
+            if (!weigh(found.scores, queries, added)) {
+                raise(found.scores, queries);
+                weigh(found.scores, queries, added);
+            }
+            for (int q = 0; q < queries; q++) mass[q] += added[q];
+            if (span % REFRESH == REFRESH - 1)
+                for (int q = 0; q < queries; q++)
+                    least[q] = std::max(least[q], log_sum(log_near[q], log_mass(q)) + log_share - ROUNDING);
+            make_room();
+            for (int v = 0; v < VECTORS; v++) {
+                Integers asked = {};
+                for (int q = 0; q < queries; q++) asked |= found.scores[q][v] >= least[q];
+                keep(bits_of(asked & (numbered + v * TOKENS < here)), found.scores, v, queries, first);
+            }
+        }
+    }
+
+    // The weights of a span; whether none of its scores is too high for that.
+    bool weigh(const Singles (*scores)[VECTORS], int queries, Singles* added) const {
+        Integers fit = ~Integers{};
+        for (int q = 0; q < queries; q++) {
+            Singles sum = {};
+            float offset = highest[q] * LOG2_E;
+            for (int v = 0; v < VECTORS; v++) sum += power_of_two(scores[q][v] * LOG2_E - offset);
+            added[q] = sum;
+            fit &= sum < LIMIT;
+        }
+        return bits_of(~fit) == 0;
+    }
+
+    // A query's highest score is one of this span.
+    void raise(const Singles (*scores)[VECTORS], int queries) {
+        for (int q = 0; q < queries; q++) {
+            float peak = highest[q];
+            for (int v = 0; v < VECTORS; v++) peak = std::max(peak, largest(scores[q][v]));
+            mass[q] *= ::exponential(highest[q] - peak);
+            highest[q] = peak;
+        }
+    }
+
+    // For another span.
+    void make_room() {
+        if (count + SPAN <= (int64_t)tokens.size()) return;
+        tokens.resize(2 * tokens.size() + 4 * SPAN);
+        for (auto& scores : estimates) scores.resize(tokens.size());
+    }
+
+    void keep(uint64_t bits, const Singles (*scores)[VECTORS], int v, int queries, int64_t first) {
+        if (!bits) return;
+        pack(numbered + (int32_t)(first + v * TOKENS), bits, &tokens[count]);
+        for (int q = 0; q < queries; q++) pack(scores[q][v], bits, &estimates[q][count]);
+        count += __builtin_popcountll(bits);
+    }
+
+    float log_mass(int q) const { return highest[q] + logf(sum_of(mass[q])); }
+
+    // Drops the tokens that all queries find too light: `least` of each.
+    void judge(const float* least, int queries) {
+        int64_t left = 0;
+        for (int64_t i = 0; i < count; i += TOKENS) {  // within what there is room for
+            Integers asked = {}, token;
+            for (int q = 0; q < queries; q++) {
+                Singles scores;
+                std::memcpy(&scores, &estimates[q][i], sizeof scores);
+                asked |= scores >= least[q];
+            }
+            std::memcpy(&token, &tokens[i], sizeof token);
+            uint64_t bits = bits_of(asked & (numbered + (int32_t)i < (int32_t)count));
+            pack(token, bits, &tokens[left]);
+            left += __builtin_popcountll(bits);
+        }
+        count = left;
+    }
+};
+
+}  // namespace

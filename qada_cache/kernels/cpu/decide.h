@@ -1,0 +1,155 @@
+// The arguments of `fused_decode`, and its first half: local attention, and which heads need the long context.
+
+#pragma once
+
+#include "partial.h"
+
+namespace {
+
+enum Criterion { LOCAL, DENSE, STATIC, GAUSSIAN };
+enum GroupRule { HEAD, ANY };
+
+// The arguments of `fused_decode`; `Decode` in compiled_decode.py has the same fields. Shapes are those of
+// decode_reference.py; `*_row`, `*_batch` and `*_head` say how many elements apart rows and heads are, 0 if shared.
+struct Decode {
+    const Element *query, *near_keys, *near_values, *bulk_keys, *bulk_values;
+    const uint8_t *local, *staged, *decided, *table;
+    const int64_t *bulk_lengths, *count;  // `count` may be null, and so may what a criterion does not use
+    const float *mean, *covariance, *other_mean, *other_covariance;
+    const uint8_t* codes;  // null without a sketch, and so are these:
+    const uint16_t* scales;
+    const float *centre, *rotation;
+    float* out;
+    uint8_t* flags;
+    int64_t *pulled, *sketched;  // the latter may be null
+    int64_t batch, kv_heads, columns, split_tokens;
+    int64_t near_key_batch, near_key_head, near_value_batch, near_value_head;
+    int64_t bulk_key_batch, bulk_key_head, bulk_value_batch, bulk_value_head;
+    int64_t codes_batch, codes_head, scales_batch, scales_head, centre_batch, centre_head;
+    int64_t min_sketched;  // a bulk of fewer tokens is read whole
+    int64_t local_row, staged_row, decided_row, length_row, count_row;
+    int64_t mean_row, covariance_row, other_mean_row, other_covariance_row;
+    float scaling, limit;  // `log A_local - log A_bulk` below which a head is long-context
+    float log_token_threshold, spread;  // of a query of length 1, see `estimated_scores`
+    int criterion, group_rule, pool_staged, threads, bits;
+
+    const Element* near_key(int64_t row, int64_t head) const {
+        return near_keys + row * near_key_batch + head * near_key_head;
+    }
+    const Element* near_value(int64_t row, int64_t head) const {
+        return near_values + row * near_value_batch + head * near_value_head;
+    }
+    const Element* bulk_key(int64_t row, int64_t head) const {
+        return bulk_keys + row * bulk_key_batch + head * bulk_key_head;
+    }
+    const Element* bulk_value(int64_t row, int64_t head) const {
+        return bulk_values + row * bulk_value_batch + head * bulk_value_head;
+    }
+    int64_t stored(int64_t row) const { return bulk_lengths[row * length_row]; }
+    int64_t bulk_tokens(int64_t row) const {
+        const uint8_t* mask = staged + row * staged_row;
+        return stored(row) + std::count(mask, mask + columns, 1);
+    }
+    bool has_sketch(int64_t row) const { return codes && stored(row) >= min_sketched; }
+
+    // Adds the near columns where `mask` is set, run by run.
+    void add_near(Partial& partial, const uint8_t* mask, int64_t row, int64_t head) const {
+        for (int64_t start = 0, stop; start < columns; start = stop + 1) {
+            for (stop = start; stop < columns && mask[stop];) stop++;
+            partial.add(near_key(row, head) + start * DIM, near_value(row, head) + start * VALUE_DIM, stop - start);
+        }
+    }
+};
+
+// Pools the moments of `count` scores with those of the staged keys, of which there are `tokens`; see
+// `criterion.pool_score_moments`.
+void pool(const Decode& call, const Partial& local, int64_t row, int64_t head, float count, float tokens, float* mean,
+          float* variance) {
+    const uint8_t* staged = call.staged + row * call.staged_row;
+    std::vector<float> scores;
+    scores.reserve(call.columns * QUERIES);
+    for (int64_t column = 0; column < call.columns; column++)
+        if (staged[column]) {
+            scores.resize(scores.size() + QUERIES);
+            local.score(call.near_key(row, head) + column * DIM, &scores[scores.size() - QUERIES], 1);
+        }
+    float total = std::max(count + tokens, 1.0f);
+    for (int q = 0; q < QUERIES; q++) {
+        float sum = 0, squares = 0;
+        for (size_t i = q; i < scores.size(); i += QUERIES) sum += scores[i];
+        float staged_mean = sum / std::max(tokens, 1.0f);
+        for (size_t i = q; i < scores.size(); i += QUERIES)
+            squares += (scores[i] - staged_mean) * (scores[i] - staged_mean);
+        float staged_variance = squares / std::max(tokens, 1.0f), delta = staged_mean - mean[q];
+        mean[q] += delta * (tokens / total);
+        variance[q] = (count * variance[q] + tokens * staged_variance + delta * delta * (count * tokens / total)) / total;
+    }
+}
+
+// Mean and variance of every query's scores of keys with these moments; see `criterion.score_moments`.
+void score_moments(const Partial& local, const float* key_mean, const float* covariance, float* mean, float* variance) {
+    float query[QUERIES][DIM];
+    for (int q = 0; q < QUERIES; q++) {  // already scaled
+        mean[q] = variance[q] = 0;
+        const float* lanes = (const float*)local.scaled[q];
+        for (int d = 0; d < DIM; d++) query[q][d] = lanes[place<DIM>(d)];
+    }
+    for (int i = 0; i < DIM; i++)
+        for (int q = 0; q < QUERIES; q++) {
+            float product = 0;
+#pragma omp simd reduction(+ : product)
+            for (int j = 0; j < DIM; j++) product += covariance[i * DIM + j] * query[q][j];
+            mean[q] += key_mean[i] * query[q][i];
+            variance[q] += product * query[q][i];
+        }
+    for (int q = 0; q < QUERIES; q++) variance[q] = std::max(variance[q], 0.0f);
+}
+
+// Eq. 7's `log A_bulk` of every query of a head, of two prompts' moments the larger; +inf without any moments: then
+// nothing can be said about the bulk.
+void gaussian(const Decode& call, const Partial& local, int64_t row, int64_t head, float tokens, float* log_bulk) {
+    float mean[QUERIES], variance[QUERIES];
+    std::fill(log_bulk, log_bulk + QUERIES, call.other_mean ? -INFINITY : INFINITY);
+    if (call.mean) {
+        score_moments(local, call.mean + row * call.mean_row + head * DIM,
+                      call.covariance + row * call.covariance_row + head * DIM * DIM, mean, variance);
+        float known = (float)call.count[row * call.count_row];
+        if (call.pool_staged) {
+            float staged = tokens - (float)call.stored(row);
+            pool(call, local, row, head, known, staged, mean, variance);
+            known += staged;
+        }
+        for (int q = 0; q < QUERIES && known > 0; q++) log_bulk[q] = logf(tokens) + mean[q] + 0.5f * variance[q];
+    }
+    if (call.other_mean) {
+        score_moments(local, call.other_mean + row * call.other_mean_row + head * DIM,
+                      call.other_covariance + row * call.other_covariance_row + head * DIM * DIM, mean, variance);
+        for (int q = 0; q < QUERIES; q++)
+            log_bulk[q] = std::max(log_bulk[q], logf(tokens) + mean[q] + 0.5f * variance[q]);
+    }
+}
+
+// Local attention of one KV head, and which of its queries need the long context: whether any does.
+bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* lse) {
+    int64_t index = row * call.kv_heads + head;
+    uint8_t* flags = call.flags + index * QUERIES;
+    Partial local(call.query + index * QUERIES * DIM, call.scaling);
+    call.add_near(local, call.local + row * call.local_row, row, head);
+    local.finish(out, lse);
+
+    int64_t tokens = call.bulk_tokens(row);
+    float log_bulk[QUERIES] = {};
+    bool decided = call.decided[row * call.decided_row] && tokens > 0;
+    if (decided && call.criterion == GAUSSIAN) gaussian(call, local, row, head, (float)tokens, log_bulk);
+    bool any = false;
+    for (int q = 0; q < QUERIES; q++) {
+        bool flag = call.criterion == DENSE || (call.criterion == STATIC && call.table[head * QUERIES + q]);
+        if (call.criterion == GAUSSIAN) flag = lse[q] - log_bulk[q] < call.limit;
+        flags[q] = flag && decided;
+        any = any || flags[q];
+    }
+    if (call.group_rule == ANY) std::fill(flags, flags + QUERIES, any);
+    return any;
+}
+
+}  // namespace

@@ -1,0 +1,257 @@
+"""Long-context heads that read chosen tokens, in a whole layer: what is kept, chosen, read and counted."""
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from harness import WINDOW, Driver, Inputs, make_shared
+from models import tiny
+from pair import Pair
+from scenarios import SCENARIOS, play, small_buffers
+from stand_in import accelerator
+from torch import Tensor
+
+from qada_cache import QAdACache, StaticHeads
+from qada_cache.attention import far
+from qada_cache.kernels import sketch
+from qada_cache.state.layer import QAdALayer
+
+SCALING = 0.25
+EVERY = StaticHeads(torch.ones(1, 4, dtype=torch.bool))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Bulks of a few tokens have a sketch; few estimates are held at once."""
+    monkeypatch.setattr(sketch, "MIN_TOKENS", 6)
+    monkeypatch.setattr(far, "BLOCK_SCORES", 200)
+    with small_buffers():
+        yield
+
+
+@pytest.mark.parametrize("offloading", [False, True])
+@pytest.mark.parametrize("options", [{"criterion": EVERY}, {"group_rule": "any"}], ids=["static", "gaussian"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_reading_all_tokens_equals_reference(scenario: str, options: dict[str, Any], offloading: bool) -> None:
+    """`Pair` also compares the sketch with one made anew of the reference's keys, after every call."""
+    with accelerator() if offloading else nullcontext():
+        pair = play(scenario, token_threshold=1e-30, offloading=offloading, **options)
+    assert pair.layer.store.sketch is not None
+    assert int(pair.layer.counters.sketched_bytes) > 0
+
+
+def filled(tokens: int = 90, batch: int = 2, **options: Any) -> tuple[Driver, Inputs]:
+    """A layer that holds so many tokens, one of them already decoded."""
+    options = {"criterion": EVERY, "token_threshold": 1.0, "threshold": 0.5} | options
+    driver, inputs = Driver(QAdALayer(make_shared(**options), 0)), Inputs(3)
+    driver(*inputs(tokens, batch), None, scaling=SCALING)
+    driver(*inputs(1, batch), None, scaling=SCALING)
+    return driver, inputs
+
+
+def ask(driver: Driver, call: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    return driver(*call, None, scaling=SCALING)[0]
+
+
+@pytest.mark.parametrize("bits", sketch.BITS)
+def test_equals_float64(bits: int) -> None:
+    """One decoded token: exact over what is near and what is chosen, and an estimate of the rest."""
+    driver, inputs = filled(sketch_bits=bits)
+    call = inputs(1)
+    out = ask(driver, call)
+    store = driver.layer.store
+    length, near = store.bulk.lengths[0], slice(0, store.sinks + store.end)
+    read = 0
+    for row in range(2):
+        for head in range(4):
+            kv, query = head // 2, call[2][row, head, 0].double()
+            at = row, kv, slice(0, length)
+            scores = SCALING * store.near_keys[row, kv, near].double() @ query
+            odd = sketch.decode(store.sketch.codes[at], bits).double() * store.sketch.scales[at].double()[:, None]
+            turn = sketch.rotation(16, torch.device("cpu")).double()
+
+            def estimate(query: Tensor, odd: Tensor = odd, turn: Tensor = turn, at: Any = at) -> Tensor:
+                turned = turn @ query
+                unit = turned.abs().max() / 127
+                score = odd @ (torch.round(turned / unit) * unit) + store.sketch.centre[at[:2]].double() @ query
+                spread = sketch.spread_of(bits) * store.sketch.scales[at].double() ** 2
+                return SCALING * score + spread * SCALING**2 * query.square().sum()
+
+            wanted = torch.zeros(length, dtype=torch.bool)
+            for sibling in (2 * kv, 2 * kv + 1):
+                asks = call[2][row, sibling, 0].double()
+                found = estimate(asks)
+                mass = torch.cat([SCALING * store.near_keys[row, kv, near].double() @ asks, found]).logsumexp(0)
+                bulk_tokens = store.lengths[row] - 11
+                wanted |= found >= mass - math.log(bulk_tokens)
+            rest = estimate(query)[~wanted].logsumexp(0) + math.log(sketch.REST_WEIGHT)
+            keys, values = store.bulk.keys[at][wanted].double(), store.bulk.values[at][wanted].double()
+            mean = store.bulk.values[at].double().mean(dim=0, keepdim=True)
+            weights = torch.cat([scores, SCALING * keys @ query, rest[None]]).softmax(0)
+            expected = weights @ torch.cat([store.near_values[row, kv, near].double(), values, mean])
+            torch.testing.assert_close(out[row, head, 0].double(), expected, rtol=1e-5, atol=1e-5)
+            read += int(wanted.sum())
+    assert 0 < read < 8 * length
+
+
+def test_each_query_chooses_for_itself() -> None:
+    """A short turn at once and token by token, as long as nothing leaves the staging columns in between."""
+    driver, inputs = filled()
+    turn = inputs(5)
+    one_by_one = copy.deepcopy(driver.layer)
+    together = ask(driver, turn)
+    alone = Driver(one_by_one, module=driver.module)
+    parts = [ask(alone, tuple(t[:, :, i : i + 1] for t in turn)) for i in range(5)]
+    assert one_by_one.store.flushed == driver.layer.store.flushed
+    torch.testing.assert_close(torch.cat(parts, dim=2), together, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [0, 40_000, 1.0])
+def test_offloaded_equals_on_device(budget: int | float) -> None:
+    """The same tokens are read, from the host or from residents."""
+    results = []
+    for offloading in (False, True):
+        with accelerator() if offloading else nullcontext():
+            driver, inputs = filled(offloading=offloading, device_budget=budget if offloading else 0)
+            outputs = [ask(driver, inputs(tokens)) for tokens in (1, 5, 1, 30, 1, WINDOW, 1, 1)]
+            counters, residents = driver.layer.counters, driver.layer.store.bulk.residents
+            results.append((outputs, counters.sketched_bytes, counters.pulled_bytes, counters.spared_bytes))
+    (expected, sketched, pulled, _), (outputs, *counted) = results
+    torch.testing.assert_close(outputs, expected, rtol=1e-6, atol=1e-6)
+    assert counted[0] == sketched > 0
+    if budget:
+        assert residents.held
+        assert counted[2] > 0
+    else:
+        assert counted[1:] == [pulled, 0]
+
+
+def test_what_is_not_chosen_is_not_read() -> None:
+    """A bulk whose tokens are nan but for the chosen ones."""
+    driver, inputs = filled(token_threshold=3.0)
+    call, spied = inputs(1), []
+    original = far.chosen
+    twin = Driver(copy.deepcopy(driver.layer), module=driver.module)
+
+    def spy(bulk: Any, picks: Any) -> Any:
+        return original(bulk, (spied.append(pick) or pick for pick in picks))
+
+    with mock.patch.object(far, "chosen", spy):
+        expected = ask(twin, call)
+    store = driver.layer.store
+    for head, index in spied:
+        unread = torch.ones(store.bulk.capacity, dtype=torch.bool)
+        unread[index] = False
+        for buffer in (store.bulk.keys, store.bulk.values):
+            buffer[head][unread] = torch.nan
+    assert torch.equal(ask(driver, call), expected)
+    bytes_read = 2 * 16 * 4 * sum(len(index) for _, index in spied)
+    assert driver.layer.counters.pulled_bytes - (twin.layer.counters.pulled_bytes - bytes_read) == bytes_read
+
+
+def test_stats_and_audit() -> None:
+    """Counted: sketch bytes of every flagged head, the bytes of what was chosen, and what it missed."""
+    model = tiny("llama")
+    ids = torch.randint(0, model.config.vocab_size, (2, 150), generator=torch.Generator().manual_seed(0))
+    heads = StaticHeads(torch.ones(model.config.num_hidden_layers, model.config.num_attention_heads, dtype=torch.bool))
+    sizes = {"sink_tokens": 4, "local_tokens": 20, "moments": "current", "criterion": heads}
+    missed, shares = [], []
+    for token_threshold in (1e-30, 1.0, 1e9):
+        cache = QAdACache(model, **sizes, token_threshold=token_threshold, audit_every=1)
+        with torch.no_grad():
+            model(ids[:, :140], past_key_values=cache)
+            for token in range(140, 150):
+                model(ids[:, token : token + 1], past_key_values=cache)
+        stats = cache.stats()
+        store = cache.layers[0].store
+        head_bytes = 2 * store.near_keys.shape[3] * store.near_keys.element_size()
+        lengths = [140 + step - 20 - (token := 0) for step in range(1, 11)]  # at most: some are staged still
+        assert 0 < stats.offered_bytes <= len(stats.layers) * 2 * store.near_keys.shape[1] * head_bytes * sum(lengths)
+        assert stats.sketched_bytes == stats.offered_bytes // head_bytes * store.sketch.token_bytes
+        assert stats.read_share == (stats.pulled_bytes + stats.sketched_bytes) / stats.offered_bytes
+        missed.append(stats.audit.missed)
+        shares.append(stats.read_share)
+    assert missed[0] < 1e-6 < missed[1] < missed[2]
+    assert shares[0] > 1 > shares[1] > shares[2] == stats.sketched_bytes / stats.offered_bytes
+
+
+def test_device_bytes_are_as_computed() -> None:
+    """Offloaded: sinks, window and sketch, and nothing that grows faster."""
+    with accelerator():
+        driver, _ = filled(tokens=300, offloading=True)
+        held = driver.layer.store.sketch
+        assert held.codes.shape[:3] == held.scales.shape == (2, 2, driver.layer.store.bulk.capacity)
+        assert held.codes.nbytes == held.codes.shape[2] * 2 * 2 * 4
+        assert held.token_bytes == 4 + 2
+
+
+def test_file_keeps_the_sketch(tmp_path: Path) -> None:
+    model = tiny("llama")
+    ids = torch.randint(0, model.config.vocab_size, (1, 120), generator=torch.Generator().manual_seed(0))
+    cache = QAdACache(model, sink_tokens=4, local_tokens=20, moments="current", threshold=0.99, token_threshold=1.0)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.save(tmp_path / "cache.safetensors")
+        loaded = QAdACache.load(tmp_path / "cache.safetensors", model)
+        assert loaded.options.token_threshold == 1.0
+        for mine, theirs in zip(cache.layers, loaded.layers, strict=True):
+            for name, value in mine.store.sketch.record.items():
+                kept = theirs.store.sketch.record[name]
+                assert torch.equal(kept, value) if isinstance(value, Tensor) else kept == value
+        logits = [model(ids[:, :1], past_key_values=one).logits for one in (cache, loaded)]
+    assert torch.equal(*logits)
+
+
+def test_fork_makes_or_drops_the_sketch() -> None:
+    """As if it had been so from the start."""
+    model = tiny("llama")
+    ids = torch.randint(0, model.config.vocab_size, (1, 120), generator=torch.Generator().manual_seed(0))
+    sizes = {"sink_tokens": 4, "local_tokens": 20, "moments": "current", "threshold": 0.99}
+    whole, some = (QAdACache(model, **sizes, token_threshold=theta) for theta in (0.0, 1.0))
+    with torch.no_grad():
+        for cache in (whole, some):
+            model(ids, past_key_values=cache)
+        forked = whole.fork(token_threshold=1.0), some.fork(token_threshold=0.0)
+        assert forked[1].layers[0].store.sketch is None
+        logits = [model(ids[:, :1], past_key_values=one).logits for one in (some, forked[0], whole, forked[1])]
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(logits[3], logits[2])
+
+
+@pytest.mark.parametrize("exact", [{"threshold": 1.0}, {"criterion": "dense"}, {"criterion": "oracle"}])
+def test_asking_for_everything_reads_all(exact: dict[str, Any]) -> None:
+    pair = Pair(**{"criterion": "gaussian", "token_threshold": 5.0} | exact)
+    inputs = Inputs()
+    for tokens in (60, 1, 1, 3):
+        pair.update(*inputs(tokens))
+    assert pair.layer.store.sketch is None
+
+
+def test_keys_that_fill_no_bytes_are_read_whole() -> None:
+    pair, inputs = Pair(criterion=EVERY, token_threshold=5.0, sketch_bits=1), Inputs(dim=12)
+    for tokens in (60, 1, 1, 3):
+        pair.update(*inputs(tokens))
+    assert pair.layer.store.sketch is None
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"token_threshold": -1.0}, "token_threshold must be finite and not negative, got -1.0"),
+        ({"token_threshold": math.nan}, "token_threshold must be finite and not negative, got nan"),
+        ({"token_threshold": math.inf}, "token_threshold must be finite and not negative, got inf"),
+        ({"token_threshold": "2"}, "token_threshold must be a number, got str"),
+        ({"token_threshold": True}, "token_threshold must be a number, got bool"),
+        ({"sketch_bits": 3}, "sketch_bits must be one of 1, 2, 4, got 3"),
+        ({"sketch_bits": True}, "sketch_bits must be one of 1, 2, 4, got True"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        make_shared(**options)

@@ -1,0 +1,149 @@
+"""Forward passes and changes that were interrupted or refused: undone, or said by every use from there on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import exact, forced, generate, logits_of, prompt, tiny
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from qada_cache import QAdACache
+from qada_cache.attention import forward as attention
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("tokens", [1, 9, 20])
+@pytest.mark.parametrize("place", ["first mlp", "before last attention", "in last attention"])
+def test_interrupted_forward(
+    family: str, tokens: int, place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An exception between two layers (out of memory, Ctrl-C) leaves them at different lengths."""
+    model, text = tiny(family), prompt(150 + 2 * tokens)[0]
+    cache = exact(model)
+    forced(model, text[:, :150], [150], cache)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    layers = model.model.layers
+    with monkeypatch.context() as patch:
+        if place == "in last attention":
+            patch.setattr(attention, "query_adaptive" if tokens <= 16 else "whole_context", interrupt)
+        else:
+            patch.setattr(layers[0].mlp if place == "first mlp" else layers[1].self_attn.q_proj, "forward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            forced(model, text[:, 150 : 150 + tokens], [tokens], cache)
+
+    unusable = pytest.raises(RuntimeError, match=r"interrupted.*reset\(\)")
+    with unusable:
+        forced(model, text[:, 150 + tokens :], [tokens], cache)
+    with unusable:
+        cache.save(tmp_path / "half.safetensors")
+    if family == "llama":  # transformers' other layers refuse these verbs for reasons of their own
+        with unusable:
+            cache.crop(-1)
+        with unusable:
+            cache.batch_repeat_interleave(2)
+    cache.reset()
+    wanted = generate(model, text, DynamicCache(config=model.config))
+    got = generate(model, text, cache)
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3
+
+
+def filled(model: PreTrainedModel, text: Tensor) -> DynamicCache:
+    """What has read `text`."""
+    cache = DynamicCache(config=model.config)
+    forced(model, text, [text.shape[1]], cache)
+    return cache
+
+
+def test_interrupted_before_tokens_are_taken_in(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first layer, where no other has them: as if they had never come."""
+    text = prompt(160)[0]
+    cache, plain = exact(model), filled(model, text[:, :150])
+    forced(model, text[:, :150], [150], cache)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "view_as", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            forced(model, text[:, 150:], [10], cache)
+    assert cache.get_seq_length() == 150
+    got, wanted = (forced(model, text[:, 150:], [10], used) for used in (cache, plain))
+    assert (got - wanted).abs().max() < 1e-3
+
+
+CHANGES: dict[str, Callable[[QAdACache], None]] = {
+    "crop": lambda cache: cache.crop(-30),
+    "reorder_cache": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "batch_repeat_interleave": lambda cache: cache.batch_repeat_interleave(2),
+    "batch_select_indices": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "reset": lambda cache: cache.reset(),
+}
+
+
+@pytest.mark.parametrize("place", ["first layer", "second layer"])
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("verb", CHANGES)
+def test_interrupted_change(
+    verb: str, loaded: bool, place: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Some layers have other rows or tokens than the others, or half of one layer: every use says so."""
+    text, cache = prompt(150, 150)[0], exact(model)
+    forced(model, text[:, :140], [140], cache)
+    cache.save(tmp_path / "whole.safetensors")
+    if loaded:
+        cache = QAdACache.load(tmp_path / "whole.safetensors", model)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if place == "second layer" or verb == "reset":
+            patch.setattr(cache.layers[place == "second layer"], verb, interrupt)
+        else:  # sinks and window have been changed, or are about to be
+            inner = "truncate" if verb == "crop" else "select"
+            patch.setattr(cache.layers[0].store.bulk, inner, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            CHANGES[verb](cache)
+    for use in (
+        lambda: forced(model, text[:, 140:], [10], copy.deepcopy(cache)),
+        lambda: forced(model, text[:1, 140:], [10], cache),
+        lambda: cache.save(tmp_path / "half.safetensors"),
+        lambda: cache.crop(-1),
+        lambda: cache.reorder_cache(torch.tensor([1, 0])),
+    ):
+        with pytest.raises(RuntimeError, match=rf"^{verb} was interrupted, .*call reset\(\)"):
+            use()
+    cache.reset()
+    got, wanted = (forced(model, text, [140, 10], used) for used in (cache, DynamicCache(config=model.config)))
+    assert (got - wanted).abs().max() < 1e-3
+
+
+def test_refused_changes_do_no_harm(model: PreTrainedModel) -> None:
+    """Refused by the first layer, a cache is what it was; by a later one, the first has changed already."""
+    text, cache = prompt(150)[0], exact(model)
+    forced(model, text[:, :140], [140], cache)
+    for refused in (
+        lambda: cache.crop(3),
+        lambda: cache.reorder_cache(torch.tensor([4])),
+        lambda: cache.batch_select_indices(torch.tensor([True, False])),
+    ):
+        with pytest.raises((ValueError, IndexError)):
+            refused()
+    got, wanted = (forced(model, text[:, 140:], [10], used) for used in (cache, filled(model, text[:, :140])))
+    assert (got - wanted).abs().max() < 1e-3

@@ -1,0 +1,206 @@
+"""The commands of the documents: the programs they name take their arguments, and options named in passing exist."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from documents import DOCUMENTS, FENCED, ROOT, spans
+
+from qada_cache.key_moments.defaults import CURRENT, sources
+from qada_cache.key_moments.prompts import PROMPTS
+
+FOREIGN = {"--include_path": "lm_eval"}  # options that are named in order to say that they are not needed
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a document, and whether it stands in a block, where it has to be whole."""
+
+    document: str
+    line: str
+    whole: bool
+
+    @property
+    def words(self) -> list[str]:
+        words = shlex.split(self.line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words.pop(0)
+        return words
+
+
+def commands() -> Iterator[Command]:
+    for document, text in DOCUMENTS.items():
+        for language, block in FENCED.findall(text):
+            if language == "sh":
+                lines = block.replace("\\\n", " ").splitlines()
+                yield from (Command(document, line, True) for line in lines if shlex.split(line, comments=True))
+        for span in spans(text):
+            if re.match(r"(python -m|pip|make|qada|lm_eval) ", span):
+                yield Command(document, span, False)
+
+
+class Parsed(Exception):  # noqa: N818  # no error
+    """What a command is stopped with once it has read its arguments."""
+
+
+def read_by(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+    """Start the program that a command names, with its very arguments, until it has read them; the parser that did.
+
+    Raises:
+        SystemExit: it does not take them.
+    """
+    parse, readers = argparse.ArgumentParser.parse_args, []
+
+    def stopped(self: argparse.ArgumentParser, *args: object, **keywords: object) -> None:
+        readers.append(self)
+        raise Parsed(parse(self, *args, **keywords))  # type: ignore[arg-type]
+
+    if words[0] == "qada":
+        from qada_cache.cli import main
+    elif words[0] == "lm_eval":
+        pytest.importorskip("lm_eval", reason="the command line is lm-eval's")
+        from lm_eval.__main__ import cli_evaluate as main
+    else:
+        for needed in ("lm_eval", "matplotlib"):
+            pytest.importorskip(needed, reason="some commands need it")
+        main = importlib.import_module(words[0]).main
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", stopped)
+        patch.setattr(sys, "argv", words)
+        with pytest.raises(Parsed):
+            main()
+    return readers[0]
+
+
+def option_strings(parser: argparse.ArgumentParser) -> set[str]:
+    """Of a parser and those of its subcommands."""
+    found = set()
+    for action in parser._actions:
+        found |= set(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            found = found.union(*map(option_strings, action.choices.values()))
+    return found
+
+
+def program(words: list[str]) -> list[str] | None:
+    """A command as the program that reads its arguments, and these; None for one that is checked in other ways."""
+    if words[:2] == ["python", "-m"] and words[2].startswith("eval."):
+        return words[2:]
+    if words[:3] == ["python", "-m", "qada_cache.lm_eval"]:
+        return ["lm_eval", *words[3:]]
+    return words if words[0] in ("qada", "lm_eval") else None
+
+
+COMMANDS = list(commands())
+
+
+def test_there_are_commands() -> None:
+    """The patterns above find what they are to find."""
+    found = {command.document for command in COMMANDS if program(command.words)}
+    assert {"README.md", "docs/lm-eval.md", "docs/measuring.md", "docs/options.md", "docs/speed.md"} - found <= {
+        "README.md"  # `make` is its only one
+    }
+    assert sum(program(command.words) is not None for command in COMMANDS) > 30
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.document}: {command.line[:70]}")
+def test_command(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arguments are read without a complaint by the program it names."""
+    words = command.words
+    if match := re.fullmatch(r'\w+=\$\(python -c "(.*)"\)', command.line):
+        ast.parse(match[1])
+    elif words[0] == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        assert set(words[1:]) <= set(targets)
+    elif words[:2] == ["pip", "install"]:
+        named = set(re.findall(r"\.\[(\w+)\]", command.line))
+        extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        assert all(re.search(rf"^{extra} = \[", extras, re.MULTILINE) for extra in named)
+    elif words[:3] == ["python", "-m", "pytest"]:
+        (file,) = [word for word in words if word.endswith(".py")]
+        assert words[words.index("-k") + 1] in (ROOT / file).read_text(encoding="utf-8")
+    else:
+        called = program(words)
+        assert called is not None, f"an unknown program: {words}"
+        if not command.whole and (len(called) == 1 or called[1:] == ["..."]):  # named, not called
+            if called[0].startswith("eval."):
+                assert callable(importlib.import_module(called[0]).main)
+        elif not command.whole and called[0] == "qada" and len(called) == 2:
+            with pytest.raises(SystemExit) as stopped:
+                read_by([*called, "--help"], monkeypatch)
+            assert stopped.value.code == 0
+        else:
+            read_by(called, monkeypatch)
+
+
+def test_wrong_options_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for line in ("eval.sweep --out t.csv --no-such-option", "qada profile --model m --no-such-option", "eval.trials"):
+        with pytest.raises(SystemExit) as stopped:
+            read_by(line.split(), monkeypatch)
+        assert stopped.value.code == 2
+
+
+def values(command: Command, option: str) -> list[str]:
+    """What a command gives an option."""
+    words = command.words
+    if option not in words:
+        return []
+    rest = words[words.index(option) + 1 :]
+    end = next((place for place, word in enumerate(rest) if word.startswith("-")), len(rest))
+    return [value for word in rest[:end] for value in word.split(",")]
+
+
+def test_tasks_and_moments_exist() -> None:
+    """Names that commands take without asking when they read their arguments."""
+    manager = pytest.importorskip("lm_eval.tasks", reason="tasks are lm-eval's").TaskManager()
+    known = {*manager.all_tasks, "prose"}  # the last is a task of eval.trials
+    called = [command for command in COMMANDS if program(command.words)]
+    for command in called:
+        assert not (unknown := set(values(command, "--tasks")) - known), f"{command}: {unknown}"
+        for moments in values(command, "--moments"):
+            assert sources(moments)[1] in (None, *PROMPTS) or moments == CURRENT, command
+    assert sum(len(values(command, "--tasks")) for command in called) > 20
+    named = {span for span in spans(DOCUMENTS["docs/lm-eval.md"]) if re.match(r"(qada|prose|long|needle)_\w+$", span)}
+    assert len(named) > 12
+    assert named <= known
+
+
+def test_model_arguments_are_options_of_a_cache() -> None:
+    """`cache=` and `cache_*=` of lm-eval's documents."""
+    options = pytest.importorskip("qada_cache.lm_eval.options", reason="needs lm-eval")
+    text = DOCUMENTS["docs/lm-eval.md"]
+    assert set(re.findall(r"[,`\[]cache=(\w+)", text)) <= set(options.CRITERIA)
+    named = set(re.findall(r"[,`\[]cache_(\w+)=", text))
+    assert {"threshold", "moments", "heads"} <= named <= {*options.KEYWORDS, "heads"}
+
+
+def test_options_named_in_passing_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--option` in a sentence is an option of one of our commands, or of lm-eval's."""
+    known = set(FOREIGN)
+    for path in sorted((ROOT / "eval").glob("*.py")):
+        if "def main(" in path.read_text(encoding="utf-8"):
+            required = {"trials": ["--out", "t"], "sweep": ["--out", "t"], "heads": ["--out", "t"],
+                        "convert": ["--out", "t"], "needle": ["check"]}.get(path.stem, [])  # fmt: skip
+            known |= option_strings(read_by([f"eval.{path.stem}", *required], monkeypatch))
+    known |= option_strings(read_by(["qada", "moments", "--model", "m", "--out", "f"], monkeypatch))
+    known |= option_strings(read_by(["lm_eval", "run", "--tasks", "wikitext"], monkeypatch))
+    for document, text in DOCUMENTS.items():
+        for span in spans(text):
+            for option in re.findall(r"(?:^|\s)(--[\w-]+)", span):
+                assert option in known, f"{document}: `{span}`"
+
+
+def test_every_command_of_eval_is_documented() -> None:
+    """The files right in `eval` are commands, and docs/measuring.md has them all."""
+    for path in (ROOT / "eval").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert "def main(" in text, f"{path.name} is no command"
+        assert f"python -m eval.{path.stem}" in DOCUMENTS["docs/measuring.md"]

@@ -1,0 +1,180 @@
+"""A cache's file that is damaged, or is another model's, says so; so does what is no such file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import exact, generate, prompt, tiny
+from safetensors.torch import save_file
+
+from qada_cache import KeyMoments, QAdACache
+from qada_cache.files import tensor_file
+
+
+def split(path: Path) -> tuple[dict[str, Any], bytes]:
+    """A safetensors file's own header (JSON) and its tensor data."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+
+def join(path: Path, header: dict[str, Any], data: bytes) -> None:
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def flip_a_byte(path: Path) -> None:
+    header, data = split(path)
+    join(path, header, data[:100] + bytes([data[100] ^ 1]) + data[101:])
+
+
+def flip_the_last_byte(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 0x80]))
+
+
+def edit_state(path: Path) -> None:
+    header, data = split(path)
+    header["__metadata__"]["state"] = header["__metadata__"]["state"].replace('"threshold": 0.12', '"threshold": 0.13')
+    join(path, header, data)
+
+
+def swap_tensors(path: Path) -> None:
+    header, data = split(path)
+    first, second = [name for name in sorted(header) if header[name].get("shape") == [1, 2, 8]][:2]
+    header[first], header[second] = header[second], header[first]
+    join(path, header, data)
+
+
+def drop_checksum(path: Path) -> None:
+    header, data = split(path)
+    del header["__metadata__"]["sha256"]
+    join(path, header, data)
+
+
+def drop_state(path: Path) -> None:
+    header, data = split(path)
+    del header["__metadata__"]["state"]
+    join(path, header, data)
+
+
+def newer_version(path: Path) -> None:
+    header, data = split(path)
+    header["__metadata__"]["version"] = str(tensor_file.FORMAT_VERSION + 1)
+    join(path, header, data)
+
+
+def cut(keep: float) -> Callable[[Path], Any]:
+    return lambda path: path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (cut(0.9), "not a safetensors file, or is truncated"),
+    "truncated in the header": (cut(0.001), "not a safetensors file, or is truncated"),
+    "empty": (lambda path: path.write_bytes(b""), "not a safetensors file, or is truncated"),
+    "text": (lambda path: path.write_text("hello " * 50), "not a safetensors file, or is truncated"),
+    "extra bytes": (lambda path: path.write_bytes(path.read_bytes() + b"\0" * 8), "not a safetensors file"),
+    "a byte": (flip_a_byte, r"was altered after it was written \(checksum mismatch\)"),
+    "the last byte": (flip_the_last_byte, r"was altered after it was written \(checksum mismatch\)"),
+    "the header": (edit_state, r"was altered after it was written \(checksum mismatch\)"),
+    "names swapped": (swap_tensors, r"was altered after it was written \(checksum mismatch\)"),
+    "no checksum": (drop_checksum, r"was altered after it was written \(checksum mismatch\)"),
+    "no state": (drop_state, r"was altered after it was written \(checksum mismatch\)"),
+    "newer": (newer_version, "has format version '3', this qada-cache reads 2: upgrade"),
+    "foreign": (lambda path: save_file({"x": torch.ones(2)}, path), "is not a qada-cache file .*nothing about what it"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files(damage: str, saved: Path) -> None:
+    act, message = DAMAGE[damage]
+    act(saved)
+    model = tiny()
+    with pytest.raises(ValueError, match=f"{saved.name} .*{message}"):
+        QAdACache.load(saved, model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_wrong_file(saved: Path, tmp_path: Path) -> None:
+    model = tiny()
+    with pytest.raises(FileNotFoundError, match=r"no qada-cache file at .*missing"):
+        QAdACache.load(tmp_path / "missing", model)
+    with pytest.raises(FileNotFoundError, match="no qada-cache file at"):
+        QAdACache.load(tmp_path, model)  # a folder
+    with pytest.raises(ValueError, match=r"not a qada-moments file \(it says 'qada-cache'\)"):
+        KeyMoments.load(saved)
+    KeyMoments.collect(model, prompt=prompt(50)[0]).save(tmp_path / "moments")
+    with pytest.raises(ValueError, match=r"not a qada-cache file \(it says 'qada-moments'\)"):
+        QAdACache.load(tmp_path / "moments", model)
+    with pytest.raises(TypeError, match="either a model or config"):
+        QAdACache.load(saved)
+    with pytest.raises(TypeError, match="either a model or config"):
+        QAdACache.load(saved, model, config=model.config)
+    assert model.config._attn_implementation == "sdpa"
+
+
+CHANGES = {
+    "num_hidden_layers": {"num_hidden_layers": 3},
+    "num_attention_heads": {"num_attention_heads": 8},
+    "num_key_value_heads": {"num_key_value_heads": 4},
+    "hidden_size": {"hidden_size": 64},
+    "vocab_size": {"vocab_size": 98},
+    "rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_models_file(name: str, saved: Path) -> None:
+    other = tiny(**CHANGES[name])
+    with pytest.raises(ValueError, match=f"{saved.name} was saved for another model: its ({name}|head_dim) is"):
+        QAdACache.load(saved, other)
+    with pytest.raises(ValueError, match=r"another model: its model_type is 'llama', this model's (is )?'qwen2'"):
+        QAdACache.load(saved, config=tiny("qwen2").config)
+    assert other.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "change", [{"sliding_window": 24}, {"layer_types": ["full_attention", "sliding_attention"]}], ids=str
+)
+def test_another_hybrid_models_file(change: dict[str, Any], tmp_path: Path) -> None:
+    """Other windows, or the same layers in another order: keys that mean nothing to this model."""
+    model = tiny("gemma3")
+    cache = exact(model)
+    generate(model, prompt(90)[0], cache)
+    cache.save(tmp_path / "cache.safetensors")
+    with pytest.raises(ValueError, match=f"was saved for another model: its {next(iter(change))} is"):
+        QAdACache.load(tmp_path / "cache.safetensors", tiny("gemma3", **change))
+
+
+def test_other_weights_of_the_same_config(saved: Path, tmp_path: Path) -> None:
+    other, changed = tiny(seed=1), tiny()
+    with torch.no_grad():
+        changed.model.layers[1].mlp.up_proj.weight.add_(0.01)
+    another = "was saved for another model: its config is this model's, and its weights are not"
+    lower = "was saved for a model in float32, this model is in bfloat16"
+    for model, message in ((other, another), (changed, another), (tiny(dtype=torch.bfloat16), lower)):
+        with pytest.raises(ValueError, match=f"{saved.name} {message}"):
+            QAdACache.load(saved, model)
+        assert model.config._attn_implementation == "sdpa"
+    QAdACache.load(saved, tiny())
+    cache = QAdACache.load(saved, config=other.config)  # which says nothing of weights, and neither will its file
+    cache.save(tmp_path / "unknown")
+    QAdACache.load(tmp_path / "unknown", tiny())
+
+
+def test_weights_kept_elsewhere_are_not_compared(saved: Path) -> None:
+    """As accelerate keeps them, of a model that is greater than the memory."""
+    for seed in (0, 1):
+        model = tiny(seed=seed)
+        model.model.layers[0].to("meta")
+        if seed == 0:
+            QAdACache.load(saved, model)
+        else:
+            with pytest.raises(ValueError, match="its config is this model's, and its weights are not"):
+                QAdACache.load(saved, model)

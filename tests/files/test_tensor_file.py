@@ -1,0 +1,135 @@
+"""Files are written whole or not at all, where any other program would write them, and checked when they are read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import exact, generate, limited_file_size, prompt, tiny
+
+from qada_cache import QAdACache
+from qada_cache.files import private, tensor_file
+
+
+@pytest.mark.parametrize("failing", ["files.tensor_file._content", "files.private.os.replace"])
+def test_an_interrupted_save_leaves_the_old_file(failing: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, model = saved.read_bytes(), tiny()
+    cache = exact(model)
+    generate(model, prompt(90)[0], cache)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"qada_cache.{failing}", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cache.save(saved)
+    assert saved.read_bytes() == before
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]  # and nothing half-written beside it
+    cache.save(saved)
+    assert QAdACache.load(saved, model).get_seq_length() == cache.get_seq_length()
+
+
+def test_a_full_disk_says_which_file(saved: Path) -> None:
+    before, model = saved.read_bytes(), tiny()
+    cache = QAdACache.load(saved, model)
+    with limited_file_size(len(before) // 2), pytest.raises(OSError, match=f"File too large: '{saved}'") as caught:
+        cache.save(saved)
+    assert caught.value.errno == errno.EFBIG
+    with pytest.raises(FileNotFoundError, match=f"'{saved.parent}/missing/cache'"):
+        cache.save(saved.parent / "missing" / "cache")
+    assert saved.read_bytes() == before
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_what_killed_processes_left_is_removed_by_the_next_save(saved: Path) -> None:
+    cache = QAdACache.load(saved, tiny())
+    script = (
+        "import os, sys\nsys.path.insert(0, 'tests/helpers')\n"
+        "from models import tiny\nfrom qada_cache import QAdACache\nfrom qada_cache.files import tensor_file\n"
+        f"cache = QAdACache.load({str(saved)!r}, tiny())\n"
+        f"tensor_file._content = lambda tensor: os.kill(os.getpid(), 9)\ncache.save({str(saved)!r})"
+    )
+    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == -9
+    left = set(saved.parent.iterdir()) - {saved}
+    assert len(left) == 1
+    cache.save(saved)
+    assert set(saved.parent.iterdir()) - {saved} == left  # its process might be at work yet
+    for path in left:
+        os.utime(path, times=(time.time() - 2 * private.STALE_SECONDS,) * 2)
+    cache.save(saved)
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_links_are_written_through(saved: Path) -> None:
+    cache, link = QAdACache.load(saved, tiny()), saved.with_name("link")
+    for target in (saved.name, "new"):  # the second of them leads nowhere yet
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        cache.save(link)
+        assert link.is_symlink()
+        assert QAdACache.load(saved.with_name(target), tiny()).get_seq_length() == cache.get_seq_length()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+@pytest.mark.parametrize("linked", [False, True])
+def test_what_is_no_file_is_not_replaced(linked: bool, make: Callable[[Path], None], saved: Path) -> None:
+    cache, path = QAdACache.load(saved, tiny()), saved.with_name("taken")
+    make(path)
+    before = path.stat()
+    if linked:
+        path = saved.with_name("link")
+        path.symlink_to("taken")
+    with pytest.raises(OSError, match=f"not a regular file: '{path}'"):
+        cache.save(path)
+    assert path.stat() == before
+
+
+def test_permissions_are_those_of_any_new_file(saved: Path) -> None:
+    cache, path = QAdACache.load(saved, tiny()), saved.with_name("other")
+    umask = os.umask(0o027)
+    try:
+        cache.save(path)
+        assert path.stat().st_mode & 0o777 == 0o640
+        path.chmod(0o604)
+        cache.save(path)
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o604  # an old one keeps its own
+
+
+def test_every_dtype_that_is_written_can_be_read(tmp_path: Path) -> None:
+    tensors = {str(dtype): torch.tensor([0, 1, 0]).to(dtype) for dtype in tensor_file._DTYPES}
+    tensors |= {"empty": torch.zeros(0, 3), "scalar": torch.tensor(2.0), "a view": torch.arange(6).view(2, 3).T}
+    tensor_file.write(tmp_path / "file", "qada-test", tensors, {})
+    found, _ = tensor_file.read(tmp_path / "file", "qada-test")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    with pytest.raises(NotImplementedError, match=r"complex is of torch\.complex64"):
+        tensor_file.write(tmp_path / "file", "qada-test", {"complex": torch.zeros(2, dtype=torch.complex64)}, {})
+
+
+def test_files_read_from_memory_are_checked_alike(tmp_path: Path) -> None:
+    tensor_file.write(tmp_path / "file", "qada-test", {"x": torch.arange(5)}, {"y": 1})
+    content = (tmp_path / "file").read_bytes()
+    tensors, state = tensor_file.decoded(content, "qada-test", tmp_path / "file")
+    assert tensors["x"].tolist() == [0, 1, 2, 3, 4]
+    assert state == {"y": 1}
+    for damaged, message in (
+        (content[:-1], "truncated"),
+        (content[:-1] + b"x", "was altered"),
+        (b"", "truncated"),
+        (tensor_file.safetensors.torch.save({"x": torch.ones(1)}), "is not a qada-test file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tensor_file.decoded(damaged, "qada-test", tmp_path / "file")

@@ -1,0 +1,187 @@
+"""`stats()` tells the truth about bytes, and there are no more of them than there have to be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import WINDOW, FakeAttention, Inputs
+from models import forced, prompt, tiny
+from pair import Pair
+from scenarios import left_padded
+from stand_in import DEVICES, Copies, on_gpu
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig
+
+from qada_cache import QAdACache
+from qada_cache.storage import bulk, store
+
+
+def small_cache(**options: Any) -> tuple[QAdACache, list[Pair]]:
+    """A cache of two layers and what drives each."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    config._attn_implementation = "sdpa"
+    cache = QAdACache(config=config, moments="current", threshold=0.15, sink_tokens=3, local_tokens=11, **options)
+    modules = [FakeAttention(config, groups=2, layer_idx=index) for index in range(2)]
+    return cache, [Pair(layer=layer, module=module) for layer, module in zip(cache.layers, modules, strict=True)]
+
+
+def storages(holder: object, seen: dict[int, Tensor] | None = None) -> dict[int, Tensor]:
+    """Every tensor storage reachable from an object's attributes, by address; what layers share left out.
+
+    It holds masks of the current call. So are the ways from layer to layer.
+    """
+    seen = {} if seen is None else seen
+    if isinstance(holder, Tensor):
+        seen[holder.untyped_storage().data_ptr()] = holder
+    elif isinstance(holder, (list, tuple)):
+        for item in holder:
+            storages(item, seen)
+    elif isinstance(holder, dict):
+        for name, item in holder.items():
+            if name not in ("shared", "bound_module", "following"):
+                storages(item, seen)
+    elif type(holder).__module__.startswith("qada_cache"):
+        storages(vars(holder), seen)
+    return seen
+
+
+def block_bytes(tensor: Tensor) -> int:
+    """What a tensor's storage takes, as torch pins memory."""
+    size = tensor.untyped_storage().nbytes()
+    return next(2**power for power in range(40) if 2**power >= size) if tensor.is_pinned() else size
+
+
+def reachable_bytes(cache: QAdACache) -> int:
+    return sum(map(block_bytes, storages(cache.layers).values()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("offloading", "budget"), [(False, 0), (True, 0), (True, 0.5)])
+def test_stats_count_real_storages(
+    offloading: bool, budget: float, device: str, copies: Copies, tmp_path: Path
+) -> None:
+    cache, pairs = small_cache(offloading=offloading, device_budget=budget)
+    stats = cache.stats()
+    assert (stats.device_bytes, stats.host_bytes) == (0, 0)
+
+    def check(cache: QAdACache) -> None:
+        stats = cache.stats()
+        stores = [layer.store for layer in cache.layers]
+        host = sum(block_bytes(tensor) for store in stores for tensor in (store.bulk.keys, store.bulk.values))
+        assert host > 0
+        assert stats.host_bytes == (host if offloading else 0)
+        assert stats.device_bytes + stats.host_bytes == reachable_bytes(cache)
+
+    inputs = Inputs(device=device)
+    for tokens in (60, 1, 20, 1, WINDOW, 1):
+        for pair in pairs:
+            pair.update(*inputs(tokens))
+        check(cache)
+    assert (cache.stats().resident_bytes > 0) == (budget > 0)
+    for verb in (
+        lambda: cache.crop(-20),
+        lambda: cache.batch_repeat_interleave(2),
+        lambda: cache.reorder_cache(torch.tensor([3, 0, 0, 1])),
+        lambda: cache.batch_select_indices(torch.tensor([1, 2])),
+    ):
+        verb()
+        check(cache)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = QAdACache.load(tmp_path / "cache.safetensors", config=cache._shared.model.config)
+    check(loaded)
+    cache.reset()
+    assert (cache.stats().device_bytes, cache.stats().host_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_host_bytes_count_what_pinning_takes(device: str, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Powers of two; also where keys and values differ in size."""
+    cache, pairs = small_cache(offloading=True)
+    for pair in pairs:
+        pair.driver(*Inputs(dim=12)(60), None, scaling=0.25)
+    sizes = [2 * 2 * layer.store.bulk.capacity * dim * 4 for layer in cache.layers for dim in (12, 16)]
+    assert cache.stats().host_bytes == sum(sizes)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
+    blocks = [
+        block_bytes(tensor) for layer in cache.layers for tensor in (layer.store.bulk.keys, layer.store.bulk.values)
+    ]
+    assert {block > size for size, block in zip(sizes, blocks, strict=True)} == {True, False}
+    assert cache.stats().host_bytes == sum(blocks)
+
+
+def test_a_long_window_takes_memory_for_what_was_seen(tmp_path: Path) -> None:
+    """Of sinks and window, those that there are; read in one call, in several, token by token and from a file."""
+    model, text = tiny(), prompt(2700)[0]
+    cache, per_token = QAdACache(model, local_tokens=10**7), 2 * 2 * 2 * 8 * 4  # of layers, keys and values, heads
+
+    def check(cache: QAdACache) -> None:
+        room = 16 + max(store.ROOM_TOKENS, bulk.GROWTH * cache.get_seq_length())
+        assert cache.stats().device_bytes > per_token * cache.get_seq_length()
+        assert cache.stats().device_bytes < per_token * room + 4096  # of moments
+
+    logits, read = [], 0
+    for tokens in (50, 1450, 1000, *[1] * 200):
+        if tokens == 1000:
+            cache.save(tmp_path / "cache.safetensors")
+            cache = QAdACache.load(tmp_path / "cache.safetensors", model)
+            check(cache)
+        logits.append(forced(model, text[:, read : read + tokens], [tokens], cache))
+        read += tokens
+        check(cache)
+    wanted = forced(model, text, [2700], DynamicCache(config=model.config))
+    torch.testing.assert_close(torch.cat(logits, dim=1), wanted, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_padding_is_recorded_by_itself(batch: int, tmp_path: Path) -> None:
+    """One small record for all layers, up to the last padding: no view that keeps the mask, tokens x tokens."""
+    cache, pairs = small_cache()
+    valid = left_padded([30] * batch, 40)
+    mask = pairs[0].next_mask(batch, 40, valid)
+    assert mask.untyped_storage().nbytes() == batch * 40 * 40
+    for pair in pairs:
+        pair.update(*Inputs()(40, batch), valid, mask=mask)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = QAdACache.load(tmp_path / "cache.safetensors", config=cache._shared.model.config)
+    for layers in (cache.layers, loaded.layers):
+        (record,) = {layer.padding for layer in layers}
+        assert torch.equal(record.known, valid[:, :10])
+        assert record.known.untyped_storage().nbytes() == batch * 10
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_offloaded_device_bytes_do_not_grow(device: str, copies: Copies) -> None:
+    sizes = []
+    for tokens in (50, 1000):
+        cache, pairs = small_cache(offloading=True)
+        inputs = Inputs(device=device)
+        for index, pair in enumerate(pairs):
+            for count in (tokens, 1):
+                pair.driver(*inputs(count), None, scaling=0.25)
+            assert pair.layer.index == index
+        sizes.append((cache.stats().device_bytes, cache.stats().host_bytes))
+    (short_device, short_host), (long_device, long_host) = sizes
+    assert short_device == long_device
+    assert long_host > 10 * short_host
+
+
+@on_gpu
+def test_real_device_memory_does_not_grow() -> None:
+    """What the allocator holds after prefill: the same for ten times the tokens."""
+    held = []
+    for tokens in (2_000, 20_000):
+        cache, pairs = small_cache(offloading=True)
+        inputs = Inputs(device="cuda")
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        for pair in pairs:
+            pair.driver(*inputs(tokens, 1), None, scaling=0.25)
+            pair.driver(*inputs(1, 1), None, scaling=0.25)
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated() - before)
+        assert held[-1] >= cache.stats().device_bytes
+        assert all(layer.store.bulk.keys.is_pinned() for layer in cache.layers)
+    assert held[1] <= held[0] + 4096
