@@ -43,8 +43,8 @@ def query_adaptive(
     token_bytes = kv_heads * sum(near.shape[3] * near.element_size() for near in (near_keys, near_values))
     audited = layer.is_audited()
     if queries == 1 and not audited:
-        call = query, store.bulk.keys, store.bulk.values, layer.options.criterion, layer.options.kernels
-        kernel = choice.fused_decode(*call, sketched=store.sketch is not None)
+        bulk = store.bulk
+        kernel = choice.fused_decode(query, bulk.keys, bulk.values, layer.options.criterion, layer.options.kernels)
         if kernel is not None:
             out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
             layer.counters.count(flags.unsqueeze(-1), geometry, token_bytes)

@@ -72,18 +72,17 @@ def requested(kernels: str | None) -> str:
 
 
 def fused_decode(
-    query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object, kernels: str, *, sketched: bool = False
+    query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object, kernels: str
 ) -> Callable | None:
     """The `fused_decode` that is to compute this call, None for the torch path of attention/decode.py.
 
-    Arguments as for `obstacle`; `kernels` is one of `KINDS`, `sketched` says whether tokens are chosen by a sketch,
-    which the compiled kernel cannot do.
+    Arguments as for `obstacle`; `kernels` is one of `KINDS`.
 
     Raises:
         RuntimeError: it is "triton" and there is an obstacle.
     """
     call = (query, bulk_keys, bulk_values, criterion)
-    if kernels == "auto" and not sketched and compiled_decode.obstacle(*call) is None:
+    if kernels == "auto" and compiled_decode.obstacle(*call) is None:
         return compiled_decode.fused_decode
     if kernels == "torch" or (kernels == "auto" and AUTO == "torch"):
         return None

@@ -31,7 +31,7 @@ def check_operands(
     other_moments: tuple[Tensor | None, Tensor | None],
     masks: tuple[Tensor, Tensor],
     rows: tuple[Tensor | None, ...],
-    coded: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    coded: tuple[Tensor | None, ...] = (None, None, None, None),
 ) -> None:
     """Raise ValueError unless a kernel that goes by the query's sizes and dtype reads within all of these tensors.
 
@@ -43,7 +43,7 @@ def check_operands(
         other_moments: its other_mean, other_covariance.
         masks: its local, staged.
         rows: its bulk_lengths, count, decided.
-        coded: its codes, scales, centre, all or none.
+        coded: its codes, scales, centre, all or none, and mean_value.
     """
     batch, heads, queries, dim = query.shape
     kv_heads, value_dim = near[0].shape[1], near[1].shape[3]
@@ -64,61 +64,35 @@ def check_operands(
         fits = fits and (tensor is None or (tensor.dtype == dtype and tensor.dim() == 1))
     for tensor in (*moments, *other_moments, *masks, *rows):
         fits = fits and (tensor is None or (tensor.shape[0] in (1, batch) and tensor.device == query.device))
-    fits = fits and _coded_fit(coded, query, bulk[0], rows[0])
+    fits = fits and _coded_fit(coded, query, bulk, rows[0])
     if not (fits and near[0].device == query.device):
         tensors = (query, *near, *bulk, *moments, *other_moments, *coded)
         found = [(t.dtype, str(t.device), list(t.shape)) for t in tensors if t is not None]
         raise ValueError(f"the kernel cannot read these tensors as those of one layer: {found}")
 
 
-def check_sketch(
-    query: Tensor,
-    bulk: tuple[Tensor, Tensor],
-    *,
-    codes: Tensor,
-    scales: Tensor,
-    centre: Tensor,
-    mean_value: Tensor | None,
-) -> int:
-    """Raise ValueError unless a kernel reads within this sketch of the bulk.
-
-    Arguments as for `decode_reference.fused_decode`, `bulk` its bulk_keys, bulk_values.
-
-    Returns:
-        the bits in which a value is coded.
-    """
-    (batch, kv_heads, capacity, dim), parts = bulk[0].shape, [codes, scales, centre]
-    fits = tuple(part.dim() for part in parts) == (4, 3, 3) and scales.shape == codes.shape[:3]
-    fits = fits and codes.shape[:2] == (batch, kv_heads) and codes.shape[2] >= capacity
-    fits = fits and centre.shape == (batch, kv_heads, dim)
-    fits = fits and [part.dtype for part in parts] == [torch.uint8, torch.bfloat16, torch.float32]
-    if mean_value is not None:
-        fits = fits and mean_value.shape == (batch, kv_heads, bulk[1].shape[3]) and mean_value.dtype == torch.float32
-        parts.append(mean_value)
-    fits = fits and all(part.stride(-1) == 1 and part.device == query.device for part in parts)
-    coded = [bits for bits in sketch.BITS if fits and 8 * codes.shape[3] == dim * bits]
-    if not coded:
-        found = [(t.dtype, str(t.device), list(t.shape)) for t in (query, *bulk, *parts)]
-        raise ValueError(f"the kernel cannot read these tensors as a sketch of this bulk: {found}")
-    return coded[0]
-
-
-def _coded_fit(coded: tuple[Tensor | None, ...], query: Tensor, bulk_keys: Tensor, lengths: Tensor | None) -> bool:
-    """Whether codes, scales and centre are those of a sketch of this bulk, or none is given."""
-    codes, scales, centre = coded
+def _coded_fit(
+    coded: tuple[Tensor | None, ...], query: Tensor, bulk: tuple[Tensor, Tensor], lengths: Tensor | None
+) -> bool:
+    """Whether codes, scales, centre and mean value are those of a sketch of this bulk, or none is given."""
+    codes, scales, centre, mean_value = coded
     if codes is None or scales is None or centre is None:
         return codes is scales is centre
     batch, kv_heads, capacity, size = codes.shape
     dim = query.shape[3]
+    if mean_value is not None:
+        of_values = mean_value.dtype == torch.float32 and mean_value.shape == (batch, kv_heads, bulk[1].shape[3])
+        if not (of_values and mean_value.stride(2) == 1 and mean_value.device == query.device):
+            return False
     return (
         (codes.dtype, scales.dtype, centre.dtype) == (torch.uint8, torch.bfloat16, torch.float32)
-        and (batch, kv_heads) == bulk_keys.shape[:2]
+        and (batch, kv_heads) == bulk[0].shape[:2]
         and scales.shape == codes.shape[:3]
         and centre.shape == (batch, kv_heads, dim)
         and any(size * 8 == dim * bits for bits in sketch.BITS)
         and codes.stride(3) == centre.stride(2) == 1
         and codes.device == scales.device == centre.device == query.device
-        and (capacity >= bulk_keys.shape[2] or _all_within(lengths, capacity))
+        and (capacity >= bulk[0].shape[2] or _all_within(lengths, capacity))
     )
 
 

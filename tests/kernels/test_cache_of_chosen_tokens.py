@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache, StaticHeads
-from qada_cache.kernels import choice, sketch
+from qada_cache.kernels import sketch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels.triton import decode as triton_decode
@@ -128,11 +128,3 @@ def test_the_kernel_chooses_as_the_torch_path(
 @pytest.mark.parametrize(("use", "options"), [case for case in CASES if "device_budget" not in case[1]])
 def test_the_kernel_chooses_as_the_torch_path_on_a_gpu(use: Use, options: dict[str, Any], tmp_path: Path) -> None:
     compare(use, tiny(num_hidden_layers=1).cuda(), tmp_path, "cuda", **options)
-
-
-def test_the_compiled_kernel_does_not_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice.compiled_decode, "obstacle", lambda *call: None)
-    query, bulk = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 8, 16)
-    call = query, bulk, bulk, "gaussian", "auto"
-    assert choice.fused_decode(*call) is choice.compiled_decode.fused_decode
-    assert choice.fused_decode(*call, sketched=True) is None

@@ -1,5 +1,6 @@
 """Reading chosen tokens in a fused decode step, against float64: by the torch reference and by every kernel."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -130,16 +131,18 @@ WRONG = {
     "codes": [Tensor.char, lambda t: t[:, :1], lambda t: t[..., :7], lambda t: t[:, :, :200], lambda t: t.to("meta")],
     "scales": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t[:-1], lambda t: t.to("meta")],
     "centre": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:-1], lambda t: t.mT.contiguous().mT, lambda t: None],
+    "mean_value": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:, :1], lambda t: t.mT.contiguous().mT],
 }
 
 
+@pytest.mark.parametrize("function", [compiled_decode.fused_decode, triton_decode.fused_decode])
 @pytest.mark.parametrize("name", WRONG)
-def test_refuses_a_sketch_of_something_else(name: str) -> None:
+def test_refuses_a_sketch_of_something_else(name: str, function: Callable) -> None:
     scene = Scene(bulk=BULK, bits=2)
     given = scene.arguments("cpu") | scene.sketch_arguments("cpu", 1.0)
     for change in WRONG[name]:
         with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
-            compiled_decode.fused_decode(**given | {name: change(given[name])}, threshold=0.5, criterion="dense")
+            function(**given | {name: change(given[name])}, threshold=0.5, criterion="dense")
 
 
 def test_refuses_codes_that_lie_apart() -> None:
@@ -149,3 +152,5 @@ def test_refuses_codes_that_lie_apart() -> None:
         wrong = torch.stack([given[name]] * 2, dim=3)[:, :, :, 0]
         with pytest.raises(ValueError, match="do not lie one after the other"):
             compiled_decode.fused_decode(**given | {name: wrong}, threshold=0.5, criterion="dense")
+    with pytest.raises(ValueError, match="do not lie one after the other"):
+        triton_decode.fused_decode(**given | {"scales": wrong}, threshold=0.5, criterion="dense")

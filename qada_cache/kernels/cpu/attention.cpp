@@ -179,6 +179,23 @@ struct Step {
         part.judge(least, own.queries.count);
     }
 
+    // What is not read, as one more token.
+    void add_rest(int64_t head) {
+        const float* mean = call.mean_value + row_of(head) * call.mean_value_batch + place_of(head) * call.mean_value_head;
+        float values[SIZE], log_rest[QUERIES];
+        int asked = 0;  // of the queries, those that ask
+        for (int q = 0; q < QUERIES; q++) {
+            std::copy(mean, mean + VALUE_DIM, values + q * VALUE_DIM);
+            log_rest[q] = -INFINITY;
+            if (!call.flags[head * QUERIES + q]) continue;
+            for (int64_t i = 0; i < scan_count; i++)
+                if (pool[i].head == head) log_rest[q] = log_sum(log_rest[q], pool[i].log_rest[asked]);
+            log_rest[q] += call.log_rest_weight;
+            asked++;
+        }
+        add_part(head, values, log_rest);
+    }
+
     void plan_chosen() {
         int64_t chosen = 0;
         jobs.clear();
@@ -191,6 +208,7 @@ struct Step {
                 first_part[head] = (int64_t)part_lse.size() / QUERIES;
                 add_part(head, &near_out[head * SIZE], &near_lse[head * QUERIES]);
                 add_part(head, asking[head].staged, asking[head].staged_lse);
+                if (call.mean_value) add_rest(head);
             }
             int64_t splits = (tokens + enough - 1) / enough;
             for (int64_t split = 0; split < splits; split++)

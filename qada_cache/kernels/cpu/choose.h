@@ -104,9 +104,7 @@ inline float sum_of(Singles lanes) {
 }
 
 inline float largest(Singles lanes) {
-    float most = -INFINITY;
-    for (int i = 0; i < TOKENS; i++) most = std::max(most, lanes[i]);
-    return most;
+    return *std::max_element((const float*)&lanes, (const float*)&lanes + TOKENS);
 }
 
 // Estimates of a head's queries over its sketch: `codes` [tokens, *] and `scales` [tokens].
@@ -194,6 +192,7 @@ struct Scan {
     int64_t head, start, stop;
     float highest[QUERIES];  // about the highest score, or what is near
     Singles mass[QUERIES];   // relative to that
+    float log_rest[QUERIES];  // of what is not read
     int64_t count = 0;  // of tokens kept; these have room for more
     std::vector<int32_t> tokens;
     std::vector<float> estimates[QUERIES];  // of each query that asks
@@ -273,6 +272,7 @@ struct Scan {
     // Drops the tokens that all queries find too light: `least` of each.
     void judge(const float* least, int queries) {
         int64_t left = 0;
+        Singles read[QUERIES] = {};
         for (int64_t i = 0; i < count; i += TOKENS) {  // within what there is room for
             Integers asked = {}, token;
             for (int q = 0; q < queries; q++) {
@@ -281,11 +281,19 @@ struct Scan {
                 asked |= scores >= least[q];
             }
             std::memcpy(&token, &tokens[i], sizeof token);
-            uint64_t bits = bits_of(asked & (numbered + (int32_t)i < (int32_t)count));
-            pack(token, bits, &tokens[left]);
-            left += __builtin_popcountll(bits);
+            asked &= numbered + (int32_t)i < (int32_t)count;
+            for (int q = 0; q < queries; q++) {  // as in `weigh`, to the bit
+                Singles scores;
+                std::memcpy(&scores, &estimates[q][i], sizeof scores);
+                read[q] += asked ? power_of_two(scores * LOG2_E - highest[q] * LOG2_E) : Singles{};
+            }
+            pack(token, bits_of(asked), &tokens[left]);
+            left += __builtin_popcountll(bits_of(asked));
         }
         count = left;
+        for (int q = 0; q < queries; q++)
+            log_rest[q] = count == stop - start ? -INFINITY
+                                                : highest[q] + logf(std::max(sum_of(mass[q]) - sum_of(read[q]), 0.0f));
     }
 };
 

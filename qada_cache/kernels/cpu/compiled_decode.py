@@ -21,16 +21,17 @@ class Decode(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "near_keys", "near_values", "bulk_keys", "bulk_values")),
         *((name, ctypes.c_void_p) for name in ("local", "staged", "decided", "table", "bulk_lengths", "count")),
         *((name, ctypes.c_void_p) for name in ("mean", "covariance", "other_mean", "other_covariance")),
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "centre", "rotation")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "centre", "rotation", "mean_value")),
         *((name, ctypes.c_void_p) for name in ("out", "flags", "pulled", "sketched")),
         *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "columns", "split_tokens")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("near_key", "near_value") for axis in ("batch", "head")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("bulk_key", "bulk_value") for axis in ("batch", "head")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("codes", "scales", "centre") for axis in ("batch", "head")),
+        *((f"mean_value_{axis}", ctypes.c_int64) for axis in ("batch", "head")),
         ("min_sketched", ctypes.c_int64),
         *((f"{name}_row", ctypes.c_int64) for name in ("local", "staged", "decided", "length", "count")),
         *((f"{name}_row", ctypes.c_int64) for name in ("mean", "covariance", "other_mean", "other_covariance")),
-        *((name, ctypes.c_float) for name in ("scaling", "limit", "log_token_threshold", "spread")),
+        *((name, ctypes.c_float) for name in ("scaling", "limit", "log_token_threshold", "log_rest_weight", "spread")),
         *((name, ctypes.c_int) for name in ("criterion", "group_rule", "pool_staged", "threads", "bits")),
     )
 
@@ -76,6 +77,7 @@ def fused_decode(
     codes: Tensor | None = None,
     scales: Tensor | None = None,
     centre: Tensor | None = None,
+    mean_value: Tensor | None = None,
     token_threshold: float = 0.0,
     sketched: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -91,7 +93,7 @@ def fused_decode(
         other_moments=(other_mean, other_covariance),
         masks=(local, staged),
         rows=(bulk_lengths, count, decided),
-        coded=(codes, scales, centre),
+        coded=(codes, scales, centre, mean_value),
     )
     if not all(map(compiled.rows_contiguous, (near_keys, near_values, bulk_keys, bulk_values))):
         raise ValueError("the tokens of a head do not lie one after the other")
@@ -106,7 +108,7 @@ def fused_decode(
 
     rotation, log_threshold, spread, bits = None, 0.0, 0.0, 0
     if codes is None or scales is None or centre is None:
-        codes = scales = centre = None
+        codes = scales = centre = mean_value = None
     else:
         if codes.stride()[2:] != (codes.shape[3], 1) or scales.stride(2) != 1:
             raise ValueError("the codes of a head do not lie one after the other")
@@ -121,17 +123,21 @@ def fused_decode(
     pointers = (
         *(query, near_keys, near_values, bulk_keys, bulk_values, local, staged, decided, table),
         *(bulk_lengths, count, mean, covariance, other_mean, other_covariance),
-        *(codes, scales, centre, rotation, out, flags, pulled, sketched),
+        *(codes, scales, centre, rotation, mean_value, out, flags, pulled, sketched),
     )
     call = Decode(
         *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
         *(batch, kv_heads, columns, compiled.SPLIT_TOKENS),
         *(stride for buffer in (near_keys, near_values, bulk_keys, bulk_values) for stride in buffer.stride()[:2]),
-        *(stride for part in (codes, scales, centre) for stride in ((0, 0) if part is None else part.stride()[:2])),
+        *(
+            stride
+            for part in (codes, scales, centre, mean_value)
+            for stride in (part.stride()[:2] if part is not None else (0, 0))
+        ),
         sketch.MIN_TOKENS,
         *(row(tensor) for tensor in (local, staged, decided, bulk_lengths, count)),
         *(row(tensor) for tensor in (mean, covariance, other_mean, other_covariance)),
-        *(scaling, limit, log_threshold, spread),
+        *(scaling, limit, log_threshold, math.log(sketch.REST_WEIGHT), spread),
         *(CRITERIA[kind], GROUP_RULES[rule], pool_staged, torch.get_num_threads(), bits),
     )
     kernels.fused_decode(ctypes.byref(call))

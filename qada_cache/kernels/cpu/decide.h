@@ -18,7 +18,7 @@ struct Decode {
     const float *mean, *covariance, *other_mean, *other_covariance;
     const uint8_t* codes;  // null without a sketch, and so are these:
     const uint16_t* scales;
-    const float *centre, *rotation;
+    const float *centre, *rotation, *mean_value;  // the last one may be null beside a sketch as well
     float* out;
     uint8_t* flags;
     int64_t *pulled, *sketched;  // the latter may be null
@@ -26,11 +26,12 @@ struct Decode {
     int64_t near_key_batch, near_key_head, near_value_batch, near_value_head;
     int64_t bulk_key_batch, bulk_key_head, bulk_value_batch, bulk_value_head;
     int64_t codes_batch, codes_head, scales_batch, scales_head, centre_batch, centre_head;
+    int64_t mean_value_batch, mean_value_head;
     int64_t min_sketched;  // a bulk of fewer tokens is read whole
     int64_t local_row, staged_row, decided_row, length_row, count_row;
     int64_t mean_row, covariance_row, other_mean_row, other_covariance_row;
     float scaling, limit;  // `log A_local - log A_bulk` below which a head is long-context
-    float log_token_threshold, spread;  // of a query of length 1, see `estimated_scores`
+    float log_token_threshold, log_rest_weight, spread;  // the last of a query of length 1, see `estimated_scores`
     int criterion, group_rule, pool_staged, threads, bits;
 
     const Element* near_key(int64_t row, int64_t head) const {

@@ -21,7 +21,7 @@ import triton
 from torch import Tensor
 
 from .. import sketch
-from ..rules import check_operands, check_sketch, decision_rules
+from ..rules import check_operands, decision_rules
 from .kernels import bulk_kernel, merge_kernel, near_kernel
 from .sketch_kernels import chosen_kernel, estimate_kernel
 
@@ -47,18 +47,14 @@ def _code_block(size: int, bits: int) -> int:
 
 
 def _sketch(
-    query: Tensor,
-    bulk: tuple[Tensor, Tensor],
-    codes: Tensor | None,
-    scales: Tensor | None,
-    centre: Tensor | None,
-    mean_value: Tensor | None,
+    bulk_keys: Tensor, codes: Tensor | None, scales: Tensor | None, centre: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, int] | None:
     """Codes, scales, centre and the bits of a code; None where there are none, or no room for a bulk that has some."""
-    if codes is None or scales is None or centre is None:
+    if codes is None or scales is None or centre is None or bulk_keys.shape[2] < sketch.MIN_TOKENS:
         return None
-    bits = check_sketch(query, bulk, codes=codes, scales=scales, centre=centre, mean_value=mean_value)
-    return (codes, scales, centre, bits) if bulk[0].shape[2] >= sketch.MIN_TOKENS else None
+    if scales.stride(2) != 1:
+        raise ValueError("the scales of a head do not lie one after the other")
+    return codes, scales, centre, codes.shape[3] * 8 // bulk_keys.shape[3]
 
 
 def fused_decode(
@@ -113,6 +109,7 @@ def fused_decode(
         other_moments=(other_mean, other_covariance),
         masks=(local, staged),
         rows=(bulk_lengths, count, decided),
+        coded=(codes, scales, centre, mean_value),
     )
     splits = min(triton.cdiv(bulk_keys.shape[2], SPLIT_TOKENS), MAX_SPLITS)
     query = query.contiguous()
@@ -133,7 +130,7 @@ def fused_decode(
     # A shared row has stride 0.
     row_strides = [0 if t is None else t.expand(batch, *t.shape[1:]).stride(0) for t in moments]
     kind, table, group_rule, limit = decision_rules(criterion, group_rule, threshold)
-    coded = _sketch(query, (bulk_keys, bulk_values), codes, scales, centre, mean_value)
+    coded = _sketch(bulk_keys, codes, scales, centre)
     # What `near_kernel` leaves for the choice: the queries rotated, the number of tokens in each bulk.
     rotation = None if coded is None else sketch.rotation(dim, query.device)
     turned = None if coded is None else query.new_empty(batch, heads, dim, dtype=torch.float32)
