@@ -182,7 +182,7 @@ def _restore_layer(layer: QAdALayer, state: dict[str, Any]) -> None:
     if store.moments is not None:
         store.moments.restore(state["count"], state["mean"], state["covariance"])
     if store.sketch is not None:
-        store.sketch.restore(state)
+        store.sketch.restore(state, store.bulk)
     layer.seen, layer.padding = state["seen"], Padding.from_records(state["padding"])
     layer.counters = Counters.from_record(state)
 

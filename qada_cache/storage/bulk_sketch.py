@@ -102,10 +102,11 @@ class BulkSketch:
         kept = {"codes": self.codes[:, :, used], "scales": self.scales[:, :, used]}
         return kept | {"centre": self.centre, "mean_value": self.mean_value, "sketched": self.lengths}
 
-    def restore(self, record: dict[str, Any]) -> None:
-        """The inverse of `record`, which may hold other things as well, for an empty one."""
+    def restore(self, record: dict[str, Any], bulk: Bulk) -> None:
+        """The inverse of `record`, which may hold other things as well, for an empty one of `bulk`."""
         self.lengths = record["sketched"]
-        self._reserve(record["codes"].shape[2])
+        if any(self.lengths):
+            self._reserve(bulk.capacity)
         used = slice(0, max(self.lengths))
         self.codes[:, :, used], self.scales[:, :, used] = record["codes"], record["scales"]
         self.centre.copy_(record["centre"])

@@ -17,9 +17,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
+from qada_cache.kernels import sketch
 from qada_cache.kernels.triton import decode as triton_decode
 
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.bool: "i1"}
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1"}
+KERNELS = ("near_kernel", "bulk_kernel", "estimate_kernel", "chosen_kernel", "merge_kernel")
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a program may take, by compute capability
 ALIGNED = [["tt.divisibility", 16]]  # what Triton assumes of pointers and multiples of 16
 
@@ -61,9 +64,7 @@ def launches(
 ) -> list[Recorder]:
     """What one decode step launches."""
     batch, kv_heads, columns = 2, 2, 70
-    recorders = {
-        name: Recorder(getattr(triton_decode, name)) for name in ("near_kernel", "bulk_kernel", "merge_kernel")
-    }
+    recorders = {name: Recorder(getattr(triton_decode, name)) for name in KERNELS}
     mask = torch.zeros(batch, columns, dtype=torch.bool)
     shapes = [(batch, kv_heads, tokens, size) for tokens in (columns, capacity) for size in (dim, value_dim)]
     for name, recorder in recorders.items():
@@ -81,38 +82,57 @@ def launches(
 
 def check(recorder: Recorder, capability: int, label: str) -> None:
     target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source(recorder), target=target)
+    options = {name: value for name, value in recorder.arguments.items() if name == "num_stages"}
+    compiled = triton.compile(source(recorder), target=target, options=options)
     shared = compiled.metadata.shared
     print(f"sm_{capability} {label} {recorder.kernel.__name__}: {shared} bytes of shared memory")
     assert shared <= SHARED[capability], "more shared memory than the device has"
-    if recorder.kernel is triton_decode.bulk_kernel:
-        copies = re.findall(r"cp\.async\.c\w\.shared\.global \[.*?\], \[.*?\], (\w+)", compiled.asm["ptx"])
-        assert set(copies) == {"0x10"}, f"copies of {sorted(set(copies))} bytes"
+    if recorder.kernel in (triton_decode.bulk_kernel, triton_decode.chosen_kernel):
+        copies = set(re.findall(r"cp\.async\.c\w\.shared\.global \[.*?\], \[.*?\], (\w+)", compiled.asm["ptx"]))
+        indices = {"0x4"} if recorder.kernel is triton_decode.chosen_kernel else set()
+        assert copies == {"0x10"} | indices, f"copies of {sorted(copies)} bytes"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
         usage = subprocess.run([tool, "-res-usage", cubin], check=True, capture_output=True, text=True).stdout
-    assert "LOCAL:0" in usage, f"spills registers: {usage}"
+    for kind in ("STACK", "LOCAL"):
+        assert f" {kind}:0 " in usage, f"spills registers: {usage}"
 
 
 def main() -> None:
-    """A few of the many combinations: every criterion, group rule and dtype, the largest sizes, odd sizes, no bulk."""
+    """A few of the many combinations: every criterion, group rule and dtype, the largest sizes, odd sizes, no bulk;
+    each with a sketch and without."""
     kv_heads = 2
     count = {"count": torch.zeros(2, dtype=torch.int64), "pulled": torch.zeros((), dtype=torch.int64)}
     placed = {"places": torch.zeros(2, kv_heads, 2, dtype=torch.int64), "spared": torch.zeros((), dtype=torch.int64)}
     static = torch.ones(kv_heads, 3, dtype=torch.bool)
-    for capability, dtype, dim, value_dim, group, capacity, sources, options in (
-        (90, torch.bfloat16, 128, 128, 4, 40_000, ("", "other_"), {**count, **placed, "pool_staged": True}),
-        (80, torch.float16, 256, 256, 8, 1000, ("",), {**count, "group_rule": "any"}),
-        (89, torch.float32, 64, 64, 1, 1000, ("other_",), {"group_rule": "any"}),
-        (80, torch.float32, 256, 256, 2, 1000, (), {"criterion": "dense"}),
-        (89, torch.bfloat16, 96, 80, 3, 0, (), {"criterion": static, "group_rule": "any"}),
+    for capability, dtype, dim, value_dim, group, capacity, sources, bits, options in (
+        (90, torch.bfloat16, 128, 128, 4, 40_000, ("", "other_"), 0, {**count, **placed, "pool_staged": True}),
+        (90, torch.bfloat16, 128, 128, 4, 40_000, ("",), 2, {**count, **placed, "pool_staged": True}),
+        (80, torch.float16, 256, 256, 8, 1000, ("",), 0, {**count, "group_rule": "any"}),
+        (80, torch.float16, 256, 256, 8, 1000, (), 4, {"pulled": count["pulled"], "criterion": "dense"}),
+        (89, torch.float32, 64, 64, 1, 1000, ("other_",), 0, {"group_rule": "any"}),
+        (89, torch.float32, 64, 64, 1, 1000, (), 1, {"criterion": "dense"}),
+        (80, torch.float32, 256, 256, 2, 1000, (), 0, {"criterion": "dense"}),
+        (80, torch.float32, 256, 256, 2, 1000, (), 1, {"criterion": "dense"}),
+        (89, torch.bfloat16, 96, 80, 3, 0, (), 2, {"criterion": static, "group_rule": "any"}),
+        (89, torch.bfloat16, 96, 80, 3, 1000, (), 2, {"criterion": static, "group_rule": "any"}),
+        (90, torch.bfloat16, 64, 64, 64, 1000, (), 2, {"criterion": "dense"}),
     ):
         for prefix in sources:
             options[f"{prefix}mean"] = torch.zeros(1, kv_heads, dim)
             options[f"{prefix}covariance"] = torch.zeros(1, kv_heads, dim, dim)
-        label = f"{dtype} dim {dim}, {value_dim} group {group}"
+        if bits:
+            options |= {
+                "codes": torch.zeros(2, kv_heads, capacity, sketch.code_bytes(dim, bits), dtype=torch.uint8),
+                "scales": torch.zeros(2, kv_heads, capacity, dtype=torch.bfloat16),
+                "centre": torch.zeros(2, kv_heads, dim),
+                "mean_value": torch.zeros(2, kv_heads, value_dim),
+                "sketched": torch.zeros((), dtype=torch.int64),
+                "token_threshold": 1.0,
+            }
+        label = f"{dtype} dim {dim}, {value_dim} group {group} bits {bits}"
         for recorder in launches(
             dim=dim, value_dim=value_dim, group=group, dtype=dtype, capacity=capacity, options=options
         ):

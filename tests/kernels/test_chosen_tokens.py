@@ -1,17 +1,19 @@
 """Reading chosen tokens in a fused decode step, against float64: by the torch reference and by every kernel."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from decode_scene import Scene
-from test_triton import COMPILED, REFERENCE, Path
+from test_triton import COMPILED, GPU, KERNEL, REFERENCE, Path
 from torch import Tensor
 
 from qada_cache.kernels import sketch
 from qada_cache.kernels.cpu import compiled, compiled_decode
+from qada_cache.kernels.triton import decode as triton_decode
 
-EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED])
+EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED, KERNEL, GPU])
 BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]
 
 
@@ -20,6 +22,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of few tokens have a sketch, and are split."""
     monkeypatch.setattr(sketch, "MIN_TOKENS", 40)
     monkeypatch.setattr(compiled, "SPLIT_TOKENS", 50)
+    monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 100)
+    monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
 
 
 def run(path: Path, scene: Scene, *, token_threshold: float, **decision: Any) -> dict[tuple[int, int], Tensor]:
@@ -74,6 +78,16 @@ def test_from_no_token_to_all(path: Path) -> None:
 
 
 @EVERY
+def test_nothing_stands_for_what_is_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mean value."""
+    monkeypatch.setattr(sketch, "REST_WEIGHT", 1e-300)  # that of the expected outputs
+    function, device = path
+    scene = Scene(bulk=BULK, bits=2)
+    without = (lambda **given: function(**given | {"mean_value": None})), device
+    run(without, scene, token_threshold=scene.token_threshold())
+
+
+@EVERY
 def test_padding_queries_and_rows_alike(path: Path) -> None:
     run(path, Scene(bulk=BULK, padding=(0, 3), bits=2), token_threshold=1.0)
     scene = Scene(bulk=[(111, 3)] * 2, short=(), bits=2)
@@ -117,16 +131,18 @@ WRONG = {
     "codes": [Tensor.char, lambda t: t[:, :1], lambda t: t[..., :7], lambda t: t[:, :, :200], lambda t: t.to("meta")],
     "scales": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t[:-1], lambda t: t.to("meta")],
     "centre": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:-1], lambda t: t.mT.contiguous().mT, lambda t: None],
+    "mean_value": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:, :1], lambda t: t.mT.contiguous().mT],
 }
 
 
+@pytest.mark.parametrize("function", [compiled_decode.fused_decode, triton_decode.fused_decode])
 @pytest.mark.parametrize("name", WRONG)
-def test_refuses_a_sketch_of_something_else(name: str) -> None:
+def test_refuses_a_sketch_of_something_else(name: str, function: Callable) -> None:
     scene = Scene(bulk=BULK, bits=2)
     given = scene.arguments("cpu") | scene.sketch_arguments("cpu", 1.0)
     for change in WRONG[name]:
         with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
-            compiled_decode.fused_decode(**given | {name: change(given[name])}, threshold=0.5, criterion="dense")
+            function(**given | {name: change(given[name])}, threshold=0.5, criterion="dense")
 
 
 def test_refuses_codes_that_lie_apart() -> None:
@@ -136,3 +152,5 @@ def test_refuses_codes_that_lie_apart() -> None:
         wrong = torch.stack([given[name]] * 2, dim=3)[:, :, :, 0]
         with pytest.raises(ValueError, match="do not lie one after the other"):
             compiled_decode.fused_decode(**given | {name: wrong}, threshold=0.5, criterion="dense")
+    with pytest.raises(ValueError, match="do not lie one after the other"):
+        triton_decode.fused_decode(**given | {"scales": wrong}, threshold=0.5, criterion="dense")

@@ -13,7 +13,7 @@ from compilers import needs_compiler
 from decode_scene import RAGGED, SINKS, WINDOW, Scene
 from torch import Tensor
 
-from qada_cache.kernels import decode_reference
+from qada_cache.kernels import decode_reference, sketch
 from qada_cache.kernels.cpu import compiled, compiled_decode
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
@@ -39,11 +39,13 @@ Path = tuple[Callable[..., tuple[Tensor, Tensor]], str]
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three splits for the longest row of `RAGGED`, whose last ones are empty for shorter rows."""
     monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 100)
+    monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
     monkeypatch.setattr(compiled, "SPLIT_TOKENS", 100)
+    monkeypatch.setattr(sketch, "MIN_TOKENS", 40)
 
 
 def run(path: Path, scene: Scene, *, pin: bool = False, **decision: Any) -> tuple[Tensor, Tensor]:
-    """Compute, and compare flags, outputs and bytes pulled with the reference's."""
+    """Compute, and compare flags, outputs and bytes pulled with the reference's; tokens are chosen if it has bits."""
     function, device = path
     criterion = decision.get("criterion", "gaussian")
     if isinstance(criterion, Tensor):
@@ -51,16 +53,25 @@ def run(path: Path, scene: Scene, *, pin: bool = False, **decision: Any) -> tupl
         decision["criterion"] = criterion.to(device)
     else:
         expected = scene.flags(**decision)
-    needed = scene.forget_unneeded(expected)
-    arguments = scene.arguments(device, pin=pin) | decision
+    told, chosen = asked_for(scene, device, expected)
+    needed = scene.forget_unneeded(expected, chosen)
+    arguments = scene.arguments(device, pin=pin) | decision | told
     if isinstance(criterion, str) and criterion == "gaussian":
         arguments |= scene.moment_arguments(device)
     out, flags = function(**arguments)
     assert flags.dtype == torch.bool
     assert torch.equal(flags.cpu(), expected)
-    scene.check(out.cpu(), expected)
+    scene.check(out.cpu(), expected, chosen)
     assert arguments["pulled"].item() == needed
     return out, flags
+
+
+def asked_for(scene: Scene, device: str, flags: Tensor) -> tuple[dict[str, Any], dict[tuple[int, int], Tensor]]:
+    """Of a scene with bits: arguments by which a part of the bulk is read, and which, as `Scene.chosen`."""
+    if not scene.bits:
+        return {}, {}
+    token_threshold = scene.token_threshold()
+    return scene.sketch_arguments(device, token_threshold), scene.chosen(flags, token_threshold)
 
 
 def mixed(flags: Tensor) -> bool:
@@ -154,8 +165,9 @@ def test_nothing_stored_yet(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [KERNEL, GPU])
-def test_splits_do_not_matter(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene, outputs = Scene(bulk=[(111, 9), (63, 0), (1, 1)], short=()), []
+@pytest.mark.parametrize("bits", [0, 2])
+def test_splits_do_not_matter(path: Path, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, outputs = Scene(bulk=[(111, 9), (63, 0), (1, 1)], short=(), bits=bits), []
     threshold = scene.threshold()
     for tokens, most in ((1000, 128), (16, 128), (50, 128), (1, 7)):
         monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", tokens)
@@ -166,11 +178,13 @@ def test_splits_do_not_matter(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("path", [KERNEL, GPU])
-def test_rows_do_not_matter(path: Path) -> None:
+@pytest.mark.parametrize("bits", [0, 2])
+def test_rows_do_not_matter(path: Path, bits: int) -> None:
     """A row alone gives what it gives in a batch, to the bit: splits depend on the capacity, which is kept."""
-    scene = Scene()
+    scene = Scene(bits=bits)
     function, device = path
-    decision = {"threshold": scene.threshold()}
+    decision: dict[str, Any] = {"threshold": scene.threshold()}
+    decision |= asked_for(scene, device, scene.flags(**decision))[0]
     whole = function(**scene.arguments(device), **scene.moment_arguments(device), **decision)
     for row in range(scene.batch):
         arguments = scene.arguments(device) | scene.moment_arguments(device) | decision
@@ -184,26 +198,29 @@ def test_rows_do_not_matter(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [KERNEL, GPU])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_heads_that_lie_elsewhere(path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("bits", [0, 4])
+def test_heads_that_lie_elsewhere(path: Path, dtype: torch.dtype, bits: int) -> None:
     """Every other head lies outside the buffers, which hold nan instead; its bytes are counted apart."""
-    scene = Scene(bulk=[(111, 9), (63, 0), (1, 1)], dtype=dtype, value_dim=24)
+    scene = Scene(bulk=[(111, 9), (63, 0), (1, 1)], dtype=dtype, value_dim=24, bits=bits)
     function, device = path
     threshold = scene.threshold()
     expected = scene.flags(threshold=threshold)
-    needed, spared, elsewhere = scene.forget_unneeded(expected), 0, []
+    told, chosen = asked_for(scene, device, expected)
+    needed, spared, elsewhere = scene.forget_unneeded(expected, chosen), 0, []
     places = torch.zeros(scene.batch, scene.kv_heads, 2, dtype=torch.int64)
     for row, head in [(0, 1), (1, 0), (2, 1)]:
         for part, buffer in enumerate(scene.stored):
             elsewhere.append(buffer[row, head].clone().to(device))
             buffer[row, head] = torch.nan
             places[row, head, part] = elsewhere[-1].data_ptr()
-            spared += elsewhere[-1][: scene.counts[row]].nbytes * int(expected[row, head].any())
+            read = chosen.get((row, head), slice(0, scene.counts[row]))
+            spared += elsewhere[-1][: scene.counts[row]][read].nbytes * int(expected[row, head].any())
     assert 0 < spared < needed
     counted = torch.zeros((), dtype=torch.int64, device=device)
-    arguments = scene.arguments(device) | scene.moment_arguments(device) | {"threshold": threshold}
+    arguments = scene.arguments(device) | scene.moment_arguments(device) | {"threshold": threshold} | told
     out, flags = function(**arguments, places=places.to(device), spared=counted)
     assert torch.equal(flags.cpu(), expected)
-    scene.check(out.cpu(), expected)
+    scene.check(out.cpu(), expected, chosen)
     assert (int(arguments["pulled"]), int(counted)) == (needed - spared, spared)
 
 
@@ -212,20 +229,23 @@ def test_heads_that_lie_elsewhere(path: Path, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("path", [GPU])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bulk_in_pinned_memory(path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("bits", [0, 2])
+def test_bulk_in_pinned_memory(path: Path, dtype: torch.dtype, bits: int) -> None:
     """Read in place, without the host waiting for anything."""
-    scene = Scene(dim=128, dtype=dtype)
+    scene = Scene(dim=128, dtype=dtype, bits=bits)
     torch.cuda.synchronize()
     assert mixed(run(path, scene, pin=True, threshold=scene.threshold())[1])
 
 
 @pytest.mark.parametrize("path", [GPU])
 @pytest.mark.parametrize("pin", [False, True])
-def test_graph_capture_without_synchronisation(path: Path, pin: bool) -> None:
+@pytest.mark.parametrize("bits", [0, 2])
+def test_graph_capture_without_synchronisation(path: Path, pin: bool, bits: int) -> None:
     """Captured on rows without a bulk; replayed on all of it."""
-    scene = Scene(dim=128, dtype=torch.bfloat16)
+    scene = Scene(dim=128, dtype=torch.bfloat16, bits=bits)
     threshold = scene.threshold()
     arguments = scene.arguments("cuda", pin=pin) | scene.moment_arguments("cuda") | {"threshold": threshold}
+    arguments |= asked_for(scene, "cuda", scene.flags(threshold=threshold))[0]
     expected = path[0](**arguments)  # compiles, too
     lengths, staged = arguments["bulk_lengths"].clone(), arguments["staged"].clone()
     arguments["bulk_lengths"].zero_()

@@ -2,77 +2,16 @@
 
 Names: `b_` block of values, `p_` pointer, `i_` index, `o_` offsets, `m_` mask, `s_` stride in elements. Sizes: `G`
 query heads of a group, `D` dim, `V` value_dim; `BLOCK_*` is the power of two that holds them. "Part" 0 of a head is the
-near buffer, the others are the splits of its bulk.
+near buffer, the others are the splits of its bulk. What chooses tokens by a sketch is in `sketch_kernels.py`.
 """
 
 import triton
 import triton.language as tl
 
-INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels below are decorated
-# The interpreter multiplies the bit patterns of bfloat16 matrices; float32 gives it the products a GPU computes.
-_WIDEN = tl.constexpr(INTERPRETED)
+from .blocks import attend, dot, placed, scores, store_part
+from .sketch_kernels import store_rotated
 
-
-@triton.jit
-def _dot(b_a, b_b):
-    """Matrix product in float32; float32 factors are not rounded to TF32."""
-    if _WIDEN:
-        b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
-    return tl.dot(b_a, b_b, input_precision="ieee")
-
-
-@triton.jit
-def _scores(b_query, p_keys, o_tokens, m_tokens, s_token, scaling, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Scores [BLOCK_G, tokens] of queries [BLOCK_G, BLOCK_D]; 0 where a token is masked, whose key is not read."""
-    o_dim = tl.arange(0, BLOCK_D)
-    p_block = p_keys + o_tokens[:, None] * s_token + o_dim[None, :]
-    b_keys = tl.load(p_block, mask=m_tokens[:, None] & (o_dim < D)[None, :], other=0.0)  # [tokens, BLOCK_D]
-    return _dot(b_query, tl.trans(b_keys)) * scaling
-
-
-@triton.jit
-def _attend(
-    b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_token,
-    V: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Take the scores [BLOCK_G, tokens] where `m_scores` into a running softmax average.
-
-    `b_max`, `b_sum` [BLOCK_G], `b_out` [BLOCK_G, BLOCK_V] unnormalised. Values of masked tokens are not read.
-    """
-    o_dim = tl.arange(0, BLOCK_V)
-    p_block = p_values + o_tokens[:, None] * s_token + o_dim[None, :]
-    b_values = tl.load(p_block, mask=m_tokens[:, None] & (o_dim < V)[None, :], other=0.0)  # [tokens, BLOCK_V]
-    b_scores = tl.where(m_scores, b_scores, float("-inf"))
-    b_new = tl.maximum(b_max, tl.max(b_scores, axis=1))
-    b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # nothing seen yet: -inf - -inf would be nan
-    b_weights = tl.exp(b_scores - b_shift[:, None])
-    b_decay = tl.exp(b_max - b_shift)
-    b_out = b_out * b_decay[:, None] + _dot(b_weights.to(b_values.dtype), b_values)
-    return b_new, b_sum * b_decay + tl.sum(b_weights, axis=1), b_out
-
-
-@triton.jit
-def _store_part(
-    b_max, b_sum, b_out, p_parts, p_lse, i_group, i_part, parts,
-    G: tl.constexpr, BLOCK_G: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Write a group's part: the softmax average, and the log of the sum of exponentials, -inf for an empty part."""
-    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_V)
-    m_head = o_head < G
-    o_part = (i_group * G + o_head) * parts + i_part  # [BLOCK_G]
-    b_sum = tl.maximum(b_sum, 1.0)  # what anything seen makes it at least: the highest score has weight 1
-    m_out = m_head[:, None] & (o_dim < V)[None, :]
-    tl.store(p_parts + o_part[:, None] * V + o_dim[None, :], b_out / b_sum[:, None], mask=m_out)
-    tl.store(p_lse + o_part, b_max + tl.log(b_sum), mask=m_head)
-
-
-@triton.jit
-def _placed(p_own, p_place):
-    """`p_own`, or the address at `p_place` if there is one: of a head that lies elsewhere."""
-    place = tl.load(p_place)
-    if place != 0:
-        p_own = tl.multiple_of(place.to(p_own.dtype), 16)  # as every allocation
-    return p_own
+INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are decorated
 
 
 @triton.jit
@@ -93,7 +32,7 @@ def _score_moments(
         b_block = tl.load(p_block, mask=m_dim[:, None] & m_column[None, :], other=0.0)  # [BLOCK_D, BLOCK_C]
         p_block = p_query + o_head[:, None] * D + o_column[None, :]
         b_part = tl.load(p_block, mask=m_head[:, None] & m_column[None, :], other=0.0)  # [BLOCK_G, BLOCK_C]
-        b_variance += tl.sum(_dot(b_wide, b_block) * b_part.to(tl.float32), axis=1)
+        b_variance += tl.sum(dot(b_wide, b_block) * b_part.to(tl.float32), axis=1)
     b_variance = tl.maximum(b_variance, 0.0) * scaling * scaling  # rounding may leave a tiny negative
     return tl.sum(b_wide * b_mean[None, :], axis=1) * scaling, b_variance
 
@@ -102,14 +41,18 @@ def _score_moments(
 def near_kernel(
     p_query, p_keys, p_values, p_local, p_staged, p_lengths, p_decided, p_mean, p_covariance, p_count,
     p_other_mean, p_other_covariance, p_table, p_parts, p_lse, p_flags, p_pulled, p_places, p_spared,
+    p_rotation, p_turned, p_tokens,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
     s_local, s_staged, s_length, s_decided, s_mean, s_covariance, s_count, s_other_mean,
     s_other_covariance, columns, parts, scaling, limit,
     CRITERION: tl.constexpr, GROUP_RULE: tl.constexpr, POOL: tl.constexpr, TOKEN_BYTES: tl.constexpr,
-    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    MIN_TOKENS: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Local attention, criterion and, for flagged heads, the staged tokens; one program a (KV head, row)."""
+    """Local attention, criterion and, for flagged heads, the staged tokens; one program a (KV head, row).
+
+    With `p_rotation`, what chooses tokens is left to find: the number of tokens in the bulk, and the rotated queries.
+    """
     i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_group = i_row * tl.num_programs(0) + i_head
     o_head, o_dim, o_block = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
@@ -140,8 +83,8 @@ def near_kernel(
         m_tokens = o_tokens < columns
         m_local = tl.load(p_local + o_tokens, mask=m_tokens, other=0)
         m_staged = tl.load(p_staged + o_tokens, mask=m_tokens, other=0)
-        b_scores = _scores(b_query, p_keys, o_tokens, m_local | m_staged, s_key_token, scaling, D, BLOCK_D)
-        b_max, b_sum, b_out = _attend(
+        b_scores = scores(b_query, p_keys, o_tokens, m_local | m_staged, s_key_token, scaling, D, BLOCK_D)
+        b_max, b_sum, b_out = attend(
             b_scores, m_local[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_local, s_value_token, V, BLOCK_V
         )
         staged = tl.sum(m_staged.to(tl.int32), axis=0)
@@ -190,9 +133,9 @@ def near_kernel(
         for start in range(0, columns, BLOCK_N):
             o_tokens = start + o_block
             m_staged = tl.load(p_staged + o_tokens, mask=o_tokens < columns, other=0)
-            b_scores = _scores(b_query, p_keys, o_tokens, m_staged, s_key_token, scaling, D, BLOCK_D)
+            b_scores = scores(b_query, p_keys, o_tokens, m_staged, s_key_token, scaling, D, BLOCK_D)
             m_scores = m_staged[None, :] & b_flags[:, None]
-            b_max, b_sum, b_out = _attend(
+            b_max, b_sum, b_out = attend(
                 b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_staged, s_value_token, V, BLOCK_V
             )
         if p_pulled is not None:
@@ -200,7 +143,11 @@ def near_kernel(
                 if tl.load(p_places + 2 * i_group) != 0:
                     p_pulled = p_spared
             tl.atomic_add(p_pulled, tl.load(p_lengths + i_row * s_length) * TOKEN_BYTES, sem="relaxed")
-    _store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 0, parts, G, BLOCK_G, V, BLOCK_V)
+        if p_rotation is not None:
+            tl.store(p_tokens + i_group, bulk_tokens)
+            if tl.load(p_lengths + i_row * s_length) >= MIN_TOKENS:
+                store_rotated(b_query, p_rotation, p_turned + i_group * G * D, G, BLOCK_G, D, BLOCK_D, BLOCK_C)
+    store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 0, parts, G, BLOCK_G, V, BLOCK_V)
 
 
 @triton.jit
@@ -227,8 +174,8 @@ def bulk_kernel(
     p_keys += i_row * s_key_row + i_head * s_key_head
     p_values += i_row * s_value_row + i_head * s_value_head
     if p_places is not None:
-        p_keys = _placed(p_keys, p_places + 2 * i_group)
-        p_values = _placed(p_values, p_places + 2 * i_group + 1)
+        p_keys = placed(p_keys, p_places + 2 * i_group)
+        p_values = placed(p_values, p_places + 2 * i_group + 1)
     length = tl.load(p_lengths + i_row * s_length)  # int64, as every token offset made from it
     share = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
     first = i_split * share
@@ -239,19 +186,23 @@ def bulk_kernel(
     for start in range(first, last, BLOCK_N):
         o_tokens = start + tl.arange(0, BLOCK_N)
         m_tokens = o_tokens < last
-        b_scores = _scores(b_query, p_keys, o_tokens, m_tokens, s_key_token, scaling, D, BLOCK_D)
-        b_max, b_sum, b_out = _attend(
+        b_scores = scores(b_query, p_keys, o_tokens, m_tokens, s_key_token, scaling, D, BLOCK_D)
+        b_max, b_sum, b_out = attend(
             b_scores, m_tokens[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_value_token, V, BLOCK_V
         )
-    _store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, BLOCK_G, V, BLOCK_V)
+    store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, BLOCK_G, V, BLOCK_V)
 
 
 @triton.jit
 def merge_kernel(
-    p_parts, p_lse, p_flags, p_out, parts,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    p_parts, p_lse, p_flags, p_rest, p_mean, p_out, parts, rest_weight,
+    G: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attention over the union of a query head's parts, of which a local head has one; one program a query head."""
+    """Attention over the union of a query head's parts, of which a local head has one; one program a query head.
+
+    With `p_rest` `[query heads, splits]`, the log of what tokens that were not read weigh by their estimates, the value
+    at `p_mean` gets `rest_weight` times as much.
+    """
     i_head = tl.program_id(0).to(tl.int64)
     used = tl.where(tl.load(p_flags + i_head), parts, 1)
     o_dim, o_all = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_P)
@@ -259,9 +210,19 @@ def merge_kernel(
     p_lse += i_head * parts
     b_all = tl.load(p_lse + o_all, mask=o_all < used, other=float("-inf"))  # [BLOCK_P]
     highest = tl.max(b_all, axis=0)
+    if p_rest is not None:
+        b_rest = tl.load(p_rest + i_head * (parts - 1) + o_all, mask=o_all < used - 1, other=float("-inf"))
+        highest = tl.maximum(highest, tl.max(b_rest, axis=0))
     shift = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.maximum(tl.sum(tl.exp(b_all - shift), axis=0), 1.0)  # as in _store_part
+    total = tl.sum(tl.exp(b_all - shift), axis=0)
     b_out = tl.zeros([BLOCK_V], tl.float32)
+    if p_rest is not None:
+        rest = tl.sum(tl.exp(b_rest - shift), axis=0) * rest_weight
+        p_mean += i_head // G * V
+        b_mean = tl.load(p_mean + o_dim, mask=o_dim < V, other=0.0)
+        b_out += tl.where(rest > 0.0, rest * b_mean, 0.0)  # of what is read whole there is no mean
+        total += rest
+    total = tl.where(highest == float("-inf"), 1.0, total)  # of nothing: a padding query's
     for start in range(0, used, BLOCK_N):
         o_part = start + tl.arange(0, BLOCK_N)
         b_lse = tl.load(p_lse + o_part, mask=o_part < used, other=float("-inf"))  # [BLOCK_N]

@@ -1,0 +1,193 @@
+"""The Triton kernels by which a group reads chosen tokens of its bulk.
+
+`../sketch.py` says which these are, `kernels.py` the names.
+
+Programs take turns at a bulk's blocks, because tokens that are asked for lie close together: `i_split` has every
+`splits`-th. Of bulks of less than `MIN_TOKENS` tokens, which are read whole, there is no sketch to read.
+"""
+
+import triton
+import triton.language as tl
+
+from .blocks import attend, dot, placed, scores, store_part
+
+
+@triton.jit
+def store_rotated(
+    b_query, p_rotation, p_turned,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Write the queries [BLOCK_G, BLOCK_D] of a group as the sketch's rotation turns them."""
+    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    b_wide = b_query.to(tl.float32)
+    for start in range(0, D, BLOCK_C):
+        o_row = start + tl.arange(0, BLOCK_C)
+        m_row = o_row < D
+        p_block = p_rotation + o_row[:, None] * D + o_dim[None, :]
+        b_block = tl.load(p_block, mask=m_row[:, None] & (o_dim < D)[None, :], other=0.0)  # [BLOCK_C, BLOCK_D]
+        p_block = p_turned + o_head[:, None] * D + o_row[None, :]
+        tl.store(p_block, dot(b_wide, tl.trans(b_block)), mask=(o_head < G)[:, None] & m_row[None, :])
+
+
+@triton.jit
+def estimate_kernel(
+    p_query, p_turned, p_codes, p_scales, p_centre, p_lengths, p_flags, p_estimates, p_masses, p_sketched,
+    s_code_row, s_code_head, s_scale_row, s_scale_head, s_centre_row, s_centre_head, s_length,
+    room, scaling, spread, s_code_token: tl.constexpr,
+    BITS: tl.constexpr, BYTES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, TOKEN_BYTES: tl.constexpr,
+    MIN_TOKENS: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`sketch.estimated_scores` of one split and the log of the sum of their exponentials; a (split, KV head, row).
+
+    The codes of a token are `BYTES` bytes; how far they are apart is a constant, because they are copied in words only
+    if these are known to be aligned. Estimates of a query head are `room` floats apart from the next one's.
+    """
+    i_split, splits = tl.program_id(0), tl.num_programs(0)
+    i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i_group = i_row * tl.num_programs(1) + i_head
+    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    m_head, m_dim = o_head < G, o_dim < D
+    b_flags = tl.load(p_flags + i_group * G + o_head, mask=m_head, other=0)
+    length = tl.load(p_lengths + i_row * s_length)
+    if (tl.max(b_flags.to(tl.int32), axis=0) == 0) | (length < MIN_TOKENS):
+        return
+    if p_sketched is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
+        if i_split == 0:
+            tl.atomic_add(p_sketched, length * TOKEN_BYTES, sem="relaxed")
+
+    o_group = i_group * G + o_head
+    m_query = m_head[:, None] & m_dim[None, :]
+    b_query = tl.load(p_query + o_group[:, None] * D + o_dim[None, :], mask=m_query, other=0.0).to(tl.float32)
+    p_centre += i_row * s_centre_row + i_head * s_centre_head
+    b_centre = tl.load(p_centre + o_dim, mask=m_dim, other=0.0)
+    b_middle = tl.sum(b_query * b_centre[None, :], axis=1) * scaling
+    b_spread = tl.sum(b_query * b_query, axis=1) * spread
+
+    # Rotated values in the order in which bytes unpack: plane by plane, each padded to BLOCK_B.
+    PLANES: tl.constexpr = 8 // BITS  # noqa: N806
+    o_code = tl.arange(0, PLANES * BLOCK_B)
+    o_value, m_value = o_code // BLOCK_B * BYTES + o_code % BLOCK_B, o_code % BLOCK_B < BYTES
+    m_query = m_head[:, None] & m_value[None, :]
+    b_turned = tl.load(p_turned + o_group[:, None] * D + o_value[None, :], mask=m_query, other=0.0)
+    b_unit = tl.div_rn(tl.maximum(tl.max(tl.abs(b_turned), axis=1), 1e-35), 127.0)  # a normal number
+    b_rounded = tl.div_rn(b_turned, b_unit[:, None].broadcast_to(b_turned.shape)) + 12582912.0  # 1.5 * 2^23: to nearest
+    b_integers = (b_rounded - 12582912.0).to(tl.int8)  # [BLOCK_G, PLANES * BLOCK_B]
+    b_offset = tl.sum(b_integers.to(tl.int32), axis=1) * (2**BITS - 1)
+
+    o_byte, o_shift = tl.arange(0, BLOCK_B), (tl.arange(0, PLANES) * BITS).to(tl.uint8)
+    p_codes += i_row * s_code_row + i_head * s_code_head
+    p_scales += i_row * s_scale_row + i_head * s_scale_head
+    b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_G], tl.float32)
+    for start in range(i_split.to(tl.int64) * BLOCK_N, length, splits * BLOCK_N):
+        o_tokens = start + tl.arange(0, BLOCK_N)
+        m_tokens = o_tokens < length
+        p_block = p_codes + o_tokens[:, None] * s_code_token + o_byte[None, :]
+        b_codes = tl.load(p_block, mask=m_tokens[:, None] & (o_byte < BYTES)[None, :], other=0)  # [BLOCK_N, BLOCK_B]
+        b_scale = tl.load(p_scales + o_tokens, mask=m_tokens, other=0.0).to(tl.float32)
+        b_index = (b_codes[:, None, :] >> o_shift[None, :, None]) & (2**BITS - 1)
+        b_index = b_index.reshape(BLOCK_N, PLANES * BLOCK_B).to(tl.int8)
+        # Odd integers are 2 * index - (2^BITS - 1). Products of 8-bit integers are exact.
+        b_products = 2 * tl.dot(b_integers, tl.trans(b_index), out_dtype=tl.int32) - b_offset[:, None]
+        b_parts = (scaling * b_unit)[:, None] * b_products.to(tl.float32) + b_spread[:, None] * b_scale[None, :]
+        b_scores = b_middle[:, None] + b_scale[None, :] * b_parts  # [BLOCK_G, BLOCK_N]
+        p_block = p_estimates + o_group[:, None] * room + o_tokens[None, :]
+        tl.store(p_block, b_scores, mask=b_flags[:, None] & m_tokens[None, :])
+        b_scores = tl.where(m_tokens[None, :], b_scores, float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_scores, axis=1))  # finite: the first token of a block is one
+        b_sum = b_sum * tl.exp(b_max - b_new) + tl.sum(tl.exp(b_scores - b_new[:, None]), axis=1)
+        b_max = b_new
+    tl.store(p_masses + o_group * splits + i_split, b_max + tl.log(tl.maximum(b_sum, 1.0)), mask=m_head)
+
+
+@triton.jit
+def chosen_kernel(
+    p_query, p_keys, p_values, p_places, p_lengths, p_tokens, p_flags, p_estimates, p_masses, p_index,
+    p_parts, p_lse, p_rest, p_pulled, p_spared,
+    s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length,
+    room, scaling, log_threshold,
+    BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, TOKEN_BYTES: tl.constexpr,
+    MIN_TOKENS: tl.constexpr,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attention over those tokens of one split that a flagged head of the group asks for; a (split, KV head, row).
+
+    Their indices are written down first: few are asked for, and blocks of them leave no lane without a token. As in
+    `bulk_kernel`, computed for all heads of the group. `BLOCK_Q` query heads are what `G` needs outside of products.
+
+    With `p_rest`, the log of the sum of exponentials of the estimates of the split's other tokens goes there.
+    """
+    i_split, splits = tl.program_id(0), tl.num_programs(0)
+    i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i_group = i_row * tl.num_programs(1) + i_head
+    o_head = tl.arange(0, BLOCK_Q)
+    m_head = o_head < G
+    b_flags = tl.load(p_flags + i_group * G + o_head, mask=m_head, other=0)
+    if tl.max(b_flags.to(tl.int32), axis=0) == 0:
+        return
+    length = tl.load(p_lengths + i_row * s_length)
+
+    o_group = i_group * G + o_head
+    b_least = tl.full([BLOCK_Q], float("-inf"), tl.float32)  # of what a head asks for
+    if length >= MIN_TOKENS:
+        o_split = tl.arange(0, BLOCK_P)
+        b_near = tl.load(p_lse + o_group * (1 + splits), mask=m_head, other=0.0)
+        m_split = m_head[:, None] & (o_split < splits)[None, :]
+        b_masses = tl.load(p_masses + o_group[:, None] * splits + o_split[None, :], mask=m_split, other=float("-inf"))
+        b_highest = tl.maximum(b_near, tl.max(b_masses, axis=1))
+        b_all = tl.exp(b_near - b_highest) + tl.sum(tl.exp(b_masses - b_highest[:, None]), axis=1)
+        b_least = b_highest + tl.log(b_all) + log_threshold - tl.log(tl.load(p_tokens + i_group).to(tl.float32))
+
+    p_index += i_group * room + i_split * (room // splits)
+    chosen = 0
+    b_high = tl.full([BLOCK_Q, BLOCK_S], -1e30, tl.float32)  # of what is not read, lane by lane: below any score
+    b_rest = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
+    for start in range(i_split.to(tl.int64) * BLOCK_S, length, splits * BLOCK_S):
+        o_tokens = start + tl.arange(0, BLOCK_S)
+        m_tokens = o_tokens < length
+        m_asked = b_flags[:, None] & m_tokens[None, :]
+        m_read = m_asked & (length >= MIN_TOKENS)
+        b_scores = tl.load(p_estimates + o_group[:, None] * room + o_tokens[None, :], mask=m_read, other=0.0)
+        m_asked = m_asked & (b_scores >= b_least[:, None])  # [BLOCK_Q, BLOCK_S]
+        b_asked = tl.max(m_asked.to(tl.int32), axis=0)
+        o_index = chosen + tl.cumsum(b_asked, axis=0) - 1
+        tl.store(p_index + o_index, o_tokens.to(tl.int32), mask=b_asked == 1)
+        chosen += tl.sum(b_asked, axis=0)
+        if p_rest is not None:
+            b_scores = tl.where(m_read & (b_asked == 0)[None, :], b_scores, float("-inf"))
+            b_new = tl.maximum(b_high, b_scores)
+            b_rest = b_rest * tl.exp(b_high - b_new) + tl.exp(b_scores - b_new)
+            b_high = b_new
+    if p_rest is not None:
+        b_highest = tl.max(b_high, axis=1)
+        b_all = tl.sum(b_rest * tl.exp(b_high - b_highest[:, None]), axis=1)  # 0, or at least 1
+        b_log = tl.where(b_all > 0.0, b_highest + tl.log(tl.maximum(b_all, 1.0)), float("-inf"))
+        tl.store(p_rest + o_group * splits + i_split, b_log, mask=m_head)
+    tl.debug_barrier()  # threads read what others have written
+    if p_pulled is not None:
+        if p_places is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
+            if tl.load(p_places + 2 * i_group) != 0:
+                p_pulled = p_spared
+        tl.atomic_add(p_pulled, tl.cast(chosen, tl.int64) * TOKEN_BYTES, sem="relaxed")
+
+    p_keys += i_row * s_key_row + i_head * s_key_head
+    p_values += i_row * s_value_row + i_head * s_value_head
+    if p_places is not None:
+        p_keys = placed(p_keys, p_places + 2 * i_group)
+        p_values = placed(p_values, p_places + 2 * i_group + 1)
+    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    m_query = (o_head < G)[:, None] & (o_dim < D)[None, :]
+    b_query = tl.load(p_query + (i_group * G + o_head)[:, None] * D + o_dim[None, :], mask=m_query, other=0.0)
+    b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_G], tl.float32)
+    b_out = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
+    for start in range(0, chosen, BLOCK_N):
+        o_index = start + tl.arange(0, BLOCK_N)
+        m_tokens = o_index < chosen
+        o_tokens = tl.load(p_index + o_index, mask=m_tokens, other=0).to(tl.int64)
+        b_scores = scores(b_query, p_keys, o_tokens, m_tokens, s_key_token, scaling, D, BLOCK_D)
+        b_max, b_sum, b_out = attend(
+            b_scores, m_tokens[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_value_token, V, BLOCK_V
+        )
+    store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, BLOCK_G, V, BLOCK_V)

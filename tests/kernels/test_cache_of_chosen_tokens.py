@@ -1,0 +1,130 @@
+"""A whole cache that chooses tokens does by the fused kernel what it does by the torch path, and counts the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from models import SMALL, forced, prompt, tiny
+from scenarios import small_buffers
+from stand_in import accelerator
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qada_cache import QAdACache, StaticHeads
+from qada_cache.kernels import sketch
+
+pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
+from qada_cache.kernels.triton import decode as triton_decode
+from qada_cache.kernels.triton.kernels import INTERPRETED
+
+interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+Use = Callable[[PreTrainedModel, QAdACache, Path], tuple[Tensor, QAdACache]]
+COUNTED = ("decisions", "pulled_bytes", "spared_bytes", "sketched_bytes", "offered_bytes", "read_share", "sparsity")
+STATIC = StaticHeads(torch.tensor([[True, False]]))
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny(num_hidden_layers=1)  # Triton's interpreter is slow
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens have a sketch, and are split."""
+    monkeypatch.setattr(sketch, "MIN_TOKENS", 32)
+    monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 20)
+    monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
+
+
+@contextmanager
+def path(kernels: str, device: str | None) -> Iterator[list[bool]]:
+    """By these kernels, with the bulk on the host if there is a `device`; for each step that the fused one computed,
+    whether it was given a sketch."""
+    seen, original = [], triton_decode.fused_decode
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.append("codes" in kwargs)
+        return original(*args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(small_buffers())
+        if device is not None:
+            stack.enter_context(accelerator(device)).eager = True  # residents are there at the next step on both paths
+        stack.enter_context(mock.patch.dict(os.environ, {"QADA_KERNELS": kernels}))
+        stack.enter_context(mock.patch.object(triton_decode, "fused_decode", spy))
+        yield seen
+
+
+def decoded(model: PreTrainedModel, cache: QAdACache, folder: Path) -> tuple[Tensor, QAdACache]:
+    """With turns of some tokens in between, and a crop into the bulk."""
+    text = prompt(110)[0].to(model.device)
+    first = forced(model, text[:, :96], [65, 1, 1, 1, 20, 3, 1], cache)
+    cache.crop(-10)
+    return torch.cat([first, forced(model, text[:, 86:96], [1], cache)], dim=1), cache
+
+
+def padded(model: PreTrainedModel, cache: QAdACache, folder: Path) -> tuple[Tensor, QAdACache]:
+    """A row with a sketch, one that gets one, one without a bulk."""
+    ids, mask = (tensor.to(model.device) for tensor in prompt(100, 58, 15))
+    return forced(model, ids, [90, 1], cache, mask) * mask[:, :, None], cache
+
+
+def saved(model: PreTrainedModel, cache: QAdACache, folder: Path) -> tuple[Tensor, QAdACache]:
+    text = prompt(110)[0].to(model.device)
+    first = forced(model, text[:, :90], [80, 1], cache)
+    cache.save(folder / "cache.safetensors")
+    loaded = QAdACache.load(folder / "cache.safetensors", model)
+    return torch.cat([first, forced(model, text[:, 90:], [1], loaded)], dim=1), loaded
+
+
+def compare(use: Use, model: PreTrainedModel, folder: Path, device: str | None, **options: Any) -> None:
+    options = {"threshold": 0.1, "moments": "current", "token_threshold": 0.7, **SMALL, **options}
+    outputs, counted = [], []
+    for kernels in ("torch", "triton"):
+        with path(kernels, device) as seen:
+            output, cache = use(model, QAdACache(model, **options), folder)
+            stats = cache.stats()
+        assert (sum(seen) > 8) == (kernels == "triton")
+        outputs.append(output)
+        counted.append({name: getattr(stats, name) for name in COUNTED})
+        assert (stats.spared_bytes > 0) == (stats.resident_bytes > 0) == bool(options.get("device_budget"))
+        assert stats.sketched_bytes > 0
+        assert 0.02 < stats.read_share < 0.8
+        assert 0.05 < stats.sparsity < 0.95
+    assert counted[0] == counted[1]
+    torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-3)
+
+
+CASES: list[tuple[Use, dict[str, Any]]] = [
+    (decoded, {}),
+    (decoded, {"device_budget": 1.0}),
+    (decoded, {"device_budget": 1.0, "sketch_bits": 4, "group_rule": "any"}),
+    (decoded, {"criterion": STATIC, "sketch_bits": 1}),
+    (padded, {}),
+    (saved, {"device_budget": 1.0}),
+]
+
+
+@interpreter
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize(("use", "options"), CASES)
+def test_the_kernel_chooses_as_the_torch_path(
+    use: Use, options: dict[str, Any], offloaded: bool, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    if not offloaded and "device_budget" in options:
+        pytest.skip("nothing to keep")
+    compare(use, model, tmp_path, "cpu" if offloaded else None, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device and TRITON_INTERPRET=0")
+@pytest.mark.parametrize(("use", "options"), [case for case in CASES if "device_budget" not in case[1]])
+def test_the_kernel_chooses_as_the_torch_path_on_a_gpu(use: Use, options: dict[str, Any], tmp_path: Path) -> None:
+    compare(use, tiny(num_hidden_layers=1).cuda(), tmp_path, "cuda", **options)
