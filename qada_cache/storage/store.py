@@ -210,10 +210,9 @@ class TokenStore:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
         self.near_keys, self.near_values = self.near_keys[index], self.near_values[index]
         self.bulk.select(index)
-        if self.moments is not None:
-            self.moments.select(index)
-        if self.sketch is not None:
-            self.sketch.select(index)
+        for known in (self.moments, self.sketch):
+            if known is not None:
+                known.select(index)
         self.lengths = [self.lengths[row] for row in index]
         self.flushed = [self.flushed[row] for row in index]
 
@@ -225,10 +224,9 @@ class TokenStore:
         shared, layer = old.residents.shared, old.residents.index
         self.bulk = Bulk(self.near_keys, self.near_values, offloading=self.offloading, residents=shared, layer=layer)
         self.bulk.take(old)
-        if self.moments is not None:
-            self.moments.move(device)
-        if self.sketch is not None:
-            self.sketch.move(device)
+        for known in (self.moments, self.sketch):
+            if known is not None:
+                known.move(device)
 
     def _single_rows(self) -> list[slice]:
         return [slice(row, row + 1) for row in range(self.batch)]
