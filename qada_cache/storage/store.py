@@ -110,12 +110,9 @@ class TokenStore:
         for rows in groups:
             real = real_tokens(valid[rows.start], keys.device)
             tail_keys, tail_values = self._tail(rows)
-            tails.append(
-                (
-                    torch.cat([tail_keys, keys[rows][:, :, real]], 2),
-                    torch.cat([tail_values, values[rows][:, :, real]], 2),
-                )
-            )
+            new_keys = torch.cat([tail_keys, keys[rows][:, :, real]], dim=2)
+            new_values = torch.cat([tail_values, values[rows][:, :, real]], dim=2)
+            tails.append((new_keys, new_values))
         self._set_tail(groups, tails)
         self.lengths = [length + int(new) for length, new in zip(self.lengths, valid.sum(dim=-1), strict=True)]
 
