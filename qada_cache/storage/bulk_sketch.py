@@ -64,7 +64,8 @@ class BulkSketch:
             return keys, values
 
         if not known:
-            self.centre[rows] = read(0, sketch.MIN_TOKENS)[0].float().mean(dim=2)
+            first = min(sketch.CENTRE_TOKENS, sketch.MIN_TOKENS)
+            self.centre[rows] = read(0, first)[0].float().mean(dim=2)
             self.mean_value[rows] = 0.0
         for start, stop in bulk.spans(rows.start, known, heads=self.codes.shape[1]):
             keys, values = read(start, stop)
