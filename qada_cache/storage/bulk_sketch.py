@@ -32,8 +32,9 @@ class BulkSketch:
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
             self.codes = _empty(keys.device, (batch, kv_heads, 0, sketch.code_bytes(dim, bits)), torch.uint8)
             self.scales = _empty(keys.device, (batch, kv_heads, 0), torch.bfloat16)
-            self.centre = torch.zeros(batch, kv_heads, dim, device=keys.device)
-            self.mean_value = torch.zeros(batch, kv_heads, values.shape[3], device=keys.device)
+            kept = {"dtype": torch.float32, "device": keys.device}
+            self.centre = torch.zeros(batch, kv_heads, dim, **kept)
+            self.mean_value = torch.zeros(batch, kv_heads, values.shape[3], **kept)
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor, bits: int | None) -> "BulkSketch | None":
