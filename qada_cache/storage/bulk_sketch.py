@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import sketch
+from ..kernels.autocast import without_autocast
 from . import pages
 from .bulk import Bulk
 
@@ -70,7 +71,8 @@ class BulkSketch:
         for start, stop in bulk.spans(rows.start, known, heads=self.codes.shape[1]):
             keys, values = read(start, stop)
             at = rows, slice(None), slice(start, stop)
-            self.codes[at], self.scales[at] = sketch.encode(keys, self.centre[rows], self.bits)
+            with without_autocast(keys.device):
+                self.codes[at], self.scales[at] = sketch.encode(keys, self.centre[rows], self.bits)
             self._average(rows, values, stop)
         self.lengths[rows] = [length] * len(self.lengths[rows])
 

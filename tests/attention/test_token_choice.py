@@ -249,6 +249,17 @@ def test_does_not_depend_on_the_default_dtype(default: torch.dtype) -> None:
     assert store.sketch.centre.dtype == store.sketch.mean_value.dtype == torch.float32
 
 
+def test_is_the_same_under_autocast() -> None:
+    """As after a fork, a crop or a load, which are outside of it."""
+    inputs = Inputs(3)
+    calls = [inputs(tokens) for tokens in (90, 1, 40)]
+    expected = played(calls)[1].sketch.record
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = played(calls)[1].sketch.record
+    for name in ("codes", "scales", "centre"):
+        assert torch.equal(found[name], expected[name])
+
+
 @pytest.mark.parametrize("exact", [{"threshold": 1.0}, {"criterion": "dense"}, {"criterion": "oracle"}])
 def test_asking_for_everything_reads_all(exact: dict[str, Any]) -> None:
     pair = Pair(**{"criterion": "gaussian", "token_threshold": 5.0} | exact)
