@@ -37,11 +37,12 @@ def spread_of(bits: int) -> float:
 @functools.cache
 def _rotation(dim: int) -> Tensor:
     block = dim & -dim  # the largest power of two that divides it
-    hadamard = torch.ones(1, 1)
+    made = {"dtype": torch.float32, "device": "cpu"}  # torch's defaults are the user's
+    hadamard = torch.ones(1, 1, **made)
     while len(hadamard) < block:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    signs = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    return torch.kron(torch.eye(dim // block), hadamard / math.sqrt(block)) * signs
+    signs = torch.randint(0, 2, (dim,), generator=torch.Generator("cpu").manual_seed(0), **made) * 2.0 - 1
+    return torch.kron(torch.eye(dim // block, **made), hadamard / math.sqrt(block)) * signs
 
 
 @functools.cache

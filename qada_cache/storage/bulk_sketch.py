@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import sketch
+from ..kernels.autocast import without_autocast
 from . import pages
 from .bulk import Bulk
 
@@ -32,8 +33,9 @@ class BulkSketch:
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
             self.codes = _empty(keys.device, (batch, kv_heads, 0, sketch.code_bytes(dim, bits)), torch.uint8)
             self.scales = _empty(keys.device, (batch, kv_heads, 0), torch.bfloat16)
-            self.centre = torch.zeros(batch, kv_heads, dim, device=keys.device)
-            self.mean_value = torch.zeros(batch, kv_heads, values.shape[3], device=keys.device)
+            kept = {"dtype": torch.float32, "device": keys.device}
+            self.centre = torch.zeros(batch, kv_heads, dim, **kept)
+            self.mean_value = torch.zeros(batch, kv_heads, values.shape[3], **kept)
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor, bits: int | None) -> "BulkSketch | None":
@@ -70,7 +72,8 @@ class BulkSketch:
         for start, stop in bulk.spans(rows.start, known, heads=self.codes.shape[1]):
             keys, values = read(start, stop)
             at = rows, slice(None), slice(start, stop)
-            self.codes[at], self.scales[at] = sketch.encode(keys, self.centre[rows], self.bits)
+            with without_autocast(keys.device):
+                self.codes[at], self.scales[at] = sketch.encode(keys, self.centre[rows], self.bits)
             self._average(rows, values, stop)
         self.lengths[rows] = [length] * len(self.lengths[rows])
 

@@ -21,6 +21,7 @@ from qada_cache import QAdACache, StaticHeads
 from qada_cache.attention import far
 from qada_cache.kernels import sketch
 from qada_cache.state.layer import QAdALayer
+from qada_cache.storage.store import TokenStore
 
 SCALING = 0.25
 EVERY = StaticHeads(torch.ones(1, 4, dtype=torch.bool))
@@ -223,6 +224,41 @@ def test_fork_makes_or_drops_the_sketch() -> None:
         logits = [model(ids[:, :1], past_key_values=one).logits for one in (some, forked[0], whole, forked[1])]
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
     assert torch.equal(logits[3], logits[2])
+
+
+def played(calls: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[Tensor], TokenStore]:
+    """Outputs of a new layer that is given these calls, and what it holds then."""
+    driver = Driver(QAdALayer(make_shared(criterion=EVERY, token_threshold=1.0, threshold=0.5), 0))
+    outputs = [ask(driver, call) for call in calls]
+    return outputs, driver.layer.store
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_does_not_depend_on_the_default_dtype(default: torch.dtype) -> None:
+    """Which is the user's."""
+    inputs = Inputs(3)
+    calls = [inputs(tokens) for tokens in (90, 1, 1)]
+    expected = played(calls)[0]
+    sketch.rotation.cache_clear()
+    sketch._rotation.cache_clear()
+    torch.set_default_dtype(default)
+    try:
+        outputs, store = played(calls)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.cat(outputs, dim=2), torch.cat(expected, dim=2))
+    assert store.sketch.centre.dtype == store.sketch.mean_value.dtype == torch.float32
+
+
+def test_is_the_same_under_autocast() -> None:
+    """As after a fork, a crop or a load, which are outside of it."""
+    inputs = Inputs(3)
+    calls = [inputs(tokens) for tokens in (90, 1, 40)]
+    expected = played(calls)[1].sketch.record
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = played(calls)[1].sketch.record
+    for name in ("codes", "scales", "centre"):
+        assert torch.equal(found[name], expected[name])
 
 
 @pytest.mark.parametrize("exact", [{"threshold": 1.0}, {"criterion": "dense"}, {"criterion": "oracle"}])

@@ -108,6 +108,22 @@ def test_one_key_that_outweighs_all(path: Path) -> None:
 
 
 @EVERY
+def test_the_rest_is_a_sum_of_its_own(path: Path) -> None:
+    """Of keys that are read, estimates are far above their scores: a difference of these sums would be of rounding."""
+    scene = Scene(bulk=[(257, 0)], short=(), group=1, bits=1)
+    for head in range(2):
+        scene.query[0, head] *= 3
+        query = scene.query[0, head, 0]
+        heavy = query / (scene.scaling * query.square().sum()) * torch.linspace(99, 101, 50)[:, None]
+        scene.keys[0][head, 100:150] = scene.stored[0][0, head, 100 - 3 : 150 - 3] = heavy
+    scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
+    for head in range(2):
+        assert scene.estimates(0, head).max() > 101 + 25
+    for tokens in run(path, scene, token_threshold=1e-4).values():
+        assert tokens.nonzero()[:, 0].tolist() == list(range(100 - 3, 150 - 3))
+
+
+@EVERY
 @pytest.mark.parametrize("heavy", ["nowhere", "where sampled", "elsewhere"])
 def test_long_rows(path: Path, heavy: str) -> None:
     """The compiled kernel drops tokens by a sample of the scores, which may mislead it, but must not its result."""

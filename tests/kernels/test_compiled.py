@@ -3,6 +3,7 @@
 import functools
 import logging
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,31 @@ def test_scores_far_apart() -> None:
         ramp = torch.linspace(0, 40, 200)[None, None, :, None] * order.abs()
         found = compiled.partial_attention(query.abs(), ramp, value.contiguous(), scaling=SCALING)
         check(found, query.abs(), ramp, value, torch.ones(1, 1, 4, 200, dtype=torch.bool))
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float64, "meta"], ids=str)
+def default(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The user's own default dtype or device."""
+    if isinstance(request.param, torch.dtype):
+        torch.set_default_dtype(request.param)
+        yield
+        torch.set_default_dtype(torch.float32)
+    else:
+        with torch.device(request.param):
+            yield
+
+
+@needs_compiler
+@pytest.mark.usefixtures("short")
+def test_results_do_not_depend_on_torch_defaults(default: None) -> None:
+    """The kernel writes float32 to the addresses that it is given: of anything else it would overrun the memory."""
+    with torch.device("cpu"):
+        query, key, value = tensors(64, 64, 4, 200, torch.float32)
+    out, lse = compiled.partial_attention(query, key, value, scaling=SCALING)
+    assert out.dtype == lse.dtype == torch.float32
+    expected, expected_lse = reference.partial_attention(query, key, value, scaling=SCALING)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_admits_only_what_it_computes() -> None:

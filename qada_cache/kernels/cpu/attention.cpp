@@ -174,7 +174,10 @@ struct Step {
             scan(again, least);
             part.count = again.count;
             part.tokens.swap(again.tokens);
-            for (int q = 0; q < QUERIES; q++) part.estimates[q].swap(again.estimates[q]);
+            for (int q = 0; q < QUERIES; q++) {
+                part.estimates[q].swap(again.estimates[q]);
+                part.rest[q] = again.rest[q];
+            }
         }
         part.judge(least, own.queries.count);
     }

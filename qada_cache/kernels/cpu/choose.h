@@ -192,6 +192,7 @@ struct Scan {
     int64_t head, start, stop;
     float highest[QUERIES];  // about the highest score, or what is near
     Singles mass[QUERIES];   // relative to that
+    Singles rest[QUERIES];   // as much of it as is of tokens not kept: sums, as differences would be of rounding alone
     float log_rest[QUERIES];  // of what is not read
     int64_t count = 0;  // of tokens kept; these have room for more
     std::vector<int32_t> tokens;
@@ -206,16 +207,16 @@ struct Scan {
         count = 0;
         for (int q = 0; q < queries; q++) {
             highest[q] = std::max(log_near[q], LOWEST);
-            mass[q] = Singles{};
+            mass[q] = rest[q] = Singles{};
             least[q] = given[q];
         }
         for (int64_t first = start, span = 0; first < stop; first += SPAN, span++) {
             int here = (int)std::min<int64_t>(SPAN, stop - first);
             found.compute(first, here);
-            Singles added[QUERIES];
-            if (!weigh(found.scores, queries, added)) {
+            Singles weights[QUERIES][VECTORS], added[QUERIES];
+            if (!weigh(found.scores, queries, weights, added)) {
                 raise(found.scores, queries);
-                weigh(found.scores, queries, added);
+                weigh(found.scores, queries, weights, added);
             }
             for (int q = 0; q < queries; q++) mass[q] += added[q];
             if (span % REFRESH == REFRESH - 1)
@@ -225,18 +226,19 @@ struct Scan {
             for (int v = 0; v < VECTORS; v++) {
                 Integers asked = {};
                 for (int q = 0; q < queries; q++) asked |= found.scores[q][v] >= least[q];
+                for (int q = 0; q < queries; q++) rest[q] += asked ? Singles{} : weights[q][v];
                 keep(bits_of(asked & (numbered + v * TOKENS < here)), found.scores, v, queries, first);
             }
         }
     }
 
-    // The weights of a span; whether none of its scores is too high for that.
-    bool weigh(const Singles (*scores)[VECTORS], int queries, Singles* added) const {
+    // The weights of a span and their sums; whether none of its scores is too high for that.
+    bool weigh(const Singles (*scores)[VECTORS], int queries, Singles (*weights)[VECTORS], Singles* added) const {
         Integers fit = ~Integers{};
         for (int q = 0; q < queries; q++) {
             Singles sum = {};
             float offset = highest[q] * LOG2_E;
-            for (int v = 0; v < VECTORS; v++) sum += power_of_two(scores[q][v] * LOG2_E - offset);
+            for (int v = 0; v < VECTORS; v++) sum += weights[q][v] = power_of_two(scores[q][v] * LOG2_E - offset);
             added[q] = sum;
             fit &= sum < LIMIT;
         }
@@ -248,7 +250,9 @@ struct Scan {
         for (int q = 0; q < queries; q++) {
             float peak = highest[q];
             for (int v = 0; v < VECTORS; v++) peak = std::max(peak, largest(scores[q][v]));
-            mass[q] *= ::exponential(highest[q] - peak);
+            float shrunk = ::exponential(highest[q] - peak);
+            mass[q] *= shrunk;
+            rest[q] *= shrunk;
             highest[q] = peak;
         }
     }
@@ -272,7 +276,6 @@ struct Scan {
     // Drops the tokens that all queries find too light: `least` of each.
     void judge(const float* least, int queries) {
         int64_t left = 0;
-        Singles read[QUERIES] = {};
         for (int64_t i = 0; i < count; i += TOKENS) {  // within what there is room for
             Integers asked = {}, token;
             for (int q = 0; q < queries; q++) {
@@ -281,19 +284,19 @@ struct Scan {
                 asked |= scores >= least[q];
             }
             std::memcpy(&token, &tokens[i], sizeof token);
-            asked &= numbered + (int32_t)i < (int32_t)count;
-            for (int q = 0; q < queries; q++) {  // as in `weigh`, to the bit
+            Integers held = numbered + (int32_t)i < (int32_t)count, dropped = held & ~asked;
+            asked &= held;
+            for (int q = 0; q < queries && bits_of(dropped); q++) {
                 Singles scores;
                 std::memcpy(&scores, &estimates[q][i], sizeof scores);
-                read[q] += asked ? power_of_two(scores * LOG2_E - highest[q] * LOG2_E) : Singles{};
+                rest[q] += dropped ? power_of_two((scores - highest[q]) * LOG2_E) : Singles{};
             }
             pack(token, bits_of(asked), &tokens[left]);
             left += __builtin_popcountll(bits_of(asked));
         }
         count = left;
         for (int q = 0; q < queries; q++)
-            log_rest[q] = count == stop - start ? -INFINITY
-                                                : highest[q] + logf(std::max(sum_of(mass[q]) - sum_of(read[q]), 0.0f));
+            log_rest[q] = count == stop - start ? -INFINITY : highest[q] + logf(sum_of(rest[q]));
     }
 };
 

@@ -54,8 +54,8 @@ def partial_attention(query: Tensor, key: Tensor, value: Tensor, *, scaling: flo
     if kernels is None:
         return None
     query = functional.pad(query, (0, 0, 0, room - queries)).contiguous()
-    out = torch.empty(batch, heads, room, value.shape[3])
-    lse = torch.empty(batch, heads, room)
+    out = torch.empty(batch, heads, room, value.shape[3], dtype=torch.float32, device=query.device)
+    lse = torch.empty(batch, heads, room, dtype=torch.float32, device=query.device)
     kernels.partial_attention(
         *(tensor.data_ptr() for tensor in (query, key, value, out, lse)),
         *(batch, heads, key.shape[2], *key.stride()[:2], *value.stride()[:2]),

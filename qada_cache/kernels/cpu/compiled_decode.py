@@ -100,9 +100,9 @@ def fused_decode(
     kernels = compiled.build(query.dtype, dim, value_dim, group)
     assert kernels is not None
     query = query.contiguous()
-    out = torch.empty(batch, heads, 1, value_dim)
-    flags = torch.empty(batch, kv_heads, group, dtype=torch.bool)
-    pulled = torch.zeros((), dtype=torch.int64) if pulled is None else pulled
+    out = torch.empty(batch, heads, 1, value_dim, dtype=torch.float32, device=query.device)
+    flags = torch.empty(batch, kv_heads, group, dtype=torch.bool, device=query.device)
+    pulled = torch.zeros((), dtype=torch.int64, device=query.device) if pulled is None else pulled
     kind, table, rule, limit = decision_rules(criterion, group_rule, threshold)
     table = None if table is None else table.contiguous()
 
