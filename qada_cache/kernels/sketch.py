@@ -8,6 +8,7 @@ rounded to 8 bits, so that a score takes integer products alone and every implem
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def spread_of(bits: int) -> float:
 @functools.cache
 def _rotation(dim: int) -> Tensor:
     block = dim & -dim  # the largest power of two that divides it
-    made = {"dtype": torch.float32, "device": "cpu"}  # torch's defaults are the user's
+    made: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # torch's defaults are the user's
     hadamard = torch.ones(1, 1, **made)
     while len(hadamard) < block:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
