@@ -21,6 +21,7 @@ from qada_cache.storage.store import TokenStore
 
 VALUE_BITS = 16  # of a key or value as a cache usually holds it, which shares of bytes are of
 OWN = "sketch"  # ways of reading that start so are the product's
+REST = {"nothing of the rest": 1e-30, "all of the rest": 1.0}  # but for how much of what is not read they count
 
 
 def quantized(keys: Tensor, bits: int) -> Tensor:
@@ -104,7 +105,9 @@ def reading(tokens: str) -> Iterator[None]:
         return out, lse, lse
 
     if not tokens or tokens.startswith(OWN):
-        yield
+        weights = [weight for name, weight in REST.items() if name in tokens] or [sketch.REST_WEIGHT]
+        with mock.patch.object(sketch, "REST_WEIGHT", weights[0]):
+            yield
         return
     with mock.patch.object(decode, "long_context", some):
         yield

@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from eval.deciding.tokens import REST
 from qada_cache import KeyMoments
 from qada_cache.attention import decide
 from qada_cache.criterion import gaussian_log_bulk, score_moments
@@ -74,6 +75,7 @@ def token_ways(*, few: bool = False) -> list[Way]:
     default += [Way("qada", BOTH[0], "any", 0.95, f"sketch of 2 bits, {theta}") for theta in (1.0, 2.0)]
     every += [Way("dense", read=f"sketch of 2 bits, {theta}") for theta in (0.25, 0.5, 3.0, 4.0)]
     every += [Way("dense", read=f"sketch of {bits} bits, {theta}") for bits in (1, 4) for theta in (1.0, 2.0)]
+    every += [Way("dense", read=f"sketch of 2 bits and {rest}, {theta}") for rest in REST for theta in (1.0, 2.0)]
     more = {"true": (0.18,), "1 bit": (0.08, 0.21), "2 bits": (0.18,), "pages of 16": (0.05, 0.1)}
     shares += [Way("dense", read=f"{kind}, {share}") for kind, found in more.items() for share in found]
     return [*default, *every, *shares]

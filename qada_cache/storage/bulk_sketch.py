@@ -33,7 +33,7 @@ class BulkSketch:
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
             self.codes = _empty(keys.device, (batch, kv_heads, 0, sketch.code_bytes(dim, bits)), torch.uint8)
             self.scales = _empty(keys.device, (batch, kv_heads, 0), torch.bfloat16)
-            kept = {"dtype": torch.float32, "device": keys.device}
+            kept: dict[str, Any] = {"dtype": torch.float32, "device": keys.device}
             self.centre = torch.zeros(batch, kv_heads, dim, **kept)
             self.mean_value = torch.zeros(batch, kv_heads, values.shape[3], **kept)
 
@@ -66,7 +66,8 @@ class BulkSketch:
             return keys, values
 
         if not known:
-            self.centre[rows] = read(0, sketch.MIN_TOKENS)[0].float().mean(dim=2)
+            first = min(sketch.CENTRE_TOKENS, sketch.MIN_TOKENS)
+            self.centre[rows] = read(0, first)[0].float().mean(dim=2)
             self.mean_value[rows] = 0.0
         for start, stop in bulk.spans(rows.start, known, heads=self.codes.shape[1]):
             keys, values = read(start, stop)

@@ -31,6 +31,7 @@ EVERY = StaticHeads(torch.ones(1, 4, dtype=torch.bool))
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Bulks of a few tokens have a sketch; few estimates are held at once."""
     monkeypatch.setattr(sketch, "MIN_TOKENS", 6)
+    monkeypatch.setattr(sketch, "CENTRE_TOKENS", 5)
     monkeypatch.setattr(far, "BLOCK_SCORES", 200)
     with small_buffers():
         yield

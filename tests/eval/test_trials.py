@@ -21,6 +21,7 @@ from eval.texts import documents
 from eval.texts.documents import Document
 from qada_cache import KeyMoments, QAdACache, needle
 from qada_cache.attention import decode
+from qada_cache.kernels import sketch
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,27 @@ def test_reading_some_tokens(model: PreTrainedModel, document: Document, known: 
     assert 0 < float(few["kl"]) < min(float(paged["kl"]), float(local["kl"]))
     assert [row["bytes_read"] for row in (every, few, paged, local)] == ["1.0000", "0.0500", "0.1125", "0.0000"]
     assert few["kv_read"] == "1.0000"
+
+
+def test_the_product_s_way_of_reading_tokens(
+    model: PreTrainedModel, document: Document, known: ways.Knowledge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens are full attention, and cost the sketch on top; of some, it matters what counts of the rest."""
+    monkeypatch.setattr(sketch, "MIN_TOKENS", 32)
+    every, some, without, gated, whole = rows_of(
+        model, document, known, Way("dense", read="sketch of 2 bits, 1e-30"),
+        Way("dense", read="sketch of 2 bits, 2.0"), Way("dense", read="sketch of 2 bits and nothing of the rest, 2.0"),
+        Way("qada", "current", "any", 0.4, "sketch of 2 bits, 2.0"), Way("qada", "current", "any", 0.4),
+    )  # fmt: skip
+    assert float(every["kl"]) == pytest.approx(0, abs=1e-6)
+    dim = model.config.head_dim
+    assert float(every["bytes_read"]) == pytest.approx(1 + (2 * dim + 16) / (2 * 16 * dim), abs=1e-3)
+    assert float(some["bytes_read"]) == pytest.approx(
+        float(without["bytes_read"]), abs=0.01
+    )  # layers above choose anew
+    assert float(some["bytes_read"]) < 0.5
+    assert some["kl"] != without["kl"]
+    assert float(gated["bytes_read"]) < min(float(some["bytes_read"]), float(whole["bytes_read"]))
 
 
 def test_answers_are_those_of_full_attention(model: PreTrainedModel, document: Document, known: ways.Knowledge) -> None:

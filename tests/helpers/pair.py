@@ -173,7 +173,7 @@ class Pair:
             if known.lengths[row]:
                 bulk = slice(store.sinks, store.sinks + length)
                 keys, values = (kept[row][:, bulk] for kept in (self.reference.keys, self.reference.values))
-                centre = keys[:, : sketch.MIN_TOKENS].mean(dim=1)
+                centre = keys[:, : min(sketch.CENTRE_TOKENS, sketch.MIN_TOKENS)].mean(dim=1)
                 codes, scales = sketch.encode(keys, centre.float(), bits)
                 differ = known.codes[row, :, :length].cpu() != codes  # a value between two codes may fall either way
                 assert differ.float().mean() < 0.01

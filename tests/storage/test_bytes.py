@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig
 
 from qada_cache import QAdACache
+from qada_cache.kernels import sketch
 from qada_cache.storage import bulk, store
 
 
@@ -60,10 +61,18 @@ def reachable_bytes(cache: QAdACache) -> int:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("offloading", "budget"), [(False, 0), (True, 0), (True, 0.5)])
+@pytest.mark.parametrize("token_threshold", [0.0, 1e-30])  # which reads all tokens, by a sketch
 def test_stats_count_real_storages(
-    offloading: bool, budget: float, device: str, copies: Copies, tmp_path: Path
+    token_threshold: float,
+    offloading: bool,
+    budget: float,
+    device: str,
+    copies: Copies,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache, pairs = small_cache(offloading=offloading, device_budget=budget)
+    monkeypatch.setattr(sketch, "MIN_TOKENS", 6)
+    cache, pairs = small_cache(offloading=offloading, device_budget=budget, token_threshold=token_threshold)
     stats = cache.stats()
     assert (stats.device_bytes, stats.host_bytes) == (0, 0)
 
@@ -74,6 +83,11 @@ def test_stats_count_real_storages(
         assert host > 0
         assert stats.host_bytes == (host if offloading else 0)
         assert stats.device_bytes + stats.host_bytes == reachable_bytes(cache)
+        for one in stores if token_threshold else ():
+            held, heads = one.sketch, one.batch * 2
+            assert held.codes.nbytes + held.scales.nbytes == heads * held.codes.shape[2] * (16 // 4 + 2)
+            assert held.codes.shape[2] <= one.bulk.capacity
+            assert held.centre.nbytes + held.mean_value.nbytes == heads * (16 + 16) * 4
 
     inputs = Inputs(device=device)
     for tokens in (60, 1, 20, 1, WINDOW, 1):
@@ -153,16 +167,20 @@ def test_padding_is_recorded_by_itself(batch: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_offloaded_device_bytes_do_not_grow(device: str, copies: Copies) -> None:
+@pytest.mark.parametrize("token_threshold", [0.0, 1.0])
+def test_offloaded_device_bytes_do_not_grow(token_threshold: float, device: str, copies: Copies) -> None:
+    """But for the sketch."""
     sizes = []
     for tokens in (50, 1000):
-        cache, pairs = small_cache(offloading=True)
+        cache, pairs = small_cache(offloading=True, token_threshold=token_threshold)
         inputs = Inputs(device=device)
         for index, pair in enumerate(pairs):
             for count in (tokens, 1):
                 pair.driver(*inputs(count), None, scaling=0.25)
             assert pair.layer.index == index
-        sizes.append((cache.stats().device_bytes, cache.stats().host_bytes))
+        held = [pair.layer.store.sketch for pair in pairs]
+        sketched = sum(t.nbytes for one in held if one for t in (one.codes, one.scales, one.centre, one.mean_value))
+        sizes.append((cache.stats().device_bytes - sketched, cache.stats().host_bytes))
     (short_device, short_host), (long_device, long_host) = sizes
     assert short_device == long_device
     assert long_host > 10 * short_host

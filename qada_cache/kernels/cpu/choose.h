@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <numeric>
 #include <utility>
 
 #include "sketch.h"
@@ -98,14 +99,10 @@ inline void pack(Lanes lanes, uint64_t bits, void* to) {
 }
 
 inline float sum_of(Singles lanes) {
-    float total = 0;
-    for (int i = 0; i < TOKENS; i++) total += lanes[i];
-    return total;
+    return std::accumulate((const float*)&lanes, (const float*)&lanes + TOKENS, 0.0f);
 }
 
-inline float largest(Singles lanes) {
-    return *std::max_element((const float*)&lanes, (const float*)&lanes + TOKENS);
-}
+inline float largest(Singles lanes) { return *std::max_element((const float*)&lanes, (const float*)&lanes + TOKENS); }
 
 // Estimates of a head's queries over its sketch: `codes` [tokens, *] and `scales` [tokens].
 template <int BITS>
