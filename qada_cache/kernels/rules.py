@@ -64,16 +64,14 @@ def check_operands(
         fits = fits and (tensor is None or (tensor.dtype == dtype and tensor.dim() == 1))
     for tensor in (*moments, *other_moments, *masks, *rows):
         fits = fits and (tensor is None or (tensor.shape[0] in (1, batch) and tensor.device == query.device))
-    fits = fits and _coded_fit(coded, query, bulk, rows[0])
+    fits = fits and _coded_fit(coded, query, bulk)
     if not (fits and near[0].device == query.device):
         tensors = (query, *near, *bulk, *moments, *other_moments, *coded)
         found = [(t.dtype, str(t.device), list(t.shape)) for t in tensors if t is not None]
         raise ValueError(f"the kernel cannot read these tensors as those of one layer: {found}")
 
 
-def _coded_fit(
-    coded: tuple[Tensor | None, ...], query: Tensor, bulk: tuple[Tensor, Tensor], lengths: Tensor | None
-) -> bool:
+def _coded_fit(coded: tuple[Tensor | None, ...], query: Tensor, bulk: tuple[Tensor, Tensor]) -> bool:
     """Whether codes, scales, centre and mean value are those of a sketch of this bulk, or none is given."""
     codes, scales, centre, mean_value = coded
     if codes is None or scales is None or centre is None:
@@ -92,10 +90,5 @@ def _coded_fit(
         and any(size * 8 == dim * bits for bits in sketch.BITS)
         and codes.stride(3) == centre.stride(2) == 1
         and codes.device == scales.device == centre.device == query.device
-        and (capacity >= bulk[0].shape[2] or _all_within(lengths, capacity))
+        and capacity >= bulk[0].shape[2]
     )
-
-
-def _all_within(lengths: Tensor | None, capacity: int) -> bool:
-    """Whether no length, known to the host, is above `capacity`."""
-    return lengths is not None and lengths.device.type == "cpu" and int(lengths.max()) <= capacity

@@ -46,8 +46,9 @@ class Options:
             raise TypeError(f"token_threshold must be a number, got {type(self.token_threshold).__name__}")
         if not 0.0 <= self.token_threshold < math.inf:  # also refuses nan
             raise ValueError(f"token_threshold must be finite and not negative, got {self.token_threshold}")
-        if isinstance(self.sketch_bits, bool) or self.sketch_bits not in BITS:
-            raise ValueError(f"sketch_bits must be one of {', '.join(map(str, BITS))}, got {self.sketch_bits!r}")
+        bits = self.sketch_bits
+        if isinstance(bits, bool) or not isinstance(bits, int) or bits not in BITS:
+            raise ValueError(f"sketch_bits must be one of {', '.join(map(str, BITS))}, got {bits!r}")
         for name in ("sink_tokens", "local_tokens", "audit_every"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):

@@ -287,6 +287,8 @@ def test_keys_that_fill_no_bytes_are_read_whole() -> None:
         ({"token_threshold": True}, "token_threshold must be a number, got bool"),
         ({"sketch_bits": 3}, "sketch_bits must be one of 1, 2, 4, got 3"),
         ({"sketch_bits": True}, "sketch_bits must be one of 1, 2, 4, got True"),
+        ({"sketch_bits": 2.0}, "sketch_bits must be one of 1, 2, 4, got 2.0"),
+        ({"sketch_bits": torch.arange(2)}, "sketch_bits must be one of 1, 2, 4, got tensor"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], error: str) -> None:

@@ -124,6 +124,23 @@ def test_the_rest_is_a_sum_of_its_own(path: Path) -> None:
 
 
 @EVERY
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in Triton's interpreter
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("buffer", [0, 1])
+def test_what_is_not_finite_shows(path: Path, buffer: int, bad: float) -> None:
+    """A key or value that is not a number, read or not, is in the centre, the codes, or the mean value."""
+    function, device = path
+    for token in (5, 200):
+        scene = Scene(bulk=[(257, 3)], short=(), bits=2)
+        (scene.values if buffer else scene.keys)[0][1, 3 + token, 7] = bad
+        scene.stored[buffer][0, 1, token, 7] = bad
+        scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
+        arguments = scene.arguments(device) | scene.sketch_arguments(device, 1.0)
+        out, _ = function(**arguments, criterion="dense", threshold=0.5)
+        assert out[0].isfinite().all(-1).flatten().tolist() == [True] * 2 + [False] * 2
+
+
+@EVERY
 @pytest.mark.parametrize("heavy", ["nowhere", "where sampled", "elsewhere"])
 def test_long_rows(path: Path, heavy: str) -> None:
     """The compiled kernel drops tokens by a sample of the scores, which may mislead it, but must not its result."""

@@ -44,9 +44,9 @@ constexpr float LOWEST = -1e30f;
 constexpr float LOG2_E = 1.44269504f;
 constexpr float LIMIT = 1e9;  // of a weight: a score may be so much above what weights are relative to
 
-inline float log_sum(float a, float b) {
+inline float log_sum(float a, float b) {  // nan if one is, which may not be the peak
     float peak = std::max(a, b);
-    return peak == -INFINITY ? peak : peak + logf(expf(a - peak) + expf(b - peak));
+    return peak == -INFINITY ? a + b : peak + logf(expf(a - peak) + expf(b - peak));
 }
 
 // 2^x but for an error of 3e-6: a whole power times a polynomial for what is left. Far above LIMIT, large or infinite.

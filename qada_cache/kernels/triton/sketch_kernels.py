@@ -161,8 +161,8 @@ def chosen_kernel(
             b_high = b_new
     if p_rest is not None:
         b_highest = tl.max(b_high, axis=1)
-        b_all = tl.sum(b_rest * tl.exp(b_high - b_highest[:, None]), axis=1)  # 0, or at least 1
-        b_log = tl.where(b_all > 0.0, b_highest + tl.log(tl.maximum(b_all, 1.0)), float("-inf"))
+        b_all = tl.sum(b_rest * tl.exp(b_high - b_highest[:, None]), axis=1)  # 0, at least 1, or nan, which shows
+        b_log = tl.where(b_all == 0.0, float("-inf"), b_highest + tl.log(tl.where(b_all == 0.0, 1.0, b_all)))
         tl.store(p_rest + o_group * splits + i_split, b_log, mask=m_head)
     tl.debug_barrier()  # threads read what others have written
     if p_pulled is not None:
