@@ -54,7 +54,9 @@ class Recorder:
             seen.update(moments=moments, packed=packed, scaling=scaling)
             return original(layer, moments, packed, *rest, scaling=scaling)
 
-        def write(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, geometry: Geometry) -> None:
+        def write(
+            layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, read_lse: Tensor, geometry: Geometry
+        ) -> None:
             self._write(layer, scores, far_lse, geometry, **seen)
 
         with (

@@ -1,6 +1,5 @@
 """Ways of reading some tokens only: what they choose by, against the scores themselves."""
 
-import pytest
 import torch
 
 from eval.deciding import tokens
@@ -10,19 +9,12 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("dim", [16, 64, 80, 96])
-def test_rotation_keeps_scores(dim: int) -> None:
-    turn = tokens.rotation(dim)
-    torch.testing.assert_close(turn @ turn.mT, torch.eye(dim))
-    assert (turn != 0).sum(dim=1).min() == dim & -dim
-
-
-def test_more_bits_are_closer() -> None:
+def test_a_copy_in_few_bits_is_that_of_the_sketch() -> None:
     """Errors relative to the spread; keys whose channels differ by far, and whose mean is far from 0."""
     keys = random(2, 3, 500, 64) * torch.logspace(-1, 1, 64) + 30 * random(64, seed=1)
     spread = (keys - keys.mean(dim=-2, keepdim=True)).square().mean()
-    errors = [float((tokens.quantized(keys, bits) - keys).square().mean() / spread) for bits in (1, 2, 3, 4)]
-    best = (1 - 2 / torch.pi, 0.1188, 0.0374, 0.0115)  # of a uniform quantizer for a Gaussian (Max, 1960)
+    errors = [float((tokens.quantized(keys, bits) - keys).square().mean() / spread) for bits in (1, 2, 4)]
+    best = (1 - 2 / torch.pi, 0.1188, 0.0115)  # of a uniform quantizer for a Gaussian (Max, 1960)
     assert all(error < 1.15 * bound for error, bound in zip(errors, best, strict=True))
 
 
