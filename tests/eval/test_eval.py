@@ -77,8 +77,10 @@ def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     from eval import benchmark
     from eval.models import workloads
     from eval.timing import hardware
+    from qada_cache.kernels import sketch
 
     monkeypatch.setattr(hardware, "SIZE", 1 << 20)
+    monkeypatch.setattr(sketch, "MIN_TOKENS", 64)
     arguments = ["--model", "tiny", "--tokens", "300", "--steps", "2", "--rounds", "1", "--device", "cpu"]
     assert benchmark.main([*arguments, "--out", str(tmp_path)]) == 0
     with (tmp_path / "benchmark-tiny-cpu.csv").open() as file:
@@ -87,12 +89,14 @@ def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     dense = {"DynamicCache", "StaticCache", "always bulk"}
     assert (
         set(rows) - {"QuantizedCache, quanto", "QuantizedCache, hqq"}
-        == {"no context", "sinks + window"} | dense | forced
+        == {"no context", "sinks + window", workloads.TOKENS} | dense | forced
     )
+    less, more = (float(rows[f"QAdACache f={fraction:g}"]["read_mib"]) for fraction in (0.05, 0.34))
+    assert less < float(rows[workloads.TOKENS]["read_mib"]) < more  # a twentieth of the tokens, and the sketch
     assert float(rows["sinks + window"]["read_mib"]) < float(rows["QAdACache f=0.34"]["read_mib"])
     assert float(rows["DynamicCache"]["read_mib"]) <= float(rows["QAdACache f=1"]["read_mib"])
     assert float(rows["DynamicCache"]["against_dynamic"]) == float(rows["StaticCache"]["against_static"]) == 1.0
-    assert all(float(rows[name]["over_limit"]) > 0 for name in forced)
+    assert all(float(rows[name]["over_limit"]) > 0 for name in (*forced, workloads.TOKENS))
     assert float(rows["QAdACache f=0.1"]["host_mib"]) > float(rows["DynamicCache"]["host_mib"]) == 0
 
     nothing = StaticHeads(torch.zeros(4, 4, dtype=torch.bool))
