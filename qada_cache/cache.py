@@ -79,7 +79,8 @@ class QAdACache(WatchedCache):
             not there, the current prompt's alone are used, with a warning.
         token_threshold: theta: a long-context head reads the tokens of its bulk that, by the sketch, get at least
             theta times as much attention as if the bulk got all of it, evenly, and the bulk's mean value stands for
-            the others. 0: all of it, as in the paper. "dense", "oracle" and a threshold of 1 read all as well.
+            the others. 0: all of it, as in the paper. "dense", "oracle" and "gaussian" at a threshold of 1 read all
+            as well.
         sketch_bits: of a value of a key in the sketch, a copy of the bulk's keys on the compute device: 1, 2 or 4.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.

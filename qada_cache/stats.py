@@ -92,7 +92,7 @@ class CacheStats:
 
     @property
     def read_share(self) -> float:
-        """Of `offered_bytes`, what was read, the sketch included; nan before the first decision."""
+        """Of `offered_bytes`, what was read, the sketch included; nan if none were offered (a bulk that is staged)."""
         read = self.pulled_bytes + self.spared_bytes + self.sketched_bytes
         return read / self.offered_bytes if self.offered_bytes else math.nan
 

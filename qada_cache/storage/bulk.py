@@ -72,7 +72,6 @@ class Bulk:
     def __deepcopy__(self, memo: dict) -> "Bulk":
         twin = memo[id(self)] = copy.copy(self)
         self.settle()
-        self.residents.settle()
         twin.lengths, twin.flagged, twin.early = list(self.lengths), list(self.flagged), {}
         twin.noted = deque(maxlen=NOTES)
         twin.residents = copy.deepcopy(self.residents, memo)

@@ -60,6 +60,10 @@ class Resident:
             self.arrival.wait()
             self.arrival = None
 
+    def __deepcopy__(self, memo: dict) -> "Resident":
+        self.wait()  # else the copy would be of what was there before them
+        return Resident(self.keys.clone(), self.values.clone())
+
     @property
     def nbytes(self) -> int:
         """Bytes held."""
@@ -236,11 +240,6 @@ class LayerResidents:
             table = [[found.get((row, head), (0, 0)) for head in kv_heads] for row in rows]
             self._placed, self._places = found, torch.tensor(table).to(self.device, non_blocking=True)
         return self._places
-
-    def settle(self) -> None:
-        """Wait for those that are on their way."""
-        for resident in self.held.values():
-            resident.wait()
 
     def drop(self, head: Head) -> None:
         """Let one go."""

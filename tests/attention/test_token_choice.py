@@ -134,6 +134,23 @@ def test_offloaded_equals_on_device(budget: int | float) -> None:
         assert counted[1:] == [pulled, 0]
 
 
+def test_a_copy_has_residents_that_were_on_their_way() -> None:
+    """They were started by the flags of the last step, and nobody has waited for them."""
+    model = tiny("llama")
+    ids = torch.randint(0, model.config.vocab_size, (1, 120), generator=torch.Generator().manual_seed(0))
+    sizes = {"sink_tokens": 4, "local_tokens": 20, "moments": "current", "threshold": 0.99, "device_budget": 1.0}
+    with accelerator(), torch.no_grad():
+        cache = QAdACache(model, **sizes, token_threshold=1.0)
+        for first, end in ((0, 110), (110, 111)):
+            model(ids[:, first:end], past_key_values=cache)
+        residents = [layer.store.bulk.residents for layer in cache.layers]
+        assert any(resident.arrival is not None for own in residents for resident in own.held.values())
+        twins = copy.deepcopy(cache), cache.fork()
+        expected, *logits = (model(ids[:, 111:112], past_key_values=one).logits for one in (cache, *twins))
+    for found in logits:
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_what_is_not_chosen_is_not_read() -> None:
     """A bulk whose tokens are nan but for the chosen ones."""
     driver, inputs = filled(token_threshold=3.0)
