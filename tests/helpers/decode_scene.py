@@ -122,7 +122,7 @@ class Scene:
         return estimates(query=self._queries(row, head), **coded, scaling=self.scaling)
 
     def _rest(self, row: int, head: int, read: Tensor) -> Tensor:
-        """Log of what tokens not `read` count, `[group]`: less, where `read` ones scored less than estimated."""
+        """Log of what tokens count that are not `read`, `[group]`; less, where `read` ones scored less than estimated."""
         thought, keys = self.estimates(row, head), self.keys[row][head, SINKS : SINKS + self.counts[row]]
         rest = thought[:, ~read].logsumexp(dim=1) + math.log(sketch.REST_WEIGHT)
         if not read.any():
