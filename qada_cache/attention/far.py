@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import merge_partials, partial_attention, reference
-from ..kernels.sketch import chosen_tokens, rest_lse
+from ..kernels.sketch import chosen_tokens
 from ..state.layer import QAdALayer
 from ..storage.bulk_sketch import BulkSketch
 from ..storage.geometry import Geometry
@@ -97,7 +97,7 @@ def long_context(
     rest = [[flag and not tokens for flag in row] for row, tokens in zip(wanted, sketch.lengths, strict=True)]
     out, lse = whole_bulk(layer, store, packed, rest, scaling=scaling)
     read_lse = lse.clone()
-    asked: deque[tuple[Head, slice, Tensor, list[Tensor]]] = deque()
+    asked: deque[tuple[Head, slice, Tensor, Tensor]] = deque()
 
     def picks() -> Iterator[tuple[Head, Tensor]]:
         for row, heads in enumerate(some):
@@ -107,20 +107,19 @@ def long_context(
                     choices = _choices(
                         sketch, (row, head), packed, flags, near_lse, geometry, scaling, layer.options.token_threshold
                     )
-                    for queries, tokens, *estimated in choices:
+                    for queries, tokens, log_rest in choices:
                         index = tokens.any(dim=0).nonzero()[:, 0]
-                        asked.append(((row, head), queries, tokens[:, index], estimated))
+                        asked.append(((row, head), queries, tokens[:, index], log_rest))
                         yield (row, head), index
 
     group = flags.shape[2]
     grouped, outs, masses, read = (tensor.unflatten(2, (group, -1)) for tensor in (packed, out, lse, read_lse))
     for part in chosen(bulk, picks()):
-        (row, head), queries, mask, estimated = asked.popleft()
+        (row, head), queries, mask, log_rest = asked.popleft()
         at = row, head, slice(None), queries
         found = reference.partial_attention(grouped[at], part.keys[0], part.values[0], scaling=scaling, mask=mask)
         read[at] = found[1]
-        mean_value = sketch.mean_value[row, head].expand_as(found[0])
-        outs[at], masses[at] = merge_partials(*found, mean_value, rest_lse(estimated[0], estimated[1], found[1]))
+        outs[at], masses[at] = merge_partials(*found, sketch.mean_value[row, head].expand_as(found[0]), log_rest)
         layer.counters.pulled_bytes += part.pulled
         layer.counters.spared_bytes += part.spared
     if bulk.offloaded and layer.options.device_budget:
@@ -137,7 +136,7 @@ def _choices(
     geometry: Geometry,
     scaling: float,
     token_threshold: float,
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Some queries of one head at a time, and what `chosen_tokens` says of each."""
     group, queries = flags.shape[2:]
     held = slice(0, sketch.lengths[at[0]])

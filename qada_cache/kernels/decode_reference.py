@@ -106,10 +106,10 @@ def fused_decode(
     for row, length in enumerate(bulk_lengths.expand(batch).tolist()):
         for head in needed[row].nonzero()[:, 0].tolist():
             keys, values = bulk_keys[row, head, :length], bulk_values[row, head, :length]
-            estimated: list[Tensor] = []
+            log_rest: Tensor | None = None
             if codes is not None and scales is not None and centre is not None and length >= sketch.MIN_TOKENS:
                 coded = codes[row, head, :length], scales[row, head, :length]
-                chosen, *estimated = sketch.chosen_tokens(
+                chosen, log_rest = sketch.chosen_tokens(
                     packed[row, head, :, None], *coded, centre[row, head], log_near=lse[row, head, :, None],
                     bulk_tokens=every[row, 0], flags=flags[row, head, :, None], scaling=scaling,
                     token_threshold=token_threshold,
@@ -120,10 +120,9 @@ def fused_decode(
             keys, values = keys.to(query.device), values.to(query.device)
             one = packed[row, head, None, None]
             far_out, far_lse = partial_attention(one, keys[None, None], values[None, None], scaling=scaling)
-            if estimated and mean_value is not None:
-                log_rest = sketch.rest_lse(estimated[0].mT[None], estimated[1].mT[None], far_lse)
+            if log_rest is not None and mean_value is not None:
                 rest = mean_value[row, head].expand_as(far_out)
-                far_out, far_lse = merge_partials(far_out, far_lse, rest, log_rest)
+                far_out, far_lse = merge_partials(far_out, far_lse, rest, log_rest.mT[None])
             far_lse = far_lse[0, 0].masked_fill(~flags[row, head], -torch.inf)
             out[row, head], lse[row, head] = merge_partials(out[row, head], lse[row, head], far_out[0, 0], far_lse)
             if pulled is not None:

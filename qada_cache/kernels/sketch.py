@@ -129,7 +129,7 @@ def chosen_tokens(
     flags: Tensor,
     scaling: float,
     token_threshold: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The tokens of a KV head's bulk that are read for each query: any that one of its long-context heads asks for.
 
     A head asks for what gets at least `token_threshold` times as much of its attention as if the bulk got all of it,
@@ -145,27 +145,12 @@ def chosen_tokens(
         token_threshold: above 0.
 
     Returns:
-        bool `[queries, tokens]`; and log-sum-exps of estimated scores, `[group, queries]` float32 each: of the tokens
-        that are read, and of the others.
+        bool `[queries, tokens]`; and `[group, queries]` float32, the log of what the rest counts: `REST_WEIGHT` times
+        the sum of exponentials of the estimated scores of tokens that are not read.
     """
     scores = estimated_scores(query.flatten(0, 1).float(), codes, scales, centre, scaling=scaling)
     scores = scores.unflatten(0, query.shape[:2])
     log_all = torch.logaddexp(log_near, scores.logsumexp(dim=-1))
     least = log_all + math.log(token_threshold) - torch.log(bulk_tokens.float())
     chosen = ((scores >= least.unsqueeze(-1)) & flags.unsqueeze(-1)).any(dim=0)
-    return chosen, *(scores.masked_fill(other, -torch.inf).logsumexp(dim=-1) for other in (~chosen, chosen))
-
-
-def rest_lse(estimated_read: Tensor, estimated_rest: Tensor, exact_read: Tensor) -> Tensor:
-    """The log of what tokens count that are not read: `REST_WEIGHT` times their mass.
-
-    What was read tells how far estimates are off. Of few tokens, and these are few beside `exp(sigma^2 / 2)` once sigma
-    is some units, none lies as high as the mean of a Gaussian's exponential, and those that were chosen lie lower than
-    they were thought to be. So where estimates of them were too high, so is that of the rest.
-
-    Args:
-        estimated_read, estimated_rest: of `chosen_tokens`.
-        exact_read: log-sum-exp of the scores of the tokens that were read, the same shape.
-    """
-    off = torch.where(estimated_read == -torch.inf, 0.0, exact_read - estimated_read)
-    return estimated_rest + off.clamp_max(0.0) + math.log(REST_WEIGHT)
+    return chosen, scores.masked_fill(chosen, -torch.inf).logsumexp(dim=-1) + math.log(REST_WEIGHT)

@@ -92,9 +92,7 @@ def test_equals_float64(bits: int) -> None:
                 mass = torch.cat([SCALING * store.near_keys[row, kv, near].double() @ asks, found]).logsumexp(0)
                 bulk_tokens = store.lengths[row] - 11
                 wanted |= found >= mass - math.log(bulk_tokens)
-            found, scored = estimate(query), SCALING * store.bulk.keys[at].double() @ query
-            off = (found[wanted].logsumexp(0) - scored[wanted].logsumexp(0)).clamp_min(0) if wanted.any() else 0
-            rest = found[~wanted].logsumexp(0) - off + math.log(sketch.REST_WEIGHT)
+            rest = estimate(query)[~wanted].logsumexp(0) + math.log(sketch.REST_WEIGHT)
             keys, values = store.bulk.keys[at][wanted].double(), store.bulk.values[at][wanted].double()
             mean = store.bulk.values[at].double().mean(dim=0, keepdim=True)
             weights = torch.cat([scores, SCALING * keys @ query, rest[None]]).softmax(0)

@@ -121,15 +121,6 @@ class Scene:
         coded["centre"] = self.centre[row, head]
         return estimates(query=self._queries(row, head), **coded, scaling=self.scaling)
 
-    def _rest(self, row: int, head: int, read: Tensor) -> Tensor:
-        """Log of what tokens count that are not `read`, `[group]`; less, where `read` ones scored less than estimated."""
-        thought, keys = self.estimates(row, head), self.keys[row][head, SINKS : SINKS + self.counts[row]]
-        rest = thought[:, ~read].logsumexp(dim=1) + math.log(sketch.REST_WEIGHT)
-        if not read.any():
-            return rest
-        exact = [log_mass(query=query, keys=keys[read], scaling=self.scaling) for query in self._queries(row, head)]
-        return rest - (thought[:, read].logsumexp(dim=1) - torch.tensor(exact, dtype=torch.float64)).clamp_min(0.0)
-
     def log_shares(self, row: int, head: int) -> Tensor:
         """What `log_shares` says of it `[group, tokens]`."""
         keys = self.keys[row][head]
@@ -248,7 +239,8 @@ class Scene:
                 if chosen and (row, head) in chosen:
                     group = slice(head * self.group, (head + 1) * self.group)
                     mask[group, SINKS : SINKS + self.counts[row]] &= chosen[row, head]
-                    rest[group, 0] = self._rest(row, head, chosen[row, head]).masked_fill(local[group], -torch.inf)
+                    unread = self.estimates(row, head)[:, ~chosen[row, head]].logsumexp(dim=1, keepdim=True)
+                    rest[group] = unread.masked_fill(local[group, None], -torch.inf) + math.log(sketch.REST_WEIGHT)
             given = {"query": self.query[row][None], "keys": keys[None], "values": values[None]}
             given |= {"scaling": self.scaling, "mask": mask[None, :, None]}
             expected, lowp = (naive_attention(**given, dtype=dtype)[0, :, 0] for dtype in (torch.float64, self.dtype))
