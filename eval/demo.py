@@ -1,9 +1,9 @@
 """The main job on a real pretrained model: read a long document, then chat about it; `python -m eval.demo`.
 
 By default SmolLM2-135M-Instruct reads a part of the Python language reference in which facts were planted, and is asked
-about them in several turns, three times: with transformers' DynamicCache, with sinks and window only, and with
-QAdACache. Prints every answer, and what each cache read and holds. Exits with 1 if QAdACache misses a planted fact that
-DynamicCache answers. Nothing is precomputed.
+about them in several turns, four times: with transformers' DynamicCache, with sinks and window only, and with
+QAdACache, whose heads read the long context whole, or the tokens of it that matter. Prints every answer, and what each
+cache read and holds. Exits with 1 if QAdACache misses a planted fact that DynamicCache answers. Nothing is precomputed.
 """
 
 import argparse
@@ -26,21 +26,23 @@ from eval.texts.conversation import Form, Told, converse, fitted
 from eval.texts.facts import ABOUT_THE_REFERENCE, Turn, planted, reference
 from qada_cache import QAdACache, restore_attention
 
-TOKENS = 6000  # of the default document: what three prefills on two cores read in a minute or so
+TOKENS = 6000  # of the default document: what four prefills on two cores read in a minute or so
 WARM_UP_TOKENS = 600
 WIDTH = 110
-FULL, WINDOW, OURS = "DynamicCache", "sinks + window", "QAdACache"
+FULL, WINDOW, OURS, TOKENS_OURS = "DynamicCache", "sinks + window", "QAdACache", "QAdACache, tokens"
+TOKEN_THRESHOLD = 1.0
 
 Caches = dict[str, Callable[[], DynamicCache]]
 
 
 def caches(model: PreTrainedModel, options: argparse.Namespace) -> Caches:
-    """What makes the three caches, by method."""
+    """What makes the four caches, by method."""
     chosen = {} if options.threshold is None else {"threshold": options.threshold}
     return {
         FULL: lambda: DynamicCache(config=model.config),
         WINDOW: lambda: QAdACache(model, criterion="local"),
         OURS: lambda: QAdACache(model, **chosen),
+        TOKENS_OURS: lambda: QAdACache(model, token_threshold=TOKEN_THRESHOLD, **chosen),
     }
 
 
@@ -123,6 +125,7 @@ def show_setting(model: PreTrainedModel, options: argparse.Namespace, form: Form
     )
     show(f"Document: {_title(options)}, {tokens} tokens with all that comes before the first question.")
     show(f"QAdACache: {repr(ours).split('; ')[0]}), group_rule {asked.group_rule}.")
+    show(f"QAdACache, tokens: the same with token_threshold {TOKEN_THRESHOLD:g}.")
     show(f"A local head reads {asked.local_tokens} tokens: {asked.sink_tokens} sinks and a window of {asked.window}.")
     if model.device.type == "cpu":
         show("On a CPU, host and device are one memory: host is where the bulk would lie.")
