@@ -36,7 +36,7 @@ _LAID_OUT = ("sink_tokens", "local_tokens", "offloading", "device_budget")
 
 
 class QAdACache(WatchedCache):
-    """A KV cache whose attention heads read 128 tokens unless a Gaussian model of the rest says they need it all.
+    """A KV cache whose attention heads read 128 tokens unless a Gaussian model of the rest says they need more.
 
     Implements QAdA ("Adaptive Long-Context Head Identification", arXiv 2502.09647). For every generated token each head
     sums `exp(score)` over sinks and sliding window, `A_local`, and estimates the sum over all other tokens, the bulk,
@@ -77,10 +77,9 @@ class QAdACache(WatchedCache):
             to `prepare`. Without one that knows the words "wiki" raises, and the others become "random-tokens" and
             "single-token", with a warning. With `config`, moments are only looked up in the cache folder; if they are
             not there, the current prompt's alone are used, with a warning.
-        token_threshold: theta: a long-context head reads the tokens of its bulk that, by the sketch, get at least
-            theta times as much attention as if the bulk got all of it, evenly, and the bulk's mean value stands for
-            the others. 0: all of it, as in the paper. "dense", "oracle" and "gaussian" at a threshold of 1 read all
-            as well.
+        token_threshold: 0: a long-context head reads all of its bulk, as in the paper; above, the tokens that by the
+            sketch get at least so many times an even share of its attention, and the bulk's mean value stands for
+            the others. "dense", "oracle" and "gaussian" at a threshold of 1 read all whatever it is.
         sketch_bits: of a value of a key in the sketch, a copy of the bulk's keys on the compute device: 1, 2 or 4.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.

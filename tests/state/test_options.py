@@ -1,0 +1,27 @@
+"""Options of choosing tokens that are refused when a cache is built; others are in tests/cache/."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from harness import make_shared
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"token_threshold": -1.0}, "token_threshold must be finite and not negative, got -1.0"),
+        ({"token_threshold": math.nan}, "token_threshold must be finite and not negative, got nan"),
+        ({"token_threshold": math.inf}, "token_threshold must be finite and not negative, got inf"),
+        ({"token_threshold": "2"}, "token_threshold must be a number, got str"),
+        ({"token_threshold": True}, "token_threshold must be a number, got bool"),
+        ({"sketch_bits": 3}, "sketch_bits must be one of 1, 2, 4, got 3"),
+        ({"sketch_bits": True}, "sketch_bits must be one of 1, 2, 4, got True"),
+        ({"sketch_bits": 2.0}, "sketch_bits must be one of 1, 2, 4, got 2.0"),
+        ({"sketch_bits": torch.arange(2)}, "sketch_bits must be one of 1, 2, 4, got tensor"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        make_shared(**options)
