@@ -95,10 +95,9 @@ def long_context(
         return out, lse, lse
     some = [[flag and tokens > 0 for flag in row] for row, tokens in zip(wanted, sketch.lengths, strict=True)]
     rest = [[flag and not tokens for flag in row] for row, tokens in zip(wanted, sketch.lengths, strict=True)]
-    # Only if there are any: residents count the calls that ask for some.
-    out, lse = (
-        whole_bulk(layer, store, packed, rest, scaling=scaling) if any(map(any, rest)) else neutral(store, packed)
-    )
+    out, lse = neutral(store, packed)
+    if any(map(any, rest)):  # residents count the calls that ask for some
+        out, lse = whole_bulk(layer, store, packed, rest, scaling=scaling)
     read_lse = lse.clone()
     asked: deque[tuple[Head, slice, Tensor, Tensor]] = deque()
 
