@@ -110,15 +110,15 @@ def main() -> None:
     for capability, dtype, dim, value_dim, group, capacity, sources, bits, options in (
         (90, torch.bfloat16, 128, 128, 4, 40_000, ("", "other_"), 0, {**count, **placed, "pool_staged": True}),
         (90, torch.bfloat16, 128, 128, 4, 40_000, ("",), 2, {**count, **placed, "pool_staged": True}),
-        (80, torch.float16, 256, 256, 8, 1000, ("",), 0, {**count, "group_rule": "any"}),
-        (80, torch.float16, 256, 256, 8, 1000, (), 4, {"pulled": count["pulled"], "criterion": "dense"}),
-        (89, torch.float32, 64, 64, 1, 1000, ("other_",), 0, {"group_rule": "any"}),
-        (89, torch.float32, 64, 64, 1, 1000, (), 1, {"criterion": "dense"}),
-        (80, torch.float32, 256, 256, 2, 1000, (), 0, {"criterion": "dense"}),
-        (80, torch.float32, 256, 256, 2, 1000, (), 1, {"criterion": "dense"}),
+        (80, torch.float16, 256, 256, 8, 2000, ("",), 0, {**count, "group_rule": "any"}),
+        (80, torch.float16, 256, 256, 8, 2000, (), 4, {"pulled": count["pulled"], "criterion": "dense"}),
+        (89, torch.float32, 64, 64, 1, 2000, ("other_",), 0, {"group_rule": "any"}),
+        (89, torch.float32, 64, 64, 1, 2000, (), 1, {"criterion": "dense"}),
+        (80, torch.float32, 256, 256, 2, 2000, (), 0, {"criterion": "dense"}),
+        (80, torch.float32, 256, 256, 2, 2000, (), 1, {"criterion": "dense"}),
         (89, torch.bfloat16, 96, 80, 3, 0, (), 2, {"criterion": static, "group_rule": "any"}),
-        (89, torch.bfloat16, 96, 80, 3, 1000, (), 2, {"criterion": static, "group_rule": "any"}),
-        (90, torch.bfloat16, 64, 64, 64, 1000, (), 2, {"criterion": "dense"}),
+        (89, torch.bfloat16, 96, 80, 3, 2000, (), 2, {"criterion": static, "group_rule": "any"}),
+        (90, torch.bfloat16, 64, 64, 64, 2000, (), 2, {"criterion": "dense"}),
     ):
         for prefix in sources:
             options[f"{prefix}mean"] = torch.zeros(1, kv_heads, dim)
