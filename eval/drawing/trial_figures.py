@@ -51,8 +51,10 @@ def _curve(rows: Rows, way: Way, *, answers: bool) -> list[tuple[float, float]]:
     for row in rows:
         if _way(row) == way:
             points[row["threshold"], row.get("read", "")].append(row)
-    made = []
+    made, documents = [], len({row["document"] for row in rows})
     for group in points.values():
+        if len(group) < documents / 2:  # a point of some of the texts says another thing than its neighbours
+            continue
         loss = [float(row["kl"]) for row in group]
         if answers:
             loss = [float(row["found"]) for row in group if row["right"] == "1"]
