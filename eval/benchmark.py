@@ -6,7 +6,7 @@
 Caches are filled with the same keys and values and decode the same tokens. A model given by its sizes has random
 weights and a random context; QAdACache then has a forced share f of its KV heads flagged, the same number in each layer
 as nearly as can be; with `tokens=` every head is flagged and reads that share of its tokens. A model that reads a text
-of its own also has QAdACache's own flags timed, and its default. The limit is the time without a context, plus as much
+of its own also has QAdACache's own flags timed, and own tokens. The limit is the time without a context, plus as much
 of what a preallocated dense cache (StaticCache) takes on top as is read of the bulk's bytes, a sketch included.
 Before anything is timed, QAdACache at f = 1 must give what DynamicCache gives.
 """

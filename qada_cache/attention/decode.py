@@ -40,14 +40,13 @@ def query_adaptive(
     geometry = layer.shared.forward_pass.geometry(
         lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=valid, device=query.device
     )
-    token_bytes = kv_heads * sum(near.shape[3] * near.element_size() for near in (near_keys, near_values))
     audited = layer.is_audited()
     if queries == 1 and not audited:
         bulk = store.bulk
         kernel = choice.fused_decode(query, bulk.keys, bulk.values, layer.options.criterion, layer.options.kernels)
         if kernel is not None:
             out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
-            layer.counters.count(flags.unsqueeze(-1), geometry, token_bytes)
+            layer.counters.count(flags.unsqueeze(-1), geometry, kv_heads * store.bulk.token_bytes)
             return out
     # All query heads of a group share their KV head's keys: packed together, each key is read once.
     packed = query.reshape(batch, kv_heads, group * queries, dim)
@@ -59,7 +58,7 @@ def query_adaptive(
         far = whole_bulk(layer, store, packed, None, scaling=scaling)
     far_lse = None if far is None else far[1]
     flags = needs_long_context(layer, store.moments, packed, scores, far_lse, geometry, scaling=scaling)
-    layer.counters.count(flags, geometry, token_bytes)
+    layer.counters.count(flags, geometry, kv_heads * store.bulk.token_bytes)
 
     visible = geometry.local.unsqueeze(1) | (geometry.staged.unsqueeze(1) & flags.unsqueeze(-1))
     out, lse = softmax_average(scores.masked_fill(~visible, -torch.inf).flatten(2, 3), near_values)

@@ -87,7 +87,7 @@ class QAdALayer(DynamicLayer):
         self.counters = Counters()
         if self.store is not None:
             self.store.keep_moments(track=self.options.tracks_moments, update=self.options.update_moments)
-            self.store.keep_sketch(self.options.sketch_bits if self.options.chooses_tokens else None)
+            self.store.keep_sketch(self.options.kept_bits)
 
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""
@@ -105,7 +105,7 @@ class QAdALayer(DynamicLayer):
             offloading=self.options.offloading,
             track_moments=self.options.tracks_moments,
             update_moments=self.options.update_moments,
-            sketch_bits=self.options.sketch_bits if self.options.chooses_tokens else None,
+            sketch_bits=self.options.kept_bits,
             residents=self.shared.residents,
             layer=self.index,
         )

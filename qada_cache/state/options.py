@@ -91,6 +91,11 @@ class Options:
         return self.token_threshold > 0.0 and (some or isinstance(self.criterion, StaticHeads))
 
     @property
+    def kept_bits(self) -> int | None:
+        """Bits a value of the sketch that layers keep; None: they keep none."""
+        return self.sketch_bits if self.chooses_tokens else None
+
+    @property
     def tracks_moments(self) -> bool:
         """Whether layers keep running moments of the prompt being read."""
         return self.criterion == "gaussian" and self.current_moments

@@ -85,6 +85,11 @@ class Bulk:
         return self.keys.shape[2]
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one head."""
+        return sum(t.shape[3] * t.element_size() for t in (self.keys, self.values))
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the storage takes, unused capacity included."""
         if not self.offloaded:
@@ -110,8 +115,7 @@ class Bulk:
         """Row `r` holds `lengths[r]` tokens from now on."""
         self.lengths = lengths
         self.early.clear()  # they hold another number of tokens
-        token_bytes = sum(t.shape[1] * t.shape[3] * t.element_size() for t in (self.keys, self.values))
-        self.residents.bulk_bytes = sum(lengths) * token_bytes
+        self.residents.bulk_bytes = sum(lengths) * self.keys.shape[1] * self.token_bytes
 
     def _moved(self, old: Tensor, index: list[int] | range, capacity: int) -> Tensor:
         """A new storage whose row `i` is the row `index[i]` of the old one."""

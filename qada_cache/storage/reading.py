@@ -125,7 +125,7 @@ def prefetch(bulk: Bulk) -> int:
             bulk.early[head] = bulk.fetch(head, 0, tokens)
         except torch.OutOfMemoryError:  # it will be copied when it is needed
             break
-        moved += _head_bytes(bulk, tokens)
+        moved += bulk.token_bytes * tokens
     return moved
 
 
@@ -151,7 +151,7 @@ def learn(bulk: Bulk, flags: Tensor) -> int:
         for head in heads:
             tokens = bulk.lengths[head[0]]
             if bulk.residents.get(head, tokens) is None:
-                nbytes, fetch = _head_bytes(bulk, tokens), functools.partial(bulk.fetch, head, 0, tokens)
+                nbytes, fetch = bulk.token_bytes * tokens, functools.partial(bulk.fetch, head, 0, tokens)
                 moved += nbytes * bulk.residents.bring(head, nbytes, before[head], fetch)
     return moved
 
@@ -159,11 +159,6 @@ def learn(bulk: Bulk, flags: Tensor) -> int:
 def _heads(bulk: Bulk, wanted: list[list[bool]]) -> list[Head]:
     """The wanted heads that have a bulk."""
     return [(row, head) for row, flags in enumerate(wanted) if bulk.lengths[row] for head, f in enumerate(flags) if f]
-
-
-def _head_bytes(bulk: Bulk, tokens: int) -> int:
-    """Bytes of so many tokens of one head."""
-    return sum(t.shape[3] * t.element_size() for t in (bulk.keys, bulk.values)) * tokens
 
 
 def _held(bulk: Bulk, heads: list[Head]) -> dict[Head, Resident]:
