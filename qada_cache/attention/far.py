@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import merge_partials, partial_attention, reference
-from ..kernels.sketch import chosen_tokens
+from ..kernels.sketch import chosen_tokens, too_rough
 from ..state.layer import QAdALayer
 from ..storage.bulk_sketch import BulkSketch
 from ..storage.geometry import Geometry
@@ -88,13 +88,16 @@ def long_context(
         `(out, lse)` as `partial_attention`, of anything where not flagged; and `lse` of what was read alone, without
         what is estimated of the rest.
     """
-    wanted: list[list[bool]] = flags.flatten(2).any(dim=-1).tolist()
-    sketch, bulk = store.sketch, store.bulk
+    sketch, bulk, group = store.sketch, store.bulk, flags.shape[2]
+    needed = flags.flatten(2).any(dim=-1)  # [batch, kv_heads]
     if sketch is None:
-        out, lse = whole_bulk(layer, store, packed, wanted, scaling=scaling)
+        out, lse = whole_bulk(layer, store, packed, needed.tolist(), scaling=scaling)
         return out, lse, lse
-    some = [[flag and tokens > 0 for flag in row] for row, tokens in zip(wanted, sketch.lengths, strict=True)]
-    rest = [[flag and not tokens for flag in row] for row, tokens in zip(wanted, sketch.lengths, strict=True)]
+    # What one query finds too rough is read whole for all queries of the call.
+    rough = too_rough(packed, sketch.mean_square, sketch.bits, scaling=scaling) & flags.flatten(2)
+    coded = torch.tensor(sketch.lengths, device=flags.device)[:, None] > 0
+    chooses = coded & ~rough.any(dim=-1)
+    some, rest = torch.stack([needed & chooses, needed & ~chooses]).tolist()
     out, lse = neutral(store, packed)
     if any(map(any, rest)):  # residents count the calls that ask for some
         out, lse = whole_bulk(layer, store, packed, rest, scaling=scaling)
@@ -114,7 +117,6 @@ def long_context(
                         asked.append(((row, head), queries, tokens[:, index], log_rest))
                         yield (row, head), index
 
-    group = flags.shape[2]
     grouped, outs, masses, read = (tensor.unflatten(2, (group, -1)) for tensor in (packed, out, lse, read_lse))
     for part in chosen(bulk, picks()):
         (row, head), queries, mask, log_rest = asked.popleft()

@@ -58,7 +58,7 @@ def _tokens(layer: QAdALayer, store: TokenStore, query: Tensor) -> dict[str, Any
         return {}
     sketch = store.sketch
     told: dict[str, Any] = {"codes": sketch.codes, "scales": sketch.scales, "centre": sketch.centre}
-    told["mean_value"] = sketch.mean_value
+    told |= {"mean_square": sketch.mean_square, "mean_value": sketch.mean_value}
     told["sketched"] = layer.counters.on(query.device, "sketched_bytes")
     return told | {"token_threshold": layer.options.token_threshold}
 

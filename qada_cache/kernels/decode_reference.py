@@ -33,6 +33,7 @@ def fused_decode(
     codes: Tensor | None = None,
     scales: Tensor | None = None,
     centre: Tensor | None = None,
+    mean_square: Tensor | None = None,
     mean_value: Tensor | None = None,
     token_threshold: float = 0.0,
     sketched: Tensor | None = None,
@@ -66,6 +67,8 @@ def fused_decode(
         codes, scales, centre: the sketch of the bulk's keys, uint8 `[batch, kv_heads, capacity, *]`, bfloat16
             `[batch, kv_heads, capacity]`, float32 `[batch, kv_heads, dim]`, see `sketch.encode`. With it, a KV head
             reads of a bulk of `sketch.MIN_TOKENS` and more what `sketch.chosen_tokens` says; without it, all.
+        mean_square: float32 `[batch, kv_heads]`, of the bulk's scales. A group of which a long-context head finds the
+            sketch `too_rough` reads all.
         mean_value: float32 `[batch, kv_heads, value_dim]`, of the bulk, which stands for what is not read of it.
         token_threshold: as there.
         sketched: int64 `[]`, to which the bytes of codes and scales that were needed are added.
@@ -102,12 +105,16 @@ def fused_decode(
     visible = local | (staged & flags.unsqueeze(-1))
     out, lse = softmax_average(scores.masked_fill(~visible, -torch.inf), near_values)
     needed = flags.any(dim=-1)  # [batch, kv_heads]
-    every = bulk_tokens.expand(batch, 1, 1)
+    every, rough = bulk_tokens.expand(batch, 1, 1), torch.zeros_like(needed)
+    if codes is not None and mean_square is not None:
+        bits = codes.shape[3] * 8 // dim
+        rough = (flags & sketch.too_rough(packed, mean_square, bits, scaling=scaling)).any(dim=-1)
     for row, length in enumerate(bulk_lengths.expand(batch).tolist()):
         for head in needed[row].nonzero()[:, 0].tolist():
             keys, values = bulk_keys[row, head, :length], bulk_values[row, head, :length]
             log_rest: Tensor | None = None
-            if codes is not None and scales is not None and centre is not None and length >= sketch.MIN_TOKENS:
+            chooses = length >= sketch.MIN_TOKENS and not rough[row, head]
+            if chooses and codes is not None and scales is not None and centre is not None:
                 coded = codes[row, head, :length], scales[row, head, :length]
                 chosen, log_rest = sketch.chosen_tokens(
                     packed[row, head, :, None], *coded, centre[row, head], log_near=lse[row, head, :, None],

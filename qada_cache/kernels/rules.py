@@ -31,7 +31,7 @@ def check_operands(
     other_moments: tuple[Tensor | None, Tensor | None],
     masks: tuple[Tensor, Tensor],
     rows: tuple[Tensor | None, ...],
-    coded: tuple[Tensor | None, ...] = (None, None, None, None),
+    coded: tuple[Tensor | None, ...] = (None, None, None, None, None),
 ) -> None:
     """Raise ValueError unless a kernel that goes by the query's sizes and dtype reads within all of these tensors.
 
@@ -43,7 +43,7 @@ def check_operands(
         other_moments: its other_mean, other_covariance.
         masks: its local, staged.
         rows: its bulk_lengths, count, decided.
-        coded: its codes, scales, centre, all or none, and mean_value.
+        coded: its codes, scales, centre, mean_square, all or none, and mean_value.
     """
     batch, heads, queries, dim = query.shape
     kv_heads, value_dim = near[0].shape[1], near[1].shape[3]
@@ -73,9 +73,9 @@ def check_operands(
 
 def _coded_fit(coded: tuple[Tensor | None, ...], query: Tensor, bulk: tuple[Tensor, Tensor]) -> bool:
     """Whether codes, scales, centre and mean value are those of a sketch of this bulk, or none is given."""
-    codes, scales, centre, mean_value = coded
-    if codes is None or scales is None or centre is None:
-        return codes is scales is centre
+    codes, scales, centre, mean_square, mean_value = coded
+    if codes is None or scales is None or centre is None or mean_square is None:
+        return codes is scales is centre is mean_square
     batch, kv_heads, capacity, size = codes.shape
     dim = query.shape[3]
     if mean_value is not None:
@@ -83,12 +83,15 @@ def _coded_fit(coded: tuple[Tensor | None, ...], query: Tensor, bulk: tuple[Tens
         if not (of_values and mean_value.stride(2) == 1 and mean_value.device == query.device):
             return False
     return (
-        (codes.dtype, scales.dtype, centre.dtype) == (torch.uint8, torch.bfloat16, torch.float32)
+        (codes.dtype, scales.dtype) == (torch.uint8, torch.bfloat16)
+        and centre.dtype == mean_square.dtype == torch.float32
         and (batch, kv_heads) == bulk[0].shape[:2]
         and scales.shape == codes.shape[:3]
         and centre.shape == (batch, kv_heads, dim)
+        and mean_square.shape == (batch, kv_heads)
+        and mean_square.is_contiguous()
         and any(size * 8 == dim * bits for bits in sketch.BITS)
         and codes.stride(3) == centre.stride(2) == 1
-        and codes.device == scales.device == centre.device == query.device
+        and codes.device == scales.device == centre.device == mean_square.device == query.device
         and capacity >= bulk[0].shape[2]
     )

@@ -23,6 +23,9 @@ ERRORS = {1: 0.3634, 2: 0.1188, 4: 0.01154}
 # the mean, as the heavier ones of these tokens are no average ones; none leaves their mass to the tokens that are read.
 REST_WEIGHT = 0.5
 QUERY_LEVELS = 127  # a query's largest value
+# Half the variance of what estimates are off by, in nats: where it is more, on average over a bulk's tokens, they tell
+# too little of which tokens matter, and nothing would say so.
+MAX_SPREAD = 2.0
 
 
 def code_bytes(dim: int, bits: int) -> int:
@@ -116,6 +119,25 @@ def estimated_scores(query: Tensor, codes: Tensor, scales: Tensor, centre: Tenso
     spread = spread_of(bits) * scaling**2 * query.square().sum(dim=-1, keepdim=True)
     scale = scales.float().unsqueeze(-2)
     return middle + scale * (scaling * unit * products + spread * scale)
+
+
+def too_rough(query: Tensor, mean_square: Tensor, bits: int, *, scaling: float) -> Tensor:
+    """The queries that estimates are too rough for, so that they read all: `sigma^2 / 2 > MAX_SPREAD`.
+
+    Scores that lie far apart are the ones that few tokens stand out by, and what stands out of estimates may be nothing
+    but their error; see `estimated_scores` for `sigma`, and for what may have any leading dimensions.
+
+    Args:
+        query: `[..., queries, dim]`.
+        mean_square: `[...]` float32, mean of the squares of a bulk's scales.
+        bits: of its codes.
+        scaling: multiplies the scores.
+
+    Returns:
+        bool `[..., queries]`.
+    """
+    spread = spread_of(bits) * scaling**2 * query.float().square().sum(dim=-1)
+    return spread * mean_square.unsqueeze(-1) > MAX_SPREAD
 
 
 def chosen_tokens(

@@ -22,6 +22,7 @@ class BulkSketch:
         codes: uint8 `[batch, kv_heads, capacity, dim * bits / 8]`, at least as long as the bulk.
         scales: bfloat16 `[batch, kv_heads, capacity]`.
         centre: float32 `[batch, kv_heads, dim]`.
+        mean_square: float32 `[batch, kv_heads]`, of the scales.
         mean_value: float32 `[batch, kv_heads, value_dim]`.
         lengths: tokens of each row that are in it: all of the bulk's, or none.
     """
@@ -35,6 +36,7 @@ class BulkSketch:
             self.scales = _empty(keys.device, (batch, kv_heads, 0), torch.bfloat16)
             kept: dict[str, Any] = {"dtype": torch.float32, "device": keys.device}
             self.centre = torch.zeros(batch, kv_heads, dim, **kept)
+            self.mean_square = torch.zeros(batch, kv_heads, **kept)
             self.mean_value = torch.zeros(batch, kv_heads, values.shape[3], **kept)
 
     @classmethod
@@ -76,6 +78,7 @@ class BulkSketch:
                 self.codes[at], self.scales[at] = sketch.encode(keys, self.centre[rows], self.bits)
             self._average(rows, values, stop)
         self.lengths[rows] = [length] * len(self.lengths[rows])
+        self._measure(rows)
 
     def truncate(self, bulk: Bulk) -> None:
         """Forget what the bulk has forgotten."""
@@ -87,17 +90,20 @@ class BulkSketch:
                 for _, values in bulk.blocks(rows) if self.lengths[row] else ():
                     count += values.shape[2]
                     self._average(rows, values, count)
+                self._measure(rows)
 
     def select(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`."""
         self.lengths = [self.lengths[row] for row in index]
         self.codes, self.scales = self.codes[index], self.scales[index]
         self.centre, self.mean_value = self.centre[index], self.mean_value[index]
+        self.mean_square = self.mean_square[index]
 
     def move(self, device: torch.device) -> None:
         """Serve another device."""
         self.codes, self.scales = self.codes.to(device), self.scales.to(device)
         self.centre, self.mean_value = self.centre.to(device), self.mean_value.to(device)
+        self.mean_square = self.mean_square.to(device)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -115,6 +121,13 @@ class BulkSketch:
         self.codes[:, :, used], self.scales[:, :, used] = record["codes"], record["scales"]
         self.centre.copy_(record["centre"])
         self.mean_value.copy_(record["mean_value"])
+        for row in range(len(self.lengths)):
+            self._measure(slice(row, row + 1))
+
+    def _measure(self, rows: slice) -> None:
+        """Find the mean squared scale of rows of equal length, as if all of them had come at once."""
+        scales = self.scales[rows, :, : self.lengths[rows.start]].float()
+        self.mean_square[rows] = scales.square().sum(dim=2) / max(1, scales.shape[2])
 
     def _average(self, rows: slice, values: Tensor, count: int) -> None:
         """Take values `[rows, kv_heads, tokens, value_dim]` into the mean, which is of `count` with them."""

@@ -174,8 +174,36 @@ def test_what_is_not_chosen_is_not_read() -> None:
     assert driver.layer.counters.pulled_bytes - (twin.layer.counters.pulled_bytes - bytes_read) == bytes_read
 
 
-def test_stats_and_audit() -> None:
+@pytest.mark.parametrize("offloading", [False, True])
+def test_what_is_too_rough_is_read_whole(offloading: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head reads all if one of the call's queries finds its sketch too rough, and others choose as before."""
+    for tokens in (1, 5):
+        outputs, sketched = [], []
+        with accelerator() if offloading else nullcontext():
+            for limit, token_threshold in ((torch.inf, 0.5), (None, 0.5), (0.0, 0.5), (torch.inf, 1e-30)):
+                driver, inputs = filled(batch=1, token_threshold=token_threshold, offloading=offloading)
+                call, held = inputs(tokens, 1), driver.layer.store.sketch
+                if limit is None:
+                    by_head = call[2].unflatten(1, (2, 2)).flatten(2, 3).square().sum(dim=-1) * SCALING**2
+                    spreads = sketch.spread_of(2) * held.mean_square[..., None] * by_head
+                    limit = float(spreads.amax(dim=-1).mean())  # between those of two heads
+                    rough = (spreads.amax(dim=-1) > limit)[0].tolist()
+                monkeypatch.setattr(sketch, "MAX_SPREAD", limit)
+                before = int(driver.layer.counters.sketched_bytes)
+                outputs.append(ask(driver, call).unflatten(1, (2, 2))[0])
+                sketched.append(int(driver.layer.counters.sketched_bytes) - before)
+        chosen, mixed, whole, all_asked = outputs
+        torch.testing.assert_close(whole, all_asked, rtol=1e-5, atol=1e-5)
+        assert sorted(rough) == [False, True]
+        for head, flag in enumerate(rough):
+            torch.testing.assert_close(mixed[head], (whole if flag else chosen)[head], rtol=1e-6, atol=1e-6)
+            assert (whole[head] - chosen[head]).abs().max() > 1e-3
+        assert sketched[0] == sketched[3] == 2 * sketched[1] > sketched[2] == 0
+
+
+def test_stats_and_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted: sketch bytes of every flagged head, the bytes of what was chosen, and what it missed."""
+    monkeypatch.setattr(sketch, "MAX_SPREAD", torch.inf)
     model = tiny("llama")
     ids = torch.randint(0, model.config.vocab_size, (2, 150), generator=torch.Generator().manual_seed(0))
     heads = StaticHeads(torch.ones(model.config.num_hidden_layers, model.config.num_attention_heads, dtype=torch.bool))
@@ -190,7 +218,7 @@ def test_stats_and_audit() -> None:
         stats = cache.stats()
         store = cache.layers[0].store
         head_bytes = 2 * store.near_keys.shape[3] * store.near_keys.element_size()
-        lengths = [140 + step - 20 - (token := 0) for step in range(1, 11)]  # at most: some are staged still
+        lengths = [120 + step for step in range(1, 11)]  # at most: some are staged still
         assert 0 < stats.offered_bytes <= len(stats.layers) * 2 * store.near_keys.shape[1] * head_bytes * sum(lengths)
         assert stats.sketched_bytes == stats.offered_bytes // head_bytes * store.sketch.token_bytes
         assert stats.read_share == (stats.pulled_bytes + stats.sketched_bytes) / stats.offered_bytes

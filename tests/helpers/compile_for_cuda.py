@@ -128,6 +128,7 @@ def main() -> None:
                 "codes": torch.zeros(2, kv_heads, capacity, sketch.code_bytes(dim, bits), dtype=torch.uint8),
                 "scales": torch.zeros(2, kv_heads, capacity, dtype=torch.bfloat16),
                 "centre": torch.zeros(2, kv_heads, dim),
+                "mean_square": torch.zeros(2, kv_heads),
                 "mean_value": torch.zeros(2, kv_heads, value_dim),
                 "sketched": torch.zeros((), dtype=torch.int64),
                 "token_threshold": 1.0,

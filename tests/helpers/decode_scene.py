@@ -92,12 +92,14 @@ class Scene:
         self.codes = torch.randint(0, 256, (*shape, sketch.code_bytes(self.dim, self.bits)), generator=made).byte()
         self.scales = torch.full(shape, torch.nan, dtype=torch.bfloat16)
         self.centre = torch.full((*shape[:2], self.dim), torch.nan)
+        self.mean_square = torch.full(shape[:2], torch.nan)
         self.mean_value = torch.full((*shape[:2], self.stored[1].shape[3]), torch.nan)
         for row in self.sketched_rows():
             keys = self.keys[row][:, SINKS : SINKS + self.counts[row]]
             self.centre[row] = keys[:, :20].float().mean(dim=1)
             at = row, slice(None), slice(0, self.counts[row])
             self.codes[at], self.scales[at] = sketch.encode(keys, self.centre[row], self.bits)
+            self.mean_square[row] = self.scales[at].double().square().mean(dim=-1)
             self.mean_value[row] = self.values[row][:, SINKS : SINKS + self.counts[row]].float().mean(dim=1)
 
     def sketched_rows(self) -> list[int]:
@@ -107,7 +109,7 @@ class Scene:
     def sketch_arguments(self, device: str, token_threshold: float) -> dict[str, Any]:
         """Those of `fused_decode` that have tokens chosen."""
         made = {"codes": self.codes, "scales": self.scales, "centre": self.centre}
-        made["mean_value"] = self.mean_value
+        made |= {"mean_square": self.mean_square, "mean_value": self.mean_value}
         made["sketched"] = torch.zeros((), dtype=torch.int64)
         return {name: t.to(device) for name, t in made.items()} | {"token_threshold": token_threshold}
 
@@ -142,11 +144,21 @@ class Scene:
         return math.exp(threshold)
 
     def chosen(self, flags: Tensor, token_threshold: float) -> dict[tuple[int, int], Tensor]:
-        """Of KV heads with a flagged head, by row and head: bool `[tokens]`, what they read of a sketched bulk."""
+        """Of KV heads with a flagged head, by row and head: bool `[tokens]`, what they read of a sketched bulk.
+
+        Without those that find the sketch too rough.
+        """
         return {
             (row, head): (self.log_shares(row, head) >= math.log(token_threshold))[flags[row, head]].any(dim=0)
-            for row in self.sketched_rows() for head in range(self.kv_heads) if flags[row, head].any()
+            for row in self.sketched_rows() for head in range(self.kv_heads)
+            if flags[row, head].any() and max(self.half_variance(row, head)[flags[row, head]]) <= sketch.MAX_SPREAD
         }  # fmt: skip
+
+    def half_variance(self, row: int, head: int) -> Tensor:
+        """Half the variance of what estimates of a KV head are off by, of each query head `[group]`."""
+        squares = self.scales[row, head, : self.counts[row]].double().square().mean()
+        error = sketch.ERRORS[self.bits] / (sketch.STEPS[self.bits] / 2) ** 2 * squares
+        return self._queries(row, head).double().square().sum(dim=-1) * self.scaling**2 * error / 2
 
     def arguments(self, device: str, *, pin: bool = False) -> dict[str, Any]:
         """Those of `fused_decode` but for what decides, on `device`; the bulk in pinned memory if `pin`."""

@@ -178,6 +178,8 @@ class Pair:
                 differ = known.codes[row, :, :length].cpu() != codes  # a value between two codes may fall either way
                 assert differ.float().mean() < 0.01
                 torch.testing.assert_close(known.scales[row, :, :length].cpu(), scales, rtol=0.02, atol=0)
+                square = scales.float().square().mean(dim=1)
+                torch.testing.assert_close(known.mean_square[row].cpu(), square, rtol=0.02, atol=0)
                 mean = values.mean(dim=1).float()
                 torch.testing.assert_close(known.mean_value[row].cpu(), mean, rtol=1e-5, atol=1e-5)
 

@@ -108,8 +108,9 @@ def test_one_key_that_outweighs_all(path: Path) -> None:
 
 
 @EVERY
-def test_the_rest_is_a_sum_of_its_own(path: Path) -> None:
+def test_the_rest_is_a_sum_of_its_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of keys that are read, estimates are far above their scores: a difference of these sums would be of rounding."""
+    monkeypatch.setattr(sketch, "MAX_SPREAD", torch.inf)
     scene = Scene(bulk=[(257, 0)], short=(), group=1, bits=1)
     for head in range(2):
         scene.query[0, head] *= 3
@@ -159,11 +160,28 @@ def test_long_rows(path: Path, heavy: str) -> None:
     assert 0.05 < share(chosen) < 0.3
 
 
+@EVERY
+@pytest.mark.parametrize(("group", "group_rule"), [(1, "head"), (4, "head"), (3, "any")])
+def test_a_sketch_that_is_too_rough(path: Path, group: int, group_rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is read by the groups of which a long-context head has a query that is too long for it, and by no other."""
+    scene = Scene(bulk=BULK, group=group, bits=2)
+    decision = {"criterion": "gaussian", "threshold": scene.threshold(group_rule), "group_rule": group_rule}
+    flags = scene.flags(**decision)
+    spreads = [
+        float(scene.half_variance(row, head)[flags[row, head]].max())
+        for row in scene.sketched_rows() for head in range(2) if flags[row, head].any()
+    ]  # fmt: skip
+    low, high = sorted(spreads)[len(spreads) // 2 - 1 :][:2]
+    monkeypatch.setattr(sketch, "MAX_SPREAD", (low + high) / 2)
+    assert len(run(path, scene, token_threshold=1.0, **decision)) == len(spreads) // 2 > 0
+
+
 # In each of the ways that a kernel would read something else, or elsewhere.
 WRONG = {
     "codes": [Tensor.char, lambda t: t[:, :1], lambda t: t[..., :7], lambda t: t[:, :, :200], lambda t: t.to("meta")],
     "scales": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t[:-1], lambda t: t.to("meta")],
     "centre": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:-1], lambda t: t.mT.contiguous().mT, lambda t: None],
+    "mean_square": [Tensor.double, lambda t: t[:, 1:], lambda t: t.mT.contiguous().mT, lambda t: None],
     "mean_value": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:, :1], lambda t: t.mT.contiguous().mT],
 }
 
@@ -189,15 +207,10 @@ def test_refuses_codes_that_lie_apart() -> None:
         triton_decode.fused_decode(**given | {"scales": wrong}, threshold=0.5, criterion="dense")
 
 
-OVERESTIMATED = pytest.mark.xfail(strict=True, reason="the rest's estimate has no bound, and outweighs what was read")
-
-
-@pytest.mark.parametrize(
-    ("bits", "deviation"),
-    [*(pytest.param(*case, marks=OVERESTIMATED) for case in ((1, 8), (2, 12), (2, 16))), (2, 4), (4, 8), (4, 12)],
-)
+@pytest.mark.parametrize("bits", sketch.BITS)
+@pytest.mark.parametrize("deviation", [3, 4, 5, 6, 8, 12, 16])
 def test_scores_far_apart(bits: int, deviation: float) -> None:
-    """Attention that lies on few tokens, which are read, is theirs and not the mean value's."""
+    """Attention that lies on few tokens is found, or all is read because the sketch cannot tell which."""
     made = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(1, 1, 2100, 64, generator=made) for _ in range(2))
     near = torch.zeros(1, 1, 1, 64)
@@ -209,5 +222,6 @@ def test_scores_far_apart(bits: int, deviation: float) -> None:
     given |= {"decided": torch.ones(1, dtype=torch.bool), "criterion": "dense", "threshold": 0.5}
     codes, scales = sketch.encode(keys, centre, bits)
     coded = {"codes": codes, "scales": scales, "centre": centre, "mean_value": values.mean(dim=2)}
+    coded["mean_square"] = scales.float().square().mean(dim=2)
     whole, some = (decode_reference.fused_decode(**given | more)[0] for more in ({}, {**coded, "token_threshold": 1.0}))
-    assert (some - whole).norm() < 0.15 * whole.norm()
+    assert (some - whole).norm() < 0.1 * whole.norm()

@@ -51,7 +51,7 @@ struct Step {
     int64_t kv_heads;  // of all rows
     std::vector<float> near_out, near_lse, parts, part_lse;
     std::vector<int64_t> first_part, part_count;  // of each head: local attention, staged tokens, bulk; none if local
-    std::vector<uint8_t> needed;
+    std::vector<uint8_t> needed, asks;  // whether a head reads its bulk, and chooses by the sketch what of it
     std::vector<Job> jobs;
     std::vector<Asking> asking;
     std::vector<Scan>& pool;  // which keeps its memory, as that of a step comes page by page, slower than it is used
@@ -59,12 +59,11 @@ struct Step {
 
     Step(const Decode& call, std::vector<Scan>& pool)
         : call(call), pool(pool), kv_heads(call.batch * call.kv_heads), near_out(kv_heads * SIZE),
-          near_lse(kv_heads * QUERIES), first_part(kv_heads), part_count(kv_heads), needed(kv_heads),
+          near_lse(kv_heads * QUERIES), first_part(kv_heads), part_count(kv_heads), needed(kv_heads), asks(kv_heads),
           asking(call.codes ? kv_heads : 0) {}
 
     int64_t row_of(int64_t head) const { return head / call.kv_heads; }
     int64_t place_of(int64_t head) const { return head % call.kv_heads; }
-    bool asks(int64_t head) const { return needed[head] && call.has_sketch(row_of(head)); }
     // How much a token must weigh of a query's attention to be read.
     float log_least_share(int64_t head) const {
         return call.log_token_threshold - logf((float)call.bulk_tokens(row_of(head)));
@@ -73,8 +72,9 @@ struct Step {
     void decide_about(int64_t head) {
         float* lse = &near_lse[head * QUERIES];
         needed[head] = decide(call, row_of(head), place_of(head), &near_out[head * SIZE], lse);
-        if (!asks(head)) return;
         int64_t row = row_of(head), place = place_of(head);
+        asks[head] = needed[head] && call.asks_sketch(row, place);
+        if (!asks[head]) return;
         const Element* query = call.query + head * QUERIES * DIM;
         Asking& own = asking[head];
         Partial staged(query, call.scaling);
@@ -112,8 +112,7 @@ struct Step {
             if (!needed[head]) continue;
             int64_t tokens = call.stored(row_of(head));
             int64_t splits = splits_of(tokens, flagged, call.threads, call.split_tokens);
-            bool sketched = call.has_sketch(row_of(head));
-            if (!sketched) {
+            if (!asks[head]) {
                 first_part[head] = (int64_t)part_lse.size() / QUERIES;
                 add_part(head, &near_out[head * SIZE], &near_lse[head * QUERIES]);
                 *call.pulled += tokens * TOKEN_BYTES;
@@ -122,7 +121,7 @@ struct Step {
             }
             for (int64_t split = 0; split < splits; split++) {
                 int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
-                if (sketched) add_scan(head, start, stop);
+                if (asks[head]) add_scan(head, start, stop);
                 else jobs.push_back({head, start, stop, add_part(head), nullptr});
             }
         }

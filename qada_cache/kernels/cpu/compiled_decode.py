@@ -21,8 +21,8 @@ class Decode(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "near_keys", "near_values", "bulk_keys", "bulk_values")),
         *((name, ctypes.c_void_p) for name in ("local", "staged", "decided", "table", "bulk_lengths", "count")),
         *((name, ctypes.c_void_p) for name in ("mean", "covariance", "other_mean", "other_covariance")),
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "centre", "rotation", "mean_value")),
-        *((name, ctypes.c_void_p) for name in ("out", "flags", "pulled", "sketched")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "centre", "rotation", "mean_square")),
+        *((name, ctypes.c_void_p) for name in ("mean_value", "out", "flags", "pulled", "sketched")),
         *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "columns", "split_tokens")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("near_key", "near_value") for axis in ("batch", "head")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("bulk_key", "bulk_value") for axis in ("batch", "head")),
@@ -31,7 +31,8 @@ class Decode(ctypes.Structure):
         ("min_sketched", ctypes.c_int64),
         *((f"{name}_row", ctypes.c_int64) for name in ("local", "staged", "decided", "length", "count")),
         *((f"{name}_row", ctypes.c_int64) for name in ("mean", "covariance", "other_mean", "other_covariance")),
-        *((name, ctypes.c_float) for name in ("scaling", "limit", "log_token_threshold", "log_rest_weight", "spread")),
+        *((name, ctypes.c_float) for name in ("scaling", "limit", "log_token_threshold", "log_rest_weight")),
+        *((name, ctypes.c_float) for name in ("spread", "max_spread")),
         *((name, ctypes.c_int) for name in ("criterion", "group_rule", "pool_staged", "threads", "bits")),
     )
 
@@ -77,6 +78,7 @@ def fused_decode(
     codes: Tensor | None = None,
     scales: Tensor | None = None,
     centre: Tensor | None = None,
+    mean_square: Tensor | None = None,
     mean_value: Tensor | None = None,
     token_threshold: float = 0.0,
     sketched: Tensor | None = None,
@@ -93,7 +95,7 @@ def fused_decode(
         other_moments=(other_mean, other_covariance),
         masks=(local, staged),
         rows=(bulk_lengths, count, decided),
-        coded=(codes, scales, centre, mean_value),
+        coded=(codes, scales, centre, mean_square, mean_value),
     )
     if not all(map(compiled.rows_contiguous, (near_keys, near_values, bulk_keys, bulk_values))):
         raise ValueError("the tokens of a head do not lie one after the other")
@@ -108,7 +110,7 @@ def fused_decode(
 
     rotation, log_threshold, spread, bits = None, 0.0, 0.0, 0
     if codes is None or scales is None or centre is None:
-        codes = scales = centre = mean_value = None
+        codes = scales = centre = mean_square = mean_value = None
     else:
         if codes.stride()[2:] != (codes.shape[3], 1) or scales.stride(2) != 1:
             raise ValueError("the codes of a head do not lie one after the other")
@@ -123,7 +125,7 @@ def fused_decode(
     pointers = (
         *(query, near_keys, near_values, bulk_keys, bulk_values, local, staged, decided, table),
         *(bulk_lengths, count, mean, covariance, other_mean, other_covariance),
-        *(codes, scales, centre, rotation, mean_value, out, flags, pulled, sketched),
+        *(codes, scales, centre, rotation, mean_square, mean_value, out, flags, pulled, sketched),
     )
     call = Decode(
         *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
@@ -137,7 +139,7 @@ def fused_decode(
         sketch.MIN_TOKENS,
         *(row(tensor) for tensor in (local, staged, decided, bulk_lengths, count)),
         *(row(tensor) for tensor in (mean, covariance, other_mean, other_covariance)),
-        *(scaling, limit, log_threshold, math.log(sketch.REST_WEIGHT), spread),
+        *(scaling, limit, log_threshold, math.log(sketch.REST_WEIGHT), spread, sketch.MAX_SPREAD),
         *(CRITERIA[kind], GROUP_RULES[rule], pool_staged, torch.get_num_threads(), bits),
     )
     kernels.fused_decode(ctypes.byref(call))

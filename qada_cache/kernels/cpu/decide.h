@@ -18,7 +18,8 @@ struct Decode {
     const float *mean, *covariance, *other_mean, *other_covariance;
     const uint8_t* codes;  // null without a sketch, and so are these:
     const uint16_t* scales;
-    const float *centre, *rotation, *mean_value;  // the last one may be null beside a sketch as well
+    const float *centre, *rotation, *mean_square;  // the last one `kv_heads` apart from row to row
+    const float* mean_value;                       // may be null beside a sketch as well
     float* out;
     uint8_t* flags;
     int64_t *pulled, *sketched;  // the latter may be null
@@ -31,7 +32,8 @@ struct Decode {
     int64_t local_row, staged_row, decided_row, length_row, count_row;
     int64_t mean_row, covariance_row, other_mean_row, other_covariance_row;
     float scaling, limit;  // `log A_local - log A_bulk` below which a head is long-context
-    float log_token_threshold, log_rest_weight, spread;  // the last of a query of length 1, see `estimated_scores`
+    float log_token_threshold, log_rest_weight;
+    float spread, max_spread;  // the first of a query of length 1 and a scale of 1; see `too_rough` of sketch.py
     int criterion, group_rule, pool_staged, threads, bits;
 
     const Element* near_key(int64_t row, int64_t head) const {
@@ -51,7 +53,20 @@ struct Decode {
         const uint8_t* mask = staged + row * staged_row;
         return stored(row) + std::count(mask, mask + columns, 1);
     }
-    bool has_sketch(int64_t row) const { return codes && stored(row) >= min_sketched; }
+    // Whether a head whose flags are known asks its sketch for tokens: if it has one that is not too rough.
+    bool asks_sketch(int64_t row, int64_t head) const {
+        if (!codes || stored(row) < min_sketched) return false;
+        int64_t index = row * kv_heads + head;
+        for (int q = 0; q < QUERIES; q++) {
+            if (!flags[index * QUERIES + q]) continue;
+            Floats lanes[DIM / WIDTH];
+            unpack<DIM>(query + (index * QUERIES + q) * DIM, lanes);
+            float square = 0;
+            for (int d = 0; d < DIM; d++) square += ((const float*)lanes)[d] * ((const float*)lanes)[d];
+            if (square * spread * mean_square[index] > max_spread) return false;
+        }
+        return true;
+    }
 
     // Adds the near columns where `mask` is set, run by run.
     void add_near(Partial& partial, const uint8_t* mask, int64_t row, int64_t head) const {

@@ -82,6 +82,7 @@ def fused_decode(
     codes: Tensor | None = None,
     scales: Tensor | None = None,
     centre: Tensor | None = None,
+    mean_square: Tensor | None = None,
     mean_value: Tensor | None = None,
     token_threshold: float = 0.0,
     sketched: Tensor | None = None,
@@ -109,7 +110,7 @@ def fused_decode(
         other_moments=(other_mean, other_covariance),
         masks=(local, staged),
         rows=(bulk_lengths, count, decided),
-        coded=(codes, scales, centre, mean_value),
+        coded=(codes, scales, centre, mean_square, mean_value),
     )
     splits = min(triton.cdiv(bulk_keys.shape[2], SPLIT_TOKENS), MAX_SPLITS)
     query = query.contiguous()
@@ -136,13 +137,16 @@ def fused_decode(
     turned = None if coded is None else query.new_empty(batch, heads, dim, dtype=torch.float32)
     tokens = None if coded is None else bulk_lengths.new_empty(batch, kv_heads)
     far_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
+    spread = 0.0 if coded is None else sketch.spread_of(coded[3]) * scaling**2
     rest = None
     with torch.cuda.device_of(query):  # Triton launches on the current device
         near_kernel[(kv_heads, batch)](
             query, near_keys, near_values, local, staged, bulk_lengths, decided, *moments, table,
             parts, lse, flags, pulled if coded is None else None, places, spared, rotation, turned, tokens,
+            mean_square,
             *near_keys.stride()[:3], *near_values.stride()[:3], local.stride(0), staged.stride(0),
             bulk_lengths.stride(0), decided.stride(0), *row_strides, columns, 1 + splits, scaling, limit,
+            spread, sketch.MAX_SPREAD,
             CRITERION=kind, GROUP_RULE=group_rule, POOL=pool_staged,
             TOKEN_BYTES=token_bytes, MIN_TOKENS=sketch.MIN_TOKENS, BLOCK_C=MOMENT_COLUMNS, **sizes,
         )  # fmt: skip
@@ -158,18 +162,18 @@ def fused_decode(
                 rest, mean_value = torch.empty_like(masses), mean_value.contiguous()
             size, blocks = codes.shape[3], ("G", "BLOCK_G", "D", "BLOCK_D")
             estimate_kernel[(splits, kv_heads, batch)](
-                query, turned, codes, scales, centre, bulk_lengths, flags, estimates, masses, sketched,
+                query, turned, codes, scales, centre, bulk_lengths, tokens, flags, estimates, masses, sketched,
                 *codes.stride()[:2], *scales.stride()[:2], *centre.stride()[:2], bulk_lengths.stride(0),
-                room, scaling, sketch.spread_of(bits) * scaling**2, codes.stride(2),
+                room, scaling, spread, codes.stride(2),
                 BITS=bits, BYTES=size, BLOCK_B=_code_block(size, bits), TOKEN_BYTES=size + scales.element_size(),
-                BLOCK_N=min(UNPACKED_BYTES // sizes["BLOCK_D"], MAX_ESTIMATES), MIN_TOKENS=sketch.MIN_TOKENS,
+                BLOCK_N=min(UNPACKED_BYTES // sizes["BLOCK_D"], MAX_ESTIMATES),
                 **{name: sizes[name] for name in blocks},
             )  # fmt: skip
             chosen_kernel[(splits, kv_heads, batch)](
                 query, bulk_keys, bulk_values, places, bulk_lengths, tokens, flags, estimates, masses, index,
                 parts, lse, rest, pulled, spared, *far_strides, room, scaling, math.log(token_threshold),
                 BLOCK_S=scan, BLOCK_P=triton.next_power_of_2(splits), BLOCK_Q=triton.next_power_of_2(group),
-                TOKEN_BYTES=token_bytes, MIN_TOKENS=sketch.MIN_TOKENS, **sizes, num_stages=CHOSEN_STAGES,
+                TOKEN_BYTES=token_bytes, **sizes, num_stages=CHOSEN_STAGES,
             )  # fmt: skip
         elif splits:
             bulk_kernel[(splits, kv_heads, batch)](

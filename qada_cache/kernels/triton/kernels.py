@@ -41,17 +41,18 @@ def _score_moments(
 def near_kernel(
     p_query, p_keys, p_values, p_local, p_staged, p_lengths, p_decided, p_mean, p_covariance, p_count,
     p_other_mean, p_other_covariance, p_table, p_parts, p_lse, p_flags, p_pulled, p_places, p_spared,
-    p_rotation, p_turned, p_tokens,
+    p_rotation, p_turned, p_tokens, p_mean_square,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
     s_local, s_staged, s_length, s_decided, s_mean, s_covariance, s_count, s_other_mean,
-    s_other_covariance, columns, parts, scaling, limit,
+    s_other_covariance, columns, parts, scaling, limit, spread, max_spread,
     CRITERION: tl.constexpr, GROUP_RULE: tl.constexpr, POOL: tl.constexpr, TOKEN_BYTES: tl.constexpr,
     MIN_TOKENS: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Local attention, criterion and, for flagged heads, the staged tokens; one program a (KV head, row).
 
-    With `p_rotation`, what chooses tokens is left to find: the number of tokens in the bulk, and the rotated queries.
+    With `p_rotation`, what chooses tokens is left to find: the number of tokens in the bulk, or 0 for a group that is
+    to read all of them, and the rotated queries.
     """
     i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_group = i_row * tl.num_programs(0) + i_head
@@ -144,8 +145,13 @@ def near_kernel(
                     p_pulled = p_spared
             tl.atomic_add(p_pulled, tl.load(p_lengths + i_row * s_length) * TOKEN_BYTES, sem="relaxed")
         if p_rotation is not None:
-            tl.store(p_tokens + i_group, bulk_tokens)
-            if tl.load(p_lengths + i_row * s_length) >= MIN_TOKENS:
+            b_wide = b_query.to(tl.float32)
+            b_spread = tl.sum(b_wide * b_wide, axis=1) * spread * tl.load(p_mean_square + i_group)
+            rough = tl.max((b_flags & (b_spread > max_spread)).to(tl.int32), axis=0) == 1
+            if rough | (tl.load(p_lengths + i_row * s_length) < MIN_TOKENS):
+                tl.store(p_tokens + i_group, 0)
+            else:
+                tl.store(p_tokens + i_group, bulk_tokens)
                 store_rotated(b_query, p_rotation, p_turned + i_group * G * D, G, BLOCK_G, D, BLOCK_D, BLOCK_C)
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 0, parts, G, BLOCK_G, V, BLOCK_V)
 

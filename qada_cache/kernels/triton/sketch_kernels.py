@@ -3,7 +3,7 @@
 `../sketch.py` says which these are, `kernels.py` the names.
 
 Programs take turns at a bulk's blocks, because tokens that are asked for lie close together: `i_split` has every
-`splits`-th. Of bulks of less than `MIN_TOKENS` tokens, which are read whole, there is no sketch to read.
+`splits`-th. Where `near_kernel` has left 0 for the number of tokens, all are read, and of the sketch nothing.
 """
 
 import triton
@@ -31,11 +31,11 @@ def store_rotated(
 
 @triton.jit
 def estimate_kernel(
-    p_query, p_turned, p_codes, p_scales, p_centre, p_lengths, p_flags, p_estimates, p_masses, p_sketched,
+    p_query, p_turned, p_codes, p_scales, p_centre, p_lengths, p_tokens, p_flags, p_estimates, p_masses, p_sketched,
     s_code_row, s_code_head, s_scale_row, s_scale_head, s_centre_row, s_centre_head, s_length,
     room, scaling, spread, s_code_token: tl.constexpr,
     BITS: tl.constexpr, BYTES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, TOKEN_BYTES: tl.constexpr,
-    MIN_TOKENS: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`sketch.estimated_scores` of one split and the log of the sum of their exponentials; a (split, KV head, row).
 
@@ -48,9 +48,11 @@ def estimate_kernel(
     o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     m_head, m_dim = o_head < G, o_dim < D
     b_flags = tl.load(p_flags + i_group * G + o_head, mask=m_head, other=0)
-    length = tl.load(p_lengths + i_row * s_length)
-    if (tl.max(b_flags.to(tl.int32), axis=0) == 0) | (length < MIN_TOKENS):
+    if tl.max(b_flags.to(tl.int32), axis=0) == 0:
         return
+    if tl.load(p_tokens + i_group) == 0:  # which is there for long-context heads alone
+        return
+    length = tl.load(p_lengths + i_row * s_length)
     if p_sketched is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
         if i_split == 0:
             tl.atomic_add(p_sketched, length * TOKEN_BYTES, sem="relaxed")
@@ -107,7 +109,6 @@ def chosen_kernel(
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length,
     room, scaling, log_threshold,
     BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, TOKEN_BYTES: tl.constexpr,
-    MIN_TOKENS: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -126,18 +127,18 @@ def chosen_kernel(
     b_flags = tl.load(p_flags + i_group * G + o_head, mask=m_head, other=0)
     if tl.max(b_flags.to(tl.int32), axis=0) == 0:
         return
-    length = tl.load(p_lengths + i_row * s_length)
+    length, bulk_tokens = tl.load(p_lengths + i_row * s_length), tl.load(p_tokens + i_group)
 
     o_group = i_group * G + o_head
     b_least = tl.full([BLOCK_Q], float("-inf"), tl.float32)  # of what a head asks for
-    if length >= MIN_TOKENS:
+    if bulk_tokens > 0:
         o_split = tl.arange(0, BLOCK_P)
         b_near = tl.load(p_lse + o_group * (1 + splits), mask=m_head, other=0.0)
         m_split = m_head[:, None] & (o_split < splits)[None, :]
         b_masses = tl.load(p_masses + o_group[:, None] * splits + o_split[None, :], mask=m_split, other=float("-inf"))
         b_highest = tl.maximum(b_near, tl.max(b_masses, axis=1))
         b_all = tl.exp(b_near - b_highest) + tl.sum(tl.exp(b_masses - b_highest[:, None]), axis=1)
-        b_least = b_highest + tl.log(b_all) + log_threshold - tl.log(tl.load(p_tokens + i_group).to(tl.float32))
+        b_least = b_highest + tl.log(b_all) + log_threshold - tl.log(bulk_tokens.to(tl.float32))
 
     p_index += i_group * room + i_split * (room // splits)
     chosen = 0
@@ -147,7 +148,7 @@ def chosen_kernel(
         o_tokens = start + tl.arange(0, BLOCK_S)
         m_tokens = o_tokens < length
         m_asked = b_flags[:, None] & m_tokens[None, :]
-        m_read = m_asked & (length >= MIN_TOKENS)
+        m_read = m_asked & (bulk_tokens > 0)
         b_scores = tl.load(p_estimates + o_group[:, None] * room + o_tokens[None, :], mask=m_read, other=0.0)
         m_asked = m_asked & (b_scores >= b_least[:, None])  # [BLOCK_Q, BLOCK_S]
         b_asked = tl.max(m_asked.to(tl.int32), axis=0)
