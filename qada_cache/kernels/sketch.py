@@ -23,9 +23,9 @@ ERRORS = {1: 0.3634, 2: 0.1188, 4: 0.01154}
 # the mean, as the heavier ones of these tokens are no average ones; none leaves their mass to the tokens that are read.
 REST_WEIGHT = 0.5
 QUERY_LEVELS = 127  # a query's largest value
-# Half the variance of what estimates are off by, in nats: where it is more, on average over a bulk's tokens, they tell
-# too little of which tokens matter, and nothing would say so.
-MAX_SPREAD = 2.0
+# Half the variance of what estimates are off by, in nats, by bits: where it is more, on average over a bulk's tokens,
+# they tell too little of which tokens matter, and nothing would say so. What one bit leaves out is no Gaussian.
+MAX_SPREAD = {1: 1.75, 2: 3.0, 4: 3.0}
 
 
 def code_bytes(dim: int, bits: int) -> int:
@@ -122,7 +122,7 @@ def estimated_scores(query: Tensor, codes: Tensor, scales: Tensor, centre: Tenso
 
 
 def too_rough(query: Tensor, mean_square: Tensor, bits: int, *, scaling: float) -> Tensor:
-    """The queries that estimates are too rough for, so that they read all: `sigma^2 / 2 > MAX_SPREAD`.
+    """The queries that estimates are too rough for, so that they read all: `sigma^2 / 2 > MAX_SPREAD[bits]`.
 
     Scores that lie far apart are the ones that few tokens stand out by, and what stands out of estimates may be nothing
     but their error; see `estimated_scores` for `sigma`, and for what may have any leading dimensions.
@@ -137,7 +137,7 @@ def too_rough(query: Tensor, mean_square: Tensor, bits: int, *, scaling: float) 
         bool `[..., queries]`.
     """
     spread = spread_of(bits) * scaling**2 * query.float().square().sum(dim=-1)
-    return spread * mean_square.unsqueeze(-1) > MAX_SPREAD
+    return spread * mean_square.unsqueeze(-1) > MAX_SPREAD[bits]
 
 
 def chosen_tokens(

@@ -188,7 +188,7 @@ def test_what_is_too_rough_is_read_whole(offloading: bool, monkeypatch: pytest.M
                     spreads = sketch.spread_of(2) * held.mean_square[..., None] * by_head
                     limit = float(spreads.amax(dim=-1).mean())  # between those of two heads
                     rough = (spreads.amax(dim=-1) > limit)[0].tolist()
-                monkeypatch.setattr(sketch, "MAX_SPREAD", limit)
+                monkeypatch.setitem(sketch.MAX_SPREAD, 2, limit)
                 before = int(driver.layer.counters.sketched_bytes)
                 outputs.append(ask(driver, call).unflatten(1, (2, 2))[0])
                 sketched.append(int(driver.layer.counters.sketched_bytes) - before)
@@ -203,7 +203,7 @@ def test_what_is_too_rough_is_read_whole(offloading: bool, monkeypatch: pytest.M
 
 def test_stats_and_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted: sketch bytes of every flagged head, the bytes of what was chosen, and what it missed."""
-    monkeypatch.setattr(sketch, "MAX_SPREAD", torch.inf)
+    monkeypatch.setitem(sketch.MAX_SPREAD, 2, torch.inf)
     model = tiny("llama")
     ids = torch.randint(0, model.config.vocab_size, (2, 150), generator=torch.Generator().manual_seed(0))
     heads = StaticHeads(torch.ones(model.config.num_hidden_layers, model.config.num_attention_heads, dtype=torch.bool))

@@ -148,10 +148,11 @@ class Scene:
 
         Without those that find the sketch too rough.
         """
+        limit = sketch.MAX_SPREAD[self.bits] if self.bits else 0.0
         return {
             (row, head): (self.log_shares(row, head) >= math.log(token_threshold))[flags[row, head]].any(dim=0)
             for row in self.sketched_rows() for head in range(self.kv_heads)
-            if flags[row, head].any() and max(self.half_variance(row, head)[flags[row, head]]) <= sketch.MAX_SPREAD
+            if flags[row, head].any() and max(self.half_variance(row, head)[flags[row, head]]) <= limit
         }  # fmt: skip
 
     def half_variance(self, row: int, head: int) -> Tensor:

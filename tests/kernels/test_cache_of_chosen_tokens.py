@@ -39,7 +39,7 @@ def model() -> PreTrainedModel:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens have a sketch, and are split; it may be rough, as this model's scores lie far apart."""
     monkeypatch.setattr(sketch, "MIN_TOKENS", 32)
-    monkeypatch.setattr(sketch, "MAX_SPREAD", 20.0)
+    monkeypatch.setattr(sketch, "MAX_SPREAD", dict.fromkeys(sketch.BITS, 20.0))
     monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 20)
     monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
 

@@ -110,7 +110,7 @@ def test_one_key_that_outweighs_all(path: Path) -> None:
 @EVERY
 def test_the_rest_is_a_sum_of_its_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of keys that are read, estimates are far above their scores: a difference of these sums would be of rounding."""
-    monkeypatch.setattr(sketch, "MAX_SPREAD", torch.inf)
+    monkeypatch.setitem(sketch.MAX_SPREAD, 1, torch.inf)
     scene = Scene(bulk=[(257, 0)], short=(), group=1, bits=1)
     for head in range(2):
         scene.query[0, head] *= 3
@@ -172,7 +172,7 @@ def test_a_sketch_that_is_too_rough(path: Path, group: int, group_rule: str, mon
         for row in scene.sketched_rows() for head in range(2) if flags[row, head].any()
     ]  # fmt: skip
     low, high = sorted(spreads)[len(spreads) // 2 - 1 :][:2]
-    monkeypatch.setattr(sketch, "MAX_SPREAD", (low + high) / 2)
+    monkeypatch.setitem(sketch.MAX_SPREAD, 2, (low + high) / 2)
     assert len(run(path, scene, token_threshold=1.0, **decision)) == len(spreads) // 2 > 0
 
 

@@ -108,7 +108,7 @@ def fused_decode(
     kind, table, rule, limit = decision_rules(criterion, group_rule, threshold)
     table = None if table is None else table.contiguous()
 
-    rotation, log_threshold, spread, bits = None, 0.0, 0.0, 0
+    rotation, log_threshold, spread, max_spread, bits = None, 0.0, 0.0, 0.0, 0
     if codes is None or scales is None or centre is None:
         codes = scales = centre = mean_square = mean_value = None
     else:
@@ -116,7 +116,7 @@ def fused_decode(
             raise ValueError("the codes of a head do not lie one after the other")
         rotation, log_threshold = sketch.rotation(dim, query.device), math.log(token_threshold)
         bits = codes.shape[3] * 8 // dim
-        spread = sketch.spread_of(bits) * scaling**2
+        spread, max_spread = sketch.spread_of(bits) * scaling**2, sketch.MAX_SPREAD[bits]
 
     def row(tensor: Tensor | None) -> int:
         """How many elements apart the rows of a tensor are that may have one for all."""
@@ -139,7 +139,7 @@ def fused_decode(
         sketch.MIN_TOKENS,
         *(row(tensor) for tensor in (local, staged, decided, bulk_lengths, count)),
         *(row(tensor) for tensor in (mean, covariance, other_mean, other_covariance)),
-        *(scaling, limit, log_threshold, math.log(sketch.REST_WEIGHT), spread, sketch.MAX_SPREAD),
+        *(scaling, limit, log_threshold, math.log(sketch.REST_WEIGHT), spread, max_spread),
         *(CRITERIA[kind], GROUP_RULES[rule], pool_staged, torch.get_num_threads(), bits),
     )
     kernels.fused_decode(ctypes.byref(call))

@@ -137,7 +137,9 @@ def fused_decode(
     turned = None if coded is None else query.new_empty(batch, heads, dim, dtype=torch.float32)
     tokens = None if coded is None else bulk_lengths.new_empty(batch, kv_heads)
     far_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
-    spread = 0.0 if coded is None else sketch.spread_of(coded[3]) * scaling**2
+    spread, max_spread = 0.0, 0.0
+    if coded is not None:
+        spread, max_spread = sketch.spread_of(coded[3]) * scaling**2, sketch.MAX_SPREAD[coded[3]]
     rest = None
     with torch.cuda.device_of(query):  # Triton launches on the current device
         near_kernel[(kv_heads, batch)](
@@ -146,7 +148,7 @@ def fused_decode(
             mean_square,
             *near_keys.stride()[:3], *near_values.stride()[:3], local.stride(0), staged.stride(0),
             bulk_lengths.stride(0), decided.stride(0), *row_strides, columns, 1 + splits, scaling, limit,
-            spread, sketch.MAX_SPREAD,
+            spread, max_spread,
             CRITERION=kind, GROUP_RULE=group_rule, POOL=pool_staged,
             TOKEN_BYTES=token_bytes, MIN_TOKENS=sketch.MIN_TOKENS, BLOCK_C=MOMENT_COLUMNS, **sizes,
         )  # fmt: skip
