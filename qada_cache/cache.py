@@ -77,9 +77,9 @@ class QAdACache(WatchedCache):
             to `prepare`. Without one that knows the words "wiki" raises, and the others become "random-tokens" and
             "single-token", with a warning. With `config`, moments are only looked up in the cache folder; if they are
             not there, the current prompt's alone are used, with a warning.
-        token_threshold: 0: a long-context head reads all of its bulk, as in the paper; above, the tokens that by the
-            sketch get at least so many times an even share of its attention, and the bulk's mean value stands for
-            the others. "dense", "oracle" and "gaussian" at a threshold of 1 read all whatever it is.
+        token_threshold: a long-context head reads the tokens of its bulk that by the sketch get at least so many times
+            an even share of its attention, and the bulk's mean value stands for the others. 0: all of them, as in the
+            paper. "dense", "oracle" and "gaussian" at a threshold of 1 read all whatever it is.
         sketch_bits: of a value of a key in the sketch, a copy of the bulk's keys on the compute device: 1, 2 or 4.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
@@ -106,13 +106,13 @@ class QAdACache(WatchedCache):
         model: PreTrainedModel | None = None,
         *,
         config: PreTrainedConfig | None = None,
-        threshold: float = 0.8,
+        threshold: float = 0.95,
         sink_tokens: int = 16,
         local_tokens: int = 128,
         criterion: str | StaticHeads = "gaussian",
         group_rule: str = "any",
         moments: Moments = DEFAULT_MOMENTS,
-        token_threshold: float = 0.0,
+        token_threshold: float = 1.0,
         sketch_bits: int = 2,
         update_moments: bool = True,
         offloading: bool = True,

@@ -11,7 +11,7 @@ from pathlib import Path
 from eval.reporting.tables import read
 
 PREFIX = "QAdACache f="
-OWN = {"QAdACache tokens=0.05": "--", "QAdACache, tokens": "--", "QAdACache, whole heads": "-."}
+OWN = {"QAdACache tokens=0.05": "--", "QAdACache": "--", "QAdACache, whole heads": "-."}
 OTHERS = {"DynamicCache": "C3", "StaticCache": "C1", "no context": "0.5"}
 
 

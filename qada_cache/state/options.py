@@ -31,7 +31,7 @@ class Options:
     audit_every: int = 0
     device_budget: int | float | str = 0
     kernels: str = "auto"
-    token_threshold: float = 0.0
+    token_threshold: float = 1.0
     sketch_bits: int = 2
     moments: Moments = CURRENT
     current_moments: bool = True

@@ -143,8 +143,8 @@ def stub(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, set[int]]) -> None:
     def answered(model: object, form: object, opening: object, turns: list[Turn], cache: Any, **_: Any) -> Told:
         criterion = cache.options.criterion if isinstance(cache, QAdACache) else ""
         method = {"": demo.FULL, "local": demo.WINDOW, "gaussian": demo.OURS}[criterion]
-        if method == demo.OURS and cache.options.token_threshold:
-            method = demo.TOKENS_OURS
+        if method == demo.OURS and not cache.options.token_threshold:
+            method = demo.WHOLE
         answers = [
             "no idea" if index in wrong.get(method, ()) else f"{turn.expected}." for index, turn in enumerate(turns)
         ]
