@@ -313,9 +313,7 @@ def test_attention_that_was_restored(model: PreTrainedModel) -> None:
 
 def test_continuous_batching_is_refused_by_name(model: PreTrainedModel) -> None:
     ours(model, said(20))
-    with pytest.raises(
-        ValueError, match="qada_over_torch.*(is not supported for continuous batching|is not supported)"
-    ):
+    with pytest.raises(ValueError, match=r"qada_over_torch.* is not supported"):
         model.generate_batch([[5, 6, 7]], max_new_tokens=2)
 
 
