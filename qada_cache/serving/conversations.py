@@ -84,19 +84,13 @@ class Conversations:
         del self._kept[: max(len(self._kept) - size, 0)]
 
 
-def can_be_cropped(cache: QAdACache) -> bool:
-    """Whether all its layers can drop tokens: sliding and linear ones have no way back."""
-    return all(isinstance(layer, QAdALayer) for layer in cache.layers)
-
-
 def _shared(kept: _Kept, prompt: Tensor) -> int:
     """Tokens of `prompt` that need not be read again if this cache is taken for it; 0 if it is not to be."""
     held = len(kept.tokens)
     beginning = min(held, len(prompt) - 1)
     shared = int((kept.tokens[:beginning] == prompt[:beginning]).cumprod(0).sum())
-    if shared < held and (2 * shared < held or not can_be_cropped(kept.cache)):
-        return 0
-    return shared
+    croppable = all(isinstance(layer, QAdALayer) for layer in kept.cache.layers)  # sliding and linear ones are not
+    return shared if shared == held or (croppable and 2 * shared >= held) else 0
 
 
 _of: "weakref.WeakKeyDictionary[PreTrainedModel, Conversations]" = weakref.WeakKeyDictionary()

@@ -10,7 +10,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from ..cache import QAdACache
-from .conversations import CONVERSATIONS, can_be_cropped, conversations_of
+from .conversations import CONVERSATIONS, conversations_of
 
 # One of transformers' own loggers: `transformers serve --log-level info` shows what it says.
 logger = logging.get_logger("transformers.qada_cache")
@@ -87,8 +87,8 @@ def generate(
         output = stock(past_key_values=cache)
     except BaseException:
         # What was generated is not known here. A cache that read the prompt is no cause of the failure.
-        if cache.get_seq_length() >= len(prompt) and can_be_cropped(cache):
-            with contextlib.suppress(RuntimeError):  # stopped within a forward pass: what it holds is no text's
+        if cache.get_seq_length() >= len(prompt):
+            with contextlib.suppress(RuntimeError):  # layers hold different tokens, or have no way back: it is dropped
                 cache.crop(len(prompt) - cache.get_seq_length())
                 keep(prompt)
         raise

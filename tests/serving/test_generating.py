@@ -177,7 +177,9 @@ MODES = {
     "sequences": {"num_return_sequences": 2, "do_sample": True},
     "assisted": {"prompt_lookup_num_tokens": 3},
     "dictionary": {"return_dict_in_generate": True},
+    "assistant": {"assistant_model": tiny(seed=1)},
     "no mask": {"attention_mask": None},
+    "other positions": {"position_ids": torch.arange(3, 63)[None]},
 }
 
 

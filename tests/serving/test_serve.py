@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -88,13 +87,15 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         with OpenAI(base_url=f"{found[1]}/v1", api_key="none", timeout=STARTS, max_retries=0) as client:
             yield Served(folder, log, client)
     finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        print(log.read_text(encoding="utf-8", errors="replace"))
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(autouse=True)
+def shown(served: Served) -> Iterator[None]:
+    """Beside a test that fails stands what the server said."""
+    yield
+    print(served.text())
 
 
 def in_process(tokenizer: PreTrainedTokenizerBase, turns: list[list[dict[str, str]]]) -> list[str]:
@@ -127,6 +128,18 @@ def test_a_conversation_over_http(served: Served) -> None:
     (none, of_first), (kept, of_second) = served.kept()[-2:]
     assert (none, of_first) == (0, answer.usage.prompt_tokens)
     assert (kept, of_second) == (of_first + NEW - 1, chunks[-1].usage.prompt_tokens)
+
+
+def test_a_text_that_grows(served: Served) -> None:
+    """Completions of plain text are gone on with as well."""
+    asked, model = needle.make_prompt(tokens=300, seed=2), str(served.folder)
+    text = f"{asked.context} {asked.questions[0]}"
+    for question, answer in zip(asked.questions[1:4], asked.answers, strict=False):
+        got = served.client.completions.create(model=model, prompt=text, max_tokens=1, temperature=0).choices[0].text
+        assert got.strip() == answer
+        text = f"{text} {answer} {question}"
+    asked_before, (kept, of) = served.kept()[-2], served.kept()[-1]
+    assert (kept, of) == (asked_before[1], asked_before[1] + 3)
 
 
 def test_a_client_that_goes(served: Served) -> None:
