@@ -10,12 +10,15 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from documents import DOCUMENTS, FENCED, ROOT, spans
+from transformers.cli import transformers
 
 from qada_cache.key_moments.defaults import CURRENT, sources
 from qada_cache.key_moments.prompts import PROMPTS
+from qada_cache.serving import FOLDER
 
 FOREIGN = {"--include_path": "lm_eval"}  # options that are named in order to say that they are not needed
 
@@ -127,6 +130,10 @@ def test_command(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     elif words[:3] == ["python", "-m", "pytest"]:
         (file,) = [word for word in words if word.endswith(".py")]
         assert words[words.index("-k") + 1] in (ROOT / file).read_text(encoding="utf-8")
+    elif words[0] == "transformers":
+        transformers.app.commands[words[1]].make_context(words[1], words[2:]).close()
+    elif words[:2] == ["cp", "-r"]:
+        assert (Path(FOLDER) / words[2].removeprefix("$ours/")).is_dir()
     else:
         called = program(words)
         assert called is not None, f"an unknown program: {words}"
@@ -191,6 +198,7 @@ def test_options_named_in_passing_exist(monkeypatch: pytest.MonkeyPatch) -> None
                         "convert": ["--out", "t"], "needle": ["check"]}.get(path.stem, [])  # fmt: skip
             known |= option_strings(read_by([f"eval.{path.stem}", *required], monkeypatch))
     known |= option_strings(read_by(["qada", "moments", "--model", "m", "--out", "f"], monkeypatch))
+    known |= {option for parameter in transformers.app.commands["serve"].params for option in parameter.opts}
     known |= option_strings(read_by(["lm_eval", "run", "--tasks", "wikitext"], monkeypatch))
     for document, text in DOCUMENTS.items():
         for span in spans(text):

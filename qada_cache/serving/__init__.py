@@ -1,0 +1,13 @@
+"""Generation that keeps conversations between requests: what `generate(custom_generate=FOLDER)` and `serve` run.
+
+transformers takes another generation from a folder that holds `custom_generate/generate.py`; this one is such a folder.
+"""
+
+from pathlib import Path
+
+from .conversations import CONVERSATIONS
+from .generating import generate
+
+__all__ = ["CONVERSATIONS", "FOLDER", "generate"]
+
+FOLDER = str(Path(__file__).parent)  # `generate(custom_generate=...)` takes a str, and passes over a Path silently

@@ -1,0 +1,119 @@
+"""`generate` with a QAdACache that is kept for the conversation's next turn; all else is transformers' own."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils import logging
+
+from ..cache import QAdACache
+from .conversations import CONVERSATIONS, conversations_of
+
+# One of transformers' own loggers: `transformers serve --log-level info` shows what it says.
+logger = logging.get_logger("transformers.qada_cache")
+
+# Arguments of `generate` that leave what a cache holds as it is: the keys and values of the row of tokens.
+_HARMLESS = {
+    *("input_ids", "attention_mask", "tokenizer", "streamer", "logits_processor", "stopping_criteria"),
+    *("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask"),
+}
+
+
+def generate(
+    inputs: Tensor | None = None,
+    generation_config: GenerationConfig | None = None,
+    *,
+    model: PreTrainedModel,
+    cache_options: Mapping[str, Any] | None = None,
+    conversations: int = CONVERSATIONS,
+    **arguments: Any,
+) -> Any:
+    """`model.generate` with a QAdACache, which is kept for the next call that goes on with the same text.
+
+    Kept are the caches of calls with one row of tokens and an attention mask of ones, by greedy decoding or sampling,
+    that return token ids alone. Of the next such call's prompt only what differs is read. Every other call gets a
+    cache of its own, unless it brings one or wants none (`use_cache=False`): those are handed through as they are.
+
+    A cache that was kept is passed over if weights have been replaced or written to since, as far as torch counts
+    that. After changing which adapters are active, or `weight.data`, call this once with `conversations=0`.
+
+    A call that fails, or is stopped by its streamer, leaves its prompt's cache if it was whole then, and else none.
+
+    Args:
+        inputs, generation_config, arguments: as for `model.generate`.
+        model: whose generation this is.
+        cache_options: of `QAdACache`.
+        conversations: whose caches are kept of this model, in host memory or where `cache_options` say; 0: none, and
+            those there are go.
+
+    Returns:
+        As `model.generate`.
+
+    Raises:
+        ValueError: `conversations` is no count.
+        TypeError, ValueError, FileNotFoundError, NotImplementedError, RuntimeError: as `QAdACache` and
+            `model.generate`.
+    """
+    if isinstance(conversations, bool) or not isinstance(conversations, int) or conversations < 0:
+        raise ValueError(f"conversations must be an int, 0 or more, got {conversations!r}")
+
+    kind: Any = type(model)  # of the model itself, `generate` may be this very function
+
+    def stock(**cache: Any) -> Any:
+        return kind.generate(model, inputs, generation_config, **arguments, **cache)
+
+    given = {name: value for name, value in arguments.items() if value is not None}
+    settings, others = kind._prepare_generation_config(model, generation_config, **given)
+    if "past_key_values" in given or not settings.use_cache:
+        return stock()
+    arguments.pop("past_key_values", None)
+    options, kept = dict(cache_options or {}), conversations_of(model)
+    if not conversations:
+        kept.forget()
+    prompt = _one_row(others.get("input_ids") if inputs is None else inputs, settings, others)
+    if prompt is None or not conversations:
+        return stock(past_key_values=QAdACache(model, **options))
+
+    cache = kept.take(model, prompt, options=options, size=conversations)
+    logger.info("%d of %d prompt tokens were kept from an earlier call", cache.get_seq_length(), len(prompt))
+
+    def keep(tokens: Tensor) -> None:
+        kept.keep(model, tokens, cache, options=options, size=conversations)
+
+    try:
+        output = stock(past_key_values=cache)
+    except BaseException:
+        # What was generated is not known here. A cache that read the prompt is no cause of the failure.
+        if cache.get_seq_length() >= len(prompt):
+            with contextlib.suppress(RuntimeError):  # layers hold different tokens, or have no way back: it is dropped
+                cache.crop(len(prompt) - cache.get_seq_length())
+                keep(prompt)
+        raise
+    keep(output[0, : cache.get_seq_length()].cpu())
+    return output
+
+
+def _one_row(ids: Any, settings: GenerationConfig, others: Mapping[str, Any]) -> Tensor | None:
+    """The token ids `[tokens]` of a call whose cache can be kept, on the host; None if it is another call.
+
+    Args:
+        ids: what the model is to read.
+        settings: all that the call asks of generation.
+        others: its other arguments.
+    """
+    mask = others.get("attention_mask")
+    plain = (
+        settings.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        and settings.num_return_sequences in (None, 1)
+        and not settings.return_dict_in_generate  # what comes back would hold the cache
+        and settings.cache_implementation is None  # refused by `model.generate` beside a cache
+        and others.keys() <= _HARMLESS
+    )
+    if not plain or not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        return None
+    if ids.dim() != 2 or len(ids) != 1 or not ids.numel() or ids.is_floating_point() or not mask.all():
+        return None
+    return ids[0].cpu()

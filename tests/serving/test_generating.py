@@ -1,0 +1,395 @@
+"""`generate(custom_generate=FOLDER)`: the tokens of a QAdACache that is carried from turn to turn by hand."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import SMALL, VOCABULARY, prompt, tiny
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from qada_cache import QAdACache, restore_attention
+from qada_cache.serving import CONVERSATIONS, FOLDER
+
+NEW = 12
+EXACT = {"threshold": 1.0, "moments": "current", **SMALL}
+DECIDING = {**EXACT, "threshold": 0.4}
+
+
+def stock(model: PreTrainedModel, ids: Tensor, cache: Any, **options: Any) -> Tensor:
+    """`generate` as it is, with this cache."""
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW, **options}
+    return model.generate(ids, past_key_values=cache, **settings)
+
+
+def ours(model: PreTrainedModel, ids: Tensor, cache_options: dict[str, Any] = EXACT, **options: Any) -> Any:
+    """`generate` by the folder."""
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW, **options}
+    return model.generate(ids, custom_generate=FOLDER, trust_remote_code=True, cache_options=cache_options, **settings)
+
+
+def said(*parts: Tensor | int) -> Tensor:
+    """Token ids `[1, tokens]`: parts one after the other, a number standing for that many random ones."""
+    rows = [prompt(part, seed=100 + place)[0] if isinstance(part, int) else part for place, part in enumerate(parts)]
+    return torch.cat(rows, dim=1)
+
+
+class Reads(list):
+    """How many tokens a model was given, call by call."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.handle = model.get_input_embeddings().register_forward_hook(
+            lambda module, inputs, output: self.append(output.shape[1])
+        )
+
+    def first(self) -> int:
+        """Of the prompt, since this was last asked."""
+        read = self[0]
+        self.clear()
+        return read
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny()
+
+
+@pytest.fixture
+def reads(model: PreTrainedModel) -> Iterator[Reads]:
+    counted = Reads(model)
+    yield counted
+    counted.handle.remove()
+
+
+@pytest.mark.parametrize("options", [EXACT, DECIDING, {}], ids=["exact", "deciding", "default"])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.7}], ids=["greedy", "sample"])
+def test_one_call(model: PreTrainedModel, options: dict[str, Any], sampling: dict[str, Any]) -> None:
+    ids = said(150)
+    torch.manual_seed(3)
+    wanted = stock(model, ids, QAdACache(model, **options), **sampling)
+    torch.manual_seed(3)
+    assert torch.equal(ours(model, ids, options, **sampling), wanted)
+
+
+@pytest.mark.parametrize("options", [EXACT, DECIDING], ids=["exact", "deciding"])
+@pytest.mark.parametrize("turn", [7, 60], ids=["within the window", "beyond the window"])
+def test_a_conversation(model: PreTrainedModel, reads: Reads, options: dict[str, Any], turn: int) -> None:
+    """Three turns read what is new alone, and give what one cache gives that is carried through them."""
+    carried, ids = QAdACache(model, **options), said(120)
+    for _ in range(3):
+        reads.clear()
+        wanted = stock(model, ids, carried)
+        new = reads.first()
+        assert torch.equal(ours(model, ids, options), wanted)
+        assert reads.first() == new
+        ids = said(wanted, turn)
+    assert new == 1 + turn  # the last token that was generated had not been read
+
+
+def test_a_conversation_is_full_attention_at_a_threshold_of_one(model: PreTrainedModel) -> None:
+    ids = said(120)
+    for turn in (7, 60):
+        answered = ours(model, ids)
+        assert torch.equal(answered, stock(model, ids, DynamicCache(config=model.config)))
+        ids = said(answered, turn)
+
+
+@pytest.mark.parametrize("options", [EXACT, DECIDING], ids=["exact", "deciding"])
+@pytest.mark.parametrize("same", [124, 100, 80], ids=["in the answer", "near", "in the bulk"])
+def test_what_differs_is_read_again(model: PreTrainedModel, reads: Reads, options: dict[str, Any], same: int) -> None:
+    """As if the cache that was carried had been cropped by hand."""
+    carried, ids = QAdACache(model, **options), said(120)
+    answered = stock(model, ids, carried)
+    assert torch.equal(ours(model, ids, options), answered)
+    other = said(answered[:, :same], (answered[:, same : same + 1] + 1) % VOCABULARY, 30)
+    carried.crop(same - carried.get_seq_length())
+    wanted = stock(model, other, carried)
+    reads.clear()
+    assert torch.equal(ours(model, other, options), wanted)
+    assert reads.first() == other.shape[1] - same
+
+
+def test_the_same_prompt_again_reads_its_last_token(model: PreTrainedModel, reads: Reads) -> None:
+    ids = said(120)
+    first = ours(model, ids)
+    reads.clear()
+    assert torch.equal(ours(model, ids), first)
+    assert reads.first() == 1
+    shorter = ids[:, :110]
+    assert torch.equal(ours(model, shorter), stock(model, shorter, DynamicCache(config=model.config)))
+    assert reads.first() == 1
+
+
+def test_conversations_take_turns(model: PreTrainedModel, reads: Reads) -> None:
+    """Texts that begin alike but are mostly others are left to each other, and the oldest makes room."""
+    texts = [said(50, prompt(70 + place, seed=place)[0]) for place in range(CONVERSATIONS)]
+    for ids in texts:
+        reads.clear()
+        ours(model, ids)
+        assert reads.first() == ids.shape[1]
+    texts = [said(ours(model, ids), 5) for ids in texts]
+    for ids in texts:
+        reads.clear()
+        ours(model, ids)
+        assert reads.first() == 6
+    ours(model, prompt(40, seed=99)[0])
+    for place in (0, 1):  # the first has made room, and on its return the second
+        reads.clear()
+        ours(model, said(texts[place], 3))
+        assert reads.first() == texts[place].shape[1] + 3
+    reads.clear()
+    ours(model, said(texts[-1], 3))
+    assert reads.first() == 3
+
+
+def test_fewer_conversations(model: PreTrainedModel, reads: Reads) -> None:
+    one, other = prompt(90, seed=1)[0], prompt(80, seed=2)[0]
+    ours(model, one, conversations=1)
+    ours(model, other, conversations=1)
+    reads.clear()
+    ours(model, one, conversations=1)
+    assert reads.first() == 90
+    ours(model, one, conversations=0)
+    assert reads.count(90) == 1  # and what was kept is gone
+    reads.clear()
+    ours(model, one)
+    assert reads.first() == 90
+
+
+@pytest.mark.parametrize("conversations", [-1, 1.5, True, "4"])
+def test_no_count_of_conversations(model: PreTrainedModel, conversations: Any) -> None:
+    with pytest.raises(ValueError, match="conversations must be an int, 0 or more, got"):
+        ours(model, said(20), conversations=conversations)
+
+
+MODES = {
+    "beams": {"num_beams": 2},
+    "sequences": {"num_return_sequences": 2, "do_sample": True},
+    "assisted": {"prompt_lookup_num_tokens": 3},
+    "dictionary": {"return_dict_in_generate": True},
+    "assistant": {"assistant_model": tiny(seed=1)},
+    "no mask": {"attention_mask": None},
+    "other positions": {"position_ids": torch.arange(3, 63)[None]},
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_other_calls_have_a_cache_of_their_own(model: PreTrainedModel, reads: Reads, mode: dict[str, Any]) -> None:
+    ids = said(60)
+    ours(model, ids)
+    torch.manual_seed(3)
+    wanted = stock(model, ids, QAdACache(model, **DECIDING), **mode)
+    reads.clear()
+    torch.manual_seed(3)
+    got = ours(model, ids, DECIDING, **mode)
+    assert reads.first() >= 60  # assisted, a few candidates with it
+    if mode.get("return_dict_in_generate"):
+        assert isinstance(got.past_key_values, QAdACache)
+        got, wanted = got.sequences, wanted.sequences
+    assert torch.equal(got, wanted)
+    reads.clear()
+    ours(model, ids, DECIDING)
+    assert reads.first() == 60  # nothing was kept
+
+
+def test_padded_rows_have_a_cache_of_their_own(model: PreTrainedModel, reads: Reads) -> None:
+    for lengths in ((60, 40), (60,)):
+        ids, mask = prompt(*lengths)
+        mask[-1, :5] = 0
+        ids[-1, :5] = 0
+        for _ in range(2):
+            wanted = stock(model, ids, QAdACache(model, **DECIDING), attention_mask=mask)
+            reads.clear()
+            assert torch.equal(ours(model, ids, DECIDING, attention_mask=mask), wanted)
+            assert reads.first() == 60
+
+
+def test_embeddings_have_a_cache_of_their_own(model: PreTrainedModel) -> None:
+    ids = said(60)
+    given = {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "max_new_tokens": NEW, "do_sample": False}
+    given["attention_mask"] = torch.ones_like(ids)
+    got = model.generate(custom_generate=FOLDER, trust_remote_code=True, cache_options=EXACT, **given)
+    assert torch.equal(got, model.generate(past_key_values=QAdACache(model, **EXACT), **given))
+
+
+def test_a_cache_that_is_brought_is_used(model: PreTrainedModel, reads: Reads) -> None:
+    ids = said(60)
+    cache = DynamicCache(config=model.config)
+    wanted = ours(model, ids, past_key_values=cache)
+    assert cache.get_seq_length() == wanted.shape[1] - 1
+    assert torch.equal(ours(model, ids, use_cache=False), wanted)
+    assert reads[-1] == wanted.shape[1] - 1  # without a cache all is read for every token
+    with pytest.raises(ValueError, match="Passing both `cache_implementation`"):
+        ours(model, ids, cache_implementation="static")
+
+
+class Stop(Exception):  # noqa: N818  # no error
+    pass
+
+
+class StoppingStreamer(BaseStreamer):
+    """Raises after so many tokens, as `transformers serve` does when the client is gone."""
+
+    def __init__(self, tokens: int) -> None:
+        self.left = tokens + 1  # the prompt comes first
+
+    def put(self, value: Tensor) -> None:
+        if not self.left:
+            raise Stop
+        self.left -= 1
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(0, True), (5, True), (-1, False)])
+def test_a_client_that_goes_leaves_the_prompt(model: PreTrainedModel, reads: Reads, tokens: int, kept: bool) -> None:
+    """Between two tokens the cache is whole; before the first there is none."""
+    ids = said(120)
+    wanted = stock(model, ids, DynamicCache(config=model.config))
+    with pytest.raises(Stop):
+        ours(model, ids, streamer=StoppingStreamer(tokens))
+    reads.clear()
+    assert torch.equal(ours(model, ids), wanted)
+    assert reads.first() == (1 if kept else 120)
+
+
+@pytest.mark.parametrize("call", [0, 4], ids=["prefill", "decoding"])
+@pytest.mark.parametrize("place", ["before attention", "after attention"])
+def test_a_forward_pass_that_fails_leaves_nothing(model: PreTrainedModel, reads: Reads, call: int, place: str) -> None:
+    ids, failing = said(120), model.model.layers[-1 if place == "before attention" else 0]
+
+    def fail(*_: Any) -> None:
+        if len(reads) > call:
+            raise Stop
+
+    ours(model, ids)
+    reads.clear()
+    module = failing if place == "before attention" else failing.mlp
+    hook = module.register_forward_pre_hook(fail)
+    with pytest.raises(Stop):
+        ours(model, said(120, 4))
+    hook.remove()
+    reads.clear()
+    assert torch.equal(ours(model, ids), stock(model, ids, DynamicCache(config=model.config)))
+    assert reads[0] == 120
+
+
+def test_a_cache_of_other_weights_is_passed_over(model: PreTrainedModel, reads: Reads) -> None:
+    ids = said(120)
+    ours(model, ids)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(-1)
+    reads.clear()
+    assert torch.equal(ours(model, ids), stock(model, ids, DynamicCache(config=model.config)))
+    assert reads[0] == 120
+
+
+def test_a_cache_under_other_options_is_passed_over(model: PreTrainedModel, reads: Reads) -> None:
+    ids = said(120)
+    ours(model, ids, EXACT)
+    wanted = stock(model, ids, QAdACache(model, **DECIDING))
+    reads.clear()
+    assert torch.equal(ours(model, ids, DECIDING), wanted)
+    assert reads.first() == 120
+    ours(model, said(wanted, 3), dict(DECIDING))
+    assert reads.first() == 4
+
+
+def test_attention_that_was_restored(model: PreTrainedModel) -> None:
+    ids = said(120)
+    first = ours(model, ids)
+    restore_attention(model)
+    assert torch.equal(ours(model, ids), first)
+
+
+def test_continuous_batching_is_refused_by_name(model: PreTrainedModel) -> None:
+    ours(model, said(20))
+    with pytest.raises(ValueError, match=r"qada_over_torch.* is not supported"):
+        model.generate_batch([[5, 6, 7]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+def test_layers_without_a_way_back(family: str) -> None:
+    """A text is gone on with; one that differs is read again from the start."""
+    model = tiny(family)
+    reads, carried, ids = Reads(model), QAdACache(model, **EXACT), said(60)
+    for _ in range(2):
+        wanted = stock(model, ids, carried)
+        new = reads.first()
+        assert torch.equal(ours(model, ids), wanted)
+        assert reads.first() == new
+        ids = said(wanted, 9)
+    other = said(wanted[:, :70], (wanted[:, 70:71] + 1) % VOCABULARY)
+    assert torch.equal(ours(model, other), stock(model, other, QAdACache(model, **EXACT)))
+    assert reads[0] == 71
+    with pytest.raises(Stop):
+        ours(model, other, streamer=StoppingStreamer(3))
+    reads.clear()
+    ours(model, other)
+    assert reads.first() == 71
+
+
+def test_threads(model: PreTrainedModel) -> None:
+    """Conversations at the same time, each of which has its cache alone."""
+
+    def talk(seed: int) -> Tensor:
+        ids = prompt(60 + 10 * seed, seed=seed)[0]
+        for _ in range(3):
+            ids = said(ours(model, ids, DECIDING, conversations=3), 5)
+        return ids
+
+    alone = [talk(seed) for seed in range(4)]
+    ours(model, said(20), conversations=0)
+    with ThreadPoolExecutor(4) as pool:
+        for got, wanted in zip(pool.map(talk, range(4)), alone, strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_inference_mode_comes_and_goes(model: PreTrainedModel) -> None:
+    ids = said(120)
+    with torch.inference_mode():
+        answered = ours(model, ids)
+    ids = said(answered.clone(), 5)
+    wanted = stock(model, ids, DynamicCache(config=model.config))
+    assert torch.equal(ours(model, ids), wanted)
+    with torch.inference_mode():
+        ours(model, said(wanted, 60))
+
+
+def test_caches_go_with_their_model() -> None:
+    model = tiny()
+    ours(model, said(60))
+    gone = weakref.ref(model), weakref.ref(model.config)
+    del model
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+
+
+def test_a_models_folder(tmp_path: Path) -> None:
+    """Loaded with its code, the model generates so by itself; and that code says by which options."""
+    folder = tmp_path / "model"
+    made = tiny()
+    made.save_pretrained(folder)
+    shutil.copytree(Path(FOLDER) / "custom_generate", folder / "custom_generate")
+    file = folder / "custom_generate/generate.py"
+    file.write_text(file.read_text(encoding="utf-8").replace("dict = {}", f"dict = {DECIDING}"), encoding="utf-8")
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    settings = {"do_sample": False, "max_new_tokens": NEW}
+    ids, reads, carried = said(60), Reads(model), QAdACache(made, **DECIDING)
+    for _ in range(2):
+        wanted = stock(made, ids, carried)
+        assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), **settings), wanted)
+        ids = said(wanted, 9)
+    assert [new for new in reads if new > 1] == [60, 10]
+    assert torch.equal(stock(model, ids, DynamicCache(config=model.config)), stock(made, ids, None))
