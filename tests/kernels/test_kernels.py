@@ -70,7 +70,7 @@ def test_causal(tokens: int, value_dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_fused_equals_reference(causal: bool, dtype: torch.dtype) -> None:
     query, key, value = tensors(111, 111, dtype=dtype)
-    assert sdpa.supports(query, value, None)
+    assert sdpa.supports(query, key, value)
     out, lse = sdpa.partial_attention(query, key, value, scaling=SCALING, causal=causal)
     expected_out, expected_lse = reference.partial_attention(query, key, value, scaling=SCALING, causal=causal)
     ulp = torch.finfo(dtype).eps
@@ -79,12 +79,22 @@ def test_fused_equals_reference(causal: bool, dtype: torch.dtype) -> None:
 
 
 def test_fused_admits_only_what_it_computes() -> None:
-    query, _, value = tensors(4, 4)
-    assert sdpa.supports(query, value, None)
-    assert not sdpa.supports(query, tensors(4, 4, value_dim=24)[2], None)
-    assert not sdpa.supports(query, value, torch.ones(4, 4, dtype=torch.bool))
-    assert not sdpa.supports(query, value.half(), None)
-    assert not sdpa.supports(query.double(), value.double(), None)
+    query, key, value = tensors(4, 4)
+    assert sdpa.supports(query, key, value)
+    assert not sdpa.supports(query, key, tensors(4, 4, value_dim=24)[2])
+    assert not sdpa.supports(query, key, value.half())
+    assert not sdpa.supports(query.double(), key.double(), value.double())
+    assert not sdpa.supports(query, key[:, :, :0], value[:, :, :0])
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_other_strides(part: int) -> None:
+    """Torch's operator would read them as if a token's values lay side by side."""
+    made = list(tensors(5, 63))
+    made[part] = made[part].mT.contiguous().mT
+    assert made[part].stride(3) != 1
+    found = partial_attention(*made, scaling=SCALING)
+    check(found, *made, torch.ones(1, 1, 5, 63, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -92,6 +102,7 @@ def test_blocks_equal_whole(causal: bool, monkeypatch: pytest.MonkeyPatch) -> No
     """Queries and keys in blocks that divide neither: the path without a fused kernel, bounded in memory."""
     monkeypatch.setattr(kernels, "QUERY_BLOCK", 32)
     monkeypatch.setattr(kernels, "KEY_BLOCK", 50)
+    monkeypatch.setattr(kernels, "HELD", 1)
     query, key, value = tensors(111, 111, value_dim=24)
     mask = torch.ones(111, 111, dtype=torch.bool)
     mask = mask.tril() if causal else mask
@@ -185,7 +196,7 @@ def test_keys_split_among_threads(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     query, key, value = (tensor[1:, :heads] for tensor in tensors(1, 200, group=4, dtype=dtype))
     key, value = key[:, :, :tokens], value[:, :, :tokens]
-    splits = sdpa._splits(query, key)
+    splits = sdpa._splits(query, key, threads)
     assert splits == 1 if tokens < 64 else (heads * splits) % threads == 0
     found = sdpa.partial_attention(query, key, value, scaling=SCALING)
     check(found, query, key, value, torch.ones(1, 1, 4, tokens, dtype=torch.bool))
