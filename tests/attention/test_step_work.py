@@ -95,9 +95,9 @@ class Launches(TorchDispatchMode):
 
 
 def launches(model: PreTrainedModel, tokens: int, **options: Any) -> Counter[str]:
-    """What one decoded token of two rows takes after a prompt of so many."""
+    """What one decoded token takes after a prompt of so many."""
     cache = QAdACache(model, moments="current", **options)
-    ids = prompt(tokens, tokens)[0]
+    ids = prompt(tokens)[0]
     model(ids, past_key_values=cache, logits_to_keep=1)
     model(ids[:, :1], past_key_values=cache)
     with Launches() as seen:
