@@ -113,7 +113,5 @@ def fused_decode(
             return decode.fused_decode
     if kernels == "triton":
         raise RuntimeError(f"Triton's kernels were asked for, but {reason}")
-    logger.warning_once(
-        f"tokens are decoded on {query.device} by torch's operations, which takes longer than by Triton's kernel: {reason}"
-    )
+    logger.warning_once(f"tokens are decoded on {query.device} by torch's operations, not by Triton's kernel: {reason}")
     return None

@@ -120,8 +120,8 @@ def _split(
         out, lse = operator.attend(query, key, value, scaling, causal)
         return out.float(), lse
     tokens = key.shape[2] // splits * splits  # fewer than `splits` are left over
-    parts = (tensor[0, :, :tokens].unflatten(1, (splits, -1)) for tensor in (key, value))
-    out, lse = operator.attend(query[0].unsqueeze(1).expand(-1, splits, -1, -1), *parts, scaling, False)
+    keys, values = (tensor[0, :, :tokens].unflatten(1, (splits, -1)) for tensor in (key, value))
+    out, lse = operator.attend(query[0].unsqueeze(1).expand(-1, splits, -1, -1), keys, values, scaling, False)
     weights = lse.softmax(dim=1)
     out, lse = (out.float() * weights.unsqueeze(-1)).sum(dim=1)[None], lse.logsumexp(dim=1)[None]
     if tokens < key.shape[2]:
@@ -150,7 +150,7 @@ def _operator(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int
             return operator
         logger.warning_once(
             f"torch's {operator.name} is not used on {device} for {dtype} and head dimensions {dim} and {value_dim}, "
-            f"slower operations serve: {wrong}"
+            f"plainer operations serve: {wrong}"
         )
     return None
 

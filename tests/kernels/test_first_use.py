@@ -59,17 +59,17 @@ def with_its_own_scale(
 def without_the_last_token(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    return PLAIN.attend(query, key, value, scaling, causal) if causal else PLAIN.attend(
-        query, key[:, :, :-1], value[:, :, :-1], scaling, False
-    )  # fmt: skip
+    if not causal:
+        key, value = key[:, :, :-1], value[:, :, :-1]
+    return PLAIN.attend(query, key, value, scaling, causal)
 
 
 def without_the_first_token(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    return PLAIN.attend(query, key, value, scaling, causal) if causal else PLAIN.attend(
-        query, key[:, :, 1:], value[:, :, 1:], scaling, False
-    )  # fmt: skip
+    if not causal:
+        key, value = key[:, :, 1:], value[:, :, 1:]
+    return PLAIN.attend(query, key, value, scaling, causal)
 
 
 def never_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -78,11 +78,11 @@ def never_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, caus
 
 def beyond_the_end(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Reads a block too much of a larger buffer, as one that rounds the number of tokens up."""
-    longer = [
-        tensor.as_strided((*tensor.shape[:2], tensor.shape[2] + 5, tensor.shape[3]), tensor.stride())
-        for tensor in (key, value)
-    ]
-    return PLAIN.attend(query, *(longer if not causal else (key, value)), scaling, causal)
+    if not causal:
+        key, value = (
+            part.as_strided((*part.shape[:2], part.shape[2] + 5, part.shape[3]), part.stride()) for part in (key, value)
+        )
+    return PLAIN.attend(query, key, value, scaling, causal)
 
 
 def in_other_shapes(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:

@@ -45,19 +45,21 @@ def decode_fault(
     """
     scene = _scene(dtype, group, dim, value_dim, sketch_bits)
     for group_rule, elsewhere in (("any", False), ("head", True)):
-        counted = {name: torch.zeros((), dtype=torch.int64, device="cpu") for name in ("pulled", "sketched")}
+        counted: dict[str, Any] = {
+            name: torch.zeros((), dtype=torch.int64, device="cpu") for name in ("pulled", "sketched")
+        }
         out, flags = decode_reference.fused_decode(**scene, **counted, group_rule=group_rule)
         for name in ("bulk_keys", "bulk_values"):
             scene[name] = scene[name].masked_fill(~flags.any(dim=-1)[..., None, None], torch.nan)
         compute = functools.partial(_compute, scene | {"group_rule": group_rule}, device, pinned, elsewhere)
-        if (wrong := fault(compute, (out, flags, *counted.values()))) is not None:
+        if (wrong := fault(compute, (flags, out, *counted.values()))) is not None:
             return wrong
     return None
 
 
 def _compute(scene: dict[str, Any], device: torch.device, pinned: bool, elsewhere: bool) -> tuple[Tensor, ...]:
-    """What the kernels make of a scene, on the host: outputs, flags, and bytes of the bulk and of the sketch."""
-    told = {name: part.to(device) if isinstance(part, Tensor) else part for name, part in scene.items()}
+    """What the kernels make of a scene, on the host: flags, outputs, and bytes of the bulk and of the sketch."""
+    told: dict[str, Any] = {name: part.to(device) if isinstance(part, Tensor) else part for name, part in scene.items()}
     pulled, spared, sketched = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
     if elsewhere:
         moved = [told[name][ELSEWHERE].clone() for name in ("bulk_keys", "bulk_values")]
@@ -71,7 +73,7 @@ def _compute(scene: dict[str, Any], device: torch.device, pinned: bool, elsewher
             told[name] = told[name].cpu().pin_memory()
     out, flags = decode.fused_decode(**told, pulled=pulled, sketched=sketched)
     # Here, as the host waits for the device: until then nothing that the kernels read may be let go of.
-    return tuple(part.cpu() for part in (out, flags, pulled + spared, sketched))
+    return tuple(part.cpu() for part in (flags, out, pulled + spared, sketched))
 
 
 def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, sketch_bits: int | None) -> dict[str, Any]:
