@@ -106,8 +106,7 @@ def launches(model: PreTrainedModel, tokens: int, **options: Any) -> Counter[str
     return seen.made
 
 
-@pytest.mark.parametrize("operators", [True, False])
-@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize(("offloaded", "operators"), [(True, True), (False, False)])
 @pytest.mark.parametrize("options", [{"threshold": 1.0}, {"criterion": "oracle"}, {"token_threshold": 1.0}])
 @torch.inference_mode()
 def test_launches_do_not_grow_with_the_context(

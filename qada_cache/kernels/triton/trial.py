@@ -68,6 +68,7 @@ def _compute(scene: dict[str, Any], device: torch.device, pinned: bool, elsewher
         told |= {"places": told["places"].to(device), "spared": spared}
     for name in ("bulk_keys", "bulk_values"):
         if elsewhere:
+            told[name] = told[name].clone()
             told[name][ELSEWHERE] = torch.nan
         if pinned:
             told[name] = told[name].cpu().pin_memory()
