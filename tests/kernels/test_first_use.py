@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernels import DTYPES, SCALING, check, tensors
+from parts import DTYPES, SCALING, check, tensors
 from torch import Tensor
 from transformers.utils.logging import warning_once
 
@@ -184,16 +184,15 @@ def test_out_of_memory_says_nothing_of_an_operator(monkeypatch: pytest.MonkeyPat
 
 
 def test_other_defaults_and_random_numbers_are_the_users() -> None:
-    """Neither the default dtype nor the state of the generator has a part in a trial."""
-    torch.manual_seed(3)
-    expected = torch.rand(1)
-    torch.manual_seed(3)
+    """Neither the default dtype and device nor the state of the generator has a part in a trial."""
+    before = torch.get_rng_state()
     torch.set_default_dtype(torch.float64)
     try:
-        assert sdpa._operator(torch.device("cpu"), torch.bfloat16, 32, 32) is not None
+        with torch.device("meta"):
+            assert sdpa._operator(torch.device("cpu"), torch.bfloat16, 32, 32) is not None
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(torch.rand(1), expected)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_is_wrong_in_words() -> None:

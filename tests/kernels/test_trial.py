@@ -168,6 +168,16 @@ def test_nothing_is_wrong_on_a_gpu(
     assert trial.decode_fault(torch.device(device, 0), dtype, **sizes) is None
 
 
+def test_other_defaults_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, lambda told: told)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert trial.decode_fault(CPU, torch.bfloat16, **SIZES | {"sketch_bits": 2}) is None
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 # -- what follows from it --------------------------------------------------------------------------------------------
 
 QUERY, BULK = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 8, 16)

@@ -30,8 +30,8 @@ def decode_fault(
     """What is wrong with `decode.fused_decode`, in words for a warning; None if it computes what it should.
 
     Tried are both group rules, with the moments of a cache by default, and once with a head that lies elsewhere. What
-    is to be decided is clear, so that no rounding changes it, and what is not to be read is nan. It takes milliseconds,
-    and seconds where the kernels are compiled, so that the answer is kept.
+    is to be decided is clear, so that no rounding changes it, and what is not to be read is nan. The answer is kept for
+    the process.
 
     Args:
         device, dtype: of queries.
