@@ -49,7 +49,7 @@ def partial_attention(
 
 def _blocks(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[int, int]:
     """How many queries and how many keys to take at once."""
-    queries = min(QUERY_BLOCK, query.shape[-2])
+    queries = max(1, min(QUERY_BLOCK, query.shape[-2]))
     if causal:  # a query's own token lies in a block on the diagonal
         return queries, queries
     numbers = query.shape[:-2].numel() * (4 * queries + key.shape[-1] + value.shape[-1])

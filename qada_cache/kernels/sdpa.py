@@ -90,7 +90,8 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return (
         query.dtype == key.dtype == value.dtype
         and query.device == key.device == value.device
-        and key.shape[2] > 0
+        and query.numel() > 0  # of none the CPU's operator ends the process
+        and key.numel() > 0
         # The CPU's operator takes other strides, and reads by these.
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
         and _operator(query.device, query.dtype, query.shape[3], value.shape[3]) is not None

@@ -53,6 +53,14 @@ def test_fused_admits_only_what_it_computes() -> None:
     assert not sdpa.supports(query, key[:, :, :0], value[:, :, :0])
 
 
+@pytest.mark.parametrize("value_dim", [16, 24])
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_queries(causal: bool, value_dim: int) -> None:
+    query, key, value = tensors(0, 0 if causal else 63, value_dim=value_dim)
+    out, lse = partial_attention(query, key, value, scaling=SCALING, causal=causal)
+    assert (out.shape, lse.shape) == ((2, 3, 0, value_dim), (2, 3, 0))
+
+
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_other_strides(part: int) -> None:
     """Torch's operator would read them as if a token's values lay side by side."""
