@@ -42,8 +42,11 @@ def query_adaptive(
     )
     audited = layer.is_audited()
     if queries == 1 and not audited:
-        bulk = store.bulk
-        kernel = choice.fused_decode(query, bulk.keys, bulk.values, layer.options.criterion, layer.options.kernels)
+        bulk, options = store.bulk, layer.options
+        bits = store.sketch.bits if store.sketch is not None and any(store.sketch.lengths) else None
+        kernel = choice.fused_decode(
+            query, bulk.keys, bulk.values, options.criterion, options.kernels, sketch_bits=bits
+        )
         if kernel is not None:
             out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
             layer.counters.count(flags.unsqueeze(-1), geometry, kv_heads * store.bulk.token_bytes)

@@ -9,8 +9,10 @@ from .reference import merge_partials, softmax_average
 
 __all__ = ["merge_partials", "partial_attention", "softmax_average"]
 
-# Bounds the score matrix of the reference path to queries x 1024 x heads floats.
-QUERY_BLOCK, KEY_BLOCK = 512, 1024
+# The path without a fused kernel takes a block of queries at a time, and of keys as many as it can hold in float32:
+# scores, which it has up to four times over, keys and values. Few queries so take few launches, whatever the context.
+QUERY_BLOCK, KEY_BLOCK = 512, 256  # at most; at least
+HELD = 1 << 26  # numbers, 256 MiB
 
 
 def partial_attention(
@@ -24,13 +26,13 @@ def partial_attention(
         found = compiled.partial_attention(query, key, value, scaling=scaling)
         if found is not None:
             return found
-    if key.shape[-2] and sdpa.supports(query, value, None):
+    if sdpa.supports(query, key, value):
         return sdpa.partial_attention(query, key, value, scaling=scaling, causal=causal)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
-    block = min(QUERY_BLOCK, KEY_BLOCK) if causal else KEY_BLOCK
-    for first in range(0, query.shape[-2], QUERY_BLOCK):
-        queries = slice(first, min(first + QUERY_BLOCK, query.shape[-2]))
+    at_once, block = _blocks(query, key, value, causal)
+    for first in range(0, query.shape[-2], at_once):
+        queries = slice(first, min(first + at_once, query.shape[-2]))
         seen = queries.stop if causal else key.shape[-2]
         for start in range(0, seen, block):
             keys = slice(start, min(start + block, seen))
@@ -43,3 +45,12 @@ def partial_attention(
             )
             out[..., queries, :], lse[..., queries] = merge_partials(out[..., queries, :], lse[..., queries], *part)
     return out, lse
+
+
+def _blocks(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[int, int]:
+    """How many queries and how many keys to take at once."""
+    queries = max(1, min(QUERY_BLOCK, query.shape[-2]))
+    if causal:  # a query's own token lies in a block on the diagonal
+        return queries, queries
+    numbers = query.shape[:-2].numel() * (4 * queries + key.shape[-1] + value.shape[-1])
+    return queries, max(KEY_BLOCK, HELD // numbers)

@@ -4,8 +4,9 @@
 
 - "torch": torch's own operations alone, on any device.
 - "triton": the fused kernel for one token, or an error that says why not.
-- "auto", the default: on an accelerator `AUTO`, or torch where that has an obstacle; on the CPU the compiled kernel
-  (`compiled.py`, `compiled_decode.py`), or torch where it does not serve.
+- "auto", the default: on a GPU Triton's kernel, once it has been tried there against plain torch (`triton/trial.py`),
+  or torch, with a warning that says why; on the CPU the compiled kernel (`compiled.py`, `compiled_decode.py`), or torch
+  where it does not serve.
 """
 
 import functools
@@ -15,12 +16,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from .cpu import compiled_decode
 
-# The fused kernel has not been run on a GPU yet. Once it has, and is faster: "triton".
-AUTO = "torch"
+logger = logging.get_logger(__name__)
 
+AUTO_DEVICES = ("cuda",)  # where "auto" takes Triton's kernel: interpreted, on a CPU, it only serves tests
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 256
 KINDS = ("auto", "torch", "triton")
@@ -72,11 +74,18 @@ def requested(kernels: str | None) -> str:
 
 
 def fused_decode(
-    query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object, kernels: str
+    query: Tensor,
+    bulk_keys: Tensor,
+    bulk_values: Tensor,
+    criterion: object,
+    kernels: str,
+    *,
+    sketch_bits: int | None = None,
 ) -> Callable | None:
     """The `fused_decode` that is to compute this call, None for the torch path of attention/decode.py.
 
-    Arguments as for `obstacle`; `kernels` is one of `KINDS`.
+    Arguments as for `obstacle`; `kernels` is one of `KINDS`, `sketch_bits` those of the sketch that the call chooses
+    tokens by, None if it reads all of them.
 
     Raises:
         RuntimeError: it is "triton" and there is an obstacle.
@@ -84,13 +93,25 @@ def fused_decode(
     call = (query, bulk_keys, bulk_values, criterion)
     if kernels == "auto" and compiled_decode.obstacle(*call) is None:
         return compiled_decode.fused_decode
-    if kernels == "torch" or (kernels == "auto" and AUTO == "torch"):
+    if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
         return None
     reason = obstacle(*call)
     if reason is None:
-        from .triton import decode as triton_decode
+        from .triton import decode, trial
 
-        return triton_decode.fused_decode
+        if kernels == "auto":
+            reason = trial.decode_fault(
+                query.device,
+                query.dtype,
+                group=query.shape[1] // bulk_keys.shape[1],
+                dim=query.shape[3],
+                value_dim=bulk_values.shape[3],
+                sketch_bits=sketch_bits,
+                pinned=bulk_keys.device != query.device,
+            )
+        if reason is None:
+            return decode.fused_decode
     if kernels == "triton":
         raise RuntimeError(f"Triton's kernels were asked for, but {reason}")
+    logger.warning_once(f"tokens are decoded on {query.device} by torch's operations, not by Triton's kernel: {reason}")
     return None

@@ -1,64 +1,195 @@
-"""Partial attention through the fused kernel torch ships for CPUs: one pass over the keys, no score matrix."""
+"""Partial attention by the fused operators torch ships: one pass over the keys, no score matrix.
 
+What is behind `scaled_dot_product_attention` computes the log-sum-exp already; only the operators themselves hand it
+out. They are torch's own business and may change with any release, so each is tried against plain torch when a device
+first meets a dtype and head size, and is used only where it agrees.
+"""
+
+import functools
 import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+from transformers.utils import logging
 
+from .first_use import TOLERANCE, fault
 from .reference import merge_partials
 
-SPLIT_TOKENS = 2048  # keys of fewer tokens are not worth splitting among threads
-SPLIT_QUERIES = 64  # more queries than these make enough work for all threads by themselves
+logger = logging.get_logger(__name__)
+
+SPLIT_TOKENS = 2048  # keys of fewer tokens are not worth splitting among workers
+SPLIT_QUERIES = 64  # more queries than these make enough work for all of them by themselves
+TRIED_TOKENS = 2111  # so that keys are split, and their last blocks are ragged
 
 
-def supports(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+class Operator(NamedTuple):
+    """One of torch's.
+
+    Attributes:
+        name: in `torch.ops.aten`.
+        attend: of query, key, value, scaling and whether it is causal: `out` in the query's dtype, `lse` float32.
+        serves: whether torch says that it is made for tensors like these.
+        workers: of a device: each takes whole heads. 1: the operator splits the keys of a head by itself.
+    """
+
+    name: str
+    attend: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
+    serves: Callable[[Tensor, Tensor, Tensor], bool]
+    workers: Callable[[torch.device], int]
+
+
+def _cpu(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
+
+
+def _cpu_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return query.shape[3] == value.shape[3]
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scaling)[:2]
+
+
+def _flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    # Other sizes are padded in front of the operator.
+    return query.shape[3] % 8 == 0 and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, False))
+
+
+def _efficient(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    found = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, None, True, 0.0, causal, scale=scaling
+    )
+    return found[0], found[1][..., : query.shape[2]]  # it rounds the number of queries up
+
+
+def _efficient_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return can_use_efficient_attention(SDPAParams(query, key, value, None, 0.0, False, False))
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# By type of device, the better one first. The second of a GPU has float32, older GPUs, and values of another size.
+OPERATORS = {
+    "cpu": (
+        Operator("_scaled_dot_product_flash_attention_for_cpu", _cpu, _cpu_serves, lambda _: torch.get_num_threads()),
+    ),
+    "cuda": (
+        Operator("_scaled_dot_product_flash_attention", _flash, _flash_serves, lambda _: 1),
+        Operator("_scaled_dot_product_efficient_attention", _efficient, _efficient_serves, _processors),
+    ),
+}
+
+
+def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether `partial_attention` of this module computes this call (shapes as there)."""
     return (
-        query.device.type == "cpu"
-        and mask is None
-        and query.shape[-1] == value.shape[-1]
-        and query.dtype == value.dtype
-        and query.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        query.dtype == key.dtype == value.dtype
+        and query.device == key.device == value.device
+        and query.numel() > 0  # of none the CPU's operator ends the process
+        and key.numel() > 0
+        # The CPU's operator takes other strides, and reads by these.
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+        and _operator(query.device, query.dtype, query.shape[3], value.shape[3]) is not None
     )
 
 
 def partial_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Tensor | None = None, causal: bool = False
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Same contract as `reference.partial_attention`, for the calls that `supports` admits.
 
-    The kernel behind `scaled_dot_product_attention` already computes the log-sum-exp; only the operator below
-    hands it out. It rounds `out` to the input dtype, as SDPA does.
+    `out` is rounded to the input dtype, as by SDPA.
 
-    It gives a thread whole heads. When a decode step reads few of them, some threads would wait, so the keys are
-    split as well, into parts that are merged by their log-sum-exps.
+    Most operators give a worker, a thread or a processor of a GPU, whole heads. When a decode step reads few of them,
+    some would wait, so the keys are split as well, into parts that are merged by their log-sum-exps.
     """
-    splits = 1 if causal else _splits(query, key)
+    operator = _operator(query.device, query.dtype, query.shape[3], value.shape[3])
+    assert operator is not None
+    return _split(operator, query, key, value, scaling, causal)
+
+
+def _split(
+    operator: Operator, query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    splits = 1 if causal else _splits(query, key, operator.workers(query.device))
     if splits == 1:
-        return _attend(query, key, value, scaling=scaling, causal=causal)
+        out, lse = operator.attend(query, key, value, scaling, causal)
+        return out.float(), lse
     tokens = key.shape[2] // splits * splits  # fewer than `splits` are left over
-    parts = (tensor[0, :, :tokens].unflatten(1, (splits, -1)) for tensor in (key, value))
-    out, lse = _attend(query[0].unsqueeze(1).expand(-1, splits, -1, -1), *parts, scaling=scaling)
+    keys, values = (tensor[0, :, :tokens].unflatten(1, (splits, -1)) for tensor in (key, value))
+    out, lse = operator.attend(query[0].unsqueeze(1).expand(-1, splits, -1, -1), keys, values, scaling, False)
     weights = lse.softmax(dim=1)
-    out, lse = (out * weights.unsqueeze(-1)).sum(dim=1)[None], lse.logsumexp(dim=1)[None]
+    out, lse = (out.float() * weights.unsqueeze(-1)).sum(dim=1)[None], lse.logsumexp(dim=1)[None]
     if tokens < key.shape[2]:
-        rest = _attend(query, key[:, :, tokens:], value[:, :, tokens:], scaling=scaling)
-        out, lse = merge_partials(out, lse, *rest)
+        rest, rest_lse = operator.attend(query, key[:, :, tokens:], value[:, :, tokens:], scaling, False)
+        out, lse = merge_partials(out, lse, rest.float(), rest_lse)
     return out, lse
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, causal, attn_mask=None, scale=scaling
-    )
-    return out.float(), lse
-
-
-def _splits(query: Tensor, key: Tensor) -> int:
-    """Into how many parts to split the keys of one row, so that every thread gets the same number of them."""
+def _splits(query: Tensor, key: Tensor, workers: int) -> int:
+    """Into how many parts to split the keys of one row, so that every worker gets the same number of them."""
     if query.shape[0] != 1 or query.shape[2] > SPLIT_QUERIES or key.shape[2] < SPLIT_TOKENS:
         return 1
-    threads = torch.get_num_threads()
-    return threads // math.gcd(threads, query.shape[1])
+    return workers // math.gcd(workers, query.shape[1])
+
+
+@functools.cache
+def _operator(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> Operator | None:
+    """The first of the device's operators that serves and agrees with plain torch; what does not is said once."""
+    if dtype not in TOLERANCE:
+        return None
+    sample = _sample(dtype, dim, value_dim)
+    for operator in OPERATORS.get(device.type, ()):
+        if not operator.serves(*(tensor.to(device) for tensor in sample)):
+            continue
+        if (wrong := _fault(operator, sample, device)) is None:
+            return operator
+        logger.warning_once(
+            f"torch's {operator.name} is not used on {device} for {dtype} and head dimensions {dim} and {value_dim}, "
+            f"plainer operations serve: {wrong}"
+        )
+    return None
+
+
+def _sample(dtype: torch.dtype, dim: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Five queries, each with a token of its own that gets much of its attention, the first and the last among them.
+
+    Keys and values have room for more tokens than `TRIED_TOKENS`, as the bulk's buffers do, which is nan.
+    """
+    made = torch.Generator("cpu").manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 2, *shape, generator=made, dtype=torch.float32, device="cpu")
+        for shape in ((5, dim), (TRIED_TOKENS + 9, dim), (TRIED_TOKENS + 9, value_dim))
+    )
+    key[:, :, [0, 255, 256, TRIED_TOKENS - 2, TRIED_TOKENS - 1]] = query
+    for buffer in (key, value):
+        buffer[:, :, TRIED_TOKENS:] = torch.nan
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _fault(operator: Operator, sample: tuple[Tensor, Tensor, Tensor], device: torch.device) -> str | None:
+    """What is wrong with an operator over the keys of a sample, and causally over fewer of them (see `fault`)."""
+    scaling = 8 / sample[0].shape[3]  # which makes the score of a query and its own token about 8
+
+    def calls(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, float, bool]]:
+        yield query, key[:, :, :TRIED_TOKENS], value[:, :, :TRIED_TOKENS], scaling, False
+        yield key[:, :, :70], key[:, :, :70], value[:, :, :70], scaling, True
+
+    def compute() -> tuple[Tensor, ...]:
+        found = [_split(operator, *call) for call in calls(*(tensor.to(device) for tensor in sample))]
+        return tuple(part.cpu() for out, lse in found for part in (out.to(sample[0].dtype), lse))
+
+    return fault(compute, tuple(part for call in calls(*sample) for part in _plain(*call)))
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """`out` in the query's dtype and `lse`, in float64, which no setting of torch makes coarser."""
+    scores = torch.matmul(query.double(), key.double().mT) * scaling
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").triu(1), -torch.inf)
+    return torch.matmul(scores.softmax(dim=-1), value.double()).to(query.dtype), scores.logsumexp(dim=-1).float()

@@ -108,7 +108,7 @@ def test_chunks_stream_a_bulk_that_is_larger_than_the_device(host: set[int]) -> 
     """A chunk of a long prompt holds itself, and three blocks of one head, whatever is cached already."""
     keys, values, _ = Inputs()(TOKENS)
     peaks = []
-    for stored in (500, TOKENS):
+    for stored in (500, 500, TOKENS):  # the first time, torch's operators are tried
         with accelerator() as copies:
             copies.eager = True
             layer = new_layer(keys, values)
@@ -120,7 +120,7 @@ def test_chunks_stream_a_bulk_that_is_larger_than_the_device(host: set[int]) -> 
             assert copies.longest == 64
             assert layer.counters.streamed_bytes == copies.bytes == 2 * (stored - SINKS - WINDOW) * TOKEN_BYTES
         peaks.append(live.peak)
-    assert peaks[0] == peaks[1] < 60_000 < 2 * TOKENS * TOKEN_BYTES / 20
+    assert peaks[1] == peaks[2] < 60_000 < 2 * TOKENS * TOKEN_BYTES / 20
 
 
 def test_what_lies_on_the_device_is_not_streamed() -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
@@ -15,11 +16,13 @@ import pytest
 import torch
 from compilers import needs_compiler
 from models import prompt, tiny
+from stand_in import accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache
+from qada_cache.kernels import sdpa
 from qada_cache.kernels.cpu import compiled
 from qada_cache.storage.padding import Padding
 
@@ -76,6 +79,54 @@ def test_python_work_does_not_grow_with_the_context(
         assert cache.stats().decisions == 3
     assert made[0] == made[1]
     assert sum(made[0].values()) > 100
+
+
+class Launches(TorchDispatchMode):
+    """How often each operation was called that computes something: on a GPU, what is launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not function.is_view:
+            self.made[str(function)] += 1
+        return function(*args, **kwargs or {})
+
+
+def launches(model: PreTrainedModel, tokens: int, **options: Any) -> Counter[str]:
+    """What one decoded token takes after a prompt of so many."""
+    cache = QAdACache(model, moments="current", **options)
+    ids = prompt(tokens)[0]
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids[:, :1], past_key_values=cache)
+    with Launches() as seen:
+        model(ids[:, :1], past_key_values=cache)
+    assert not cache.stats().kv_local_share.any()
+    return seen.made
+
+
+@pytest.mark.parametrize(("offloaded", "operators"), [(True, True), (False, False)])
+@pytest.mark.parametrize("options", [{"threshold": 1.0}, {"criterion": "oracle"}, {"token_threshold": 1.0}])
+@torch.inference_mode()
+def test_launches_do_not_grow_with_the_context(
+    options: dict[str, Any], offloaded: bool, operators: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What computes on a GPU without Triton: with torch's fused operators, and without any."""
+    monkeypatch.setenv("QADA_KERNELS", "torch")
+    if not operators:
+        monkeypatch.setattr(sdpa, "OPERATORS", {})
+    sdpa._operator.cache_clear()
+    model = tiny(max_position_embeddings=2**15, num_hidden_layers=1)
+    options = {"threshold": 0.999999} | options
+    with accelerator() if offloaded else nullcontext():
+        short, long = (launches(model, tokens, **options) for tokens in (4096, 16384))
+    sdpa._operator.cache_clear()
+    assert short == long
+    assert ("aten._scaled_dot_product_flash_attention_for_cpu.default" in long) == (
+        operators and "token_threshold" not in options
+    )
+    assert sum(long.values()) > 50
 
 
 class Elements(TorchDispatchMode):

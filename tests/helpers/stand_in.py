@@ -124,11 +124,11 @@ def accelerator(device: str = "cpu") -> Iterator[Copies]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(bulk, "fetch", copies.fetch))
+        # The kernels that decode a token read a bulk where it lies.
+        stack.enter_context(mock.patch.dict(os.environ, {"QADA_KERNELS": "torch"}))
         if device == "cpu":
             stack.enter_context(mock.patch.object(bulk, "send", copies.send))
             stack.enter_context(mock.patch.object(bulk, "join", lambda event, device: event.synchronize()))
             stack.enter_context(mock.patch.object(Bulk, "__init__", offloaded))
-            # The kernels for a CPU read a bulk where it lies.
-            stack.enter_context(mock.patch.dict(os.environ, {"QADA_KERNELS": "torch"}))
             stack.enter_context(mock.patch.object(torch.accelerator, "synchronize"))
         yield copies

@@ -4,44 +4,10 @@ import itertools
 
 import pytest
 import torch
-from reference import error_budget, naive_attention
-from torch import Tensor
+from parts import DTYPES, LSE_BUDGET, SCALING, check, tensors
 
 from qada_cache import kernels
 from qada_cache.kernels import merge_partials, partial_attention, reference, sdpa, softmax_average
-
-SCALING = 0.3  # not 1/sqrt(dim), what a kernel would take by itself
-LSE_BUDGET = {torch.float32: 2e-6, torch.bfloat16: 2e-4, torch.float16: 2e-4}
-DTYPES = list(LSE_BUDGET)
-
-
-def tensors(
-    queries: int, tokens: int, *, group: int = 1, value_dim: int = 16, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A group's query heads packed along the queries, as the cache calls the kernels."""
-    generator = torch.Generator().manual_seed(1000 * queries + tokens)
-    made = (
-        torch.randn(2, 3, count, dim, generator=generator)
-        for count, dim in ((queries * group, 16), (tokens, 16), (tokens, value_dim))
-    )
-    query, key, value = (tensor.to(dtype) for tensor in made)
-    return 2 * query, key, value
-
-
-def check(found: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> None:
-    """`(out, lse)` against float64; the budget comes from the error of plain attention in the same dtype."""
-    out, lse = found
-    options = {"query": query, "keys": key, "values": value, "scaling": SCALING, "mask": mask}
-    expected = naive_attention(**{**options, "query": query.double()}, dtype=torch.float64)
-    scores = (query.double() @ key.double().transpose(-1, -2) * SCALING).masked_fill(~mask, -torch.inf)
-    assert out.dtype == lse.dtype == torch.float32
-    assert out.shape == (*query.shape[:-1], value.shape[-1])
-    assert lse.shape == query.shape[:-1]
-    budget = error_budget(reference64=expected, lowp=naive_attention(**options, dtype=query.dtype))
-    assert float((out.double() - expected).abs().max()) <= budget
-    # Scores are summed in float32 whatever the dtype, but torch's fused kernel has a faster exp for half precision.
-    true = torch.logsumexp(scores, dim=-1)
-    torch.testing.assert_close(lse.double(), true, rtol=2e-6, atol=LSE_BUDGET[query.dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,7 +36,7 @@ def test_causal(tokens: int, value_dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_fused_equals_reference(causal: bool, dtype: torch.dtype) -> None:
     query, key, value = tensors(111, 111, dtype=dtype)
-    assert sdpa.supports(query, value, None)
+    assert sdpa.supports(query, key, value)
     out, lse = sdpa.partial_attention(query, key, value, scaling=SCALING, causal=causal)
     expected_out, expected_lse = reference.partial_attention(query, key, value, scaling=SCALING, causal=causal)
     ulp = torch.finfo(dtype).eps
@@ -79,12 +45,30 @@ def test_fused_equals_reference(causal: bool, dtype: torch.dtype) -> None:
 
 
 def test_fused_admits_only_what_it_computes() -> None:
-    query, _, value = tensors(4, 4)
-    assert sdpa.supports(query, value, None)
-    assert not sdpa.supports(query, tensors(4, 4, value_dim=24)[2], None)
-    assert not sdpa.supports(query, value, torch.ones(4, 4, dtype=torch.bool))
-    assert not sdpa.supports(query, value.half(), None)
-    assert not sdpa.supports(query.double(), value.double(), None)
+    query, key, value = tensors(4, 4)
+    assert sdpa.supports(query, key, value)
+    assert not sdpa.supports(query, key, tensors(4, 4, value_dim=24)[2])
+    assert not sdpa.supports(query, key, value.half())
+    assert not sdpa.supports(query.double(), key.double(), value.double())
+    assert not sdpa.supports(query, key[:, :, :0], value[:, :, :0])
+
+
+@pytest.mark.parametrize("value_dim", [16, 24])
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_queries(causal: bool, value_dim: int) -> None:
+    query, key, value = tensors(0, 0 if causal else 63, value_dim=value_dim)
+    out, lse = partial_attention(query, key, value, scaling=SCALING, causal=causal)
+    assert (out.shape, lse.shape) == ((2, 3, 0, value_dim), (2, 3, 0))
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_other_strides(part: int) -> None:
+    """Torch's operator would read them as if a token's values lay side by side."""
+    made = list(tensors(5, 63))
+    made[part] = made[part].mT.contiguous().mT
+    assert made[part].stride(3) != 1
+    found = partial_attention(*made, scaling=SCALING)
+    check(found, *made, torch.ones(1, 1, 5, 63, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -92,6 +76,7 @@ def test_blocks_equal_whole(causal: bool, monkeypatch: pytest.MonkeyPatch) -> No
     """Queries and keys in blocks that divide neither: the path without a fused kernel, bounded in memory."""
     monkeypatch.setattr(kernels, "QUERY_BLOCK", 32)
     monkeypatch.setattr(kernels, "KEY_BLOCK", 50)
+    monkeypatch.setattr(kernels, "HELD", 1)
     query, key, value = tensors(111, 111, value_dim=24)
     mask = torch.ones(111, 111, dtype=torch.bool)
     mask = mask.tril() if causal else mask
@@ -185,7 +170,7 @@ def test_keys_split_among_threads(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     query, key, value = (tensor[1:, :heads] for tensor in tensors(1, 200, group=4, dtype=dtype))
     key, value = key[:, :, :tokens], value[:, :, :tokens]
-    splits = sdpa._splits(query, key)
+    splits = sdpa._splits(query, key, threads)
     assert splits == 1 if tokens < 64 else (heads * splits) % threads == 0
     found = sdpa.partial_attention(query, key, value, scaling=SCALING)
     check(found, query, key, value, torch.ones(1, 1, 4, tokens, dtype=torch.bool))

@@ -1,0 +1,134 @@
+"""The decode kernels tried on the device at hand, against the same step in plain torch on the host."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import decode_reference, sketch
+from ..first_use import fault
+from . import decode
+
+KV_HEADS = 3
+LOCAL, STAGED, COLUMNS = 20, 5, 29  # columns of the near buffer; the rest is neither
+SHORT = 300  # tokens in the bulk of all rows but the first
+ELSEWHERE = 0, 1  # the row and head that lie outside the buffers
+
+
+@functools.cache
+def decode_fault(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    group: int,
+    dim: int,
+    value_dim: int,
+    sketch_bits: int | None,
+    pinned: bool,
+) -> str | None:
+    """What is wrong with `decode.fused_decode`, in words for a warning; None if it computes what it should.
+
+    Tried are both group rules, with the moments of a cache by default, and once with a head that lies elsewhere. What
+    is to be decided is clear, so that no rounding changes it, and what is not to be read is nan. The answer is kept for
+    the process.
+
+    Args:
+        device, dtype: of queries.
+        group: query heads of each KV head.
+        dim, value_dim: of a head's keys and values.
+        sketch_bits: of the sketch that tokens are chosen by; None: all are read.
+        pinned: whether the bulk lies in pinned host memory.
+
+    Raises:
+        torch.OutOfMemoryError: it says nothing of the kernels.
+    """
+    scene = _scene(dtype, group, dim, value_dim, sketch_bits)
+    for group_rule, elsewhere in (("any", False), ("head", True)):
+        counted: dict[str, Any] = {
+            name: torch.zeros((), dtype=torch.int64, device="cpu") for name in ("pulled", "sketched")
+        }
+        out, flags = decode_reference.fused_decode(**scene, **counted, group_rule=group_rule)
+        for name in ("bulk_keys", "bulk_values"):
+            scene[name] = scene[name].masked_fill(~flags.any(dim=-1)[..., None, None], torch.nan)
+        compute = functools.partial(_compute, scene | {"group_rule": group_rule}, device, pinned, elsewhere)
+        if (wrong := fault(compute, (flags, out, *counted.values()))) is not None:
+            return wrong
+    return None
+
+
+def _compute(scene: dict[str, Any], device: torch.device, pinned: bool, elsewhere: bool) -> tuple[Tensor, ...]:
+    """What the kernels make of a scene, on the host: flags, outputs, and bytes of the bulk and of the sketch."""
+    told: dict[str, Any] = {name: part.to(device) if isinstance(part, Tensor) else part for name, part in scene.items()}
+    pulled, spared, sketched = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
+    if elsewhere:
+        moved = [told[name][ELSEWHERE].clone() for name in ("bulk_keys", "bulk_values")]
+        told["places"] = torch.zeros(*scene["bulk_keys"].shape[:2], 2, dtype=torch.int64, device="cpu")
+        told["places"][ELSEWHERE] = torch.tensor([part.data_ptr() for part in moved], device="cpu")
+        told |= {"places": told["places"].to(device), "spared": spared}
+    for name in ("bulk_keys", "bulk_values"):
+        if elsewhere:
+            told[name] = told[name].clone()
+            told[name][ELSEWHERE] = torch.nan
+        if pinned:
+            told[name] = told[name].cpu().pin_memory()
+    out, flags = decode.fused_decode(**told, pulled=pulled, sketched=sketched)
+    # Here, as the host waits for the device: until then nothing that the kernels read may be let go of.
+    return tuple(part.cpu() for part in (flags, out, pulled + spared, sketched))
+
+
+def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, sketch_bits: int | None) -> dict[str, Any]:
+    """Arguments of `fused_decode` on the host, but for the group rule and what is counted.
+
+    Every KV head has a direction, in which its queries point, and keys lie along it or against it. Those of the first
+    KV head find their keys nearby, those of the second far away, most of all in every third token. In the group of the
+    third, every other query points the other way, and so finds its keys far away. The first row's bulk is long enough
+    to be coded and split; the last row is padding. Where many
+    tokens are read values are large, so that one too many or too few shows.
+    """
+    made = torch.Generator("cpu").manual_seed(0)
+    length = sketch.MIN_TOKENS + 87
+    batch, capacity = 3, length + 41
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(batch, KV_HEADS, *shape, generator=made, dtype=torch.float32, device="cpu")
+
+    def along(*parts: float) -> Tensor:
+        return torch.tensor(parts, dtype=torch.float32, device="cpu").view(-1, 1, 1) * direction
+
+    direction = noise(1, dim)[:1].sign()
+    query = 0.2 * noise(group, dim) + direction
+    query[:, 2, ::2] -= along(0, 0, 2)[:, 2]
+    near_keys, near_values = 0.2 * noise(COLUMNS, dim), 5 * noise(COLUMNS, value_dim)
+    near_keys[:, :, :LOCAL] += along(1, 0.8, 1)
+    near_keys[:, :, LOCAL:] += along(-1, 1, -1)
+    near_values[:, :, LOCAL:] *= 8  # few among many
+    bulk_keys, bulk_values = 0.2 * noise(capacity, dim) + along(-1, 0.2, -1), 40 * noise(capacity, value_dim)
+    bulk_keys[:, :, ::3] += along(0, 0.8, 0)
+    bulk_values[:, 1] += 120
+    bulk_values[:, 1, ::3] -= 120  # those of chosen tokens are unlike the rest's
+    near_keys, near_values, bulk_keys, bulk_values = (
+        part.to(dtype) for part in (near_keys, near_values, bulk_keys, bulk_values)
+    )
+
+    lengths = torch.tensor([length, SHORT, SHORT], device="cpu")
+    told: dict[str, Any] = {"scaling": 4 / dim, "threshold": 0.5, "bulk_lengths": lengths, "count": lengths}
+    told["decided"] = torch.tensor([True, True, False], device="cpu")
+    told["query"] = query.to(dtype).reshape(batch, KV_HEADS * group, 1, dim)
+    columns = torch.arange(COLUMNS, device="cpu")[None]
+    told["local"], told["staged"] = columns < LOCAL, (columns >= LOCAL) & (columns < LOCAL + STAGED)
+    rows = [bulk_keys[row, :, :tokens].float() for row, tokens in enumerate(lengths.tolist())]
+    told["mean"] = torch.stack([keys.mean(dim=1) for keys in rows])
+    centred = [keys - keys.mean(dim=1, keepdim=True) for keys in rows]
+    told["covariance"] = torch.stack([keys.mT @ keys / keys.shape[1] for keys in centred])
+    told |= {"other_mean": told["mean"][:1], "other_covariance": told["covariance"][:1], "pool_staged": True}
+    if sketch_bits is not None:
+        told["centre"] = bulk_keys[:, :, :SHORT].float().mean(dim=2)
+        told["codes"], told["scales"] = sketch.encode(bulk_keys, told["centre"], sketch_bits)
+        told["mean_value"] = torch.stack([bulk_values[row, :, :n].float().mean(dim=1) for row, n in enumerate(lengths)])
+        told["token_threshold"] = 0.5
+    near_keys[:, :, LOCAL + STAGED :] = near_values[:, :, LOCAL + STAGED :] = torch.nan
+    for row, tokens in enumerate(lengths.tolist()):
+        bulk_keys[row, :, tokens:] = bulk_values[row, :, tokens:] = torch.nan
+    told |= {"near_keys": near_keys, "near_values": near_values, "bulk_keys": bulk_keys, "bulk_values": bulk_values}
+    return told

@@ -1,0 +1,281 @@
+"""By default a GPU decodes with Triton's kernel where a trial finds nothing wrong: the trial, and what follows from it.
+
+The kernel is Triton's under its interpreter, or a stand-in of the reference that is made wrong in one thing.
+"""
+
+import ctypes
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import Inputs, chosen_kernel
+from models import tiny
+from pair import Pair
+from scenarios import small_buffers
+from torch import Tensor
+from transformers.utils.logging import warning_once
+
+from qada_cache import QAdACache
+from qada_cache.kernels import choice, decode_reference, sketch
+
+pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
+from qada_cache.kernels.triton import decode, trial
+from qada_cache.kernels.triton.kernels import INTERPRETED
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {"group": 2, "dim": 32, "value_dim": 32, "sketch_bits": None, "pinned": False}
+Changed = Callable[[dict[str, Any]], dict[str, Any]]
+interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device and TRITON_INTERPRET=0"
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of what other tests have found out nothing is known here, nor the reverse."""
+    monkeypatch.delenv("QADA_KERNELS", raising=False)
+    trial.decode_fault.cache_clear()
+    warning_once.cache_clear()
+    yield
+    trial.decode_fault.cache_clear()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The reference instead of the kernel, on a CPU that "auto" takes for a GPU; what it was called with."""
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(choice, "AUTO_DEVICES", ("cpu",))
+    monkeypatch.setattr(choice, "obstacle", lambda *call: None)
+    monkeypatch.setattr(choice.compiled_decode, "obstacle", lambda *call: "not here")
+    plant(monkeypatch, lambda told: told, seen=seen)
+    return seen
+
+
+def plant(
+    monkeypatch: pytest.MonkeyPatch,
+    change: Changed,
+    after: Callable[[Tensor, Tensor], Any] | None = None,
+    seen: list[dict[str, Any]] | None = None,
+) -> None:
+    """Instead of the kernel the reference, of arguments that are changed first, or of results that are."""
+
+    def kernel(*tensors: Tensor, **told: Any) -> Any:
+        names = ("query", "near_keys", "near_values", "bulk_keys", "bulk_values")
+        told |= dict(zip(names, tensors, strict=False))
+        if seen is not None:
+            seen.append(told)
+        found = decode_reference.fused_decode(**put_back(change(dict(told))))
+        return found if after is None else after(*found)
+
+    monkeypatch.setattr(decode, "fused_decode", kernel)
+
+
+def put_back(told: dict[str, Any]) -> dict[str, Any]:
+    """Heads that lie elsewhere where the reference looks for them."""
+    places, _ = told.pop("places", None), told.pop("spared", None)
+    for part, name in enumerate(("bulk_keys", "bulk_values") if places is not None else ()):
+        told[name] = told[name].clone()
+        for row, head in places[:, :, part].nonzero().tolist():
+            target = told[name][row, head]
+            ctypes.memmove(target.data_ptr(), int(places[row, head, part]), target.nbytes)
+    return told
+
+
+def changed(**changes: Callable[[Any], Any]) -> Changed:
+    return lambda told: told | {name: change(told[name]) for name, change in changes.items() if name in told}
+
+
+def without_column(mask: Tensor) -> Tensor:
+    mask = mask.clone()
+    mask[0, mask[0].nonzero()[-1]] = False
+    return mask
+
+
+WRONG: dict[str, tuple[Changed, str]] = {
+    "a token too few": (changed(bulk_lengths=lambda lengths: lengths - 1), "off by"),
+    "a token too many": (changed(bulk_lengths=lambda lengths: lengths + 1), "off by nan"),
+    "a local token too few": (changed(local=without_column), "off by"),
+    "a staged token too few": (changed(staged=without_column), "off by"),
+    "scaled otherwise": (changed(scaling=lambda scaling: 1.1 * scaling), "off by"),
+    "padding decides": (changed(decided=torch.ones_like), "decisions"),
+    "each head for itself": (changed(group_rule=lambda _: "head"), "decisions"),
+    "all of a group": (changed(group_rule=lambda _: "any"), "decisions"),
+    "all read": (changed(threshold=lambda _: 1.0), "decisions"),
+    "none reads": (changed(threshold=lambda _: 0.0), "decisions"),
+    "not where heads lie": (changed(places=torch.zeros_like), "off by nan"),
+    "keys for values": (lambda told: told | {"bulk_values": told["bulk_keys"]}, "off by"),
+    "bytes not counted": (lambda told: told | {"pulled": torch.zeros_like(told["pulled"])}, "counts"),
+}
+WRONG_SKETCHES: dict[str, tuple[Changed, str]] = {
+    "nothing of the rest": (changed(mean_value=lambda _: None), "off by"),
+    "more tokens chosen": (changed(token_threshold=lambda share: share / 8), "off by"),
+    "all tokens read": (changed(codes=lambda _: None, scales=lambda _: None, centre=lambda _: None), "off by"),
+    "codes not counted": (lambda told: told | {"sketched": torch.zeros_like(told["sketched"])}, "counts"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wrong", [*WRONG, *WRONG_SKETCHES])
+def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, words = (WRONG | WRONG_SKETCHES)[wrong]
+    for bits in (2,) if wrong in WRONG_SKETCHES else (None, 2):
+        sizes = SIZES | {"sketch_bits": bits}
+        plant(monkeypatch, lambda told: told)
+        assert trial.decode_fault(CPU, dtype, **sizes) is None
+        trial.decode_fault.cache_clear()
+        plant(monkeypatch, change)
+        assert words in str(trial.decode_fault(CPU, dtype, **sizes))
+        trial.decode_fault.cache_clear()
+
+
+@interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in Triton's interpreter
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        (torch.float32, {"group": 1}),
+        (torch.bfloat16, {"group": 4, "dim": 64, "value_dim": 64}),
+        (torch.float16, {"group": 7, "value_dim": 24}),
+        (torch.float32, {"group": 8, "sketch_bits": 1}),
+        (torch.bfloat16, {"group": 3, "sketch_bits": 2, "dim": 64}),
+        (torch.float16, {"group": 4, "sketch_bits": 4}),
+    ],
+)
+def test_nothing_is_wrong_with_the_kernels(
+    dtype: torch.dtype, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By half of what is allowed."""
+    first_use = importlib.import_module("qada_cache.kernels.first_use")
+    monkeypatch.setattr(first_use, "TOLERANCE", {dtype: within / 2 for dtype, within in first_use.TOLERANCE.items()})
+    assert trial.decode_fault(CPU, dtype, **SIZES | sizes) is None
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dim", "group"), [(64, 4), (128, 7), (256, 1)])
+@pytest.mark.parametrize("bits", [None, 2])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_nothing_is_wrong_on_a_gpu(
+    device: str, dtype: torch.dtype, dim: int, group: int, bits: int | None, pinned: bool
+) -> None:
+    sizes = {"group": group, "dim": dim, "value_dim": dim, "sketch_bits": bits, "pinned": pinned}
+    assert trial.decode_fault(torch.device(device, 0), dtype, **sizes) is None
+
+
+def test_other_defaults_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, lambda told: told)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert trial.decode_fault(CPU, torch.bfloat16, **SIZES | {"sketch_bits": 2}) is None
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# -- what follows from it --------------------------------------------------------------------------------------------
+
+QUERY, BULK = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 8, 16)
+
+
+def test_tried_once_and_then_taken(calls: list[dict[str, Any]], caplog: pytest.LogCaptureFixture) -> None:
+    """Once for a device, dtype, head size, group and sketch; and not at all where it is asked for by name."""
+    assert choice.fused_decode(QUERY, BULK, BULK, "gaussian", "triton") is decode.fused_decode
+    assert not calls
+    for _ in range(3):
+        assert choice.fused_decode(QUERY, BULK, BULK, "gaussian", "auto") is decode.fused_decode
+    assert len(calls) == 2  # one by each rule of groups
+    assert all(call["query"].shape == (3, 6, 1, 16) and "codes" not in call for call in calls)
+    others: list[tuple[Tensor, Tensor, int | None]] = [
+        (QUERY, BULK, 2), (QUERY.bfloat16(), BULK.bfloat16(), None), (QUERY[:, :2], BULK, None),
+        (QUERY[..., :8], BULK[..., :8], None),
+    ]  # fmt: skip
+    for number, (query, bulk, bits) in enumerate(others, start=2):
+        assert choice.fused_decode(query, bulk, bulk, "gaussian", "auto", sketch_bits=bits) is not None
+        assert len(calls) == 2 * number
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda out, flags: (out * 1.5, flags), "it is off by"),
+        (lambda out, flags: (out, ~flags), "its decisions or counts"),
+        (lambda out, flags: (out[..., :8], flags), "not torch.float32 [3, 6, 1, 16]"),
+        (lambda out, flags: 1 / 0, "it raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_wrong_ones_are_not_taken(
+    wrong: Any, words: str, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    plant(monkeypatch, lambda told: told, wrong, calls)
+    for _ in range(3):
+        assert chosen_kernel(QUERY, BULK, BULK, "gaussian") is None
+    assert len(calls) == 1
+    assert len(caplog.records) == 1
+    said = caplog.records[0].getMessage()
+    assert said.startswith("tokens are decoded on cpu by torch's operations, not by Triton's kernel: ")
+    assert words in said
+
+
+def test_out_of_memory_is_no_answer(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(out: Tensor, flags: Tensor) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    plant(monkeypatch, lambda told: told, full)
+    with pytest.raises(torch.OutOfMemoryError):
+        chosen_kernel(QUERY, BULK, BULK, "gaussian")
+    plant(monkeypatch, lambda told: told)
+    assert chosen_kernel(QUERY, BULK, BULK, "gaussian") is decode.fused_decode
+
+
+def test_an_obstacle_is_said(
+    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(choice, "AUTO_DEVICES", ("cpu",))
+    monkeypatch.setattr(choice, "_installed", lambda: False)
+    for _ in range(2):
+        assert choice.fused_decode(QUERY, BULK, BULK, "gaussian", "auto") is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "tokens are decoded on cpu by torch's operations, not by Triton's kernel: "
+        "triton is not installed (pip install 'qada-cache[triton]')"
+    ]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_cache_by_default(
+    right: bool, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every output against the reference: the trial comes in the middle of a call, and leaves it as it was."""
+    if not right:
+        plant(monkeypatch, lambda told: told, lambda out, flags: (out + 1, flags), calls)
+    pair, inputs = Pair(), Inputs()
+    with small_buffers():
+        pair.update(*inputs(60))
+        before = torch.get_rng_state()
+        for _ in range(5):
+            pair.update(*inputs(1))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(calls) == (2 + 5 if right else 1)
+    assert len(caplog.records) == (0 if right else 1)
+
+
+@torch.inference_mode()
+def test_a_cache_that_chooses_tokens(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that choose are tried when there is a sketch to choose by, and not before."""
+    model = tiny(max_position_embeddings=4096, num_hidden_layers=1, num_attention_heads=4, head_dim=16)
+    cache = QAdACache(model, moments="current", token_threshold=1.0, threshold=0.9)
+    ids = torch.randint(1, 90, (1, sketch.MIN_TOKENS + 300), generator=torch.Generator().manual_seed(0))
+    tried = []
+    for part in (ids[:, :500], ids[:, :1], ids[:, 500:], ids[:, :1], ids[:, :1]):
+        model(part, past_key_values=cache)
+        tried.append(["codes" in call for call in calls])
+        calls.clear()
+    assert tried == [[], [False] * 3, [], [True] * 3, [True]]
