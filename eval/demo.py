@@ -2,8 +2,9 @@
 
 By default SmolLM2-135M-Instruct reads a part of the Python language reference in which facts were planted, and is asked
 about them in several turns, four times: with transformers' DynamicCache, with sinks and window only, and with
-QAdACache, whose heads read the tokens of the long context that matter, or, as in the paper, all of it. Prints every
-answer, and what each cache read and holds. Exits with 1 if QAdACache misses a planted fact that DynamicCache answers. Nothing is precomputed.
+QAdACache, whose heads read what matters of the long context, or, as in the paper, all of it. Prints every answer, and
+what each cache read and holds. Exits with 1 if QAdACache misses a planted fact that DynamicCache answers. Nothing is
+precomputed.
 """
 
 import argparse

@@ -97,6 +97,7 @@ def without_column(mask: Tensor) -> Tensor:
     return mask
 
 
+SKETCH = ("codes", "scales", "centre", "mean_square")
 WRONG: dict[str, tuple[Changed, str]] = {
     "a token too few": (changed(bulk_lengths=lambda lengths: lengths - 1), "off by"),
     "a token too many": (changed(bulk_lengths=lambda lengths: lengths + 1), "off by nan"),
@@ -115,7 +116,8 @@ WRONG: dict[str, tuple[Changed, str]] = {
 WRONG_SKETCHES: dict[str, tuple[Changed, str]] = {
     "nothing of the rest": (changed(mean_value=lambda _: None), "off by"),
     "more tokens chosen": (changed(token_threshold=lambda share: share / 8), "off by"),
-    "all tokens read": (changed(codes=lambda _: None, scales=lambda _: None, centre=lambda _: None), "off by"),
+    "too rough a sketch": (changed(mean_square=torch.zeros_like), "counts"),
+    "all tokens read": (changed(**dict.fromkeys(SKETCH, lambda _: None)), "off by"),
     "codes not counted": (lambda told: told | {"sketched": torch.zeros_like(told["sketched"])}, "counts"),
 }
 

@@ -83,8 +83,8 @@ def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, sketch_bits
     Every KV head has a direction, in which its queries point, and keys lie along it or against it. Those of the first
     KV head find their keys nearby, those of the second far away, most of all in every third token. In the group of the
     third, every other query points the other way, and so finds its keys far away. The first row's bulk is long enough
-    to be coded and split; the last row is padding. Where many
-    tokens are read values are large, so that one too many or too few shows.
+    to be split and coded, for the third head too roughly; the last row is padding. Where many tokens are read values
+    are large, so that one too many or too few shows.
     """
     made = torch.Generator("cpu").manual_seed(0)
     length = sketch.MIN_TOKENS + 87
@@ -125,6 +125,9 @@ def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, sketch_bits
     if sketch_bits is not None:
         told["centre"] = bulk_keys[:, :, :SHORT].float().mean(dim=2)
         told["codes"], told["scales"] = sketch.encode(bulk_keys, told["centre"], sketch_bits)
+        squares = told["scales"].float().square()
+        told["mean_square"] = torch.stack([squares[row, :, :n].mean(dim=1) for row, n in enumerate(lengths)])
+        told["mean_square"][0, 2] = 1e9
         told["mean_value"] = torch.stack([bulk_values[row, :, :n].float().mean(dim=1) for row, n in enumerate(lengths)])
         told["token_threshold"] = 0.5
     near_keys[:, :, LOCAL + STAGED :] = near_values[:, :, LOCAL + STAGED :] = torch.nan
