@@ -44,13 +44,14 @@ def prepare(
     shared = QAdACache(model, moments=CURRENT, **options)._shared  # wrong options are refused before anything is read
     _, other = sources(moments)
     if other in PROMPTS and shared.options.criterion == "gaussian" and shared.model.layers:
-        default_moments(model, str(other), tokenizer)
+        default_moments(model, str(other), tokenizer, shard=shared.model.shard)
     QAdACache(model, moments=moments, **options)
     if shared.model.layers and any(weight.device.type == "cpu" for weight in model.parameters()):
         _, heads, kv_heads, dim = sizes(shared.model.config)
+        own_kv_heads = kv_heads // shared.model.shard.size
         ahead.build(
             model.dtype,
-            kv_heads=kv_heads,
+            kv_heads=own_kv_heads,
             group=heads // kv_heads,
             dim=dim,
             value_dim=getattr(shared.model.config, "v_head_dim", None) or dim,

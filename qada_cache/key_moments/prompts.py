@@ -101,6 +101,13 @@ def _knows(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> bool:
     return len(ids) > 0 and (unknown is None or float((ids == unknown).float().mean()) <= UNKNOWN_SHARE)
 
 
+def _norms(weights: Tensor) -> Tensor:
+    """Of every row, float32 on the CPU."""
+    if hasattr(weights, "full_tensor"):  # each process takes in its own part
+        return weights.float().norm(dim=-1).full_tensor().cpu()
+    return torch.cat([part.float().norm(dim=-1).cpu() for part in weights.split(65536)])
+
+
 def _ordinary_tokens(
     prompt: str,
     model: PreTrainedModel,
@@ -115,7 +122,7 @@ def _ordinary_tokens(
         ordinary = torch.ones(len(weights), dtype=torch.bool)
     else:
         # Vocabularies hold rows that no text ever trained, and their norms stand out.
-        norms = torch.cat([part.detach().float().norm(dim=-1).cpu() for part in weights.split(65536)])
+        norms = _norms(weights.detach())
         outside = len(norms) // 20
         low, high = norms.kthvalue(1 + outside).values, norms.kthvalue(len(norms) - outside).values
         ordinary = (norms >= low) & (norms <= high)

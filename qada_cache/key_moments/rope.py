@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .rotation import LAYOUTS, Rotation
+from .sharding import WHOLE, HeadShard
 
 PROBE_POSITIONS = (1, 17, 331)
 PROBE_ERROR = 0.05  # relative: rounding in bfloat16 stays below 0.01, a wrong layout is off by about 1
@@ -27,8 +28,8 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def layer_keys(cache: DynamicCache, index: int, config: PreTrainedConfig) -> Tensor:
-    """The keys `[batch, kv_heads, tokens, dim]` that a layer holds.
+def layer_keys(cache: DynamicCache, index: int, config: PreTrainedConfig, shard: HeadShard) -> Tensor:
+    """The keys `[batch, kv_heads, tokens, dim]` that a layer holds, of all heads: every process of the shard's asks.
 
     Raises:
         ValueError: it holds none of that shape.
@@ -39,11 +40,13 @@ def layer_keys(cache: DynamicCache, index: int, config: PreTrainedConfig) -> Ten
             f"layer {index} of {config.model_type} keeps no [batch, heads, tokens, dim] keys to take moments of: use "
             'moments="current"'
         )
-    return keys
+    return shard.gather(keys, 1)
 
 
 @torch.no_grad()
-def find_rotations(model: PreTrainedModel, tokens: Tensor, length: int) -> dict[int, Rotation | None]:
+def find_rotations(
+    model: PreTrainedModel, tokens: Tensor, length: int, shard: HeadShard = WHOLE
+) -> dict[int, Rotation | None]:
     """How each full-attention layer turns its keys with position; None where that was not found out.
 
     A single token attends to itself alone, so in every layer its key at position `p` is its key at position 0, turned
@@ -54,6 +57,7 @@ def find_rotations(model: PreTrainedModel, tokens: Tensor, length: int) -> dict[
         model: in eval mode.
         tokens: a few different token ids `[tokens]`.
         length: of the sequence whose keys are to be turned back: frequencies may depend on it.
+        shard: which heads this process has.
     """
     config = model.config.get_text_config(decoder=True)
     positions = torch.tensor([0, *(position for position in PROBE_POSITIONS if position < length), length - 1])
@@ -77,10 +81,8 @@ def find_rotations(model: PreTrainedModel, tokens: Tensor, length: int) -> dict[
     found = {}
     for index in served_layers(cache):
         # [kv_heads, tokens, positions, dim]
-        keys = (
-            layer_keys(cache, index, config)[:, :, 0].unflatten(0, (len(tokens), -1)).permute(2, 0, 1, 3).double().cpu()
-        )
-        found[index] = _best_rotation(keys, positions, list(candidates))
+        keys = layer_keys(cache, index, config, shard)[:, :, 0].unflatten(0, (len(tokens), -1)).permute(2, 0, 1, 3)
+        found[index] = _best_rotation(keys.double().cpu(), positions, list(candidates))
     return found
 
 
