@@ -1,4 +1,4 @@
-"""One process of `torchrun`, for test_tensor_parallel.py: what caches of a model do that is split over the processes."""
+"""One process of `torchrun`, for test_tensor_parallel.py: what caches of a model that is split over processes do."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Models split over processes otherwise than by KV heads are refused when the cache is built: ranks would wait, or heads
-be mixed up. tests/cache/test_tensor_parallel.py has those that are split by KV heads.
+"""Models split over processes, but not by KV heads, are refused when the cache is built: ranks would wait, or heads be
+mixed up. Those that are split by KV heads are in tests/cache/test_tensor_parallel.py.
 """
 
 from __future__ import annotations
