@@ -13,15 +13,14 @@ REPOSITORY = Path(__file__).parents[2]
 HELPERS = Path(__file__).parent
 
 
-def launch(*command: str | Path, timeout: float = 240, **variables: str) -> str:
+def launch(*command: str | Path, python: str | Path = sys.executable, timeout: float = 240, **variables: str) -> str:
     """What `python -m command` and the processes that it starts print.
 
     All are gone afterwards, whether they ended, failed or hung; what they said is shown unless they ended well.
     """
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), str(HELPERS), os.environ.get("PYTHONPATH")]))
-    quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", *map(str, command)],
+        [python, "-m", *map(str, command)],
         env={**os.environ, **quiet, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -41,8 +40,9 @@ def launch(*command: str | Path, timeout: float = 240, **variables: str) -> str:
 
 def torchrun(script: Path, folder: Path, *arguments: str | Path, ranks: int = 2, **variables: str) -> list[Any]:
     """What each rank of the script, given `folder` and the arguments, wrote with `report`, in order."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), str(HELPERS), os.environ.get("PYTHONPATH")]))
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    launch(*launcher, script, folder, *arguments, **variables)
+    launch(*launcher, script, folder, *arguments, PYTHONPATH=path, **variables)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
