@@ -19,6 +19,7 @@ from .criterion import StaticHeads
 from .kernels import choice
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.defaults import Moments
+from .key_moments.placement import inputs_device
 from .key_moments.sharding import WHOLE
 from .state.layer import QAdALayer
 from .state.options import Options
@@ -257,8 +258,7 @@ class QAdACache(WatchedCache):
         Args:
             gather: where tensor parallelism splits the model, of all heads and not of this process's; all of them ask.
         """
-        shard = self._shared.model.shard if gather else WHOLE
-        return collect(self, offloading=self.options.offloading, shard=shard)
+        return collect(self, offloading=self.options.offloading, shard=self._shared.model.shard if gather else WHOLE)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the whole state to one safetensors file, so that a long prompt is prefilled once and reused.
@@ -292,7 +292,7 @@ class QAdACache(WatchedCache):
         """
         saved = cache_file.read(path, model=model, config=config)
         cache = cls(model, config=config, **saved.options)
-        saved.restore(cache.layers, torch.device("cpu") if model is None else model.device)
+        saved.restore(cache.layers, torch.device("cpu") if model is None else inputs_device(model))
         return cache
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..kernels.autocast import without_autocast
+from .placement import inputs_device
 from .prompts import PROMPTS, prompt_ids, within_reach
 from .rope import find_rotations, frequencies_by_length, layer_keys, rope_settings, served_layers, takes_positions
 from .rotation import Rotation
@@ -175,7 +176,7 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad(), without_autocast(model.device):
+        with torch.no_grad(), without_autocast(inputs_device(model)):
             yield
     finally:
         for module in training:
@@ -186,13 +187,14 @@ def read_keys(model: PreTrainedModel, ids: Tensor, positions: Tensor, bar: tqdm,
     """Keys `[1, kv_heads, tokens, dim]` of every full-attention layer, of `ids` `[tokens]` read at `positions`."""
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
+    device = inputs_device(model)
     contiguous = torch.equal(positions, torch.arange(len(ids)))
     # Every chunk would get the frequencies of its own length.
     chunk = len(ids) if frequencies_by_length(rope_settings(config)) else CHUNK_TOKENS
     for part, where in zip(ids.split(chunk), positions.split(chunk), strict=True):
         # Contiguous positions are left to the model: not every one takes them as an argument.
-        place = {} if contiguous else {"position_ids": where[None].to(model.device)}
-        model(input_ids=part[None].to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1, **place)
+        place = {} if contiguous else {"position_ids": where[None].to(device)}
+        model(input_ids=part[None].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1, **place)
         bar.update(len(part))
     served = served_layers(cache)
     if not served:

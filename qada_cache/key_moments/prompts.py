@@ -1,8 +1,10 @@
 """Prompts to collect key moments from: words or tokens at random, real text, one word or token repeated."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -117,12 +119,14 @@ def _ordinary_tokens(
 ) -> Tensor:
     """Random or repeated tokens that are ordinary: not special, and trained, after the token that begins a prompt."""
     config = model.config.get_text_config(decoder=True)
-    weights: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
-    if weights.device.type == "meta":  # kept elsewhere by accelerate: nothing to tell trained tokens by
+    embeddings: Any = model.get_input_embeddings()
+    with align_module_device(embeddings):  # accelerate may keep them elsewhere
+        weights: Tensor = embeddings.weight.detach()
+        norms = None if weights.is_meta else _norms(weights)
+    if norms is None:  # nothing to tell trained tokens by
         ordinary = torch.ones(len(weights), dtype=torch.bool)
     else:
         # Vocabularies hold rows that no text ever trained, and their norms stand out.
-        norms = _norms(weights.detach())
         outside = len(norms) // 20
         low, high = norms.kthvalue(1 + outside).values, norms.kthvalue(len(norms) - outside).values
         ordinary = (norms >= low) & (norms <= high)

@@ -9,6 +9,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .placement import inputs_device
 from .rotation import LAYOUTS, Rotation
 from .sharding import WHOLE, HeadShard
 
@@ -66,9 +67,10 @@ def find_rotations(
     position_ids = positions.repeat(len(tokens))[:, None]
     if not takes_positions(model):
         return dict.fromkeys(served_layers(cache))
+    device = inputs_device(model)
     model(
-        input_ids=ids.to(model.device),
-        position_ids=position_ids.to(model.device),
+        input_ids=ids.to(device),
+        position_ids=position_ids.to(device),
         past_key_values=cache,
         use_cache=True,
     )
@@ -76,7 +78,7 @@ def find_rotations(
         tuple(buffer.double().tolist())
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name.endswith("inv_freq") and buffer.dim() == 1
+        if name.endswith("inv_freq") and buffer.dim() == 1 and not buffer.is_meta
     )
     found = {}
     for index in served_layers(cache):
