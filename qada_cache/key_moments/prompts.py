@@ -106,8 +106,8 @@ def _knows(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> bool:
 def _norms(weights: Tensor) -> Tensor:
     """Of every row, float32 on the CPU."""
     if hasattr(weights, "full_tensor"):  # each process takes in its own part
-        return weights.float().norm(dim=-1).full_tensor().cpu()
-    return torch.cat([part.float().norm(dim=-1).cpu() for part in weights.split(65536)])
+        return torch.linalg.vector_norm(weights.float(), dim=-1).full_tensor().cpu()
+    return torch.cat([torch.linalg.vector_norm(part.float(), dim=-1).cpu() for part in weights.split(65536)])
 
 
 def _ordinary_tokens(
