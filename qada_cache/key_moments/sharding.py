@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, distributed, nn
@@ -61,12 +61,12 @@ def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequenc
         NotImplementedError: the model is split over processes in another way than by equal numbers of KV heads.
     """
     if (found := _fully_sharded(model) or _pipelined(model, layers)) is not None:
-        raise _refusal(config.model_type, found)
+        _refuse(config.model_type, found)
     if (size := processes(model)) == 1:
         check_sharding(model, config.model_type)
         return WHOLE
     if (found := _not_by_heads(model, config, layers, size)) is not None:
-        raise _refusal(config.model_type, f"tensor parallelism over {size}, where {found}")
+        _refuse(config.model_type, f"tensor parallelism over {size}, where {found}")
     weight = next(_attention(model))[1].k_proj.weight
     mesh = weight.device_mesh
     return HeadShard(mesh.get_local_rank(), size, mesh.get_group(), weight.to_local().device)
@@ -92,11 +92,11 @@ def check_sharding(module: nn.Module, name: str) -> None:
     if found is None and any(_is_distributed(parameter) for parameter in module.parameters()):
         found = "its parameters are DTensors"
     if found is not None:
-        raise _refusal(name, found)
+        _refuse(name, found)
 
 
-def _refusal(name: str, found: str) -> NotImplementedError:
-    return NotImplementedError(
+def _refuse(name: str, found: str) -> NoReturn:
+    raise NotImplementedError(
         f"this {name} model is split over processes ({found}), and QAdACache serves whole models and those whose KV "
         'heads tensor parallelism splits, built as QAdACache(model): load it with tp_plan="auto" if its plan splits '
         'keys and values by head, or without (device_map="auto" lays whole layers on several devices of one process), '
