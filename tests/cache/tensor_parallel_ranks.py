@@ -13,6 +13,7 @@ import torch
 from ranks import report
 from tensor_parallel_scene import NEW, SIZES, TOKENS, found_by, heads_table, text
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.distributed import DistributedConfig
 
 from qada_cache import KeyMoments, QAdACache, StaticHeads, needle, prepare
 from qada_cache.key_moments import defaults
@@ -72,5 +73,9 @@ found["save"] = refusal(lambda: cache.save(Path(folder, f"cache-{rank}.safetenso
 found["load"] = refusal(lambda: QAdACache.load(Path(folder, f"cache-{rank}.safetensors"), model))
 config_only = QAdACache(config=model.config, moments="current", **SIZES)
 found["config"] = refusal(lambda: model.generate(text(), past_key_values=config_only, **TOKENS))
+for name, split in {"phi3": {"tp_size": 2}, "llama": {"pp_size": 2}, "qwen3": {"fsdp_size": 2}}.items():
+    settings = DistributedConfig(**split)
+    other = AutoModelForCausalLM.from_pretrained(Path(folder, name), distributed_config=settings, dtype=torch.float32)
+    found[name] = refusal(lambda model=other: QAdACache(model, **SIZES))
 report(folder, found)
 torch.distributed.destroy_process_group()

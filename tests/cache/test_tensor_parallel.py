@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import tiny
 from ranks import torchrun
 from tensor_parallel_scene import NEW, TOKENS, found_by, heads_table, text
 from transformers import DynamicCache, PreTrainedModel
@@ -30,6 +31,8 @@ def ranks(folder: Path, model: PreTrainedModel) -> list[dict[str, Any]]:
     """What each of two processes found."""
     moments = folder / "moments.safetensors"
     KeyMoments.collect(model, tokens=300, seed=4, progress=False).save(moments)
+    for name in ("phi3", "llama", "qwen3"):
+        tiny(name, vocab_size=96).save_pretrained(folder / name)
     script = Path(__file__).with_name("tensor_parallel_ranks.py")
     return torchrun(script, folder, moments)
 
@@ -82,7 +85,10 @@ def test_statistics_of_one_process(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_refused(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+    for number, rank in enumerate(ranks):
+        assert "(tensor parallelism over 2, where layers 0, 1 make keys by no projection of their own)" in rank["phi3"]
+        assert f"(pipeline parallelism: layers {1 - number} are not in this one)" in rank["llama"]
+        assert "(FSDP)" in rank["qwen3"]
         for name in ("save", "load"):
             assert "each of 2 processes has some heads of this cache" in rank[name]
         assert "its parameters are DTensors" in rank["config"]
