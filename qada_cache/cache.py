@@ -4,7 +4,6 @@ import copy
 import itertools
 import logging
 import os
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +19,11 @@ from .criterion import StaticHeads
 from .kernels import choice
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.defaults import Moments
+from .key_moments.placement import inputs_device
+from .key_moments.sharding import WHOLE
 from .state.layer import QAdALayer
 from .state.options import Options
-from .state.shared import ServedModel, Shared
+from .state.shared import Shared
 from .stats import CacheStats, collect, layer_bytes, summary
 from .watched import WatchedCache
 
@@ -56,7 +57,8 @@ class QAdACache(WatchedCache):
     transformers' own caches.
 
     Args:
-        model: the model the cache is for; or give `config`, which must be that model's own `model.config`.
+        model: the model the cache is for; or give `config`, which must be that model's own `model.config`. Processes
+            that tensor parallelism splits a model over build their caches together: moments are collected together.
         threshold: tau in [0, 1]: a head is local if at least this share of its attention stays local. 0 makes every
             head local. 1 makes none: `DynamicCache`'s attention, summed in another order, so that in bfloat16 and
             float16 (not in float32) near-ties may fall otherwise, as they do between eager and sdpa attention.
@@ -141,14 +143,7 @@ class QAdACache(WatchedCache):
         super().__init__(config=text_config)
         # Exact type: subclasses (sliding windows, indexers, linear attention) keep what they need themselves.
         ours = [index for index, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
-        served = ServedModel(
-            model_type=text_config.model_type,
-            config=text_config,
-            whole_config=config if model is None else model.config,
-            dtype=None if model is None else model.dtype,
-            reference=None if model is None else weakref.ref(model),
-            layers=tuple(ours),
-        )
+        served = support.served_model(model, config, ours)
         self._shared = Shared(support.resolved(options, served), served)
         made = [QAdALayer(self._shared, index) for index in ours]
         for layer, following in itertools.pairwise(made):
@@ -257,9 +252,13 @@ class QAdACache(WatchedCache):
         """Bytes of every layer, on the device and on the host (key moments of another prompt are in `stats` only)."""
         return [layer_bytes(layer, offloading=self.options.offloading) for layer in self.layers]
 
-    def stats(self) -> CacheStats:
-        """Sparsity, bytes held and bytes pulled so far."""
-        return collect(self, offloading=self.options.offloading)
+    def stats(self, *, gather: bool = False) -> CacheStats:
+        """Sparsity, bytes held and bytes pulled so far.
+
+        Args:
+            gather: where tensor parallelism splits the model, of all heads and not of this process's; all of them ask.
+        """
+        return collect(self, offloading=self.options.offloading, shard=self._shared.model.shard if gather else WHOLE)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the whole state to one safetensors file, so that a long prompt is prefilled once and reused.
@@ -269,7 +268,7 @@ class QAdACache(WatchedCache):
 
         Raises:
             RuntimeError: a forward pass was interrupted, so there is no whole state.
-            NotImplementedError: a layer of another kind holds something that cannot be written.
+            NotImplementedError: a layer of another kind holds what cannot be written, or processes share the model.
             OSError: the file cannot be written, or is something else than a regular file.
         """
         self._check_whole()
@@ -289,10 +288,11 @@ class QAdACache(WatchedCache):
             FileNotFoundError: there is no such file.
             ValueError: it is truncated, altered, not a QAdACache file, of another format, or of another model
                 or other weights.
+            NotImplementedError: processes share the model.
         """
         saved = cache_file.read(path, model=model, config=config)
         cache = cls(model, config=config, **saved.options)
-        saved.restore(cache.layers, torch.device("cpu") if model is None else model.device)
+        saved.restore(cache.layers, torch.device("cpu") if model is None else inputs_device(model))
         return cache
 
     def __repr__(self) -> str:

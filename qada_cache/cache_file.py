@@ -13,6 +13,7 @@ from .criterion import StaticHeads
 from .files import tensor_file, weights
 from .key_moments.defaults import together
 from .key_moments.key_moments import KeyMoments
+from .key_moments.sharding import check_undivided, processes
 from .state.counters import Counters
 from .state.layer import QAdALayer
 from .state.shared import Shared
@@ -58,6 +59,7 @@ def _identity(config: PreTrainedConfig) -> dict[str, Any]:
 def write(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) -> None:
     """Write what the layers of a cache hold, and share; see `QAdACache.save`."""
     options, served, tensors = shared.options, shared.model, {}
+    check_undivided(served.shard.size)
     state: dict[str, Any] = {"options": {name: getattr(options, name) for name in _OPTIONS}}
     state["model"] = _identity(served.config)
     model = served.get()
@@ -111,8 +113,10 @@ def read(path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreT
     """Read what `write` wrote; see `QAdACache.load`.
 
     Raises:
-        FileNotFoundError, ValueError: as there. What is not given of the model is not compared.
+        FileNotFoundError, ValueError, NotImplementedError: as there. What is not given of the model is not compared.
     """
+    if model is not None:
+        check_undivided(processes(model))
     tensors, state = tensor_file.read(path, KIND)
     _check_model(path, state, model, config)
     criterion = state["criterion"] if "criterion" in state else StaticHeads(tensors["static_heads"])

@@ -9,6 +9,7 @@ from .cache import QAdACache
 from .kernels import ahead
 from .key_moments.defaults import CURRENT, Moments, default_moments, sources
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
+from .key_moments.placement import inputs_device
 from .key_moments.prompts import PROMPTS
 
 
@@ -44,13 +45,15 @@ def prepare(
     shared = QAdACache(model, moments=CURRENT, **options)._shared  # wrong options are refused before anything is read
     _, other = sources(moments)
     if other in PROMPTS and shared.options.criterion == "gaussian" and shared.model.layers:
-        default_moments(model, str(other), tokenizer)
+        default_moments(model, str(other), tokenizer, shard=shared.model.shard)
     QAdACache(model, moments=moments, **options)
-    if shared.model.layers and any(weight.device.type == "cpu" for weight in model.parameters()):
+    devices = [inputs_device(model), *(weight.device for weight in model.parameters())]
+    if shared.model.layers and "cpu" in {device.type for device in devices}:
         _, heads, kv_heads, dim = sizes(shared.model.config)
+        own_kv_heads = kv_heads // shared.model.shard.size
         ahead.build(
             model.dtype,
-            kv_heads=kv_heads,
+            kv_heads=own_kv_heads,
             group=heads // kv_heads,
             dim=dim,
             value_dim=getattr(shared.model.config, "v_head_dim", None) or dim,

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from .cache import QAdACache
+from .key_moments.placement import inputs_device
 from .stats import layer_bytes
 
 
@@ -73,7 +74,7 @@ def profile(model: PreTrainedModel, ids: Tensor, *, new_tokens: int, chunk: int,
     with tqdm(total=len(makers) * (ids.shape[1] + new_tokens), unit="token") as bar:
         for name, make in makers.items():
             bar.set_postfix_str(name)
-            made.append(_run(name, model, ids.to(model.device), make, new_tokens, chunk, bar))
+            made.append(_run(name, model, ids.to(inputs_device(model)), make, new_tokens, chunk, bar))
     return made
 
 
@@ -86,7 +87,7 @@ def _run(
     chunk: int,
     bar: tqdm,
 ) -> Profile:
-    device, found, cache = model.device, Profile(name), make()
+    device, found, cache = inputs_device(model), Profile(name), make()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 

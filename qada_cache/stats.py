@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from .key_moments.sharding import HeadShard
 from .state.counters import Counters
 from .state.layer import QAdALayer
 from .state.options import Options
@@ -124,8 +125,12 @@ def layer_bytes(layer: object, *, offloading: bool) -> tuple[int, int]:
     return (on_device, bulk) if offloading else (on_device + bulk, 0)
 
 
-def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
-    """Read the counters of all layers (waits for the device once per layer)."""
+def collect(cache: DynamicCache, *, offloading: bool, shard: HeadShard) -> CacheStats:
+    """Read the counters of all layers (waits for the device once per layer).
+
+    Where the shard has other processes, all of them call this, and get the shares of all heads in order, and bytes and
+    audits added up. Steps, decisions and tokens are the same in each.
+    """
     ours = [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
     counted = [layer.counters for layer in ours]
     shares, kv_shares = [], []
@@ -138,37 +143,43 @@ def collect(cache: DynamicCache, *, offloading: bool) -> CacheStats:
     for moments in {layer.options.other_moments for layer in ours}:
         device_bytes += 0 if moments is None else moments.device_bytes
     undecided = torch.full((len(ours), 1), math.nan)
+    held = {
+        "device_bytes": device_bytes,
+        "host_bytes": sum(on_host for _, on_host in bytes_held),
+        "resident_bytes": sum(layer.store.bulk.residents.nbytes for layer in ours if layer.store is not None),
+        "pulled_bytes": sum(int(counters.pulled_bytes) for counters in counted),
+        "spared_bytes": sum(int(counters.spared_bytes) for counters in counted),
+        "sketched_bytes": sum(int(counters.sketched_bytes) for counters in counted),
+        "offered_bytes": sum(counters.offered_bytes for counters in counted),
+        "streamed_bytes": sum(counters.streamed_bytes for counters in counted),
+    }
+    summed = shard.gather(torch.tensor([list(held.values())]), 0).sum(dim=0).tolist()
     return CacheStats(
         layers=tuple(layer.index for layer in ours),
-        local_share=torch.stack(shares) if shares else undecided,
-        kv_local_share=torch.stack(kv_shares) if kv_shares else undecided,
+        local_share=shard.gather(torch.stack(shares) if shares else undecided, 1),
+        kv_local_share=shard.gather(torch.stack(kv_shares) if kv_shares else undecided, 1),
         steps=max((counters.steps for counters in counted), default=0),
         decisions=max((counters.decisions for counters in counted), default=0),
         tokens=cache.get_seq_length(),
-        device_bytes=device_bytes,
-        host_bytes=sum(on_host for _, on_host in bytes_held),
-        resident_bytes=sum(layer.store.bulk.residents.nbytes for layer in ours if layer.store is not None),
-        pulled_bytes=sum(int(counters.pulled_bytes) for counters in counted),
-        spared_bytes=sum(int(counters.spared_bytes) for counters in counted),
-        sketched_bytes=sum(int(counters.sketched_bytes) for counters in counted),
-        offered_bytes=sum(counters.offered_bytes for counters in counted),
-        streamed_bytes=sum(counters.streamed_bytes for counters in counted),
-        audit=_audit(counted),
+        **dict(zip(held, summed, strict=True)),
+        audit=_audit(counted, shard),
     )
 
 
-def _audit(counted: list[Counters]) -> AuditStats | None:
+def _audit(counted: list[Counters], shard: HeadShard) -> AuditStats | None:
     sums = [counters.audited.cpu() for counters in counted if counters.audited is not None]
     if not sums:
         return None
-    decisions, needed, found, called, missed = torch.stack(sums).sum(dim=0).tolist()
+    read_bytes = torch.tensor([sum(counters.audited_bytes for counters in counted)])
+    whole = torch.cat([torch.stack(sums).sum(dim=0), read_bytes])
+    decisions, needed, found, called, missed, read = shard.gather(whole[None], 0).sum(dim=0).tolist()
     return AuditStats(
         decisions=int(decisions),
         needed=int(needed),
         recall=found / needed if needed else math.nan,
         excess=1 - found / called if called else math.nan,
         missed=missed / decisions if decisions else math.nan,
-        read_bytes=sum(counters.audited_bytes for counters in counted),
+        read_bytes=int(read),
     )
 
 

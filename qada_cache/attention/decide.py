@@ -1,5 +1,7 @@
 """Which heads need the long context for the queries of one call, and whether that was right."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -40,7 +42,7 @@ def needs_long_context(
     criterion: str | StaticHeads | Tensor = options.criterion
     if isinstance(criterion, StaticHeads):
         kv_heads, group = scores.shape[1:3]
-        criterion = criterion.of_layer(layer.index, kv_heads=kv_heads, group=group, device=scores.device)
+        criterion = static_heads(criterion, layer, kv_heads=kv_heads, group=group, device=scores.device)
     if far_lse is not None:
         log_bulk = log_bulk_mass(scores, far_lse, geometry)
     elif options.criterion == "gaussian":
@@ -54,6 +56,20 @@ def needs_long_context(
         threshold=options.threshold,
         group_rule=options.group_rule,
     )
+
+
+def static_heads(table: StaticHeads, layer: QAdALayer, *, kv_heads: int, group: int, device: torch.device) -> Tensor:
+    """A layer's row of the table, for the heads that this process has: bool `[kv_heads, group]`."""
+    shard = layer.shared.model.shard
+    return table.of_layer(layer.index, kv_heads=kv_heads, group=group, device=device, rank=shard.rank, ranks=shard.size)
+
+
+def other_moments(
+    moments: KeyMoments, layer: QAdALayer, lengths: Sequence[int], device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """A layer's moments for bulks of these lengths, as `KeyMoments.layer`, of the heads that this process has."""
+    own = layer.shared.model.shard.own
+    return [(own(mean, 1), own(covariance, 1)) for mean, covariance in moments.layer(layer.index, lengths, device)]
 
 
 def log_bulk_mass(scores: Tensor, far_lse: Tensor, geometry: Geometry) -> Tensor:
@@ -95,7 +111,7 @@ def other_log_bulk(
     """Eq. 7's `log A_bulk` by another prompt's moments, for each query by those for its own bulk's length."""
     log_bulk = scores.new_full(scores.shape[:-1], -torch.inf)
     shortest = 0
-    kept = moments.layer(layer.index, geometry.moment_lengths, packed.device)
+    kept = other_moments(moments, layer, geometry.moment_lengths, packed.device)
     for length, pair in zip(geometry.moment_lengths, kept, strict=True):
         found = decision.other_log_bulk(
             packed.float(), scores, *pair, bulk_tokens=geometry.bulk_tokens, scaling=scaling

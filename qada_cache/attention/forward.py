@@ -17,7 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..kernels.autocast import without_autocast
-from ..key_moments.sharding import check_sharding
+from ..key_moments.sharding import WHOLE, check_sharding
 from ..state.layer import QAdALayer
 from .decode import query_adaptive, whole_context
 from .readers import find_reader
@@ -221,7 +221,8 @@ def _check_supported(
             f"this QAdACache was built for another model (of type {name}): build one QAdACache per model"
         )
     if layer.bound_module is None or layer.seen == tokens:  # nothing cached yet: another module may have it
-        check_sharding(module, name)  # of a cache that was built from a config alone
+        if served.shard is WHOLE:  # as far as is known, of a cache that was built from a config alone
+            check_sharding(module, name)
         layer.bound_module = weakref.ref(module)
     elif layer.bound_module() is not module:
         raise RuntimeError(

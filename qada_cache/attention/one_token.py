@@ -11,6 +11,7 @@ from ..state.layer import QAdALayer
 from ..storage.geometry import Geometry
 from ..storage.reading import learn
 from ..storage.store import TokenStore
+from .decide import other_moments, static_heads
 
 
 def one_token(
@@ -68,7 +69,7 @@ def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geo
     options, moments, kv_heads = layer.options, store.moments, store.near_keys.shape[1]
     if isinstance(options.criterion, StaticHeads):
         group = query.shape[1] // kv_heads
-        table = options.criterion.of_layer(layer.index, kv_heads=kv_heads, group=group, device=query.device)
+        table = static_heads(options.criterion, layer, kv_heads=kv_heads, group=group, device=query.device)
         return {"criterion": table}
     if options.criterion != "gaussian":
         return {"criterion": options.criterion}
@@ -77,7 +78,7 @@ def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geo
         told |= {"mean": moments.mean, "covariance": moments.covariance, "count": moments.known}
         told |= {"pool_staged": options.update_moments}
     if options.other_moments is not None:
-        kept = options.other_moments.layer(layer.index, geometry.row_lengths, query.device)
+        kept = other_moments(options.other_moments, layer, geometry.row_lengths, query.device)
         # Rows of their own are put together; one row for all is not copied.
         mean, covariance = kept[0] if len(kept) == 1 else (torch.cat(parts) for parts in zip(*kept, strict=True))
         told |= {"other_mean": mean, "other_covariance": covariance}

@@ -1,6 +1,8 @@
 """Which models a QAdACache can serve, and whether tables of heads and moments are of that model."""
 
 import json
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -10,7 +12,7 @@ from ..key_moments.defaults import resolve_moments, sources, together
 from ..key_moments.key_moments import KeyMoments
 from ..key_moments.prompts import PROMPTS
 from ..key_moments.rope import rope_settings
-from ..key_moments.sharding import check_sharding
+from ..key_moments.sharding import WHOLE, head_shard
 from ..state.options import Options
 from ..state.shared import ServedModel
 
@@ -39,10 +41,26 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         raise NotImplementedError(f"QAdACache does not support layers that share another layer's keys: {way_out}")
     if getattr(config, "cross_attention_layers", None):
         raise NotImplementedError(f"QAdACache does not support layers that attend to images' keys: {way_out}")
-    if model is not None:
-        check_sharding(model, config.model_type)
     if model is not None and not model._can_set_attn_implementation():
         raise NotImplementedError(f"this model computes attention without transformers' AttentionInterface: {way_out}")
+
+
+def served_model(model: PreTrainedModel | None, config: PreTrainedConfig | None, layers: Sequence[int]) -> ServedModel:
+    """What a cache that serves these layers knows of its model, of which there may be the config alone.
+
+    Raises:
+        NotImplementedError: as `head_shard`.
+    """
+    decoder = text_config(model, config)
+    return ServedModel(
+        model_type=decoder.model_type,
+        config=decoder,
+        whole_config=config if model is None else model.config,
+        dtype=None if model is None else model.dtype,
+        reference=None if model is None else weakref.ref(model),
+        layers=tuple(layers),
+        shard=WHOLE if model is None else head_shard(model, decoder, layers),
+    )
 
 
 def resolved(options: Options, served: ServedModel) -> Options:
@@ -52,7 +70,9 @@ def resolved(options: Options, served: ServedModel) -> Options:
         TypeError, FileNotFoundError, ValueError: as `resolve_moments`; moments or static heads are not of this model.
     """
     used = options.criterion == "gaussian" and bool(served.layers)
-    current, other = resolve_moments(options.moments, model=served.get(), config=served.whole_config, used=used)
+    current, other = resolve_moments(
+        options.moments, model=served.get(), config=served.whole_config, used=used, shard=served.shard
+    )
     _check_heads(options.criterion, served.config)
     if other is not None and sources(options.moments)[1] not in PROMPTS:  # else they are of this very model
         _check_moments(other, served.config)

@@ -16,9 +16,11 @@ _known: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[tuple], list[str]
 def sample(model: PreTrainedModel) -> list[str]:
     """For every weight, digests of its name, shape and dtype, and of a few values unless it is kept elsewhere.
 
-    Remembered until a weight is replaced or written to, as far as torch counts that: it does not for `weight.data`.
+    Of a weight that is split over processes, of this part. Remembered until a weight is replaced or written to, as far
+    as torch counts that: it does not for `weight.data`.
     """
-    weights = {name: weight for name, weight in model.state_dict(keep_vars=True).items() if isinstance(weight, Tensor)}
+    held = model.state_dict(keep_vars=True)
+    weights = {name: _here(weight) for name, weight in held.items() if isinstance(weight, Tensor)}
     states = None if any(weight.is_inference() for weight in weights.values()) else _states(weights)
     if states is None or model not in _known or _known[model][0] != states:
         made = _sample(weights)
@@ -33,6 +35,10 @@ def same(one: list[str], other: list[str]) -> bool:
     return len(one) == len(other) and all(
         ours.startswith(theirs) or theirs.startswith(ours) for ours, theirs in zip(one, other, strict=True)
     )
+
+
+def _here(weight: Tensor) -> Tensor:
+    return weight.to_local() if hasattr(weight, "to_local") else weight  # a DTensor's part
 
 
 def _states(weights: dict[str, Tensor]) -> list[tuple]:

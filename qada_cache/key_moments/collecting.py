@@ -1,5 +1,6 @@
 """The forward passes that key moments come from."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +13,12 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..kernels.autocast import without_autocast
+from .placement import inputs_device
 from .prompts import PROMPTS, prompt_ids, within_reach
 from .rope import find_rotations, frequencies_by_length, layer_keys, rope_settings, served_layers, takes_positions
 from .rotation import Rotation
 from .running import RunningMoments
-from .sharding import check_sharding
+from .sharding import HeadShard, head_shard
 
 SCHEMES = ("auto", "analytic", "spread", "prompt")
 TOKENS = 1024
@@ -46,7 +48,7 @@ def collect(
     if scheme not in SCHEMES:
         raise ValueError(f"unknown scheme {scheme!r}: use one of {', '.join(SCHEMES)}")
     config = model.config.get_text_config(decoder=True)
-    check_sharding(model, config.model_type)  # each process would see keys of its own, or wait for the others
+    shard = head_shard(model, config, served_layers(DynamicCache(config=config)))
     longest = _longest(model, config)
     kind = within_reach(prompt, tokenizer, text) if isinstance(prompt, str) and prompt in PROMPTS else "custom"
     # Our article is long enough, but for a tokenizer that puts several words into a token: then it is read as it is.
@@ -63,10 +65,11 @@ def collect(
             text=text,
             fewer=fewer,
         )
+        _check_same(shard, kind, ids)
         tokens = len(ids)
         if tokens <= sink_tokens:
             raise ValueError(f"tokens ({tokens}) must exceed sink_tokens ({sink_tokens}), whose keys are left out")
-        scheme, rotations = _choose_scheme(model, scheme, ids)
+        scheme, rotations = _choose_scheme(model, scheme, ids, shard)
         lengths = _lengths(scheme, tokens - sink_tokens, min(longest, LONGEST_SPREAD))
         passes = lengths if scheme == "spread" else lengths[-1:]
         grid: list[tuple[dict[int, Tensor], dict[int, Tensor]]] = []
@@ -76,12 +79,12 @@ def collect(
             unit="token",
             leave=False,
             delay=1,
-            disable=not progress,
+            disable=not progress or shard.rank > 0,
         ) as bar:
             for length in passes:
                 spread = torch.linspace(0, length - 1, tokens - sink_tokens).round().long() + sink_tokens
                 positions = torch.cat([torch.arange(sink_tokens), spread])
-                keys = read_keys(model, ids, positions, bar)
+                keys = read_keys(model, ids, positions, bar, shard)
                 if scheme == "prompt":
                     grid += [_moments(keys, slice(sink_tokens, sink_tokens + prefix)) for prefix in lengths]
                     continue
@@ -123,11 +126,24 @@ def _longest(model: PreTrainedModel, config: PreTrainedConfig) -> int:
     return longest
 
 
-def _choose_scheme(model: PreTrainedModel, scheme: str, ids: Tensor) -> tuple[str, dict[int, Rotation]]:
+def _check_same(shard: HeadShard, kind: str, ids: Tensor) -> None:
+    """Raise ValueError, in every process, if they would read different prompts: each has a tokenizer of its own."""
+    digest = hashlib.sha256(f"{kind} {ids.tolist()}".encode()).digest()
+    read = shard.gather(torch.tensor([list(digest)]), 0)
+    if not read.eq(read[0]).all():
+        raise ValueError(
+            "the processes that share this model would read different prompts: give each the same prompt, tokenizer, "
+            "tokens and seed"
+        )
+
+
+def _choose_scheme(
+    model: PreTrainedModel, scheme: str, ids: Tensor, shard: HeadShard
+) -> tuple[str, dict[int, Rotation]]:
     """The scheme that "auto" stands for, and the rotations of the layers if it is "analytic"."""
     known: dict[int, Rotation] = {}
     if scheme in ("auto", "analytic"):
-        found = find_rotations(model, ids.unique()[:PROBE_TOKENS], len(ids))
+        found = find_rotations(model, ids.unique()[:PROBE_TOKENS], len(ids), shard)
         known = {index: rotation for index, rotation in found.items() if rotation is not None}
         if scheme == "analytic" and len(known) < len(found):
             raise ValueError(
@@ -160,29 +176,30 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad(), without_autocast(model.device):
+        with torch.no_grad(), without_autocast(inputs_device(model)):
             yield
     finally:
         for module in training:
             module.training = True
 
 
-def read_keys(model: PreTrainedModel, ids: Tensor, positions: Tensor, bar: tqdm) -> dict[int, Tensor]:
+def read_keys(model: PreTrainedModel, ids: Tensor, positions: Tensor, bar: tqdm, shard: HeadShard) -> dict[int, Tensor]:
     """Keys `[1, kv_heads, tokens, dim]` of every full-attention layer, of `ids` `[tokens]` read at `positions`."""
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
+    device = inputs_device(model)
     contiguous = torch.equal(positions, torch.arange(len(ids)))
     # Every chunk would get the frequencies of its own length.
     chunk = len(ids) if frequencies_by_length(rope_settings(config)) else CHUNK_TOKENS
     for part, where in zip(ids.split(chunk), positions.split(chunk), strict=True):
         # Contiguous positions are left to the model: not every one takes them as an argument.
-        place = {} if contiguous else {"position_ids": where[None].to(model.device)}
-        model(input_ids=part[None].to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1, **place)
+        place = {} if contiguous else {"position_ids": where[None].to(device)}
+        model(input_ids=part[None].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1, **place)
         bar.update(len(part))
     served = served_layers(cache)
     if not served:
         raise ValueError(f"{config.model_type} has no full-attention layers, so there are no key moments to collect")
-    return {index: layer_keys(cache, index, config) for index in served}
+    return {index: layer_keys(cache, index, config, shard) for index in served}
 
 
 def _moments(keys: dict[int, Tensor], part: slice) -> tuple[dict[int, Tensor], dict[int, Tensor]]:

@@ -14,6 +14,7 @@ from ..files import private, tensor_file, weights
 from ..files.private import home
 from .key_moments import KIND, KeyMoments
 from .prompts import PROMPTS, TOKENS_FOR_WORDS, within_reach
+from .sharding import WHOLE, HeadShard
 from .tokenizer import find_tokenizer
 
 logger = logging.get_logger(__name__)
@@ -61,6 +62,7 @@ def resolve_moments(
     model: PreTrainedModel | None,
     config: PreTrainedConfig,
     used: bool,
+    shard: HeadShard = WHOLE,
 ) -> tuple[bool, KeyMoments | None]:
     """What `QAdACache(moments=...)` stands for: whether the current prompt's count, and those of another prompt.
 
@@ -68,6 +70,7 @@ def resolve_moments(
         moments: see `QAdACache`.
         model, config: whose; there may be its config alone.
         used: whether the cache will ask for moments; if not, none are collected for it.
+        shard: which heads of the model this process has; moments are of all of them.
 
     Returns:
         at least one of the two: the current prompt's where another's cannot be had.
@@ -83,7 +86,7 @@ def resolve_moments(
     if not used:
         return True, None
     if model is not None:
-        return current, default_moments(model, str(other))
+        return current, default_moments(model, str(other), shard=shard)
     found = find_moments(config, str(other))
     if found is None:
         logger.warning_once(
@@ -102,19 +105,25 @@ def together(current: bool, other: KeyMoments | None) -> Moments:
 
 
 def default_moments(
-    model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBase | None = None
+    model: PreTrainedModel,
+    prompt: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    shard: HeadShard = WHOLE,
 ) -> KeyMoments:
     """This model's moments on one of `prompts.PROMPTS`: remembered, else read from the file, else collected and kept.
 
     The file's name holds what determines the moments: the weights (a sample of every one), the config, the dtype, the
     prompt, and the format. A folder that cannot be written to, or is not the user's alone (`private.opened`), costs a
     warning, not the moments. Words that cannot be had (`prompts.within_reach`) become tokens, with a warning; those
-    moments are kept under the tokens' name.
+    moments are kept under the tokens' name. Processes that share a model collect together or not at all: each keeps a
+    file by its own part of the weights, and one that finds none has all of them collect.
 
     Args:
         model: whose.
         prompt: one of `prompts.PROMPTS`.
         tokenizer: the model's; without it, the one beside the model (`tokenizer.find_tokenizer`) if one is needed.
+        shard: which heads of the model this process has.
 
     Raises:
         ValueError: "wiki" without a tokenizer, or with one that does not know its words; or as `KeyMoments.collect`.
@@ -123,10 +132,13 @@ def default_moments(
     with _remembering:
         kept = _remembered.get(path)
         if kept is None or (tokenizer is not None and kept.prompt != prompt):  # words can be had now
-            kept = _read(path) or _made(model, prompt, tokenizer, path)
-            if path not in _remembered and len(_remembered) >= REMEMBERED:
-                del _remembered[next(iter(_remembered))]
-            _remembered[path] = kept
+            kept = _read(path)
+        if not shard.everywhere(kept is not None):
+            kept = _made(model, prompt, tokenizer, path, shard)
+        assert kept is not None  # it was here, or has been made
+        if path not in _remembered and len(_remembered) >= REMEMBERED:
+            del _remembered[next(iter(_remembered))]
+        _remembered[path] = kept
     return kept
 
 
@@ -154,8 +166,10 @@ def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     return _read(home() / FOLDER / found[0]) if len(found) == 1 else None
 
 
-def _made(model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBase | None, path: Path) -> KeyMoments:
-    """Moments that are not kept under this prompt's name yet."""
+def _made(
+    model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBase | None, path: Path, shard: HeadShard
+) -> KeyMoments:
+    """Moments that are not kept under this prompt's name yet, in every process of the shard's."""
     if prompt in TOKENS_FOR_WORDS.values():
         return _collect(model, None, prompt, path)  # without a tokenizer, so that the same are drawn in any case
     reason = "the tokenizer does not know the words of our article"
@@ -170,11 +184,10 @@ def _made(model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBas
                     f"qada_cache.prepare(model, tokenizer, moments={prompt!r}) first, or give moments="
                     f"KeyMoments.collect(model, tokenizer, prompt={prompt!r})"
                 ) from error
-    read = within_reach(prompt, tokenizer)
-    if read == prompt:
+    if shard.everywhere(within_reach(prompt, tokenizer) == prompt):
         return _collect(model, tokenizer, prompt, path)
     _say_tokens(prompt, reason)
-    return default_moments(model, read)
+    return default_moments(model, TOKENS_FOR_WORDS[prompt], shard=shard)
 
 
 def _say_tokens(prompt: str, reason: str) -> None:

@@ -1,8 +1,10 @@
 """Prompts to collect key moments from: words or tokens at random, real text, one word or token repeated."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -101,6 +103,13 @@ def _knows(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> bool:
     return len(ids) > 0 and (unknown is None or float((ids == unknown).float().mean()) <= UNKNOWN_SHARE)
 
 
+def _norms(weights: Tensor) -> Tensor:
+    """Of every row, float32 on the CPU."""
+    if hasattr(weights, "full_tensor"):  # each process takes in its own part
+        return torch.linalg.vector_norm(weights.float(), dim=-1).full_tensor().cpu()
+    return torch.cat([torch.linalg.vector_norm(part.float(), dim=-1).cpu() for part in weights.split(65536)])
+
+
 def _ordinary_tokens(
     prompt: str,
     model: PreTrainedModel,
@@ -110,12 +119,14 @@ def _ordinary_tokens(
 ) -> Tensor:
     """Random or repeated tokens that are ordinary: not special, and trained, after the token that begins a prompt."""
     config = model.config.get_text_config(decoder=True)
-    weights: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
-    if weights.device.type == "meta":  # kept elsewhere by accelerate: nothing to tell trained tokens by
+    embeddings: Any = model.get_input_embeddings()
+    with align_module_device(embeddings):  # accelerate may keep them elsewhere
+        weights: Tensor = embeddings.weight.detach()
+        norms = None if weights.is_meta else _norms(weights)
+    if norms is None:  # nothing to tell trained tokens by
         ordinary = torch.ones(len(weights), dtype=torch.bool)
     else:
         # Vocabularies hold rows that no text ever trained, and their norms stand out.
-        norms = torch.cat([part.detach().float().norm(dim=-1).cpu() for part in weights.split(65536)])
         outside = len(norms) // 20
         low, high = norms.kthvalue(1 + outside).values, norms.kthvalue(len(norms) - outside).values
         ordinary = (norms >= low) & (norms <= high)

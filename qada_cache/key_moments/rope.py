@@ -9,7 +9,9 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .placement import inputs_device
 from .rotation import LAYOUTS, Rotation
+from .sharding import WHOLE, HeadShard
 
 PROBE_POSITIONS = (1, 17, 331)
 PROBE_ERROR = 0.05  # relative: rounding in bfloat16 stays below 0.01, a wrong layout is off by about 1
@@ -27,8 +29,8 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def layer_keys(cache: DynamicCache, index: int, config: PreTrainedConfig) -> Tensor:
-    """The keys `[batch, kv_heads, tokens, dim]` that a layer holds.
+def layer_keys(cache: DynamicCache, index: int, config: PreTrainedConfig, shard: HeadShard) -> Tensor:
+    """The keys `[batch, kv_heads, tokens, dim]` that a layer holds, of all heads: every process of the shard's asks.
 
     Raises:
         ValueError: it holds none of that shape.
@@ -39,11 +41,13 @@ def layer_keys(cache: DynamicCache, index: int, config: PreTrainedConfig) -> Ten
             f"layer {index} of {config.model_type} keeps no [batch, heads, tokens, dim] keys to take moments of: use "
             'moments="current"'
         )
-    return keys
+    return shard.gather(keys, 1)
 
 
 @torch.no_grad()
-def find_rotations(model: PreTrainedModel, tokens: Tensor, length: int) -> dict[int, Rotation | None]:
+def find_rotations(
+    model: PreTrainedModel, tokens: Tensor, length: int, shard: HeadShard = WHOLE
+) -> dict[int, Rotation | None]:
     """How each full-attention layer turns its keys with position; None where that was not found out.
 
     A single token attends to itself alone, so in every layer its key at position `p` is its key at position 0, turned
@@ -54,6 +58,7 @@ def find_rotations(model: PreTrainedModel, tokens: Tensor, length: int) -> dict[
         model: in eval mode.
         tokens: a few different token ids `[tokens]`.
         length: of the sequence whose keys are to be turned back: frequencies may depend on it.
+        shard: which heads this process has.
     """
     config = model.config.get_text_config(decoder=True)
     positions = torch.tensor([0, *(position for position in PROBE_POSITIONS if position < length), length - 1])
@@ -62,9 +67,10 @@ def find_rotations(model: PreTrainedModel, tokens: Tensor, length: int) -> dict[
     position_ids = positions.repeat(len(tokens))[:, None]
     if not takes_positions(model):
         return dict.fromkeys(served_layers(cache))
+    device = inputs_device(model)
     model(
-        input_ids=ids.to(model.device),
-        position_ids=position_ids.to(model.device),
+        input_ids=ids.to(device),
+        position_ids=position_ids.to(device),
         past_key_values=cache,
         use_cache=True,
     )
@@ -72,15 +78,13 @@ def find_rotations(model: PreTrainedModel, tokens: Tensor, length: int) -> dict[
         tuple(buffer.double().tolist())
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name.endswith("inv_freq") and buffer.dim() == 1
+        if name.endswith("inv_freq") and buffer.dim() == 1 and not buffer.is_meta
     )
     found = {}
     for index in served_layers(cache):
         # [kv_heads, tokens, positions, dim]
-        keys = (
-            layer_keys(cache, index, config)[:, :, 0].unflatten(0, (len(tokens), -1)).permute(2, 0, 1, 3).double().cpu()
-        )
-        found[index] = _best_rotation(keys, positions, list(candidates))
+        keys = layer_keys(cache, index, config, shard)[:, :, 0].unflatten(0, (len(tokens), -1)).permute(2, 0, 1, 3)
+        found[index] = _best_rotation(keys.double().cpu(), positions, list(candidates))
     return found
 
 

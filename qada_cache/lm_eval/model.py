@@ -15,6 +15,14 @@ from . import report, scoring
 from .options import split_arguments
 
 
+def _repeated(requests: list[Instance]) -> dict[int, int]:
+    """Places of requests that fill up where other processes have more, and the place where each was first."""
+    places: dict[int, list[int]] = {}
+    for place, request in enumerate(requests):
+        places.setdefault(id(request), []).append(place)
+    return {place: same[0] for same in places.values() for place in same[requests[same[0]].repeats or len(same) :]}
+
+
 class QAdALM(HFLM):
     """An `HFLM` whose prompts are prefilled exactly and whose answers are decoded or scored query-adaptively.
 
@@ -39,12 +47,18 @@ class QAdALM(HFLM):
     def __init__(self, pretrained: Any, *positional: Any, cache: str = "qada", **keywords: Any) -> None:
         options, keywords = split_arguments(cache, keywords)
         super().__init__(pretrained, *positional, **keywords)
+        self._take_rank()
         self._cache_options = options
         # A wrong option or model is refused before any request. The tokenizer need not be the one beside the model.
         prepare(self.model, self.tokenizer, **options)
         self.cache_totals: dict[str, report.Totals] = {}
         self._task = "none"
         report.install()
+
+    def _take_rank(self) -> None:
+        """Share requests with the other processes of `accelerate launch` on CPUs, as `HFLM` does on GPUs alone."""
+        if self.device.type == "cpu" and hasattr(self, "accelerator"):  # there are others
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """As `HFLM`'s, task by task."""
@@ -59,15 +73,25 @@ class QAdALM(HFLM):
         return self._by_task(super().generate_until, requests, disable_tqdm)
 
     def _by_task(self, run: Callable[..., list], requests: list[Instance], disable_tqdm: bool) -> list:
-        """`run(requests)`, one task after the other: no cache serves two tasks, so its counters are one task's."""
+        """`run(requests)`, one task after the other: no cache serves two tasks, so its counters are one task's.
+
+        A process that shares requests with others runs its own as if it were alone, and what lm-eval has it repeat not
+        again: that is for models that compute together, and would be counted.
+        """
         results: list[Any] = [None] * len(requests)
-        for task in dict.fromkeys(request.task_name for request in requests):
-            self._task = task or "none"  # requests made by hand need not name one
-            places = [place for place, request in enumerate(requests) if request.task_name == task]
-            done = run([requests[place] for place in places], disable_tqdm=disable_tqdm)
-            for place, result in zip(places, done, strict=True):
-                results[place] = result
-        return results
+        repeated = _repeated(requests)
+        processes, self._world_size = self._world_size, 1
+        try:
+            for task in dict.fromkeys(request.task_name for request in requests):
+                self._task = task or "none"  # requests made by hand need not name one
+                own = [place for place, request in enumerate(requests) if request.task_name == task]
+                own = [place for place in own if place not in repeated]
+                done = run([requests[place] for place in own], disable_tqdm=disable_tqdm)
+                for place, result in zip(own, done, strict=True):
+                    results[place] = result
+        finally:
+            self._world_size = processes
+        return [results[repeated.get(place, place)] for place in range(len(requests))]
 
     def _new_cache(self) -> QAdACache:
         return QAdACache(self.model, **self._cache_options)
@@ -106,7 +130,7 @@ class QAdALM(HFLM):
             if beams > 1:  # generate() repeats the rows of a prompt, not those of a cache
                 cache.reorder_cache(torch.LongTensor([row for row in range(len(context)) for _ in range(beams)]))
         tokens = super()._model_generate(context, max_length, stop, past_key_values=cache, **generation_kwargs)
-        self._count(cache.stats())
+        self._count(cache.stats(gather=True))
         return tokens
 
     def _loglikelihood_tokens(

@@ -91,7 +91,7 @@ def score(
         places = [prefixes[number].index(row.prefix) for row in batch]
         if places != list(range(len(prefixes[number]))):
             cache.reorder_cache(torch.LongTensor(places))  # repeats rows, in every kind of layer
-        scores, stats = _score_batch(batch, mask[places], forward, cache), cache.stats()
+        scores, stats = _score_batch(batch, mask[places], forward, cache), cache.stats(gather=True)
         del cache  # before the next prefix is read: no two caches need room at once
         if not again:
             del prefilled

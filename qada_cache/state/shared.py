@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..key_moments.sharding import WHOLE, HeadShard
 from ..storage.forward_pass import ForwardPass
 from ..storage.residents import Residents
 from .options import Options
@@ -24,6 +25,7 @@ class ServedModel:
         dtype: the model's; None if the cache was built with a config alone.
         reference: to the model; None likewise.
         layers: indices of the full-attention layers, those that the cache serves itself.
+        shard: which of their heads this process has.
     """
 
     model_type: str
@@ -32,6 +34,7 @@ class ServedModel:
     dtype: torch.dtype | None = None
     reference: "weakref.ref[PreTrainedModel] | None" = None
     layers: tuple[int, ...] = ()
+    shard: HeadShard = WHOLE
 
     def __deepcopy__(self, memo: dict) -> "ServedModel":
         return self  # a copied config would not be the model's

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 from documents import DOCUMENTS, FENCED, ROOT, spans
+from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers.cli import transformers
 
 from qada_cache.key_moments.defaults import CURRENT, sources
@@ -99,6 +101,9 @@ def program(words: list[str]) -> list[str] | None:
         return words[2:]
     if words[:3] == ["python", "-m", "qada_cache.lm_eval"]:
         return ["lm_eval", *words[3:]]
+    if words[:2] == ["accelerate", "launch"]:
+        launched = launch_command_parser().parse_args(words[2:])
+        return [launched.training_script, *launched.training_script_args]
     return words if words[0] in ("qada", "lm_eval") else None
 
 
@@ -123,6 +128,8 @@ def test_command(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     elif words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert set(words[1:]) <= set(targets)
+    elif words[0] == "torchrun":
+        assert torchrun_parser().parse_args(words[1:]).training_script.endswith(".py")
     elif words[:2] == ["pip", "install"]:
         named = set(re.findall(r"\.\[(\w+)\]", command.line))
         extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

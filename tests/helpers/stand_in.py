@@ -81,7 +81,7 @@ class Copies:
         self.count += 1
         self.longest = max(self.longest, keys.shape[2])
         self.bytes += keys.nbytes + values.nbytes
-        if device.type != "cpu":
+        if device.type == "cuda":
             return transfers.fetch(keys, values, device, after=after)
         there = tuple(torch.full_like(tensor, torch.nan, device=device) for tensor in (keys, values))
 

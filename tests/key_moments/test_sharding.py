@@ -1,4 +1,6 @@
-"""Models split over processes are refused when the cache is built: the other ranks would wait, or heads be mixed up."""
+"""Models split over processes, but not by KV heads, are refused when the cache is built: ranks would wait, or heads be
+mixed up. Those that are split by KV heads are in tests/cache/test_tensor_parallel.py.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
 
 
 def refused(model: PreTrainedModel, found: str) -> None:
-    message = rf"llama model is split over processes \({found}\).*load it without .*or use transformers.DynamicCache"
+    kind = model.config.model_type
+    message = rf"this {kind} model is split over processes \({found}\).*load it .*or use transformers.DynamicCache"
     for moments in ("current", "random-words"):  # nothing is collected either, which other ranks would have to join
         with pytest.raises(NotImplementedError, match=message):
             QAdACache(model, moments=moments, **SMALL)
@@ -35,13 +38,41 @@ def refused(model: PreTrainedModel, found: str) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_tensor_parallel() -> None:
+@pytest.mark.parametrize(
+    ("family", "changes", "processes", "found"),
+    [
+        (
+            "llama",
+            {},
+            2,
+            r"every process has all heads of model.layers.0.self_attn.q_proj, or .*",
+        ),  # the plan is not kept
+        ("olmo2", {}, 2, r"every process has all heads of model.layers.0.self_attn.q_proj, or .*"),  # they are gathered
+        ("phi3", {}, 2, r"layers 0, 1 make keys by no projection of their own"),
+        ("llama", {}, 4, r"2 KV heads and 4 query heads have no 4 equal parts"),
+        ("llama", {"num_attention_heads": 6, "hidden_size": 48}, 4, r"2 KV heads and 6 query heads have no 4 .*"),
+    ],
+)
+def test_tensor_parallel(family: str, changes: dict[str, int], processes: int, found: str) -> None:
+    model = tiny(family, **changes)
+    model._tp_size = processes
+    refused(model, rf"tensor parallelism over {processes}, where {found}")
+
+
+def test_tensor_parallel_over_one() -> None:
     model = tiny()
-    model._tp_size = 2
-    refused(model, "tensor parallelism over 2")
     model._tp_size = 1  # which splits nothing
     with torch.no_grad():
         model(prompt(40)[0], past_key_values=QAdACache(model, **SMALL))
+
+
+@pytest.mark.usefixtures("mesh")
+def test_pipeline_parallel() -> None:
+    model = tiny()
+    model.model.layers[1] = torch.nn.Identity()  # as transformers does with layers of other processes
+    refused(model, "pipeline parallelism: layers 1 are not in this one")
+    model.model.layers = model.model.layers[:1]  # as torch.distributed.pipelining has it done by hand
+    refused(model, "pipeline parallelism: layers 1 are not in this one")
 
 
 def test_distributed_parameters(mesh: DeviceMesh) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -237,17 +233,16 @@ def test_unsupported_models_are_refused() -> None:
         random_lm("gemma2")
 
 
-def test_two_processes_report_as_one() -> None:
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    script = [str(HERE / "lm_eval_ranks.py"), str(needle.FOLDER), str(HERE / "tiny_tasks")]
-    run = subprocess.run([*launch, *script], env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    (line,) = [line for line in run.stdout.splitlines() if line.startswith("RESULTS ")]
-    rank, world_size, results = json.loads(line.removeprefix("RESULTS "))
-    assert (rank, world_size) == (0, 2)
-    alone = evaluate(needle_lm(), *results)
-    for task, metrics in results.items():
-        for name, value in metrics.items():
-            assert value == (pytest.approx(alone[task][name]) if isinstance(value, float) else alone[task][name]), name
+def test_requests_that_fill_up_are_answered_once() -> None:
+    """lm-eval repeats the last ones of a process that has fewer than another."""
+    lm, (one, two) = random_lm(), texts_to_go_on(60, 70)
+    for request in (one, two):
+        request.repeats = 1
+    alone = lm.generate_until([one, two], disable_tqdm=True)
+    lm.cache_totals.clear()
+    lm._world_size = 2  # there is no other to wait for
+    assert lm.generate_until([one, two, two, two], disable_tqdm=True) == [*alone, alone[1], alone[1]]
+    assert lm.world_size == 2
+    counted = lm.cache_totals.pop("none")
+    lm.generate_until([one, two], disable_tqdm=True)
+    assert lm.cache_totals["none"] == counted

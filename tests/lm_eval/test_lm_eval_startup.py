@@ -11,6 +11,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from ranks import launch
 
 from qada_cache import needle
 
@@ -91,6 +92,38 @@ def test_the_literal_command(fresh: Environment, tmp_path: Path) -> None:
     for name in ("sparsity", "kv_sparsity", "read_share", "pulled_bytes", "device_bytes", "host_bytes"):
         assert metrics[f"cache_{name},none"] > 0
         assert f"|cache_{name}" in run.stdout
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("fresh", ["wheel"], indirect=True)
+def test_two_processes_score_and_count_as_one(fresh: Environment, tmp_path: Path) -> None:
+    """Of an odd number of documents, so that lm-eval has one process repeat some; CPUs stand in for GPUs."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from qada_cache.lm_eval import QAdALM
+
+    ours = Path(__file__).with_name("tiny_tasks")
+    lm = QAdALM(str(needle.FOLDER), device="cpu", cache_local_tokens=64, cache_kernels="torch")
+    tasks = {"tasks": ["tiny_choice", "tiny_perplexity"], "limit": 3}
+    manager = TaskManager(include_path=ours, include_defaults=False)
+    alone = lm_eval.simple_evaluate(lm, task_manager=manager, bootstrap_iters=0, **tasks)["results"]
+
+    launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
+    launcher += ["--main_process_port=0", "--mixed_precision=no", "--dynamo_backend=no"]
+    arguments = f"pretrained={needle.FOLDER},cache=qada,cache_local_tokens=64,cache_kernels=torch"
+    command = ["-m", "lm_eval", "--model", "hf", "--model_args", arguments, "--device", "cpu", "--limit", "3"]
+    command += ["--tasks", "tiny_choice,tiny_perplexity", "--include_path", ours, "--output_path", tmp_path]
+    launch(*launcher, *command, python=fresh.python, ACCELERATE_USE_CPU="true")
+    (file,) = tmp_path.rglob("results_*.json")  # one process reports
+    together = json.loads(file.read_text())["results"]
+    assert together.keys() == alone.keys() == set(tasks["tasks"])
+    for task, metrics in alone.items():
+        assert 0 < metrics["cache_kv_sparsity,none"] < 1
+        for name in metrics.keys() - {"cache_device_bytes,none"}:  # each process keeps moments of its own lengths
+            value = metrics[name]
+            same = pytest.approx(value) if isinstance(value, float) else value
+            assert "stderr" in name or together[task][name] == same, (task, name)
 
 
 @needs_lm_eval

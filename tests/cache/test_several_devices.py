@@ -1,0 +1,125 @@
+"""A model whose layers `device_map` lays on two devices: each layer's tokens lie on its own, all else is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from devices import KIND, devices
+from models import SMALL
+from stand_in import accelerator
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from qada_cache import QAdACache, needle
+
+ONE, OTHER = f"{KIND}:0", f"{KIND}:1"
+MAP = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1"), ONE)
+MAP |= dict.fromkeys(("model.layers.2", "model.layers.3", "model.norm", "lm_head"), OTHER)
+
+
+def eager() -> PreTrainedModel:
+    model = needle.load_model()
+    model.set_attn_implementation("eager")  # torch's own attention makes tensors of its own, which say no device
+    return model
+
+
+@pytest.fixture(scope="module")
+def whole() -> PreTrainedModel:
+    return eager()
+
+
+@pytest.fixture
+def placed() -> Iterator[PreTrainedModel]:
+    with devices():
+        yield dispatch_model(eager(), MAP, main_device=ONE, force_hooks=True)
+
+
+def text(seed: int = 0, tokens: int = 300) -> Tensor:
+    prompt = needle.make_prompt(tokens=tokens, facts=16, questions=1, seed=seed)
+    return needle.load_tokenizer()(f"{prompt.context} {prompt.questions[0]}", return_tensors="pt").input_ids
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, mask: Tensor | None = None) -> list[list[int]]:
+    """24 tokens of each row."""
+    device, found = model.device, []
+    mask = torch.ones_like(ids) if mask is None else mask
+    for _ in range(24):
+        given = {
+            "attention_mask": mask.to(device),
+            "position_ids": (mask.cumsum(-1) - 1)[:, -ids.shape[1] :].to(device),
+        }
+        logits = model(ids.to(device), past_key_values=cache, logits_to_keep=1, **given).logits
+        ids = logits[:, -1:].argmax(-1).cpu()
+        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+        found.append(ids)
+    return torch.cat(found, dim=1).tolist()
+
+
+def on_device(cache: QAdACache) -> list[str]:
+    return [str(layer.store.near_keys.device) for layer in cache.layers]
+
+
+def same(
+    placed: PreTrainedModel, whole: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **options: Any
+) -> QAdACache:
+    """Tokens and decisions on two devices are those on one; returns the cache on two."""
+    options = {**SMALL, "kernels": "torch", **options}
+    caches = [QAdACache(model, **options) for model in (whole, placed)]
+    tokens = [greedy(model, ids, cache, mask) for model, cache in zip((whole, placed), caches, strict=True)]
+    assert tokens[0] == tokens[1]
+    stats = [cache.stats() for cache in caches]
+    assert torch.equal(stats[0].local_share, stats[1].local_share)
+    assert 0.2 < stats[1].kv_sparsity < 0.8
+    assert on_device(caches[1]) == [ONE, ONE, OTHER, OTHER]
+    return caches[1]
+
+
+def test_exact_attention(placed: PreTrainedModel, whole: PreTrainedModel) -> None:
+    cache = QAdACache(placed, threshold=1.0, offloading=False, **SMALL)
+    assert greedy(placed, text(), cache) == greedy(whole, text(), DynamicCache(config=whole.config))
+
+
+@pytest.mark.parametrize("options", [{}, {"moments": "current", "audit_every": 1}], ids=str)
+def test_decisions(placed: PreTrainedModel, whole: PreTrainedModel, options: dict[str, Any]) -> None:
+    """Key moments are collected from keys on both devices, and each layer is given its own where it lies."""
+    same(placed, whole, text(), offloading=False, **options)
+
+
+def test_padded_rows(placed: PreTrainedModel, whole: PreTrainedModel) -> None:
+    rows = [text(seed=1, tokens=250)[0], text(seed=2, tokens=200)[0]]
+    longest = max(map(len, rows))
+    ids, mask = torch.zeros(2, 2, longest, dtype=torch.long)
+    for row, tokens in enumerate(rows):
+        ids[row, longest - len(tokens) :], mask[row, longest - len(tokens) :] = tokens, 1
+    same(placed, whole, ids, mask, offloading=False)
+
+
+@pytest.mark.filterwarnings("ignore:the bulk lies in host memory that is not pinned")
+@pytest.mark.parametrize("budget", [0, 200_000, 1.0])
+def test_offloaded(placed: PreTrainedModel, whole: PreTrainedModel, budget: int | float) -> None:
+    """Copies come as late as they may; the budget is that of each device."""
+    with accelerator() as copies:
+        cache = same(placed, whole, text(), device_budget=budget)
+    assert copies.count > 0
+    held = {ONE: 0, OTHER: 0}
+    for layer, place in zip(cache.layers, on_device(cache), strict=True):
+        held[place] += layer.store.bulk.residents.nbytes
+    assert all(held.values()) == bool(budget)
+    assert max(held.values()) <= (budget or 0 if isinstance(budget, int) else 10**9)
+
+
+def test_a_saved_cache_goes_on(placed: PreTrainedModel, tmp_path: Path) -> None:
+    ids, cache = text().to(ONE), QAdACache(placed, offloading=False, kernels="torch", **SMALL)
+    with torch.no_grad():
+        placed(ids[:, :-1], past_key_values=cache)
+        cache.save(tmp_path / "cache.safetensors")
+        again = QAdACache.load(tmp_path / "cache.safetensors", placed)
+        one, other = (placed(ids[:, -1:], past_key_values=held).logits.cpu() for held in (cache, again))
+    assert torch.equal(one, other)
+    assert on_device(again) == [ONE, ONE, OTHER, OTHER]

@@ -1,0 +1,109 @@
+"""Devices that are not there, `maia:0`, `maia:1` and so on: the CPU computes, and every tensor says where it lies.
+
+Tensors on two devices cannot meet, as on real ones, but for numbers, and indices on the host. So what runs here has
+brought its tensors to the right device first. Streams and pinned memory are missing: nothing comes late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+KIND = "maia"  # torch knows the name, and comes without code for it
+
+
+class Placed(Tensor):
+    """A tensor on such a device; `here` is what computes. To torch's own code it is on "meta", which it can guard."""
+
+    here: Tensor
+    place: torch.device
+    device = property(lambda self: self.place)  # type: ignore[assignment]
+    is_meta = False  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, here: Tensor, device: torch.device) -> Placed:
+        made = Tensor._make_wrapper_subclass(cls, here.size(), strides=here.stride(), dtype=here.dtype, device="meta")
+        made.here, made.place = here, device
+        return made
+
+    def tolist(self) -> list:
+        return self.here.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return _run(function, args, kwargs or {})
+
+
+class _Devices(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return _run(function, args, kwargs or {})
+
+
+class _Numbers(TorchFunctionMode):
+    """What torch itself makes of numbers goes past `_Devices`: it is made here, and moved."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if function in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type == KIND:
+            return function(*args, **{**kwargs, "device": "cpu"}).to(device)
+        if function in (torch.where, Tensor.where):
+            args = tuple(torch.tensor(value) if isinstance(value, (int, float)) else value for value in args)
+        if function is torch.unravel_index and isinstance(args[0], Placed):
+            return tuple(part.to(args[0].device) for part in function(args[0].cpu(), *args[1:], **kwargs))
+        if function is Tensor.__setitem__ and isinstance(args[0], Placed) and isinstance(args[2], (int, float)):
+            args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype))
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def devices() -> Iterator[None]:
+    """Tensors can be made on, and moved to and from, devices that are not there."""
+    with _Devices(), _Numbers():
+        yield
+
+
+def _run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    name = function._schema.name
+    place = kwargs.get("device") or next((value.device for value in tensors if isinstance(value, Placed)), None)
+    if name == "aten::copy_":
+        place = args[0].device
+    elif name != "aten::_to_copy":
+        _check_together(function, name, tensors)
+    away = place is not None and torch.device(place).type == KIND
+    if away and kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    found = function(*tree_map(_here, args), **tree_map(_here, kwargs))
+    known = {id(value.here): value for value in tensors if isinstance(value, Placed)}
+
+    def told(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if (same := known.get(id(value))) is not None:
+            return same
+        return Placed(value, torch.device(place)) if away else value
+
+    return tree_map(told, found)
+
+
+def _check_together(function: Any, name: str, tensors: list[Tensor]) -> None:
+    """Raise unless these lie on one device; numbers may lie elsewhere, and indices on the host."""
+    if "index" in name:
+        tensors = [
+            value for value in tensors if isinstance(value, Placed) or value.dtype not in (torch.long, torch.bool)
+        ]
+    places = {str(value.device) for value in tensors if value.dim() or isinstance(value, Placed)}
+    if len(places) > 1:
+        raise RuntimeError(f"{function} of tensors on {' and '.join(sorted(places))}")
+
+
+def _here(value: Any) -> Any:
+    return value.here if isinstance(value, Placed) else value
