@@ -24,6 +24,7 @@ from .state.layer import QAdALayer
 from .state.options import Options
 from .state.shared import ServedModel, Shared
 from .stats import CacheStats, collect, layer_bytes, summary
+from .storage.sharing import share
 from .watched import WatchedCache
 
 logger = logging.getLogger(__name__)
@@ -228,8 +229,8 @@ class QAdACache(WatchedCache):
 
     @torch.inference_mode(False)  # the copies are written to later, perhaps outside inference mode
     def __deepcopy__(self, memo: dict) -> "QAdACache":
-        self._settle()
         self._conclude()
+        share(self._bulks())
         twin = memo[id(self)] = type(self).__new__(type(self))
         for layer in reversed(self.layers):  # each refers to the next, which is copied first: no deep recursion
             copy.deepcopy(layer, memo)
@@ -246,12 +247,6 @@ class QAdACache(WatchedCache):
             "QAdACache cannot be pickled, as loading a pickle runs whatever code it holds, and a cache belongs to its "
             "model: use save() and QAdACache.load(path, model)"
         )
-
-    def _settle(self) -> None:
-        """Wait for copies to the host, before the host reads the bulk."""
-        for layer in self.layers:
-            if isinstance(layer, QAdALayer) and layer.store is not None:
-                layer.store.bulk.settle()
 
     def layer_bytes(self) -> list[tuple[int, int]]:
         """Bytes of every layer, on the device and on the host (key moments of another prompt are in `stats` only)."""
@@ -273,7 +268,8 @@ class QAdACache(WatchedCache):
             OSError: the file cannot be written, or is something else than a regular file.
         """
         self._check_whole()
-        self._settle()
+        for bulk in self._bulks():
+            bulk.settle()
         cache_file.write(path, self._shared, self.layers)
 
     @classmethod

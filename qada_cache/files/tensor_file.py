@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from . import private
+from . import private, private_map
+from .private_map import PrivateMap
 
 FORMAT_VERSION = 2
 _DTYPES = {  # as safetensors calls them
@@ -29,6 +28,7 @@ _DTYPES = {  # as safetensors calls them
     torch.float32: "F32",
     torch.float64: "F64",
 }
+_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def write(path: str | os.PathLike, kind: str, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -82,48 +82,83 @@ def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[st
         FileNotFoundError: there is no such file.
         ValueError: it is truncated, altered, of another kind, or of another format; the message says which.
     """
-    path = Path(path)
-    if not path.is_file():
+    with _found(path, kind).open("rb") as file:
+        content = bytearray(os.fstat(file.fileno()).st_size)
+        del content[file.readinto(content) :]
+    return decoded(content, kind, Path(path))
+
+
+def mapped(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[str, Any], PrivateMap | None]:
+    """As `read`, but not copied into memory: the tensors are views of the map. None: they are copies, as the file is
+    too small to be mapped, or the system does not do that.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read`.
+    """
+    found = _found(path, kind)
+    if not private_map.AVAILABLE or found.stat().st_size < private_map.WORTH:
+        return *read(path, kind), None
+    source = PrivateMap(private_map.opened(found))
+    return *_parsed(source.content, kind, found), source
+
+
+def _found(path: str | os.PathLike, kind: str) -> Path:
+    if not Path(path).is_file():
         raise FileNotFoundError(f"no {kind} file at {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except SafetensorError as error:
-        raise _broken(path, error) from error
-    return _checked(path, kind, about, tensors)
+    return Path(path)
 
 
-def decoded(content: bytes, kind: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def decoded(content: bytes | bytearray, kind: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As `read`, of a file that was read already; `path` is only named in errors.
 
     Raises:
         ValueError: as `read`.
     """
+    if len(content) < 8:
+        raise _broken(path, "no header")
+    content = content if isinstance(content, bytearray) else bytearray(content)  # torch's tensors are writable
+    tensors, state = _parsed(torch.frombuffer(content, dtype=torch.uint8), kind, path)
+    return {name: tensor.clone() for name, tensor in tensors.items()}, state
+
+
+def _parsed(content: Tensor, kind: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What a file of these bytes, uint8 `[size]`, holds; the tensors are views of them."""
+    start = 8 + int.from_bytes(_content(content[:8]), "little")
+    if start > content.numel():
+        raise _broken(path, "its header is not all there")
     try:
-        tensors = safetensors.torch.load(content)
-    except SafetensorError as error:
+        header = json.loads(bytes(_content(content[8:start])))
+        about = {name: str(value) for name, value in header.pop("__metadata__", {}).items()}
+    except (ValueError, TypeError, AttributeError) as error:
         raise _broken(path, error) from error
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return _checked(path, kind, header.get("__metadata__", {}), tensors)
+    _check_kind(path, kind, about)
+    tensors, data, end = {}, content[start:], 0
+    try:
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            first, last = entry["data_offsets"]
+            if not first == end <= last:
+                raise ValueError(f"{name} does not follow what comes before it")
+            tensors[name], end = data[first:last].view(_TYPES[entry["dtype"]]).view(entry["shape"]), last
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise _broken(path, error) from error
+    if end != data.numel():
+        raise _broken(path, f"it has tensors of {end} bytes, and {data.numel()} bytes")
+    if about.get("sha256") != _digest(about.get("state", ""), tensors):
+        raise ValueError(f"{path} was altered after it was written (checksum mismatch)")
+    return tensors, json.loads(about["state"])
 
 
-def _broken(path: Path, error: SafetensorError) -> ValueError:
+def _broken(path: Path, error: object) -> ValueError:
     return ValueError(f"{path} is not a safetensors file, or is truncated: {error}")
 
 
-def _checked(
-    path: Path, kind: str, about: dict[str, str], tensors: dict[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _check_kind(path: Path, kind: str, about: dict[str, str]) -> None:
     if about.get("kind") != kind:
         raise ValueError(f"{path} is not a {kind} file (it says {about.get('kind', 'nothing about what it is')!r})")
     if (version := about.get("version", "")) != str(FORMAT_VERSION):
         old = version.isdigit() and int(version) < FORMAT_VERSION
         way_out = "make it again" if old else "upgrade qada-cache"
         raise ValueError(f"{path} has format version {version!r}, this qada-cache reads {FORMAT_VERSION}: {way_out}")
-    if about.get("sha256") != _digest(about.get("state", ""), tensors):
-        raise ValueError(f"{path} was altered after it was written (checksum mismatch)")
-    return tensors, json.loads(about["state"])
 
 
 def _digest(state: str, tensors: dict[str, Tensor]) -> str:

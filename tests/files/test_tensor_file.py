@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import exact, generate, limited_file_size, prompt, tiny
+from safetensors.torch import save
 
 from qada_cache import QAdACache
 from qada_cache.files import private, tensor_file
@@ -129,7 +130,7 @@ def test_files_read_from_memory_are_checked_alike(tmp_path: Path) -> None:
         (content[:-1], "truncated"),
         (content[:-1] + b"x", "was altered"),
         (b"", "truncated"),
-        (tensor_file.safetensors.torch.save({"x": torch.ones(1)}), "is not a qada-test file"),
+        (save({"x": torch.ones(1)}), "is not a qada-test file"),
     ):
         with pytest.raises(ValueError, match=message):
             tensor_file.decoded(damaged, "qada-test", tmp_path / "file")
