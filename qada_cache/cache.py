@@ -188,7 +188,7 @@ class QAdACache(WatchedCache):
         return states
 
     def fork(self, **options: Any) -> "QAdACache":
-        """A copy of what this cache holds, its counters at zero, that decides by other options.
+        """A copy, as `copy.deepcopy` makes one, that decides by other options; its counters are at zero.
 
             model(**inputs, past_key_values=cache)  # prefill once, which is exact whatever decides afterwards
             full = cache.fork(criterion="dense")
@@ -279,6 +279,7 @@ class QAdACache(WatchedCache):
     ) -> "QAdACache":
         """The cache that `save` wrote, for the same model; generating on continues as if it had never left.
 
+        On a CPU the bulk is used where it lies in the file: to replace that is safe, to write to it in place is not.
         With `config`, or of a cache that was built with one, weights cannot be compared: they have to be the same.
 
         Raises:
