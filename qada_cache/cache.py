@@ -230,6 +230,7 @@ class QAdACache(WatchedCache):
     @torch.inference_mode(False)  # the copies are written to later, perhaps outside inference mode
     def __deepcopy__(self, memo: dict) -> "QAdACache":
         self._conclude()
+        self._check_files()
         share(self._bulks())
         twin = memo[id(self)] = type(self).__new__(type(self))
         for layer in reversed(self.layers):  # each refers to the next, which is copied first: no deep recursion

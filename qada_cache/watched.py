@@ -129,12 +129,7 @@ class WatchedCache(DynamicCache):
         """Raise unless the last forward pass, or change, came through all layers: else they hold different tokens."""
         self._check_handed_back()
         self._conclude()
-        for file in {bulk.source.file for bulk in self._bulks() if bulk.source is not None}:
-            if file.changed:
-                raise RuntimeError(
-                    f"{file.path} was written to in place after this cache was loaded from it, so tokens may have "
-                    "changed: reset() or load it again, and replace such files by save() or a rename"
-                )
+        self._check_files()
         progress, interrupted = self._shared.progress, ""
         if 0 <= progress.reached < self._last_layer():
             interrupted = f"a forward pass was interrupted after layer {progress.reached}"
@@ -144,6 +139,15 @@ class WatchedCache(DynamicCache):
             raise RuntimeError(
                 f"{interrupted}, so layers hold different tokens: call reset() and read the prompt again"
             )
+
+    def _check_files(self) -> None:
+        """Raise if others have written to a file that the bulk is read from."""
+        for file in {bulk.source.file for bulk in self._bulks() if bulk.source is not None}:
+            if file.changed:
+                raise RuntimeError(
+                    f"{file.path} was written to in place after this cache was loaded from it, so tokens may have "
+                    "changed: reset() or load it again, and replace such files by save() or a rename"
+                )
 
     def _conclude(self) -> None:
         """Note whether the last layer wrote all its states, while they are still as it left them."""

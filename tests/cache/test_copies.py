@@ -27,7 +27,7 @@ from stand_in import accelerator
 from torch import Tensor
 from transformers import LlamaConfig
 
-from qada_cache import QAdACache
+from qada_cache import QAdACache, cache_file
 from qada_cache.files import private_map
 from qada_cache.kernels import sketch
 
@@ -143,9 +143,13 @@ class CopyMachine(RuleBasedStateMachine):
             self.update(twins, tokens, padded and tokens > 1)
 
     @precondition(lambda self: len(self.family) < MOST)
-    @rule(data=st.data(), forked=st.booleans())
-    def copy(self, data: st.DataObject, forked: bool) -> None:
+    @rule(data=st.data(), forked=st.booleans(), rewritten=st.sampled_from([0, 0, 25]))
+    def copy(self, data: st.DataObject, forked: bool, rewritten: int) -> None:
+        """Perhaps after other tokens took the place of some that had been in common."""
         twins = self.any_of(data)
+        if rewritten < twins.length:
+            self.remove(twins, rewritten)
+            self.update(twins, rewritten or 1, False)
 
         def copied(cache: QAdACache) -> QAdACache:
             return cache.fork(threshold=0.4) if forked else copy.deepcopy(cache)
@@ -177,7 +181,9 @@ class CopyMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def crop(self, data: st.DataObject) -> None:
         twins = self.any_of(data)
-        count = data.draw(st.integers(0, min(twins.length, 15)) | st.integers(0, twins.length), label="removed")
+        self.remove(twins, data.draw(st.integers(0, min(twins.length, 15)) | st.integers(0, twins.length)))
+
+    def remove(self, twins: Twins, count: int) -> None:
         for cache in (twins.shared, twins.plain):
             cache.crop(-count)
         twins.history = twins.history[:, : twins.length - count]
@@ -337,27 +343,40 @@ def test_a_file_that_is_replaced(act: str, tmp_path: Path) -> None:
         assert QAdACache.load(path, config=cache._shared.model.config).get_seq_length() == 1000
 
 
-@pytest.mark.parametrize("act", ["overwrite", "append"])
+@pytest.mark.parametrize("act", ["overwrite", "append", "truncate"])
 def test_a_file_that_is_written_to(act: str, tmp_path: Path) -> None:
-    """Truncated, it could not be read at all: who touches its pages then is ended by the system."""
-    path, cache = tmp_path / "file", large()
+    path, other, cache = tmp_path / "file", tmp_path / "other", large()
     cache.save(path)
+    os.utime(path, ns=(0, 0))  # else it might be written to within the clock's resolution
     loaded = QAdACache.load(path, config=cache._shared.model.config)
     twin = copy.deepcopy(loaded)
-    os.utime(path, ns=(0, 0))  # else it might be written to within the clock's resolution
-    renewed = QAdACache.load(path, config=cache._shared.model.config)
-    with path.open("r+b" if act == "overwrite" else "ab") as file:
-        file.write(b"x")
-    for each in (loaded, twin, renewed, copy.deepcopy(loaded)):
-        for use in (lambda each=each: each.crop(-1), each.fork, lambda each=each: each.save(tmp_path / "other")):
-            with pytest.raises(
-                RuntimeError, match=r"file was written to in place after this cache was loaded.*reset\("
-            ):
-                use()
+    if act == "truncate":
+        os.truncate(path, 100)
+    else:
+        with path.open("r+b" if act == "overwrite" else "ab") as file:
+            file.write(b"x")
+    for each in (loaded, twin):
+        uses = {"crop": (-1,), "fork": (), "save": (other,), "__deepcopy__": ({},)}
+        for name, arguments in uses.items():
+            with pytest.raises(RuntimeError, match=r"file was written to in place after this cache was loaded.*reset"):
+                getattr(each, name)(*arguments)
         each.reset()
-        each.crop(0)
-    assert not (tmp_path / "other").exists()
-    cache.crop(-1)  # holds no file
+        copy.deepcopy(each).crop(0)
+    assert not other.exists()
+    cache.crop(-1)  # which has nothing to do with the file
+
+
+def test_a_file_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As older ones are."""
+    monkeypatch.setattr(cache_file.functional, "pad", lambda tensor, room: tensor)
+    cache = large()
+    cache.save(tmp_path / "file")
+    loaded = QAdACache.load(tmp_path / "file", config=cache._shared.model.config)
+    assert loaded.stats().shared_bytes > 0
+    for each in (cache, loaded):
+        extend(each, 20)
+    assert loaded.stats().shared_bytes == 0
+    torch.testing.assert_close(snapshot(loaded), snapshot(cache), rtol=0, atol=0)
 
 
 def test_without_the_systems_help() -> None:
@@ -393,7 +412,7 @@ def test_kernels_read_shared_memory(token_threshold: float, tmp_path: Path) -> N
     with anything():
         cache.save(tmp_path / "file")
         loaded = QAdACache.load(tmp_path / "file", model)
-        for used in (copy.deepcopy(cache), copy.deepcopy(loaded), loaded, cache):
+        for used in (copy.deepcopy(cache), copy.deepcopy(loaded), cache):
             assert shares(used)
             found = generate(model, text, used, tokens=150)
             assert torch.equal(found.sequences, wanted.sequences)
@@ -405,7 +424,7 @@ def test_copies_in_threads() -> None:
     model, (ids, _) = tiny(), prompt(400)
     cache = QAdACache(model, moments="current")
     text = generate(model, ids, cache, tokens=2).sequences
-    questions = [torch.cat([text, prompt(9, seed=seed)[0]], dim=1) for seed in range(6)]
+    questions = [torch.cat([text, prompt(9, seed=seed)[0]], dim=1) for seed in range(4)]
     with nothing():
         wanted = [generate(model, question, copy.deepcopy(cache), tokens=140).sequences for question in questions]
     found: list[Tensor | None] = [None] * len(questions)
