@@ -143,13 +143,15 @@ class CopyMachine(RuleBasedStateMachine):
             self.update(twins, tokens, padded and tokens > 1)
 
     @precondition(lambda self: len(self.family) < MOST)
-    @rule(data=st.data(), forked=st.booleans(), rewritten=st.sampled_from([0, 0, 25]))
-    def copy(self, data: st.DataObject, forked: bool, rewritten: int) -> None:
+    @rule(data=st.data(), forked=st.booleans(), rewritten=st.sampled_from(["", "end", "rows"]))
+    def copy(self, data: st.DataObject, forked: bool, rewritten: str) -> None:
         """Perhaps after other tokens took the place of some that had been in common."""
         twins = self.any_of(data)
-        if rewritten < twins.length:
-            self.remove(twins, rewritten)
-            self.update(twins, rewritten or 1, False)
+        if rewritten == "end" and twins.length > 25:
+            self.remove(twins, 25)
+            self.update(twins, 25, False)
+        if rewritten == "rows" and twins.length:
+            self.select(twins, [(row + 1) % twins.batch for row in range(twins.batch)])
 
         def copied(cache: QAdACache) -> QAdACache:
             return cache.fork(threshold=0.4) if forked else copy.deepcopy(cache)
@@ -197,9 +199,12 @@ class CopyMachine(RuleBasedStateMachine):
             st.lists(row, min_size=twins.batch, max_size=twins.batch) | st.lists(row, min_size=1, max_size=3)
         )
         if twins.length:
-            for cache in (twins.shared, twins.plain):
-                cache.batch_select_indices(torch.tensor(index))
-            twins.history = twins.history[index]
+            self.select(twins, index)
+
+    def select(self, twins: Twins, index: list[int]) -> None:
+        for cache in (twins.shared, twins.plain):
+            cache.batch_select_indices(torch.tensor(index))
+        twins.history = twins.history[index]
 
     @rule(data=st.data())
     def reset(self, data: st.DataObject) -> None:
