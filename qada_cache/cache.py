@@ -25,6 +25,7 @@ from .state.layer import QAdALayer
 from .state.options import Options
 from .state.shared import Shared
 from .stats import CacheStats, collect, layer_bytes, summary
+from .storage.sharing import share
 from .watched import WatchedCache
 
 logger = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class QAdACache(WatchedCache):
         return states
 
     def fork(self, **options: Any) -> "QAdACache":
-        """A copy of what this cache holds, its counters at zero, that decides by other options.
+        """A copy, as `copy.deepcopy` makes one, that decides by other options; its counters are at zero.
 
             model(**inputs, past_key_values=cache)  # prefill once, which is exact whatever decides afterwards
             full = cache.fork(criterion="dense")
@@ -223,8 +224,9 @@ class QAdACache(WatchedCache):
 
     @torch.inference_mode(False)  # the copies are written to later, perhaps outside inference mode
     def __deepcopy__(self, memo: dict) -> "QAdACache":
-        self._settle()
         self._conclude()
+        self._check_files()
+        share(self._bulks())
         twin = memo[id(self)] = type(self).__new__(type(self))
         for layer in reversed(self.layers):  # each refers to the next, which is copied first: no deep recursion
             copy.deepcopy(layer, memo)
@@ -241,12 +243,6 @@ class QAdACache(WatchedCache):
             "QAdACache cannot be pickled, as loading a pickle runs whatever code it holds, and a cache belongs to its "
             "model: use save() and QAdACache.load(path, model)"
         )
-
-    def _settle(self) -> None:
-        """Wait for copies to the host, before the host reads the bulk."""
-        for layer in self.layers:
-            if isinstance(layer, QAdALayer) and layer.store is not None:
-                layer.store.bulk.settle()
 
     def layer_bytes(self) -> list[tuple[int, int]]:
         """Bytes of every layer, on the device and on the host (key moments of another prompt are in `stats` only)."""
@@ -272,7 +268,8 @@ class QAdACache(WatchedCache):
             OSError: the file cannot be written, or is something else than a regular file.
         """
         self._check_whole()
-        self._settle()
+        for bulk in self._bulks():
+            bulk.settle()
         cache_file.write(path, self._shared, self.layers)
 
     @classmethod
@@ -282,6 +279,7 @@ class QAdACache(WatchedCache):
     ) -> "QAdACache":
         """The cache that `save` wrote, for the same model; generating on continues as if it had never left.
 
+        On a CPU the bulk is used where it lies in the file: to replace that is safe, to write to it in place is not.
         With `config`, or of a cache that was built with one, weights cannot be compared: they have to be the same.
 
         Raises:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .criterion import StaticHeads
 from .files import tensor_file, weights
+from .files.private_map import PrivateMap
 from .key_moments.defaults import together
 from .key_moments.key_moments import KeyMoments
 from .key_moments.sharding import check_undivided, processes
@@ -20,6 +22,7 @@ from .state.shared import Shared
 from .storage.padding import NONE, Padding
 
 KIND = "qada-cache"
+_BULK = ("bulk_keys", "bulk_values")
 _OPTIONS = (
     "threshold",
     "sink_tokens",
@@ -89,11 +92,13 @@ class Saved:
     Attributes:
         options: the keywords of `QAdACache` that make a cache like the one saved.
         layers, tensors: what its layers held.
+        source: the map of the file that the bulks' tensors are views of; None: they are no views.
     """
 
     options: dict[str, Any]
     layers: list[Any]
     tensors: dict[str, Tensor]
+    source: PrivateMap | None
 
     def restore(self, layers: Sequence[Any], device: torch.device) -> None:
         """Have new layers of that cache hold, on `device`, what the saved ones held."""
@@ -101,7 +106,7 @@ class Saved:
         for layer, kept in zip(layers, self.layers, strict=True):
             decoded = _decode(kept, self.tensors, device)
             if isinstance(layer, QAdALayer):
-                _restore_layer(layer, decoded)
+                _restore_layer(layer, decoded, self.source)
                 if layer.padding.equals(padding):
                     layer.padding = padding  # layers share one again, see `Padding`
                 padding = layer.padding
@@ -117,12 +122,14 @@ def read(path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreT
     """
     if model is not None:
         check_undivided(processes(model))
-    tensors, state = tensor_file.read(path, KIND)
+    tensors, state, source = tensor_file.mapped(path, KIND)
+    if source is not None:
+        tensors = {name: tensor if name.endswith(_BULK) else tensor.clone() for name, tensor in tensors.items()}
     _check_model(path, state, model, config)
     criterion = state["criterion"] if "criterion" in state else StaticHeads(tensors["static_heads"])
     other = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else None
     moments = together(state["current_moments"], other)
-    return Saved({"criterion": criterion, "moments": moments, **state["options"]}, state["layers"], tensors)
+    return Saved({"criterion": criterion, "moments": moments, **state["options"]}, state["layers"], tensors, source)
 
 
 def _check_model(
@@ -150,15 +157,19 @@ def _check_model(
 
 
 def _layer_state(layer: QAdALayer) -> dict[str, Any]:
-    """Everything `_restore_layer` needs, the unused room of buffers left out."""
+    """Everything `_restore_layer` needs. The unused room of buffers is left out, but for the bulk's: its tokens are
+    read where they lie in the file, and others may follow them."""
     layer.check_settled()
     if layer.store is None:
         return {}
     store = layer.store
     state = {"seen": layer.seen, "padding": layer.padding.records, **layer.counters.record}
-    used, stored = slice(0, store.sinks + store.end), slice(0, max(store.bulk.lengths))
+    used = slice(0, store.sinks + store.end)
     state |= {"near_keys": store.near_keys[:, :, used], "near_values": store.near_values[:, :, used]}
-    state |= {"bulk_keys": store.bulk.keys[:, :, stored], "bulk_values": store.bulk.values[:, :, stored]}
+    bulk, stored = store.bulk, max(store.bulk.lengths)
+    room = (0, 0, 0, bulk.capacity - stored if stored else 0)  # whose content nobody has set
+    kept = (functional.pad(tensor[:, :, :stored], room) for tensor in (bulk.keys, bulk.values))
+    state |= dict(zip(_BULK, kept, strict=True))
     state |= {"lengths": store.lengths, "flushed": store.flushed, "decoded": store.decoded}
     if store.moments is not None:
         state |= {"count": store.moments.count, "mean": store.moments.mean, "covariance": store.moments.covariance}
@@ -167,7 +178,7 @@ def _layer_state(layer: QAdALayer) -> dict[str, Any]:
     return state
 
 
-def _restore_layer(layer: QAdALayer, state: dict[str, Any]) -> None:
+def _restore_layer(layer: QAdALayer, state: dict[str, Any], source: PrivateMap | None) -> None:
     if not state:
         return
     layer.lazy_initialization(state["near_keys"], state["near_values"])
@@ -180,9 +191,14 @@ def _restore_layer(layer: QAdALayer, state: dict[str, Any]) -> None:
     store.end = columns - store.sinks
     store.lengths, store.flushed = state["lengths"], state["flushed"]
     store.decoded = state["decoded"]
-    for row, gone in enumerate(store.flushed):
-        rows, stored = slice(row, row + 1), max(gone - store.sinks, 0)
-        store.bulk.append(rows, state["bulk_keys"][rows, :, :stored], state["bulk_values"][rows, :, :stored])
+    keys, values = (state[name] for name in _BULK)
+    stored = [max(gone - store.sinks, 0) for gone in store.flushed]
+    if source is not None and store.bulk.mappable and any(stored):
+        store.bulk.adopt(source, keys, values, lengths=stored)
+    else:
+        for row, tokens in enumerate(stored):
+            rows = slice(row, row + 1)
+            store.bulk.append(rows, keys[rows, :, :tokens], values[rows, :, :tokens])
     if store.moments is not None:
         store.moments.restore(state["count"], state["mean"], state["covariance"])
     if store.sketch is not None:

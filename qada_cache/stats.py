@@ -55,6 +55,8 @@ class CacheStats:
         host_bytes: bytes of the offloaded bulk, preallocated room included. Pinned memory counts as torch allocates it,
             each layer's keys, and its values, rounded up to a power of two. Freed memory that torch's allocator holds
             for later is left out: `torch.cuda.host_memory_stats()` has that.
+        shared_bytes: part of the bulk's bytes, tokens in memory that copies of the cache share, or that is a mapped
+            file. Every cache counts them as its own, and all of them together take them once.
         resident_bytes: part of `device_bytes`, heads of an offloaded bulk that are kept on the device as well.
         pulled_bytes: bulk bytes that query-adaptive calls read from where the bulk lives, since the last reset. Heads
             fetched early count, even if they were not asked for then.
@@ -73,6 +75,7 @@ class CacheStats:
     tokens: int
     device_bytes: int
     host_bytes: int
+    shared_bytes: int
     resident_bytes: int
     pulled_bytes: int
     spared_bytes: int
@@ -146,6 +149,7 @@ def collect(cache: DynamicCache, *, offloading: bool, shard: HeadShard) -> Cache
     held = {
         "device_bytes": device_bytes,
         "host_bytes": sum(on_host for _, on_host in bytes_held),
+        "shared_bytes": sum(layer.store.bulk.shared_bytes for layer in ours if layer.store is not None),
         "resident_bytes": sum(layer.store.bulk.residents.nbytes for layer in ours if layer.store is not None),
         "pulled_bytes": sum(int(counters.pulled_bytes) for counters in counted),
         "spared_bytes": sum(int(counters.spared_bytes) for counters in counted),

@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttent
 
 from .state.layer import QAdALayer
 from .state.shared import Shared
+from .storage.bulk import Bulk
 
 
 class WatchedCache(DynamicCache):
@@ -128,6 +129,7 @@ class WatchedCache(DynamicCache):
         """Raise unless the last forward pass, or change, came through all layers: else they hold different tokens."""
         self._check_handed_back()
         self._conclude()
+        self._check_files()
         progress, interrupted = self._shared.progress, ""
         if 0 <= progress.reached < self._last_layer():
             interrupted = f"a forward pass was interrupted after layer {progress.reached}"
@@ -137,6 +139,15 @@ class WatchedCache(DynamicCache):
             raise RuntimeError(
                 f"{interrupted}, so layers hold different tokens: call reset() and read the prompt again"
             )
+
+    def _check_files(self) -> None:
+        """Raise if others have written to a file that the bulk is read from."""
+        for file in {bulk.source.file for bulk in self._bulks() if bulk.source is not None}:
+            if file.changed:
+                raise RuntimeError(
+                    f"{file.path} was written to in place after this cache was loaded from it, so tokens may have "
+                    "changed: reset() or load it again, and replace such files by save() or a rename"
+                )
 
     def _conclude(self) -> None:
         """Note whether the last layer wrote all its states, while they are still as it left them."""
@@ -157,6 +168,11 @@ class WatchedCache(DynamicCache):
                     self._shared.progress.changing = ""
                 raise
         self._shared.progress.changing = ""
+
+    def _bulks(self) -> list[Bulk]:
+        """Of the layers that hold tokens."""
+        ours = [layer for layer in self.layers if isinstance(layer, QAdALayer)]
+        return [layer.store.bulk for layer in ours if layer.store is not None]
 
     def _last_layer(self) -> int:
         """The last layer that calls in every pass."""

@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from . import private
+from . import private, private_map
+from .private_map import PrivateMap
 
 FORMAT_VERSION = 2
 _DTYPES = {  # as safetensors calls them
@@ -29,6 +30,7 @@ _DTYPES = {  # as safetensors calls them
     torch.float32: "F32",
     torch.float64: "F64",
 }
+_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def write(path: str | os.PathLike, kind: str, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -82,9 +84,7 @@ def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[st
         FileNotFoundError: there is no such file.
         ValueError: it is truncated, altered, of another kind, or of another format; the message says which.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no {kind} file at {path}")
+    path = _found(path, kind)
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
@@ -92,6 +92,31 @@ def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[st
     except SafetensorError as error:
         raise _broken(path, error) from error
     return _checked(path, kind, about, tensors)
+
+
+def mapped(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[str, Any], PrivateMap | None]:
+    """As `read`, but not copied into memory: the tensors are views of the map. None: they are copies, as the file is
+    too small to be mapped, or the system does not do that.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read`.
+    """
+    path = _found(path, kind)
+    if not private_map.AVAILABLE or path.stat().st_size < private_map.WORTH:
+        return *read(path, kind), None
+    source = PrivateMap(private_map.opened(path))
+    try:
+        with safe_open(source.file.link, framework="pt") as file:  # which refuses what is not all there
+            about = file.metadata() or {}
+    except SafetensorError as error:
+        raise _broken(path, error) from error
+    _check_kind(path, kind, about)
+    begin, _, entries = _header(_content(source.content))
+    tensors = {
+        name: source.tensor(begin + entry["data_offsets"][0], tuple(entry["shape"]), _TYPES[entry["dtype"]])
+        for name, entry in entries.items()
+    }
+    return *_checked(path, kind, about, tensors), source
 
 
 def decoded(content: bytes, kind: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -104,8 +129,20 @@ def decoded(content: bytes, kind: str, path: Path) -> tuple[dict[str, Tensor], d
         tensors = safetensors.torch.load(content)
     except SafetensorError as error:
         raise _broken(path, error) from error
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return _checked(path, kind, header.get("__metadata__", {}), tensors)
+    return _checked(path, kind, _header(content)[1], tensors)
+
+
+def _header(content: bytes | memoryview) -> tuple[int, dict[str, str], dict[str, Any]]:
+    """Of a file that safetensors has read: where its tensors begin, what it says of itself, and of every tensor."""
+    begin = 8 + int.from_bytes(content[:8], "little")
+    entries = json.loads(bytes(content[8:begin]))
+    return begin, entries.pop("__metadata__", {}), entries
+
+
+def _found(path: str | os.PathLike, kind: str) -> Path:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no {kind} file at {path}")
+    return Path(path)
 
 
 def _broken(path: Path, error: SafetensorError) -> ValueError:
@@ -115,15 +152,19 @@ def _broken(path: Path, error: SafetensorError) -> ValueError:
 def _checked(
     path: Path, kind: str, about: dict[str, str], tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    _check_kind(path, kind, about)
+    if about.get("sha256") != _digest(about.get("state", ""), tensors):
+        raise ValueError(f"{path} was altered after it was written (checksum mismatch)")
+    return tensors, json.loads(about["state"])
+
+
+def _check_kind(path: Path, kind: str, about: dict[str, str]) -> None:
     if about.get("kind") != kind:
         raise ValueError(f"{path} is not a {kind} file (it says {about.get('kind', 'nothing about what it is')!r})")
     if (version := about.get("version", "")) != str(FORMAT_VERSION):
         old = version.isdigit() and int(version) < FORMAT_VERSION
         way_out = "make it again" if old else "upgrade qada-cache"
         raise ValueError(f"{path} has format version {version!r}, this qada-cache reads {FORMAT_VERSION}: {way_out}")
-    if about.get("sha256") != _digest(about.get("state", ""), tensors):
-        raise ValueError(f"{path} was altered after it was written (checksum mismatch)")
-    return tensors, json.loads(about["state"])
 
 
 def _digest(state: str, tensors: dict[str, Tensor]) -> str:

@@ -2,13 +2,14 @@
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from ..files.private_map import PrivateMap
 from . import pages
 from .residents import Head, Residents
 from .transfers import Arrival, Note, ahead, fetch, join, send
@@ -32,6 +33,8 @@ class Bulk:
 
     Attributes:
         lengths: tokens of each row.
+        source: what `keys` and `values` are part of if copies share it, or a file; else None.
+        unwritten: with it, of each row the first tokens that are there, and so are the same in every copy.
         residents: the heads that are on the device as well.
         flagged: heads that the last adaptive call read.
         early: those whose copies were started before they are asked for.
@@ -47,6 +50,8 @@ class Bulk:
         self.offloaded = offloading and self.device.type != "cpu"
         self.residents = residents.layer(layer, keys.device, *keys.shape[:2])
         self.lengths = [0] * keys.shape[0]
+        self.source: PrivateMap | None = None
+        self.unwritten = [0] * keys.shape[0]
         self.keys = self._allocate(keys, 0)
         self.values = self._allocate(values, 0)
         self.flagged: list[Head] = []
@@ -75,9 +80,32 @@ class Bulk:
         twin.lengths, twin.flagged, twin.early = list(self.lengths), list(self.flagged), {}
         twin.noted = deque(maxlen=NOTES)
         twin.residents = copy.deepcopy(self.residents, memo)
-        twin.keys = self._moved(self.keys, range(len(self.lengths)), self.capacity)  # pinned as these are
-        twin.values = self._moved(self.values, range(len(self.lengths)), self.capacity)
+        twin.source, twin.unwritten = copy.deepcopy(self.source, memo), list(self.unwritten)
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            if twin.source is None:
+                new = self._moved(old, range(len(self.lengths)), self.capacity)  # pinned as these are
+            else:
+                new = twin.source.same(old)
+                for row, (same, length) in enumerate(zip(self.unwritten, self.lengths, strict=True)):
+                    new[row, :, same:length] = old[row, :, same:length]
+            setattr(twin, name, new)
         return twin
+
+    @property
+    def mappable(self) -> bool:
+        """Whether its storage is plain host memory, which may be a file's."""
+        return self.device.type == "cpu" and not self.offloaded
+
+    def adopt(self, source: PrivateMap, keys: Tensor, values: Tensor, *, lengths: list[int]) -> None:
+        """Hold what lies in `source`: `[batch, kv_heads, capacity, dim]`, the first `lengths[r]` tokens of row `r`."""
+        self.source, self.keys, self.values, self.unwritten = source, keys, values, list(lengths)
+        self._holds(list(lengths))
+
+    def _written_from(self, start: int, rows: Iterable[int]) -> None:
+        """Rows are the source's no longer from a token on."""
+        for row in rows:
+            self.unwritten[row] = min(self.unwritten[row], start)
 
     @property
     def capacity(self) -> int:
@@ -88,6 +116,16 @@ class Bulk:
     def token_bytes(self) -> int:
         """Bytes of one token of one head."""
         return sum(t.shape[3] * t.element_size() for t in (self.keys, self.values))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the tokens held."""
+        return sum(self.lengths) * self.keys.shape[1] * self.token_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of these, bytes that lie in memory which copies share, or in a file, and that nothing was written over."""
+        return sum(map(min, self.unwritten, self.lengths)) * self.keys.shape[1] * self.token_bytes
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +153,7 @@ class Bulk:
         """Row `r` holds `lengths[r]` tokens from now on."""
         self.lengths = lengths
         self.early.clear()  # they hold another number of tokens
-        self.residents.bulk_bytes = sum(lengths) * self.keys.shape[1] * self.token_bytes
+        self.residents.bulk_bytes = self.stored_bytes
 
     def _moved(self, old: Tensor, index: list[int] | range, capacity: int) -> Tensor:
         """A new storage whose row `i` is the row `index[i]` of the old one."""
@@ -138,6 +176,7 @@ class Bulk:
         """Row `i` becomes the old row `index[i]`, in place: what stays is not copied, as most rows in a beam search."""
         self._wait_for_readers()
         changed = {row: source for row, source in enumerate(index) if row != source}
+        self._written_from(0, changed)
         for store in (self.keys, self.values):
             # Of rows that are read and written to, what they held.
             held = {row: store[row, :, : self.lengths[row]].clone() for row in set(changed.values()) & set(changed)}
@@ -150,6 +189,7 @@ class Bulk:
         """Move to a new storage whose row `i` is the old row `index[i]`."""
         self._wait_for_readers()
         self.keys, self.values = (self._moved(old, index, capacity) for old in (self.keys, self.values))
+        self.source, self.unwritten = None, [0] * len(index)
         self._holds([self.lengths[row] for row in index])
 
     def take(self, other: "Bulk") -> None:
@@ -177,6 +217,7 @@ class Bulk:
         start, tokens = self.lengths[rows.start], keys.shape[2]
         stop = start + tokens
         self.reserve(stop)
+        self._written_from(start, range(rows.start, rows.stop))
         if self.offloaded:
             copies = [
                 (store[row, head, start:stop], new[row - rows.start, head])

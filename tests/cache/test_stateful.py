@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from qada_cache import KeyMoments, QAdACache, StaticHeads
+from qada_cache.files import private_map
 from qada_cache.kernels import sketch
 
 LONGEST = 120  # tokens a row; the reference takes its time
@@ -81,10 +82,22 @@ class CacheMachine(RuleBasedStateMachine):
         prompt=st.integers(1, 50),
         padding=st.sampled_from(["none", "left", "holes"]),
         budget=st.sampled_from([None, 0, 8_000, 0.4, 1.0]),
+        shared=st.booleans(),
     )
-    def build(self, options: str, batch: int, seed: int, prompt: int, padding: str, budget: int | float | None) -> None:
+    def build(
+        self,
+        options: str,
+        batch: int,
+        seed: int,
+        prompt: int,
+        padding: str,
+        budget: int | float | None,
+        shared: bool,
+    ) -> None:
         if budget is not None:
             self.environment.enter_context(accelerator())
+        if shared:  # with copies and files, however little there is
+            self.environment.enter_context(mock.patch.object(private_map, "WORTH", 0))
         self.environment.enter_context(mock.patch.object(sketch, "MIN_TOKENS", 6))
         self.config, self.inputs, self.batch = tiny_config(), Inputs(seed), batch
         self.generator = torch.Generator().manual_seed(seed)

@@ -279,3 +279,17 @@ def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
             ("random-words", estimate),
         ):
             assert float(row[column]) == pytest.approx(float(expected), abs=2e-3), (column, layer, head)
+
+
+def test_prefix_reuse(tmp_path: Path) -> None:
+    """Every way leads to the same answers."""
+    from eval import prefix_reuse
+    from qada_cache import needle
+
+    table = tmp_path / "table.csv"
+    arguments = ["--model", str(needle.FOLDER), "--tokens", "600", "--questions", "2", "--answer", "3"]
+    assert prefix_reuse.main([*arguments, "--out", str(table)]) == 0
+    with table.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["same"] for row in rows] == ["1/1", *["2/2"] * 5]
+    assert len({row["way"] for row in rows}) == 6

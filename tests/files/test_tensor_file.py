@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from models import exact, generate, limited_file_size, prompt, tiny
+from safetensors.torch import save
 
 from qada_cache import QAdACache
-from qada_cache.files import private, tensor_file
+from qada_cache.files import private, private_map, tensor_file
 
 
 @pytest.mark.parametrize("failing", ["files.tensor_file._content", "files.private.os.replace"])
@@ -119,7 +120,8 @@ def test_every_dtype_that_is_written_can_be_read(tmp_path: Path) -> None:
         tensor_file.write(tmp_path / "file", "qada-test", {"complex": torch.zeros(2, dtype=torch.complex64)}, {})
 
 
-def test_files_read_from_memory_are_checked_alike(tmp_path: Path) -> None:
+def test_files_read_from_memory_or_mapped_are_checked_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private_map, "WORTH", 1)
     tensor_file.write(tmp_path / "file", "qada-test", {"x": torch.arange(5)}, {"y": 1})
     content = (tmp_path / "file").read_bytes()
     tensors, state = tensor_file.decoded(content, "qada-test", tmp_path / "file")
@@ -129,7 +131,10 @@ def test_files_read_from_memory_are_checked_alike(tmp_path: Path) -> None:
         (content[:-1], "truncated"),
         (content[:-1] + b"x", "was altered"),
         (b"", "truncated"),
-        (tensor_file.safetensors.torch.save({"x": torch.ones(1)}), "is not a qada-test file"),
+        (save({"x": torch.ones(1)}), "is not a qada-test file"),
     ):
         with pytest.raises(ValueError, match=message):
             tensor_file.decoded(damaged, "qada-test", tmp_path / "file")
+        (tmp_path / "damaged").write_bytes(damaged)
+        with pytest.raises(ValueError, match=message):
+            tensor_file.mapped(tmp_path / "damaged", "qada-test")

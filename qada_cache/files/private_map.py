@@ -1,0 +1,103 @@
+"""Files as memory that each who maps them may write to: a page is copied when it is written to, and not before."""
+
+import math
+import os
+import weakref
+
+import torch
+from torch import Tensor
+
+# Linux, where an open file can be mapped again by its descriptor, and memory can be a file.
+AVAILABLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+WORTH = 4 << 20  # bytes; to copy less costs nothing
+
+
+class OpenFile:
+    """A descriptor, closed when nobody refers to this any more. What it is of may be renamed, replaced or deleted.
+
+    Args:
+        descriptor: of a file with something in it.
+        path: where others may find it; None: nowhere.
+    """
+
+    def __init__(self, descriptor: int, path: str | None) -> None:
+        self._descriptor, self.path = descriptor, path
+        weakref.finalize(self, os.close, descriptor)
+        self._state = self._changes()
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return os.fstat(self._descriptor).st_size
+
+    @property
+    def link(self) -> str:
+        """A path of this very file, wherever it may be by now."""
+        return f"/proc/self/fd/{self._descriptor}"
+
+    def map(self, *, shared: bool) -> Tensor:
+        """Its content, uint8 `[size]`. What is written to it goes to the file if `shared`, else to nobody else.
+
+        Raises:
+            RuntimeError: the system has no room for it.
+        """
+        return torch.from_file(self.link, shared=shared, size=self.size, dtype=torch.uint8)
+
+    @property
+    def changed(self) -> bool:
+        """Whether others have written to it since it was opened, which its maps may show."""
+        return self.path is not None and self._changes() != self._state
+
+    def _changes(self) -> tuple[int, int]:
+        """What differs once it was written to."""
+        state = os.fstat(self._descriptor)
+        return state.st_size, state.st_mtime_ns
+
+
+class PrivateMap:
+    """A file's content as memory of one holder.
+
+    `copy.deepcopy` maps the file once more: the copy holds what the file does, not what was written here. Pages that
+    nobody has written to take memory once, however often they are mapped.
+
+    Attributes:
+        file: nobody may write to it.
+        content: uint8 `[size]`.
+    """
+
+    def __init__(self, file: OpenFile) -> None:
+        self.file, self.content = file, file.map(shared=False)
+
+    def __deepcopy__(self, memo: dict) -> "PrivateMap":
+        twin = memo[id(self)] = PrivateMap(self.file)
+        return twin
+
+    def tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor that begins at byte `start`, a multiple of its elements' size."""
+        size = math.prod(shape) * dtype.itemsize
+        return self.content[start : start + size].view(dtype).view(shape)
+
+    def same(self, tensor: Tensor) -> Tensor:
+        """The tensor that lies here where `tensor` lies in another map of the file."""
+        return self.tensor(int(tensor.storage_offset()) * tensor.element_size(), tensor.shape, tensor.dtype)
+
+
+def opened(path: str | os.PathLike) -> OpenFile:
+    """A file to be mapped.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    return OpenFile(os.open(path, os.O_RDONLY), os.fspath(path))
+
+
+def nameless(size: int) -> OpenFile:
+    """A file of `size` zeros that is nothing but memory, of what is written to it.
+
+    Raises:
+        OSError: the system does not give it.
+    """
+    descriptor = os.memfd_create("qada-cache")
+    file = OpenFile(descriptor, None)
+    os.ftruncate(descriptor, size)
+    return file

@@ -1,0 +1,48 @@
+"""Bulks whose memory copies have in common: page by page, until one of them writes there."""
+
+import mmap
+import threading
+from collections.abc import Sequence
+
+from torch import Tensor
+from transformers.utils import logging
+
+from ..files import private_map
+from ..files.private_map import PrivateMap
+from .bulk import Bulk
+
+logger = logging.get_logger(__name__)
+
+_moving = threading.Lock()  # of one cache, several threads may make copies at once
+
+
+def share(bulks: Sequence[Bulk]) -> None:
+    """Before they are copied: move what they hold to memory that their copies can share, if it does not lie there.
+
+    They stay where they are if they are small, pinned, on an accelerator, or the system is none that can do that.
+    """
+    with _moving:
+        # What has mostly been written over would be copied every time.
+        loose = [bulk for bulk in bulks if bulk.mappable and bulk.stored_bytes > 2 * bulk.shared_bytes]
+        if not (private_map.AVAILABLE and loose and sum(bulk.stored_bytes for bulk in loose) >= private_map.WORTH):
+            return
+        try:
+            file = private_map.nameless(sum(_room(tensor) for bulk in loose for tensor in (bulk.keys, bulk.values)))
+            content, source = file.map(shared=True), PrivateMap(file)
+        except (OSError, RuntimeError) as error:
+            logger.warning_once(f"copies of a QAdACache share no memory, as the system does not give any: {error}")
+            return
+        start = 0
+        for bulk in loose:  # one after the other, so that what is moved takes its memory twice for one of them only
+            moved, used = [], slice(0, max(bulk.lengths))  # the room behind them takes no memory yet
+            for held in (bulk.keys, bulk.values):
+                target = content[start : start + held.nbytes].view(held.dtype).view(held.shape)
+                target[:, :, used] = held[:, :, used]
+                moved.append(source.tensor(start, held.shape, held.dtype))
+                start += _room(held)
+            bulk.adopt(source, *moved, lengths=bulk.lengths)
+
+
+def _room(tensor: Tensor) -> int:
+    """Bytes of whole pages."""
+    return -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
