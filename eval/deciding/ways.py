@@ -67,13 +67,13 @@ def all_ways() -> list[Way]:
 
 def token_ways(*, few: bool = False) -> list[Way]:
     """Reading some of the tokens, in every head or in those that the default calls long-context."""
-    gates = ((0.95, 1.0), (0.95, 2.0), (0.8, 1.0))
-    default = [Way("qada", BOTH[0], "any", tau, f"sketch of 2 bits, {theta}") for tau, theta in gates]
+    default = [Way("qada", BOTH[0], "any", 0.95, f"sketch of 2 bits, {theta}") for theta in (1.0, 2.0)]
+    default += [Way("qada", BOTH[0], "any", 0.8, "sketch of 2 bits, 1.0")]
     every = [Way("dense", read="sketch of 2 bits, 2.0")]
     shares = [Way("dense", read=f"{kind}, 0.05") for kind in ("true", "2 bits")]
     if few:
         return [*default, *every, *shares]
-    default += [Way("qada", BOTH[0], "any", 0.8, f"sketch of 2 bits, {theta}") for theta in (0.5, 2.0)]
+    default += [Way("qada", BOTH[0], "any", 0.95, f"sketch of 2 bits, {theta}") for theta in (0.5, 3.0, 4.0)]
     every += [Way("dense", read=f"sketch of 2 bits, {theta}") for theta in (0.25, 0.5, 1.0, 3.0, 4.0)]
     every += [Way("dense", read=f"sketch of {bits} bits, {theta}") for bits in (1, 4) for theta in (1.0, 2.0)]
     every += [Way("dense", read=f"sketch of 2 bits and {rest}, {theta}") for rest in REST for theta in (1.0, 2.0)]

@@ -12,7 +12,7 @@ from eval.texts.documents import is_prose
 Way = tuple[str, str, str, str]
 ABSENT = 1  # so many of the ways a panel may lack; where more were not tried there is nothing to compare
 
-# What a figure compares: label, (criterion, moments, rule, how tokens are chosen), style.
+# What a figure compares: label, (criterion, moments, rule, how tokens are chosen and by which heads), style.
 RULES = (
     ("QAdA, moments of the default", ("qada", "current+random-tokens", "any", ""), "p-"),
     ("current prompt, any", ("qada", "current", "any", ""), "o-"),
@@ -34,7 +34,11 @@ MOMENTS = (
     ("current, corrected by head", ("qada", "corrected by head", "any", ""), "+--"),
 )
 TOKENS = (
-    ("QAdACache, tokens in heads that ask", ("qada", "current+random-tokens", "any", "sketch of 2 bits"), "o-"),
+    (
+        "QAdACache, tokens",
+        ("qada", "current+random-tokens", "any", "sketch of 2 bits, threshold 0.95"),
+        "o-",
+    ),
     ("in every head", ("dense", "", "any", "sketch of 2 bits"), "d--"),
     ("whole heads", ("qada", "current+random-tokens", "any", ""), "p-"),
     ("whole heads, oracle", ("oracle", "", "any", ""), "o:"),
@@ -64,7 +68,10 @@ def _curve(rows: Rows, way: Way, *, answers: bool) -> list[tuple[float, float]]:
 
 
 def _way(row: dict[str, str]) -> Way:
-    return row["criterion"], row["moments"], row["rule"], row.get("read", "").partition(", ")[0]
+    read = row.get("read", "").partition(", ")[0]
+    if row["criterion"] == "qada" and read:  # a curve of what heads read, not of which ones
+        read += f", threshold {row['threshold']}"
+    return row["criterion"], row["moments"], row["rule"], read
 
 
 def _draw(rows: Rows, ways: tuple[tuple[str, Way, str], ...]) -> Figure:
