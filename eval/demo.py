@@ -30,7 +30,7 @@ from qada_cache import QAdACache, restore_attention
 TOKENS = 6000  # of the default document: what four prefills on two cores read in a minute or so
 WARM_UP_TOKENS = 600
 WIDTH = 110
-FULL, WINDOW, WHOLE, OURS = "DynamicCache", "sinks + window", "QAdACache, whole heads", "QAdACache"
+FULL, WINDOW, WHOLE, OURS = "DynamicCache", "sinks + window", "whole heads", "QAdACache"
 
 Caches = dict[str, Callable[[], DynamicCache]]
 
@@ -125,7 +125,7 @@ def show_setting(model: PreTrainedModel, options: argparse.Namespace, form: Form
     )
     show(f"Document: {_title(options)}, {tokens} tokens with all that comes before the first question.")
     show(f"QAdACache: {repr(ours).split('; ')[0]}), group_rule {asked.group_rule}.")
-    show("QAdACache, whole heads: the same with token_threshold 0.")
+    show("Whole heads: the same with token_threshold 0, as in the paper.")
     show(f"A local head reads {asked.local_tokens} tokens: {asked.sink_tokens} sinks and a window of {asked.window}.")
     if model.device.type == "cpu":
         show("On a CPU, host and device are one memory: host is where the bulk would lie.")
