@@ -12,7 +12,7 @@ from ..kernels.sketch import chosen_tokens, too_rough
 from ..state.layer import QAdALayer
 from ..storage.bulk_sketch import BulkSketch
 from ..storage.geometry import Geometry
-from ..storage.reading import chosen, flagged, learn
+from ..storage.reading import chosen, flagged, learn, none_whole
 from ..storage.residents import Head
 from ..storage.store import TokenStore
 
@@ -101,6 +101,8 @@ def long_context(
     out, lse = neutral(store, packed)
     if any(map(any, rest)):  # residents count the calls that ask for some
         out, lse = whole_bulk(layer, store, packed, rest, scaling=scaling)
+    else:
+        none_whole(bulk)
     read_lse = lse.clone()
     asked: deque[tuple[Head, slice, Tensor, Tensor]] = deque()
 

@@ -65,6 +65,11 @@ def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iter
         yield _of_head(head, keys, values, pulled=head not in early)
 
 
+def none_whole(bulk: Bulk) -> None:
+    """An adaptive call reads no head whole: the next one is not expected to, and what was fetched for this one goes."""
+    bulk.flagged, bulk.early = [], {}
+
+
 def chosen(bulk: Bulk, picks: Iterable[tuple[Head, Tensor]]) -> Iterator[Read]:
     """Some tokens of heads, each of them int64 `[tokens]` on the device.
 

@@ -21,6 +21,7 @@ from qada_cache import QAdACache, StaticHeads
 from qada_cache.attention import far
 from qada_cache.kernels import sketch
 from qada_cache.state.layer import QAdALayer
+from qada_cache.storage.reading import prefetch
 from qada_cache.storage.store import TokenStore
 
 SCALING = 0.25
@@ -199,6 +200,20 @@ def test_what_is_too_rough_is_read_whole(offloading: bool, monkeypatch: pytest.M
             torch.testing.assert_close(mixed[head], (whole if flag else chosen)[head], rtol=1e-6, atol=1e-6)
             assert (whole[head] - chosen[head]).abs().max() > 1e-3
         assert sketched[0] == sketched[3] == 2 * sketched[1] > sketched[2] == 0
+
+
+def test_nothing_is_fetched_early_once_no_head_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was too rough once, or had no sketch yet, does not travel, nor stay on the device, for ever after."""
+    with accelerator():
+        driver, inputs = filled(batch=1, offloading=True)
+        bulk = driver.layer.store.bulk
+        monkeypatch.setitem(sketch.MAX_SPREAD, 2, 0.0)
+        ask(driver, inputs(1, 1))
+        assert prefetch(bulk) > 0
+        monkeypatch.setitem(sketch.MAX_SPREAD, 2, torch.inf)
+        ask(driver, inputs(1, 1))
+        assert not bulk.early
+        assert prefetch(bulk) == 0
 
 
 def test_stats_and_audit(monkeypatch: pytest.MonkeyPatch) -> None:

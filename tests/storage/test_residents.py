@@ -139,14 +139,14 @@ def test_heads_fetched_early(model: PreTrainedModel, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(far, "flagged", spy)
     with accelerator() as copies:
-        cache = QAdACache(model, criterion=StaticHeads(heads), **SMALL)
+        cache = QAdACache(model, criterion=StaticHeads(heads), token_threshold=0.0, **SMALL)
         one_shot(model, cache, Path())
         steps = cache.stats().steps
         assert seen == {0: [[]] * steps, 1: [[]] + [[(0, 0)]] * (steps - 1), 2: [[]] * steps}
         assert cache.stats().pulled_bytes == copies.bytes
         assert copies.count == 2 * steps
         assert not any(layer.store.bulk.early for layer in cache.layers)
-        early = QAdACache(model, criterion=StaticHeads(heads), device_budget=1.0, **SMALL)
+        early = QAdACache(model, criterion=StaticHeads(heads), token_threshold=0.0, device_budget=1.0, **SMALL)
         copies.count = 0
         one_shot(model, early, Path())
         assert copies.count == 2  # residents are not fetched

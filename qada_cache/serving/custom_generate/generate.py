@@ -4,7 +4,7 @@ import functools
 
 from qada_cache import serving
 
-CACHE_OPTIONS: dict = {}  # of QAdACache, for example {"threshold": 0.9, "token_threshold": 1}
+CACHE_OPTIONS: dict = {}  # of QAdACache, for example {"threshold": 0.9, "token_threshold": 0.5}
 CONVERSATIONS = serving.CONVERSATIONS  # how many conversations' caches are kept between requests
 
 generate = functools.partial(serving.generate, cache_options=CACHE_OPTIONS, conversations=CONVERSATIONS)
