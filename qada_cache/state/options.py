@@ -1,6 +1,6 @@
 """What a QAdACache was asked for: how it decides and what it keeps where, validated once."""
 
-import math
+import sys
 from dataclasses import dataclass
 
 from ..criterion import CRITERIA, GROUP_RULES, StaticHeads
@@ -44,7 +44,7 @@ class Options:
             raise ValueError(f"threshold must be in [0, 1], got {self.threshold}")
         if isinstance(self.token_threshold, bool) or not isinstance(self.token_threshold, (int, float)):
             raise TypeError(f"token_threshold must be a number, got {type(self.token_threshold).__name__}")
-        if not 0.0 <= self.token_threshold < math.inf:  # also refuses nan
+        if not 0.0 <= self.token_threshold <= sys.float_info.max:  # also refuses nan, and ints that no float holds
             raise ValueError(f"token_threshold must be finite and not negative, got {self.token_threshold}")
         bits = self.sketch_bits
         if isinstance(bits, bool) or not isinstance(bits, int) or bits not in BITS:

@@ -14,6 +14,7 @@ from harness import make_shared
         ({"token_threshold": -1.0}, "token_threshold must be finite and not negative, got -1.0"),
         ({"token_threshold": math.nan}, "token_threshold must be finite and not negative, got nan"),
         ({"token_threshold": math.inf}, "token_threshold must be finite and not negative, got inf"),
+        ({"token_threshold": 10**400}, "token_threshold must be finite and not negative, got 1000"),
         ({"token_threshold": "2"}, "token_threshold must be a number, got str"),
         ({"token_threshold": True}, "token_threshold must be a number, got bool"),
         ({"sketch_bits": 3}, "sketch_bits must be one of 1, 2, 4, got 3"),
