@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from decode_scene import odd_values
+from sketch_reference import odd_values
 
 from qada_cache.kernels import sketch
 
