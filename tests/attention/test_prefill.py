@@ -97,7 +97,7 @@ def test_prefill_makes_no_second_copy_of_a_layer(padding: str, host: set[int]) -
     whole_layer, row = 4 * TOKENS * TOKEN_BYTES, TOKENS * TOKEN_BYTES
     with accelerator() as copies:
         copies.eager = True  # what waits for its copy is bounded elsewhere
-        layer = new_layer(keys, values)
+        layer = new_layer(keys, values, token_threshold=0.0)  # without a sketch, which is of all tokens
         with Live(host) as live:
             layer.store.absorb(keys, values, valid)
         assert sum(layer.store.bulk.lengths) > 0.6 * 4 * TOKENS
@@ -111,7 +111,7 @@ def test_chunks_stream_a_bulk_that_is_larger_than_the_device(host: set[int]) -> 
     for stored in (500, 500, TOKENS):  # the first time, torch's operators are tried
         with accelerator() as copies:
             copies.eager = True
-            layer = new_layer(keys, values)
+            layer = new_layer(keys, values, token_threshold=0.0)
             layer.store.absorb(keys[:, :, :stored], values[:, :, :stored], None)
             chunk = Inputs(1)(WINDOW + 1)
             with Live(host) as live:

@@ -44,7 +44,8 @@ def same(whole: dict[str, Any], ranks: list[dict[str, Any]], name: str) -> None:
         split = rank[name]
         for figure in whole.keys() - {"device_bytes", "audit"}:
             assert split[figure] == whole[figure], figure
-        assert (split["audit"] or {}) == pytest.approx(whole["audit"] or {}, rel=1e-4)
+        # Of what is missed, which is what a share in float32 lacks of 1, rounding is no small part.
+        assert (split["audit"] or {}) == pytest.approx(whole["audit"] or {}, rel=1e-4, abs=1e-6)
 
 
 def test_exact_attention(ranks: list[dict[str, Any]], model: PreTrainedModel) -> None:
