@@ -13,11 +13,11 @@ from unittest import mock
 import pytest
 import torch
 from harness import WINDOW, Driver, FakeAttention, Inputs, transformers_mask
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pair import stored_tokens
 from scenarios import left_padded, small_buffers
+from stateful import walks
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -219,12 +219,4 @@ class CopyMachine(RuleBasedStateMachine):
 
 
 TestCopies = CopyMachine.TestCase
-TestCopies.settings = settings(
-    max_examples=60,
-    stateful_step_count=15,
-    deadline=None,
-    derandomize=True,  # the same examples on every machine
-    database=None,
-    phases=[Phase.generate, Phase.shrink],
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+TestCopies.settings = walks(60)

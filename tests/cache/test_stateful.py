@@ -15,12 +15,12 @@ from unittest import mock
 
 import torch
 from harness import WINDOW, FakeAttention, Inputs
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pair import Pair, stored_tokens
 from scenarios import left_padded, poisoned_padding, small_buffers
 from stand_in import accelerator
+from stateful import walks
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -250,12 +250,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(
-    max_examples=50,
-    stateful_step_count=15,
-    deadline=None,
-    derandomize=True,  # the same examples on every machine
-    database=None,
-    phases=[Phase.generate, Phase.shrink],
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+TestCache.settings = walks(50)
