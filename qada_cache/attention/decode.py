@@ -43,7 +43,7 @@ def query_adaptive(
     audited = layer.is_audited()
     if queries == 1 and not audited:
         bulk, options = store.bulk, layer.options
-        bits = store.sketch.bits if store.sketch is not None and any(store.sketch.lengths) else None
+        bits = store.sketch.bits if store.sketch is not None and store.sketch.in_use else None
         kernel = choice.fused_decode(
             query, bulk.keys, bulk.values, options.criterion, options.kernels, sketch_bits=bits
         )

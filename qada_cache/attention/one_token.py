@@ -55,7 +55,7 @@ def one_token(
 
 def _tokens(layer: QAdALayer, store: TokenStore, query: Tensor) -> dict[str, Any]:
     """The arguments that have tokens chosen."""
-    if store.sketch is None or not any(store.sketch.lengths):
+    if store.sketch is None or not store.sketch.in_use:
         return {}
     sketch = store.sketch
     told: dict[str, Any] = {"codes": sketch.codes, "scales": sketch.scales, "centre": sketch.centre}

@@ -49,6 +49,11 @@ class BulkSketch:
         """Bytes of one token of one head."""
         return self.codes.shape[3] + self.scales.element_size()
 
+    @property
+    def in_use(self) -> bool:
+        """Whether tokens of any row are in it."""
+        return any(self.lengths)
+
     def follow(self, bulk: Bulk, rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
         """Take in what rows of equal length lack of the bulk.
 
@@ -115,7 +120,7 @@ class BulkSketch:
     def restore(self, record: dict[str, Any], bulk: Bulk) -> None:
         """The inverse of `record`, which may hold other things as well, for an empty one of `bulk`."""
         self.lengths = record["sketched"]
-        if any(self.lengths):
+        if self.in_use:
             self._reserve(bulk.capacity)
         used = slice(0, max(self.lengths))
         self.codes[:, :, used], self.scales[:, :, used] = record["codes"], record["scales"]
