@@ -1,20 +1,25 @@
 """Which models a QAdACache can serve, and whether tables of heads and moments are of that model."""
 
 import json
+import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer
 
 from ..criterion import StaticHeads
 from ..key_moments.defaults import resolve_moments, sources, together
 from ..key_moments.key_moments import KeyMoments
 from ..key_moments.prompts import PROMPTS
 from ..key_moments.rope import rope_settings
+from ..key_moments.served import served_config
 from ..key_moments.sharding import WHOLE, head_shard
 from ..state.options import Options
 from ..state.shared import ServedModel
+
+logger = logging.getLogger(__name__)
 
 
 def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
@@ -31,7 +36,7 @@ def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) 
 
 
 def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
-    """Raise NotImplementedError for a kind of model that its config already tells cannot be served."""
+    """Raise NotImplementedError for a kind of model that its config, or its kind, already tells cannot be served."""
     way_out = f"use transformers.DynamicCache for {config.model_type}"
     if config.is_encoder_decoder:
         raise NotImplementedError(f"QAdACache serves decoder-only models: {way_out}")
@@ -41,8 +46,17 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         raise NotImplementedError(f"QAdACache does not support layers that share another layer's keys: {way_out}")
     if getattr(config, "cross_attention_layers", None):
         raise NotImplementedError(f"QAdACache does not support layers that attend to images' keys: {way_out}")
+    served_config(config)
     if model is not None and not model._can_set_attn_implementation():
         raise NotImplementedError(f"this model computes attention without transformers' AttentionInterface: {way_out}")
+
+
+def warn_of_nothing_to_do(layers: Sequence[CacheLayerMixin], config: PreTrainedConfig) -> None:
+    """Log why a cache serves none of these layers."""
+    found = "has no full-attention layers"
+    if any(isinstance(layer, LinearAttentionAndFullAttentionLayer) for layer in layers):
+        found = "holds attention and recurrent states in the same layers, which transformers' own cache keeps"
+    logger.warning("%s %s: QAdACache has nothing to do and acts as DynamicCache", config.model_type, found)
 
 
 def served_model(model: PreTrainedModel | None, config: PreTrainedConfig | None, layers: Sequence[int]) -> ServedModel:
@@ -109,7 +123,8 @@ def _check_moments(moments: KeyMoments, config: PreTrainedConfig) -> None:
 
 
 def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
-    """`(layers, heads, kv_heads, dim)`, the last of a head's keys."""
+    """`(layers, heads, kv_heads, dim)`, the last of a head's keys; of the layers that are served."""
+    config = served_config(config)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .served import served_config
+
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -139,6 +141,7 @@ def _attention(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 def _not_by_heads(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int], size: int) -> str | None:
     """Why a process has no equal part of the KV heads, and of the query heads that share them, in words; or None."""
+    config = served_config(config)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if kv_heads % size or heads % size:
