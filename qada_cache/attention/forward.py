@@ -172,8 +172,8 @@ def _attend(
         return base(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if layer.incoming is not key:
         raise NotImplementedError(
-            f"{layer.shared.model.model_type} shares one layer's keys with other layers, which QAdACache does not "
-            "support: use transformers.DynamicCache for this model"
+            f"{layer.shared.model.model_type} attends more than once to one layer's keys, in that layer or in others, "
+            "which QAdACache does not support: use transformers.DynamicCache for this model"
         )
     queries = query.shape[-2]
     try:

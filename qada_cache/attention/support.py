@@ -19,6 +19,9 @@ from ..key_moments.sharding import WHOLE, head_shard
 from ..state.options import Options
 from ..state.shared import ServedModel
 
+# What they keep there is of the text read last, whatever cache they are given: copies and files would miss it.
+_STATES_IN_MODEL = ("recurrent_gemma",)
+
 logger = logging.getLogger(__name__)
 
 
@@ -46,16 +49,24 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         raise NotImplementedError(f"QAdACache does not support layers that share another layer's keys: {way_out}")
     if getattr(config, "cross_attention_layers", None):
         raise NotImplementedError(f"QAdACache does not support layers that attend to images' keys: {way_out}")
+    if config.model_type in _STATES_IN_MODEL:
+        raise NotImplementedError(f"{config.model_type} keeps its states in the model and not in a cache: {way_out}")
     served_config(config)
-    if model is not None and not model._can_set_attn_implementation():
+    if model is not None and not all(part._can_set_attn_implementation() for part in _decoders(model, config)):
         raise NotImplementedError(f"this model computes attention without transformers' AttentionInterface: {way_out}")
+
+
+def _decoders(model: PreTrainedModel, config: PreTrainedConfig) -> list[PreTrainedModel]:
+    """The parts of a model, itself perhaps, that go by its decoder's config; what reads images does not."""
+    found = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is config]
+    return found or [model]
 
 
 def warn_of_nothing_to_do(layers: Sequence[CacheLayerMixin], config: PreTrainedConfig) -> None:
     """Log why a cache serves none of these layers."""
     found = "has no full-attention layers"
     if any(isinstance(layer, LinearAttentionAndFullAttentionLayer) for layer in layers):
-        found = "holds attention and recurrent states in the same layers, which transformers' own cache keeps"
+        found = "holds attention and states of another kind in the same layers, which transformers' own cache keeps"
     logger.warning("%s %s: QAdACache has nothing to do and acts as DynamicCache", config.model_type, found)
 
 
@@ -96,8 +107,8 @@ def resolved(options: Options, served: ServedModel) -> Options:
 
 def _check_heads(criterion: str | StaticHeads, config: PreTrainedConfig) -> None:
     """Raise ValueError if static heads are not of this model's shape."""
-    layers, heads, kv_heads, _ = sizes(config)
     if isinstance(criterion, StaticHeads):
+        layers, heads, kv_heads, _ = sizes(config)
         shape = list(criterion.long_context.shape)
         if shape not in ([layers, heads], [layers, kv_heads]):
             raise ValueError(

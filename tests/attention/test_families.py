@@ -8,7 +8,21 @@ from typing import Any
 import pytest
 import torch
 from models import FAMILIES, SMALL, exact, generate, logits_of, prompt, rounding, tiny
-from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig, LlamaConfig, PreTrainedModel
+from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    DynamicCache,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GotOcr2Config,
+    GotOcr2ForConditionalGeneration,
+    LlamaConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+)
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from qada_cache import QAdACache, StaticHeads, prepare
@@ -188,3 +202,49 @@ def test_full_attention_layers_of_two_sizes_are_refused() -> None:
     message = r"llama differ in \(num_attention_heads, num_key_value_heads, head_dim\), .*4, 1, 1024.*4, 4, 1024"
     with pytest.raises(NotImplementedError, match=message + ".*use transformers.DynamicCache for llama"):
         QAdACache(config=config)
+
+
+def test_a_decoder_in_a_model_that_reads_images() -> None:
+    """Only the part that is the decoder has to go by the name of its attention."""
+    text = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None, "model_type": "qwen2"}
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 16}
+    config = GotOcr2Config(text_config=text, vision_config=vision, image_token_id=96)
+    torch.manual_seed(0)
+    model = GotOcr2ForConditionalGeneration._from_config(config).eval()
+    ids = prompt(150)[0]
+    wanted = generate(model, ids, DynamicCache(config=config), eos_token_id=None)
+    cache = exact(model)
+    got = generate(model, ids, cache, eos_token_id=None)
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert cache.stats().decisions > 0
+
+
+def test_models_without_attention(caplog: pytest.LogCaptureFixture) -> None:
+    """Whose configs do not say how many heads there are."""
+    config = MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=8)
+    model = MambaForCausalLM._from_config(config).eval()
+    cache = QAdACache(model)
+    assert "mamba has no full-attention layers" in caplog.text
+    with torch.no_grad():
+        wanted = model(prompt(40)[0]).logits
+        assert torch.allclose(model(prompt(40)[0], cache_params=cache).logits, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [3, 8])
+def test_states_that_a_model_keeps_itself(layers: int) -> None:
+    """They are no part of any cache, so that copies, files and other conversations would go on from the wrong ones."""
+    config = RecurrentGemmaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=layers, num_attention_heads=4)
+    model = RecurrentGemmaForCausalLM._from_config(config).eval()
+    with pytest.raises(NotImplementedError, match="recurrent_gemma keeps its states in the model"):
+        QAdACache(model)
+
+
+def test_attending_twice_to_one_layers_keys() -> None:
+    config = DiffLlamaConfig(**{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+                             num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    model = DiffLlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    with pytest.raises(
+        NotImplementedError, match="diffllama attends more than once to one layer's keys, in that layer"
+    ):
+        generate(model, prompt(40)[0], exact(model), eos_token_id=None)

@@ -199,5 +199,5 @@ def test_interrupted_after_the_last_layer(family: str, tokens: int, monkeypatch:
 def test_layers_of_attention_and_mamba_are_said_to_be_left_alone(family: str, caplog: pytest.LogCaptureFixture) -> None:
     cache = QAdACache(model_of(family))
     assert cache.stats().layers == ()
-    assert f"{family} holds attention and recurrent states in the same layers, which transformers' own" in caplog.text
+    assert f"{family} holds attention and states of another kind in the same layers" in caplog.text
     assert "no full-attention layers" not in caplog.text
