@@ -100,8 +100,9 @@ def check_sharding(module: nn.Module, name: str) -> None:
 def _refuse(name: str, found: str) -> NoReturn:
     raise NotImplementedError(
         f"this {name} model is split over processes ({found}), and QAdACache serves whole models and those whose KV "
-        'heads tensor parallelism splits, built as QAdACache(model): load it with tp_plan="auto" if its plan splits '
-        'keys and values by head, or without (device_map="auto" lays whole layers on several devices of one process), '
+        "heads tensor parallelism splits, built as QAdACache(model): load it with "
+        'distributed_config=DistributedConfig(tp_plan="auto") if its plan splits keys and values by head and their '
+        'number divides, or without (device_map="auto" lays whole layers on several devices of one process), '
         "or use transformers.DynamicCache"
     )
 
