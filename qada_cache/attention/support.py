@@ -5,9 +5,10 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
 from ..criterion import StaticHeads
 from ..key_moments.defaults import resolve_moments, sources, together
@@ -62,7 +63,7 @@ def _decoders(model: PreTrainedModel, config: PreTrainedConfig) -> list[PreTrain
     return found or [model]
 
 
-def warn_of_nothing_to_do(layers: Sequence[CacheLayerMixin], config: PreTrainedConfig) -> None:
+def warn_of_nothing_to_do(layers: Sequence[Any], config: PreTrainedConfig) -> None:
     """Log why a cache serves none of these layers."""
     found = "has no full-attention layers"
     if any(isinstance(layer, LinearAttentionAndFullAttentionLayer) for layer in layers):
