@@ -106,7 +106,9 @@ def main(arguments: Iterable[str] | None = None) -> int:
         write(out, name, draw(trials), options.note)
     table = error_table(heads)
     tables.write(out / "log_error.csv", table)
-    tables.write(out / "trials_summary.csv", summary(trials))
+    found = [path for path in sorted(options.results.glob("trials*.csv")) if path.name != "trials_summary.csv"]
+    every = [row for path in found for row in read(path)]
+    tables.write(out / "trials_summary.csv", summary(every))
     print(f"wrote {len(list(out.glob('*.png')))} figures and two tables to {out}")
     return 0
 

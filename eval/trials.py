@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eval.deciding.tokens import OWN, VALUE_BITS, reading, sketch_share, split, token_options
 from eval.deciding.trial_summary import summary
 from eval.deciding.ways import PROMPTS, Knowledge, Way, all_ways, deciding, experiments, few_ways, token_ways
-from eval.models.language_model import DEFAULT, HELP, hflm_source, load
+from eval.models.language_model import DEFAULT, HELP, hflm_source, label, load
 from eval.reporting.machine import machine
 from eval.reporting.tables import plain, read, write
 from eval.sweep import ORACLE, task_manager
@@ -273,7 +273,7 @@ def chosen_ways(options: argparse.Namespace) -> list[Way]:
 def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Measure what the table does not hold yet."""
     done = {key(row) for row in read(options.out)} if options.out.exists() else set()
-    ways, everywhere = chosen_ways(options), {"model": options.model}
+    ways, everywhere = chosen_ways(options), {"model": label(options.model)}
     calibration = []
     if not (options.few or options.tokens):
         pieces = prose(tokenizer, length=min(options.lengths), following=options.following, text=options.text)

@@ -80,8 +80,8 @@ class QAdACache(WatchedCache):
             "single-token", with a warning. With `config`, moments are only looked up in the cache folder; if they are
             not there, the current prompt's alone are used, with a warning.
         token_threshold: a long-context head reads the tokens of its bulk that by the sketch get at least so many times
-            an even share of its attention, and the bulk's mean value stands for the others. 0: all of them, as in the
-            paper. "dense", "oracle" and "gaussian" at a threshold of 1 read all whatever it is.
+            an even share of its attention; what their scores say of their values stands for the others. 0: it reads
+            all, as in the paper. "dense", "oracle" and "gaussian" at a threshold of 1 read all whatever it is.
         sketch_bits: of a value of a key in the sketch, a copy of the bulk's keys on the compute device: 1, 2 or 4.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
@@ -114,7 +114,7 @@ class QAdACache(WatchedCache):
         criterion: str | StaticHeads = "gaussian",
         group_rule: str = "any",
         moments: Moments = DEFAULT_MOMENTS,
-        token_threshold: float = 1.0,
+        token_threshold: float = 5.0,
         sketch_bits: int = 2,
         update_moments: bool = True,
         offloading: bool = True,

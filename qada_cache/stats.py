@@ -122,7 +122,7 @@ def layer_bytes(layer: object, *, offloading: bool) -> tuple[int, int]:
         on_device += layer.counters.nbytes
     if store is not None:
         on_device += _tensor_bytes(store) + (0 if store.moments is None else _tensor_bytes(store.moments))
-        on_device += 0 if store.sketch is None else _tensor_bytes(store.sketch)
+        on_device += 0 if store.sketch is None else store.sketch.nbytes
         on_device += store.bulk.residents.nbytes + _tensor_bytes(store.bulk.residents)
         bulk = store.bulk.nbytes
     return (on_device, bulk) if offloading else (on_device + bulk, 0)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from qada_cache.attention import decode, far
-from qada_cache.kernels import sketch, softmax_average
+from qada_cache.kernels import softmax_average
+from qada_cache.sketch import codec, selection
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.store import TokenStore
 
@@ -25,11 +26,12 @@ REST = {"nothing of the rest": 1e-30, "all of the rest": 1.0}  # but for how muc
 
 
 def quantized(keys: Tensor, bits: int) -> Tensor:
-    """Keys `[..., tokens, dim]` as a sketch of `bits` a value gives them."""
-    centre = keys.mean(dim=-2)
-    codes, scales = sketch.encode(keys, centre, bits)
-    turn = sketch.rotation(keys.shape[-1], keys.device)
-    return scales.float().unsqueeze(-1) * sketch.decode(codes, bits) @ turn + centre.unsqueeze(-2)
+    """Keys `[..., tokens, dim]` as a sketch of `bits` a value gives them, in one segment, without query energies."""
+    made = codec.encode(keys, None, bits)
+    scales = made["scales"].float() * made["units"].unsqueeze(-1)
+    turned = scales.unsqueeze(-1) * codec.decode(made["codes"], bits)
+    weighed = turned @ codec.rotation(keys.shape[-1], keys.device)
+    return weighed / made["weights"].float().unsqueeze(-2) + made["centres"].float().unsqueeze(-2)
 
 
 def by_pages(packed: Tensor, keys: Tensor, size: int) -> Tensor:
@@ -105,8 +107,8 @@ def reading(tokens: str) -> Iterator[None]:
         return out, lse, lse
 
     if not tokens or tokens.startswith(OWN):
-        weights = [weight for name, weight in REST.items() if name in tokens] or [sketch.REST_WEIGHT]
-        with mock.patch.object(sketch, "REST_WEIGHT", weights[0]):
+        weights = [weight for name, weight in REST.items() if name in tokens] or [selection.UNREAD_WEIGHT]
+        with mock.patch.object(selection, "UNREAD_WEIGHT", weights[0]):
             yield
         return
     with mock.patch.object(decode, "long_context", some):

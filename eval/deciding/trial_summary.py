@@ -7,11 +7,11 @@ from typing import Any
 
 from eval.reporting.tables import Rows
 
-WAY = ("task", "length", "criterion", "moments", "rule", "threshold", "read")
+WAY = ("model", "task", "length", "criterion", "moments", "rule", "threshold", "read")
 
 
 def summary(rows: Rows) -> list[dict[str, Any]]:
-    """One row for each task, length and way: means over documents, `±` their standard errors.
+    """One row for each model, task, length and way: means over documents, `±` their standard errors.
 
     `found` counts the right answers, of the questions that full attention answers rightly; prose has none.
     """

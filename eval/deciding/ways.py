@@ -21,6 +21,8 @@ MOST = (0.1, 0.3, 0.6, 0.8, 0.9)
 RULES = ("any", "head", "mean")
 BOTH = ("current+random-tokens", "current+random-words")
 PROMPTS = ("random-words", "random-tokens", "wiki", "single-word")
+DEFAULT_THETA = 5.0  # of `QAdACache`
+ECONOMICAL = 12.0
 TRIMMED = 0.05  # the share of keys that trimmed moments leave out
 
 
@@ -66,18 +68,20 @@ def all_ways() -> list[Way]:
 
 
 def token_ways(*, few: bool = False) -> list[Way]:
-    """Reading some of the tokens, in every head or in those that the default calls long-context."""
-    default = [Way("qada", BOTH[0], "any", 0.95, f"sketch of 2 bits, {theta}") for theta in (1.0, 2.0)]
-    default += [Way("qada", BOTH[0], "any", 0.8, "sketch of 2 bits, 1.0")]
-    every = [Way("dense", read="sketch of 2 bits, 2.0")]
+    """Reading some of the tokens, in those heads that the default calls long-context, or in every head."""
+
+    def product(theta: float, bits: int = 2, threshold: float = 0.95) -> Way:
+        return Way("qada", BOTH[0], "any", threshold, f"sketch of {bits} bits, {theta}")
+
     shares = [Way("dense", read=f"{kind}, 0.05") for kind in ("true", "2 bits")]
+    default = [product(DEFAULT_THETA), product(ECONOMICAL)]
     if few:
-        return [*default, *every, *shares]
-    default += [Way("qada", BOTH[0], "any", 0.95, f"sketch of 2 bits, {theta}") for theta in (0.5, 3.0, 4.0)]
-    every += [Way("dense", read=f"sketch of 2 bits, {theta}") for theta in (0.25, 0.5, 1.0, 3.0, 4.0)]
-    every += [Way("dense", read=f"sketch of {bits} bits, {theta}") for bits in (1, 4) for theta in (1.0, 2.0)]
-    every += [Way("dense", read=f"sketch of 2 bits and {rest}, {theta}") for rest in REST for theta in (1.0, 2.0)]
-    more = {"true": (0.18,), "1 bit": (0.08, 0.21), "2 bits": (0.18,), "pages of 16": (0.05, 0.1)}
+        return [*default, *shares]
+    default += [product(theta) for theta in (1.0, 2.0, 3.0, 8.0)] + [product(DEFAULT_THETA, threshold=0.8)]
+    default += [product(theta, bits) for bits in (1, 4) for theta in (2.0, DEFAULT_THETA)]
+    every = [Way("dense", read=f"sketch of 2 bits, {DEFAULT_THETA}")]
+    every += [Way("dense", read=f"sketch of 2 bits and {rest}, {DEFAULT_THETA}") for rest in REST]
+    more = {"true": (0.1,), "2 bits": (0.1,), "pages of 16": (0.05, 0.1)}
     shares += [Way("dense", read=f"{kind}, {share}") for kind, found in more.items() for share in found]
     return [*default, *every, *shares]
 

@@ -36,6 +36,11 @@ def source(name: str) -> dict[str, str]:
     return {"pretrained_model_name_or_path": name}
 
 
+def label(name: str) -> str:
+    """What tables call a model: of a path, its last part."""
+    return Path(name).name if Path(name).exists() else name
+
+
 def hflm_source(name: str) -> tuple[str, dict[str, str]]:
     """As `source`, for lm-eval's `HFLM`: `pretrained`, and the keywords that a GGUF file needs.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import merge_partials, partial_attention, reference
-from ..kernels.sketch import chosen_tokens, too_rough
+from ..sketch import Selection, select_tokens, unread_value, unreliable
 from ..state.layer import QAdALayer
 from ..storage.bulk_sketch import BulkSketch
 from ..storage.geometry import Geometry
@@ -94,7 +94,7 @@ def long_context(
         out, lse = whole_bulk(layer, store, packed, needed.tolist(), scaling=scaling)
         return out, lse, lse
     # What one query finds too rough is read whole for all queries of the call.
-    rough = too_rough(packed, sketch.mean_square, sketch.bits, scaling=scaling) & flags.flatten(2)
+    rough = unreliable(packed, sketch.tensors, sketch.lengths, scaling=scaling) & flags.flatten(2)
     coded = torch.tensor(sketch.lengths, device=flags.device)[:, None] > 0
     chooses = coded & ~rough.any(dim=-1)
     some, rest = torch.stack([needed & chooses, needed & ~chooses]).tolist()
@@ -104,28 +104,29 @@ def long_context(
     else:
         none_whole(bulk)
     read_lse = lse.clone()
-    asked: deque[tuple[Head, slice, Tensor, Tensor]] = deque()
+    asked: deque[tuple[Head, slice, Tensor, Selection]] = deque()
 
     def picks() -> Iterator[tuple[Head, Tensor]]:
         for row, heads in enumerate(some):
             for head, flag in enumerate(heads):
                 if flag:
-                    layer.counters.sketched_bytes += sketch.lengths[row] * sketch.token_bytes
-                    choices = _choices(
+                    layer.counters.sketched_bytes += sketch.tensors.read_bytes(sketch.lengths[row])
+                    selections = _selections(
                         sketch, (row, head), packed, flags, near_lse, geometry, scaling, layer.options.token_threshold
                     )
-                    for queries, tokens, log_rest in choices:
-                        index = tokens.any(dim=0).nonzero()[:, 0]
-                        asked.append(((row, head), queries, tokens[:, index], log_rest))
+                    for queries, selection in selections:
+                        index = selection.tokens.any(dim=0).nonzero()[:, 0]
+                        asked.append(((row, head), queries, selection.tokens[:, index], selection))
                         yield (row, head), index
 
     grouped, outs, masses, read = (tensor.unflatten(2, (group, -1)) for tensor in (packed, out, lse, read_lse))
     for part in chosen(bulk, picks()):
-        (row, head), queries, mask, log_rest = asked.popleft()
+        (row, head), queries, mask, selection = asked.popleft()
         at = row, head, slice(None), queries
         found = reference.partial_attention(grouped[at], part.keys[0], part.values[0], scaling=scaling, mask=mask)
         read[at] = found[1]
-        outs[at], masses[at] = merge_partials(*found, sketch.mean_value[row, head].expand_as(found[0]), log_rest)
+        rest = unread_value(grouped[at], sketch.tensors[row, head], selection.tilt, scaling=scaling)
+        outs[at], masses[at] = merge_partials(*found, rest, selection.log_unread)
         layer.counters.pulled_bytes += part.pulled
         layer.counters.spared_bytes += part.spared
     if bulk.offloaded and layer.options.device_budget:
@@ -133,7 +134,7 @@ def long_context(
     return out, lse, read_lse
 
 
-def _choices(
+def _selections(
     sketch: BulkSketch,
     at: Head,
     packed: Tensor,
@@ -142,23 +143,25 @@ def _choices(
     geometry: Geometry,
     scaling: float,
     token_threshold: float,
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some queries of one head at a time, and what `chosen_tokens` says of each."""
+) -> Iterator[tuple[slice, Selection]]:
+    """Some queries of one head at a time, and what `select_tokens` says of them."""
     group, queries = flags.shape[2:]
-    held = slice(0, sketch.lengths[at[0]])
-    coded = sketch.codes[at][held], sketch.scales[at][held], sketch.centre[at]
+    length = sketch.lengths[at[0]]
     grouped, log_near = packed[at].unflatten(0, (group, queries)), near_lse[at].unflatten(0, (group, queries))
     bulk_tokens = geometry.bulk_tokens.expand(packed.shape[0], -1, -1)[at[0], 0]
-    block = max(1, BLOCK_SCORES // (group * held.stop))
+    block = max(1, BLOCK_SCORES // (group * length))
     for first in range(0, queries, block):
         part = slice(first, first + block)
-        found = chosen_tokens(
-            grouped[:, part],
-            *coded,
-            log_near=log_near[:, part],
-            bulk_tokens=bulk_tokens[part],
-            flags=flags[at][:, part],
-            scaling=scaling,
-            token_threshold=token_threshold,
+        yield (
+            part,
+            select_tokens(
+                grouped[:, part],
+                sketch.tensors[at],
+                length,
+                log_near=log_near[:, part],
+                bulk_tokens=bulk_tokens[part],
+                flags=flags[at][:, part],
+                scaling=scaling,
+                token_threshold=token_threshold,
+            ),
         )
-        yield part, *found

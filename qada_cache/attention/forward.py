@@ -5,7 +5,6 @@ of ours, which remembers the original: for the keys of a QAdACache our function 
 passes straight through to what the model used before. `restore_attention` puts the old name back.
 """
 
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -14,9 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.modeling_utils import AttentionInterface
 
 from ..kernels.autocast import without_autocast
+from ..key_moments.query_energies import own_attention
 from ..key_moments.sharding import WHOLE, check_sharding
 from ..key_moments.wrapped import unwrapped
 from ..state.layer import QAdALayer
@@ -116,17 +116,6 @@ def restore_attention(model: PreTrainedModel | PreTrainedConfig) -> None:
     config._attn_implementation = _BASES.get(config._attn_implementation, config._attn_implementation)
 
 
-def _base_attention(module: torch.nn.Module, base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """What `module` would have called under the implementation named `base`."""
-    # Eager attention is not registered anywhere, each modeling file defines or imports its own; and a file may have a
-    # table of its own. A class derived elsewhere uses those of the file it derives from.
-    name = "eager_attention_forward" if base == "eager" else "ALL_ATTENTION_FUNCTIONS"
-    for kind in type(module).__mro__:
-        if (found := getattr(sys.modules.get(kind.__module__), name, None)) is not None:
-            return found if base == "eager" else found[base]
-    return ALL_ATTENTION_FUNCTIONS[base]
-
-
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -148,7 +137,7 @@ def attention_forward(
         ValueError: an attention mask this cache cannot follow.
     """
     config = cast(PreTrainedConfig, module.config)
-    base = _base_attention(module, _BASES[config._attn_implementation])
+    base = own_attention(module, _BASES[config._attn_implementation])
     if (layer := getattr(key, "_qada_layer", None)) is None:
         return base(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     return _attend(layer, base, module, query, key, value, attention_mask, scaling, dropout, kwargs)

@@ -57,11 +57,8 @@ def _tokens(layer: QAdALayer, store: TokenStore, query: Tensor) -> dict[str, Any
     """The arguments that have tokens chosen."""
     if store.sketch is None or not store.sketch.in_use:
         return {}
-    sketch = store.sketch
-    told: dict[str, Any] = {"codes": sketch.codes, "scales": sketch.scales, "centre": sketch.centre}
-    told |= {"mean_square": sketch.mean_square, "mean_value": sketch.mean_value}
-    told["sketched"] = layer.counters.on(query.device, "sketched_bytes")
-    return told | {"token_threshold": layer.options.token_threshold}
+    sketched = layer.counters.on(query.device, "sketched_bytes")
+    return {"sketch": store.sketch.tensors, "sketched": sketched, "token_threshold": layer.options.token_threshold}
 
 
 def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
 from ..criterion import StaticHeads
-from ..key_moments.defaults import resolve_moments, sources, together
+from ..key_moments.defaults import kept_energies, resolve_moments, sources, together
 from ..key_moments.key_moments import KeyMoments
 from ..key_moments.prompts import PROMPTS
 from ..key_moments.rope import rope_settings
@@ -103,7 +103,10 @@ def resolved(options: Options, served: ServedModel) -> Options:
     if other is not None and sources(options.moments)[1] not in PROMPTS:  # else they are of this very model
         _check_moments(other, served.config)
     asked = together(current, other) if used else options.moments  # files are not read again
-    return replace(options, moments=asked, current_moments=current, other_moments=other)
+    energies = None if other is None else other.query_energies
+    if energies is None and options.chooses_tokens and served.layers:
+        energies = kept_energies(served.get(), served.whole_config)
+    return replace(options, moments=asked, current_moments=current, other_moments=other, query_energies=energies)
 
 
 def _check_heads(criterion: str | StaticHeads, config: PreTrainedConfig) -> None:

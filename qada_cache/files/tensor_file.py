@@ -17,7 +17,7 @@ from torch import Tensor
 from . import private, private_map
 from .private_map import PrivateMap
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _DTYPES = {  # as safetensors calls them
     torch.bool: "BOOL",
     torch.uint8: "U8",

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import sketch
+from ..sketch import MIN_TOKENS, Sketch, select_tokens, unread_value, unreliable
 from .decision import current_log_bulk, larger, needs_long_context, other_log_bulk
 from .reference import merge_partials, partial_attention, softmax_average
 
@@ -30,11 +30,7 @@ def fused_decode(
     other_mean: Tensor | None = None,
     other_covariance: Tensor | None = None,
     pulled: Tensor | None = None,
-    codes: Tensor | None = None,
-    scales: Tensor | None = None,
-    centre: Tensor | None = None,
-    mean_square: Tensor | None = None,
-    mean_value: Tensor | None = None,
+    sketch: Sketch | None = None,
     token_threshold: float = 0.0,
     sketched: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -64,14 +60,11 @@ def fused_decode(
         other_mean, other_covariance: likewise, of another prompt's keys. If both are given, the larger estimate of
             `A_bulk` counts; if nothing is known, every head with a bulk needs it.
         pulled: int64 `[]`, to which the bytes of bulk keys and values that were needed are added.
-        codes, scales, centre: the sketch of the bulk's keys, uint8 `[batch, kv_heads, capacity, *]`, bfloat16
-            `[batch, kv_heads, capacity]`, float32 `[batch, kv_heads, dim]`, see `sketch.encode`. With it, a KV head
-            reads of a bulk of `sketch.MIN_TOKENS` and more what `sketch.chosen_tokens` says; without it, all.
-        mean_square: float32 `[batch, kv_heads]`, of the bulk's scales. A group of which a long-context head finds the
-            sketch `too_rough` reads all.
-        mean_value: float32 `[batch, kv_heads, value_dim]`, of the bulk, which stands for what is not read of it.
+        sketch: of the bulk's keys, with room for as many tokens. With it, a KV head reads of a bulk of
+            `MIN_TOKENS` and more what `select_tokens` says; a group of which a long-context head finds it
+            `unreliable` reads all, and so does every group without it.
         token_threshold: as there.
-        sketched: int64 `[]`, to which the bytes of codes and scales that were needed are added.
+        sketched: int64 `[]`, to which the bytes of the sketch that were needed are added.
 
     Returns:
         `[batch, heads, 1, value_dim]` in the query's dtype, and bool `[batch, kv_heads, group]`, True where a head
@@ -106,30 +99,27 @@ def fused_decode(
     out, lse = softmax_average(scores.masked_fill(~visible, -torch.inf), near_values)
     needed = flags.any(dim=-1)  # [batch, kv_heads]
     every, rough = bulk_tokens.expand(batch, 1, 1), torch.zeros_like(needed)
-    if codes is not None and mean_square is not None:
-        bits = codes.shape[3] * 8 // dim
-        rough = (flags & sketch.too_rough(packed, mean_square, bits, scaling=scaling)).any(dim=-1)
+    lengths = [length if length >= MIN_TOKENS else 0 for length in bulk_lengths.expand(batch).tolist()]
+    if sketch is not None:
+        rough = (flags & unreliable(packed, sketch, lengths, scaling=scaling)).any(dim=-1)
     for row, length in enumerate(bulk_lengths.expand(batch).tolist()):
         for head in needed[row].nonzero()[:, 0].tolist():
             keys, values = bulk_keys[row, head, :length], bulk_values[row, head, :length]
-            log_rest: Tensor | None = None
-            chooses = length >= sketch.MIN_TOKENS and not rough[row, head]
-            if chooses and codes is not None and scales is not None and centre is not None:
-                coded = codes[row, head, :length], scales[row, head, :length]
-                chosen, log_rest = sketch.chosen_tokens(
-                    packed[row, head, :, None], *coded, centre[row, head], log_near=lse[row, head, :, None],
+            one, selection = packed[row, head, None, None], None
+            if sketch is not None and lengths[row] and not rough[row, head]:
+                selection = select_tokens(
+                    packed[row, head, :, None], sketch[row, head], length, log_near=lse[row, head, :, None],
                     bulk_tokens=every[row, 0], flags=flags[row, head, :, None], scaling=scaling,
                     token_threshold=token_threshold,
                 )  # fmt: skip
-                keys, values = (part[chosen[0].to(part.device)] for part in (keys, values))
+                keys, values = (part[selection.tokens[0].to(part.device)] for part in (keys, values))
                 if sketched is not None:
-                    sketched += sum(part.nbytes for part in coded)
+                    sketched += sketch.read_bytes(length)
             keys, values = keys.to(query.device), values.to(query.device)
-            one = packed[row, head, None, None]
             far_out, far_lse = partial_attention(one, keys[None, None], values[None, None], scaling=scaling)
-            if log_rest is not None and mean_value is not None:
-                rest = mean_value[row, head].expand_as(far_out)
-                far_out, far_lse = merge_partials(far_out, far_lse, rest, log_rest.mT[None])
+            if sketch is not None and selection is not None:
+                rest = unread_value(packed[row, head], sketch[row, head], selection.tilt[:, 0], scaling=scaling)
+                far_out, far_lse = merge_partials(far_out, far_lse, rest[None, None], selection.log_unread.mT[None])
             far_lse = far_lse[0, 0].masked_fill(~flags[row, head], -torch.inf)
             out[row, head], lse[row, head] = merge_partials(out[row, head], lse[row, head], far_out[0, 0], far_lse)
             if pulled is not None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..criterion import logit
-from . import sketch
+from ..sketch import BITS, Sketch, segments_of
 
 
 def decision_rules(criterion: str | Tensor, group_rule: str, threshold: float) -> tuple[str, Tensor | None, str, float]:
@@ -31,7 +31,7 @@ def check_operands(
     other_moments: tuple[Tensor | None, Tensor | None],
     masks: tuple[Tensor, Tensor],
     rows: tuple[Tensor | None, ...],
-    coded: tuple[Tensor | None, ...] = (None, None, None, None, None),
+    sketch: Sketch | None = None,
 ) -> None:
     """Raise ValueError unless a kernel that goes by the query's sizes and dtype reads within all of these tensors.
 
@@ -43,7 +43,7 @@ def check_operands(
         other_moments: its other_mean, other_covariance.
         masks: its local, staged.
         rows: its bulk_lengths, count, decided.
-        coded: its codes, scales, centre, mean_square, all or none, and mean_value.
+        sketch: its sketch.
     """
     batch, heads, queries, dim = query.shape
     kv_heads, value_dim = near[0].shape[1], near[1].shape[3]
@@ -64,34 +64,37 @@ def check_operands(
         fits = fits and (tensor is None or (tensor.dtype == dtype and tensor.dim() == 1))
     for tensor in (*moments, *other_moments, *masks, *rows):
         fits = fits and (tensor is None or (tensor.shape[0] in (1, batch) and tensor.device == query.device))
-    fits = fits and _coded_fit(coded, query, bulk)
+    kept = () if sketch is None else tuple(sketch.tensors().values())
+    fits = fits and (sketch is None or _sketch_fits(sketch, query, bulk))
     if not (fits and near[0].device == query.device):
-        tensors = (query, *near, *bulk, *moments, *other_moments, *coded)
+        tensors = (query, *near, *bulk, *moments, *other_moments, *kept)
         found = [(t.dtype, str(t.device), list(t.shape)) for t in tensors if t is not None]
         raise ValueError(f"the kernel cannot read these tensors as those of one layer: {found}")
 
 
-def _coded_fit(coded: tuple[Tensor | None, ...], query: Tensor, bulk: tuple[Tensor, Tensor]) -> bool:
-    """Whether codes, scales, centre and mean value are those of a sketch of this bulk, or none is given."""
-    codes, scales, centre, mean_square, mean_value = coded
-    if codes is None or scales is None or centre is None or mean_square is None:
-        return codes is scales is centre is mean_square
-    batch, kv_heads, capacity, size = codes.shape
-    dim = query.shape[3]
-    if mean_value is not None:
-        of_values = mean_value.dtype == torch.float32 and mean_value.shape == (batch, kv_heads, bulk[1].shape[3])
-        if not (of_values and mean_value.stride(2) == 1 and mean_value.device == query.device):
-            return False
+def _sketch_fits(sketch: Sketch, query: Tensor, bulk: tuple[Tensor, Tensor]) -> bool:
+    """Whether it is one of this bulk, and where kernels that are given addresses alone take it to lie."""
+    heads, dim, value_dim = tuple(bulk[0].shape[:2]), query.shape[3], bulk[1].shape[3]
+    capacity = sketch.codes.shape[2]
+    segments = segments_of(capacity) if capacity else 0
+    expected = {
+        "codes": (torch.uint8, (capacity, dim * sketch.bits // 8)),
+        "scales": (torch.uint8, (capacity,)),
+        "units": (torch.float32, (segments,)),
+        "centres": (torch.bfloat16, (segments, dim)),
+        "weights": (torch.bfloat16, (segments, dim)),
+        "mean_squares": (torch.float32, (segments,)),
+        "mean_value": (torch.float32, (value_dim,)),
+        "slopes": (torch.bfloat16, (value_dim, dim)),
+    }
+    found = sketch.tensors()
     return (
-        (codes.dtype, scales.dtype) == (torch.uint8, torch.bfloat16)
-        and centre.dtype == mean_square.dtype == torch.float32
-        and (batch, kv_heads) == bulk[0].shape[:2]
-        and scales.shape == codes.shape[:3]
-        and centre.shape == (batch, kv_heads, dim)
-        and mean_square.shape == (batch, kv_heads)
-        and mean_square.is_contiguous()
-        and any(size * 8 == dim * bits for bits in sketch.BITS)
-        and codes.stride(3) == centre.stride(2) == 1
-        and codes.device == scales.device == centre.device == mean_square.device == query.device
+        sketch.bits in BITS
         and capacity >= bulk[0].shape[2]
+        and all(
+            (tensor.dtype, tuple(tensor.shape)) == (dtype, heads + shape)
+            and tensor.is_contiguous()
+            and tensor.device == query.device
+            for tensor, (dtype, shape) in ((found[name], expected[name]) for name in expected)
+        )
     )

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 from ..kernels.autocast import without_autocast
 from .placement import inputs_device
 from .prompts import PROMPTS, prompt_ids, within_reach
+from .query_energies import QueryEnergies, observed
 from .rope import find_rotations, frequencies_by_length, layer_keys, rope_settings, takes_positions
 from .rotation import Rotation
 from .running import RunningMoments
@@ -76,6 +77,7 @@ def collect(
         lengths = _lengths(scheme, tokens - sink_tokens, min(longest, LONGEST_SPREAD))
         passes = lengths if scheme == "spread" else lengths[-1:]
         grid: list[tuple[dict[int, Tensor], dict[int, Tensor]]] = []
+        energies = QueryEnergies()
         with tqdm(
             total=tokens * len(passes),
             desc=f"key moments ({kind})",
@@ -87,7 +89,8 @@ def collect(
             for length in passes:
                 spread = torch.linspace(0, length - 1, tokens - sink_tokens).round().long() + sink_tokens
                 positions = torch.cat([torch.arange(sink_tokens), spread])
-                keys = read_keys(model, ids, positions, bar, shard)
+                with observed(model, energies):
+                    keys = read_keys(model, ids, positions, bar, shard)
                 if scheme == "prompt":
                     grid += [_moments(keys, slice(sink_tokens, sink_tokens + prefix)) for prefix in lengths]
                     continue
@@ -100,6 +103,7 @@ def collect(
     mean, covariance = (torch.stack([_by_layer(step[which], layers) for step in grid]) for which in (0, 1))
     analytic = scheme == "analytic"
     return {
+        "query_energies": _energies(energies, mean.shape[1:], grid[-1][0], rotations, shard),
         "mean": mean,
         "covariance": covariance,
         "lengths": () if analytic else tuple(lengths),
@@ -213,6 +217,20 @@ def _moments(keys: dict[int, Tensor], part: slice) -> tuple[dict[int, Tensor], d
         running.update(slice(0, 1), kept[:, :, part])
         means[index], covariances[index] = running.mean[0].cpu(), running.covariance[0].cpu()
     return means, covariances
+
+
+def _energies(
+    energies: QueryEnergies,
+    shape: tuple[int, ...],
+    served: Iterable[int],
+    rotations: dict[int, Rotation],
+    shard: HeadShard,
+) -> Tensor | None:
+    """Query energies `[layers, kv_heads, dim]` of the layers that are `served`; None if a layer's were not seen."""
+    found = {index: energies.by_head(index, shape[1] // shard.size, rotations.get(index)) for index in served}
+    if shard.everywhere(all(each is not None and each.shape[-1] == shape[2] for each in found.values())):
+        return _by_layer({index: shard.gather(each, 0) for index, each in found.items() if each is not None}, shape[0])
+    return None
 
 
 def _by_layer(found: dict[int, Tensor], layers: int) -> Tensor:

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -136,10 +137,19 @@ def default_moments(
         if not shard.everywhere(kept is not None):
             kept = _made(model, prompt, tokenizer, path, shard)
         assert kept is not None  # it was here, or has been made
-        if path not in _remembered and len(_remembered) >= REMEMBERED:
-            del _remembered[next(iter(_remembered))]
-        _remembered[path] = kept
+        _remember(path, kept)
     return kept
+
+
+def kept_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Tensor | None:
+    """The query energies that are kept of a model, or of what its config names; None if there are none yet."""
+    prompt = DEFAULT.removeprefix(f"{CURRENT}+")
+    if model is None:
+        kept = find_moments(config, prompt)
+    else:
+        with _remembering:
+            kept = _known(_path(model, prompt))
+    return None if kept is None else kept.query_energies
 
 
 def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
@@ -198,6 +208,20 @@ def _say_tokens(prompt: str, reason: str) -> None:
     )
 
 
+def _remember(path: Path, kept: KeyMoments) -> None:
+    if path not in _remembered and len(_remembered) >= REMEMBERED:
+        del _remembered[next(iter(_remembered))]
+    _remembered[path] = kept
+
+
+def _known(path: Path) -> KeyMoments | None:
+    """What is remembered of a file, else what is in it; None if there is none."""
+    kept = _remembered.get(path) or _read(path)
+    if kept is not None:
+        _remember(path, kept)
+    return kept
+
+
 def _read(path: Path) -> KeyMoments | None:
     try:
         with private.opened(FOLDER) as folder:
@@ -226,7 +250,7 @@ def _collect(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
 
 
 def _path(model: PreTrainedModel, prompt: str) -> Path:
-    whole = {"config": _settings(model.config), "dtype": str(model.dtype), "format": tensor_file.FORMAT_VERSION}
+    whole = {"config": _settings(model.config), "dtype": str(model.dtype)}
     digest = hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode())
     digest.update("".join(weights.sample(model)).encode())
     name = f"{_source(model.config) or model.config.model_type}-{prompt}-{digest.hexdigest()[:16]}.safetensors"
@@ -250,4 +274,5 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
     settings = config.to_dict()
     for name in ("transformers_version", "_name_or_path", "use_cache"):
         settings.pop(name, None)
-    return {**settings, "naming": NAMING}
+    # Files of another format are not found: beside them, one of this format would not be the only one of its name.
+    return {**settings, "naming": NAMING, "format": tensor_file.FORMAT_VERSION}

@@ -40,6 +40,8 @@ class KeyMoments:
         tokens: how many tokens were read.
         sink_tokens: how many of the first of them were left out; also where a bulk begins.
         rope: what determines the model's rotary frequencies (`rope.rope_settings`).
+        query_energies: `[layers, kv_heads, dim]` float32, mean squares of the channels of the queries, see
+            `query_energies.py`; None where they were not seen.
         origin: what else is known of where the moments come from: seed, dtype, model's name, library versions.
 
     Raises:
@@ -55,6 +57,7 @@ class KeyMoments:
     rotations: tuple[Rotation, ...] = ()
     sink_tokens: int = 16
     rope: dict[str, Any] = field(default_factory=dict)
+    query_energies: Tensor | None = None
     origin: dict[str, Any] = field(default_factory=dict)
     _placed: dict = field(default_factory=dict, repr=False)
 
@@ -67,6 +70,11 @@ class KeyMoments:
             )
         if not (torch.isfinite(self.mean).all() and torch.isfinite(self.covariance).all()):
             raise ValueError("KeyMoments: mean or covariance holds nan or infinity")
+        energies = self.query_energies
+        if energies is not None and (
+            tuple(energies.shape) != shape[1:] or not torch.isfinite(energies).all() or (energies < 0).any()
+        ):
+            raise ValueError(f"KeyMoments: query energies must be finite, not negative and {list(shape[1:])}")
         if self.rotations:
             if self.lengths or shape[0] != 1 or [rotation.dim for rotation in self.rotations] != [shape[3]] * shape[1]:
                 raise ValueError("KeyMoments with rotations take one for each layer, and no lengths")
@@ -134,7 +142,8 @@ class KeyMoments:
 
     def tensors(self) -> dict[str, Tensor]:
         """What a file keeps of these moments, under the names `from_file` reads."""
-        return {"moments.mean": self.mean, "moments.covariance": self.covariance}
+        kept = {"moments.mean": self.mean, "moments.covariance": self.covariance}
+        return kept if self.query_energies is None else kept | {"moments.query_energies": self.query_energies}
 
     def header(self) -> dict[str, Any]:
         """Everything else a file keeps, JSON-able."""
@@ -160,7 +169,14 @@ class KeyMoments:
             Rotation(mean.shape[-1], tuple(frequencies[index]), layout) for layout, index in header.pop("rotations")
         )
         lengths = tuple(header.pop("lengths"))
-        return cls(mean, tensors["moments.covariance"], lengths=lengths, rotations=rotations, **header)
+        return cls(
+            mean,
+            tensors["moments.covariance"],
+            lengths=lengths,
+            rotations=rotations,
+            query_energies=tensors.get("moments.query_energies"),
+            **header,
+        )
 
     def save(self, path: str | os.PathLike) -> None:
         """Write to one safetensors file, whole or not at all."""

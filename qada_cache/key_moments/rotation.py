@@ -37,6 +37,11 @@ class Rotation:
         if 2 * len(self.frequencies) > self.dim:
             raise ValueError(f"{len(self.frequencies)} rotary frequencies need more than {self.dim} dims")
 
+    @property
+    def partners(self) -> Tensor:
+        """The index of every dim's partner int64 `[dim]`; its own of a dim that is not turned."""
+        return _by_dim(self)[1]
+
     def turn(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys `[..., tokens, dim]` of position 0 at `positions` `[tokens]`; negative positions turn back."""
         frequency, partner, sign = (tensor.to(keys.device) for tensor in _by_dim(self))

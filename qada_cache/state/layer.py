@@ -87,7 +87,12 @@ class QAdALayer(DynamicLayer):
         self.counters = Counters()
         if self.store is not None:
             self.store.keep_moments(track=self.options.tracks_moments, update=self.options.update_moments)
-            self.store.keep_sketch(self.options.kept_bits)
+            self.store.keep_sketch(self.options.kept_bits, self._energies())
+
+    def _energies(self) -> Tensor | None:
+        """Of the queries, those of the heads that this process has `[kv_heads, dim]`; None if they are not known."""
+        energies = self.options.query_energies
+        return None if energies is None else self.shared.model.shard.own(energies[self.index], 0)
 
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""
@@ -106,6 +111,7 @@ class QAdALayer(DynamicLayer):
             track_moments=self.options.tracks_moments,
             update_moments=self.options.update_moments,
             sketch_bits=self.options.kept_bits,
+            energies=self._energies(),
             residents=self.shared.residents,
             layer=self.index,
         )

@@ -3,11 +3,13 @@
 import sys
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ..criterion import CRITERIA, GROUP_RULES, StaticHeads
 from ..kernels import choice
-from ..kernels.sketch import BITS
 from ..key_moments.defaults import CURRENT, Moments, sources
 from ..key_moments.key_moments import KeyMoments
+from ..sketch import BITS
 from ..storage.residents import check_budget
 
 
@@ -19,6 +21,7 @@ class Options:
         moments: as asked for.
         current_moments: whether these include the moments of the prompt being read.
         other_moments: the moments of another prompt that they include, None if they include none.
+        query_energies: of the model `[layers, kv_heads, dim]`, None if they are not known.
     """
 
     threshold: float
@@ -31,11 +34,12 @@ class Options:
     audit_every: int = 0
     device_budget: int | float | str = 0
     kernels: str = "auto"
-    token_threshold: float = 1.0
+    token_threshold: float = 5.0
     sketch_bits: int = 2
     moments: Moments = CURRENT
     current_moments: bool = True
     other_moments: KeyMoments | None = None
+    query_energies: Tensor | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, (int, float)):

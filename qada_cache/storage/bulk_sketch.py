@@ -1,69 +1,89 @@
-"""What the compute device knows of every token of a bulk: its key in few bits, and the mean of all values."""
+"""What the compute device knows of every token of a bulk: its key in few bits, and what values go with keys."""
 
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels import sketch
 from ..kernels.autocast import without_autocast
+from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Sketch, code_bytes, encode_segments, segment_start, segments_of
 from . import pages
 from .bulk import Bulk
 
+TOKENS = ("codes", "scales")  # of a sketch, what every token has
+SEGMENTS = ("units", "centres", "weights", "mean_squares")  # what every segment has
+Read = Callable[[int, int], tuple[Tensor, Tensor]]
+
 
 class BulkSketch:
-    """Of one layer, for rows that have at least `sketch.MIN_TOKENS` in the bulk: what tokens are chosen by.
+    """Of one layer, for rows that have at least `MIN_TOKENS` in the bulk: what tokens are selected by.
 
-    What is known of a row follows from its tokens alone, however they came: keys are coded around the mean of the first
-    ones. So after a crop it is as if the rest had never been seen.
+    What is known of a row follows from its tokens alone, however they came: each segment is coded by what its own keys
+    say, and the last one again as it grows. So after a crop it is as if the rest had never been seen.
 
     Attributes:
         bits: of a coded value.
-        codes: uint8 `[batch, kv_heads, capacity, dim * bits / 8]`, at least as long as the bulk.
-        scales: bfloat16 `[batch, kv_heads, capacity]`.
-        centre: float32 `[batch, kv_heads, dim]`.
-        mean_square: float32 `[batch, kv_heads]`, of the scales.
-        mean_value: float32 `[batch, kv_heads, value_dim]`.
+        energies: float32 `[kv_heads, dim]`, of the model's queries; None if they are not known.
+        tensors: the sketch, `[batch, kv_heads, ...]`, with room for at least as many tokens as the bulk holds.
+        mean_key: float32 `[batch, kv_heads, dim]`, of the bulk.
+        covariance: float32 `[batch, kv_heads, value_dim, dim]`, of its values and keys; the sketch's slopes round it.
         lengths: tokens of each row that are in it: all of the bulk's, or none.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, bits: int) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, bits: int, energies: Tensor | None) -> None:
         """Empty, for keys like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`)."""
         batch, kv_heads, _, dim = keys.shape
         self.bits, self.lengths = bits, [0] * batch
+        # Its own: those given are part of a tensor of all layers, which every copy would copy.
+        self.energies = None if energies is None else energies.to(keys.device, copy=True)
+        heads, value_dim, device = (batch, kv_heads), values.shape[3], keys.device
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
-            self.codes = _empty(keys.device, (batch, kv_heads, 0, sketch.code_bytes(dim, bits)), torch.uint8)
-            self.scales = _empty(keys.device, (batch, kv_heads, 0), torch.bfloat16)
-            kept: dict[str, Any] = {"dtype": torch.float32, "device": keys.device}
-            self.centre = torch.zeros(batch, kv_heads, dim, **kept)
-            self.mean_square = torch.zeros(batch, kv_heads, **kept)
-            self.mean_value = torch.zeros(batch, kv_heads, values.shape[3], **kept)
+            self.mean_key = torch.zeros(*heads, dim, dtype=torch.float32, device=device)
+            self.covariance = torch.zeros(*heads, value_dim, dim, dtype=torch.float32, device=device)
+            self.tensors = Sketch(
+                codes=_empty(device, (*heads, 0, code_bytes(dim, bits)), torch.uint8),
+                scales=_empty(device, (*heads, 0), torch.uint8),
+                units=torch.zeros(*heads, 0, dtype=torch.float32, device=device),
+                centres=torch.zeros(*heads, 0, dim, dtype=torch.bfloat16, device=device),
+                weights=torch.ones(*heads, 0, dim, dtype=torch.bfloat16, device=device),
+                mean_squares=torch.zeros(*heads, 0, dtype=torch.float32, device=device),
+                mean_value=torch.zeros(*heads, value_dim, dtype=torch.float32, device=device),
+                slopes=torch.zeros(*heads, value_dim, dim, dtype=torch.bfloat16, device=device),
+            )
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor, bits: int | None) -> "BulkSketch | None":
+    def of(cls, keys: Tensor, values: Tensor, bits: int | None, energies: Tensor | None) -> "BulkSketch | None":
         """One for such tokens; None if none is asked for, or codes would not fill whole bytes (then all is read)."""
-        return None if bits is None or keys.shape[3] * bits % 8 else cls(keys, values, bits)
+        return None if bits is None or keys.shape[3] * bits % 8 else cls(keys, values, bits, energies)
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token of one head."""
-        return self.codes.shape[3] + self.scales.element_size()
+    def is_of(self, bits: int | None, energies: Tensor | None) -> bool:
+        """Whether it is one of such bits and energies."""
+        if self.energies is None or energies is None:
+            return self.bits == bits and self.energies is energies
+        return self.bits == bits and torch.equal(self.energies, energies.to(self.energies.device))
 
     @property
     def in_use(self) -> bool:
         """Whether tokens of any row are in it."""
         return any(self.lengths)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes on the device, unused capacity included."""
+        kept = (*self.tensors.tensors().values(), self.mean_key, self.covariance, self.energies)
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+
     def follow(self, bulk: Bulk, rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
         """Take in what rows of equal length lack of the bulk.
 
-        `newest` are keys and values that were appended to it last `[rows, kv_heads, tokens, dim]`: if they are all that
-        is lacking, nothing is read.
+        `newest` are keys and values that were appended to it last `[rows, kv_heads, tokens, dim]`: what lies in them is
+        not read from the bulk.
         """
         length, known = bulk.lengths[rows.start], self.lengths[rows.start]
-        if length < sketch.MIN_TOKENS or length == known:
+        if length < MIN_TOKENS or length == known:
             return
-        self._reserve(bulk.capacity)
         older = length if newest is None else length - newest[0].shape[2]
 
         def read(start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -72,84 +92,115 @@ class BulkSketch:
             keys, values = (part[:, :, start - older : stop - older] for part in newest)
             return keys, values
 
-        if not known:
-            first = min(sketch.CENTRE_TOKENS, sketch.MIN_TOKENS)
-            self.centre[rows] = read(0, first)[0].float().mean(dim=2)
-            self.mean_value[rows] = 0.0
-        for start, stop in bulk.spans(rows.start, known, heads=self.codes.shape[1]):
-            keys, values = read(start, stop)
-            at = rows, slice(None), slice(start, stop)
-            with without_autocast(keys.device):
-                self.codes[at], self.scales[at] = sketch.encode(keys, self.centre[rows], self.bits)
-            self._average(rows, values, stop)
-        self.lengths[rows] = [length] * len(self.lengths[rows])
-        self._measure(rows)
+        self._reserve(bulk.capacity)
+        self._take(rows, known, length, read)
 
     def truncate(self, bulk: Bulk) -> None:
         """Forget what the bulk has forgotten."""
         for row, (known, length) in enumerate(zip(self.lengths, bulk.lengths, strict=True)):
             if known > length:
-                self.lengths[row] = length if length >= sketch.MIN_TOKENS else 0
-                rows, count = slice(row, row + 1), 0
-                self.mean_value[rows] = 0.0
-                for _, values in bulk.blocks(rows) if self.lengths[row] else ():
-                    count += values.shape[2]
-                    self._average(rows, values, count)
-                self._measure(rows)
+                rows = slice(row, row + 1)
+                self.lengths[row] = 0
+                if length >= MIN_TOKENS:
+                    # Taken anew rather than subtracted: cancellation would leave errors that no later token heals.
+                    self._take(
+                        rows, 0, length, lambda start, stop, rows=rows: bulk.read(rows, slice(None), start, stop)
+                    )
 
     def select(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`."""
         self.lengths = [self.lengths[row] for row in index]
-        self.codes, self.scales = self.codes[index], self.scales[index]
-        self.centre, self.mean_value = self.centre[index], self.mean_value[index]
-        self.mean_square = self.mean_square[index]
+        self._each(lambda tensor: tensor[index])
 
     def move(self, device: torch.device) -> None:
         """Serve another device."""
-        self.codes, self.scales = self.codes.to(device), self.scales.to(device)
-        self.centre, self.mean_value = self.centre.to(device), self.mean_value.to(device)
-        self.mean_square = self.mean_square.to(device)
+        self.energies = None if self.energies is None else self.energies.to(device)
+        self._each(lambda tensor: tensor.to(device))
 
     @property
     def record(self) -> dict[str, Any]:
         """What a file keeps, by name."""
-        used = slice(0, max(self.lengths))
-        kept = {"codes": self.codes[:, :, used], "scales": self.scales[:, :, used]}
-        return kept | {"centre": self.centre, "mean_value": self.mean_value, "sketched": self.lengths}
+        kept, tokens = self.tensors.tensors(), max(self.lengths)
+        segments = segments_of(tokens) if tokens else 0
+        found = {name: kept[name][:, :, :tokens] for name in TOKENS}
+        found |= {name: kept[name][:, :, :segments] for name in SEGMENTS}
+        found |= {"mean_value": kept["mean_value"], "mean_key": self.mean_key, "value_key_covariance": self.covariance}
+        return found | {"sketched": self.lengths, "query_energies": self.energies}
 
     def restore(self, record: dict[str, Any], bulk: Bulk) -> None:
         """The inverse of `record`, which may hold other things as well, for an empty one of `bulk`."""
-        self.lengths = record["sketched"]
+        self.lengths, self.energies = record["sketched"], record["query_energies"]  # others may be known now
         if self.in_use:
             self._reserve(bulk.capacity)
-        used = slice(0, max(self.lengths))
-        self.codes[:, :, used], self.scales[:, :, used] = record["codes"], record["scales"]
-        self.centre.copy_(record["centre"])
-        self.mean_value.copy_(record["mean_value"])
-        for row in range(len(self.lengths)):
-            self._measure(slice(row, row + 1))
+        kept = self.tensors.tensors()
+        for name in (*TOKENS, *SEGMENTS):
+            kept[name][:, :, : record[name].shape[2]] = record[name]
+        kept["mean_value"].copy_(record["mean_value"])
+        self.mean_key.copy_(record["mean_key"])
+        self.covariance.copy_(record["value_key_covariance"])
+        kept["slopes"].copy_(self.covariance)
 
-    def _measure(self, rows: slice) -> None:
-        """Find the mean squared scale of rows of equal length, as if all of them had come at once."""
-        scales = self.scales[rows, :, : self.lengths[rows.start]].float()
-        self.mean_square[rows] = scales.square().sum(dim=2) / max(1, scales.shape[2])
+    def _take(self, rows: slice, known: int, length: int, read: Read) -> None:
+        """Code rows of equal `length` from where their first `known` tokens leave the open segment on."""
+        kept, last = self.tensors.tensors(), segment_start(length)
+        first = segment_start(known) if known else 0
+        step = max(1, 2**16 // (SEGMENT_TOKENS * self.mean_key.shape[1])) * SEGMENT_TOKENS
+        spans = [(start, min(start + step, last)) for start in range(first, last, step)] + [(last, length)]
+        for start, stop in spans:
+            keys, values = read(start, stop)
+            with without_autocast(keys.device):
+                energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
+                made = encode_segments(keys, energies, self.bits, last=stop == length)
+                new = max(0, known - start)
+                if new < stop - start:
+                    self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
+            segments = slice(start // SEGMENT_TOKENS, start // SEGMENT_TOKENS + made["units"].shape[2])
+            for name, tensor in made.items():
+                kept[name][rows, :, slice(start, stop) if name in TOKENS else segments] = tensor
+        kept["slopes"][rows] = self.covariance[rows].to(torch.bfloat16)
+        self.lengths[rows] = [length] * len(self.lengths[rows])
 
-    def _average(self, rows: slice, values: Tensor, count: int) -> None:
-        """Take values `[rows, kv_heads, tokens, value_dim]` into the mean, which is of `count` with them."""
-        new = values.float().mean(dim=2) - self.mean_value[rows]
-        self.mean_value[rows] += new * (values.shape[2] / count)
+    def _correlate(self, rows: slice, keys: Tensor, values: Tensor, before: int) -> None:
+        """Take tokens into the means and the covariance of `before` others, by Chan's merge."""
+        keys, values = keys.float(), values.float()
+        tokens, mean_value = keys.shape[2], self.tensors.mean_value
+        total = before + tokens
+        mean_key, mean = keys.mean(dim=2), values.mean(dim=2)
+        found = torch.matmul((values - mean.unsqueeze(2)).mT, keys - mean_key.unsqueeze(2)) / tokens
+        if not before:
+            self.mean_key[rows], mean_value[rows], self.covariance[rows] = mean_key, mean, found
+            return
+        off_key, off = mean_key - self.mean_key[rows], mean - mean_value[rows]
+        between = off.unsqueeze(-1) * off_key.unsqueeze(-2) * (before / total)
+        self.covariance[rows] += (found + between - self.covariance[rows]) * (tokens / total)
+        self.mean_key[rows] += off_key * (tokens / total)
+        mean_value[rows] += off * (tokens / total)
+
+    @torch.inference_mode(False)  # the new tensors are written to later, perhaps outside inference mode
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.tensors = Sketch(*(change(tensor) for tensor in self.tensors.tensors().values()))
+        self.mean_key, self.covariance = change(self.mean_key), change(self.covariance)
 
     @torch.inference_mode(False)  # as in __init__
     def _reserve(self, capacity: int) -> None:
         """Have room for so many tokens a row, as the bulk has."""
-        if capacity <= self.codes.shape[2]:
+        old, held = self.tensors, max(self.lengths)
+        if capacity <= old.codes.shape[2]:
             return
-        used = slice(0, min(max(self.lengths), self.codes.shape[2]))
-        for name in ("codes", "scales"):
-            old = getattr(self, name)
-            new = _empty(old.device, (*old.shape[:2], capacity, *old.shape[3:]), old.dtype)
-            new[:, :, used] = old[:, :, used]
-            setattr(self, name, new)
+        made = {}
+        for field in fields(Sketch):
+            tensor = getattr(old, field.name)
+            if field.name in TOKENS:
+                used = min(held, tensor.shape[2])
+                made[field.name] = _empty(tensor.device, (*tensor.shape[:2], capacity, *tensor.shape[3:]), tensor.dtype)
+            elif field.name in SEGMENTS:
+                used = tensor.shape[2]
+                made[field.name] = tensor.new_zeros(*tensor.shape[:2], segments_of(capacity), *tensor.shape[3:])
+            else:
+                made[field.name] = tensor
+                continue
+            made[field.name][:, :, :used] = tensor[:, :, :used]
+        self.tensors = Sketch(**made)
 
 
 def _empty(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -46,13 +46,14 @@ class TokenStore:
         track_moments: bool,
         update_moments: bool,
         sketch_bits: int | None,
+        energies: Tensor | None,
         residents: Residents,
         layer: int,
     ) -> None:
         """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`).
 
         `update_moments` False leaves the moments alone in `append`, so that only `absorb` adds to them. `sketch_bits`
-        None keeps no sketch. `residents` and `layer` are as for `Bulk`.
+        None keeps no sketch; `energies` are for it, see `BulkSketch`. `residents` and `layer` are as for `Bulk`.
         """
         self.sinks, self.window = sinks, window
         self.offloading, self.update_moments = offloading, update_moments
@@ -69,7 +70,7 @@ class TokenStore:
             self.near_values = self.near_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
             self.moments = RunningMoments(batch, kv_heads, keys.shape[3], keys.device) if track_moments else None
         self.bulk = Bulk(self.near_keys, self.near_values, offloading=offloading, residents=residents, layer=layer)
-        self.sketch = BulkSketch.of(self.near_keys, self.near_values, sketch_bits)
+        self.sketch = BulkSketch.of(self.near_keys, self.near_values, sketch_bits, energies)
 
     @property
     def batch(self) -> int:
@@ -184,10 +185,10 @@ class TokenStore:
         if update or not frozen:
             self._catch_up(slice(0, self.batch))
 
-    def keep_sketch(self, bits: int | None) -> None:
-        """Keep a sketch in `bits` bits a value or none, as if `sketch_bits` had been so from the start."""
-        if self.sketch is None or self.sketch.bits != bits:
-            self.sketch = BulkSketch.of(self.near_keys, self.near_values, bits)
+    def keep_sketch(self, bits: int | None, energies: Tensor | None) -> None:
+        """Keep a sketch or none, as if `sketch_bits` and `energies` had been these from the start."""
+        if self.sketch is None or not self.sketch.is_of(bits, energies):
+            self.sketch = BulkSketch.of(self.near_keys, self.near_values, bits, energies)
             if self.sketch is not None:
                 for row in self._single_rows():
                     self.sketch.follow(self.bulk, row)

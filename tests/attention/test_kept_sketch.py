@@ -11,7 +11,7 @@ from test_token_choice import EVERY, ask, filled, small  # noqa: F401 - a fixtur
 from torch import Tensor
 
 from qada_cache import QAdACache
-from qada_cache.kernels import sketch
+from qada_cache.sketch import codec
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.store import TokenStore
 
@@ -20,10 +20,13 @@ def test_device_bytes_are_as_computed() -> None:
     """Offloaded: sinks, window and sketch, and nothing that grows faster."""
     with accelerator():
         driver, _ = filled(tokens=300, offloading=True)
-        held = driver.layer.store.sketch
-        assert held.codes.shape[:3] == held.scales.shape == (2, 2, driver.layer.store.bulk.capacity)
-        assert held.codes.nbytes == held.codes.shape[2] * 2 * 2 * 4
-        assert held.token_bytes == 4 + 2
+        held, capacity = driver.layer.store.sketch, driver.layer.store.bulk.capacity
+        kept = held.tensors
+        assert kept.codes.shape[:3] == kept.scales.shape == (2, 2, capacity)
+        tokens, segments = capacity * (4 + 1), 1 * (2 * 16 + 2 * 16 + 4 + 4)  # 300 tokens are one segment
+        read = 4 * 16 + 2 * 16 * 16  # mean value and slopes
+        assert held.nbytes == 2 * 2 * (tokens + segments + read + 4 * 16 + 4 * 16 * 16)  # and what these are made of
+        assert kept.read_bytes(300) == 300 * (4 + 1) + segments + read
 
 
 def test_file_keeps_the_sketch(tmp_path: Path) -> None:
@@ -72,15 +75,17 @@ def test_does_not_depend_on_the_default_dtype(default: torch.dtype) -> None:
     inputs = Inputs(3)
     calls = [inputs(tokens) for tokens in (90, 1, 1)]
     expected = played(calls)[0]
-    sketch.rotation.cache_clear()
-    sketch._rotation.cache_clear()
+    codec.rotation.cache_clear()
+    codec._rotation.cache_clear()
     torch.set_default_dtype(default)
     try:
         outputs, store = played(calls)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.cat(outputs, dim=2), torch.cat(expected, dim=2))
-    assert store.sketch.centre.dtype == store.sketch.mean_value.dtype == torch.float32
+    kept = store.sketch.tensors
+    assert kept.units.dtype == kept.mean_value.dtype == store.sketch.covariance.dtype == torch.float32
+    assert kept.centres.dtype == kept.weights.dtype == kept.slopes.dtype == torch.bfloat16
 
 
 def test_is_the_same_under_autocast() -> None:
@@ -90,5 +95,5 @@ def test_is_the_same_under_autocast() -> None:
     expected = played(calls)[1].sketch.record
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = played(calls)[1].sketch.record
-    for name in ("codes", "scales", "centre"):
+    for name in ("codes", "scales", "units", "centres", "weights", "mean_squares"):
         assert torch.equal(found[name], expected[name])

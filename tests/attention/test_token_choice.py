@@ -1,7 +1,7 @@
 """Long-context heads that read chosen tokens, in a whole layer: what is kept, chosen, read and counted."""
 
 import copy
-import math
+import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -9,16 +9,18 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import WINDOW, Driver, Inputs, make_shared
+from harness import LOCAL, WINDOW, Driver, Inputs, make_shared
 from models import tiny
 from pair import Pair
 from scenarios import SCENARIOS, play, small_buffers
+from sketch_reference import estimates, half_variance, log_shares, unread
+from small_sketch import small_sketch
 from stand_in import accelerator
 from torch import Tensor
 
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.attention import far
-from qada_cache.kernels import sketch
+from qada_cache.sketch import BITS, selection
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.reading import prefetch
 
@@ -29,10 +31,8 @@ EVERY = StaticHeads(torch.ones(1, 4, dtype=torch.bool))
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Bulks of a few tokens have a sketch; few estimates are held at once."""
-    monkeypatch.setattr(sketch, "MIN_TOKENS", 6)
-    monkeypatch.setattr(sketch, "CENTRE_TOKENS", 5)
     monkeypatch.setattr(far, "BLOCK_SCORES", 200)
-    with small_buffers():
+    with small_buffers(), small_sketch():
         yield
 
 
@@ -41,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_reading_all_tokens_equals_reference(scenario: str, options: dict[str, Any], offloading: bool) -> None:
     """`Pair` also compares the sketch with one made anew of the reference's keys, after every call."""
-    with accelerator() if offloading else nullcontext():
+    with small_sketch(6, 16), accelerator() if offloading else nullcontext():  # of several segments
         pair = play(scenario, token_threshold=1e-30, offloading=offloading, **options)
     assert pair.layer.store.sketch is not None
     assert int(pair.layer.counters.sketched_bytes) > 0
@@ -60,45 +60,33 @@ def ask(driver: Driver, call: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return driver(*call, None, scaling=SCALING)[0]
 
 
-@pytest.mark.parametrize("bits", sketch.BITS)
-def test_equals_float64(bits: int) -> None:
-    """One decoded token: exact over what is near and what is chosen, and an estimate of the rest."""
-    driver, inputs = filled(sketch_bits=bits)
+@pytest.mark.parametrize("energies", [False, True])
+@pytest.mark.parametrize("bits", BITS)
+def test_equals_float64(bits: int, energies: bool) -> None:
+    """One decoded token: exact over what is near and what is selected, and an estimate of the rest."""
+    made = torch.rand(1, 2, 16, generator=torch.Generator().manual_seed(1)) if energies else None
+    driver, inputs = filled(sketch_bits=bits, query_energies=made)
     call = inputs(1)
-    out = ask(driver, call)
+    out = ask(driver, call)[:, :, 0].double()
     store = driver.layer.store
     length, near = store.bulk.lengths[0], slice(0, store.sinks + store.end)
     read = 0
-    for row in range(2):
-        for head in range(4):
-            kv, query = head // 2, call[2][row, head, 0].double()
-            at = row, kv, slice(0, length)
-            scores = SCALING * store.near_keys[row, kv, near].double() @ query
-            odd = sketch.decode(store.sketch.codes[at], bits).double() * store.sketch.scales[at].double()[:, None]
-            turn = sketch.rotation(16, torch.device("cpu")).double()
-
-            def estimate(query: Tensor, odd: Tensor = odd, turn: Tensor = turn, at: Any = at) -> Tensor:
-                turned = turn @ query
-                unit = turned.abs().max() / 127
-                score = odd @ (torch.round(turned / unit) * unit) + store.sketch.centre[at[:2]].double() @ query
-                spread = sketch.spread_of(bits) * store.sketch.scales[at].double() ** 2
-                return SCALING * score + spread * SCALING**2 * query.square().sum()
-
-            wanted = torch.zeros(length, dtype=torch.bool)
-            for sibling in (2 * kv, 2 * kv + 1):
-                asks = call[2][row, sibling, 0].double()
-                found = estimate(asks)
-                mass = torch.cat([SCALING * store.near_keys[row, kv, near].double() @ asks, found]).logsumexp(0)
-                bulk_tokens = store.lengths[row] - 11
-                wanted |= found >= mass - math.log(bulk_tokens)
-            rest = estimate(query)[~wanted].logsumexp(0) + math.log(sketch.REST_WEIGHT)
-            keys, values = store.bulk.keys[at][wanted].double(), store.bulk.values[at][wanted].double()
-            mean = store.bulk.values[at].double().mean(dim=0, keepdim=True)
-            weights = torch.cat([scores, SCALING * keys @ query, rest[None]]).softmax(0)
-            expected = weights @ torch.cat([store.near_values[row, kv, near].double(), values, mean])
-            torch.testing.assert_close(out[row, head, 0].double(), expected, rtol=1e-5, atol=1e-5)
-            read += int(wanted.sum())
-    assert 0 < read < 8 * length
+    for row, kv in itertools.product(range(2), range(2)):
+        query = call[2][row, 2 * kv : 2 * kv + 2, 0].double()
+        coded: dict[str, Any] = {"query": query, "sketch": store.sketch.tensors[row, kv], "scaling": SCALING}
+        found = estimates(**coded, length=length)
+        scores = SCALING * query @ store.near_keys[row, kv, near].double().mT
+        shares = log_shares(estimates=found, log_near=scores.logsumexp(dim=1), bulk_tokens=store.lengths[row] - LOCAL)
+        wanted = (shares >= 0).any(dim=0)
+        rest, stead = unread(**coded, estimates=found, read=wanted)
+        keys, values = (buffer[row, kv, :length][wanted].double() for buffer in (store.bulk.keys, store.bulk.values))
+        values = torch.cat([store.near_values[row, kv, near].double(), values])
+        for head in range(2):
+            every = torch.cat([scores[head], SCALING * keys @ query[head], rest[head, None]])
+            expected = every.softmax(dim=0) @ torch.cat([values, stead[head, None]])
+            torch.testing.assert_close(out[row, 2 * kv + head], expected, rtol=1e-5, atol=1e-5)
+        read += int(wanted.sum())
+    assert 0 < read < 4 * length
 
 
 def test_each_query_chooses_for_itself() -> None:
@@ -183,11 +171,15 @@ def test_what_is_too_rough_is_read_whole(offloading: bool, monkeypatch: pytest.M
                 driver, inputs = filled(batch=1, token_threshold=token_threshold, offloading=offloading)
                 call, held = inputs(tokens, 1), driver.layer.store.sketch
                 if limit is None:
-                    by_head = call[2].unflatten(1, (2, 2)).flatten(2, 3).square().sum(dim=-1) * SCALING**2
-                    spreads = sketch.spread_of(2) * held.mean_square[..., None] * by_head
-                    limit = float(spreads.amax(dim=-1).mean())  # between those of two heads
-                    rough = (spreads.amax(dim=-1) > limit)[0].tolist()
-                monkeypatch.setitem(sketch.MAX_SPREAD, 2, limit)
+                    told: dict[str, Any] = {"length": held.lengths[0], "scaling": SCALING}
+                    by_head = call[2][0].unflatten(0, (2, 2)).flatten(1, 2)  # [kv_heads, group * queries, dim]
+                    halves = [
+                        float(half_variance(query=by_head[kv], sketch=held.tensors[0, kv], **told).max())
+                        for kv in (0, 1)
+                    ]
+                    limit = sum(halves) / 2  # between those of two heads
+                    rough = [half > limit for half in halves]
+                monkeypatch.setitem(selection.UNRELIABLE, 2, limit)
                 before = int(driver.layer.counters.sketched_bytes)
                 outputs.append(ask(driver, call).unflatten(1, (2, 2))[0])
                 sketched.append(int(driver.layer.counters.sketched_bytes) - before)
@@ -205,10 +197,10 @@ def test_nothing_is_fetched_early_once_no_head_is_read_whole(monkeypatch: pytest
     with accelerator():
         driver, inputs = filled(batch=1, offloading=True)
         bulk = driver.layer.store.bulk
-        monkeypatch.setitem(sketch.MAX_SPREAD, 2, 0.0)
+        monkeypatch.setitem(selection.UNRELIABLE, 2, 0.0)
         ask(driver, inputs(1, 1))
         assert prefetch(bulk) > 0
-        monkeypatch.setitem(sketch.MAX_SPREAD, 2, torch.inf)
+        monkeypatch.setitem(selection.UNRELIABLE, 2, torch.inf)
         ask(driver, inputs(1, 1))
         assert not bulk.early
         assert prefetch(bulk) == 0
@@ -216,7 +208,7 @@ def test_nothing_is_fetched_early_once_no_head_is_read_whole(monkeypatch: pytest
 
 def test_stats_and_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted: sketch bytes of every flagged head, the bytes of what was chosen, and what it missed."""
-    monkeypatch.setitem(sketch.MAX_SPREAD, 2, torch.inf)
+    monkeypatch.setitem(selection.UNRELIABLE, 2, torch.inf)
     model = tiny("llama")
     ids = torch.randint(0, model.config.vocab_size, (2, 150), generator=torch.Generator().manual_seed(0))
     heads = StaticHeads(torch.ones(model.config.num_hidden_layers, model.config.num_attention_heads, dtype=torch.bool))
@@ -232,8 +224,12 @@ def test_stats_and_audit(monkeypatch: pytest.MonkeyPatch) -> None:
         store = cache.layers[0].store
         head_bytes = 2 * store.near_keys.shape[3] * store.near_keys.element_size()
         lengths = [120 + step for step in range(1, 11)]  # at most: some are staged still
-        assert 0 < stats.offered_bytes <= len(stats.layers) * 2 * store.near_keys.shape[1] * head_bytes * sum(lengths)
-        assert stats.sketched_bytes == stats.offered_bytes // head_bytes * store.sketch.token_bytes
+        heads = len(stats.layers) * 2 * store.near_keys.shape[1]
+        assert 0 < stats.offered_bytes <= heads * head_bytes * sum(lengths)
+        # 2 bits of 8 channels and a scale a token; a centre, weights, a unit and a mean square a segment; a mean value
+        # and slopes a head.
+        once = (2 + 2) * 8 + 4 + 4 + 4 * 8 + 2 * 8 * 8
+        assert stats.sketched_bytes == stats.offered_bytes // head_bytes * (2 + 1) + 10 * heads * once
         assert stats.read_share == (stats.pulled_bytes + stats.sketched_bytes) / stats.offered_bytes
         missed.append(stats.audit.missed)
         shares.append(stats.read_share)

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pair import stored_tokens
 from scenarios import left_padded, small_buffers
+from small_sketch import small_sketch
 from stateful import walks
 from torch import Tensor
 from transformers import LlamaConfig
 
 from qada_cache import QAdACache
 from qada_cache.files import private_map
-from qada_cache.kernels import sketch
 
 pytestmark = pytest.mark.skipif(not private_map.AVAILABLE, reason="needs Linux")
 LONGEST = 120  # tokens a row
@@ -101,7 +101,7 @@ class CopyMachine(RuleBasedStateMachine):
     def build(self, token_threshold: float, offloading: bool, batch: int, seed: int, tokens: int, padded: bool) -> None:
         self.environment.enter_context(small_buffers())
         self.environment.enter_context(anything())
-        self.environment.enter_context(mock.patch.object(sketch, "MIN_TOKENS", 6))
+        self.environment.enter_context(small_sketch(6, 16))  # of several segments
         self.folder = Path(self.environment.enter_context(tempfile.TemporaryDirectory()))
         self.inputs, self.generator = Inputs(seed), torch.Generator().manual_seed(seed)
         options = {"token_threshold": token_threshold, "offloading": offloading}

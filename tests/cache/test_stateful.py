@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pair import Pair, stored_tokens
 from scenarios import left_padded, poisoned_padding, small_buffers
+from small_sketch import small_sketch
 from stand_in import accelerator
 from stateful import walks
 from torch import Tensor
@@ -26,7 +27,6 @@ from transformers import LlamaConfig
 
 from qada_cache import KeyMoments, QAdACache, StaticHeads
 from qada_cache.files import private_map
-from qada_cache.kernels import sketch
 
 LONGEST = 120  # tokens a row; the reference takes its time
 
@@ -98,7 +98,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.environment.enter_context(accelerator())
         if shared:  # with copies and files, however little there is
             self.environment.enter_context(mock.patch.object(private_map, "WORTH", 0))
-        self.environment.enter_context(mock.patch.object(sketch, "MIN_TOKENS", 6))
+        self.environment.enter_context(small_sketch(6, 16))  # of several segments
         self.config, self.inputs, self.batch = tiny_config(), Inputs(seed), batch
         self.generator = torch.Generator().manual_seed(seed)
         cache = QAdACache(

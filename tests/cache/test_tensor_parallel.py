@@ -70,7 +70,7 @@ def test_collected_moments(ranks: list[dict[str, Any]], model: PreTrainedModel, 
     whole = KeyMoments.collect(model, progress=False)
     first, second = (KeyMoments.load(folder / f"moments-{rank}.safetensors") for rank in range(2))
     assert first.rotations == whole.rotations
-    for name in ("mean", "covariance"):
+    for name in ("mean", "covariance", "query_energies"):
         torch.testing.assert_close(getattr(first, name), getattr(whole, name), rtol=1e-4, atol=1e-4)
         assert getattr(first, name).equal(getattr(second, name))
     assert [rank["collections"] for rank in ranks] == [[1, 0, 0, 1]] * 2

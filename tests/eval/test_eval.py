@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compilers import needs_compiler
+from small_sketch import small_sketch
 
 from qada_cache import KeyMoments, StaticHeads
 from qada_cache.key_moments.key_moments import KEPT
@@ -77,12 +78,11 @@ def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     from eval import benchmark
     from eval.models import workloads
     from eval.timing import hardware
-    from qada_cache.kernels import sketch
 
     monkeypatch.setattr(hardware, "SIZE", 1 << 20)
-    monkeypatch.setattr(sketch, "MIN_TOKENS", 64)
     arguments = ["--model", "tiny", "--tokens", "300", "--steps", "2", "--rounds", "1", "--device", "cpu"]
-    assert benchmark.main([*arguments, "--out", str(tmp_path)]) == 0
+    with small_sketch(64):
+        assert benchmark.main([*arguments, "--out", str(tmp_path)]) == 0
     with (tmp_path / "benchmark-tiny-cpu.csv").open() as file:
         rows = {row["method"]: row for row in csv.DictReader(file)}
     forced = {f"QAdACache f={fraction:g}" for fraction in workloads.FRACTIONS}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import prompt, tiny
 from reference import gaussian_log_bulk, key_moments
+from small_sketch import small_sketch
 from transformers import DynamicCache, PreTrainedModel
 
 pytest.importorskip("lm_eval", reason="trials take documents from lm-eval")
@@ -21,7 +22,6 @@ from eval.texts import documents
 from eval.texts.documents import Document
 from qada_cache import KeyMoments, QAdACache, needle
 from qada_cache.attention import decode
-from qada_cache.kernels import sketch
 
 
 @pytest.fixture(scope="module")
@@ -100,18 +100,20 @@ def test_reading_some_tokens(model: PreTrainedModel, document: Document, known: 
 
 
 def test_the_product_s_way_of_reading_tokens(
-    model: PreTrainedModel, document: Document, known: ways.Knowledge, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, document: Document, known: ways.Knowledge
 ) -> None:
     """All tokens are full attention, and cost the sketch on top; of some, it matters what counts of the rest."""
-    monkeypatch.setattr(sketch, "MIN_TOKENS", 32)
-    every, some, without, gated, whole = rows_of(
-        model, document, known, Way("dense", read="sketch of 2 bits, 1e-30"),
-        Way("dense", read="sketch of 2 bits, 2.0"), Way("dense", read="sketch of 2 bits and nothing of the rest, 2.0"),
-        Way("qada", "current", "any", 0.4, "sketch of 2 bits, 2.0"), Way("qada", "current", "any", 0.4),
-    )  # fmt: skip
+    with small_sketch(32):
+        every, some, without, gated, whole = rows_of(
+            model, document, known, Way("dense", read="sketch of 2 bits, 1e-30"),
+            Way("dense", read="sketch of 2 bits, 2.0"),
+            Way("dense", read="sketch of 2 bits and nothing of the rest, 2.0"),
+            Way("qada", "current", "any", 0.4, "sketch of 2 bits, 2.0"), Way("qada", "current", "any", 0.4),
+        )  # fmt: skip
     assert float(every["kl"]) == pytest.approx(0, abs=1e-6)
-    dim = model.config.head_dim
-    assert float(every["bytes_read"]) == pytest.approx(1 + (2 * dim + 16) / (2 * 16 * dim), abs=1e-3)
+    dim, stored = model.config.head_dim, document.prompt.shape[1] - 1 - 128  # of which nothing is flushed later
+    sketched = stored * (dim // 4 + 1) + (4 * dim + 8) + dim * (4 + 2 * dim)  # tokens, one segment, unread values
+    assert float(every["bytes_read"]) == pytest.approx(1 + sketched / (stored * 4 * dim), abs=1e-3)
     assert float(some["bytes_read"]) == pytest.approx(
         float(without["bytes_read"]), abs=0.01
     )  # layers above choose anew

@@ -86,7 +86,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "names swapped": (swap_tensors, r"was altered after it was written \(checksum mismatch\)"),
     "no checksum": (drop_checksum, r"was altered after it was written \(checksum mismatch\)"),
     "no state": (drop_state, r"was altered after it was written \(checksum mismatch\)"),
-    "newer": (newer_version, "has format version '3', this qada-cache reads 2: upgrade"),
+    "newer": (newer_version, "has format version '4', this qada-cache reads 3: upgrade"),
     "foreign": (lambda path: save_file({"x": torch.ones(2)}, path), "is not a qada-cache file .*nothing about what it"),
 }
 

@@ -17,8 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from qada_cache.kernels import sketch
 from qada_cache.kernels.triton import decode as triton_decode
+from qada_cache.sketch import Sketch, segments_of
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1"}
@@ -80,6 +80,20 @@ def launches(
     return [recorder for recorder in recorders.values() if recorder.arguments]
 
 
+def sketch(*, kv_heads: int, dim: int, value_dim: int, capacity: int, bits: int) -> Sketch:
+    heads, segments = (2, kv_heads), segments_of(capacity) if capacity else 0
+    return Sketch(
+        codes=torch.zeros(*heads, capacity, dim * bits // 8, dtype=torch.uint8),
+        scales=torch.zeros(*heads, capacity, dtype=torch.uint8),
+        units=torch.zeros(*heads, segments),
+        centres=torch.zeros(*heads, segments, dim, dtype=torch.bfloat16),
+        weights=torch.ones(*heads, segments, dim, dtype=torch.bfloat16),
+        mean_squares=torch.zeros(*heads, segments),
+        mean_value=torch.zeros(*heads, value_dim),
+        slopes=torch.zeros(*heads, value_dim, dim, dtype=torch.bfloat16),
+    )
+
+
 def check(recorder: Recorder, capability: int, label: str) -> None:
     target = GPUTarget("cuda", capability, 32)
     options = {name: value for name, value in recorder.arguments.items() if name == "num_stages"}
@@ -125,11 +139,7 @@ def main() -> None:
             options[f"{prefix}covariance"] = torch.zeros(1, kv_heads, dim, dim)
         if bits:
             options |= {
-                "codes": torch.zeros(2, kv_heads, capacity, sketch.code_bytes(dim, bits), dtype=torch.uint8),
-                "scales": torch.zeros(2, kv_heads, capacity, dtype=torch.bfloat16),
-                "centre": torch.zeros(2, kv_heads, dim),
-                "mean_square": torch.zeros(2, kv_heads),
-                "mean_value": torch.zeros(2, kv_heads, value_dim),
+                "sketch": sketch(kv_heads=kv_heads, dim=dim, value_dim=value_dim, capacity=capacity, bits=bits),
                 "sketched": torch.zeros((), dtype=torch.int64),
                 "token_threshold": 1.0,
             }

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from reference import decide, error_budget, key_moments, log_local_fraction, log_mass, log_masses, naive_attention
 from reference import visible_tokens as visible
-from sketch_reference import estimates, log_shares
+from sketch_reference import estimates, half_variance, log_shares, sketch_bytes, unread
 from torch import Tensor
 
-from qada_cache.kernels import sketch
+from qada_cache import sketch
+from qada_cache.sketch import Sketch, encode_segments, segments_of, selection
 from qada_cache.storage.geometry import call_geometry
 
 SINKS, WINDOW = 3, 8
@@ -89,19 +90,28 @@ class Scene:
             self._make_sketch(capacity, made)
 
     def _make_sketch(self, capacity: int, made: torch.Generator) -> None:
-        shape = self.batch, self.kv_heads, capacity
-        self.codes = torch.randint(0, 256, (*shape, sketch.code_bytes(self.dim, self.bits)), generator=made).byte()
-        self.scales = torch.full(shape, torch.nan, dtype=torch.bfloat16)
-        self.centre = torch.full((*shape[:2], self.dim), torch.nan)
-        self.mean_square = torch.full(shape[:2], torch.nan)
-        self.mean_value = torch.full((*shape[:2], self.stored[1].shape[3]), torch.nan)
+        heads, value_dim = (self.batch, self.kv_heads), self.stored[1].shape[3]
+        segments = segments_of(capacity) if capacity else 0
+        size = self.dim * self.bits // 8
+        self.sketch = Sketch(
+            codes=torch.randint(0, 256, (*heads, capacity, size), generator=made).byte(),
+            scales=torch.randint(0, 256, (*heads, capacity), generator=made).byte(),
+            units=torch.full((*heads, segments), torch.nan),
+            centres=torch.full((*heads, segments, self.dim), torch.nan, dtype=torch.bfloat16),
+            weights=torch.full((*heads, segments, self.dim), torch.nan, dtype=torch.bfloat16),
+            mean_squares=torch.full((*heads, segments), torch.nan),
+            mean_value=torch.full((*heads, value_dim), torch.nan),
+            slopes=torch.full((*heads, value_dim, self.dim), torch.nan, dtype=torch.bfloat16),
+        )
+        energies = 0.1 + 3 * torch.rand(self.kv_heads, self.dim, generator=made).square()
         for row in self.sketched_rows():
-            keys = self.keys[row][:, SINKS : SINKS + self.counts[row]]
-            self.centre[row] = keys[:, :20].float().mean(dim=1)
-            at = row, slice(None), slice(0, self.counts[row])
-            self.codes[at], self.scales[at] = sketch.encode(keys, self.centre[row], self.bits)
-            self.mean_square[row] = self.scales[at].double().square().mean(dim=-1)
-            self.mean_value[row] = self.values[row][:, SINKS : SINKS + self.counts[row]].float().mean(dim=1)
+            keys, values = (part[row][:, SINKS : SINKS + self.counts[row]] for part in (self.keys, self.values))
+            for name, part in encode_segments(keys, energies, self.bits, last=True).items():
+                getattr(self.sketch, name)[row, :, : part.shape[1]] = part
+            keys, values = keys.double(), values.double()
+            mean = values.mean(dim=1, keepdim=True)
+            self.sketch.mean_value[row] = mean[:, 0]
+            self.sketch.slopes[row] = (values - mean).mT @ (keys - keys.mean(dim=1, keepdim=True)) / keys.shape[1]
 
     def sketched_rows(self) -> list[int]:
         """Rows whose tokens are chosen."""
@@ -109,20 +119,21 @@ class Scene:
 
     def sketch_arguments(self, device: str, token_threshold: float) -> dict[str, Any]:
         """Those of `fused_decode` that have tokens chosen."""
-        made = {"codes": self.codes, "scales": self.scales, "centre": self.centre}
-        made |= {"mean_square": self.mean_square, "mean_value": self.mean_value}
-        made["sketched"] = torch.zeros((), dtype=torch.int64)
-        return {name: t.to(device) for name, t in made.items()} | {"token_threshold": token_threshold}
+        placed = Sketch(**{name: tensor.to(device) for name, tensor in self.sketch.tensors().items()})
+        sketched = torch.zeros((), dtype=torch.int64, device=device)
+        return {"sketch": placed, "sketched": sketched, "token_threshold": token_threshold}
 
     def _queries(self, row: int, head: int) -> Tensor:
         return self.query[row, head * self.group : (head + 1) * self.group, 0]
 
+    def _told(self, row: int, head: int) -> dict[str, Any]:
+        """What `sketch_reference` is to know of a KV head."""
+        told = {"query": self._queries(row, head), "sketch": self.sketch[row, head]}
+        return told | {"length": self.counts[row], "scaling": self.scaling}
+
     def estimates(self, row: int, head: int) -> Tensor:
         """What `estimates` says of one KV head's bulk `[group, tokens]`."""
-        count = self.counts[row]
-        coded = {"codes": self.codes[row, head, :count], "scales": self.scales[row, head, :count]}
-        coded["centre"] = self.centre[row, head]
-        return estimates(query=self._queries(row, head), **coded, scaling=self.scaling)
+        return estimates(**self._told(row, head))
 
     def log_shares(self, row: int, head: int) -> Tensor:
         """What `log_shares` says of it `[group, tokens]`."""
@@ -147,9 +158,9 @@ class Scene:
     def chosen(self, flags: Tensor, token_threshold: float) -> dict[tuple[int, int], Tensor]:
         """Of KV heads with a flagged head, by row and head: bool `[tokens]`, what they read of a sketched bulk.
 
-        Without those that find the sketch too rough.
+        Without those that find the sketch unreliable.
         """
-        limit = sketch.MAX_SPREAD[self.bits] if self.bits else 0.0
+        limit = selection.UNRELIABLE[self.bits] if self.bits else 0.0
         return {
             (row, head): (self.log_shares(row, head) >= math.log(token_threshold))[flags[row, head]].any(dim=0)
             for row in self.sketched_rows() for head in range(self.kv_heads)
@@ -157,10 +168,13 @@ class Scene:
         }  # fmt: skip
 
     def half_variance(self, row: int, head: int) -> Tensor:
-        """Half the variance of what estimates of a KV head are off by, of each query head `[group]`."""
-        squares = self.scales[row, head, : self.counts[row]].double().square().mean()
-        error = sketch.ERRORS[self.bits] / (sketch.STEPS[self.bits] / 2) ** 2 * squares
-        return self._queries(row, head).double().square().sum(dim=-1) * self.scaling**2 * error / 2
+        """What `half_variance` says of it `[group]`."""
+        return half_variance(**self._told(row, head))
+
+    def sketched_bytes(self, chosen: dict[tuple[int, int], Tensor]) -> int:
+        """What is read of the sketch, where `chosen` is."""
+        sizes = {"dim": self.dim, "value_dim": self.stored[1].shape[3], "bits": self.bits}
+        return sum(sketch_bytes(len(tokens), **sizes) for tokens in chosen.values())
 
     def arguments(self, device: str, *, pin: bool = False) -> dict[str, Any]:
         """Those of `fused_decode` but for what decides, on `device`; the bulk in pinned memory if `pin`."""
@@ -248,13 +262,17 @@ class Scene:
                 continue
             local = ~flags[row].flatten()
             mask = visible(local=local, position=length - 1, tokens=length, **SIZES)
-            rest = torch.full((len(local), 1), -torch.inf, dtype=torch.float64)  # what is estimated of tokens not read
+            # What stands for the tokens that are not read: its weight, its value.
+            rest = torch.full((len(local), 1), -torch.inf, dtype=torch.float64)
+            stead = torch.zeros(len(local), values.shape[2], dtype=torch.float64)
             for head in range(self.kv_heads):
                 if chosen and (row, head) in chosen:
                     group = slice(head * self.group, (head + 1) * self.group)
-                    mask[group, SINKS : SINKS + self.counts[row]] &= chosen[row, head]
-                    unread = self.estimates(row, head)[:, ~chosen[row, head]].logsumexp(dim=1, keepdim=True)
-                    rest[group] = unread.masked_fill(local[group, None], -torch.inf) + math.log(sketch.REST_WEIGHT)
+                    mask[group, SINKS : SINKS + self.counts[row]] &= (read := chosen[row, head])
+                    told = self._told(row, head)
+                    del told["length"]
+                    weight, stead[group] = unread(**told, estimates=self.estimates(row, head), read=read)
+                    rest[group] = weight[:, None].masked_fill(local[group, None], -torch.inf)
             given = {"query": self.query[row][None], "keys": keys[None], "values": values[None]}
             given |= {"scaling": self.scaling, "mask": mask[None, :, None]}
             expected, lowp = (naive_attention(**given, dtype=dtype)[0, :, 0] for dtype in (torch.float64, self.dtype))
@@ -264,9 +282,8 @@ class Scene:
                     for head, (query, seen) in enumerate(zip(self.query[row, :, 0], mask, strict=True))
                 ]
                 share = torch.sigmoid(rest - torch.tensor(near, dtype=torch.float64)[:, None])
-                mean = self.mean_value[row].nan_to_num().repeat_interleave(self.group, dim=0).double()
-                expected = expected + share * (mean - expected)
-                lowp = (lowp.double() + share * (mean - lowp.double())).to(self.dtype)
+                expected = expected + share * (stead - expected)
+                lowp = (lowp.double() + share * (stead - lowp.double())).to(self.dtype)
             error = (out[row, :, 0].double() - expected).abs().max()
             budget = error_budget(reference64=expected, lowp=lowp)
             assert error <= budget, f"row {row} is off by {error:.3g}, budget {budget:.3g}"

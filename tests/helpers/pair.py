@@ -13,8 +13,9 @@ from reference_layer import ReferenceLayer
 from torch import Tensor
 
 from qada_cache import KeyMoments, StaticHeads
-from qada_cache.kernels import sketch
+from qada_cache.sketch import encode_segments
 from qada_cache.state.layer import QAdALayer
+from qada_cache.storage import bulk_sketch
 from qada_cache.storage.store import TokenStore
 
 
@@ -166,22 +167,23 @@ class Pair:
 
     def _check_sketch(self) -> None:
         """It is of every row with enough in the bulk, and what these tokens give whatever became of others before."""
-        store = self.layer.store
-        known, bits = store.sketch, store.sketch.bits
+        store, energies = self.layer.store, self.layer.options.query_energies
+        known, energies = store.sketch, None if energies is None else energies[self.layer.index]
+        kept = known.tensors.tensors()
         for row, length in enumerate(store.bulk.lengths):
-            assert known.lengths[row] == (length if length >= sketch.MIN_TOKENS else 0)
+            assert known.lengths[row] == (length if length >= bulk_sketch.MIN_TOKENS else 0)
             if known.lengths[row]:
                 bulk = slice(store.sinks, store.sinks + length)
-                keys, values = (kept[row][:, bulk] for kept in (self.reference.keys, self.reference.values))
-                centre = keys[:, : min(sketch.CENTRE_TOKENS, sketch.MIN_TOKENS)].mean(dim=1)
-                codes, scales = sketch.encode(keys, centre.float(), bits)
-                differ = known.codes[row, :, :length].cpu() != codes  # a value between two codes may fall either way
-                assert differ.float().mean() < 0.01
-                torch.testing.assert_close(known.scales[row, :, :length].cpu(), scales, rtol=0.02, atol=0)
-                square = scales.float().square().mean(dim=1)
-                torch.testing.assert_close(known.mean_square[row].cpu(), square, rtol=0.02, atol=0)
-                mean = values.mean(dim=1).float()
-                torch.testing.assert_close(known.mean_value[row].cpu(), mean, rtol=1e-5, atol=1e-5)
+                keys, values = (tokens[row][:, bulk] for tokens in (self.reference.keys, self.reference.values))
+                for name, made in encode_segments(keys, energies, known.bits, last=True).items():
+                    found = kept[name][row, :, : made.shape[1]].cpu()
+                    assert torch.equal(found, made), f"{name} of row {row} are not those of its tokens"
+                mean = values.mean(dim=1, keepdim=True)
+                slopes = (values - mean).mT @ (keys - keys.mean(dim=1, keepdim=True)) / length
+                for found, true in ((kept["mean_value"], mean[:, 0]), (known.covariance, slopes)):
+                    torch.testing.assert_close(found[row].cpu().double(), true, rtol=1e-5, atol=1e-5)
+                # bfloat16 has 8 bits
+                torch.testing.assert_close(kept["slopes"][row].cpu().double(), slopes, rtol=2**-8, atol=1e-5)
 
     def _check_moments(self, row: int) -> None:
         moments, reference = self.layer.store.moments, self.reference

@@ -13,12 +13,13 @@ import pytest
 import torch
 from models import SMALL, forced, prompt, tiny
 from scenarios import small_buffers
+from small_sketch import small_sketch
 from stand_in import accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache, StaticHeads
-from qada_cache.kernels import sketch
+from qada_cache.sketch import BITS, selection
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels.triton import decode as triton_decode
@@ -36,12 +37,13 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few tokens have a sketch, and are split; it may be rough, as this model's scores lie far apart."""
-    monkeypatch.setattr(sketch, "MIN_TOKENS", 32)
-    monkeypatch.setattr(sketch, "MAX_SPREAD", dict.fromkeys(sketch.BITS, 20.0))
+    monkeypatch.setattr(selection, "UNRELIABLE", dict.fromkeys(BITS, 20.0))
     monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 20)
     monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
+    with small_sketch(32):
+        yield
 
 
 @contextmanager
@@ -51,7 +53,7 @@ def path(kernels: str, device: str | None) -> Iterator[list[bool]]:
     seen, original = [], triton_decode.fused_decode
 
     def spy(*args: Any, **kwargs: Any) -> Any:
-        seen.append("codes" in kwargs)
+        seen.append("sketch" in kwargs)
         return original(*args, **kwargs)
 
     with ExitStack() as stack:

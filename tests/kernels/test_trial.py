@@ -6,6 +6,7 @@ The kernel is Triton's under its interpreter, or a stand-in of the reference tha
 import ctypes
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from torch import Tensor
 from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache
-from qada_cache.kernels import choice, decode_reference, sketch
+from qada_cache.kernels import choice, decode_reference
+from qada_cache.sketch import MIN_TOKENS, Sketch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels.triton import decode, trial
@@ -91,13 +93,19 @@ def changed(**changes: Callable[[Any], Any]) -> Changed:
     return lambda told: told | {name: change(told[name]) for name, change in changes.items() if name in told}
 
 
+def resketched(**changes: Callable[[Tensor], Tensor]) -> Changed:
+    def change(sketch: Sketch) -> Sketch:
+        return replace(sketch, **{name: one(getattr(sketch, name)) for name, one in changes.items()})
+
+    return changed(sketch=change)
+
+
 def without_column(mask: Tensor) -> Tensor:
     mask = mask.clone()
     mask[0, mask[0].nonzero()[-1]] = False
     return mask
 
 
-SKETCH = ("codes", "scales", "centre", "mean_square")
 WRONG: dict[str, tuple[Changed, str]] = {
     "a token too few": (changed(bulk_lengths=lambda lengths: lengths - 1), "off by"),
     "a token too many": (changed(bulk_lengths=lambda lengths: lengths + 1), "off by nan"),
@@ -114,10 +122,14 @@ WRONG: dict[str, tuple[Changed, str]] = {
     "bytes not counted": (lambda told: told | {"pulled": torch.zeros_like(told["pulled"])}, "counts"),
 }
 WRONG_SKETCHES: dict[str, tuple[Changed, str]] = {
-    "nothing of the rest": (changed(mean_value=lambda _: None), "off by"),
+    "nothing for the rest": (resketched(mean_value=torch.zeros_like, slopes=torch.zeros_like), "off by"),
+    "the mean for the rest": (resketched(slopes=torch.zeros_like), "off by"),
     "more tokens chosen": (changed(token_threshold=lambda share: share / 8), "off by"),
-    "too rough a sketch": (changed(mean_square=torch.zeros_like), "counts"),
-    "all tokens read": (changed(**dict.fromkeys(SKETCH, lambda _: None)), "off by"),
+    "times the weights": (resketched(weights=torch.reciprocal), "off by"),
+    "no centres": (resketched(centres=torch.zeros_like), "off by"),
+    "one segment for another": (resketched(units=lambda units: units.flip(2)), "off by"),
+    "an unreliable sketch": (resketched(mean_squares=torch.zeros_like), "off by"),
+    "all tokens read": (changed(sketch=lambda _: None), "off by"),
     "codes not counted": (lambda told: told | {"sketched": torch.zeros_like(told["sketched"])}, "counts"),
 }
 
@@ -192,7 +204,7 @@ def test_tried_once_and_then_taken(calls: list[dict[str, Any]], caplog: pytest.L
     for _ in range(3):
         assert choice.fused_decode(QUERY, BULK, BULK, "gaussian", "auto") is decode.fused_decode
     assert len(calls) == 2  # one by each rule of groups
-    assert all(call["query"].shape == (3, 6, 1, 16) and "codes" not in call for call in calls)
+    assert all(call["query"].shape == (3, 6, 1, 16) and "sketch" not in call for call in calls)
     others: list[tuple[Tensor, Tensor, int | None]] = [
         (QUERY, BULK, 2), (QUERY.bfloat16(), BULK.bfloat16(), None), (QUERY[:, :2], BULK, None),
         (QUERY[..., :8], BULK[..., :8], None),
@@ -274,10 +286,10 @@ def test_a_cache_that_chooses_tokens(calls: list[dict[str, Any]], monkeypatch: p
     """The kernels that choose are tried when there is a sketch to choose by, and not before."""
     model = tiny(max_position_embeddings=4096, num_hidden_layers=1, num_attention_heads=4, head_dim=16)
     cache = QAdACache(model, moments="current", token_threshold=1.0, threshold=0.9)
-    ids = torch.randint(1, 90, (1, sketch.MIN_TOKENS + 300), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1, 90, (1, MIN_TOKENS + 300), generator=torch.Generator().manual_seed(0))
     tried = []
     for part in (ids[:, :500], ids[:, :1], ids[:, 500:], ids[:, :1], ids[:, :1]):
         model(part, past_key_values=cache)
-        tried.append(["codes" in call for call in calls])
+        tried.append(["sketch" in call for call in calls])
         calls.clear()
     assert tried == [[], [False] * 3, [], [True] * 3, [True]]

@@ -4,17 +4,19 @@ The interpreter runs where `TRITON_INTERPRET=1`, which `conftest.py` sets; `make
 `gpu`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from compilers import needs_compiler
 from decode_scene import RAGGED, SINKS, WINDOW, Scene
+from small_sketch import small_sketch
 from torch import Tensor
 
-from qada_cache.kernels import decode_reference, sketch
+from qada_cache.kernels import decode_reference
 from qada_cache.kernels.cpu import compiled, compiled_decode
+from qada_cache.sketch import Sketch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels.triton import decode as triton_decode
@@ -36,12 +38,13 @@ Path = tuple[Callable[..., tuple[Tensor, Tensor]], str]
 
 
 @pytest.fixture(autouse=True)
-def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three splits for the longest row of `RAGGED`, whose last ones are empty for shorter rows."""
     monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 100)
     monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
     monkeypatch.setattr(compiled, "SPLIT_TOKENS", 100)
-    monkeypatch.setattr(sketch, "MIN_TOKENS", 40)
+    with small_sketch(40):
+        yield
 
 
 def run(path: Path, scene: Scene, *, pin: bool = False, **decision: Any) -> tuple[Tensor, Tensor]:
@@ -191,6 +194,8 @@ def test_rows_do_not_matter(path: Path, bits: int) -> None:
         for name, value in arguments.items():
             if isinstance(value, Tensor) and value.dim() and len(value) > 1:
                 arguments[name] = value[row : row + 1]
+            elif isinstance(value, Sketch):
+                arguments[name] = Sketch(*(tensor[row : row + 1] for tensor in value.tensors().values()))
         alone = function(**arguments)
         assert torch.equal(alone[0][0], whole[0][row])
         assert torch.equal(alone[1][0], whole[1][row])

@@ -1,5 +1,7 @@
 """`stats()` tells the truth about bytes, and there are no more of them than there have to be."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,13 @@ from harness import WINDOW, FakeAttention, Inputs
 from models import forced, prompt, tiny
 from pair import Pair
 from scenarios import left_padded
+from small_sketch import small_sketch
 from stand_in import DEVICES, Copies, on_gpu
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig
 
 from qada_cache import QAdACache
-from qada_cache.kernels import sketch
+from qada_cache.sketch import segments_of
 from qada_cache.storage import bulk, store
 
 
@@ -59,20 +62,30 @@ def reachable_bytes(cache: QAdACache) -> int:
     return sum(map(block_bytes, storages(cache.layers).values()))
 
 
+@pytest.fixture
+def small() -> Iterator[None]:
+    """Few tokens have a sketch, of several segments."""
+    with small_sketch(6, 16):
+        yield
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("offloading", "budget"), [(False, 0), (True, 0), (True, 0.5)])
-@pytest.mark.parametrize("token_threshold", [0.0, 1e-30])  # which reads all tokens, by a sketch
+@pytest.mark.parametrize(("token_threshold", "energies"), [(0.0, False), (1e-30, False), (1e-30, True)])
+@pytest.mark.usefixtures("small")
 def test_stats_count_real_storages(
     token_threshold: float,
+    energies: bool,
     offloading: bool,
     budget: float,
     device: str,
     copies: Copies,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sketch, "MIN_TOKENS", 6)
+    """Where tokens are chosen, all are, by a sketch."""
     cache, pairs = small_cache(offloading=offloading, device_budget=budget, token_threshold=token_threshold)
+    if energies:
+        cache._shared.options = replace(cache.options, query_energies=torch.rand(2, 2, 16) + 0.1)
     stats = cache.stats()
     assert (stats.device_bytes, stats.host_bytes) == (0, 0)
 
@@ -84,10 +97,15 @@ def test_stats_count_real_storages(
         assert stats.host_bytes == (host if offloading else 0)
         assert stats.device_bytes + stats.host_bytes == reachable_bytes(cache)
         for one in stores if token_threshold else ():
-            held, heads = one.sketch, one.batch * 2
-            assert held.codes.nbytes + held.scales.nbytes == heads * held.codes.shape[2] * (16 // 4 + 2)
-            assert held.codes.shape[2] <= one.bulk.capacity
-            assert held.centre.nbytes + held.mean_value.nbytes + held.mean_square.nbytes == heads * (16 + 16 + 1) * 4
+            kept, room = one.sketch.tensors, one.sketch.tensors.codes.shape[2]
+            assert 0 < room <= one.bulk.capacity
+            tokens, segments = room * (16 // 4 + 1), segments_of(room) * (2 * 16 + 2 * 16 + 4 + 4)
+            read = 4 * 16 + 2 * 16 * 16  # mean value and slopes
+            assert sum(tensor.nbytes for tensor in vars(kept).values()) == one.batch * 2 * (tokens + segments + read)
+            # Beside these, the mean key and the covariance in float32, and the queries' energies.
+            whole = one.batch * 2 * (tokens + segments + read + 4 * 16 + 4 * 16 * 16) + energies * 4 * 2 * 16
+            assert one.sketch.nbytes == whole
+            assert one.sketch.nbytes == sum(map(block_bytes, storages(one.sketch).values()))
 
     inputs = Inputs(device=device)
     for tokens in (60, 1, 20, 1, WINDOW, 1):
@@ -179,7 +197,8 @@ def test_offloaded_device_bytes_do_not_grow(token_threshold: float, device: str,
                 pair.driver(*inputs(count), None, scaling=0.25)
             assert pair.layer.index == index
         held = [pair.layer.store.sketch for pair in pairs]
-        sketched = sum(t.nbytes for one in held if one for t in vars(one).values() if isinstance(t, Tensor))
+        sketched = sum(map(block_bytes, storages(held).values()))
+        assert (sketched > 0) == bool(token_threshold)
         sizes.append((cache.stats().device_bytes - sketched, cache.stats().host_bytes))
     (short_device, short_host), (long_device, long_host) = sizes
     assert short_device == long_device

@@ -38,10 +38,11 @@ struct Job {
     const Scan* scan;
 };
 
-// What a KV head with a sketch asks by.
+// What a KV head with a sketch asks by, of each query that asks, as many as `segments[0].count`.
 struct Asking {
-    Rounded queries;
-    float log_near[QUERIES], least[QUERIES];  // of each query that asks, as there: near mass, least score by a sample
+    std::vector<Rounded> segments;
+    float log_near[QUERIES], least[QUERIES];  // near mass, least score by a sample
+    float along[SIZE];                        // the sketch's slopes times the query, scaled
     float staged[SIZE], staged_lse[QUERIES];
 };
 
@@ -73,24 +74,53 @@ struct Step {
         float* lse = &near_lse[head * QUERIES];
         needed[head] = decide(call, row_of(head), place_of(head), &near_out[head * SIZE], lse);
         int64_t row = row_of(head), place = place_of(head);
-        asks[head] = needed[head] && call.asks_sketch(row, place);
+        asks[head] = needed[head] && call.sketched_row(row) && round_queries(head);
         if (!asks[head]) return;
-        const Element* query = call.query + head * QUERIES * DIM;
         Asking& own = asking[head];
-        Partial staged(query, call.scaling);
+        Partial staged(call.query + head * QUERIES * DIM, call.scaling);
         call.add_near(staged, call.staged + row * call.staged_row, row, place);
         staged.finish(own.staged, own.staged_lse);
-        for (int q = 0; q < QUERIES; q++) {
-            if (!call.flags[head * QUERIES + q]) continue;
-            own.log_near[own.queries.count] = log_sum(lse[q], own.staged_lse[q]);
-            own.queries.add(query + q * DIM, call.rotation, call.centre + row * call.centre_batch +
-                            place * call.centre_head, call.scaling, call.spread);
-        }
+        for (int q = 0, asked = 0; q < QUERIES; q++)
+            if (call.flags[head * QUERIES + q]) own.log_near[asked++] = log_sum(lse[q], own.staged_lse[q]);
         with_estimates(head, [&](auto& found) {
             found.guess(call.stored(row), own.least);
-            for (int q = 0; q < own.queries.count; q++)
+            for (int q = 0; q < found.count; q++)
                 own.least[q] = log_sum(own.log_near[q], own.least[q]) + log_least_share(head) - ROUNDING;
         });
+    }
+
+    // Rounds the flagged queries of a head for each segment; false if its estimates are `unreliable` for one of them.
+    bool round_queries(int64_t head) {
+        Asking& own = asking[head];
+        int64_t tokens = call.stored(row_of(head)), segments = call.segments_of(tokens), asked = 0;
+        own.segments.assign(segments, Rounded{});
+        for (int q = 0; q < QUERIES; q++) {
+            if (!call.flags[head * QUERIES + q]) continue;
+            Floats lanes[DIM / WIDTH];
+            unpack<DIM>(call.query + (head * QUERIES + q) * DIM, lanes);
+            float query[DIM], half_variance = 0;
+            for (int d = 0; d < DIM; d++) query[d] = ((const float*)lanes)[place<DIM>(d)];
+            for (int64_t s = 0; s < segments; s++) {
+                int64_t index = head * call.sketch_segments + s;
+                Rounded& rounded = own.segments[s];
+                float unit = call.units[index];
+                rounded.add(query, call.rotation, call.centres + index * DIM, call.weights + index * DIM, unit,
+                            call.scaling, call.spread);
+                int64_t here = (s + 1 < segments ? (s + 1) * call.segment_tokens : tokens) - s * call.segment_tokens;
+                if (unit > 0)
+                    half_variance += rounded.spread[asked] / unit / unit * call.mean_squares[index] * here / tokens;
+            }
+            if (half_variance > call.unreliable) return false;
+            for (int v = 0; v < VALUE_DIM; v++) {
+                const uint16_t* slopes = call.slopes + (head * VALUE_DIM + v) * DIM;
+                float product = 0;
+#pragma omp simd reduction(+ : product)
+                for (int d = 0; d < DIM; d++) product += widened(slopes[d]) * query[d];
+                own.along[asked * VALUE_DIM + v] = call.scaling * product;
+            }
+            asked++;
+        }
+        return true;
     }
 
     void add_part(int64_t head, const float* out, const float* lse) {
@@ -117,11 +147,13 @@ struct Step {
                 add_part(head, &near_out[head * SIZE], &near_lse[head * QUERIES]);
                 *call.pulled += tokens * TOKEN_BYTES;
             } else if (call.sketched) {
-                *call.sketched += tokens * (DIM * call.bits / 8 + (int64_t)sizeof *call.scales);
+                *call.sketched += tokens * (DIM * call.bits / 8 + 1) + call.segments_of(tokens) * (4 * DIM + 8) +
+                                  VALUE_DIM * (4 + 2 * DIM);  // as `Sketch.read_bytes`
             }
             for (int64_t split = 0; split < splits; split++) {
                 int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
-                if (asks[head]) add_scan(head, start, stop);
+                if (asks[head])  // a span lies in one segment
+                    add_scan(head, start / SPAN * SPAN, split + 1 < splits ? stop / SPAN * SPAN : stop);
                 else jobs.push_back({head, start, stop, add_part(head), nullptr});
             }
         }
@@ -129,14 +161,13 @@ struct Step {
 
     template <typename Function>
     void with_estimates(int64_t head, Function function) {
-        int64_t row = row_of(head), place = place_of(head);
-        const uint8_t* codes = call.codes + row * call.codes_batch + place * call.codes_head;
-        const uint16_t* scales = call.scales + row * call.scales_batch + place * call.scales_head;
-        const Rounded& queries = asking[head].queries;
+        const uint8_t* codes = call.codes + head * call.sketch_tokens * (DIM * call.bits / 8);
+        const uint8_t* scales = call.scales + head * call.sketch_tokens;
+        const std::vector<Rounded>& segments = asking[head].segments;
         auto run = [&](auto found) { function(found); };
-        if (call.bits == 1) run(Estimates<1>(queries, codes, scales));
-        else if (call.bits == 2) run(Estimates<2>(queries, codes, scales));
-        else run(Estimates<4>(queries, codes, scales));
+        if (call.bits == 1) run(Estimates<1>(segments, call.segment_tokens, codes, scales));
+        else if (call.bits == 2) run(Estimates<2>(segments, call.segment_tokens, codes, scales));
+        else run(Estimates<4>(segments, call.segment_tokens, codes, scales));
     }
 
     void add_scan(int64_t head, int64_t start, int64_t stop) {
@@ -158,7 +189,7 @@ struct Step {
         const Asking& own = asking[part.head];
         float least[QUERIES], log_share = log_least_share(part.head);
         bool missed = false;
-        for (int q = 0; q < own.queries.count; q++) {
+        for (int q = 0; q < own.segments[0].count; q++) {
             float log_all = own.log_near[q];
             for (int64_t i = 0; i < scan_count; i++)
                 if (pool[i].head == part.head) log_all = log_sum(log_all, pool[i].log_mass(q));
@@ -176,27 +207,43 @@ struct Step {
             for (int q = 0; q < QUERIES; q++) {
                 part.estimates[q].swap(again.estimates[q]);
                 part.rest[q] = again.rest[q];
+                part.lifted[q] = again.lifted[q];
             }
         }
-        part.judge(least, own.queries.count);
+        part.judge(least, own.segments[0].count);
     }
 
-    // What is not read, as one more token.
-    void add_rest(int64_t head) {
-        const float* mean = call.mean_value + row_of(head) * call.mean_value_batch + place_of(head) * call.mean_value_head;
-        float values[SIZE], log_rest[QUERIES];
+    // What is not read, as one more token: see `select_tokens` for what it weighs and says.
+    void add_unread(int64_t head) {
+        const float* mean = call.mean_value + head * VALUE_DIM;
+        float values[SIZE], log_unread[QUERIES];
         int asked = 0;  // of the queries, those that ask
         for (int q = 0; q < QUERIES; q++) {
             std::copy(mean, mean + VALUE_DIM, values + q * VALUE_DIM);
-            log_rest[q] = -INFINITY;
+            log_unread[q] = -INFINITY;
             if (!call.flags[head * QUERIES + q]) continue;
+            double count = 0, sum = 0, squares = 0, lifted = 0;
+            for (int64_t i = 0; i < scan_count; i++) {
+                if (pool[i].head != head) continue;
+                count += pool[i].stop - pool[i].start;
+                sum += sum_of(pool[i].sum[asked]);
+                squares += sum_of(pool[i].squares[asked]);
+                log_unread[q] = log_sum(log_unread[q], pool[i].log_rest[asked]);
+            }
             for (int64_t i = 0; i < scan_count; i++)
-                if (pool[i].head == head) log_rest[q] = log_sum(log_rest[q], pool[i].log_rest[asked]);
-            log_rest[q] += call.log_rest_weight;
+                if (pool[i].head == head && pool[i].log_rest[asked] > -INFINITY)
+                    lifted += expf(pool[i].log_rest[asked] - log_unread[q]) * sum_of(pool[i].lifted[asked]) /
+                              sum_of(pool[i].rest[asked]);
+            double variance = squares / count - sum / count * (sum / count);
+            if (variance > 0 && log_unread[q] > -INFINITY)
+                for (int v = 0; v < VALUE_DIM; v++)
+                    values[q * VALUE_DIM + v] += (lifted - sum / count) / variance * own_along(head, asked)[v];
+            log_unread[q] += call.log_unread_weight;
             asked++;
         }
-        add_part(head, values, log_rest);
+        add_part(head, values, log_unread);
     }
+    const float* own_along(int64_t head, int asked) const { return asking[head].along + asked * VALUE_DIM; }
 
     void plan_chosen() {
         int64_t chosen = 0;
@@ -210,7 +257,7 @@ struct Step {
                 first_part[head] = (int64_t)part_lse.size() / QUERIES;
                 add_part(head, &near_out[head * SIZE], &near_lse[head * QUERIES]);
                 add_part(head, asking[head].staged, asking[head].staged_lse);
-                if (call.mean_value) add_rest(head);
+                add_unread(head);
             }
             int64_t splits = (tokens + enough - 1) / enough;
             for (int64_t split = 0; split < splits; split++)

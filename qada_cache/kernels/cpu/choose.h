@@ -1,4 +1,4 @@
-// Which tokens of a sketched bulk a head reads: `chosen_tokens` of sketch.py, in one pass over the sketch.
+// Which tokens of a sketched bulk a head reads: `select_tokens` of selection.py, in one pass over the sketch.
 //
 // What a token must weigh depends on the weight of all, which is known at the end only. A sample says beforehand about
 // what it will be: few tokens are left by it to be judged again. Should they turn out to have been asked for too much,
@@ -23,8 +23,7 @@ constexpr int TOKENS = 4;
 #endif
 typedef float Singles __attribute__((vector_size(4 * TOKENS)));
 typedef int32_t Integers __attribute__((vector_size(4 * TOKENS)));
-typedef uint32_t Words __attribute__((vector_size(4 * TOKENS)));
-typedef uint16_t Halves __attribute__((vector_size(2 * TOKENS)));
+typedef uint8_t Octets __attribute__((vector_size(TOKENS)));
 
 constexpr int VECTORS = SPAN / TOKENS;
 constexpr int SAMPLED = 15;      // spans of which a sample is made
@@ -104,36 +103,45 @@ inline float sum_of(Singles lanes) {
 
 inline float largest(Singles lanes) { return *std::max_element((const float*)&lanes, (const float*)&lanes + TOKENS); }
 
-// Estimates of a head's queries over its sketch: `codes` [tokens, *] and `scales` [tokens].
+// Estimates of a head's queries over its sketch: `codes` [tokens, *] and `scales` [tokens], in segments of
+// `segment_tokens`, for each of which the queries were rounded; the last one has what is left.
 template <int BITS>
 struct Estimates {
-    const Rounded& queries;
-    const uint8_t* codes;
-    const uint16_t* scales;
+    const std::vector<Rounded>& segments;
+    const int count;  // of queries
+    const int64_t segment_tokens;
+    const uint8_t *codes, *scales;
+    int64_t segment = -1;  // that `products` are prepared for
     Products<BITS> products;
     float twice[QUERIES], shift[QUERIES];  // from products of codes to those of odd integers, times `step`
     Singles scores[QUERIES][VECTORS];      // of the span that was computed last, -inf where there is no token
 
-    Estimates(const Rounded& queries, const uint8_t* codes, const uint16_t* scales)
-        : queries(queries), codes(codes), scales(scales), products(queries) {
-        for (int q = 0; q < queries.count; q++) {
-            twice[q] = 2 * queries.step[q];
-            shift[q] = ((1 << BITS) - 1) * queries.total[q] * queries.step[q];
+    Estimates(const std::vector<Rounded>& segments, int64_t segment_tokens, const uint8_t* codes, const uint8_t* scales)
+        : segments(segments), count(segments[0].count), segment_tokens(segment_tokens), codes(codes), scales(scales) {}
+
+    void enter(int64_t index) {
+        if (index == segment) return;
+        segment = index;
+        products.prepare(segments[index]);
+        for (int q = 0; q < count; q++) {
+            twice[q] = 2 * segments[index].step[q];
+            shift[q] = ((1 << BITS) - 1) * segments[index].total[q] * segments[index].step[q];
         }
     }
 
-    // Of `count` tokens from `first` on.
-    void compute(int64_t first, int count) {
+    // Of `tokens` tokens from `first` on, all of one segment.
+    void compute(int64_t first, int tokens) {
         constexpr int CODE = Products<BITS>::CODE;
+        enter(std::min<int64_t>(first / segment_tokens, segments.size() - 1));
+        const Rounded& queries = segments[segment];
         const uint8_t* block = codes + first * CODE;
-        const uint16_t* block_scales = scales + first;
-        uint8_t padded[SPAN * CODE];
-        uint16_t padded_scales[SPAN];
-        if (count < SPAN) {
+        const uint8_t* block_scales = scales + first;
+        uint8_t padded[SPAN * CODE], padded_scales[SPAN];
+        if (tokens < SPAN) {
             std::memset(padded, 0, sizeof padded);
             std::memset(padded_scales, 0, sizeof padded_scales);
-            std::memcpy(padded, block, count * CODE);
-            std::memcpy(padded_scales, block_scales, count * sizeof *scales);
+            std::memcpy(padded, block, tokens * CODE);
+            std::memcpy(padded_scales, block_scales, tokens);
             block = padded;
             block_scales = padded_scales;
         } else {
@@ -143,11 +151,11 @@ struct Estimates {
         products.compute(block, exact);
         Singles scale[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
-            Halves halves;
-            std::memcpy(&halves, block_scales + v * TOKENS, sizeof halves);
-            scale[v] = (Singles)(__builtin_convertvector(halves, Words) << 16);
+            Octets octets;
+            std::memcpy(&octets, block_scales + v * TOKENS, sizeof octets);
+            scale[v] = __builtin_convertvector(octets, Singles);
         }
-        for (int q = 0; q < queries.count; q++) {
+        for (int q = 0; q < count; q++) {
             float step = twice[q], offset = shift[q], spread = queries.spread[q], middle = queries.middle[q];
             for (int v = 0; v < VECTORS; v++) {
                 Integers whole;
@@ -156,8 +164,8 @@ struct Estimates {
                 scores[q][v] = middle + scale[v] * (along + spread * scale[v]);
             }
         }
-        for (int t = count; t < SPAN; t++)
-            for (int q = 0; q < queries.count; q++) scores[q][t / TOKENS][t % TOKENS] = -INFINITY;
+        for (int t = tokens; t < SPAN; t++)
+            for (int q = 0; q < count; q++) scores[q][t / TOKENS][t % TOKENS] = -INFINITY;
     }
 
     // About the log-sum-exp of each query's scores of `tokens` tokens, seldom above it; -inf where they are few.
@@ -168,7 +176,7 @@ struct Estimates {
         if (spans < WORTHWHILE) return;
         for (int i = 0; i < SAMPLED; i++) {
             compute((2 * i + 1) * spans / (2 * SAMPLED) * SPAN, SPAN);
-            for (int q = 0; q < queries.count; q++) {
+            for (int q = 0; q < count; q++) {
                 float peak = -INFINITY;
                 Singles mass = {};
                 for (int v = 0; v < VECTORS; v++) peak = std::max(peak, largest(scores[q][v]));
@@ -177,7 +185,7 @@ struct Estimates {
                 sampled[q][i] = log_span > -INFINITY ? log_span : -INFINITY;  // no nan, which cannot be sorted
             }
         }
-        for (int q = 0; q < queries.count; q++) {  // the median, which a few heavy tokens cannot raise
+        for (int q = 0; q < count; q++) {  // the median, which a few heavy tokens cannot raise
             std::nth_element(sampled[q], sampled[q] + SAMPLED / 2, sampled[q] + SAMPLED);
             log_mass[q] = sampled[q][SAMPLED / 2] + logf((float)spans) - MARGIN;
         }
@@ -190,7 +198,10 @@ struct Scan {
     float highest[QUERIES];  // about the highest score, or what is near
     Singles mass[QUERIES];   // relative to that
     Singles rest[QUERIES];   // as much of it as is of tokens not kept: sums, as differences would be of rounding alone
+    Singles lifted[QUERIES];  // these, times how far the scores are above `middle`
+    Singles sum[QUERIES], squares[QUERIES];  // of how far all scores are above it
     float log_rest[QUERIES];  // of what is not read
+    const float* middle;      // about the mean score of each query
     int64_t count = 0;  // of tokens kept; these have room for more
     std::vector<int32_t> tokens;
     std::vector<float> estimates[QUERIES];  // of each query that asks
@@ -199,12 +210,13 @@ struct Scan {
     // `log_share` more than the log-sum-exp of what has been seen so far.
     template <int BITS>
     void run(Estimates<BITS>& found, const float* log_near, const float* given, float log_share) {
-        const int queries = found.queries.count;
+        const int queries = found.count;
         float least[QUERIES];
         count = 0;
+        middle = found.segments[0].middle;
         for (int q = 0; q < queries; q++) {
             highest[q] = std::max(log_near[q], LOWEST);
-            mass[q] = rest[q] = Singles{};
+            mass[q] = rest[q] = lifted[q] = sum[q] = squares[q] = Singles{};
             least[q] = given[q];
         }
         for (int64_t first = start, span = 0; first < stop; first += SPAN, span++) {
@@ -223,8 +235,16 @@ struct Scan {
             for (int v = 0; v < VECTORS; v++) {
                 Integers asked = {};
                 for (int q = 0; q < queries; q++) asked |= found.scores[q][v] >= least[q];
-                for (int q = 0; q < queries; q++) rest[q] += asked ? Singles{} : weights[q][v];
-                keep(bits_of(asked & (numbered + v * TOKENS < here)), found.scores, v, queries, first);
+                Integers held = numbered + v * TOKENS < here;
+                for (int q = 0; q < queries; q++) {
+                    Singles above = held ? found.scores[q][v] - middle[q] : Singles{};
+                    Singles left = asked ? Singles{} : weights[q][v];
+                    rest[q] += left;
+                    lifted[q] += left * above;
+                    sum[q] += above;
+                    squares[q] += above * above;
+                }
+                keep(bits_of(asked & held), found.scores, v, queries, first);
             }
         }
     }
@@ -250,6 +270,7 @@ struct Scan {
             float shrunk = ::exponential(highest[q] - peak);
             mass[q] *= shrunk;
             rest[q] *= shrunk;
+            lifted[q] *= shrunk;
             highest[q] = peak;
         }
     }
@@ -286,7 +307,9 @@ struct Scan {
             for (int q = 0; q < queries && bits_of(dropped); q++) {
                 Singles scores;
                 std::memcpy(&scores, &estimates[q][i], sizeof scores);
-                rest[q] += dropped ? power_of_two((scores - highest[q]) * LOG2_E) : Singles{};
+                Singles left = dropped ? power_of_two((scores - highest[q]) * LOG2_E) : Singles{};
+                rest[q] += left;
+                lifted[q] += dropped ? left * (scores - middle[q]) : Singles{};
             }
             pack(token, bits_of(asked), &tokens[left]);
             left += __builtin_popcountll(bits_of(asked));

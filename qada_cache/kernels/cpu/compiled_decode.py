@@ -1,12 +1,13 @@
 """One decode step of one layer on the CPU in one call of `attention.cpp`, decisions included."""
 
 import ctypes
+import functools
 import math
 
 import torch
 from torch import Tensor
 
-from .. import sketch
+from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, Sketch, codec, selection
 from ..rules import check_operands, decision_rules
 from . import compiled
 
@@ -21,18 +22,16 @@ class Decode(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "near_keys", "near_values", "bulk_keys", "bulk_values")),
         *((name, ctypes.c_void_p) for name in ("local", "staged", "decided", "table", "bulk_lengths", "count")),
         *((name, ctypes.c_void_p) for name in ("mean", "covariance", "other_mean", "other_covariance")),
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "centre", "rotation", "mean_square")),
-        *((name, ctypes.c_void_p) for name in ("mean_value", "out", "flags", "pulled", "sketched")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "units", "mean_squares", "mean_value", "rotation")),
+        *((name, ctypes.c_void_p) for name in ("centres", "weights", "slopes", "out", "flags", "pulled", "sketched")),
         *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "columns", "split_tokens")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("near_key", "near_value") for axis in ("batch", "head")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("bulk_key", "bulk_value") for axis in ("batch", "head")),
-        *((f"{name}_{axis}", ctypes.c_int64) for name in ("codes", "scales", "centre") for axis in ("batch", "head")),
-        *((f"mean_value_{axis}", ctypes.c_int64) for axis in ("batch", "head")),
-        ("min_sketched", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("sketch_tokens", "sketch_segments", "min_sketched", "segment_tokens")),
         *((f"{name}_row", ctypes.c_int64) for name in ("local", "staged", "decided", "length", "count")),
         *((f"{name}_row", ctypes.c_int64) for name in ("mean", "covariance", "other_mean", "other_covariance")),
-        *((name, ctypes.c_float) for name in ("scaling", "limit", "log_token_threshold", "log_rest_weight")),
-        *((name, ctypes.c_float) for name in ("spread", "max_spread")),
+        *((name, ctypes.c_float) for name in ("scaling", "limit", "log_token_threshold", "log_unread_weight")),
+        *((name, ctypes.c_float) for name in ("spread", "unreliable")),
         *((name, ctypes.c_int) for name in ("criterion", "group_rule", "pool_staged", "threads", "bits")),
     )
 
@@ -75,11 +74,7 @@ def fused_decode(
     other_mean: Tensor | None = None,
     other_covariance: Tensor | None = None,
     pulled: Tensor | None = None,
-    codes: Tensor | None = None,
-    scales: Tensor | None = None,
-    centre: Tensor | None = None,
-    mean_square: Tensor | None = None,
-    mean_value: Tensor | None = None,
+    sketch: Sketch | None = None,
     token_threshold: float = 0.0,
     sketched: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -95,7 +90,7 @@ def fused_decode(
         other_moments=(other_mean, other_covariance),
         masks=(local, staged),
         rows=(bulk_lengths, count, decided),
-        coded=(codes, scales, centre, mean_square, mean_value),
+        sketch=sketch,
     )
     if not all(map(compiled.rows_contiguous, (near_keys, near_values, bulk_keys, bulk_values))):
         raise ValueError("the tokens of a head do not lie one after the other")
@@ -108,15 +103,12 @@ def fused_decode(
     kind, table, rule, limit = decision_rules(criterion, group_rule, threshold)
     table = None if table is None else table.contiguous()
 
-    rotation, log_threshold, spread, max_spread, bits = None, 0.0, 0.0, 0.0, 0
-    if codes is None or scales is None or centre is None:
-        codes = scales = centre = mean_square = mean_value = None
-    else:
-        if codes.stride()[2:] != (codes.shape[3], 1) or scales.stride(2) != 1:
-            raise ValueError("the codes of a head do not lie one after the other")
-        rotation, log_threshold = sketch.rotation(dim, query.device), math.log(token_threshold)
-        bits = codes.shape[3] * 8 // dim
-        spread, max_spread = sketch.spread_of(bits) * scaling**2, sketch.MAX_SPREAD[bits]
+    kept: dict[str, Tensor] = {} if sketch is None else sketch.tensors()
+    rotation, log_threshold, spread, unreliable, bits, room = None, 0.0, 0.0, 0.0, 0, (0, 0)
+    if sketch is not None:
+        rotation, log_threshold, bits = _transposed_rotation(dim), math.log(token_threshold), sketch.bits
+        spread, unreliable = codec.spread_of(bits) * scaling**2, selection.UNRELIABLE[bits]
+        room = sketch.codes.shape[2], sketch.units.shape[2]
 
     def row(tensor: Tensor | None) -> int:
         """How many elements apart the rows of a tensor are that may have one for all."""
@@ -125,22 +117,24 @@ def fused_decode(
     pointers = (
         *(query, near_keys, near_values, bulk_keys, bulk_values, local, staged, decided, table),
         *(bulk_lengths, count, mean, covariance, other_mean, other_covariance),
-        *(codes, scales, centre, rotation, mean_square, mean_value, out, flags, pulled, sketched),
+        *(kept.get(name) for name in ("codes", "scales", "units", "mean_squares", "mean_value")),
+        *(rotation, *(kept.get(name) for name in ("centres", "weights", "slopes")), out, flags, pulled, sketched),
     )
     call = Decode(
         *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
         *(batch, kv_heads, columns, compiled.SPLIT_TOKENS),
         *(stride for buffer in (near_keys, near_values, bulk_keys, bulk_values) for stride in buffer.stride()[:2]),
-        *(
-            stride
-            for part in (codes, scales, centre, mean_value)
-            for stride in (part.stride()[:2] if part is not None else (0, 0))
-        ),
-        sketch.MIN_TOKENS,
+        *(*room, MIN_TOKENS, SEGMENT_TOKENS),
         *(row(tensor) for tensor in (local, staged, decided, bulk_lengths, count)),
         *(row(tensor) for tensor in (mean, covariance, other_mean, other_covariance)),
-        *(scaling, limit, log_threshold, math.log(sketch.REST_WEIGHT), spread, max_spread),
+        *(scaling, limit, log_threshold, math.log(selection.UNREAD_WEIGHT), spread, unreliable),
         *(CRITERIA[kind], GROUP_RULES[rule], pool_staged, torch.get_num_threads(), bits),
     )
     kernels.fused_decode(ctypes.byref(call))
     return out.to(query.dtype), flags
+
+
+@functools.cache
+@torch.inference_mode(False)  # it is used outside of it as well
+def _transposed_rotation(dim: int) -> Tensor:
+    return codec.rotation(dim, torch.device("cpu")).mT.contiguous()

@@ -16,24 +16,23 @@ struct Decode {
     const uint8_t *local, *staged, *decided, *table;
     const int64_t *bulk_lengths, *count;  // `count` may be null, and so may what a criterion does not use
     const float *mean, *covariance, *other_mean, *other_covariance;
-    const uint8_t* codes;  // null without a sketch, and so are these:
-    const uint16_t* scales;
-    const float *centre, *rotation, *mean_square;  // the last one `kv_heads` apart from row to row
-    const float* mean_value;                       // may be null beside a sketch as well
+    // Those of `Sketch` (sketch/codec.py), all contiguous; null without one. 16 bits are bfloat16.
+    const uint8_t *codes, *scales;
+    const float *units, *mean_squares, *mean_value, *rotation;  // the last one transposed
+    const uint16_t *centres, *weights, *slopes;
     float* out;
     uint8_t* flags;
     int64_t *pulled, *sketched;  // the latter may be null
     int64_t batch, kv_heads, columns, split_tokens;
     int64_t near_key_batch, near_key_head, near_value_batch, near_value_head;
     int64_t bulk_key_batch, bulk_key_head, bulk_value_batch, bulk_value_head;
-    int64_t codes_batch, codes_head, scales_batch, scales_head, centre_batch, centre_head;
-    int64_t mean_value_batch, mean_value_head;
-    int64_t min_sketched;  // a bulk of fewer tokens is read whole
+    int64_t sketch_tokens, sketch_segments;  // that a head has room for
+    int64_t min_sketched, segment_tokens;    // a bulk of fewer tokens than the first is read whole
     int64_t local_row, staged_row, decided_row, length_row, count_row;
     int64_t mean_row, covariance_row, other_mean_row, other_covariance_row;
     float scaling, limit;  // `log A_local - log A_bulk` below which a head is long-context
-    float log_token_threshold, log_rest_weight;
-    float spread, max_spread;  // the first of a query of length 1 and a scale of 1; see `too_rough` of sketch.py
+    float log_token_threshold, log_unread_weight;
+    float spread, unreliable;  // the first of a query of length 1 and a scale of 1; see `unreliable` of selection.py
     int criterion, group_rule, pool_staged, threads, bits;
 
     const Element* near_key(int64_t row, int64_t head) const {
@@ -53,20 +52,11 @@ struct Decode {
         const uint8_t* mask = staged + row * staged_row;
         return stored(row) + std::count(mask, mask + columns, 1);
     }
-    // Whether a head whose flags are known asks its sketch for tokens: if it has one that is not too rough.
-    bool asks_sketch(int64_t row, int64_t head) const {
-        if (!codes || stored(row) < min_sketched) return false;
-        int64_t index = row * kv_heads + head;
-        for (int q = 0; q < QUERIES; q++) {
-            if (!flags[index * QUERIES + q]) continue;
-            Floats lanes[DIM / WIDTH];
-            unpack<DIM>(query + (index * QUERIES + q) * DIM, lanes);
-            float square = 0;
-            for (int d = 0; d < DIM; d++) square += ((const float*)lanes)[d] * ((const float*)lanes)[d];
-            if (square * spread * mean_square[index] > max_spread) return false;
-        }
-        return true;
+    // Of a bulk of so many tokens; see sketch/segments.py.
+    int64_t segments_of(int64_t tokens) const {
+        return std::max<int64_t>(1, (tokens + segment_tokens / 2) / segment_tokens);
     }
+    bool sketched_row(int64_t row) const { return codes && stored(row) >= min_sketched; }
 
     // Adds the near columns where `mask` is set, run by run.
     void add_near(Partial& partial, const uint8_t* mask, int64_t row, int64_t head) const {

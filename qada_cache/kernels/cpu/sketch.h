@@ -1,4 +1,4 @@
-// What a sketch of keys in few bits says of their scores: `estimated_scores` of sketch.py, for queries of one head.
+// What a sketch of keys in few bits says of their scores: `estimated_scores` of codec.py, for queries of one head.
 //
 // A key's codes are multiplied with rounded queries as integers, a vector of several keys at a time where the codes
 // fill vectors evenly and the processor has such products; in plain loops otherwise.
@@ -17,40 +17,46 @@ constexpr int SPAN = 64;         // keys that are scored at once
 constexpr int CODE_AHEAD = 2048;  // bytes of codes that are asked for before they are needed
 constexpr float LEVELS = 127;    // a rounded query's largest value
 
-// The queries of a head that ask for tokens, rounded as by `sketch.rounded_query`, and what else their estimates take:
-// `middle + scale * (step * product + spread * scale)`.
+inline float widened(uint16_t bfloat16) {
+    uint32_t bits = (uint32_t)bfloat16 << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// The queries of a head that ask for tokens, as one segment's codes meet them: rounded as by `codec.rounded_query`, and
+// what else estimates take, `middle + scale * (step * product + spread * scale)`.
 struct Rounded {
     int count = 0;
     int8_t integers[QUERIES][DIM];
     float total[QUERIES], middle[QUERIES], step[QUERIES], spread[QUERIES];
 
-    // Adds `query` [DIM]; `rotation` [DIM, DIM], `centre` [DIM]; `spread_unit` is of a query of length 1.
-    void add(const Element* query, const float* rotation, const float* centre, float scaling, float spread_unit) {
-        Floats lanes[DIM / WIDTH];
-        unpack<DIM>(query, lanes);
-        float plain[DIM], turned[DIM], highest = 0, square = 0, along = 0;
-        for (int d = 0; d < DIM; d++) plain[d] = ((const float*)lanes)[place<DIM>(d)];
-        for (int i = 0; i < DIM; i++) {
-            float product = 0;
-#pragma omp simd reduction(+ : product)
-            for (int j = 0; j < DIM; j++) product += rotation[i * DIM + j] * plain[j];
-            turned[i] = product;
-        }
+    // Adds `query` [DIM]; `rotation` [DIM, DIM], transposed, `centre` and `weights` [DIM]; `unit` of the segment's
+    // scales, which are integers from here on; `spread_unit` of a query of length 1.
+    void add(const float* query, const float* rotation, const uint16_t* centre, const uint16_t* weights, float unit,
+             float scaling, float spread_unit) {
+        float weighed[DIM], turned[DIM] = {}, highest = 0, square = 0, along = 0;
         for (int d = 0; d < DIM; d++) {
-            highest = std::max(highest, fabsf(turned[d]));
-            square += plain[d] * plain[d];
-            along += plain[d] * centre[d];
+            weighed[d] = query[d] / widened(weights[d]);
+            square += weighed[d] * weighed[d];
+            along += query[d] * widened(centre[d]);
         }
-        float unit = std::max(highest, 1.17549435e-38f) / LEVELS;
+        for (int j = 0; j < DIM; j++) {
+            float value = weighed[j];
+#pragma omp simd
+            for (int i = 0; i < DIM; i++) turned[i] += rotation[j * DIM + i] * value;
+        }
+        for (int d = 0; d < DIM; d++) highest = std::max(highest, fabsf(turned[d]));
+        float step_unit = std::max(highest, 1.17549435e-38f) / LEVELS;
         int sum = 0;
         for (int d = 0; d < DIM; d++) {
-            integers[count][d] = (int8_t)nearbyintf(turned[d] / unit);
+            integers[count][d] = (int8_t)nearbyintf(turned[d] / step_unit);
             sum += integers[count][d];
         }
         total[count] = sum;
         middle[count] = along * scaling;
-        step[count] = scaling * unit;
-        spread[count] = spread_unit * square;
+        step[count] = scaling * step_unit * unit;
+        spread[count] = spread_unit * square * unit * unit;
         count++;
     }
 };
@@ -109,22 +115,25 @@ struct Products {
     static constexpr bool EVEN = false;
 #endif
     static constexpr int CHUNKS = EVEN && CODE > WIDE ? CODE / WIDE : 1;  // vectors that one key's codes take
-    const Rounded& queries;
+    const Rounded* queries = nullptr;
     alignas(CACHE_LINE) int8_t spread[QUERIES][CHUNKS][PLANES][WIDE];  // each plane's integers, per key
 
-    explicit Products(const Rounded& queries) : queries(queries) {
-        for (int q = 0; q < queries.count && EVEN; q++)
+    void prepare(const Rounded& given) {
+        queries = &given;
+        for (int q = 0; q < given.count && EVEN; q++)
             for (int chunk = 0; chunk < CHUNKS; chunk++)
-                for (int plane = 0; plane < PLANES; plane++)
-                    for (int i = 0; i < WIDE; i++)
-                        spread[q][chunk][plane][i] = queries.integers[q][plane * CODE + (chunk * WIDE + i) % CODE];
+                for (int plane = 0; plane < PLANES; plane++) {
+                    const int8_t* integers = &given.integers[q][plane * CODE + chunk * WIDE];
+                    for (int i = 0; i < WIDE; i += CODE)
+                        std::memcpy(&spread[q][chunk][plane][i], integers, std::min(CODE, WIDE));
+                }
     }
 
     // Of `SPAN` keys; of the codes alone, not yet of the odd integers that they stand for.
     void compute(const uint8_t* codes, int32_t (*products)[SPAN]) const {
         if constexpr (EVEN) {
-            if (queries.count == QUERIES) this->template wide<QUERIES>(codes, products, QUERIES);
-            else this->template wide<0>(codes, products, queries.count);
+            if (queries->count == QUERIES) this->template wide<QUERIES>(codes, products, QUERIES);
+            else this->template wide<0>(codes, products, queries->count);
         }
         else this->plain(codes, products);
     }
@@ -134,10 +143,10 @@ struct Products {
             uint8_t values[DIM];
             for (int plane = 0; plane < PLANES; plane++)
                 for (int i = 0; i < CODE; i++) values[plane * CODE + i] = codes[t * CODE + i] >> (plane * BITS) & MASK;
-            for (int q = 0; q < queries.count; q++) {
+            for (int q = 0; q < queries->count; q++) {
                 int32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
-                for (int d = 0; d < DIM; d++) sum += (int16_t)values[d] * (int16_t)queries.integers[q][d];
+                for (int d = 0; d < DIM; d++) sum += (int16_t)values[d] * (int16_t)queries->integers[q][d];
                 products[q][t] = sum;
             }
         }

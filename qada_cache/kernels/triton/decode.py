@@ -3,7 +3,7 @@
 `near_kernel` computes local attention and decides, `bulk_kernel` reads the bulk of KV heads that need it, in splits,
 `merge_kernel` puts the parts together. With a sketch of the bulk, `estimate_kernel` estimates all scores by it, and
 where `bulk_kernel` would read all, `chosen_kernel` reads the tokens that these choose and sums what they make of the
-others, which `merge_kernel` gives to the mean value.
+others, for which `merge_kernel` takes a value that they say.
 
 The launches depend on shapes alone: flags, lengths and choices stay on the device, programs of local heads return at
 once, and a CUDA graph can hold all of it. The bulk may be device memory or pinned host memory, which is then read in
@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .. import sketch
+from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, Sketch, codec, rotation, selection
 from ..rules import check_operands, decision_rules
 from .kernels import bulk_kernel, merge_kernel, near_kernel
 from .sketch_kernels import chosen_kernel, estimate_kernel
@@ -29,9 +29,12 @@ SPLIT_TOKENS = 256  # a split has at least about this many tokens, as its result
 MAX_SPLITS = 128  # one flagged KV head alone should still occupy most of a GPU
 SCAN_TOKENS = 128  # among which a program chooses at once; a power of two, as:
 SCAN_SCORES = 2048  # of so many estimates at most: with more, registers spill
-UNPACKED_BYTES = 8192  # of codes in the registers of a program, a byte a value, and of no more tokens than:
-MAX_ESTIMATES = 128
-MOMENT_COLUMNS = 16  # of a covariance or rotation at once: with more, registers spill
+UNPACKED_BYTES = 8192  # of codes in the registers of a program, a byte a value, and of no more tokens than make:
+ESTIMATES = 2048
+TURNS = 2  # in which the tokens of a segment are estimated, mostly by different programs; a power of two
+MOMENT_COLUMNS = 16  # of a covariance at once: with more, registers spill; as they do with more than:
+SEGMENT_VALUES = 2048  # of segments' weights
+SLOPE_COLUMNS = 32  # of what values gain along a query, at once
 BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeline of a program
 CHOSEN_STAGES = 5  # half of them fetch indices: as many keys and values are in flight as in the default 3
 
@@ -39,22 +42,6 @@ CHOSEN_STAGES = 5  # half of them fetch indices: as many keys and values are in 
 def _padded(size: int) -> int:
     """The block that holds `size` rows or columns of a matrix product."""
     return max(16, triton.next_power_of_2(size))
-
-
-def _code_block(size: int, bits: int) -> int:
-    """The block that holds a token's bytes, of which products of 8-bit integers take at least 32 values."""
-    return max(32 * bits // 8, triton.next_power_of_2(size))
-
-
-def _sketch(
-    bulk_keys: Tensor, codes: Tensor | None, scales: Tensor | None, centre: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, int] | None:
-    """Codes, scales, centre and the bits of a code; None where there are none, or no room for a bulk that has some."""
-    if codes is None or scales is None or centre is None or bulk_keys.shape[2] < sketch.MIN_TOKENS:
-        return None
-    if scales.stride(2) != 1:
-        raise ValueError("the scales of a head do not lie one after the other")
-    return codes, scales, centre, codes.shape[3] * 8 // bulk_keys.shape[3]
 
 
 def fused_decode(
@@ -79,11 +66,7 @@ def fused_decode(
     other_mean: Tensor | None = None,
     other_covariance: Tensor | None = None,
     pulled: Tensor | None = None,
-    codes: Tensor | None = None,
-    scales: Tensor | None = None,
-    centre: Tensor | None = None,
-    mean_square: Tensor | None = None,
-    mean_value: Tensor | None = None,
+    sketch: Sketch | None = None,
     token_threshold: float = 0.0,
     sketched: Tensor | None = None,
     places: Tensor | None = None,
@@ -110,7 +93,7 @@ def fused_decode(
         other_moments=(other_mean, other_covariance),
         masks=(local, staged),
         rows=(bulk_lengths, count, decided),
-        coded=(codes, scales, centre, mean_square, mean_value),
+        sketch=sketch,
     )
     splits = min(triton.cdiv(bulk_keys.shape[2], SPLIT_TOKENS), MAX_SPLITS)
     query = query.contiguous()
@@ -131,48 +114,52 @@ def fused_decode(
     # A shared row has stride 0.
     row_strides = [0 if t is None else t.expand(batch, *t.shape[1:]).stride(0) for t in moments]
     kind, table, group_rule, limit = decision_rules(criterion, group_rule, threshold)
-    coded = _sketch(bulk_keys, codes, scales, centre)
-    # What `near_kernel` leaves for the choice: the queries rotated, the number of tokens in each bulk.
-    rotation = None if coded is None else sketch.rotation(dim, query.device)
-    turned = None if coded is None else query.new_empty(batch, heads, dim, dtype=torch.float32)
-    tokens = None if coded is None else bulk_lengths.new_empty(batch, kv_heads)
+    if bulk_keys.shape[2] < MIN_TOKENS:
+        sketch = None  # there is no room for a bulk that has one
+    # What `near_kernel` leaves for the choice: the number of tokens in each bulk.
+    segments, spread, unreliable = 0, 0.0, 0.0
+    tokens = weights = squares = rest = sums = mean_value = slopes = None
+    if sketch is not None:
+        tokens = bulk_lengths.new_empty(batch, kv_heads)
+        weights, squares, mean_value, slopes = sketch.weights, sketch.mean_squares, sketch.mean_value, sketch.slopes
+        segments, spread = squares.shape[2], codec.spread_of(sketch.bits) * scaling**2
+        unreliable = selection.UNRELIABLE[sketch.bits]
     far_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
-    spread, max_spread = 0.0, 0.0
-    if coded is not None:
-        spread, max_spread = sketch.spread_of(coded[3]) * scaling**2, sketch.MAX_SPREAD[coded[3]]
-    rest = None
     with torch.cuda.device_of(query):  # Triton launches on the current device
         near_kernel[(kv_heads, batch)](
             query, near_keys, near_values, local, staged, bulk_lengths, decided, *moments, table,
-            parts, lse, flags, pulled if coded is None else None, places, spared, rotation, turned, tokens,
-            mean_square,
+            parts, lse, flags, pulled if sketch is None else None, places, spared, tokens, weights, squares,
             *near_keys.stride()[:3], *near_values.stride()[:3], local.stride(0), staged.stride(0),
-            bulk_lengths.stride(0), decided.stride(0), *row_strides, columns, 1 + splits, scaling, limit,
-            spread, max_spread,
-            CRITERION=kind, GROUP_RULE=group_rule, POOL=pool_staged,
-            TOKEN_BYTES=token_bytes, MIN_TOKENS=sketch.MIN_TOKENS, BLOCK_C=MOMENT_COLUMNS, **sizes,
+            bulk_lengths.stride(0), decided.stride(0), *row_strides, columns, 1 + splits, segments, scaling, limit,
+            spread, unreliable,
+            CRITERION=kind, GROUP_RULE=group_rule, POOL=pool_staged, TOKEN_BYTES=token_bytes,
+            MIN_TOKENS=MIN_TOKENS, SEGMENT=SEGMENT_TOKENS, BLOCK_C=MOMENT_COLUMNS,
+            BLOCK_S=max(1, SEGMENT_VALUES // sizes["BLOCK_D"]), **sizes,
         )  # fmt: skip
-        if coded is not None:
-            codes, scales, centre, bits = coded
+        if sketch is not None:
             # Of whole blocks, and as many for every split.
             scan = min(SCAN_TOKENS, SCAN_SCORES // triton.next_power_of_2(group))
             room = splits * triton.cdiv(triton.cdiv(bulk_keys.shape[2], scan), splits) * scan
             estimates = query.new_empty(batch, heads, room, dtype=torch.float32)
-            masses = query.new_empty(batch, heads, splits, dtype=torch.float32)
             index = query.new_empty(batch, kv_heads, room, dtype=torch.int32)
-            if mean_value is not None:
-                rest, mean_value = torch.empty_like(masses), mean_value.contiguous()
-            size, blocks = codes.shape[3], ("G", "BLOCK_G", "D", "BLOCK_D")
+            sums = query.new_empty(batch, heads, 4, splits, dtype=torch.float32)
+            rest = query.new_empty(batch, heads, 2, splits, dtype=torch.float32)
+            coded = max(32, sizes["BLOCK_D"])  # products of 8-bit integers take at least as many values
+            turn = SEGMENT_TOKENS // TURNS
+            hadamard = dim & -dim  # the size of the rotation's blocks
+            token, segment, head = sketch.byte_counts
             estimate_kernel[(splits, kv_heads, batch)](
-                query, turned, codes, scales, centre, bulk_lengths, tokens, flags, estimates, masses, sketched,
-                *codes.stride()[:2], *scales.stride()[:2], *centre.stride()[:2], bulk_lengths.stride(0),
-                room, scaling, spread, codes.stride(2),
-                BITS=bits, BYTES=size, BLOCK_B=_code_block(size, bits), TOKEN_BYTES=size + scales.element_size(),
-                BLOCK_N=min(UNPACKED_BYTES // sizes["BLOCK_D"], MAX_ESTIMATES),
-                **{name: sizes[name] for name in blocks},
+                query, rotation(dim, query.device), sketch.codes, sketch.scales, sketch.units, sketch.centres, weights,
+                bulk_lengths, tokens, flags, estimates, sums, sketched,
+                bulk_lengths.stride(0), sketch.codes.shape[2], segments, room, scaling, spread,
+                BITS=sketch.bits, BYTES=sketch.codes.shape[3], SEGMENT=SEGMENT_TOKENS, TURN=turn,
+                BLOCK_N=min(UNPACKED_BYTES // coded, ESTIMATES // sizes["BLOCK_G"], turn),
+                HADAMARD=hadamard, STEPS=hadamard.bit_length() - 1,
+                TOKEN_BYTES=token, SEGMENT_BYTES=segment, HEAD_BYTES=head,
+                G=group, BLOCK_G=sizes["BLOCK_G"], D=dim, BLOCK_D=coded,
             )  # fmt: skip
             chosen_kernel[(splits, kv_heads, batch)](
-                query, bulk_keys, bulk_values, places, bulk_lengths, tokens, flags, estimates, masses, index,
+                query, bulk_keys, bulk_values, places, bulk_lengths, tokens, flags, estimates, sums, index,
                 parts, lse, rest, pulled, spared, *far_strides, room, scaling, math.log(token_threshold),
                 BLOCK_S=scan, BLOCK_P=triton.next_power_of_2(splits), BLOCK_Q=triton.next_power_of_2(group),
                 TOKEN_BYTES=token_bytes, **sizes, num_stages=CHOSEN_STAGES,
@@ -182,8 +169,8 @@ def fused_decode(
                 query, bulk_keys, bulk_values, places, bulk_lengths, flags, parts, lse, *far_strides, scaling, **sizes
             )
         merge_kernel[(batch * heads,)](
-            parts, lse, flags, rest, mean_value, out, 1 + splits, sketch.REST_WEIGHT,
-            G=group, V=value_dim, BLOCK_V=sizes["BLOCK_V"],
+            parts, lse, flags, rest, sums, query, mean_value, slopes, out, 1 + splits, scaling, selection.UNREAD_WEIGHT,
+            G=group, D=dim, BLOCK_C=SLOPE_COLUMNS, V=value_dim, BLOCK_V=sizes["BLOCK_V"],
             BLOCK_P=triton.next_power_of_2(1 + splits), BLOCK_N=16,
         )  # fmt: skip
     return out, flags

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .blocks import attend, dot, placed, scores, store_part
-from .sketch_kernels import store_rotated
+from .sketch_blocks import along, half_variance, tilt
 
 INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are decorated
 
@@ -37,22 +37,22 @@ def _score_moments(
     return tl.sum(b_wide * b_mean[None, :], axis=1) * scaling, b_variance
 
 
-@triton.jit(do_not_specialize=["columns"])  # it changes with every token
+@triton.jit(do_not_specialize=["columns", "segments"])  # which change with the number of tokens
 def near_kernel(
     p_query, p_keys, p_values, p_local, p_staged, p_lengths, p_decided, p_mean, p_covariance, p_count,
     p_other_mean, p_other_covariance, p_table, p_parts, p_lse, p_flags, p_pulled, p_places, p_spared,
-    p_rotation, p_turned, p_tokens, p_mean_square,
+    p_tokens, p_weights, p_squares,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
     s_local, s_staged, s_length, s_decided, s_mean, s_covariance, s_count, s_other_mean,
-    s_other_covariance, columns, parts, scaling, limit, spread, max_spread,
+    s_other_covariance, columns, parts, segments, scaling, limit, spread, unreliable,
     CRITERION: tl.constexpr, GROUP_RULE: tl.constexpr, POOL: tl.constexpr, TOKEN_BYTES: tl.constexpr,
-    MIN_TOKENS: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    MIN_TOKENS: tl.constexpr, SEGMENT: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Local attention, criterion and, for flagged heads, the staged tokens; one program a (KV head, row).
 
-    With `p_rotation`, what chooses tokens is left to find: the number of tokens in the bulk, or 0 for a group that is
-    to read all of them, and the rotated queries.
+    With `p_tokens`, what selects tokens is left to find: the number of tokens in the bulk, or 0 for a group that is to
+    read all of them. A head's sketch has room for `segments`.
     """
     i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_group = i_row * tl.num_programs(0) + i_head
@@ -144,16 +144,20 @@ def near_kernel(
                 if tl.load(p_places + 2 * i_group) != 0:
                     p_pulled = p_spared
             tl.atomic_add(p_pulled, tl.load(p_lengths + i_row * s_length) * TOKEN_BYTES, sem="relaxed")
-        if p_rotation is not None:
-            b_wide = b_query.to(tl.float32)
-            b_spread = tl.sum(b_wide * b_wide, axis=1) * spread * tl.load(p_mean_square + i_group)
-            rough = tl.max((b_flags & (b_spread > max_spread)).to(tl.int32), axis=0) == 1
-            if rough | (tl.load(p_lengths + i_row * s_length) < MIN_TOKENS):
-                tl.store(p_tokens + i_group, 0)
-            else:
-                tl.store(p_tokens + i_group, bulk_tokens)
-                store_rotated(b_query, p_rotation, p_turned + i_group * G * D, G, BLOCK_G, D, BLOCK_D, BLOCK_C)
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 0, parts, G, BLOCK_G, V, BLOCK_V)
+
+    if p_tokens is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
+        if tl.max(b_flags.to(tl.int32), axis=0) == 1:
+            length, selected = tl.load(p_lengths + i_row * s_length), bulk_tokens
+            if length < MIN_TOKENS:
+                selected = bulk_tokens * 0
+            else:
+                p_weights += i_group * segments * D
+                p_squares += i_group * segments
+                b_half = half_variance(b_query, p_weights, p_squares, length, SEGMENT, D, BLOCK_D, BLOCK_S) * spread
+                rough = tl.max((b_flags & (b_half > unreliable)).to(tl.int32), axis=0)
+                selected = tl.where(rough == 1, 0, bulk_tokens)
+            tl.store(p_tokens + i_group, selected)
 
 
 @triton.jit
@@ -201,38 +205,45 @@ def bulk_kernel(
 
 @triton.jit
 def merge_kernel(
-    p_parts, p_lse, p_flags, p_rest, p_mean, p_out, parts, rest_weight,
-    G: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    p_parts, p_lse, p_flags, p_rest, p_sums, p_query, p_mean, p_slopes, p_out, parts, scaling, unread_weight,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attention over the union of a query head's parts, of which a local head has one; one program a query head.
 
-    With `p_rest` `[query heads, splits]`, the log of what tokens that were not read weigh by their estimates, the value
-    at `p_mean` gets `rest_weight` times as much.
+    With `p_rest`, which `chosen_kernel` has written, what tokens that were not read weigh by their estimates counts
+    `unread_weight` times, for the value that `sketch.unread_value` puts in their place.
     """
-    i_head = tl.program_id(0).to(tl.int64)
+    i_head, splits = tl.program_id(0).to(tl.int64), parts - 1
     used = tl.where(tl.load(p_flags + i_head), parts, 1)
     o_dim, o_all = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_P)
+    m_dim = o_dim < V
     p_parts += i_head * parts * V
     p_lse += i_head * parts
     b_all = tl.load(p_lse + o_all, mask=o_all < used, other=float("-inf"))  # [BLOCK_P]
     highest = tl.max(b_all, axis=0)
     if p_rest is not None:
-        b_rest = tl.load(p_rest + i_head * (parts - 1) + o_all, mask=o_all < used - 1, other=float("-inf"))
+        p_rest += i_head * 2 * splits
+        m_split = o_all < used - 1
+        b_rest = tl.load(p_rest + o_all, mask=m_split, other=float("-inf"))
+        b_score = tl.load(p_rest + splits + o_all, mask=m_split, other=0.0)
         highest = tl.maximum(highest, tl.max(b_rest, axis=0))
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(tl.exp(b_all - shift), axis=0)
     b_out = tl.zeros([BLOCK_V], tl.float32)
     if p_rest is not None:
-        rest = tl.sum(tl.exp(b_rest - shift), axis=0) * rest_weight
-        p_mean += i_head // G * V
-        b_mean = tl.load(p_mean + o_dim, mask=o_dim < V, other=0.0)
-        b_out += tl.where(rest > 0.0, rest * b_mean, 0.0)  # of what is read whole there is no mean
+        rest = tl.sum(tl.exp(b_rest - shift), axis=0) * unread_weight
+        if rest > 0.0:  # of what is read whole nothing is known
+            i_group = i_head // G
+            b_along = along(p_query + i_head * D, p_slopes + i_group * V * D, D, BLOCK_C, V, BLOCK_V)
+            b_along *= scaling * tilt(p_sums + i_head * 4 * splits, splits, b_rest, b_score, BLOCK_P)
+            b_out += rest * (tl.load(p_mean + i_group * V + o_dim, mask=m_dim, other=0.0) + b_along)
         total += rest
     total = tl.where(highest == float("-inf"), 1.0, total)  # of nothing: a padding query's
     for start in range(0, used, BLOCK_N):
         o_part = start + tl.arange(0, BLOCK_N)
         b_lse = tl.load(p_lse + o_part, mask=o_part < used, other=float("-inf"))  # [BLOCK_N]
-        m_part = (b_lse > float("-inf"))[:, None] & (o_dim < V)[None, :]  # empty parts hold nothing
+        m_part = (b_lse > float("-inf"))[:, None] & m_dim[None, :]  # empty parts hold nothing
         b_part = tl.load(p_parts + o_part[:, None] * V + o_dim[None, :], mask=m_part, other=0.0)  # [BLOCK_N, BLOCK_V]
         b_out += tl.sum(b_part * tl.exp(b_lse - shift)[:, None], axis=0)
-    tl.store(p_out + i_head * V + o_dim, b_out / total, mask=o_dim < V)
+    tl.store(p_out + i_head * V + o_dim, b_out / total, mask=m_dim)

@@ -1,6 +1,6 @@
-"""The Triton kernels by which a group reads chosen tokens of its bulk.
+"""The Triton kernels by which a group reads selected tokens of its bulk.
 
-`../sketch.py` says which these are, `kernels.py` the names.
+`../../sketch` says which these are, `kernels.py` the names.
 
 Programs take turns at a bulk's blocks, because tokens that are asked for lie close together: `i_split` has every
 `splits`-th. Where `near_kernel` has left 0 for the number of tokens, all are read, and of the sketch nothing.
@@ -9,38 +9,27 @@ Programs take turns at a bulk's blocks, because tokens that are asked for lie cl
 import triton
 import triton.language as tl
 
-from .blocks import attend, dot, placed, scores, store_part
+from .blocks import attend, placed, scores, store_part
+from .sketch_blocks import rotated, rounded, segments_of, signs
 
 
-@triton.jit
-def store_rotated(
-    b_query, p_rotation, p_turned,
-    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Write the queries [BLOCK_G, BLOCK_D] of a group as the sketch's rotation turns them."""
-    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    b_wide = b_query.to(tl.float32)
-    for start in range(0, D, BLOCK_C):
-        o_row = start + tl.arange(0, BLOCK_C)
-        m_row = o_row < D
-        p_block = p_rotation + o_row[:, None] * D + o_dim[None, :]
-        b_block = tl.load(p_block, mask=m_row[:, None] & (o_dim < D)[None, :], other=0.0)  # [BLOCK_C, BLOCK_D]
-        p_block = p_turned + o_head[:, None] * D + o_row[None, :]
-        tl.store(p_block, dot(b_wide, tl.trans(b_block)), mask=(o_head < G)[:, None] & m_row[None, :])
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["s_segment"])  # it grows with the bulk
 def estimate_kernel(
-    p_query, p_turned, p_codes, p_scales, p_centre, p_lengths, p_tokens, p_flags, p_estimates, p_masses, p_sketched,
-    s_code_row, s_code_head, s_scale_row, s_scale_head, s_centre_row, s_centre_head, s_length,
-    room, scaling, spread, s_code_token: tl.constexpr,
-    BITS: tl.constexpr, BYTES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, TOKEN_BYTES: tl.constexpr,
+    p_query, p_rotation, p_codes, p_scales, p_units, p_centres, p_weights, p_lengths, p_tokens, p_flags,
+    p_estimates, p_sums, p_sketched, s_length, s_head, s_segment, room, scaling, spread,
+    BITS: tl.constexpr, BYTES: tl.constexpr, SEGMENT: tl.constexpr, TURN: tl.constexpr, BLOCK_N: tl.constexpr,
+    HADAMARD: tl.constexpr, STEPS: tl.constexpr,
+    TOKEN_BYTES: tl.constexpr, SEGMENT_BYTES: tl.constexpr, HEAD_BYTES: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """`sketch.estimated_scores` of one split and the log of the sum of their exponentials; a (split, KV head, row).
+    """`sketch.estimated_scores` of one split, and what is to be known of all of them; a (split, KV head, row).
 
-    The codes of a token are `BYTES` bytes; how far they are apart is a constant, because they are copied in words only
-    if these are known to be aligned. Estimates of a query head are `room` floats apart from the next one's.
+    Programs take turns at `TURN` tokens, which lie in one segment, and for which the queries are turned once. Of a head
+    the sketch has room for `s_head` tokens in `s_segment` segments; estimates of a query head are `room` floats apart
+    from the next one's.
+
+    `p_sums` `[query heads, 4, splits]` takes the log of the sum of exponentials of a split's estimates, their number,
+    their mean, and the sum of their squares around it.
     """
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -53,58 +42,76 @@ def estimate_kernel(
     if tl.load(p_tokens + i_group) == 0:  # which is there for long-context heads alone
         return
     length = tl.load(p_lengths + i_row * s_length)
+    segments = segments_of(length, SEGMENT)
     if p_sketched is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
         if i_split == 0:
-            tl.atomic_add(p_sketched, length * TOKEN_BYTES, sem="relaxed")
+            tl.atomic_add(p_sketched, length * TOKEN_BYTES + segments * SEGMENT_BYTES + HEAD_BYTES, sem="relaxed")
 
     o_group = i_group * G + o_head
     m_query = m_head[:, None] & m_dim[None, :]
-    b_query = tl.load(p_query + o_group[:, None] * D + o_dim[None, :], mask=m_query, other=0.0).to(tl.float32)
-    p_centre += i_row * s_centre_row + i_head * s_centre_head
-    b_centre = tl.load(p_centre + o_dim, mask=m_dim, other=0.0)
-    b_middle = tl.sum(b_query * b_centre[None, :], axis=1) * scaling
-    b_spread = tl.sum(b_query * b_query, axis=1) * spread
+    p_query += o_group[:, None] * D + o_dim[None, :]
+    p_codes += i_group * s_head * BYTES
+    p_scales += i_group * s_head
+    p_units += i_group * s_segment
+    p_centres += i_group * s_segment * D
+    p_weights += i_group * s_segment * D
 
-    # Rotated values in the order in which bytes unpack: plane by plane, each padded to BLOCK_B.
     PLANES: tl.constexpr = 8 // BITS  # noqa: N806
-    o_code = tl.arange(0, PLANES * BLOCK_B)
-    o_value, m_value = o_code // BLOCK_B * BYTES + o_code % BLOCK_B, o_code % BLOCK_B < BYTES
-    m_query = m_head[:, None] & m_value[None, :]
-    b_turned = tl.load(p_turned + o_group[:, None] * D + o_value[None, :], mask=m_query, other=0.0)
-    b_unit = tl.div_rn(tl.maximum(tl.max(tl.abs(b_turned), axis=1), 1e-35), 127.0)  # a normal number
-    b_rounded = tl.div_rn(b_turned, b_unit[:, None].broadcast_to(b_turned.shape)) + 12582912.0  # 1.5 * 2^23: to nearest
-    b_integers = (b_rounded - 12582912.0).to(tl.int8)  # [BLOCK_G, PLANES * BLOCK_B]
-    b_offset = tl.sum(b_integers.to(tl.int32), axis=1) * (2**BITS - 1)
-
+    BLOCK_B: tl.constexpr = BLOCK_D // PLANES  # noqa: N806
     o_byte, o_shift = tl.arange(0, BLOCK_B), (tl.arange(0, PLANES) * BITS).to(tl.uint8)
-    p_codes += i_row * s_code_row + i_head * s_code_head
-    p_scales += i_row * s_scale_row + i_head * s_scale_head
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_G], tl.float32)
-    for start in range(i_split.to(tl.int64) * BLOCK_N, length, splits * BLOCK_N):
-        o_tokens = start + tl.arange(0, BLOCK_N)
-        m_tokens = o_tokens < length
-        p_block = p_codes + o_tokens[:, None] * s_code_token + o_byte[None, :]
-        b_codes = tl.load(p_block, mask=m_tokens[:, None] & (o_byte < BYTES)[None, :], other=0)  # [BLOCK_N, BLOCK_B]
-        b_scale = tl.load(p_scales + o_tokens, mask=m_tokens, other=0.0).to(tl.float32)
-        b_index = (b_codes[:, None, :] >> o_shift[None, :, None]) & (2**BITS - 1)
-        b_index = b_index.reshape(BLOCK_N, PLANES * BLOCK_B).to(tl.int8)
-        # Odd integers are 2 * index - (2^BITS - 1). Products of 8-bit integers are exact.
-        b_products = 2 * tl.dot(b_integers, tl.trans(b_index), out_dtype=tl.int32) - b_offset[:, None]
-        b_parts = (scaling * b_unit)[:, None] * b_products.to(tl.float32) + b_spread[:, None] * b_scale[None, :]
-        b_scores = b_middle[:, None] + b_scale[None, :] * b_parts  # [BLOCK_G, BLOCK_N]
-        p_block = p_estimates + o_group[:, None] * room + o_tokens[None, :]
-        tl.store(p_block, b_scores, mask=b_flags[:, None] & m_tokens[None, :])
-        b_scores = tl.where(m_tokens[None, :], b_scores, float("-inf"))
-        b_new = tl.maximum(b_max, tl.max(b_scores, axis=1))  # finite: the first token of a block is one
-        b_sum = b_sum * tl.exp(b_max - b_new) + tl.sum(tl.exp(b_scores - b_new[:, None]), axis=1)
-        b_max = b_new
-    tl.store(p_masses + o_group * splits + i_split, b_max + tl.log(tl.maximum(b_sum, 1.0)), mask=m_head)
+    b_mean = tl.zeros([BLOCK_G], tl.float32)
+    b_scatter = tl.zeros([BLOCK_G], tl.float32)
+    seen = 0.0
+    for turn in range(i_split.to(tl.int64) * TURN, length, splits * TURN):
+        i_segment = tl.minimum(turn // SEGMENT, segments - 1)
+        b_query = tl.load(p_query, mask=m_query, other=0.0).to(tl.float32)  # again, rather than kept in registers
+        b_signs = signs(p_rotation, D, BLOCK_D, HADAMARD)
+        unit = tl.load(p_units + i_segment)
+        b_centre = tl.load(p_centres + i_segment * D + o_dim, mask=m_dim, other=0.0).to(tl.float32)
+        b_weights = tl.load(p_weights + i_segment * D + o_dim, mask=m_dim, other=1.0).to(tl.float32)
+        b_weighed = tl.div_rn(b_query, b_weights[None, :].broadcast_to(b_query.shape))
+        b_middle = tl.sum(b_query * b_centre[None, :], axis=1) * scaling
+        b_spread = tl.sum(b_weighed * b_weighed, axis=1) * spread
+        b_integers, b_unit = rounded(rotated(b_weighed, b_signs, HADAMARD, STEPS), D, BYTES, BLOCK_B)
+        b_offset = tl.sum(b_integers.to(tl.int32), axis=1) * (2**BITS - 1)
+        for start in range(turn, tl.minimum(turn + TURN, length), BLOCK_N):
+            o_tokens = start + tl.arange(0, BLOCK_N)
+            m_tokens = o_tokens < length
+            m_codes = m_tokens[:, None] & (o_byte < BYTES)[None, :]
+            b_codes = tl.load(p_codes + o_tokens[:, None] * BYTES + o_byte[None, :], mask=m_codes, other=0)
+            b_scale = tl.load(p_scales + o_tokens, mask=m_tokens, other=0).to(tl.float32) * unit
+            b_index = (b_codes[:, None, :] >> o_shift[None, :, None]) & (2**BITS - 1)
+            b_index = b_index.reshape(BLOCK_N, BLOCK_D).to(tl.int8)
+            # Odd integers are 2 * index - (2^BITS - 1). Products of 8-bit integers are exact.
+            b_products = 2 * tl.dot(b_integers, tl.trans(b_index), out_dtype=tl.int32) - b_offset[:, None]
+            b_parts = (scaling * b_unit)[:, None] * b_products.to(tl.float32) + b_spread[:, None] * b_scale[None, :]
+            b_scores = b_middle[:, None] + b_scale[None, :] * b_parts  # [BLOCK_G, BLOCK_N]
+            p_block = p_estimates + o_group[:, None] * room + o_tokens[None, :]
+            tl.store(p_block, b_scores, mask=b_flags[:, None] & m_tokens[None, :])
+            # Chan's merge of their mean and scatter with those of what was seen before.
+            new = tl.minimum(length - start, BLOCK_N).to(tl.float32)
+            b_new = tl.sum(tl.where(m_tokens[None, :], b_scores, 0.0), axis=1) / new
+            b_off = tl.where(m_tokens[None, :], b_scores - b_new[:, None], 0.0)
+            b_delta = b_new - b_mean
+            b_mean += b_delta * (new / (seen + new))
+            b_scatter += tl.sum(b_off * b_off, axis=1) + b_delta * b_delta * (seen * new / (seen + new))
+            seen += new
+            b_scores = tl.where(m_tokens[None, :], b_scores, float("-inf"))
+            b_new = tl.maximum(b_max, tl.max(b_scores, axis=1))  # finite: the first token of a block is one
+            b_sum = b_sum * tl.exp(b_max - b_new) + tl.sum(tl.exp(b_scores - b_new[:, None]), axis=1)
+            b_max = b_new
+    p_sums += o_group * 4 * splits + i_split  # [BLOCK_G]
+    tl.store(p_sums, b_max + tl.log(tl.maximum(b_sum, 1.0)), mask=m_head)
+    tl.store(p_sums + splits, tl.zeros([BLOCK_G], tl.float32) + seen, mask=m_head)
+    tl.store(p_sums + 2 * splits, b_mean, mask=m_head)
+    tl.store(p_sums + 3 * splits, b_scatter, mask=m_head)
 
 
 @triton.jit
 def chosen_kernel(
-    p_query, p_keys, p_values, p_places, p_lengths, p_tokens, p_flags, p_estimates, p_masses, p_index,
+    p_query, p_keys, p_values, p_places, p_lengths, p_tokens, p_flags, p_estimates, p_sums, p_index,
     p_parts, p_lse, p_rest, p_pulled, p_spared,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length,
     room, scaling, log_threshold,
@@ -117,7 +124,8 @@ def chosen_kernel(
     Their indices are written down first: few are asked for, and blocks of them leave no lane without a token. As in
     `bulk_kernel`, computed for all heads of the group. `BLOCK_Q` query heads are what `G` needs outside of products.
 
-    With `p_rest`, the log of the sum of exponentials of the estimates of the split's other tokens goes there.
+    `p_rest` `[query heads, 2, splits]` takes, of the estimates of the split's other tokens, the log of the sum of
+    exponentials, and the mean that these weigh.
     """
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -135,7 +143,8 @@ def chosen_kernel(
         o_split = tl.arange(0, BLOCK_P)
         b_near = tl.load(p_lse + o_group * (1 + splits), mask=m_head, other=0.0)
         m_split = m_head[:, None] & (o_split < splits)[None, :]
-        b_masses = tl.load(p_masses + o_group[:, None] * splits + o_split[None, :], mask=m_split, other=float("-inf"))
+        p_masses = p_sums + o_group[:, None] * 4 * splits + o_split[None, :]
+        b_masses = tl.load(p_masses, mask=m_split, other=float("-inf"))
         b_highest = tl.maximum(b_near, tl.max(b_masses, axis=1))
         b_all = tl.exp(b_near - b_highest) + tl.sum(tl.exp(b_masses - b_highest[:, None]), axis=1)
         b_least = b_highest + tl.log(b_all) + log_threshold - tl.log(bulk_tokens.to(tl.float32))
@@ -144,6 +153,7 @@ def chosen_kernel(
     chosen = 0
     b_high = tl.full([BLOCK_Q, BLOCK_S], -1e30, tl.float32)  # of what is not read, lane by lane: below any score
     b_rest = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
+    b_lift = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
     for start in range(i_split.to(tl.int64) * BLOCK_S, length, splits * BLOCK_S):
         o_tokens = start + tl.arange(0, BLOCK_S)
         m_tokens = o_tokens < length
@@ -155,16 +165,19 @@ def chosen_kernel(
         o_index = chosen + tl.cumsum(b_asked, axis=0) - 1
         tl.store(p_index + o_index, o_tokens.to(tl.int32), mask=b_asked == 1)
         chosen += tl.sum(b_asked, axis=0)
-        if p_rest is not None:
-            b_scores = tl.where(m_read & (b_asked == 0)[None, :], b_scores, float("-inf"))
-            b_new = tl.maximum(b_high, b_scores)
-            b_rest = b_rest * tl.exp(b_high - b_new) + tl.exp(b_scores - b_new)
-            b_high = b_new
-    if p_rest is not None:
-        b_highest = tl.max(b_high, axis=1)
-        b_all = tl.sum(b_rest * tl.exp(b_high - b_highest[:, None]), axis=1)  # 0, at least 1, or nan, which shows
-        b_log = tl.where(b_all == 0.0, float("-inf"), b_highest + tl.log(tl.where(b_all == 0.0, 1.0, b_all)))
-        tl.store(p_rest + o_group * splits + i_split, b_log, mask=m_head)
+        b_left = tl.where(m_read & (b_asked == 0)[None, :], b_scores, float("-inf"))
+        b_new = tl.maximum(b_high, b_left)
+        b_decay, b_gain = tl.exp(b_high - b_new), tl.exp(b_left - b_new)
+        b_rest = b_rest * b_decay + b_gain
+        b_lift = b_lift * b_decay + b_gain * b_scores  # which are finite where there is nothing to gain
+        b_high = b_new
+    b_highest = tl.max(b_high, axis=1)
+    b_decay = tl.exp(b_high - b_highest[:, None])
+    b_all = tl.sum(b_rest * b_decay, axis=1)  # 0, at least 1, or nan, which shows
+    b_some = tl.where(b_all == 0.0, 1.0, b_all)
+    p_rest += o_group * 2 * splits + i_split  # [BLOCK_Q]
+    tl.store(p_rest, tl.where(b_all == 0.0, float("-inf"), b_highest + tl.log(b_some)), mask=m_head)
+    tl.store(p_rest + splits, tl.sum(b_lift * b_decay, axis=1) / b_some, mask=m_head)
     tl.debug_barrier()  # threads read what others have written
     if p_pulled is not None:
         if p_places is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import decode_reference, sketch
+from ...sketch import MIN_TOKENS, Sketch, encode_segments
+from .. import decode_reference
 from ..first_use import fault
 from . import decode
 
@@ -60,6 +61,8 @@ def decode_fault(
 def _compute(scene: dict[str, Any], device: torch.device, pinned: bool, elsewhere: bool) -> tuple[Tensor, ...]:
     """What the kernels make of a scene, on the host: flags, outputs, and bytes of the bulk and of the sketch."""
     told: dict[str, Any] = {name: part.to(device) if isinstance(part, Tensor) else part for name, part in scene.items()}
+    if "sketch" in told:
+        told["sketch"] = Sketch(**{name: part.to(device) for name, part in told["sketch"].tensors().items()})
     pulled, spared, sketched = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
     if elsewhere:
         moved = [told[name][ELSEWHERE].clone() for name in ("bulk_keys", "bulk_values")]
@@ -87,7 +90,7 @@ def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, sketch_bits
     are large, so that one too many or too few shows.
     """
     made = torch.Generator("cpu").manual_seed(0)
-    length = sketch.MIN_TOKENS + 87
+    length = MIN_TOKENS + 87
     batch, capacity = 3, length + 41
 
     def noise(*shape: int) -> Tensor:
@@ -97,13 +100,13 @@ def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, sketch_bits
         return torch.tensor(parts, dtype=torch.float32, device="cpu").view(-1, 1, 1) * direction
 
     direction = noise(1, dim)[:1].sign()
-    query = 0.2 * noise(group, dim) + direction
+    query = 0.1 * noise(group, dim) + direction
     query[:, 2, ::2] -= along(0, 0, 2)[:, 2]
     near_keys, near_values = 0.2 * noise(COLUMNS, dim), 5 * noise(COLUMNS, value_dim)
     near_keys[:, :, :LOCAL] += along(1, 0.8, 1)
     near_keys[:, :, LOCAL:] += along(-1, 1, -1)
     near_values[:, :, LOCAL:] *= 8  # few among many
-    bulk_keys, bulk_values = 0.2 * noise(capacity, dim) + along(-1, 0.2, -1), 40 * noise(capacity, value_dim)
+    bulk_keys, bulk_values = 0.1 * noise(capacity, dim) + along(-1, 0.2, -1), 40 * noise(capacity, value_dim)
     bulk_keys[:, :, ::3] += along(0, 0.8, 0)
     bulk_values[:, 1] += 120
     bulk_values[:, 1, ::3] -= 120  # those of chosen tokens are unlike the rest's
@@ -123,15 +126,25 @@ def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, sketch_bits
     told["covariance"] = torch.stack([keys.mT @ keys / keys.shape[1] for keys in centred])
     told |= {"other_mean": told["mean"][:1], "other_covariance": told["covariance"][:1], "pool_staged": True}
     if sketch_bits is not None:
-        told["centre"] = bulk_keys[:, :, :SHORT].float().mean(dim=2)
-        told["codes"], told["scales"] = sketch.encode(bulk_keys, told["centre"], sketch_bits)
-        squares = told["scales"].float().square()
-        told["mean_square"] = torch.stack([squares[row, :, :n].mean(dim=1) for row, n in enumerate(lengths)])
-        told["mean_square"][0, 2] = 1e9
-        told["mean_value"] = torch.stack([bulk_values[row, :, :n].float().mean(dim=1) for row, n in enumerate(lengths)])
-        told["token_threshold"] = 0.5
+        told["sketch"] = _sketch(bulk_keys, bulk_values, sketch_bits)
+        told["token_threshold"] = 0.8
     near_keys[:, :, LOCAL + STAGED :] = near_values[:, :, LOCAL + STAGED :] = torch.nan
     for row, tokens in enumerate(lengths.tolist()):
         bulk_keys[row, :, tokens:] = bulk_values[row, :, tokens:] = torch.nan
     told |= {"near_keys": near_keys, "near_values": near_values, "bulk_keys": bulk_keys, "bulk_values": bulk_values}
     return told
+
+
+def _sketch(keys: Tensor, values: Tensor, bits: int) -> Sketch:
+    """Of all tokens, whatever is in use, for queries that are stronger in some channels.
+
+    The first segment has the scores of its tokens lie closer together than they do, so that no other segment's unit
+    will do for it. The third head of the first row tells too little.
+    """
+    energies = torch.logspace(-1, 1, keys.shape[3], dtype=torch.float32, device="cpu")
+    made = encode_segments(keys, energies.expand(*keys.shape[:2], -1), bits, last=True)
+    made["units"][:, :, 0] *= 0.7
+    made["mean_squares"][0, 2] = 1e9
+    mean = values.float().mean(dim=2, keepdim=True)
+    slopes = (values.float() - mean).mT @ (keys.float() - keys.float().mean(dim=2, keepdim=True)) / keys.shape[2]
+    return Sketch(**made, mean_value=mean.squeeze(2), slopes=slopes.to(torch.bfloat16))

@@ -1,0 +1,111 @@
+"""Which tokens of a sketched bulk a KV head reads, and what the others are worth."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .codec import Sketch, estimated_scores, half_variances
+from .segments import SEGMENT_TOKENS, segment_start, segments_of
+
+# Half the variance of what estimates are off by, in nats, where it is more, on average over a bulk's tokens,
+# they tell too little of which tokens matter, and nothing would say so. What one bit leaves out is no Gaussian.
+UNRELIABLE = {1: 1.75, 2: 10.0, 4: 10.0}
+# Of the estimated attention to unread tokens, as much counts: estimates err, and the unread are those that seem light.
+UNREAD_WEIGHT = 0.9
+
+
+@dataclass(eq=False)
+class Selection:
+    """What each query of a KV head reads and what stands for the rest; `[group, queries]` but for the first.
+
+    Attributes:
+        tokens: bool `[queries, tokens]`, the tokens that are read.
+        log_unread: log of the estimated sum of exponentials of the scores of all others, `-inf` if there are none.
+        tilt: how far the unread tokens' values lie from the mean value, in units of `scaling * slopes q`.
+    """
+
+    tokens: Tensor
+    log_unread: Tensor
+    tilt: Tensor
+
+
+def unreliable(query: Tensor, sketch: Sketch, lengths: list[int], *, scaling: float) -> Tensor:
+    """The queries that estimates are too rough for, so that they read all: bool `[batch, kv_heads, queries]`.
+
+    Scores that lie far apart are the ones that few tokens stand out by, and what stands out of estimates may be nothing
+    but their error; see `codec.half_variances`, here on average over each row's `lengths[row]` tokens.
+
+    Args:
+        query: `[batch, kv_heads, queries, dim]`.
+        sketch: of the layer.
+        lengths: of every row's sketched bulk, 0 if it has none.
+        scaling: multiplies the scores.
+    """
+    shape = len(lengths), sketch.units.shape[-1]
+    share = torch.zeros(shape, dtype=torch.float32, device="cpu")  # torch's defaults are the user's
+    for row, length in enumerate(lengths):
+        if length:
+            count = segments_of(length)
+            share[row, :count] = SEGMENT_TOKENS / length
+            share[row, count - 1] = (length - segment_start(length)) / length
+    share = share[:, None].to(query.device)  # [batch, 1, segments]
+    half = half_variances(query, sketch, scaling=scaling) * sketch.mean_squares.unsqueeze(-2)
+    half = half.masked_fill((share == 0).unsqueeze(-2), 0.0)  # what is not in use may be anything
+    return (half * share.unsqueeze(-2)).sum(dim=-1) > UNRELIABLE[sketch.bits]
+
+
+def select_tokens(
+    query: Tensor,
+    sketch: Sketch,
+    length: int,
+    *,
+    log_near: Tensor,
+    bulk_tokens: Tensor,
+    flags: Tensor,
+    scaling: float,
+    token_threshold: float,
+) -> Selection:
+    """The tokens of a KV head's bulk that are read for each query: any that one of its long-context heads asks for.
+
+    A head asks for what gets at least `token_threshold` times as much of its attention as if the bulk got all of it,
+    evenly: `exp(s_t) / (A_near + sum_t exp(s_t)) >= token_threshold / T_bulk`, by estimates of the scores `s_t`.
+
+    Unread tokens are those of low scores, so their mean value is not that of the bulk. Values follow scores along the
+    line of regression: a score of `s` says `mean_value + Cov(v, s) (s - mean(s)) / Var(s)`, `Cov(v, s) = scaling
+    slopes q`, and unread tokens have the mean score `sum exp(s) s / sum exp(s)`, weighed as attention does.
+
+    Args:
+        query: `[group, queries, dim]`.
+        sketch: one head's.
+        length: tokens of its bulk.
+        log_near: `[group, queries]` float32, log-sum-exp of a query's scores of what is near: `log A_near`.
+        bulk_tokens: int64 `[queries]`, `T_bulk`.
+        flags: bool `[group, queries]`, the long-context heads.
+        scaling: multiplies the scores.
+        token_threshold: above 0.
+    """
+    scores = estimated_scores(query.flatten(0, 1).float(), sketch, length, scaling=scaling)
+    scores = scores.unflatten(0, query.shape[:2])
+    log_all = torch.logaddexp(log_near, scores.logsumexp(dim=-1))
+    cut = log_all + math.log(token_threshold) - torch.log(bulk_tokens.float())
+    tokens = ((scores >= cut.unsqueeze(-1)) & flags.unsqueeze(-1)).any(dim=0)
+    unread = scores.masked_fill(tokens, -torch.inf)
+    variance, mean = torch.var_mean(scores, dim=-1, correction=0)
+    lifted = (unread.softmax(dim=-1).masked_fill(tokens, 0.0) * (scores - mean.unsqueeze(-1))).sum(dim=-1)
+    tilt = torch.where((variance > 0) & ~tokens.all(dim=-1), lifted / variance, 0.0)
+    return Selection(tokens, unread.logsumexp(dim=-1) + math.log(UNREAD_WEIGHT), tilt)
+
+
+def unread_value(query: Tensor, sketch: Sketch, tilt: Tensor, *, scaling: float) -> Tensor:
+    """What stands for the values of unread tokens: float32 `[..., value_dim]`.
+
+    Args:
+        query: `[..., dim]`.
+        sketch: one head's.
+        tilt: `[...]`, of `Selection`.
+        scaling: multiplies the scores.
+    """
+    along = torch.matmul(query.float(), sketch.slopes.float().mT)
+    return sketch.mean_value + scaling * tilt.unsqueeze(-1) * along

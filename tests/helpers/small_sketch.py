@@ -1,0 +1,25 @@
+"""Sketches of bulks, and of segments, that are shorter than in earnest."""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from unittest import mock
+
+KERNELS = ["decode_reference", "cpu.compiled_decode"] + ["triton.decode"] * bool(importlib.util.find_spec("triton"))
+MODULES = [
+    *("sketch", "sketch.segments", "sketch.codec", "sketch.selection", "storage.bulk_sketch"),
+    *(f"kernels.{name}" for name in KERNELS),
+]
+
+
+@contextmanager
+def small_sketch(min_tokens: int = 6, segment_tokens: int = 512) -> Iterator[None]:
+    """Inside, bulks from `min_tokens` on have a sketch, in segments of `segment_tokens`, wherever these are told."""
+    with ExitStack() as stack:
+        for name in MODULES:
+            module = import_module(f"qada_cache.{name}")
+            for constant, tokens in (("MIN_TOKENS", min_tokens), ("SEGMENT_TOKENS", segment_tokens)):
+                if hasattr(module, constant):
+                    stack.enter_context(mock.patch.object(module, constant, tokens))
+        yield

@@ -1,0 +1,298 @@
+"""Query energies: what they are, that reading them leaves nothing, and where a cache has them from."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Inputs, make_shared
+from models import SMALL, prompt, tiny
+from torch import Tensor, nn
+from transformers import AttentionInterface, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+from qada_cache import KeyMoments, QAdACache, StaticHeads
+from qada_cache.files import tensor_file
+from qada_cache.key_moments import defaults
+from qada_cache.key_moments.query_energies import observed
+from qada_cache.key_moments.sharding import HeadShard
+from qada_cache.state.layer import QAdALayer
+
+IDS = prompt(333)[0]
+EVERY = StaticHeads(torch.ones(2, 4, dtype=torch.bool))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and nothing remembered."""
+    monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
+    forget(monkeypatch)
+    return tmp_path / "home" / "moments"
+
+
+@pytest.fixture(autouse=True)
+def table() -> Iterator[None]:
+    """Transformers' table of attention functions is afterwards what it was."""
+    attention = tiny()  # our own names are in it
+    QAdACache(attention, moments="current", token_threshold=0.0)
+    before = dict(ALL_ATTENTION_FUNCTIONS._local_mapping), dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
+    yield
+    local, everywhere = ALL_ATTENTION_FUNCTIONS._local_mapping, ALL_ATTENTION_FUNCTIONS._global_mapping
+    assert local == before[0]
+    assert {name: everywhere[name] for name in before[1]} == before[1]
+    assert "eager" not in ALL_ATTENTION_FUNCTIONS
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults, "_remembered", {})
+
+
+def gpt_neox() -> PreTrainedModel:
+    """Every fourth of its channels is turned; queries, keys and values come from one projection."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 1024, "initializer_range": 0.35}
+    config = GPTNeoXConfig(**sizes, rotary_pct=0.25, bos_token_id=None, eos_token_id=None)
+    return GPTNeoXForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+
+
+def projections(model: PreTrainedModel) -> list[nn.Module]:
+    """What queries of each layer come from, before they are turned."""
+    if model.config.model_type == "gpt_neox":
+        return [layer.attention.query_key_value for layer in model.gpt_neox.layers]
+    return [getattr(layer.self_attn, "q_norm", layer.self_attn.q_proj) for layer in model.model.layers]
+
+
+@contextmanager
+def projected(model: PreTrainedModel) -> Iterator[list[list[Tensor]]]:
+    """Queries float64 `[tokens, heads, dim]` of every layer, before they are turned, while it reads."""
+    config, seen = model.config, [[] for _ in projections(model)]
+    heads, dim = config.num_attention_heads, getattr(config, "head_dim", None)
+    dim = dim or config.hidden_size // heads
+
+    def hook(layer: int) -> Any:
+        def note(module: nn.Module, args: Any, output: Tensor) -> None:
+            queries = output.detach().double().flatten(0, 1)
+            seen[layer].append(queries.reshape(len(queries), heads, -1))
+
+        return note
+
+    hooks = [module.register_forward_hook(hook(layer)) for layer, module in enumerate(projections(model))]
+    yield seen
+    for handle in hooks:
+        handle.remove()
+    for layer, parts in enumerate(seen):
+        seen[layer] = [torch.cat(parts)[..., :dim]]  # of queries, keys and values the first
+
+
+def partners(model: PreTrainedModel) -> list[int]:
+    """The other channel of every channel's pair."""
+    dim, kind = 8, model.config.model_type
+    if kind == "gpt_neox":
+        return [2, 3, 0, 1, *range(4, 16)]
+    return [1, 0, 3, 2, 4, 5, 6, 7] if kind == "glm4" else [(index + dim // 2) % dim for index in range(dim)]
+
+
+MODELS = {
+    "llama": tiny,
+    "llama-eager": lambda: tiny(attention="eager"),
+    "llama-bfloat16": lambda: tiny(dtype=torch.bfloat16),
+    "qwen3": lambda: tiny("qwen3"),
+    "glm4": lambda: tiny("glm4"),  # pairs of neighbours, in half of the channels
+    "gpt_neox": gpt_neox,
+}
+
+
+@pytest.mark.parametrize("switched", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_float64(name: str, switched: bool) -> None:
+    """A pair's mean square is the same before it is turned as after, wherever it stands."""
+    model = MODELS[name]()
+    for projection in projections(model):  # random weights make all channels alike
+        rows = projection.weight.shape[0]
+        unequal = torch.linspace(0, 50, rows).cos() + 1.3
+        projection.weight.data.mul_(unequal.view(rows, *[1] * (projection.weight.dim() - 1)))
+    if switched:
+        cache = QAdACache(model, moments="current", token_threshold=0.0, **SMALL)
+        with torch.no_grad():
+            model(IDS[:, :50], past_key_values=cache)
+        assert model.config._attn_implementation not in ("sdpa", "eager")
+    with projected(model) as seen:
+        made = KeyMoments.collect(model, prompt=IDS, scheme="analytic", progress=False)
+    _, kv_heads, dim = made.shape
+    assert made.query_energies.shape == made.shape
+    assert made.query_energies.dtype == torch.float32
+    for layer, (queries,) in enumerate(seen):
+        queries = queries[-IDS.shape[1] :]  # before it, the rotation was found out
+        assert len(queries) == IDS.shape[1]
+        squares = queries.square().mean(dim=0).unflatten(0, (kv_heads, -1)).mean(dim=1)
+        paired = (squares + squares[:, partners(model)]) / 2
+        # A turned bfloat16 has 8 bits, each rounded by itself: errors of 333 tokens' squares hardly add up.
+        tolerance = 2e-3 if model.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(made.query_energies[layer].double(), paired, rtol=tolerance, atol=0)
+        assert not torch.allclose(paired, squares, rtol=0.05)
+        assert paired.max() > 1.4 * paired.min()
+    assert dim == seen[0][0].shape[-1]
+
+
+def test_nothing_is_left_after_an_exception() -> None:
+    for attention in ("sdpa", "eager"):
+        model = tiny(attention=attention)
+        before = dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
+
+        def fail(layer: int, query: Tensor) -> None:
+            raise KeyError(layer)
+
+        with torch.no_grad(), pytest.raises(KeyError), observed(model, fail):
+            model(IDS)
+        assert before == ALL_ATTENTION_FUNCTIONS._local_mapping
+        with torch.no_grad():
+            model(IDS)
+
+
+def test_a_users_own_entry_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it computes is what the model gets."""
+    calls = []
+
+    def own(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        calls.append(args)
+        return ALL_ATTENTION_FUNCTIONS._global_mapping["sdpa"](*args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", own)
+    KeyMoments.collect(tiny(), prompt=IDS, progress=False)
+    assert ALL_ATTENTION_FUNCTIONS._local_mapping["sdpa"] is own
+    assert calls
+    monkeypatch.undo()
+
+
+def test_two_threads_leave_nothing() -> None:
+    """Each sees its own model's, and puts back what was there before both."""
+    models, seen = (tiny(), tiny(seed=1)), ([], [])
+
+    def note(index: int) -> Any:
+        return lambda layer, query: seen[index].append(layer)
+
+    def read(index: int) -> None:
+        with torch.no_grad(), observed(models[index], note(index)):
+            models[index](IDS)
+
+    other = threading.Thread(target=read, args=(1,))
+    with torch.no_grad(), observed(models[0], note(0)):
+        other.start()
+        time.sleep(0.2)  # it would be inside by now, and end last
+        models[0](IDS)
+    other.join()
+    assert seen == ([0, 1], [0, 1])
+
+
+def test_another_models_queries_are_not_seen() -> None:
+    seen: list[int] = []
+    with torch.no_grad(), observed(tiny(), lambda layer, query: seen.append(layer)):
+        tiny(seed=1)(IDS)
+    assert seen == []
+
+
+def test_a_model_that_is_not_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its modeling file has a table of its own; files of its moments hold no energies."""
+    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", AttentionInterface())
+    made = KeyMoments.collect(tiny(), prompt=IDS, progress=False)
+    assert made.query_energies is None
+    made.save(tmp_path / "moments.safetensors")
+    assert "moments.query_energies" not in tensor_file.read(tmp_path / "moments.safetensors", "qada-moments")[0]
+    assert KeyMoments.load(tmp_path / "moments.safetensors").query_energies is None
+
+
+def test_a_file_keeps_them(tmp_path: Path) -> None:
+    made = KeyMoments.collect(tiny(), prompt=IDS, progress=False)
+    made.save(tmp_path / "moments.safetensors")
+    assert torch.equal(KeyMoments.load(tmp_path / "moments.safetensors").query_energies, made.query_energies)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(2, 2, 4), torch.full((2, 2, 8), torch.nan), -torch.ones(2, 2, 8)])
+def test_wrong_energies_are_refused(wrong: Tensor) -> None:
+    told: dict[str, Any] = {"lengths": (1,), "model_type": "llama", "prompt": "custom", "tokens": 5}
+    with pytest.raises(ValueError, match=r"query energies must be finite, not negative and \[2, 2, 8\]"):
+        KeyMoments(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8, 8), **told, query_energies=wrong)
+
+
+# -- in a cache ------------------------------------------------------------------------------------------------------
+
+
+def of(cache: QAdACache) -> Tensor | None:
+    return cache.options.query_energies
+
+
+def test_a_cache_has_those_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever moments it goes by itself, and none as long as none are kept: they alone are not collected."""
+    model = tiny()
+    static = {"criterion": EVERY, "moments": "current"}
+    assert of(QAdACache(model, moments="current")) is of(QAdACache(model, **static)) is None
+    kept = of(QAdACache(model))
+    assert torch.equal(kept, KeyMoments.collect(model, prompt="random-tokens", progress=False).query_energies)
+    for remembered in (True, False):
+        if not remembered:
+            forget(monkeypatch)  # another process
+        for options in ({"moments": "current"}, static, {}):
+            assert torch.equal(of(QAdACache(model, **options)), kept)
+    assert of(QAdACache(model, moments="current", token_threshold=0.0)) is None  # it would not use them
+    assert of(QAdACache(tiny(seed=1), moments="current")) is None  # other weights
+
+
+def test_a_file_is_read_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    kept = of(QAdACache(model))
+    forget(monkeypatch)
+    assert torch.equal(of(QAdACache(model, moments="current")), kept)
+    (path,) = home.iterdir()
+    path.unlink()
+    assert torch.equal(of(QAdACache(model, moments="current")), kept)
+
+
+def test_moments_without_them(tmp_path: Path) -> None:
+    """Of a file that an unseen model made, say: those that are kept."""
+    model = tiny()
+    made = KeyMoments.collect(model, prompt=IDS, progress=False)
+    told = {name: value for name, value in vars(made).items() if name not in ("_placed", "query_energies")}
+    assert of(QAdACache(model, moments=KeyMoments(**told))) is None
+    kept = of(QAdACache(model))
+    assert torch.equal(of(QAdACache(model, moments=KeyMoments(**told))), kept)
+    assert torch.equal(of(QAdACache(model, moments=made)), made.query_energies)
+    assert not torch.equal(made.query_energies, kept)
+
+
+def test_config_finds_what_its_model_left(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside a file of an older format, which nobody reads any more."""
+    tiny().save_pretrained(tmp_path / "model")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True).eval()
+    assert of(QAdACache(config=model.config, moments="current")) is None
+    with monkeypatch.context() as older:
+        older.setattr(tensor_file, "FORMAT_VERSION", tensor_file.FORMAT_VERSION - 1)
+        QAdACache(model)
+    forget(monkeypatch)
+    assert of(QAdACache(config=model.config, moments="current")) is None
+    kept = of(QAdACache(model))
+    assert len(list(home.iterdir())) == 2
+    forget(monkeypatch)
+    for moments in ("current", "current+random-tokens"):
+        assert torch.equal(of(QAdACache(config=model.config, moments=moments)), kept)
+    assert of(QAdACache(config=tiny().config, moments="current")) is None  # of no name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_uses_those_of_its_heads(rank: int) -> None:
+    """Of four KV heads it has two, by which its layer's sketch goes."""
+    energies = torch.rand(2, 4, 16)
+    shared = make_shared(query_energies=energies, token_threshold=1.0)
+    shared.model = replace(shared.model, shard=HeadShard(rank, 2, None, torch.device("cpu")))
+    for index in (0, 1):
+        layer = QAdALayer(shared, index)
+        layer.lazy_initialization(*Inputs()(5)[:2])
+        assert torch.equal(layer.store.sketch.energies, energies[index, 2 * rank : 2 * rank + 2])

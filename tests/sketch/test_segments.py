@@ -1,0 +1,28 @@
+"""Where segments lie: a function of a bulk's length."""
+
+import itertools
+
+from sketch_reference import segment_spans
+
+from qada_cache.sketch import MIN_TOKENS, SEGMENT_TOKENS, segment_start, segments_of
+
+
+def test_segments_of_every_length() -> None:
+    """They follow one another, and all but the last have 512 tokens; that one has 256 to 767, if there are so many."""
+    assert SEGMENT_TOKENS == 512
+    for length in range(1, 5001):
+        count, last = segments_of(length), segment_start(length)
+        spans = [(512 * index, 512 * (index + 1)) for index in range(count - 1)] + [(last, length)]
+        assert spans == segment_spans(length)
+        assert last == 512 * (count - 1)
+        assert length - last <= 767
+        assert length - last >= 256 or (count == 1 and length < 256)
+
+
+def test_a_segment_that_is_not_the_last_never_changes() -> None:
+    """One more token is in the last one, or begins no earlier one anew."""
+    starts = [segment_start(length) for length in range(1, 5001)]
+    assert all(
+        0 <= after - before <= 512 and (after - before) % 512 == 0 for before, after in itertools.pairwise(starts)
+    )
+    assert segments_of(MIN_TOKENS) == 2  # the shortest bulk with a sketch
