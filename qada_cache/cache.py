@@ -288,9 +288,11 @@ class QAdACache(WatchedCache):
                 or other weights.
             NotImplementedError: processes share the model.
         """
+        support.text_config(model, config)  # what is wrong with these is not the file's fault
         saved = cache_file.read(path, model=model, config=config)
-        cache = cls(model, config=config, **saved.options)
-        saved.restore(cache.layers, torch.device("cpu") if model is None else inputs_device(model))
+        with cache_file.naming(path):
+            cache = cls(model, config=config, **saved.options)
+            saved.restore(cache.layers, torch.device("cpu") if model is None else inputs_device(model))
         return cache
 
     def __repr__(self) -> str:

@@ -64,6 +64,9 @@ def check_operands(
         fits = fits and (tensor is None or (tensor.dtype == dtype and tensor.dim() == 1))
     for tensor in (*moments, *other_moments, *masks, *rows):
         fits = fits and (tensor is None or (tensor.shape[0] in (1, batch) and tensor.device == query.device))
+    lengths = rows[0]
+    if lengths is not None and lengths.is_cpu:  # on another device, to look would be to wait for it
+        fits = fits and int(lengths.min()) >= 0 and int(lengths.max()) <= bulk[0].shape[2]
     fits = fits and _coded_fit(coded, query, bulk)
     if not (fits and near[0].device == query.device):
         tensors = (query, *near, *bulk, *moments, *other_moments, *coded)

@@ -153,12 +153,16 @@ class KeyMoments:
 
     @classmethod
     def from_file(cls, tensors: dict[str, Tensor], header: dict[str, Any]) -> "KeyMoments":
-        """The inverse of `tensors` and `header`."""
+        """The inverse of `tensors` and `header`.
+
+        Raises:
+            ValueError: they do not fit each other.
+        """
         header = dict(header)
-        mean, frequencies = tensors["moments.mean"], header.pop("frequencies")
-        rotations = tuple(
-            Rotation(mean.shape[-1], tuple(frequencies[index]), layout) for layout, index in header.pop("rotations")
-        )
+        mean, frequencies, turned = tensors["moments.mean"], header.pop("frequencies"), header.pop("rotations")
+        if any(index not in range(len(frequencies)) for _, index in turned):
+            raise ValueError(f"KeyMoments: rotations {turned} go by {len(frequencies)} lists of frequencies")
+        rotations = tuple(Rotation(mean.shape[-1], tuple(frequencies[index]), layout) for layout, index in turned)
         lengths = tuple(header.pop("lengths"))
         return cls(mean, tensors["moments.covariance"], lengths=lengths, rotations=rotations, **header)
 

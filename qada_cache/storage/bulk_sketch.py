@@ -118,8 +118,21 @@ class BulkSketch:
         return kept | {"centre": self.centre, "mean_value": self.mean_value, "sketched": self.lengths}
 
     def restore(self, record: dict[str, Any], bulk: Bulk) -> None:
-        """The inverse of `record`, which may hold other things as well, for an empty one of `bulk`."""
-        self.lengths = record["sketched"]
+        """The inverse of `record`, which may hold other things as well, for an empty one of `bulk`.
+
+        Raises:
+            ValueError: it is not of this bulk, or not in these bits.
+        """
+        wanted = [length if length >= sketch.MIN_TOKENS else 0 for length in bulk.lengths]
+        for name, empty in self.record.items():
+            if isinstance(empty, Tensor):  # where an empty one has no tokens, this one has those of the longest row
+                fits = [size or max(wanted) for size in empty.shape] == list(record[name].shape)
+                if not fits or record[name].dtype != empty.dtype:
+                    found = f"{record[name].dtype} {list(record[name].shape)}"
+                    raise ValueError(f"its sketch of {wanted} tokens in {self.bits} bits has {name} {found}")
+        if record["sketched"] != wanted:
+            raise ValueError(f"its sketch is of {record['sketched']} tokens, and should be of {wanted}")
+        self.lengths = wanted
         if self.in_use:
             self._reserve(bulk.capacity)
         used = slice(0, max(self.lengths))

@@ -21,8 +21,9 @@ from test_copies import anything, built, nothing, shares, snapshot
 from torch import Tensor
 from transformers import LlamaConfig
 
-from qada_cache import QAdACache, cache_file
+from qada_cache import QAdACache
 from qada_cache.files import private_map
+from qada_cache.state import record
 
 pytestmark = pytest.mark.skipif(not private_map.AVAILABLE, reason="needs Linux")
 LARGE = {"dim": 64, "kv_heads": 8, "value_dim": 64}
@@ -162,7 +163,7 @@ def test_a_file_that_is_written_to(act: str, tmp_path: Path) -> None:
 
 def test_a_file_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As older ones are."""
-    monkeypatch.setattr(cache_file.functional, "pad", lambda tensor, room: tensor)
+    monkeypatch.setattr(record.functional, "pad", lambda tensor, room: tensor)
     cache = large()
     cache.save(tmp_path / "file")
     loaded = QAdACache.load(tmp_path / "file", config=cache._shared.model.config)
