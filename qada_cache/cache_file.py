@@ -20,6 +20,7 @@ from .state.layer import QAdALayer
 from .state.record import BULK, layer_record, restore_layer
 from .state.shared import Shared
 from .state.stock import check_alike, check_stock
+from .storage import pages
 from .storage.padding import NONE
 
 KIND = "qada-cache"
@@ -61,7 +62,8 @@ def _identity(config: PreTrainedConfig) -> dict[str, Any]:
 
 def write(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) -> None:
     """Write what the layers of a cache hold, and share; see `QAdACache.save`."""
-    options, served, tensors = shared.options, shared.model, {}
+    options, served = shared.options, shared.model
+    tensors: dict[str, tensor_file.Kept] = {}
     check_undivided(served.shard.size)
     state: dict[str, Any] = {"options": {name: getattr(options, name) for name in _OPTIONS}}
     state["model"] = _identity(served.config)
@@ -129,7 +131,9 @@ class Saved:
         check_alike(layers)
 
 
-def read(path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreTrainedConfig | None) -> Saved:
+def read(
+    path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreTrainedConfig | None, mmap: bool
+) -> Saved:
     """Read what `write` wrote; see `QAdACache.load`.
 
     Raises:
@@ -137,7 +141,11 @@ def read(path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreT
     """
     if model is not None:
         check_undivided(processes(model))
-    tensors, state, source = tensor_file.mapped(path, KIND)
+    source: PrivateMap | None = None
+    if mmap:
+        tensors, state, source = tensor_file.mapped(path, KIND, pages.empty)
+    else:
+        tensors, state = tensor_file.read(path, KIND, pages.empty)
     if source is not None:
         tensors = {name: tensor if name.endswith(BULK) else tensor.clone() for name, tensor in tensors.items()}
     _check_model(path, state, model, config)
@@ -172,11 +180,11 @@ def _check_model(
         raise ValueError(f"{path} was saved for another model: its config is this model's, and its weights are not")
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _encode(value: Any, path: str, tensors: dict[str, tensor_file.Kept]) -> Any:
     """`value` as JSON, its tensors moved to `tensors` under names that start with `path`."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, tensor_file.Spaced)):
         tensors[path] = value
         return {"tensor": path, **_look(value)}
     if isinstance(value, (list, tuple)):
@@ -188,7 +196,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     raise NotImplementedError(f"QAdACache.save cannot write {path}, a {type(value).__name__}")
 
 
-def _look(tensor: Tensor) -> dict[str, Any]:
+def _look(tensor: tensor_file.Kept) -> dict[str, Any]:
     """What a file says of a tensor, beside the tensor itself."""
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..files.private_map import PrivateMap
+from ..files.tensor_file import Spaced
 from ..storage.padding import Padding
 from ..storage.store import STAGING_TOKENS
 from .counters import AUDITED, PLAIN, Counters
@@ -37,10 +37,9 @@ def layer_record(layer: QAdALayer) -> dict[str, Any]:
     record = {"seen": layer.seen, "padding": layer.padding.records, **layer.counters.record}
     used = slice(0, store.sinks + store.end)
     record |= {"near_keys": store.near_keys[:, :, used], "near_values": store.near_values[:, :, used]}
-    bulk, stored = store.bulk, max(store.bulk.lengths)
-    room = (0, 0, 0, bulk.capacity - stored if stored else 0)  # whose content nobody has set
-    kept = (functional.pad(tensor[:, :, :stored], room) for tensor in (bulk.keys, bulk.values))
-    record |= dict(zip(BULK, kept, strict=True))
+    bulk = store.bulk
+    room = bulk.capacity if any(bulk.lengths) else 0
+    record |= {name: Spaced(t, bulk.lengths, room) for name, t in zip(BULK, (bulk.keys, bulk.values), strict=True)}
     record |= {"lengths": store.lengths, "flushed": store.flushed, "stored": bulk.lengths, "decoded": store.decoded}
     if store.moments is not None:
         record |= {"count": store.moments.count, "mean": store.moments.mean, "covariance": store.moments.covariance}
@@ -50,7 +49,8 @@ def layer_record(layer: QAdALayer) -> dict[str, Any]:
 
 
 def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap | None) -> None:
-    """The inverse of `layer_record`, for a layer that is empty; `source` is what the bulk's tensors are views of.
+    """The inverse of `layer_record`, for a layer that is empty; `source` is what the bulk's tensors are views of, if
+    they are no tensors of their own.
 
     Raises:
         ValueError: the record contradicts itself, or the cache's options.
@@ -73,7 +73,7 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
     store.decoded = record["decoded"]
     keys, values = (record[name] for name in BULK)
     stored = [max(gone - store.sinks, 0) for gone in store.flushed]
-    if source is not None and store.bulk.mappable and any(stored):
+    if store.bulk.mappable and any(stored):
         store.bulk.adopt(source, keys, values, lengths=stored)
     else:
         for row, tokens in enumerate(stored):
