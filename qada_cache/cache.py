@@ -73,9 +73,9 @@ class QAdACache(WatchedCache):
         moments: whose keys the mean and covariance are of. "current": the prompt being read; if it repeats itself, they
             hide the one key that matters. "random-tokens": 1,024 ordinary tokens of the vocabulary in random order.
             "random-words", "wiki", "single-word": as many tokens of our article (its words in random order, its text,
-            one word repeated). The model reads these once (seconds); they are kept in memory and the
-            user's cache folder (`QADA_HOME`). Or `KeyMoments`, or their file's path or Hub repository. "current+" and
-            one of the others, or a tuple of "current" and one, goes by both: the larger estimate of `A_bulk` counts.
+            one word repeated). The model reads these once (seconds); they are kept in memory and the user's cache
+            folder (`QADA_HOME`). Or `KeyMoments`, or their file's path or "hf://owner/name". "current+" and one of the
+            others, or a tuple of "current" and one, goes by both: the larger estimate of `A_bulk` counts.
             Words need the model's tokenizer: the one where the model was loaded from (folder, GGUF file, Hub), or given
             to `prepare`. Without one that knows the words "wiki" raises, and the others become "random-tokens" and
             "single-token", with a warning. With `config`, moments are only looked up in the cache folder; if they are
