@@ -57,8 +57,8 @@ def _add_serve_folder(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     command = commands.add_parser(
         "serve-folder",
         help="make a folder of a model's for transformers serve",
-        description="Make a folder for `transformers serve --trust-remote-code` that holds links to a model's files, no "
-        "code but our generate.py, and do ahead what the first request would otherwise wait for.",
+        description="Make a folder for `transformers serve --trust-remote-code` that links to a model's files and "
+        "holds no code but our generate.py, and do ahead what the first request would otherwise wait for.",
     )
     command.add_argument("--model", required=True, help="the model's folder")
     command.add_argument("--dtype", default="auto", help="that it will be served in (default: the checkpoint's)")

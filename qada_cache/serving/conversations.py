@@ -183,8 +183,8 @@ class Conversations:
     def _make_room(self, limits: Limits, *, conversations: int = 0, taken: int = 0) -> None:
         """Forget what is too old, and then as many as the limits ask for, besides so many that are under way.
 
-        The newest stays if it can. Of the others those go first that nobody has gone on with, the oldest first: prompts
-        that are asked once make room for one another, and flush no conversation.
+        What is too large by itself goes first, the newest last. Of the others those go first that nobody has gone on
+        with, the oldest first: prompts that are asked once make room for one another, and flush no conversation.
         """
         oldest = time.monotonic() - limits.seconds
         young = [kept for kept in self._kept if kept.used >= oldest]
@@ -192,8 +192,8 @@ class Conversations:
         self._kept = young
         most, size = limits.bytes - taken, sum(kept.bytes for kept in young)
         while self._kept and (len(self._kept) + conversations > limits.conversations or size > most):
-            newest = self._kept[-1] if not conversations and self._kept[-1].bytes <= most else None
-            gone = min(self._kept, key=lambda kept: (kept is newest, kept.continued, kept.used))
+            newest = None if conversations else self._kept[-1]
+            gone = min(self._kept, key=lambda kept: (kept.bytes <= most, kept is newest, kept.continued, kept.used))
             self._kept.remove(gone)
             size -= gone.bytes
             self._counters.evicted += 1
