@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import logging
 import os
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from . import cache_file
 from .attention import forward as attention
@@ -20,15 +18,15 @@ from .kernels import choice
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.defaults import Moments
 from .key_moments.placement import inputs_device
+from .key_moments.served import served_layers
 from .key_moments.sharding import WHOLE
+from .key_moments.wrapped import unwrapped
 from .state.layer import QAdALayer
 from .state.options import Options
 from .state.shared import Shared
 from .stats import CacheStats, collect, layer_bytes, summary
 from .storage.sharing import share
 from .watched import WatchedCache
-
-logger = logging.getLogger(__name__)
 
 _DECIDING = (
     *("threshold", "criterion", "group_rule", "moments", "update_moments", "token_threshold", "sketch_bits"),
@@ -58,8 +56,9 @@ class QAdACache(WatchedCache):
     transformers' own caches.
 
     Args:
-        model: the model the cache is for; or give `config`, which must be that model's own `model.config`. Processes
-            that tensor parallelism splits a model over build their caches together: moments are collected together.
+        model: the model the cache is for (`torch.compile` or peft may have wrapped it); or give `config`, which must be
+            that model's own `model.config`. Processes that tensor parallelism splits a model over build their caches
+            together: moments are collected together.
         threshold: tau in [0, 1]: a head is local if at least this share of its attention stays local. 0 makes every
             head local. 1 makes none: `DynamicCache`'s attention, summed in another order, so that in bfloat16 and
             float16 (not in float32) near-ties may fall otherwise, as they do between eager and sdpa attention.
@@ -123,6 +122,7 @@ class QAdACache(WatchedCache):
         audit_every: int = 0,
         kernels: str | None = None,
     ) -> None:
+        model = unwrapped(model)
         text_config = support.text_config(model, config)
         options = Options(
             threshold=threshold,
@@ -142,8 +142,7 @@ class QAdACache(WatchedCache):
         support.check_model(model, text_config)
         attention.check_readers(model, text_config)
         super().__init__(config=text_config)
-        # Exact type: subclasses (sliding windows, indexers, linear attention) keep what they need themselves.
-        ours = [index for index, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        ours = served_layers(self)
         served = support.served_model(model, config, ours)
         self._shared = Shared(support.resolved(options, served), served)
         made = [QAdALayer(self._shared, index) for index in ours]
@@ -152,10 +151,7 @@ class QAdACache(WatchedCache):
         for layer in made:
             self.layers[layer.index] = layer
         if not ours:
-            logger.warning(
-                "%s has no full-attention layers: QAdACache has nothing to do and acts as DynamicCache",
-                text_config.model_type,
-            )
+            support.warn_of_nothing_to_do(self.layers, text_config)
         attention.switch_on(text_config)
 
     @property
@@ -288,6 +284,7 @@ class QAdACache(WatchedCache):
             ValueError: it is truncated, altered, contradicts itself, or is no such file or of another format or model.
             NotImplementedError: processes share the model.
         """
+        model = unwrapped(model)
         support.text_config(model, config)  # what is wrong with these is not the file's fault
         saved = cache_file.read(path, model=model, config=config, mmap=mmap)
         with cache_file.naming(path):

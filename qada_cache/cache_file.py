@@ -15,6 +15,7 @@ from .files import tensor_file, weights
 from .files.private_map import PrivateMap
 from .key_moments.defaults import together
 from .key_moments.key_moments import KeyMoments
+from .key_moments.served import served_config
 from .key_moments.sharding import check_undivided, processes
 from .state.layer import QAdALayer
 from .state.record import BULK, layer_record, restore_layer
@@ -57,6 +58,7 @@ _IDENTITY = (
 
 def _identity(config: PreTrainedConfig) -> dict[str, Any]:
     """What must agree for keys of one model to mean anything to another."""
+    config = served_config(config)
     return {name: getattr(config, name, None) for name in _IDENTITY}
 
 

@@ -11,6 +11,7 @@ from .key_moments.defaults import CURRENT, Moments, default_moments, sources
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.placement import inputs_device
 from .key_moments.prompts import PROMPTS
+from .key_moments.wrapped import unwrapped
 
 
 def prepare(
@@ -42,6 +43,7 @@ def prepare(
         TypeError, ValueError, NotImplementedError, FileNotFoundError: as `QAdACache`.
         RuntimeError: `kernels="triton"`, and this model's decode steps on the CPU cannot go by Triton.
     """
+    model = unwrapped(model)
     shared = QAdACache(model, moments=CURRENT, **options)._shared  # wrong options are refused before anything is read
     _, other = sources(moments)
     if other in PROMPTS and shared.options.criterion == "gaussian" and shared.model.layers:

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ..kernels.autocast import without_autocast
 from ..key_moments.sharding import WHOLE, check_sharding
+from ..key_moments.wrapped import unwrapped
 from ..state.layer import QAdALayer
 from .decode import query_adaptive, whole_context
 from .readers import find_reader
@@ -109,6 +110,7 @@ def restore_attention(model: PreTrainedModel | PreTrainedConfig) -> None:
 
     Caches built for the model stop working (they say so when used) until a new QAdACache is built.
     """
+    model = unwrapped(model)
     config = model.config if isinstance(model, PreTrainedModel) else model
     config = config.get_text_config(decoder=True)
     config._attn_implementation = _BASES.get(config._attn_implementation, config._attn_implementation)
@@ -170,8 +172,8 @@ def _attend(
         return base(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if layer.incoming is not key:
         raise NotImplementedError(
-            f"{layer.shared.model.model_type} shares one layer's keys with other layers, which QAdACache does not "
-            "support: use transformers.DynamicCache for this model"
+            f"{layer.shared.model.model_type} attends more than once to one layer's keys, in that layer or in others, "
+            "which QAdACache does not support: use transformers.DynamicCache for this model"
         )
     queries = query.shape[-2]
     try:

@@ -64,7 +64,8 @@ def _scopes(model: PreTrainedModel | None, config: PreTrainedConfig) -> Iterator
         yield from ((module, scope) for scope in _readings(module))
         return
     # Parts with a config of their own (of images, of sound) keep their name.
-    parts = {type(part) for part in model.modules() if getattr(part, "config", config) in (config, model.config)}
+    configs = (type(config), type(model.config))
+    parts = {type(part) for part in model.modules() if type(getattr(part, "config", config)) in configs}
     foreign = {*PreTrainedModel.__mro__, *nn.Module.__mro__}
     kinds = {kind for part in parts for kind in part.__mro__ if kind not in foreign}
     yield from sorted({(kind.__module__, kind.__name__) for kind in kinds})

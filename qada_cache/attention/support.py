@@ -4,9 +4,11 @@ import json
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 from transformers.utils import logging
 
 from ..criterion import StaticHeads
@@ -14,6 +16,7 @@ from ..key_moments.defaults import resolve_moments, sources, together
 from ..key_moments.key_moments import KeyMoments
 from ..key_moments.prompts import PROMPTS
 from ..key_moments.rope import rope_settings
+from ..key_moments.served import served_config
 from ..key_moments.sharding import WHOLE, head_shard
 from ..state.options import Options
 from ..state.shared import ServedModel
@@ -21,6 +24,9 @@ from ..state.shared import ServedModel
 logger = logging.get_logger(__name__)
 
 NEWEST = (5, 23)  # transformers that the tests run on: what is private there may change
+
+# What they keep there is of the text read last, whatever cache they are given: copies and files would miss it.
+_STATES_IN_MODEL = ("recurrent_gemma",)
 
 
 def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
@@ -37,7 +43,7 @@ def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) 
 
 
 def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
-    """Raise NotImplementedError for a kind of model that its config already tells cannot be served.
+    """Raise NotImplementedError for a kind of model that its config, or its kind, already tells cannot be served.
 
     Of a transformers newer than any tested there is a warning, once.
     """
@@ -55,8 +61,25 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         raise NotImplementedError(f"QAdACache does not support layers that share another layer's keys: {way_out}")
     if getattr(config, "cross_attention_layers", None):
         raise NotImplementedError(f"QAdACache does not support layers that attend to images' keys: {way_out}")
-    if model is not None and not model._can_set_attn_implementation():
+    if config.model_type in _STATES_IN_MODEL:
+        raise NotImplementedError(f"{config.model_type} keeps its states in the model and not in a cache: {way_out}")
+    served_config(config)
+    if model is not None and not all(part._can_set_attn_implementation() for part in _decoders(model, config)):
         raise NotImplementedError(f"this model computes attention without transformers' AttentionInterface: {way_out}")
+
+
+def _decoders(model: PreTrainedModel, config: PreTrainedConfig) -> list[PreTrainedModel]:
+    """The parts of a model, itself perhaps, that go by its decoder's config; what reads images does not."""
+    found = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is config]
+    return found or [model]
+
+
+def warn_of_nothing_to_do(layers: Sequence[Any], config: PreTrainedConfig) -> None:
+    """Log why a cache serves none of these layers."""
+    found = "has no full-attention layers"
+    if any(isinstance(layer, LinearAttentionAndFullAttentionLayer) for layer in layers):
+        found = "holds attention and states of another kind in the same layers, which transformers' own cache keeps"
+    logger.warning("%s %s: QAdACache has nothing to do and acts as DynamicCache", config.model_type, found)
 
 
 def served_model(model: PreTrainedModel | None, config: PreTrainedConfig | None, layers: Sequence[int]) -> ServedModel:
@@ -96,8 +119,8 @@ def resolved(options: Options, served: ServedModel) -> Options:
 
 def _check_heads(criterion: str | StaticHeads, config: PreTrainedConfig) -> None:
     """Raise ValueError if static heads are not of this model's shape."""
-    layers, heads, kv_heads, _ = sizes(config)
     if isinstance(criterion, StaticHeads):
+        layers, heads, kv_heads, _ = sizes(config)
         shape = list(criterion.long_context.shape)
         if shape not in ([layers, heads], [layers, kv_heads]):
             raise ValueError(
@@ -123,7 +146,8 @@ def _check_moments(moments: KeyMoments, config: PreTrainedConfig) -> None:
 
 
 def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
-    """`(layers, heads, kv_heads, dim)`, the last of a head's keys."""
+    """`(layers, heads, kv_heads, dim)`, the last of a head's keys; of the layers that are served."""
+    config = served_config(config)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -2,6 +2,7 @@
 
 import hashlib
 import weakref
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,13 +15,15 @@ _known: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[tuple], list[str]
 
 
 def sample(model: PreTrainedModel) -> list[str]:
-    """For every weight, digests of its name, shape and dtype, and of a few values unless it is kept elsewhere.
+    """For every weight, digests of its name, shape and dtype, and of a few values unless they cannot be read.
 
-    Of a weight that is split over processes, of this part. Remembered until a weight is replaced or written to, as far
-    as torch counts that: it does not for `weight.data`.
+    Values are not there of a weight that is kept elsewhere, and cannot be read of a tensor class that keeps them to
+    itself. A quantised weight that says what it consists of stands as these tensors. Of a weight that is split over
+    processes, of this part. Remembered until a weight is replaced or written to, as far as torch counts that: it does
+    not for `weight.data`.
     """
     held = model.state_dict(keep_vars=True)
-    weights = {name: _here(weight) for name, weight in held.items() if isinstance(weight, Tensor)}
+    weights = dict(part for name, weight in held.items() if isinstance(weight, Tensor) for part in _parts(name, weight))
     states = None if any(weight.is_inference() for weight in weights.values()) else _states(weights)
     if states is None or model not in _known or _known[model][0] != states:
         made = _sample(weights)
@@ -37,13 +40,27 @@ def same(one: list[str], other: list[str]) -> bool:
     )
 
 
-def _here(weight: Tensor) -> Tensor:
-    return weight.to_local() if hasattr(weight, "to_local") else weight  # a DTensor's part
+def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The weight by its name, or the tensors that it consists of by names of their own."""
+    if hasattr(weight, "to_local"):  # a DTensor: what is here
+        weight = weight.to_local()
+    if not hasattr(weight, "__tensor_flatten__"):  # torch's protocol for classes that wrap tensors
+        yield name, weight
+        return
+    inner, _ = weight.__tensor_flatten__()
+    for attribute in inner:
+        yield from _parts(f"{name}.{attribute}", getattr(weight, attribute))
+
+
+def _readable(weight: Tensor) -> bool:
+    """Whether values can be read by their places: not of what is kept elsewhere, nor of a class with its own rules."""
+    own_rules = type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return not (own_rules or weight.is_meta or weight.is_quantized) and weight.layout is torch.strided
 
 
 def _states(weights: dict[str, Tensor]) -> list[tuple]:
     return [
-        (name, 0 if weight.is_meta else weight.data_ptr(), weight._version, weight.dtype, weight.shape)
+        (name, weight.data_ptr() if _readable(weight) else 0, weight._version, weight.dtype, weight.shape)
         for name, weight in weights.items()
     ]
 
@@ -52,11 +69,16 @@ def _states(weights: dict[str, Tensor]) -> list[tuple]:
 def _sample(weights: dict[str, Tensor]) -> list[str]:
     read: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, weight in weights.items():
-        if weight.is_meta or not weight.numel():  # kept elsewhere by accelerate
+        if not weight.numel() or not _readable(weight):
             continue
         index = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), device=weight.device).long()
         places = torch.unravel_index(index, weight.shape) if weight.dim() else ()
-        read.setdefault(weight.device, []).append((name, weight.detach()[places].reshape(-1).float()))
+        try:
+            with torch._C.DisableTorchFunctionSubclass():  # of a Parameter's subclass, the tensor that it is
+                found = weight.detach()[places].reshape(-1).float()
+        except NotImplementedError:  # torch indexes no tensors of dtypes smaller than a byte
+            continue
+        read.setdefault(weight.device, []).append((name, found))
     values: dict[str, Tensor] = {}
     for entries in read.values():  # one transfer for each device
         parts = torch.cat([part for _, part in entries]).cpu().split([len(part) for _, part in entries])

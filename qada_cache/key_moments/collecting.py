@@ -15,10 +15,12 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 from ..kernels.autocast import without_autocast
 from .placement import inputs_device
 from .prompts import PROMPTS, prompt_ids, within_reach
-from .rope import find_rotations, frequencies_by_length, layer_keys, rope_settings, served_layers, takes_positions
+from .rope import find_rotations, frequencies_by_length, layer_keys, rope_settings, takes_positions
 from .rotation import Rotation
 from .running import RunningMoments
+from .served import served_layers
 from .sharding import HeadShard, head_shard
+from .wrapped import unwrapped
 
 SCHEMES = ("auto", "analytic", "spread", "prompt")
 TOKENS = 1024
@@ -41,6 +43,7 @@ def collect(
     progress: bool,
 ) -> dict[str, Any]:
     """The fields of `KeyMoments`; arguments as for `KeyMoments.collect`."""
+    model = unwrapped(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"key moments are collected from a transformers model, got {type(model).__name__}")
     if isinstance(tokenizer, Tensor):

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 PROMPTS = ("random-words", "wiki", "single-word", "random-tokens", "single-token")
 TOKENS_FOR_WORDS = {"random-words": "random-tokens", "single-word": "single-token"}
 ARTICLE = Path(__file__).parent / "article.txt"
+ROWS = 65536  # of a vocabulary that are read at a time
 UNKNOWN_SHARE = 0.1  # of a text's tokens: beyond it the tokenizer does not know the language
 
 
@@ -103,11 +104,17 @@ def _knows(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> bool:
     return len(ids) > 0 and (unknown is None or float((ids == unknown).float().mean()) <= UNKNOWN_SHARE)
 
 
-def _norms(weights: Tensor) -> Tensor:
-    """Of every row, float32 on the CPU."""
+@torch.no_grad()
+def _norms(embeddings: Any, weights: Tensor) -> Tensor:
+    """Of every token's embedding, float32 on the CPU."""
     if hasattr(weights, "full_tensor"):  # each process takes in its own part
         return torch.linalg.vector_norm(weights.float(), dim=-1).full_tensor().cpu()
-    return torch.cat([torch.linalg.vector_norm(part.float(), dim=-1).cpu() for part in weights.split(65536)])
+    if type(weights) is Tensor and weights.is_floating_point():
+        rows = weights.split(ROWS)
+    else:  # quantised, packed perhaps: what it gives for each token is what only the module knows
+        ids = torch.arange(embeddings.num_embeddings, device=weights.device)
+        rows = map(embeddings, ids.split(ROWS))
+    return torch.cat([torch.linalg.vector_norm(part.float(), dim=-1).cpu() for part in rows])
 
 
 def _ordinary_tokens(
@@ -122,7 +129,7 @@ def _ordinary_tokens(
     embeddings: Any = model.get_input_embeddings()
     with align_module_device(embeddings):  # accelerate may keep them elsewhere
         weights: Tensor = embeddings.weight.detach()
-        norms = None if weights.is_meta else _norms(weights)
+        norms = None if weights.is_meta else _norms(embeddings, weights)
     if norms is None:  # nothing to tell trained tokens by
         ordinary = torch.ones(len(weights), dtype=torch.bool)
     else:

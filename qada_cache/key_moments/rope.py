@@ -6,22 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .placement import inputs_device
 from .rotation import LAYOUTS, Rotation
+from .served import served_config, served_layers
 from .sharding import WHOLE, HeadShard
 
 PROBE_POSITIONS = (1, 17, 331)
 PROBE_ERROR = 0.05  # relative: rounding in bfloat16 stays below 0.01, a wrong layout is off by about 1
 FREQUENCIES_BY_LENGTH = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the sequence
 LOCAL_TOKENS = 128  # of a sequence beside its bulk: sinks and window at their defaults
-
-
-def served_layers(cache: DynamicCache) -> list[int]:
-    """The layers of `DynamicCache(config=...)` that keep every key: those a QAdACache takes over."""
-    return [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
@@ -107,6 +102,7 @@ def rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
         return {}
+    config = served_config(config)
     names = ("max_position_embeddings", "hidden_size", "num_attention_heads", "head_dim")
     known = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
     if set(parameters) <= set(getattr(config, "layer_types", None) or []):  # parameters by layer type

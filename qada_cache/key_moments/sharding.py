@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .served import served_config
+
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -98,8 +100,9 @@ def check_sharding(module: nn.Module, name: str) -> None:
 def _refuse(name: str, found: str) -> NoReturn:
     raise NotImplementedError(
         f"this {name} model is split over processes ({found}), and QAdACache serves whole models and those whose KV "
-        'heads tensor parallelism splits, built as QAdACache(model): load it with tp_plan="auto" if its plan splits '
-        'keys and values by head, or without (device_map="auto" lays whole layers on several devices of one process), '
+        "heads tensor parallelism splits, built as QAdACache(model): load it with "
+        'distributed_config=DistributedConfig(tp_plan="auto") if its plan splits keys and values by head and their '
+        'number divides, or without (device_map="auto" lays whole layers on several devices of one process), '
         "or use transformers.DynamicCache"
     )
 
@@ -139,6 +142,7 @@ def _attention(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 def _not_by_heads(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int], size: int) -> str | None:
     """Why a process has no equal part of the KV heads, and of the query heads that share them, in words; or None."""
+    config = served_config(config)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if kv_heads % size or heads % size:

@@ -1,5 +1,6 @@
 """lm-eval's `HFLM` with every token it scores or generates read through a QAdACache."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,7 @@ class QAdALM(HFLM):
 
     Raises:
         ValueError, TypeError: an argument the cache cannot take.
+        RuntimeError: one of several processes on CPUs, and accelerate was not told so.
         NotImplementedError: a model the cache does not support.
     """
 
@@ -56,9 +58,16 @@ class QAdALM(HFLM):
         report.install()
 
     def _take_rank(self) -> None:
-        """Share requests with the other processes of `accelerate launch` on CPUs, as `HFLM` does on GPUs alone."""
-        if self.device.type == "cpu" and hasattr(self, "accelerator"):  # there are others
+        """Share requests with the other processes of a launcher on CPUs, as `HFLM` does on GPUs alone."""
+        if self.device.type != "cpu":
+            return
+        if hasattr(self, "accelerator"):  # there are others
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        elif int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise RuntimeError(
+                "every process would run all requests, as accelerate takes this one to be alone: on CPUs, set "
+                "ACCELERATE_USE_CPU=true for all of them"
+            )
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """As `HFLM`'s, task by task."""

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import FAMILIES, SMALL, exact, generate, logits_of, prompt, rounding, tiny
-from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
+from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    DynamicCache,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GotOcr2Config,
+    GotOcr2ForConditionalGeneration,
+    LlamaConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+)
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from qada_cache import QAdACache
+from qada_cache import QAdACache, StaticHeads, prepare
 from qada_cache.state.layer import QAdALayer
 
 UNSUPPORTED = {
@@ -131,24 +146,105 @@ def test_one_layer_of_lost_keys_is_noticed() -> None:
         generate(model, prompt(40)[0], exact(model), tokens=3)
 
 
-def test_gemma4_with_and_without_shared_layers() -> None:
-    """Its config lists how every layer shares, which is no sharing where all of them say None."""
+def gemma4(**changes: Any) -> PreTrainedModel:
+    """Whose full-attention layers may have heads of another size and number than its sliding ones."""
     options = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
     options |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 12}
-    options |= {"global_head_dim": 8, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 8}
     options |= {"vocab_size_per_layer_input": 97, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    options |= {"hidden_size_per_layer_input": 8, "eos_token_id": None, "initializer_range": 0.35}
+    config = Gemma4TextConfig(**options, **changes)
+    torch.manual_seed(0)
+    return Gemma4ForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+
+
+def test_gemma4_with_and_without_shared_layers() -> None:
+    """Its config lists how every layer shares, which is no sharing where all of them say None."""
     for shared in (0, 2):
-        config = Gemma4TextConfig(**options, num_kv_shared_layers=shared)
-        torch.manual_seed(0)
-        model = Gemma4ForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+        model = gemma4(global_head_dim=8, num_global_key_value_heads=2, num_kv_shared_layers=shared)
         if shared:
             with pytest.raises(NotImplementedError, match="share another layer's keys"):
                 exact(model)
             continue
         ids = prompt(60)[0]
-        wanted = generate(model, ids, DynamicCache(config=config), eos_token_id=None)
+        wanted = generate(model, ids, DynamicCache(config=model.config))
         cache = exact(model)
-        got = generate(model, ids, cache, eos_token_id=None)
+        got = generate(model, ids, cache)
         assert sum(isinstance(layer, QAdALayer) for layer in cache.layers) == 2
         assert torch.equal(got.sequences, wanted.sequences)
         torch.testing.assert_close(logits_of(got), logits_of(wanted), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["model", "config"])
+def test_layers_of_two_head_sizes(how: str, tmp_path: Path) -> None:
+    model = gemma4(global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True)
+    given = {how: model if how == "model" else model.config}
+    moments, ids = ("current+random-tokens" if how == "model" else "current"), prompt(150)[0]
+    wanted = generate(model, ids, DynamicCache(config=model.config))
+    cache = QAdACache(**given, threshold=1.0, moments=moments, **SMALL)
+    got = generate(model, ids, cache)
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-4
+    assert {tuple(cache.layers[index].store.near_keys.shape[1::2]) for index in (1, 3)} == {(1, 16)}
+    adaptive = QAdACache(**given, threshold=0.2, moments=moments, group_rule="head", **SMALL)
+    generate(model, ids, adaptive)
+    assert 0 < adaptive.stats().sparsity < 1
+    adaptive.save(tmp_path / "cache")
+    assert QAdACache.load(tmp_path / "cache", **given).get_seq_length() == adaptive.get_seq_length()
+    table = StaticHeads(torch.ones(4, 1, dtype=torch.bool))  # by the KV heads of the layers that are served
+    static = QAdACache(**given, criterion=table, token_threshold=0, **SMALL)
+    assert torch.equal(generate(model, ids, static).sequences, wanted.sequences)
+    prepare(model, moments="current")
+
+
+def test_full_attention_layers_of_two_sizes_are_refused() -> None:
+    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, per_layer_config={0: {"num_key_value_heads": 1}})
+    config._attn_implementation = "sdpa"
+    message = r"llama differ in \(num_attention_heads, num_key_value_heads, head_dim\), .*4, 1, 1024.*4, 4, 1024"
+    with pytest.raises(NotImplementedError, match=message + ".*use transformers.DynamicCache for llama"):
+        QAdACache(config=config)
+
+
+def test_a_decoder_in_a_model_that_reads_images() -> None:
+    """Only the part that is the decoder has to go by the name of its attention."""
+    text = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None, "model_type": "qwen2"}
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 16}
+    config = GotOcr2Config(text_config=text, vision_config=vision, image_token_id=96)
+    torch.manual_seed(0)
+    model = GotOcr2ForConditionalGeneration._from_config(config).eval()
+    ids = prompt(150)[0]
+    wanted = generate(model, ids, DynamicCache(config=config), eos_token_id=None)
+    cache = exact(model)
+    got = generate(model, ids, cache, eos_token_id=None)
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert cache.stats().decisions > 0
+
+
+def test_models_without_attention(caplog: pytest.LogCaptureFixture) -> None:
+    """Whose configs do not say how many heads there are."""
+    config = MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=8)
+    model = MambaForCausalLM._from_config(config).eval()
+    cache = QAdACache(model)
+    assert "mamba has no full-attention layers" in caplog.text
+    with torch.no_grad():
+        wanted = model(prompt(40)[0]).logits
+        assert torch.allclose(model(prompt(40)[0], cache_params=cache).logits, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [3, 8])
+def test_states_that_a_model_keeps_itself(layers: int) -> None:
+    """They are no part of any cache, so that copies, files and other conversations would go on from the wrong ones."""
+    config = RecurrentGemmaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=layers, num_attention_heads=4)
+    model = RecurrentGemmaForCausalLM._from_config(config).eval()
+    with pytest.raises(NotImplementedError, match="recurrent_gemma keeps its states in the model"):
+        QAdACache(model)
+
+
+def test_attending_twice_to_one_layers_keys() -> None:
+    config = DiffLlamaConfig(**{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+                             num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    model = DiffLlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    with pytest.raises(
+        NotImplementedError, match="diffllama attends more than once to one layer's keys, in that layer"
+    ):
+        generate(model, prompt(40)[0], exact(model), eos_token_id=None)

@@ -193,3 +193,11 @@ def test_interrupted_after_the_last_layer(family: str, tokens: int, monkeypatch:
         start = cache.get_seq_length()
         got, wanted = (forced(model, text[:, start : start + tokens], [tokens], used) for used in (cache, plain))
         assert (got - wanted).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "zamba2"])
+def test_layers_of_attention_and_mamba_are_said_to_be_left_alone(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    cache = QAdACache(model_of(family))
+    assert cache.stats().layers == ()
+    assert f"{family} holds attention and states of another kind in the same layers" in caplog.text
+    assert "no full-attention layers" not in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -19,10 +20,13 @@ from qada_cache import KeyMoments, QAdACache, StaticHeads, needle, prepare
 from qada_cache.key_moments import defaults
 
 torch.set_num_threads(1)
+warnings.simplefilter("error", FutureWarning)  # of what the next transformers removes
 folder, file = sys.argv[1:]
 rank = int(os.environ["RANK"])
 os.environ["QADA_HOME"] = str(Path(folder, f"home-{rank}"))  # as on hosts of their own
-model = AutoModelForCausalLM.from_pretrained(needle.FOLDER, tp_plan="auto", dtype=torch.float32)
+model = AutoModelForCausalLM.from_pretrained(
+    needle.FOLDER, distributed_config=DistributedConfig(tp_plan="auto"), dtype=torch.float32
+)
 found = {}
 
 
@@ -73,7 +77,12 @@ found["save"] = refusal(lambda: cache.save(Path(folder, f"cache-{rank}.safetenso
 found["load"] = refusal(lambda: QAdACache.load(Path(folder, f"cache-{rank}.safetensors"), model))
 config_only = QAdACache(config=model.config, moments="current", **SIZES)
 found["config"] = refusal(lambda: model.generate(text(), past_key_values=config_only, **TOKENS))
-for name, split in {"phi3": {"tp_size": 2}, "llama": {"pp_size": 2}, "qwen3": {"fsdp_size": 2}}.items():
+for name, split in {
+    "phi3": {"tp_size": 2},
+    "one_kv_head": {"tp_size": 2},
+    "llama": {"pp_size": 2},
+    "qwen3": {"fsdp_size": 2},
+}.items():
     settings = DistributedConfig(**split)
     other = AutoModelForCausalLM.from_pretrained(Path(folder, name), distributed_config=settings, dtype=torch.float32)
     found[name] = refusal(lambda model=other: QAdACache(model, **SIZES))

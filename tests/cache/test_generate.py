@@ -276,3 +276,14 @@ def test_padded_batch_equals_its_rows_at_half(model: PreTrainedModel, criterion:
     assert 0.05 < stats.sparsity < 0.95
     torch.testing.assert_close(stats.local_share * decisions, heads)
     torch.testing.assert_close(stats.kv_local_share * decisions, kv_heads)
+
+
+@pytest.mark.parametrize(("chunk", "whole"), [(None, True), (50, True), (65, True), (70, False), (9, False)])
+def test_which_chunks_of_a_prompt_are_exact(chunk: int | None, whole: bool) -> None:
+    """As docs/method.md says: those longer than the window of 16, whatever heads decide, and the first of all."""
+    model, text = tiny(), prompt(150)[0]  # last chunks of 150, 50, 20, 10 and 6 tokens
+    wanted = generate(model, text, DynamicCache(config=model.config), tokens=1)
+    cache = QAdACache(model, criterion="local", **SMALL)
+    got = generate(model, text, cache, tokens=1, prefill_chunk_size=chunk)
+    assert (cache.stats().decisions == 0) == whole
+    assert torch.allclose(logits_of(got), logits_of(wanted), atol=1e-4) == whole

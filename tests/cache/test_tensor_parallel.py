@@ -33,6 +33,7 @@ def ranks(folder: Path, model: PreTrainedModel) -> list[dict[str, Any]]:
     KeyMoments.collect(model, tokens=300, seed=4, progress=False).save(moments)
     for name in ("phi3", "llama", "qwen3"):
         tiny(name, vocab_size=96).save_pretrained(folder / name)
+    tiny(vocab_size=96, num_key_value_heads=1).save_pretrained(folder / "one_kv_head")
     script = Path(__file__).with_name("tensor_parallel_ranks.py")
     return torchrun(script, folder, moments)
 
@@ -90,6 +91,8 @@ def test_refused(ranks: list[dict[str, Any]]) -> None:
         assert "(tensor parallelism over 2, where layers 0, 1 make keys by no projection of their own)" in rank["phi3"]
         assert f"(pipeline parallelism: layers {1 - number} are not in this one)" in rank["llama"]
         assert "(FSDP)" in rank["qwen3"]
+        assert "over 2, where 1 KV heads and 4 query heads have no 2 equal parts)" in rank["one_kv_head"]
+        assert 'distributed_config=DistributedConfig(tp_plan="auto")' in rank["one_kv_head"]
         for name in ("save", "load"):
             assert "each of 2 processes has some heads of this cache" in rank[name]
         assert "its parameters are DTensors" in rank["config"]

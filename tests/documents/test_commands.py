@@ -104,6 +104,8 @@ def program(words: list[str]) -> list[str] | None:
     if words[:2] == ["accelerate", "launch"]:
         launched = launch_command_parser().parse_args(words[2:])
         return [launched.training_script, *launched.training_script_args]
+    if words[0] == "torchrun" and (launched := torchrun_parser().parse_args(words[1:])).module:
+        return [launched.training_script, *launched.training_script_args]
     return words if words[0] in ("qada", "lm_eval") else None
 
 
@@ -128,7 +130,7 @@ def test_command(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     elif words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert set(words[1:]) <= set(targets)
-    elif words[0] == "torchrun":
+    elif words[0] == "torchrun" and "-m" not in words:
         assert torchrun_parser().parse_args(words[1:]).training_script.endswith(".py")
     elif words[:2] == ["pip", "install"]:
         named = set(re.findall(r"\.\[(\w+)\]", command.line))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -75,6 +76,15 @@ def fresh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return environment
 
 
+def documented(program: str) -> tuple[dict[str, str], list[str]]:
+    """Variables and words of the command of docs/several-devices.md that starts this program."""
+    text = (REPOSITORY / "docs" / "several-devices.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (line,) = [line for line in text.splitlines() if program in line and "lm_eval" in line]
+    words = shlex.split(line)
+    start = words.index(program)
+    return dict(word.split("=", 1) for word in words[:start]), words[start:]
+
+
 NEEDLE = ["--tasks", "needle", "--limit", "4", "--metadata", '{"max_seq_lengths": [1024]}']
 
 
@@ -97,7 +107,7 @@ def test_the_literal_command(fresh: Environment, tmp_path: Path) -> None:
 @needs_lm_eval
 @pytest.mark.parametrize("fresh", ["wheel"], indirect=True)
 def test_two_processes_score_and_count_as_one(fresh: Environment, tmp_path: Path) -> None:
-    """Of an odd number of documents, so that lm-eval has one process repeat some; CPUs stand in for GPUs."""
+    """The documented command, with our model and tasks; of documents in an odd number, so that some are repeated."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -109,12 +119,16 @@ def test_two_processes_score_and_count_as_one(fresh: Environment, tmp_path: Path
     manager = TaskManager(include_path=ours, include_defaults=False)
     alone = lm_eval.simple_evaluate(lm, task_manager=manager, bootstrap_iters=0, **tasks)["results"]
 
-    launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
-    launcher += ["--main_process_port=0", "--mixed_precision=no", "--dynamo_backend=no"]
-    arguments = f"pretrained={needle.FOLDER},cache=qada,cache_local_tokens=64,cache_kernels=torch"
-    command = ["-m", "lm_eval", "--model", "hf", "--model_args", arguments, "--device", "cpu", "--limit", "3"]
-    command += ["--tasks", "tiny_choice,tiny_perplexity", "--include_path", ours, "--output_path", tmp_path]
-    launch(*launcher, *command, python=fresh.python, ACCELERATE_USE_CPU="true")
+    variables, command = documented("torchrun")
+    own = {
+        "ruler_vt": "tiny_choice,tiny_perplexity",
+        "pretrained=meta-llama/Llama-3.1-8B-Instruct,cache=qada": f"pretrained={needle.FOLDER},cache=qada"
+        ",cache_local_tokens=64,cache_kernels=torch",
+    }
+    assert own.keys() <= set(command)
+    command = [own.get(word, word) for word in command[1:]] + ["--limit", "3"]
+    command += ["--include_path", str(ours), "--output_path", str(tmp_path)]
+    launch("torch.distributed.run", *command, python=fresh.python, **variables)
     (file,) = tmp_path.rglob("results_*.json")  # one process reports
     together = json.loads(file.read_text())["results"]
     assert together.keys() == alone.keys() == set(tasks["tasks"])
@@ -134,6 +148,16 @@ def test_the_module_needs_no_hook(fresh: Environment) -> None:
     run = fresh.run("-m", "qada_cache.lm_eval", *command, QADA_LM_EVAL_HOOK="0")
     assert run.returncode == 0, run.stderr
     assert "|cache_sparsity" in run.stdout
+
+
+@needs_lm_eval
+def test_processes_that_would_each_run_all_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a launcher's are on CPUs, unless accelerate is told that they compute there."""
+    from qada_cache.lm_eval import QAdALM
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"every process would run all requests.*ACCELERATE_USE_CPU=true"):
+        QAdALM(str(needle.FOLDER), device="cpu")
 
 
 @needs_lm_eval

@@ -1,0 +1,69 @@
+"""`python -m eval.families`: what it says of a model type of each kind."""
+
+from __future__ import annotations
+
+import csv
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval import families
+from eval.models import tiny_configs
+
+FOUND = {"llama": "served", "gemma2": "refused", "mistral": "nothing to do", "dbrx": "not run"}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command silences transformers and warnings for its process."""
+    monkeypatch.setattr(families.transformers.logging, "set_verbosity_error", lambda: None)
+    monkeypatch.setattr(families.warnings, "filterwarnings", lambda *_: None)
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    families.main(["--types", *FOUND, "--out", str(tmp_path / "t.csv")])
+    with (tmp_path / "t.csv").open(encoding="utf-8") as file:
+        rows = {row["model_type"]: row for row in csv.DictReader(file)}
+    assert {name: row["verdict"] for name, row in rows.items()} == FOUND
+    assert rows["llama"]["layers"] == "6 of 6"
+    assert rows["gemma2"]["words"].startswith("NotImplementedError: QAdACache does not support soft-capped")
+    assert "1 served, 1 nothing to do, 1 refused, 0 differs, 1 not run" in capfd.readouterr().out
+
+
+def test_another_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache whose answers are not DynamicCache's."""
+
+    def wrong(*arguments: object, **options: object) -> families.QAdACache:
+        return original(*arguments, **{**options, "threshold": 0.0})
+
+    original = families.QAdACache
+    monkeypatch.setattr(families, "QAdACache", wrong)
+    row = families.verdict("llama")
+    assert row["verdict"] == "differs"
+    assert "of the largest logit" in row["words"]
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [(lambda *_: time.sleep(60), "not done in 1 s"), (lambda *_: os._exit(3), "its process ended with 3")],
+)
+def test_processes_that_hang_or_die(work: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "_work", work)
+    assert families.within(1, "llama")["words"] == words
+
+
+def test_wrong_types_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        families.main(["--types", "lama"])
+    assert "no causal language model lama" in capsys.readouterr().err
+
+
+def test_latent_attention_is_latent() -> None:
+    """A tiny config keeps what makes its type one of its own."""
+    config = tiny_configs.tiny_config(families.CONFIG_MAPPING["deepseek_v3"])
+    assert config.num_key_value_heads == config.num_attention_heads == 4
+    assert config.kv_lora_rank < config.hidden_size
+    assert torch.get_num_threads() == 1
