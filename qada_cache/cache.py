@@ -72,9 +72,9 @@ class QAdACache(WatchedCache):
         moments: whose keys the mean and covariance are of. "current": the prompt being read; if it repeats itself, they
             hide the one key that matters. "random-tokens": 1,024 ordinary tokens of the vocabulary in random order.
             "random-words", "wiki", "single-word": as many tokens of our article (its words in random order, its text,
-            one word repeated). The model reads these once (seconds); they are kept in memory and the
-            user's cache folder (`QADA_HOME`). Or `KeyMoments`, or their file's path or Hub repository. "current+" and
-            one of the others, or a tuple of "current" and one, goes by both: the larger estimate of `A_bulk` counts.
+            one word repeated). The model reads these once (seconds); they are kept in memory and the user's cache
+            folder (`QADA_HOME`). Or `KeyMoments`, or their file's path or "hf://owner/name". "current+" and one of the
+            others, or a tuple of "current" and one, goes by both: the larger estimate of `A_bulk` counts.
             Words need the model's tokenizer: the one where the model was loaded from (folder, GGUF file, Hub), or given
             to `prepare`. Without one that knows the words "wiki" raises, and the others become "random-tokens" and
             "single-token", with a warning. With `config`, moments are only looked up in the cache folder; if they are
@@ -162,10 +162,9 @@ class QAdACache(WatchedCache):
     @attention.outside_graphs
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple:
         """Take in one layer's new keys and values `[batch, kv_heads, tokens, dim]`; for the model to call."""
-        if layer_idx >= len(self.layers):
+        if layer_idx >= (built := len(self.layers)):
             raise ValueError(
-                f"this QAdACache was built for {len(self.layers)} layers and layer {layer_idx} called it: "
-                "build one QAdACache per model"
+                f"this QAdACache was built for {built} layers and layer {layer_idx} called it: build one per model"
             )
         config = self._shared.model.config
         if not attention.is_switched_on(config):
@@ -191,8 +190,8 @@ class QAdACache(WatchedCache):
                 the model that this cache was built with.
 
         Raises:
-            TypeError, ValueError, FileNotFoundError: as `QAdACache`; no such option; another `sink_tokens`,
-                `local_tokens`, `offloading` or `device_budget`; `update_moments=False` after decoding without it.
+            TypeError, ValueError, FileNotFoundError: as `QAdACache`; no such option, or one that tokens are laid out
+                by; `update_moments=False` after decoding without it.
             RuntimeError: a forward pass was interrupted.
         """
         self._check_whole()
@@ -230,14 +229,13 @@ class QAdACache(WatchedCache):
         return twin
 
     def __copy__(self) -> "QAdACache":
-        twin = type(self).__new__(type(self))
-        twin.__dict__.update(self.__dict__)
+        (twin := type(self).__new__(type(self))).__dict__.update(self.__dict__)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "QAdACache cannot be pickled, as loading a pickle runs whatever code it holds, and a cache belongs to its "
-            "model: use save() and QAdACache.load(path, model)"
+            "QAdACache cannot be pickled, as a pickle runs code, and a cache belongs to its model: use save() and "
+            "QAdACache.load(path, model)"
         )
 
     def layer_bytes(self) -> list[tuple[int, int]]:
@@ -245,18 +243,15 @@ class QAdACache(WatchedCache):
         return [layer_bytes(layer, offloading=self.options.offloading) for layer in self.layers]
 
     def stats(self, *, gather: bool = False) -> CacheStats:
-        """Sparsity, bytes held and bytes pulled so far.
-
-        Args:
-            gather: where tensor parallelism splits the model, of all heads and not of this process's; all of them ask.
-        """
+        """Sparsity, bytes held and bytes pulled so far; with `gather`, which all processes that split a model ask for
+        together, of all heads and not of this process's."""
         return collect(self, offloading=self.options.offloading, shard=self._shared.model.shard if gather else WHOLE)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the whole state to one safetensors file, so that a long prompt is prefilled once and reused.
 
-        The file says which model it is of: its config, and a sample of its weights if the cache was built with the
-        model and not its config alone. A symbolic link is written through; the umask is heeded.
+        It says which model it is of: its config, and a sample of its weights if the cache was built with the model.
+        A symbolic link is written through; the umask is heeded.
 
         Raises:
             RuntimeError: a forward pass was interrupted, so there is no whole state.
@@ -271,25 +266,31 @@ class QAdACache(WatchedCache):
     @classmethod
     @torch.inference_mode(False)  # as for deepcopy
     def load(
-        cls, path: str | os.PathLike, model: PreTrainedModel | None = None, *, config: PreTrainedConfig | None = None
+        cls,
+        path: str | os.PathLike,
+        model: PreTrainedModel | None = None,
+        *,
+        config: PreTrainedConfig | None = None,
+        mmap: bool = True,
     ) -> "QAdACache":
         """The cache that `save` wrote, for the same model; generating on continues as if it had never left.
 
-        On a CPU the bulk is used where it lies in the file: to replace that is safe, to write to it in place is not.
         With `config`, or of a cache that was built with one, weights cannot be compared: they have to be the same.
+        With `mmap`, on a CPU, the bulk is used where it lies in the file: to replace that is safe, to write to it in
+        place is not. Without, or where the system cannot tell who writes to the file, it is read into memory.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is truncated, altered, not a QAdACache file, of another format, or of another model
-                or other weights.
+            ValueError: it is truncated, altered, contradicts itself, or is no such file or of another format or model.
             NotImplementedError: processes share the model.
         """
         model = unwrapped(model)
-        saved = cache_file.read(path, model=model, config=config)
-        cache = cls(model, config=config, **saved.options)
-        saved.restore(cache.layers, torch.device("cpu") if model is None else inputs_device(model))
+        support.text_config(model, config)  # what is wrong with these is not the file's fault
+        saved = cache_file.read(path, model=model, config=config, mmap=mmap)
+        with cache_file.naming(path):
+            cache = cls(model, config=config, **saved.options)
+            saved.restore(cache.layers, torch.device("cpu") if model is None else inputs_device(model))
         return cache
 
-    def __repr__(self) -> str:
-        # Only what the host knows: printing must not wait for the device. `stats()` has the rest.
+    def __repr__(self) -> str:  # only what the host knows: printing must not wait for the device
         return summary(self, self.options, self._shared.model.model_type, self.layer_bytes())

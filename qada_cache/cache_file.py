@@ -1,13 +1,13 @@
 """A QAdACache as one safetensors file, and back."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .criterion import StaticHeads
@@ -17,13 +17,14 @@ from .key_moments.defaults import together
 from .key_moments.key_moments import KeyMoments
 from .key_moments.served import served_config
 from .key_moments.sharding import check_undivided, processes
-from .state.counters import Counters
 from .state.layer import QAdALayer
+from .state.record import BULK, layer_record, restore_layer
 from .state.shared import Shared
-from .storage.padding import NONE, Padding
+from .state.stock import check_alike, check_stock
+from .storage import pages
+from .storage.padding import NONE
 
 KIND = "qada-cache"
-_BULK = ("bulk_keys", "bulk_values")
 _OPTIONS = (
     "threshold",
     "sink_tokens",
@@ -63,7 +64,8 @@ def _identity(config: PreTrainedConfig) -> dict[str, Any]:
 
 def write(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) -> None:
     """Write what the layers of a cache hold, and share; see `QAdACache.save`."""
-    options, served, tensors = shared.options, shared.model, {}
+    options, served = shared.options, shared.model
+    tensors: dict[str, tensor_file.Kept] = {}
     check_undivided(served.shard.size)
     state: dict[str, Any] = {"options": {name: getattr(options, name) for name in _OPTIONS}}
     state["model"] = _identity(served.config)
@@ -82,9 +84,18 @@ def write(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) -> Non
     state["dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)  # of tokens, and of their model
     state["layers"] = []
     for index, layer in enumerate(layers):
-        kept = _layer_state(layer) if isinstance(layer, QAdALayer) else vars(layer)
+        kept = layer_record(layer) if isinstance(layer, QAdALayer) else vars(layer)
         state["layers"].append(_encode(kept, f"layer {index}", tensors))
     tensor_file.write(path, KIND, tensors, state)
+
+
+@contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """Have errors of what a file holds be ValueErrors that name it."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be loaded: {error}") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,20 +114,28 @@ class Saved:
     source: PrivateMap | None
 
     def restore(self, layers: Sequence[Any], device: torch.device) -> None:
-        """Have new layers of that cache hold, on `device`, what the saved ones held."""
+        """Have new layers of that cache hold, on `device`, what the saved ones held.
+
+        Raises:
+            ValueError: the file contradicts itself; not all layers are as they were.
+        """
         padding = NONE
         for layer, kept in zip(layers, self.layers, strict=True):
             decoded = _decode(kept, self.tensors, device)
             if isinstance(layer, QAdALayer):
-                _restore_layer(layer, decoded, self.source)
+                restore_layer(layer, decoded, self.source)
                 if layer.padding.equals(padding):
                     layer.padding = padding  # layers share one again, see `Padding`
                 padding = layer.padding
             else:
+                check_stock(layer, decoded)
                 vars(layer).update(decoded)
+        check_alike(layers)
 
 
-def read(path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreTrainedConfig | None) -> Saved:
+def read(
+    path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreTrainedConfig | None, mmap: bool
+) -> Saved:
     """Read what `write` wrote; see `QAdACache.load`.
 
     Raises:
@@ -124,12 +143,17 @@ def read(path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreT
     """
     if model is not None:
         check_undivided(processes(model))
-    tensors, state, source = tensor_file.mapped(path, KIND)
+    source: PrivateMap | None = None
+    if mmap:
+        tensors, state, source = tensor_file.mapped(path, KIND, pages.empty)
+    else:
+        tensors, state = tensor_file.read(path, KIND, pages.empty)
     if source is not None:
-        tensors = {name: tensor if name.endswith(_BULK) else tensor.clone() for name, tensor in tensors.items()}
+        tensors = {name: tensor if name.endswith(BULK) else tensor.clone() for name, tensor in tensors.items()}
     _check_model(path, state, model, config)
-    criterion = state["criterion"] if "criterion" in state else StaticHeads(tensors["static_heads"])
-    other = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else None
+    with naming(path):
+        criterion = state["criterion"] if "criterion" in state else StaticHeads(tensors["static_heads"])
+        other = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else None
     moments = together(state["current_moments"], other)
     return Saved({"criterion": criterion, "moments": moments, **state["options"]}, state["layers"], tensors, source)
 
@@ -158,64 +182,13 @@ def _check_model(
         raise ValueError(f"{path} was saved for another model: its config is this model's, and its weights are not")
 
 
-def _layer_state(layer: QAdALayer) -> dict[str, Any]:
-    """Everything `_restore_layer` needs. The unused room of buffers is left out, but for the bulk's: its tokens are
-    read where they lie in the file, and others may follow them."""
-    layer.check_settled()
-    if layer.store is None:
-        return {}
-    store = layer.store
-    state = {"seen": layer.seen, "padding": layer.padding.records, **layer.counters.record}
-    used = slice(0, store.sinks + store.end)
-    state |= {"near_keys": store.near_keys[:, :, used], "near_values": store.near_values[:, :, used]}
-    bulk, stored = store.bulk, max(store.bulk.lengths)
-    room = (0, 0, 0, bulk.capacity - stored if stored else 0)  # whose content nobody has set
-    kept = (functional.pad(tensor[:, :, :stored], room) for tensor in (bulk.keys, bulk.values))
-    state |= dict(zip(_BULK, kept, strict=True))
-    state |= {"lengths": store.lengths, "flushed": store.flushed, "decoded": store.decoded}
-    if store.moments is not None:
-        state |= {"count": store.moments.count, "mean": store.moments.mean, "covariance": store.moments.covariance}
-    if store.sketch is not None:
-        state |= store.sketch.record
-    return state
-
-
-def _restore_layer(layer: QAdALayer, state: dict[str, Any], source: PrivateMap | None) -> None:
-    if not state:
-        return
-    layer.lazy_initialization(state["near_keys"], state["near_values"])
-    store = layer.store
-    assert store is not None
-    columns = state["near_keys"].shape[2]
-    store.reserve(columns - store.sinks)
-    store.near_keys[:, :, :columns] = state["near_keys"]
-    store.near_values[:, :, :columns] = state["near_values"]
-    store.end = columns - store.sinks
-    store.lengths, store.flushed = state["lengths"], state["flushed"]
-    store.decoded = state["decoded"]
-    keys, values = (state[name] for name in _BULK)
-    stored = [max(gone - store.sinks, 0) for gone in store.flushed]
-    if source is not None and store.bulk.mappable and any(stored):
-        store.bulk.adopt(source, keys, values, lengths=stored)
-    else:
-        for row, tokens in enumerate(stored):
-            rows = slice(row, row + 1)
-            store.bulk.append(rows, keys[rows, :, :tokens], values[rows, :, :tokens])
-    if store.moments is not None:
-        store.moments.restore(state["count"], state["mean"], state["covariance"])
-    if store.sketch is not None:
-        store.sketch.restore(state, store.bulk)
-    layer.seen, layer.padding = state["seen"], Padding.from_records(state["padding"])
-    layer.counters = Counters.from_record(state)
-
-
-def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _encode(value: Any, path: str, tensors: dict[str, tensor_file.Kept]) -> Any:
     """`value` as JSON, its tensors moved to `tensors` under names that start with `path`."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, tensor_file.Spaced)):
         tensors[path] = value
-        return {"tensor": path}
+        return {"tensor": path, **_look(value)}
     if isinstance(value, (list, tuple)):
         return [_encode(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
     if isinstance(value, dict):
@@ -225,15 +198,27 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     raise NotImplementedError(f"QAdACache.save cannot write {path}, a {type(value).__name__}")
 
 
+def _look(tensor: tensor_file.Kept) -> dict[str, Any]:
+    """What a file says of a tensor, beside the tensor itself."""
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+
+
 def _decode(value: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
-    """The inverse of `_encode`, every tensor on `device`."""
+    """The inverse of `_encode`, every tensor on `device`, but for the bulk's: these stay on the host.
+
+    Raises:
+        ValueError: a tensor is of another shape or dtype than was written.
+    """
     if isinstance(value, list):
         return [_decode(item, tensors, device) for item in value]
     if not isinstance(value, dict):
         return value
+    if "tensor" in value:
+        tensor = tensors[value["tensor"]]
+        if any(value.get(name, look) != look for name, look in _look(tensor).items()):  # older files do not say it
+            raise ValueError(f"{value['tensor']} is {_look(tensor)}, where {value} was written")
+        return tensor if value["tensor"].endswith(BULK) else tensor.to(device)
     ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content].to(device)
     if kind == "dict":
         return {key: _decode(item, tensors, device) for key, item in content}
     return getattr(torch, content) if kind == "dtype" else device

@@ -19,6 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_moments(commands)
     _add_profile(commands)
+    _add_serve_folder(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
@@ -50,6 +51,20 @@ def _add_moments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     command.add_argument("--out", type=Path, required=True, help="safetensors file to write")
     command.set_defaults(run=_moments)
+
+
+def _add_serve_folder(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "serve-folder",
+        help="make a folder of a model's for transformers serve",
+        description="Make a folder for `transformers serve --trust-remote-code` that links to a model's files and "
+        "holds no code but our generate.py, and do ahead what the first request would otherwise wait for.",
+    )
+    command.add_argument("--model", required=True, help="the model's folder")
+    command.add_argument("--dtype", default="auto", help="that it will be served in (default: the checkpoint's)")
+    command.add_argument("--device-map", default=None, help="where it will be served, e.g. auto, cuda, cpu")
+    command.add_argument("--out", type=Path, required=True, help="folder to make")
+    command.set_defaults(run=_serve_folder, revision=None, trust_remote_code=False)
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -161,6 +176,18 @@ def _moments(options: argparse.Namespace) -> int:
         f"wrote {options.out}: {layers} layers, {kv_heads} KV heads, {dim} dims, for {lengths}, from {moments.tokens} "
         f"tokens ({moments.prompt})"
     )
+    return 0
+
+
+def _serve_folder(options: argparse.Namespace) -> int:
+    from .preparing import prepare
+    from .serving import make_folder
+
+    _check_folder("--out", options.out)
+    make_folder(options.model, options.out)
+    options.model = str(options.out)
+    prepare(*_load(options))
+    print(f"made {options.out}: transformers serve {options.out} --trust-remote-code --log-level info")
     return 0
 
 

@@ -118,6 +118,8 @@ class WatchedCache(DynamicCache):
             self._check_whole()
         elif layer_idx > progress.reached:
             self._check_handed_back()
+            if progress.reached < 0:  # the first pass, which a file that was loaded may not have waited for
+                self._check_files()
 
     def _check_handed_back(self) -> None:
         """Raise if keys handed out by the layer reached last did not come to our attention function."""

@@ -1,14 +1,15 @@
 """Which models a QAdACache can serve, and whether tables of heads and moments are of that model."""
 
 import json
-import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
+from transformers.utils import logging
 
 from ..criterion import StaticHeads
 from ..key_moments.defaults import kept_energies, resolve_moments, sources, together
@@ -20,10 +21,12 @@ from ..key_moments.sharding import WHOLE, head_shard
 from ..state.options import Options
 from ..state.shared import ServedModel
 
+logger = logging.get_logger(__name__)
+
+NEWEST = (5, 23)  # transformers that the tests run on: what is private there may change
+
 # What they keep there is of the text read last, whatever cache they are given: copies and files would miss it.
 _STATES_IN_MODEL = ("recurrent_gemma",)
-
-logger = logging.getLogger(__name__)
 
 
 def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
@@ -40,7 +43,15 @@ def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) 
 
 
 def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
-    """Raise NotImplementedError for a kind of model that its config, or its kind, already tells cannot be served."""
+    """Raise NotImplementedError for a kind of model that its config, or its kind, already tells cannot be served.
+
+    Of a transformers newer than any tested there is a warning, once.
+    """
+    if tuple(map(int, transformers.__version__.split(".")[:2])) > NEWEST:
+        logger.warning_once(
+            f"qada-cache was tested with transformers up to {'.'.join(map(str, NEWEST))}, and this is "
+            f"{transformers.__version__}: look for a newer qada-cache, or compare threshold=1.0 with DynamicCache once"
+        )
     way_out = f"use transformers.DynamicCache for {config.model_type}"
     if config.is_encoder_decoder:
         raise NotImplementedError(f"QAdACache serves decoder-only models: {way_out}")

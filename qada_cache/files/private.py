@@ -9,6 +9,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+LOCKS = sys.platform != "win32"  # where an open file can be locked, and be replaced
+if LOCKS:
+    import fcntl
+
 UNFINISHED = ".qada-part"  # how names of files that are being written end
 STALE_SECONDS = 3600  # after which an unfinished file that nobody writes to is what a killed process left
 
@@ -92,41 +96,98 @@ def read(folder: int, name: str) -> bytes:
         return file.read()
 
 
-def write(path: str | Path, content: Iterable[bytes | memoryview], *, folder: int | None = None) -> None:
+def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, folder: int | None = None) -> None:
     """Put `content` into the file `path`, whole or not at all; whoever reads meanwhile sees the old file or the new.
 
     Args:
         path: a new file's permissions are what the umask leaves, an old one's stay.
-        content: in pieces.
+        content: in pieces; a number is that many zeros, which take no room where the file system leaves them out.
         folder: a descriptor that `opened` gave. `path` is then a name in it, and the file is for the user alone.
 
     Raises:
         OSError: it cannot be written.
     """
     head, name = os.path.split(path)
-    _sweep(folder if folder is not None else head or ".")
+    beginning = f".{name[:100]}."
+    _sweep(folder if folder is not None else head or ".", beginning)
     # Beside the target, so that the rename cannot cross file systems.
-    unfinished = os.path.join(head, f".{name[:100]}.{secrets.token_hex(8)}{UNFINISHED}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    descriptor = os.open(unfinished, flags, 0o666 if folder is None else 0o600, dir_fd=folder)
+    descriptor, unfinished = _begun(os.path.join(head, beginning), folder)
     try:
-        with open(descriptor, "wb") as file:
+        with open(descriptor, "wb", closefd=not LOCKS) as file:
             if folder is None:
                 with suppress(FileNotFoundError):
                     os.chmod(unfinished, stat.S_IMODE(os.stat(path).st_mode))
-            file.writelines(content)
-        os.replace(unfinished, path, src_dir_fd=folder, dst_dir_fd=folder)
+            for piece in content:
+                if isinstance(piece, int):
+                    file.seek(piece, os.SEEK_CUR)
+                else:
+                    file.write(piece)
+            file.truncate()  # to where zeros have come
+        os.replace(unfinished, path, src_dir_fd=folder, dst_dir_fd=folder)  # while it is locked
     except BaseException:
         os.unlink(unfinished, dir_fd=folder)
         raise
+    finally:
+        if LOCKS:
+            os.close(descriptor)
 
 
-def _sweep(folder: str | int) -> None:
-    """Remove what processes killed in `write` left in this folder."""
+def _begun(beginning: str, folder: int | None) -> tuple[int, str]:
+    """A new unfinished file, open and locked for as long as this process lives and writes; and its name."""
+    while True:
+        name = f"{beginning}{secrets.token_hex(8)}{UNFINISHED}"
+        descriptor = os.open(
+            name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if folder is None else 0o600, dir_fd=folder
+        )
+        if LOCKS:
+            with suppress(OSError):  # a file system without them
+                _lock(descriptor, wait=True)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, name
+        os.close(descriptor)  # before it was locked, another process took it for a dead one's
+
+
+def _lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Lock an open file for this process; whether that was to be had.
+
+    Raises:
+        OSError: the system does not lock such files.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sweep(folder: str | int, beginning: str) -> None:
+    """Remove what processes killed in `write` left in this folder.
+
+    Of names that begin so, what nobody has locked; of others, what is old as well.
+    """
     within = folder if isinstance(folder, int) else None
     with suppress(OSError), os.scandir(folder) as entries:  # a folder may be written to and not listed
         for entry in entries:
             if entry.name.startswith(".") and entry.name.endswith(UNFINISHED):
                 with suppress(OSError):  # another user's, or gone meanwhile
-                    if time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_SECONDS:
-                        os.unlink(entry.path, dir_fd=within)
+                    old = time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_SECONDS
+                    if old or entry.name.startswith(beginning):
+                        _remove(entry.path, within, old=old)
+
+
+def _remove(path: str, within: int | None, *, old: bool) -> None:
+    """Remove an unfinished file unless its process lives, as far as a lock tells; if none can, it has to be old.
+
+    Raises:
+        OSError: it cannot be removed, or is gone.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=within)
+    try:
+        try:
+            dead = _lock(descriptor) if LOCKS else old
+        except OSError:
+            dead = old
+        if dead:
+            os.unlink(path, dir_fd=within)
+    finally:
+        os.close(descriptor)

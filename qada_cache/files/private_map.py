@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import weakref
 
 import torch
@@ -33,7 +34,23 @@ class OpenFile:
     @property
     def link(self) -> str:
         """A path of this very file, wherever it may be by now."""
-        return f"/proc/self/fd/{self._descriptor}"
+        return link(self._descriptor)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nobody has it open to write to it, as far as this system could tell of anybody.
+
+        It cannot tell of network file systems, nor of a file that is another user's.
+        """
+        import fcntl
+
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)  # which is ignored; the usual one ends us
+            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)  # nobody is to wait for it
+        except OSError:
+            return False
+        return True
 
     def map(self, *, shared: bool) -> Tensor:
         """Its content, uint8 `[size]`. What is written to it goes to the file if `shared`, else to nobody else.
@@ -80,6 +97,11 @@ class PrivateMap:
     def same(self, tensor: Tensor) -> Tensor:
         """The tensor that lies here where `tensor` lies in another map of the file."""
         return self.tensor(int(tensor.storage_offset()) * tensor.element_size(), tensor.shape, tensor.dtype)
+
+
+def link(descriptor: int) -> str:
+    """A path of a file that is open, wherever it may be by now."""
+    return f"/proc/self/fd/{descriptor}"
 
 
 def opened(path: str | os.PathLike) -> OpenFile:

@@ -3,11 +3,13 @@
 import errno
 import hashlib
 import json
+import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import safetensors.torch
 import torch
@@ -31,9 +33,48 @@ _DTYPES = {  # as safetensors calls them
     torch.float64: "F64",
 }
 _TYPES = {name: dtype for dtype, name in _DTYPES.items()}
+_ZEROS = bytes(1 << 20)
+Empty = Callable[..., Tensor]
 
 
-def write(path: str | os.PathLike, kind: str, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+@dataclass(frozen=True, eq=False)
+class Spaced:
+    """A tensor as a file holds it, `[rows, heads, room, dim]`: of each row its first `lengths[row]` tokens, then zeros.
+
+    Attributes:
+        tensor: `[rows, heads, tokens, dim]`, on any device; it comes to the host one head at a time.
+        lengths: of each row, in tokens.
+        room: tokens of each head in the file.
+    """
+
+    tensor: Tensor
+    lengths: list[int]
+    room: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's."""
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In the file."""
+        rows, heads, _, dim = self.tensor.shape
+        return rows, heads, self.room, dim
+
+    def pieces(self) -> Iterator[Tensor | int]:
+        """One after the other, numbers standing for that many bytes of zeros."""
+        token = self.tensor.shape[3] * self.tensor.element_size()
+        for row, length in enumerate(self.lengths):
+            for head in self.tensor[row]:
+                yield head[:length]
+                yield (self.room - length) * token
+
+
+Kept = Tensor | Spaced
+
+
+def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, Kept], state: dict[str, Any]) -> None:
     """Write `tensors` and the JSON-able `state` to `path`, whole or not at all; a symbolic link is written through.
 
     `kind` names what the file is, e.g. "qada-cache"; `read` asks for it.
@@ -51,65 +92,72 @@ def write(path: str | os.PathLike, kind: str, tensors: dict[str, Tensor], state:
         raise OSError(error.errno, error.strerror or str(error), os.fspath(path)) from error
 
 
-def encoded(kind: str, tensors: dict[str, Tensor], state: dict[str, Any]) -> Iterator[bytes | memoryview]:
-    """The bytes of a file, piece by piece. (safetensors' own function copies all of them first, and ignores the umask.)
+def encoded(kind: str, tensors: Mapping[str, Kept], state: dict[str, Any]) -> Iterator[bytes | memoryview | int]:
+    """The bytes of a file, piece by piece, numbers standing for that many zeros. What is not on the host comes there
+    twice: the checksum stands before it. (safetensors' own function copies all first, and ignores the umask.)
 
     Raises:
         NotImplementedError: as `write`.
     """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise NotImplementedError(f"{name} is of {tensor.dtype}, which files of qada-cache do not hold")
     about = {"kind": kind, "version": str(FORMAT_VERSION), "state": json.dumps(state)}
     about["sha256"] = _digest(about["state"], tensors)
     header: dict[str, Any] = {"__metadata__": about}
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # every one aligned to its elements
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # every one aligned to its elements
     end = 0
     for name in names:
         tensor = tensors[name]
-        if tensor.dtype not in _DTYPES:
-            raise NotImplementedError(f"{name} is of {tensor.dtype}, which files of qada-cache do not hold")
-        start, end = end, end + tensor.nbytes
+        start, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little")
     yield text
     for name in names:
-        yield _content(tensors[name])
+        yield from _pieces(tensors[name])
 
 
-def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors (on the CPU) and state that `write` put into `path`.
+def read(path: str | os.PathLike, kind: str, empty: Empty = torch.empty) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors (on the CPU) and state that `write` put into `path`, read once from the first byte to the last.
+
+    Args:
+        path, kind: as for `write`.
+        empty: makes the tensors, as `torch.empty`.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is truncated, altered, of another kind, or of another format; the message says which.
     """
     path = _found(path, kind)
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except SafetensorError as error:
-        raise _broken(path, error) from error
+    with path.open("rb") as file:
+        about = _metadata(path, private_map.link(file.fileno()) if private_map.AVAILABLE else path)
+        _check_kind(path, kind, about)
+        entries, tensors = _header(_read(path, file))[2], {}
+        for name, entry in sorted(entries.items(), key=lambda named: named[1]["data_offsets"]):
+            tensors[name] = empty(tuple(entry["shape"]), dtype=_TYPES[entry["dtype"]])
+            if file.readinto(_content(tensors[name])) != tensors[name].nbytes:
+                raise ValueError(f"{path} was truncated while it was read")
     return _checked(path, kind, about, tensors)
 
 
-def mapped(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[str, Any], PrivateMap | None]:
+def mapped(
+    path: str | os.PathLike, kind: str, empty: Empty = torch.empty
+) -> tuple[dict[str, Tensor], dict[str, Any], PrivateMap | None]:
     """As `read`, but not copied into memory: the tensors are views of the map. None: they are copies, as the file is
-    too small to be mapped, or the system does not do that.
+    too small to be mapped, the system does not do that, or it cannot tell whether somebody writes to the file.
 
     Raises:
         FileNotFoundError, ValueError: as `read`.
     """
     path = _found(path, kind)
     if not private_map.AVAILABLE or path.stat().st_size < private_map.WORTH:
-        return *read(path, kind), None
-    source = PrivateMap(private_map.opened(path))
-    try:
-        with safe_open(source.file.link, framework="pt") as file:  # which refuses what is not all there
-            about = file.metadata() or {}
-    except SafetensorError as error:
-        raise _broken(path, error) from error
+        return *read(path, kind, empty), None
+    file = private_map.opened(path)
+    if not file.quiet:
+        return *read(path, kind, empty), None
+    source, about = PrivateMap(file), _metadata(path, file.link)
     _check_kind(path, kind, about)
     begin, _, entries = _header(_content(source.content))
     tensors = {
@@ -130,6 +178,24 @@ def decoded(content: bytes, kind: str, path: Path) -> tuple[dict[str, Tensor], d
     except SafetensorError as error:
         raise _broken(path, error) from error
     return _checked(path, kind, _header(content)[1], tensors)
+
+
+def _metadata(path: Path, link: str | Path) -> dict[str, str]:
+    """What the file at `link` says of itself, if it is whole; `path` is what errors call it."""
+    try:
+        with safe_open(link, framework="pt") as file:  # which refuses what is not all there
+            return file.metadata() or {}
+    except SafetensorError as error:
+        raise _broken(path, error) from error
+
+
+def _read(path: Path, file: BinaryIO) -> bytes:
+    """The beginning of a file, up to its tensors."""
+    size = file.read(8)
+    text = file.read(int.from_bytes(size, "little"))
+    if len(text) != int.from_bytes(size, "little") or not text:
+        raise ValueError(f"{path} was truncated while it was read")
+    return size + text
 
 
 def _header(content: bytes | memoryview) -> tuple[int, dict[str, str], dict[str, Any]]:
@@ -167,13 +233,23 @@ def _check_kind(path: Path, kind: str, about: dict[str, str]) -> None:
         raise ValueError(f"{path} has format version {version!r}, this qada-cache reads {FORMAT_VERSION}: {way_out}")
 
 
-def _digest(state: str, tensors: dict[str, Tensor]) -> str:
+def _digest(state: str, tensors: Mapping[str, Kept]) -> str:
     digest = hashlib.sha256(state.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(_content(tensor))
+        for piece in _pieces(tensor):
+            if isinstance(piece, int):
+                for start in range(0, piece, len(_ZEROS)):
+                    digest.update(_ZEROS[: piece - start])
+            else:
+                digest.update(piece)
     return digest.hexdigest()
+
+
+def _pieces(tensor: Kept) -> Iterator[memoryview | int]:
+    for piece in tensor.pieces() if isinstance(tensor, Spaced) else (tensor,):
+        yield piece if isinstance(piece, int) else _content(piece.detach().cpu().contiguous())
 
 
 def _content(tensor: Tensor) -> memoryview:

@@ -64,6 +64,9 @@ def check_operands(
         fits = fits and (tensor is None or (tensor.dtype == dtype and tensor.dim() == 1))
     for tensor in (*moments, *other_moments, *masks, *rows):
         fits = fits and (tensor is None or (tensor.shape[0] in (1, batch) and tensor.device == query.device))
+    lengths = rows[0]
+    if lengths is not None and lengths.is_cpu:  # on another device, to look would be to wait for it
+        fits = fits and int(lengths.min()) >= 0 and int(lengths.max()) <= bulk[0].shape[2]
     kept = () if sketch is None else tuple(sketch.tensors().values())
     fits = fits and (sketch is None or _sketch_fits(sketch, query, bulk))
     if not (fits and near[0].device == query.device):

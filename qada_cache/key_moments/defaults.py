@@ -47,8 +47,8 @@ def sources(moments: Moments) -> tuple[bool, str | os.PathLike | KeyMoments | No
     other = parts[-1] if parts else None
     if not isinstance(other, (str, os.PathLike, KeyMoments)):
         raise TypeError(
-            f'moments must be one of {", ".join(PROMPTS)}, "{CURRENT}", a KeyMoments, or the path or Hub repository of '
-            f'a moments file; or "{CURRENT}" and one of the others, got {type(other).__name__}'
+            f'moments must be one of {", ".join(PROMPTS)}, "{CURRENT}", a KeyMoments, or the path or hf://owner/name '
+            f'of a moments file; or "{CURRENT}" and one of the others, got {type(other).__name__}'
         )
     if len(parts) == 1:
         return other == CURRENT, None if other == CURRENT else other

@@ -17,6 +17,7 @@ from .rope import rotation_at
 from .rotation import Rotation
 
 KIND = "qada-moments"
+HUB = "hf://"
 HUB_FILE = "moments.safetensors"
 KEPT = 2  # lengths whose moments stay on a device at the least
 _placing = threading.Lock()  # caches in several threads may share moments; one lock for all, as locks cannot be copied
@@ -162,12 +163,16 @@ class KeyMoments:
 
     @classmethod
     def from_file(cls, tensors: dict[str, Tensor], header: dict[str, Any]) -> "KeyMoments":
-        """The inverse of `tensors` and `header`."""
+        """The inverse of `tensors` and `header`.
+
+        Raises:
+            ValueError: they do not fit each other.
+        """
         header = dict(header)
-        mean, frequencies = tensors["moments.mean"], header.pop("frequencies")
-        rotations = tuple(
-            Rotation(mean.shape[-1], tuple(frequencies[index]), layout) for layout, index in header.pop("rotations")
-        )
+        mean, frequencies, turned = tensors["moments.mean"], header.pop("frequencies"), header.pop("rotations")
+        if any(index not in range(len(frequencies)) for _, index in turned):
+            raise ValueError(f"KeyMoments: rotations {turned} go by {len(frequencies)} lists of frequencies")
+        rotations = tuple(Rotation(mean.shape[-1], tuple(frequencies[index]), layout) for layout, index in turned)
         lengths = tuple(header.pop("lengths"))
         return cls(
             mean,
@@ -187,7 +192,7 @@ class KeyMoments:
         """Read what `save` wrote, from a file, or what `push_to_hub` put into a repository of the Hugging Face Hub.
 
         Args:
-            source: a path, or a repository's "owner/name".
+            source: a path, or "hf://owner/name", a repository; nothing is asked of the network for a path.
             revision: of the repository: a branch, tag or commit.
 
         Raises:
@@ -195,16 +200,20 @@ class KeyMoments:
             ValueError: the file is truncated, altered, not a moments file, or of another format.
         """
         text = os.fspath(source)
-        is_repository = isinstance(source, str) and text.count("/") == 1 and not text.endswith(".safetensors")
-        if os.path.exists(text) or not (is_repository or revision):
+        if not text.startswith(HUB):
             if revision is not None:
-                raise ValueError(f"revision is for a repository of the Hub, and {text} is a path")
+                raise ValueError(f"revision is for a repository of the Hub, {HUB}owner/name, and {text} is a path")
+            if not os.path.exists(text):
+                raise FileNotFoundError(
+                    f"no {KIND} file at {text}, nor a prompt of that name; a repository of the Hugging Face Hub is "
+                    f"written {HUB}owner/name"
+                )
             return cls.from_file(*tensor_file.read(text, KIND))
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
 
         try:
-            path = hf_hub_download(text, HUB_FILE, revision=revision)
+            path = hf_hub_download(text.removeprefix(HUB), HUB_FILE, revision=revision)
         except LocalEntryNotFoundError as error:
             raise FileNotFoundError(f"no file at {text}, and the Hugging Face Hub cannot be reached") from error
         except (RepositoryNotFoundError, EntryNotFoundError) as error:
@@ -212,7 +221,8 @@ class KeyMoments:
         return cls.from_file(*tensor_file.read(path, KIND))
 
     def push_to_hub(self, repository: str, *, revision: str | None = None, private: bool | None = None) -> str:
-        """Put the moments into the repository "owner/name" of the Hugging Face Hub, made if it does not exist.
+        """Put the moments into the repository "owner/name" of the Hugging Face Hub, made if it does not exist; they are
+        loaded from "hf://owner/name".
 
         Returns:
             the address of the commit.

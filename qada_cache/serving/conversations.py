@@ -1,9 +1,10 @@
 """The caches that a model's last conversations left, to be gone on with by a request that begins like one of them."""
 
 import threading
+import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,8 +14,67 @@ from ..attention import forward as attention
 from ..cache import QAdACache
 from ..files import weights
 from ..state.layer import QAdALayer
+from .memory import host_memory
 
 CONVERSATIONS = 4  # kept of each model
+MEMORY = 0.25  # of the host's, that their caches may take
+SECONDS = 3600.0  # that one is kept unused
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model's conversations may take.
+
+    Args:
+        conversations: how many are kept, the one under way included.
+        memory: bytes that their caches take, on host and devices together: an int, or a float in [0, 1], that share of
+            the memory that this process may have.
+        seconds: since one was last used.
+
+    Raises:
+        ValueError: one of them is no such number.
+    """
+
+    conversations: int = CONVERSATIONS
+    memory: int | float = MEMORY
+    seconds: float = SECONDS
+
+    def __post_init__(self) -> None:
+        count = self.conversations
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"conversations must be an int, 0 or more, got {count!r}")
+        share = isinstance(self.memory, float) and 0.0 <= self.memory <= 1.0
+        if not share and (type(self.memory) is not int or self.memory < 0):
+            raise ValueError(f"conversations_memory must be bytes (an int) or a share in [0, 1], got {self.memory!r}")
+        if isinstance(self.seconds, bool) or not isinstance(self.seconds, (int, float)) or not self.seconds >= 0:
+            raise ValueError(f"conversations_seconds must be a number, 0 or more, got {self.seconds!r}")
+
+    @property
+    def bytes(self) -> int:
+        """That the caches may take."""
+        return self.memory if isinstance(self.memory, int) else int(self.memory * host_memory())
+
+
+@dataclass
+class Counters:
+    """Since the process began, for a server to export.
+
+    Attributes:
+        requests: calls whose cache can be kept.
+        continued: of these, the ones that went on with a conversation.
+        prompt_tokens, kept_tokens: of all these calls; of these, the ones that were not read again.
+        evicted, expired: conversations that went for want of room; that nobody had gone on with for too long.
+        conversations, bytes: that are kept now.
+    """
+
+    requests: int = 0
+    continued: int = 0
+    prompt_tokens: int = 0
+    kept_tokens: int = 0
+    evicted: int = 0
+    expired: int = 0
+    conversations: int = 0
+    bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +83,14 @@ class _Kept:
     cache: QAdACache
     options: dict[str, Any]  # it was built with
     weights: list[str]  # a sample of the model's that filled it
+    key: str | None  # whose it is
+    continued: bool  # whether anybody has gone on with it, as nobody does with a prompt that is asked once
+    bytes: int
+    used: float  # when, by `time.monotonic`
+
+    def fits(self, options: Mapping[str, Any], sample: list[str], key: str | None) -> bool:
+        """Whether a call under these options, of this model and for this key, may go on with it."""
+        return self.key == key and self.options == options and self.weights == sample
 
 
 class Conversations:
@@ -33,9 +101,27 @@ class Conversations:
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
+        self._taken: weakref.WeakSet[QAdACache] = weakref.WeakSet()  # of conversations that were gone on with
+        self._counters = Counters()
         self._lock = threading.Lock()
 
-    def take(self, model: PreTrainedModel, prompt: Tensor, *, options: Mapping[str, Any], size: int) -> QAdACache:
+    @property
+    def counters(self) -> dict[str, int]:
+        """`Counters`, by name."""
+        with self._lock:
+            self._counters.conversations = len(self._kept)
+            self._counters.bytes = sum(kept.bytes for kept in self._kept)
+            return asdict(self._counters)
+
+    def take(
+        self,
+        model: PreTrainedModel,
+        prompt: Tensor,
+        *,
+        options: Mapping[str, Any],
+        limits: Limits,
+        key: str | None = None,
+    ) -> QAdACache:
         """The cache to read `prompt` with: it holds the longest beginning of it that is kept, and nothing else.
 
         At least the prompt's last token is left to be read, as the next one's logits come of it. A conversation that
@@ -45,7 +131,8 @@ class Conversations:
             model: the one all these caches are of.
             prompt: token ids `[tokens]` of one row, on the host.
             options: of `QAdACache`; a cache that was built with others is passed over.
-            size: conversations kept, this one included: the oldest make room.
+            limits: conversations that exceed them make room.
+            key: whose conversation this is; another's is passed over.
 
         Raises:
             TypeError, ValueError, FileNotFoundError, NotImplementedError: as `QAdACache`.
@@ -54,12 +141,17 @@ class Conversations:
         now = weights.sample(model)
         with self._lock:
             shared = [
-                _shared(kept, prompt) if switched_on and kept.options == options and kept.weights == now else 0
-                for kept in self._kept
+                _shared(kept, prompt) if switched_on and kept.fits(options, now, key) else 0 for kept in self._kept
             ]
             length = max(shared, default=0)
             taken = self._kept.pop(shared.index(length)) if length else None
-            self._make_room(size - 1)
+            self._counters.requests += 1
+            self._counters.continued += taken is not None
+            self._counters.prompt_tokens += len(prompt)
+            self._counters.kept_tokens += length
+            if taken is not None:
+                self._taken.add(taken.cache)
+            self._make_room(limits, conversations=1, taken=0 if taken is None else taken.bytes)
         if taken is None:
             return QAdACache(model, **options)
         if length < len(taken.tokens):
@@ -67,21 +159,44 @@ class Conversations:
         return taken.cache
 
     def keep(
-        self, model: PreTrainedModel, tokens: Tensor, cache: QAdACache, *, options: Mapping[str, Any], size: int
+        self,
+        model: PreTrainedModel,
+        tokens: Tensor,
+        cache: QAdACache,
+        *,
+        options: Mapping[str, Any],
+        limits: Limits,
+        key: str | None = None,
     ) -> None:
         """Keep a cache that holds `tokens` `[tokens]`, on the host; arguments as for `take`."""
-        kept = _Kept(tokens, cache, dict(options), weights.sample(model))
+        sample, size = weights.sample(model), sum(map(sum, cache.layer_bytes()))
         with self._lock:
-            self._kept.append(kept)
-            self._make_room(size)
+            continued = cache in self._taken
+            self._kept.append(_Kept(tokens, cache, dict(options), sample, key, continued, size, time.monotonic()))
+            self._make_room(limits)
 
     def forget(self) -> None:
         """Keep none of them."""
         with self._lock:
             self._kept.clear()
 
-    def _make_room(self, size: int) -> None:
-        del self._kept[: max(len(self._kept) - size, 0)]
+    def _make_room(self, limits: Limits, *, conversations: int = 0, taken: int = 0) -> None:
+        """Forget what is too old, and then as many as the limits ask for, besides so many that are under way.
+
+        What is too large by itself goes first, the newest last. Of the others those go first that nobody has gone on
+        with, the oldest first: prompts that are asked once make room for one another, and flush no conversation.
+        """
+        oldest = time.monotonic() - limits.seconds
+        young = [kept for kept in self._kept if kept.used >= oldest]
+        self._counters.expired += len(self._kept) - len(young)
+        self._kept = young
+        most, size = limits.bytes - taken, sum(kept.bytes for kept in young)
+        while self._kept and (len(self._kept) + conversations > limits.conversations or size > most):
+            newest = None if conversations else self._kept[-1]
+            gone = min(self._kept, key=lambda kept: (kept.bytes <= most, kept is newest, kept.continued, kept.used))
+            self._kept.remove(gone)
+            size -= gone.bytes
+            self._counters.evicted += 1
 
 
 def _shared(kept: _Kept, prompt: Tensor) -> int:
@@ -101,3 +216,8 @@ def conversations_of(model: PreTrainedModel) -> Conversations:
     """This model's; they go when it goes."""
     with _lock:
         return _of.setdefault(model, Conversations())
+
+
+def counters(model: PreTrainedModel) -> dict[str, int]:
+    """What became of this model's requests: `Counters`, by name, for a server to export."""
+    return conversations_of(model).counters

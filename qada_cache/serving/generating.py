@@ -10,7 +10,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from ..cache import QAdACache
-from .conversations import CONVERSATIONS, conversations_of
+from .conversations import CONVERSATIONS, MEMORY, SECONDS, Limits, conversations_of
 
 # One of transformers' own loggers: `transformers serve --log-level info` shows what it says.
 logger = logging.get_logger("transformers.qada_cache")
@@ -29,6 +29,10 @@ def generate(
     model: PreTrainedModel,
     cache_options: Mapping[str, Any] | None = None,
     conversations: int = CONVERSATIONS,
+    conversations_memory: int | float = MEMORY,
+    conversations_seconds: float = SECONDS,
+    conversation_key: str | None = None,
+    one_user: bool = True,
     **arguments: Any,
 ) -> Any:
     """`model.generate` with a QAdACache, which is kept for the next call that goes on with the same text.
@@ -48,17 +52,22 @@ def generate(
         cache_options: of `QAdACache`.
         conversations: whose caches are kept of this model, in host memory or where `cache_options` say; 0: none, and
             those there are go.
+        conversations_memory: bytes that they may take: an int, or a float in [0, 1], that share of the host's memory.
+        conversations_seconds: for how long one is kept that nobody goes on with.
+        conversation_key: whose conversation this is. A call goes on with those of its own key alone. A request names it
+            as an attribute of its generation config.
+        one_user: whether all calls without a key are one user's, and may go on with each other's conversations. False:
+            nothing of them is kept.
 
     Returns:
         As `model.generate`.
 
     Raises:
-        ValueError: `conversations` is no count.
+        ValueError: `conversations` or another limit is no such number, or the key no str.
         TypeError, ValueError, FileNotFoundError, NotImplementedError, RuntimeError: as `QAdACache` and
             `model.generate`.
     """
-    if isinstance(conversations, bool) or not isinstance(conversations, int) or conversations < 0:
-        raise ValueError(f"conversations must be an int, 0 or more, got {conversations!r}")
+    limits = Limits(conversations, conversations_memory, conversations_seconds)
 
     kind: Any = type(model)  # of the model itself, `generate` may be this very function
 
@@ -71,17 +80,20 @@ def generate(
         return stock()
     arguments.pop("past_key_values", None)
     options, kept = dict(cache_options or {}), conversations_of(model)
+    key = getattr(settings, "conversation_key", None) if conversation_key is None else conversation_key
+    if key is not None and not isinstance(key, str):
+        raise ValueError(f"conversation_key must be a str, got {type(key).__name__}")
     if not conversations:
         kept.forget()
     prompt = _one_row(others.get("input_ids") if inputs is None else inputs, settings, others)
-    if prompt is None or not conversations:
+    if prompt is None or not conversations or (key is None and not one_user):
         return stock(past_key_values=QAdACache(model, **options))
 
-    cache = kept.take(model, prompt, options=options, size=conversations)
+    cache = kept.take(model, prompt, options=options, limits=limits, key=key)
     logger.info("%d of %d prompt tokens were kept from an earlier call", cache.get_seq_length(), len(prompt))
 
     def keep(tokens: Tensor) -> None:
-        kept.keep(model, tokens, cache, options=options, size=conversations)
+        kept.keep(model, tokens, cache, options=options, limits=limits, key=key)
 
     try:
         output = stock(past_key_values=cache)

@@ -9,7 +9,8 @@ from torch import Tensor
 from ..storage.geometry import Geometry
 
 PENDING = 32  # calls whose flags are kept until they are summed: a sum for each would cost more than its decision
-_PLAIN = (
+AUDITED = 5  # sums of an audit
+PLAIN = (
     *("decisions", "steps", "pulled_bytes", "spared_bytes", "sketched_bytes", "offered_bytes"),
     *("streamed_bytes", "audited", "audited_bytes"),
 )
@@ -85,14 +86,14 @@ class Counters:
     @property
     def record(self) -> dict[str, Any]:
         """What a file keeps, by name."""
-        plain = {name: getattr(self, name) for name in _PLAIN}
+        plain = {name: getattr(self, name) for name in PLAIN}
         return plain | {"local_heads": self.local_heads, "local_groups": self.local_groups}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Counters":
         """The inverse of `record`, which may hold other things as well."""
         made = cls()
-        for name in _PLAIN:
+        for name in PLAIN:
             setattr(made, name, record[name])
         made._local_heads, made._local_groups = record["local_heads"], record["local_groups"]
         return made

@@ -97,9 +97,11 @@ class Bulk:
         """Whether its storage is plain host memory, which may be a file's."""
         return self.device.type == "cpu" and not self.offloaded
 
-    def adopt(self, source: PrivateMap, keys: Tensor, values: Tensor, *, lengths: list[int]) -> None:
-        """Hold what lies in `source`: `[batch, kv_heads, capacity, dim]`, the first `lengths[r]` tokens of row `r`."""
-        self.source, self.keys, self.values, self.unwritten = source, keys, values, list(lengths)
+    def adopt(self, source: PrivateMap | None, keys: Tensor, values: Tensor, *, lengths: list[int]) -> None:
+        """Hold these, `[batch, kv_heads, capacity, dim]`, of row `r` the first `lengths[r]` tokens; they are part of
+        `source`, or nobody else's if that is None."""
+        self.source, self.keys, self.values = source, keys, values
+        self.unwritten = [0] * len(lengths) if source is None else list(lengths)
         self._holds(list(lengths))
 
     def _written_from(self, start: int, rows: Iterable[int]) -> None:

@@ -128,8 +128,28 @@ class BulkSketch:
         return found | {"sketched": self.lengths, "query_energies": self.energies}
 
     def restore(self, record: dict[str, Any], bulk: Bulk) -> None:
-        """The inverse of `record`, which may hold other things as well, for an empty one of `bulk`."""
-        self.lengths, self.energies = record["sketched"], record["query_energies"]  # others may be known now
+        """The inverse of `record`, which may hold other things as well, for an empty one of `bulk`.
+
+        Raises:
+            ValueError: it is not of this bulk, or not in these bits.
+        """
+        wanted = [length if length >= MIN_TOKENS else 0 for length in bulk.lengths]
+        tokens = max(wanted)
+        energies = record["query_energies"]
+        expected = {name: part for name, part in self.record.items() if isinstance(part, Tensor)}
+        expected["query_energies"] = self.mean_key[0] if energies is not None else None
+        for name, like in expected.items():
+            if like is None:
+                continue
+            shape, found = list(like.shape), record[name]
+            if name in TOKENS or name in SEGMENTS:  # those of the longest row
+                shape[2] = tokens if name in TOKENS else segments_of(tokens) * bool(tokens)
+            if list(found.shape) != shape or found.dtype != like.dtype:
+                found = f"{found.dtype} {list(found.shape)}"
+                raise ValueError(f"its sketch of {wanted} tokens in {self.bits} bits has {name} {found}")
+        if record["sketched"] != wanted:
+            raise ValueError(f"its sketch is of {record['sketched']} tokens, and should be of {wanted}")
+        self.lengths, self.energies = wanted, energies  # other energies may be known now
         if self.in_use:
             self._reserve(bulk.capacity)
         kept = self.tensors.tensors()

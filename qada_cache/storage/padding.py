@@ -97,20 +97,13 @@ class Padding:
 
     @property
     def records(self) -> list[Record]:
-        """What a file keeps: `(first logical position, bool [batch, tokens])` of stretches that hold padding."""
+        """What a file keeps: `(0, known)`, or nothing without padding."""
         return [] if self.known is None else [(0, self.known)]
 
     @classmethod
     def from_records(cls, records: list[Record]) -> "Padding":
-        """The inverse of `records`. Older files have several: one for every call that held padding."""
-        if not records:
-            return NONE
-        known = torch.ones(
-            len(records[0][1]), max(first + valid.shape[1] for first, valid in records), dtype=torch.bool
-        )
-        for first, valid in records:
-            known[:, first : first + valid.shape[1]] = valid.cpu()
-        return cls(known)
+        """The inverse of `records`."""
+        return cls(records[0][1].cpu()) if records else NONE
 
 
 NONE = Padding()  # one for all caches and layers

@@ -1,5 +1,8 @@
 """The tokens of one layer: sinks, window and staging on the compute device, older ones in the bulk."""
 
+from collections.abc import Sequence
+from operator import sub
+
 import torch
 from torch import Tensor
 
@@ -110,10 +113,8 @@ class TokenStore:
         groups, tails = self._single_rows(), []
         for rows in groups:
             real = real_tokens(valid[rows.start], keys.device)
-            tail_keys, tail_values = self._tail(rows)
-            new_keys = torch.cat([tail_keys, keys[rows][:, :, real]], dim=2)
-            new_values = torch.cat([tail_values, values[rows][:, :, real]], dim=2)
-            tails.append((new_keys, new_values))
+            pairs = zip(self._tail(rows), (keys[rows][:, :, real], values[rows][:, :, real]), strict=True)
+            tails.append(tuple(torch.cat(pair, dim=2) for pair in pairs))
         self._set_tail(groups, tails)
         self.lengths = [length + int(new) for length, new in zip(self.lengths, valid.sum(dim=-1), strict=True)]
 
@@ -128,9 +129,8 @@ class TokenStore:
                 real = real_tokens(valid[rows.start], keys.device)
                 new_keys, new_values = new_keys[:, :, real], new_values[:, :, real]
             if self.lengths[rows.start] > self.flushed[rows.start]:
-                tail_keys, tail_values = self._tail(rows)
-                new_keys = torch.cat([tail_keys, new_keys], dim=2)
-                new_values = torch.cat([tail_values, new_values], dim=2)
+                pairs = zip(self._tail(rows), (new_keys, new_values), strict=True)
+                new_keys, new_values = (torch.cat(pair, dim=2) for pair in pairs)
             older = max(new_keys.shape[2] - self.window, 0)
             self._flush(rows, new_keys[:, :, :older], new_values[:, :, :older], exact=True)
             # Not views: those would keep all of this row's new tokens until the last row is done.
@@ -211,8 +211,10 @@ class TokenStore:
         for known in (self.moments, self.sketch):
             if known is not None:
                 known.select(index)
-        self.lengths = [self.lengths[row] for row in index]
-        self.flushed = [self.flushed[row] for row in index]
+        self.lengths, self.flushed = ([counts[row] for row in index] for counts in (self.lengths, self.flushed))
+        if max(map(sub, self.lengths, self.flushed), default=0) < self.end:  # rows with longer tails are gone
+            rows = self._single_rows()
+            self._set_tail(rows, [tuple(part.clone() for part in self._tail(row)) for row in rows])
 
     @torch.inference_mode(False)  # as for select
     def move(self, device: torch.device) -> None:
@@ -264,7 +266,7 @@ class TokenStore:
             parts.append(tuple(tensor[rows, :, :0] for tensor in (self.near_keys, self.near_values)))
         return torch.cat([keys for keys, _ in parts], dim=2), torch.cat([values for _, values in parts], dim=2)
 
-    def _set_tail(self, groups: list[slice], tails: list[tuple[Tensor, Tensor]]) -> None:
+    def _set_tail(self, groups: list[slice], tails: Sequence[tuple[Tensor, ...]]) -> None:
         """Replace the tail of every group of rows by these tokens, right-aligned (copies, not views of it)."""
         self.end = max(keys.shape[2] for keys, _ in tails)
         self.reserve(self.end)

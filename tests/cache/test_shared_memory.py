@@ -21,8 +21,9 @@ from test_copies import anything, built, nothing, shares, snapshot
 from torch import Tensor
 from transformers import LlamaConfig
 
-from qada_cache import QAdACache, cache_file
+from qada_cache import QAdACache
 from qada_cache.files import private_map
+from qada_cache.state import record
 
 pytestmark = pytest.mark.skipif(not private_map.AVAILABLE, reason="needs Linux")
 LARGE = {"dim": 64, "kv_heads": 8, "value_dim": 64}
@@ -162,7 +163,8 @@ def test_a_file_that_is_written_to(act: str, tmp_path: Path) -> None:
 
 def test_a_file_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As older ones are."""
-    monkeypatch.setattr(cache_file.functional, "pad", lambda tensor, room: tensor)
+    spaced = record.Spaced
+    monkeypatch.setattr(record, "Spaced", lambda tensor, lengths, room: spaced(tensor, lengths, max(lengths)))
     cache = large()
     cache.save(tmp_path / "file")
     loaded = QAdACache.load(tmp_path / "file", config=cache._shared.model.config)
@@ -171,6 +173,26 @@ def test_a_file_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         extend(each, 20)
     assert loaded.stats().shared_bytes == 0
     torch.testing.assert_close(snapshot(loaded), snapshot(cache), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("act", ["truncate", "overwrite"])
+def test_the_first_call_looks_at_the_file_as_well(act: str, tmp_path: Path) -> None:
+    """The kernel would read what is cut off, which ends the process."""
+    path, model, (ids, _) = tmp_path / "file", tiny(), prompt(400)
+    with anything():
+        cache = QAdACache(model, moments="current")
+        text = generate(model, ids, cache, tokens=2).sequences
+        cache.save(path)
+        os.utime(path, ns=(0, 0))
+        loaded = QAdACache.load(path, model)
+        assert shares(loaded)
+        if act == "truncate":
+            os.truncate(path, 100)
+        else:
+            with path.open("r+b") as file:
+                file.write(b"x")
+        with pytest.raises(RuntimeError, match=r"file was written to in place after this cache was loaded.*reset"):
+            generate(model, text, loaded)
 
 
 def test_without_the_systems_help() -> None:

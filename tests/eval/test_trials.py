@@ -99,9 +99,7 @@ def test_reading_some_tokens(model: PreTrainedModel, document: Document, known: 
     assert few["kv_read"] == "1.0000"
 
 
-def test_the_product_s_way_of_reading_tokens(
-    model: PreTrainedModel, document: Document, known: ways.Knowledge
-) -> None:
+def test_the_product_s_way_of_reading_tokens(model: PreTrainedModel, document: Document, known: ways.Knowledge) -> None:
     """All tokens are full attention, and cost the sketch on top; of some, it matters what counts of the rest."""
     with small_sketch(32):
         every, some, without, gated, whole = rows_of(

@@ -6,15 +6,16 @@ import errno
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from models import exact, generate, limited_file_size, prompt, tiny
 from safetensors.torch import save
+from torch import Tensor
 
 from qada_cache import QAdACache
 from qada_cache.files import private, private_map, tensor_file
@@ -62,11 +63,57 @@ def test_what_killed_processes_left_is_removed_by_the_next_save(saved: Path) -> 
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == -9
     left = set(saved.parent.iterdir()) - {saved}
     assert len(left) == 1
+    other = saved.with_name("other")
+    cache.save(other)
+    assert set(saved.parent.iterdir()) - {saved, other} == left  # of another name, and young
     cache.save(saved)
-    assert set(saved.parent.iterdir()) - {saved} == left  # its process might be at work yet
-    for path in left:
-        os.utime(path, times=(time.time() - 2 * private.STALE_SECONDS,) * 2)
+    assert set(saved.parent.iterdir()) == {saved, other}
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_what_a_process_is_writing_is_left_to_it(locks: bool, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another save of the same name, half done, whether or not the file system locks."""
+    cache, sizes, content = QAdACache.load(saved, tiny()), [], tensor_file._content
+    if not locks:
+        monkeypatch.setattr(private.fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
+
+    def write_within(tensor: Tensor) -> memoryview:
+        if not sizes:
+            sizes.append(0)  # once
+            sizes.append(len(list(saved.parent.iterdir())))
+            cache.save(saved)
+            sizes.append(len(list(saved.parent.iterdir())))
+        return content(tensor)
+
+    begun = private._begun
+
+    def then_patch(*arguments: Any) -> Any:
+        found = begun(*arguments)
+        monkeypatch.setattr(tensor_file, "_content", write_within)
+        return found
+
+    monkeypatch.setattr(private, "_begun", then_patch)
     cache.save(saved)
+    assert sizes == [0, 2, 2]
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+    QAdACache.load(saved, tiny())
+
+
+def test_what_another_process_removed_before_it_was_locked_is_begun_again(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, lock, before = QAdACache.load(saved, tiny()), private._lock, []
+
+    def lose(descriptor: int, **options: Any) -> bool:
+        if options and not before:
+            before.extend(path for path in saved.parent.iterdir() if path != saved)
+            before[0].unlink()
+        return lock(descriptor, **options)
+
+    monkeypatch.setattr(private, "_lock", lose)
+    saved.unlink()
+    cache.save(saved)
+    assert len(before) == 1
     assert list(saved.parent.iterdir()) == [saved]
 
 

@@ -1,6 +1,7 @@
 """Another prompt's key moments as objects and files: validation, lengths, what a file must survive."""
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,12 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from models import tiny
 from reference import averaged_moments, rotary_matrix
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qada_cache import KeyMoments
+from qada_cache import KeyMoments, QAdACache
 from qada_cache.key_moments.rotation import Rotation, rounded
 
 CPU = torch.device("cpu")
@@ -241,7 +243,7 @@ def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     made = moments()
     assert made.push_to_hub("me/moments", revision="v1") == "https://hub/commit"
-    assert torch.equal(KeyMoments.load("me/moments", revision="v1").mean, made.mean)
+    assert torch.equal(KeyMoments.load("hf://me/moments", revision="v1").mean, made.mean)
 
 
 @pytest.mark.parametrize(
@@ -256,5 +258,17 @@ def test_hub_without_the_file(error: Exception, message: str, monkeypatch: pytes
         raise error
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    with pytest.raises(FileNotFoundError, match=f"no file at me/moments, and .*{message}"):
-        KeyMoments.load("me/moments")
+    with pytest.raises(FileNotFoundError, match=f"no file at hf://me/moments, and .*{message}"):
+        KeyMoments.load("hf://me/moments")
+
+
+@pytest.mark.parametrize("mistyped", ["my/moment", "moments/of/mine", "random_tokens"])
+def test_a_mistyped_path_asks_nothing_of_the_network(mistyped: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a request was made")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    for moments_of in (mistyped, ("current", mistyped), f"current+{mistyped}"):
+        with pytest.raises(FileNotFoundError, match=f"no qada-moments file at {mistyped}.* hf://owner/name"):
+            QAdACache(tiny(), moments=moments_of)

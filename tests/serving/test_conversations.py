@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import resource
+import time
 import weakref
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache
-from qada_cache.serving.conversations import Conversations, conversations_of
+from qada_cache.serving import conversations as module
+from qada_cache.serving import memory
+from qada_cache.serving.conversations import Conversations, Limits, conversations_of
 
 OPTIONS = {"threshold": 1.0, "moments": "current", **SMALL}
 
@@ -20,16 +26,24 @@ OPTIONS = {"threshold": 1.0, "moments": "current", **SMALL}
 class Kept:
     """The conversations of a model, and how a call takes and keeps their caches."""
 
-    def __init__(self, model: PreTrainedModel, size: int) -> None:
-        self.model, self.size, self.conversations = model, size, Conversations()
+    def __init__(self, model: PreTrainedModel, size: int = 4, **limits: Any) -> None:
+        self.model, self.conversations = model, Conversations()
+        self.told = {"options": OPTIONS, "limits": Limits(size, **limits)}
 
-    def take(self, tokens: Tensor) -> QAdACache:
-        return self.conversations.take(self.model, tokens, options=OPTIONS, size=self.size)
+    def take(self, tokens: Tensor, key: str | None = None) -> QAdACache:
+        return self.conversations.take(self.model, tokens, key=key, **self.told)
 
     @torch.no_grad()
-    def keep(self, tokens: Tensor, cache: QAdACache) -> None:
+    def keep(self, tokens: Tensor, cache: QAdACache, key: str | None = None) -> None:
         self.model(tokens[None, cache.get_seq_length() :], past_key_values=cache)
-        self.conversations.keep(self.model, tokens, cache, options=OPTIONS, size=self.size)
+        self.conversations.keep(self.model, tokens, cache, key=key, **self.told)
+
+    def ask(self, tokens: Tensor, key: str | None = None) -> int:
+        """A request; the tokens of it that were kept."""
+        cache = self.take(tokens, key)
+        known = cache.get_seq_length()
+        self.keep(tokens, cache, key)
+        return known
 
 
 @pytest.fixture
@@ -79,3 +93,84 @@ def test_room_is_made_before_and_after(model: PreTrainedModel) -> None:
 def test_conversations_are_a_models_own(model: PreTrainedModel) -> None:
     assert conversations_of(model) is conversations_of(model)
     assert conversations_of(tiny()) is not conversations_of(model)
+
+
+def test_conversations_are_found_by_their_key(model: PreTrainedModel) -> None:
+    """Nobody's answer says what another has asked."""
+    kept, text = Kept(model), tokens(90, seed=1)
+    assert [kept.ask(text, key) for key in (None, "mine", "yours")] == [0, 0, 0]
+    assert [kept.ask(text, key) for key in (None, "mine", "yours", "another's")] == [89, 89, 89, 0]
+
+
+def test_prompts_that_are_asked_once_flush_no_conversation(model: PreTrainedModel) -> None:
+    kept, texts = Kept(model), [tokens(90, seed) for seed in range(12)]
+    assert [kept.ask(texts[0][:length]) for length in (60, 70)] == [0, 60]
+    for junk in texts[1:9]:
+        assert kept.ask(junk) == 0
+    assert kept.ask(texts[0][:80]) == 70
+    assert kept.conversations.counters["conversations"] == 4
+    for other in texts[9:12]:  # conversations make room for one another, the oldest first
+        assert [kept.ask(other[:length]) for length in (60, 70)] == [0, 60]
+    assert kept.ask(tokens(90, seed=99)) == 0
+    assert kept.ask(texts[0]) == 0
+
+
+def test_a_limit_in_bytes(model: PreTrainedModel) -> None:
+    kept, texts = Kept(model, 100), [tokens(300, seed) for seed in range(6)]
+    for text in texts[:2]:
+        kept.ask(text)
+    each = kept.conversations.counters["bytes"] // 2
+    assert each > 300 * 2 * 2 * 2 * 8 * 4 // 2  # half of two layers' keys and values
+    kept = Kept(model, 100, memory=int(2.9 * each))
+    for text in texts:
+        kept.ask(text)
+        assert kept.conversations.counters["bytes"] <= 2.9 * each
+    assert kept.conversations.counters["evicted"] == 4
+    assert [kept.ask(text) for text in texts[4:]] == [299, 299]
+    kept.ask(tokens(1000, seed=9))  # which makes all others go
+    assert kept.conversations.counters["conversations"] == 1
+    kept = Kept(model, 100, memory=each)
+    kept.ask(texts[0])
+    kept.ask(tokens(1000, seed=9))  # too large to be kept, and no reason to forget the other
+    assert kept.ask(texts[0]) == 299
+
+
+def test_the_limit_is_a_share_of_what_this_process_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = memory.host_memory()
+    assert machine > 2**28
+    (tmp_path / "max").write_text(f"{machine // 4}\n")
+    monkeypatch.setattr(memory, "_CGROUPS", (str(tmp_path / "missing"), str(tmp_path / "max")))
+    assert Limits(memory=0.5).bytes == int(0.5 * (machine // 4))
+    (tmp_path / "max").write_text("max\n")
+    assert Limits(memory=1.0).bytes == machine
+    monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_AS: (2**27, resource.RLIM_INFINITY)}.get)
+    assert Limits(memory=1.0).bytes == 2**27
+
+
+def test_a_conversation_is_forgotten_in_time(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, now = Kept(model, seconds=100.0), time.monotonic()
+    old, young = tokens(60, seed=1), tokens(60, seed=2)
+    for seconds, text in ((0, old), (60, young)):
+        monkeypatch.setattr(module.time, "monotonic", lambda seconds=seconds: now + seconds)
+        kept.ask(text)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now + 120)
+    kept.ask(tokens(60, seed=3))
+    assert kept.conversations.counters["expired"] == 1
+    assert [kept.ask(text) for text in (young, old)] == [59, 0]
+
+
+def test_counters(model: PreTrainedModel) -> None:
+    kept, text = Kept(model, 1), tokens(60, seed=1)
+    assert [kept.ask(each) for each in (text[:40], text, tokens(30, seed=2))] == [0, 40, 0]
+    found = kept.conversations.counters
+    assert found.pop("bytes") > 0
+    assert found == {
+        **{"requests": 3, "continued": 1, "prompt_tokens": 130, "kept_tokens": 40},
+        **{"evicted": 1, "expired": 0, "conversations": 1},
+    }
+
+
+@pytest.mark.parametrize("limits", [{"memory": 1.5}, {"memory": -1}, {"memory": True}, {"seconds": -1}])
+def test_no_limits(limits: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"conversations_{next(iter(limits))} must be"):
+        Limits(**limits)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -19,7 +19,7 @@ from transformers.utils.import_utils import is_serve_available
 
 import qada_cache
 from qada_cache import QAdACache, needle
-from qada_cache.serving import FOLDER
+from qada_cache.serving import make_folder
 
 if not is_serve_available():
     pytest.skip("needs what `pip install 'transformers[serving]'` brings", allow_module_level=True)
@@ -58,12 +58,9 @@ class Served:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The needle model's, with a chat template and our generation."""
-    folder = tmp_path_factory.mktemp("served")
-    for file in needle.FOLDER.iterdir():
-        if file.suffix in (".json", ".safetensors"):
-            (folder / file.name).symlink_to(file)
+    folder = tmp_path_factory.mktemp("folders") / "served"
+    make_folder(needle.FOLDER, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    shutil.copytree(Path(FOLDER) / "custom_generate", folder / "custom_generate")
     return folder
 
 
@@ -152,6 +149,20 @@ def test_a_client_that_goes(served: Served) -> None:
     assert answer.choices[0].message.content.split()[0] == asked.answers[0]
     (none, _), (kept, of) = served.kept()[-2:]
     assert (none, kept) == (0, of - 1)
+
+
+def test_a_key_over_http(served: Served) -> None:
+    """One client's conversation is not gone on with by another."""
+    messages = [{"role": "user", "content": needle.make_prompt(tokens=300, seed=5).context}]
+
+    def kept(key: str) -> int:
+        settings = json.dumps({"conversation_key": key, "max_new_tokens": NEW})
+        served.ask(messages, extra_body={"generation_config": settings})
+        return served.kept()[-1][0]
+
+    first, again, other = kept("mine"), kept("mine"), kept("yours")
+    assert (first, other) == (0, 0)
+    assert again > 200
 
 
 def test_what_is_refused_is_told(served: Served) -> None:

@@ -5,6 +5,16 @@ import functools
 from qada_cache import serving
 
 CACHE_OPTIONS: dict = {}  # of QAdACache, for example {"threshold": 0.9, "token_threshold": 0.5}
+ONE_USER = True  # False where several are served: nothing is kept of requests without a conversation_key
 CONVERSATIONS = serving.CONVERSATIONS  # how many conversations' caches are kept between requests
+MEMORY = serving.MEMORY  # what they may take: bytes, or a share of the host's memory
+SECONDS = serving.SECONDS  # how long one is kept that nobody goes on with
 
-generate = functools.partial(serving.generate, cache_options=CACHE_OPTIONS, conversations=CONVERSATIONS)
+generate = functools.partial(
+    serving.generate,
+    cache_options=CACHE_OPTIONS,
+    one_user=ONE_USER,
+    conversations=CONVERSATIONS,
+    conversations_memory=MEMORY,
+    conversations_seconds=SECONDS,
+)

@@ -1,0 +1,54 @@
+"""A model's folder to be served with code trusted: all that there is to run in it is our `generate.py`."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+_CODE = "auto_map"  # by which a config names code, of its own folder or of any repository of the Hub
+
+
+def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
+    """Make the folder `out`: links to the files of the model's folder, none of its code, and our `generate.py`.
+
+    `--trust-remote-code` trusts all the code that a folder holds or names. So Python files are left out, and of configs
+    that name code there are copies that do not.
+
+    Args:
+        model: a folder that the model can be loaded from.
+        out: a folder that is not there yet.
+
+    Raises:
+        FileNotFoundError: `model` is no folder with a config.
+        FileExistsError: `out` is there.
+        ValueError: a config of the model is no JSON.
+    """
+    source, target = Path(model).resolve(), Path(out)
+    if not (source / "config.json").is_file():
+        raise FileNotFoundError(f"no model's folder at {model}: of a model of the Hub, `hf download` makes one")
+    shutil.copytree(HERE / "custom_generate", target / "custom_generate", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in sorted(source.iterdir()):
+        kept = _without_code(file) if file.suffix == ".json" else None
+        if kept is not None:
+            (target / file.name).write_text(json.dumps(kept, indent=2), encoding="utf-8")
+        elif file.is_file() and not file.name.startswith(".") and file.suffix not in (".py", ".pyc", ".so"):
+            (target / file.name).symlink_to(file)
+
+
+def _without_code(file: Path) -> Any:
+    """What a config says, without the code that it names; None if it names none."""
+    text = file.read_text(encoding="utf-8")
+    if f'"{_CODE}"' not in text:
+        return None
+    try:
+        return _dropped(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+
+
+def _dropped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _dropped(item) for name, item in value.items() if name != _CODE}
+    return [_dropped(item) for item in value] if isinstance(value, list) else value

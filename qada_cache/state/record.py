@@ -1,0 +1,161 @@
+"""What a file keeps of one layer, and back. No number of it is believed before it agrees with all the others."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..files.private_map import PrivateMap
+from ..files.tensor_file import Spaced
+from ..storage.padding import Padding
+from ..storage.store import STAGING_TOKENS
+from .counters import AUDITED, PLAIN, Counters
+from .layer import QAdALayer
+
+BULK = ("bulk_keys", "bulk_values")
+_SHAPES = {  # the same word is the same size wherever it stands
+    "near_keys": "batch kv_heads columns dim",
+    "near_values": "batch kv_heads columns value_dim",
+    "bulk_keys": "batch kv_heads room dim",
+    "bulk_values": "batch kv_heads room value_dim",
+    "mean": "batch kv_heads dim",
+    "covariance": "batch kv_heads dim dim",
+    "local_heads": "kv_heads group",
+    "local_groups": "kv_heads",
+}
+_ALIKE = (("near_keys", "bulk_keys"), ("near_values", "bulk_values"))  # of one dtype
+_DTYPES = {"mean": torch.float32, "covariance": torch.float32, "local_heads": torch.int64, "local_groups": torch.int64}
+
+
+def layer_record(layer: QAdALayer) -> dict[str, Any]:
+    """Everything `restore_layer` needs. The unused room of buffers is left out, but for the bulk's: its tokens are read
+    where they lie in the file, and others may follow them."""
+    layer.check_settled()
+    if layer.store is None:
+        return {}
+    store = layer.store
+    record = {"seen": layer.seen, "padding": layer.padding.records, **layer.counters.record}
+    used = slice(0, store.sinks + store.end)
+    record |= {"near_keys": store.near_keys[:, :, used], "near_values": store.near_values[:, :, used]}
+    bulk = store.bulk
+    room = bulk.capacity if any(bulk.lengths) else 0
+    record |= {name: Spaced(t, bulk.lengths, room) for name, t in zip(BULK, (bulk.keys, bulk.values), strict=True)}
+    record |= {"lengths": store.lengths, "flushed": store.flushed, "stored": bulk.lengths, "decoded": store.decoded}
+    if store.moments is not None:
+        record |= {"count": store.moments.count, "mean": store.moments.mean, "covariance": store.moments.covariance}
+    if store.sketch is not None:
+        record |= store.sketch.record
+    return record
+
+
+def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap | None) -> None:
+    """The inverse of `layer_record`, for a layer that is empty; `source` is what the bulk's tensors are views of, if
+    they are no tensors of their own.
+
+    Raises:
+        ValueError: the record contradicts itself, or the cache's options.
+    """
+    if not record:
+        return
+    try:
+        padding = _check(layer, record)
+    except (KeyError, TypeError, AttributeError) as error:  # something is missing, or another kind of thing
+        raise ValueError(f"layer {layer.index} is no record of a layer: {error!r}") from error
+    layer.lazy_initialization(record["near_keys"], record["near_values"])
+    store = layer.store
+    assert store is not None
+    columns = record["near_keys"].shape[2]
+    store.reserve(columns - store.sinks)
+    store.near_keys[:, :, :columns] = record["near_keys"]
+    store.near_values[:, :, :columns] = record["near_values"]
+    store.end = columns - store.sinks
+    store.lengths, store.flushed = record["lengths"], record["flushed"]
+    store.decoded = record["decoded"]
+    keys, values = (record[name] for name in BULK)
+    stored = [max(gone - store.sinks, 0) for gone in store.flushed]
+    if store.bulk.mappable and any(stored):
+        store.bulk.adopt(source, keys, values, lengths=stored)
+    else:
+        for row, tokens in enumerate(stored):
+            rows = slice(row, row + 1)
+            store.bulk.append(rows, keys[rows, :, :tokens], values[rows, :, :tokens])
+    if store.moments is not None:
+        store.moments.restore(record["count"], record["mean"], record["covariance"])
+    if store.sketch is not None:
+        store.sketch.restore(record, store.bulk)
+    layer.seen, layer.padding = record["seen"], padding
+    layer.counters = Counters.from_record(record)
+
+
+def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
+    """The record's padding.
+
+    Raises:
+        ValueError: a number or a shape that cannot be.
+        KeyError, TypeError, AttributeError: something is missing, or of a kind that no record holds.
+    """
+    options = layer.options
+
+    def require(fits: Any, what: str) -> None:
+        if not fits:
+            raise ValueError(f"layer {layer.index} cannot hold {what}")
+
+    lengths, flushed = record["lengths"], record["flushed"]
+    sinks, window = options.sink_tokens, options.window
+    tracked = ("mean", "covariance") if options.tracks_moments else ()
+    counted = [name for name in ("local_heads", "local_groups") if record[name] is not None]
+    sizes = {"batch": len(lengths)}
+    for name in ("near_keys", "near_values", *BULK, *tracked, *counted):
+        shape, axes = list(record[name].shape), _SHAPES[name].split()
+        fits = len(shape) == len(axes)
+        fits = fits and all(sizes.setdefault(axis, size) == size for axis, size in zip(axes, shape, strict=True))
+        require(fits, f"{name} of shape {shape} beside {sizes}")
+        require(record[name].dtype == _DTYPES.get(name, record[name].dtype), f"{name} in {record[name].dtype}")
+    for near, far in _ALIKE:
+        require(record[near].dtype == record[far].dtype and record[near].is_floating_point(), f"{far} of another dtype")
+    for name in PLAIN:
+        count = record[name]
+        require(_are_audits(count) if name == "audited" else _is_count(count), f"{name} of {count}")
+
+    end, seen = sizes["columns"] - sinks, record["seen"]
+    stored = [max(gone - sinks, 0) for gone in flushed]
+    rows = [lengths, flushed, record.get("stored", stored)]  # older files do not keep the last
+    if options.tracks_moments:
+        rows.append(record["count"])
+    whole = all(isinstance(row, list) and len(row) == len(lengths) and all(map(_is_int, row)) for row in rows)
+    require(lengths and whole and _is_int(seen), f"{seen} tokens seen, in rows of {rows}")
+    require(0 <= end <= window + max(window, STAGING_TOKENS), f"{end} tokens beside {sinks} sinks")
+    require(rows[2] == stored and max(stored) <= sizes["room"], f"{rows[2]} tokens in a bulk of {sizes['room']}")
+    tails = [length - gone for length, gone in zip(lengths, flushed, strict=True)]
+    kept = all(gone >= 0 and tail >= (window if gone else 0) for gone, tail in zip(flushed, tails, strict=True))
+    require(kept and max(tails) == end, f"{lengths} tokens, {flushed} of them flushed, in {end} columns")
+    if options.tracks_moments:
+        behind = not options.update_moments and record["decoded"]  # frozen moments leave out what was decoded
+        pairs = zip(record["count"], stored, strict=True)
+        require(
+            all(0 <= count <= most if behind else count == most for count, most in pairs),
+            f"moments of {record['count']} tokens",
+        )
+    for first, valid in record["padding"]:
+        fits = first == 0 and valid.dtype == torch.bool and valid.dim() == 2 and len(valid) == len(lengths)
+        require(fits and valid.shape[1] <= seen, f"padding of shape {list(valid.shape)} from {first} on")
+    padding = Padding.from_records(record["padding"])
+    real = [seen - padded for padded in padding.beyond(0) or [0] * len(lengths)]
+    require(lengths == real, f"{lengths} tokens of {seen} that were seen")
+    return padding
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int
+
+
+def _are_audits(value: Any) -> bool:
+    """Whether a counter's `audited` may be this."""
+    return value is None or (value.dtype, value.shape) == (torch.float64, (AUDITED,))
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a counter may hold this: an int, or int64 `[]` where a kernel counts."""
+    if isinstance(value, Tensor):
+        return value.dtype == torch.int64 and not value.dim() and value.item() >= 0
+    return _is_int(value) and 0 <= value < 2**63

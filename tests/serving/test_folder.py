@@ -1,0 +1,77 @@
+"""`qada serve-folder`: a model's files, none of its code, and everything done ahead."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from models import prompt, tiny
+from transformers import AutoModelForCausalLM
+
+from qada_cache import QAdACache, cli, needle
+from qada_cache.key_moments import defaults
+from qada_cache.serving import counters, make_folder
+
+EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nraise RuntimeError('code of the model')\n"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model's folder that would have code run, its own and another repository's."""
+    folder = tmp_path / "model"
+    tiny().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    code = {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "somebody/else--evil.Config"}
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": code, "nested": [{"auto_map": code}]}))
+    (folder / "evil.py").write_text(EVIL, encoding="utf-8")
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate/generate.py").write_text(EVIL, encoding="utf-8")
+    return folder
+
+
+def test_none_of_the_models_code_is_there(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "served"
+    make_folder(model, out)
+    assert [str(path.relative_to(out)) for path in out.rglob("*.py")] == ["custom_generate/generate.py"]
+    assert "auto_map" not in (out / "config.json").read_text(encoding="utf-8")
+    assert (out / "model.safetensors").resolve() == model / "model.safetensors"
+    served, ids = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True), prompt(60)[0]
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 4}
+    wanted = tiny().generate(ids, **settings)
+    assert torch.equal(served.generate(ids, **settings)[:, :61], wanted[:, :61])
+    assert counters(served)["conversations"] == 1
+    assert not list(tmp_path.rglob("ran"))
+
+
+def test_what_cannot_be_made(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no model's folder at .*missing: of a model of the Hub"):
+        make_folder(tmp_path / "missing", tmp_path / "served")
+    make_folder(model, tmp_path / "served")
+    with pytest.raises(FileExistsError):
+        make_folder(model, tmp_path / "served")
+    (model / "config.json").write_text('{"auto_map"')
+    with pytest.raises(ValueError, match=r"config\.json is no JSON"):
+        make_folder(model, tmp_path / "other")
+
+
+def test_the_first_request_finds_everything_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(defaults, "_remembered", {})
+    source, out = tmp_path / "model", tmp_path / "served"
+    shutil.copytree(needle.FOLDER, source, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    assert cli.main(["serve-folder", "--model", str(source), "--out", str(out)]) == 0
+    assert f"transformers serve {out} --trust-remote-code" in capsys.readouterr().out
+    monkeypatch.setattr(defaults, "_remembered", {})  # as in another process
+
+    def collect(*_: object) -> None:
+        raise AssertionError("the first request collects moments")
+
+    monkeypatch.setattr(defaults, "_collect", collect)
+    QAdACache(AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True))
+    assert cli.main(["serve-folder", "--model", str(source), "--out", str(out)]) == 1
+    assert "qada serve-folder: " in capsys.readouterr().err
