@@ -39,12 +39,10 @@ TOKENS = (
         ("qada", "current+random-tokens", "any", "sketch of 2 bits, threshold 0.95"),
         "o-",
     ),
-    ("in every head", ("dense", "", "any", "sketch of 2 bits"), "d--"),
     ("whole heads", ("qada", "current+random-tokens", "any", ""), "p-"),
     ("whole heads, oracle", ("oracle", "", "any", ""), "o:"),
     ("a share of the tokens, by true score", ("dense", "", "any", "true"), "s:"),
     ("a share by 2 bits", ("dense", "", "any", "2 bits"), "v-"),
-    ("a share by 1 bit", ("dense", "", "any", "1 bit"), "^-"),
     ("pages of 16 by bounds", ("dense", "", "any", "pages of 16"), "x-"),
 )
 

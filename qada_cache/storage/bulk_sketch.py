@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,9 +104,7 @@ class BulkSketch:
                 self.lengths[row] = 0
                 if length >= MIN_TOKENS:
                     # Taken anew rather than subtracted: cancellation would leave errors that no later token heals.
-                    self._take(
-                        rows, 0, length, lambda start, stop, rows=rows: bulk.read(rows, slice(None), start, stop)
-                    )
+                    self._take(rows, 0, length, partial(bulk.read, rows, slice(None)))
 
     def select(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`."""
@@ -137,10 +136,10 @@ class BulkSketch:
         tokens = max(wanted)
         energies = record["query_energies"]
         expected = {name: part for name, part in self.record.items() if isinstance(part, Tensor)}
-        expected["query_energies"] = self.mean_key[0] if energies is not None else None
+        expected.pop("query_energies", None)  # perhaps known now and not then, or the other way round
+        if energies is not None:
+            expected["query_energies"] = self.mean_key[0]
         for name, like in expected.items():
-            if like is None:
-                continue
             shape, found = list(like.shape), record[name]
             if name in TOKENS or name in SEGMENTS:  # those of the longest row
                 shape[2] = tokens if name in TOKENS else segments_of(tokens) * bool(tokens)

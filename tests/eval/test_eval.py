@@ -92,7 +92,7 @@ def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
         == {"no context", "sinks + window", workloads.TOKENS} | dense | forced
     )
     less, more = (float(rows[f"QAdACache f={fraction:g}"]["read_mib"]) for fraction in (0.05, 0.34))
-    assert less < float(rows[workloads.TOKENS]["read_mib"]) < more  # a twentieth of the tokens, and the sketch
+    assert less < float(rows[workloads.TOKENS]["read_mib"]) <= more  # a twentieth of the tokens, and the sketch
     assert float(rows["sinks + window"]["read_mib"]) < float(rows["QAdACache f=0.34"]["read_mib"])
     assert float(rows["DynamicCache"]["read_mib"]) <= float(rows["QAdACache f=1"]["read_mib"])
     assert float(rows["DynamicCache"]["against_dynamic"]) == float(rows["StaticCache"]["against_static"]) == 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -180,15 +179,20 @@ def test_two_threads_leave_nothing() -> None:
     def note(index: int) -> Any:
         return lambda layer, query: seen[index].append(layer)
 
-    def read(index: int) -> None:
-        with torch.no_grad(), observed(models[index], note(index)):
-            models[index](IDS)
+    inside, first_is_out = threading.Event(), threading.Event()
 
-    other = threading.Thread(target=read, args=(1,))
+    def read() -> None:
+        with torch.no_grad(), observed(models[1], note(1)):
+            inside.set()
+            first_is_out.wait()
+            models[1](IDS)
+
+    other = threading.Thread(target=read)
     with torch.no_grad(), observed(models[0], note(0)):
         other.start()
-        time.sleep(0.2)  # it would be inside by now, and end last
+        inside.wait(0.3)  # it does not get there, else it would be the last to put back what it found
         models[0](IDS)
+    first_is_out.set()
     other.join()
     assert seen == ([0, 1], [0, 1])
 

@@ -152,7 +152,7 @@ def test_a_long_window_takes_memory_for_what_was_seen(tmp_path: Path) -> None:
     def check(cache: QAdACache) -> None:
         room = 16 + max(store.ROOM_TOKENS, bulk.GROWTH * cache.get_seq_length())
         assert cache.stats().device_bytes > per_token * cache.get_seq_length()
-        assert cache.stats().device_bytes < per_token * room + 4096  # of moments
+        assert cache.stats().device_bytes < per_token * room + 8192  # of moments, and of values with keys
 
     logits, read = [], 0
     for tokens in (50, 1450, 1000, *[1] * 200):

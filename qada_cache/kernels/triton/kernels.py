@@ -46,7 +46,8 @@ def near_kernel(
     s_local, s_staged, s_length, s_decided, s_mean, s_covariance, s_count, s_other_mean,
     s_other_covariance, columns, parts, segments, scaling, limit, spread, unreliable,
     CRITERION: tl.constexpr, GROUP_RULE: tl.constexpr, POOL: tl.constexpr, TOKEN_BYTES: tl.constexpr,
-    MIN_TOKENS: tl.constexpr, SEGMENT: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    MIN_TOKENS: tl.constexpr, SEGMENT: tl.constexpr,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Local attention, criterion and, for flagged heads, the staged tokens; one program a (KV head, row).
