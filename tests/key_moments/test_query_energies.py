@@ -40,8 +40,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def table() -> Iterator[None]:
     """Transformers' table of attention functions is afterwards what it was."""
-    attention = tiny()  # our own names are in it
-    QAdACache(attention, moments="current", token_threshold=0.0)
+    QAdACache(tiny(), moments="current", token_threshold=0.0)  # our own names are in it
     before = dict(ALL_ATTENTION_FUNCTIONS._local_mapping), dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
     yield
     local, everywhere = ALL_ATTENTION_FUNCTIONS._local_mapping, ALL_ATTENTION_FUNCTIONS._global_mapping
@@ -74,8 +73,8 @@ def projections(model: PreTrainedModel) -> list[nn.Module]:
 def projected(model: PreTrainedModel) -> Iterator[list[list[Tensor]]]:
     """Queries float64 `[tokens, heads, dim]` of every layer, before they are turned, while it reads."""
     config, seen = model.config, [[] for _ in projections(model)]
-    heads, dim = config.num_attention_heads, getattr(config, "head_dim", None)
-    dim = dim or config.hidden_size // heads
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
 
     def hook(layer: int) -> Any:
         def note(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -94,10 +93,8 @@ def projected(model: PreTrainedModel) -> Iterator[list[list[Tensor]]]:
 
 def partners(model: PreTrainedModel) -> list[int]:
     """The other channel of every channel's pair."""
-    dim, kind = 8, model.config.model_type
-    if kind == "gpt_neox":
-        return [2, 3, 0, 1, *range(4, 16)]
-    return [1, 0, 3, 2, 4, 5, 6, 7] if kind == "glm4" else [(index + dim // 2) % dim for index in range(dim)]
+    found = {"gpt_neox": [2, 3, 0, 1, *range(4, 16)], "glm4": [1, 0, 3, 2, 4, 5, 6, 7]}
+    return found.get(model.config.model_type, [4, 5, 6, 7, 0, 1, 2, 3])
 
 
 MODELS = {
