@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import transformers
 from models import tiny
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import warning_once
@@ -61,7 +60,7 @@ def test_what_is_private_is_there(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("version", "warns"), [("5.23.0", False), ("5.24.0.dev0", True), ("6.0.0", True)])
 def test_a_newer_transformers_is_a_warning(version: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     warning_once.cache_clear()
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(support.transformers, "__version__", version)
     said: list[str] = []
     monkeypatch.setattr(support.logger, "warning", lambda message, *args, **kwargs: said.append(message))
     for _ in range(2):
