@@ -1,18 +1,16 @@
 """A model's default key moments: collected at first use, kept in memory and in a file of the user's cache folder."""
 
-import hashlib
-import json
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..files import private, tensor_file, weights
+from ..files import private, tensor_file
 from ..files.private import home
+from . import identity
 from .key_moments import KIND, KeyMoments
 from .prompts import PROMPTS, TOKENS_FOR_WORDS, within_reach
 from .sharding import WHOLE, HeadShard
@@ -21,7 +19,9 @@ from .tokenizer import find_tokenizer
 logger = logging.get_logger(__name__)
 
 REMEMBERED = 8  # models
-NAMING = 2  # what prompts' names stand for: files of another naming are not found ("random-words" once were tokens)
+# What prompts' names stand for ("random-words" once were tokens), and how files are laid out. Files of other versions are
+# not found: beside them, one of these would not be the only one of its name.
+VERSIONS = {"naming": 2, "format": tensor_file.FORMAT_VERSION}
 CURRENT = "current"  # the prompt being read
 DEFAULT = f"{CURRENT}+random-tokens"
 FOLDER = "moments"  # of `private.home()`
@@ -159,7 +159,7 @@ def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     none, and several files of one name (weights changed in memory) are as good as none. Where words were asked for and
     only tokens are kept, these are found, which is said once.
     """
-    source, found = _source(config), []
+    source, found = identity.source(config, **VERSIONS), []
     try:
         with private.opened(FOLDER) as folder:
             start = f"{source}-{prompt}-"
@@ -250,29 +250,4 @@ def _collect(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
 
 
 def _path(model: PreTrainedModel, prompt: str) -> Path:
-    whole = {"config": _settings(model.config), "dtype": str(model.dtype)}
-    digest = hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode())
-    digest.update("".join(weights.sample(model)).encode())
-    name = f"{_source(model.config) or model.config.model_type}-{prompt}-{digest.hexdigest()[:16]}.safetensors"
-    return home() / FOLDER / name
-
-
-def _source(config: PreTrainedConfig) -> str:
-    """Where the weights were loaded from, and which version of them; empty if they were not loaded."""
-    name = config._name_or_path
-    if not name:
-        return ""
-    version: Any = getattr(config, "_commit_hash", None)
-    if os.path.isdir(name):
-        entries = [entry for entry in os.scandir(name) if entry.name.endswith((".safetensors", ".bin", ".gguf"))]
-        version = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
-    whole = json.dumps([name, version, _settings(config)], sort_keys=True, default=str)
-    return f"{config.model_type}-{hashlib.sha256(whole.encode()).hexdigest()[:16]}"
-
-
-def _settings(config: PreTrainedConfig) -> dict[str, Any]:
-    settings = config.to_dict()
-    for name in ("transformers_version", "_name_or_path", "use_cache"):
-        settings.pop(name, None)
-    # Files of another format are not found: beside them, one of this format would not be the only one of its name.
-    return {**settings, "naming": NAMING, "format": tensor_file.FORMAT_VERSION}
+    return home() / FOLDER / f"{identity.name(model, prompt, **VERSIONS)}.safetensors"

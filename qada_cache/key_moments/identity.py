@@ -1,0 +1,45 @@
+"""What a model is known by where something is kept of it: where it came from, its config, its dtype and its weights."""
+
+import hashlib
+import json
+import os
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..files import weights
+
+
+def name(model: PreTrainedModel, what: str, **versions: int) -> str:
+    """What a file with `what` of this model is called, without an ending.
+
+    It begins with `source`, so that the model's config alone finds it too. It ends with a digest of the config, the
+    dtype and a sample of every weight, so that it is no other model's.
+
+    Args:
+        versions: files of other versions have other names.
+    """
+    whole = {"config": _settings(model.config, versions), "dtype": str(model.dtype)}
+    digest = hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode())
+    digest.update("".join(weights.sample(model)).encode())
+    return f"{source(model.config, **versions) or model.config.model_type}-{what}-{digest.hexdigest()[:16]}"
+
+
+def source(config: PreTrainedConfig, **versions: int) -> str:
+    """Where the weights were loaded from, and which version of them; empty if they were not loaded."""
+    where = config._name_or_path
+    if not where:
+        return ""
+    version: Any = getattr(config, "_commit_hash", None)
+    if os.path.isdir(where):
+        entries = [entry for entry in os.scandir(where) if entry.name.endswith((".safetensors", ".bin", ".gguf"))]
+        version = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
+    whole = json.dumps([where, version, _settings(config, versions)], sort_keys=True, default=str)
+    return f"{config.model_type}-{hashlib.sha256(whole.encode()).hexdigest()[:16]}"
+
+
+def _settings(config: PreTrainedConfig, versions: dict[str, int]) -> dict[str, Any]:
+    settings = config.to_dict()
+    for left_out in ("transformers_version", "_name_or_path", "use_cache"):
+        settings.pop(left_out, None)
+    return {**settings, **versions}
