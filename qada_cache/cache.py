@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import cache_file
+from . import cache_file, tuned_choice
 from .attention import forward as attention
 from .attention import support
 from .criterion import StaticHeads
@@ -22,7 +22,7 @@ from .key_moments.served import served_layers
 from .key_moments.sharding import WHOLE
 from .key_moments.wrapped import unwrapped
 from .state.layer import QAdALayer
-from .state.options import Options
+from .state.options import TOKEN_THRESHOLD, Options
 from .state.shared import Shared
 from .stats import CacheStats, collect, layer_bytes, summary
 from .storage.sharing import share
@@ -80,8 +80,8 @@ class QAdACache(WatchedCache):
             "single-token", with a warning. With `config`, moments are only looked up in the cache folder; if they are
             not there, the current prompt's alone are used, with a warning.
         token_threshold: a long-context head reads the tokens of its bulk that by the sketch get at least so many times
-            an even share of its attention; what their scores say of their values stands for the others. 0: it reads
-            all, as in the paper. "dense", "oracle" and "gaussian" at a threshold of 1 read all whatever it is.
+            an even share of its attention; what their scores say of their values stands for the others. 0: all, as in
+            the paper; so do "dense", "oracle", and a threshold of 1. None: what `qada tune` kept of the model, else 5.
         sketch_bits: of a value of a key in the sketch, a copy of the bulk's keys on the compute device: 1, 2 or 4.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
@@ -94,6 +94,7 @@ class QAdACache(WatchedCache):
         audit_every: every so many query-adaptive steps, read the whole bulk of one layer (layers take turns) and record
             in `stats().audit` what the decisions missed; outputs stay the same. 0: never.
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
+        tuned: whether what `qada tune` kept of this model counts, if it was measured under this cache's other options.
 
     Raises:
         TypeError, ValueError, FileNotFoundError: an argument of the wrong type or outside its range, moments that
@@ -114,13 +115,14 @@ class QAdACache(WatchedCache):
         criterion: str | StaticHeads = "gaussian",
         group_rule: str = "any",
         moments: Moments = DEFAULT_MOMENTS,
-        token_threshold: float = 5.0,
+        token_threshold: float | None = None,
         sketch_bits: int = 2,
         update_moments: bool = True,
         offloading: bool = True,
         device_budget: int | float | str = 0,
         audit_every: int = 0,
         kernels: str | None = None,
+        tuned: bool = True,
     ) -> None:
         model = unwrapped(model)
         text_config = support.text_config(model, config)
@@ -131,20 +133,21 @@ class QAdACache(WatchedCache):
             criterion=criterion,
             group_rule=group_rule,
             moments=moments,
-            token_threshold=token_threshold,
+            token_threshold=TOKEN_THRESHOLD if token_threshold is None else token_threshold,
             sketch_bits=sketch_bits,
             update_moments=update_moments,
             offloading=offloading,
             device_budget=device_budget,
             audit_every=audit_every,
             kernels=choice.requested(kernels),
+            tuned=tuned if token_threshold is None else False,
         )
         support.check_model(model, text_config)
         attention.check_readers(model, text_config)
         super().__init__(config=text_config)
         ours = served_layers(self)
         served = support.served_model(model, config, ours)
-        self._shared = Shared(support.resolved(options, served), served)
+        self._shared = Shared(support.resolved(tuned_choice.applied(options, served), served), served)
         made = [QAdALayer(self._shared, index) for index in ours]
         for layer, following in itertools.pairwise(made):
             layer.following = following
@@ -203,7 +206,8 @@ class QAdACache(WatchedCache):
                     f"fork cannot change {name} from {getattr(self.options, name)!r} to {value!r}, as what is held "
                     "was laid out by it: build another QAdACache and read the prompt again"
                 )
-        decided = support.resolved(replace(self.options, **options), self._shared.model)
+        tuned = self.options.tuned and not options.keys() & tuned_choice.CONDITIONS
+        decided = support.resolved(replace(self.options, **options, tuned=tuned), self._shared.model)
         twin = copy.deepcopy(self)
         twin._shared.options = decided
         for layer in twin.layers:

@@ -44,7 +44,8 @@ def prepare(
         RuntimeError: `kernels="triton"`, and this model's decode steps on the CPU cannot go by Triton.
     """
     model = unwrapped(model)
-    shared = QAdACache(model, moments=CURRENT, **options)._shared  # wrong options are refused before anything is read
+    # Wrong options are refused before anything is read.
+    shared = QAdACache(model, moments=CURRENT, **{**options, "tuned": False})._shared
     _, other = sources(moments)
     if other in PROMPTS and shared.options.criterion == "gaussian" and shared.model.layers:
         default_moments(model, str(other), tokenizer, shard=shared.model.shard)

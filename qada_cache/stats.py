@@ -192,7 +192,8 @@ def summary(cache: DynamicCache, options: Options, model_type: str, held: list[t
     criterion = options.criterion if isinstance(options.criterion, str) else "static heads"
     other = [] if options.other_moments is None else [f"of {options.other_moments.prompt}"]
     moments = " and ".join(["current"] * options.current_moments + other)
-    tokens = f"token threshold {options.token_threshold:g}, " if options.chooses_tokens else ""
+    tuned = " (tuned)" if options.tuned else ""
+    tokens = f"token threshold {options.token_threshold:g}{tuned}, " if options.chooses_tokens else ""
     ours = sum(isinstance(layer, QAdALayer) for layer in cache.layers)
     bytes_held = [sum(part) / 2**20 for part in zip(*held, strict=True)] or [0.0, 0.0]
     return (

@@ -19,8 +19,8 @@ from .tokenizer import find_tokenizer
 logger = logging.get_logger(__name__)
 
 REMEMBERED = 8  # models
-# What prompts' names stand for ("random-words" once were tokens), and how files are laid out. Files of other versions are
-# not found: beside them, one of these would not be the only one of its name.
+# What prompts' names stand for ("random-words" once were tokens), and how files are laid out. Files of other versions
+# are not found: beside them, one of these would not be the only one of its name.
 VERSIONS = {"naming": 2, "format": tensor_file.FORMAT_VERSION}
 CURRENT = "current"  # the prompt being read
 DEFAULT = f"{CURRENT}+random-tokens"

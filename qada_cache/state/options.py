@@ -12,6 +12,8 @@ from ..key_moments.key_moments import KeyMoments
 from ..sketch import BITS
 from ..storage.residents import check_budget
 
+TOKEN_THRESHOLD = 5.0  # of caches that are given none, of models that `qada tune` kept none of
+
 
 @dataclass(frozen=True, eq=False)
 class Options:
@@ -22,6 +24,7 @@ class Options:
         current_moments: whether these include the moments of the prompt being read.
         other_moments: the moments of another prompt that they include, None if they include none.
         query_energies: of the model `[layers, kv_heads, dim]`, None if they are not known.
+        tuned: whether `token_threshold` is the one that `qada tune` kept of the model.
     """
 
     threshold: float
@@ -34,12 +37,13 @@ class Options:
     audit_every: int = 0
     device_budget: int | float | str = 0
     kernels: str = "auto"
-    token_threshold: float = 5.0
+    token_threshold: float = TOKEN_THRESHOLD
     sketch_bits: int = 2
     moments: Moments = CURRENT
     current_moments: bool = True
     other_moments: KeyMoments | None = None
     query_energies: Tensor | None = None
+    tuned: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, (int, float)):
@@ -64,7 +68,7 @@ class Options:
                 f"local_tokens ({self.local_tokens}) counts sinks and window together, so it must exceed "
                 f"sink_tokens ({self.sink_tokens})"
             )
-        for name in ("update_moments", "offloading"):
+        for name in ("update_moments", "offloading", "tuned"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
         if isinstance(self.criterion, str):
