@@ -11,7 +11,11 @@ from .key_moments.prompts import PROMPTS
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run `qada`; returns the exit status. Errors of the user's making are one line on stderr and status 1."""
+    """Run `qada`; returns the exit status.
+
+    Errors of the user's making are one line on stderr, and status 1; of `tune`, where 1 says that no setting was kept
+    though all went well, status 2.
+    """
     parser = argparse.ArgumentParser(
         prog="qada", description="QAdACache: attention heads that read the long context only when they need it."
     )
@@ -19,13 +23,17 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_moments(commands)
     _add_profile(commands)
+    _add_tune(commands)
     _add_serve_folder(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
-    except (OSError, ValueError, NotImplementedError) as error:
-        print(f"qada {options.command}: {error}", file=sys.stderr)
-        return 1
+    except (OSError, ValueError, NotImplementedError, ImportError) as error:
+        print(f"qada {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if options.command == "tune" else 1
+    except KeyboardInterrupt:
+        print(f"qada {options.command}: interrupted, nothing was written", file=sys.stderr)
+        return 130
 
 
 def _add_moments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -67,8 +75,12 @@ def _add_serve_folder(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     command.set_defaults(run=_serve_folder, revision=None, trust_remote_code=False)
 
 
-def _add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", required=True, help="path or Hugging Face Hub id")
+def _add_model(command: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    meaning = "path, Hugging Face Hub id, or GGUF file"
+    if positional:
+        command.add_argument("model", metavar="MODEL", help=meaning)
+    else:
+        command.add_argument("--model", required=True, help=meaning)
     command.add_argument("--revision", help="of a model of the Hub")
     command.add_argument("--dtype", default="auto", help="of the model (default: the checkpoint's)")
     command.add_argument("--device-map", default=None, help="where the model goes, e.g. auto, cuda, cpu")
@@ -79,10 +91,12 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(options.model, **where)
-    model = AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=options.dtype, device_map=options.device_map, **where
-    )
+    name, dtype = options.model, options.dtype
+    if name.endswith(".gguf") and Path(name).is_file():
+        name, where["gguf_file"] = str(Path(name).parent), Path(name).name
+        dtype = "float32" if dtype == "auto" else dtype  # the weights' own type is none that can be computed in
+    tokenizer = AutoTokenizer.from_pretrained(name, **where)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=options.device_map, **where)
     return model, tokenizer
 
 
@@ -116,7 +130,7 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from . import prepare, profile
+    from . import QAdACache, prepare, profile
     from .key_moments.prompts import prompt_ids, within_reach
 
     _check_folder("--out", options.out)
@@ -125,18 +139,15 @@ def _profile(options: argparse.Namespace) -> int:
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     model, tokenizer = _load(options)
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if longest and options.prompt_tokens + options.new_tokens > longest:
-        raise ValueError(
-            f"--prompt-tokens and --new-tokens come to {options.prompt_tokens + options.new_tokens} tokens, and the "
-            f"model has {longest} positions"
-        )
+    _check_positions(model, {"--prompt-tokens": options.prompt_tokens, "--new-tokens": options.new_tokens})
     given = {"moments": options.moments, "threshold": options.threshold}
     given["token_threshold"] = options.token_threshold
     cache = {name: value for name, value in given.items() if value is not None}
     prepare(model, tokenizer, **cache)
     words = within_reach("random-words", tokenizer)
     ids = prompt_ids(words, model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[None]
+    if (asked := QAdACache(model, **cache).options).tuned:
+        print(f"QAdACache goes by what qada tune kept of the model: token_threshold={asked.token_threshold:g}")
     found = profile.profile(model, ids, new_tokens=options.new_tokens, chunk=options.chunk, **cache)
     _print_table([each.summary() for each in found])
     if options.layers:
@@ -146,6 +157,79 @@ def _profile(options: argparse.Namespace) -> int:
     if options.plot:
         profile.plot(found, options.plot)
     return 0
+
+
+def _add_tune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "tune",
+        help="choose a model's token_threshold by what it costs",
+        description="Measure on a model and a text what settings of token_threshold lose and read. Choose one within a "
+        "budget, confirm it on other text, and keep it: QAdACache(model) then goes by it.",
+    )
+    _add_model(command, positional=True)
+    command.add_argument("--text", type=Path, help="text file to choose by (default: Python's help topics)")
+    command.add_argument("--confirm-text", type=Path, help="text file to confirm by (default: other parts of the same)")
+    budget = command.add_mutually_exclusive_group()
+    budget.add_argument("--kl", type=float, help="most KL divergence from reading everything, in nats (default: 0.002)")
+    budget.add_argument("--bytes", type=float, help="instead: most of the bulk's bytes that may be read, e.g. 0.08")
+    command.add_argument("--tokens", type=int, default=4096, help="of each piece of text (default: %(default)s)")
+    command.add_argument("--following", type=int, default=32, help="to decode after each (default: %(default)s)")
+    command.add_argument(
+        "--pieces", type=int, default=4, help="to choose by; half as many confirm (default: %(default)s)"
+    )
+    command.add_argument("--plot", type=Path, help="picture to draw, e.g. tune.png")
+    command.set_defaults(run=_tune)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from . import prepare
+    from .tuning import choosing, pieces, reporting, tune
+
+    budget = choosing.Budget(0.002 if options.kl is None and options.bytes is None else options.kl, options.bytes)
+    _check_folder("--plot", options.plot)
+    for name, least in (("tokens", tune.LEAST_TOKENS), ("following", 1), ("pieces", 2)):
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name} must be at least {least}, got {getattr(options, name)}")
+    files = [path and path.read_text(encoding="utf-8") for path in (options.text, options.confirm_text)]
+    text, other = files[0] or pieces.default_text(), files[1]
+    model, tokenizer = _load(options)
+    _check_positions(model, {"--tokens": options.tokens, "--following": options.following})
+    sizes, apart = {"tokens": options.tokens, "following": options.following}, options.pieces // 2
+    if other is None:
+        chosen_by, held_out = pieces.held_out(pieces.cut(text, tokenizer, count=options.pieces + apart, **sizes), apart)
+    else:
+        chosen_by = pieces.cut(text, tokenizer, count=options.pieces, **sizes)
+        held_out = pieces.cut(other, tokenizer, count=apart, **sizes)
+    prepare(model, tokenizer)
+    found = tune.tune(model, chosen_by, held_out, budget)
+    _print_table(reporting.rows(found))
+    print(*reporting.sentences(found), sep="\n")
+    if options.plot:
+        reporting.plot(found, options.plot)
+    by_hand = "A setting of the table can be given by hand: QAdACache(model, token_threshold=...)"
+    if not found.confirmed:
+        print(f"Nothing was kept. {by_hand}")
+        return 1
+    try:
+        path = tune.keep(model, found)
+    except OSError as error:  # what took minutes to measure is no error of the user's making
+        print(f"The choice cannot be kept ({error}). {by_hand}")
+        return 1
+    print(
+        f"Kept in {path} for {options.model} in {model.dtype}: QAdACache(model) goes by it. A token_threshold of your "
+        "own wins, tuned=False switches it off."
+    )
+    return 0
+
+
+def _check_positions(model: Any, tokens: dict[str, int]) -> None:
+    """Raise ValueError if the model has fewer positions than these options take together."""
+    longest, together = (
+        getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),
+        sum(tokens.values()),
+    )
+    if longest and together > longest:
+        raise ValueError(f"{' and '.join(tokens)} come to {together} tokens, and the model has {longest} positions")
 
 
 def _print_table(rows: list[dict[str, str]]) -> None:

@@ -23,7 +23,7 @@ def within_reach(prompt: str, tokenizer: PreTrainedTokenizerBase | None, text: s
     """
     if prompt not in TOKENS_FOR_WORDS or text is not None:
         return prompt
-    known = tokenizer is not None and _knows(tokenizer, tokenizer(_article(), return_tensors="pt").input_ids[0])
+    known = tokenizer is not None and knows(tokenizer, tokenizer(_article(), return_tensors="pt").input_ids[0])
     return prompt if known else TOKENS_FOR_WORDS[prompt]
 
 
@@ -68,7 +68,7 @@ def prompt_ids(
         else:
             whole = text or _article() if prompt in PROMPTS else prompt
             ids = tokenizer(whole, return_tensors="pt").input_ids[0]
-        if not _knows(tokenizer, ids):
+        if not knows(tokenizer, ids):
             raise ValueError(
                 f"the tokenizer does not know the words of the prompt ({_shown(prompt)}): give another text"
             )
@@ -98,7 +98,7 @@ def _words(prompt: str, text: str, count: int, generator: torch.Generator) -> st
     return " ".join(words[index] for index in torch.randint(len(words), (count,), generator=generator).tolist())
 
 
-def _knows(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> bool:
+def knows(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> bool:
     """Whether a text that became these ids was words to the tokenizer, rather than unknown or nothing at all."""
     unknown = tokenizer.unk_token_id
     return len(ids) > 0 and (unknown is None or float((ids == unknown).float().mean()) <= UNKNOWN_SHARE)

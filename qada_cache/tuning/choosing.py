@@ -1,0 +1,109 @@
+"""Figures of several pieces together, how sure they are, and the setting that a budget leaves."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from .measuring import Figures
+
+# Student's t that 95% lie below, by degrees of freedom from 1 on; beyond the table the last serves, which is larger.
+_T_95 = (
+    *(6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812),
+    *(1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725),
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean over a text, estimated from pieces of it by Student's t.
+
+    Attributes:
+        mean: of the pieces.
+        low, high: the true mean lies below either with a probability of 5%, and of 95%: an interval of 90%.
+    """
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting, or reading everything, over all pieces.
+
+    Attributes:
+        token_threshold: None: everything is read.
+        kl, bytes_read: as in `Figures`.
+        same, seconds: means over pieces, as in `Figures`.
+    """
+
+    token_threshold: float | None
+    kl: Estimate
+    bytes_read: Estimate
+    same: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a setting may cost; one of both.
+
+    Attributes:
+        kl: mean KL divergence from reading everything, in nats.
+        bytes_read: share of the bulk's bytes.
+
+    Raises:
+        ValueError: it is not positive, or more than all bytes.
+    """
+
+    kl: float | None = None
+    bytes_read: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kl is not None and not 0 < self.kl < math.inf:  # also refuses nan
+            raise ValueError(f"--kl must be positive and finite, got {self.kl}")
+        if self.bytes_read is not None and not 0 < self.bytes_read <= 1:
+            raise ValueError(f"--bytes must be a share in (0, 1], got {self.bytes_read}")
+
+    def __str__(self) -> str:
+        return f"KL {self.kl:g}" if self.kl is not None else f"{self.bytes_read:.1%} of the bytes"
+
+    def chosen(self, settings: Sequence[Setting]) -> Setting | None:
+        """The setting that is best in what has no budget, of those that are surely within it; None if there is none.
+
+        That is: the upper end of the interval is within. Bytes are least for a KL budget, KL is for one of bytes.
+        """
+        if self.kl is not None:
+            within = [setting for setting in settings if setting.kl.high <= self.kl]
+            return min(within, key=lambda setting: setting.bytes_read.mean, default=None)
+        assert self.bytes_read is not None
+        within = [setting for setting in settings if setting.bytes_read.high <= self.bytes_read]
+        return min(within, key=lambda setting: setting.kl.mean, default=None)
+
+    def confirmed(self, setting: Setting) -> bool:
+        """Whether what was measured again, on text that nothing was chosen by, is within the budget on average."""
+        if self.kl is not None:
+            return setting.kl.mean <= self.kl
+        assert self.bytes_read is not None
+        return setting.bytes_read.mean <= self.bytes_read
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Of a mean that cannot be negative, from one value a piece; of a single piece nothing but its value is known."""
+    mean = fmean(values)
+    if len(values) < 2:
+        return Estimate(mean, 0.0, math.inf)
+    error = _T_95[min(len(values) - 2, len(_T_95) - 1)] * stdev(values) / math.sqrt(len(values))
+    return Estimate(mean, max(0.0, mean - error), mean + error)
+
+
+def together(token_threshold: float | None, figures: Sequence[Figures]) -> Setting:
+    """One setting's figures of all pieces."""
+    return Setting(
+        token_threshold,
+        kl=estimate([one.kl for one in figures]),
+        bytes_read=estimate([one.bytes_read for one in figures]),
+        same=fmean(one.same for one in figures),
+        seconds=fmean(one.seconds for one in figures),
+    )

@@ -1,0 +1,98 @@
+"""What settings lose against reading everything, and what they read, on one piece of text."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..cache import QAdACache
+from ..key_moments.placement import inputs_device
+from ..stats import CacheStats
+from .pieces import Piece
+
+VALUE_BITS = 16  # of a value of the bulk that bytes are counted in, whatever the model computes in
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one setting on one piece.
+
+    Attributes:
+        kl: mean KL divergence of its next-token distributions from those of reading everything, in nats.
+        same: share of tokens whose likeliest next token is the same.
+        bytes_read: share of the bulk's bytes that is read, with the sketch, as if values had `VALUE_BITS`.
+        seconds: of a decoded token, the median.
+    """
+
+    kl: float
+    same: float
+    bytes_read: float
+    seconds: float
+
+
+@torch.inference_mode()
+def measure(
+    model: PreTrainedModel, piece: Piece, token_thresholds: Sequence[float], done: Callable[[], object]
+) -> tuple[Figures, list[Figures]]:
+    """Of reading everything, and of every setting.
+
+    The prompt is read once, exactly. Each setting goes on from a copy of that state. What follows is fed token by
+    token, whatever the model would have said: the queries of one call would share what they read.
+
+    Args:
+        model: in eval mode.
+        piece: of text.
+        token_thresholds: the settings; all else is a cache's default.
+        done: is called after the prompt, after reading everything, and after every setting.
+    """
+    device = inputs_device(model)
+    read = QAdACache(model, tuned=False)
+    model(input_ids=piece.prompt[:, :-1].to(device), past_key_values=read, logits_to_keep=1)
+    done()
+    fed = torch.cat([piece.prompt[:, -1:], piece.following[:, :-1]], dim=1).to(device)
+    full, seconds = _decode(model, read.fork(criterion="dense"), fed)
+    done()
+    everything, found = Figures(0.0, 1.0, 1.0, seconds), []
+    value_bytes = model.dtype.itemsize
+    for token_threshold in token_thresholds:
+        cache = read.fork(token_threshold=token_threshold)
+        logits, seconds = _decode(model, cache, fed)
+        found.append(Figures(*compared(full, logits), bytes_read(cache.stats(), value_bytes), seconds))
+        done()
+    return everything, found
+
+
+def _decode(model: PreTrainedModel, cache: QAdACache, ids: Tensor) -> tuple[Tensor, float]:
+    """Logits `[tokens, vocabulary]` on the CPU, in the model's dtype, and the median seconds a token."""
+    logits, seconds = [], []
+    for token in ids.split(1, dim=1):
+        begin = time.perf_counter()
+        logits.append(model(input_ids=token, past_key_values=cache).logits[0].cpu())  # which waits for the device
+        seconds.append(time.perf_counter() - begin)
+    return torch.cat(logits), median(seconds)
+
+
+def compared(full: Tensor, found: Tensor) -> tuple[float, float]:
+    """`Figures.kl` and `Figures.same` of logits `[tokens, vocabulary]`; computed in float64, one token at a time."""
+    divergence = 0.0
+    for one, other in zip(full, found, strict=True):  # a vocabulary in float64 takes a MiB a token
+        truth, guess = one.double().log_softmax(dim=-1), other.double().log_softmax(dim=-1)
+        divergence += float((truth.exp() * (truth - guess)).sum())
+    same = (full.argmax(dim=-1) == found.argmax(dim=-1)).double().mean()
+    return divergence / len(full), float(same)
+
+
+def bytes_read(stats: CacheStats, value_bytes: int) -> float:
+    """`Figures.bytes_read` of a cache whose values have so many bytes.
+
+    Raises:
+        ValueError: it decided about nothing.
+    """
+    if not stats.offered_bytes:
+        raise ValueError("a QAdACache reads nothing of this model's layers, so there is nothing to tune")
+    sketched = stats.sketched_bytes * (8 * value_bytes / VALUE_BITS)  # of the sketch the bits stay what they are
+    return (stats.pulled_bytes + stats.spared_bytes + sketched) / stats.offered_bytes
