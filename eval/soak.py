@@ -43,7 +43,7 @@ def soak(
     mask[1:, : prompt // 2] = 0
     ids, mask = ids.to(model.device), mask.to(model.device)
     prepare(model)  # kernels are built once, for all caches
-    cache, seconds, held = QAdACache(model), [], []
+    cache, seconds, held = QAdACache(model, tuned=False), [], []
     model(ids[:, :prompt], attention_mask=mask[:, :prompt], past_key_values=cache, logits_to_keep=1)
 
     def hold() -> None:

@@ -107,7 +107,7 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
         with watch.watching():
             # Sizes alone have no tokenizer, without which there is no other prompt to go by.
             moments = {} if work.read else {"moments": "current"}
-            cache = fill(QAdACache(work.model, threshold=0.0, **moments), work)
+            cache = fill(QAdACache(work.model, threshold=0.0, tuned=False, **moments), work)
             ours += steps(work, cache, watch)
         assert cache.stats().pulled_bytes == 0
         assert cache.stats().decisions > 0

@@ -39,6 +39,7 @@ class QAdALM(HFLM):
 
     Attributes:
         cache_totals: of each task run, what its caches did in this process.
+        cache_tuned: what these caches take of what `qada tune` kept of the model; "" if it is nothing.
 
     Raises:
         ValueError, TypeError: an argument the cache cannot take.
@@ -50,9 +51,12 @@ class QAdALM(HFLM):
         options, keywords = split_arguments(cache, keywords)
         super().__init__(pretrained, *positional, **keywords)
         self._take_rank()
-        self._cache_options = options
         # A wrong option or model is refused before any request. The tokenizer need not be the one beside the model.
         prepare(self.model, self.tokenizer, **options)
+        taken = QAdACache(self.model, **options).options
+        self.cache_tuned = f"token_threshold={taken.token_threshold:g}" if taken.tuned else ""
+        # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
+        self._cache_options = options | {"token_threshold": taken.token_threshold}
         self.cache_totals: dict[str, report.Totals] = {}
         self._task = "none"
         report.install()

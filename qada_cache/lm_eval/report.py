@@ -88,7 +88,8 @@ def _reporting(evaluate: Callable[..., Any]) -> Callable[..., Any]:
                 whole = Totals()
                 for part in gathered:
                     whole.merge(part.get(task, Totals()))
-                results["results"][task] |= whole.metrics()
+                tuned = {"cache_tuned,none": lm.cache_tuned} if lm.cache_tuned else {}
+                results["results"][task] |= whole.metrics() | tuned
         return results
 
     evaluate_and_report._reports_caches = True  # type: ignore[attr-defined]  # marks what has been wrapped

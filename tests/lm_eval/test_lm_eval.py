@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from qada_cache import QAdACache, StaticHeads, needle  # noqa: E402
+from qada_cache import QAdACache, StaticHeads, needle, tuned_choice  # noqa: E402
 from qada_cache.lm_eval import QAdALM  # noqa: E402
 from qada_cache.lm_eval.options import split_arguments  # noqa: E402
 from qada_cache.lm_eval.scoring import rows  # noqa: E402
@@ -198,6 +199,22 @@ def test_static_heads_come_from_a_file(tmp_path: Path) -> None:
     nothing = evaluate(needle_lm(cache="static", cache_heads=str(tmp_path / "none")), "needle")["needle"]
     assert (everything["exact_match,none"], everything["cache_sparsity,none"]) == (1.0, 0.0)
     assert (nothing["exact_match,none"], nothing["cache_sparsity,none"]) == (0.0, 1.0)
+
+
+def test_results_name_what_qada_tune_kept() -> None:
+    """And every cache of the run goes by it, whatever is kept meanwhile."""
+    model = needle_lm().model
+    path = tuned_choice.keep(model, replace(QAdACache(model).options, token_threshold=8.0), {})
+    try:
+        lm, without = needle_lm(), needle_lm(cache_tuned=False)
+        own = needle_lm(cache_token_threshold=5)
+    finally:
+        path.unlink()
+    assert evaluate(lm, "needle")["needle"]["cache_tuned,none"] == "token_threshold=8"
+    assert lm._new_cache().options.token_threshold == 8.0
+    for other in (without, own):
+        assert "cache_tuned,none" not in evaluate(other, "needle")["needle"]
+        assert other._new_cache().options.token_threshold == 5.0
 
 
 def test_short_texts_have_no_sparsity() -> None:

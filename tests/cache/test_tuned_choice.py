@@ -1,0 +1,218 @@
+"""What `qada tune` keeps of a model: taken by its caches and no others, named, never taken where it does not count."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import SMALL, prompt, tiny
+from readable import readable_model
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers.utils.logging import warning_once
+
+from qada_cache import QAdACache, StaticHeads, prepare, tuned_choice
+from qada_cache.files import tensor_file
+from qada_cache.key_moments.sharding import HeadShard
+
+HEADS = StaticHeads(torch.tensor([[True, False, False, True], [False, True, False, False]]))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
+    warning_once.cache_clear()
+    return tmp_path / "home" / "moments"
+
+
+def kept(model: Any, token_threshold: float = 8.0, **under: Any) -> Path:
+    options = replace(QAdACache(model, tuned=False, **under).options, token_threshold=token_threshold)
+    return tuned_choice.keep(model, options, {"any": "thing"})
+
+
+def goes_by(cache: QAdACache) -> tuple[float, bool]:
+    assert ("(tuned)" in repr(cache)) == cache.options.tuned
+    return cache.options.token_threshold, cache.options.tuned
+
+
+def test_taken_named_and_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny()
+    assert goes_by(QAdACache(model)) == (5.0, False)
+    path = kept(model)
+    assert goes_by(QAdACache(model)) == (8.0, True)
+    assert "token threshold 8 (tuned)," in repr(QAdACache(model))
+    assert goes_by(QAdACache(tiny(), audit_every=3, offloading=False, device_budget=0.5)) == (8.0, True)
+    assert goes_by(QAdACache(model, token_threshold=3)) == (3, False)
+    assert goes_by(QAdACache(model, token_threshold=8.0)) == (8.0, False)
+    assert goes_by(QAdACache(model, tuned=False)) == (5.0, False)
+    assert goes_by(QAdACache(tiny(seed=1))) == (5.0, False)
+    assert goes_by(QAdACache(tiny(dtype=torch.bfloat16))) == (5.0, False)
+    assert kept(model, 2.0) == path  # one choice a model
+    assert goes_by(QAdACache(model)) == (2.0, True)
+    path.unlink()
+    assert goes_by(QAdACache(model)) == (5.0, False)
+    assert "qada tune" not in caplog.text
+
+
+def test_weights_that_changed_are_another_model() -> None:
+    model = tiny()
+    kept(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.01)
+    assert goes_by(QAdACache(model)) == (5.0, False)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"threshold": 0.9},
+        {"sketch_bits": 4},
+        {"local_tokens": 64},
+        {"sink_tokens": 4},
+        {"group_rule": "head"},
+        {"moments": "current"},
+        {"moments": "random-tokens"},
+        {"update_moments": False},
+        {"criterion": HEADS},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_caches_that_decide_otherwise_do_without(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """And say so, once; neither where nothing would be chosen by it, nor where the choice was for those options."""
+    model = tiny()
+    kept(model)
+    for _ in range(2):
+        assert goes_by(QAdACache(model, **given)) == (5.0, False)
+    assert caplog.text.count("of this llama model is not used: it was measured with ") == 1
+    assert f"{next(iter(given))}=" in caplog.text
+    caplog.clear()
+    assert goes_by(QAdACache(model, **given, tuned=False)) == (5.0, False)
+    assert goes_by(QAdACache(model, **given, token_threshold=1)) == (1, False)
+    kept(model, **given)
+    assert goes_by(QAdACache(model, **given)) == (8.0, True)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("given", [{"criterion": "dense"}, {"criterion": "local"}, {"threshold": 1.0}])
+def test_nothing_is_said_where_no_tokens_are_chosen(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny()
+    kept(model)
+    assert goes_by(QAdACache(model, **given)) == (5.0, False)
+    prepare(model, kernels="torch")  # tries options before moments are there
+    assert caplog.text == ""
+
+
+def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """Another choice in the file, as whole as the one that was there."""
+
+    def write(path: Path) -> None:
+        _, state = tensor_file.decoded(path.read_bytes(), tuned_choice.KIND, path)
+        change(state)
+        tensor_file.write(path, tuned_choice.KIND, {}, state)
+
+    return write
+
+
+def of_format(version: str) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata()
+        save_file({}, path, {**about, "version": version})
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-9]), "is not a safetensors file, or is truncated"),
+        (lambda path: path.write_bytes(b""), "is not a safetensors file, or is truncated"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"8.0", b"9.0")), "was altered after it was written"),
+        (of_format("99"), "has format version '99', this qada-cache reads 3: upgrade qada-cache"),
+        (of_format("1"), "has format version '1', this qada-cache reads 3: make it again"),
+        (lambda path: path.chmod(0o666), "others than you can write to"),
+        (lambda path: path.parent.chmod(0o777), "others than you can write to"),
+        (rewritten(lambda state: state.pop("token_threshold")), "does not hold what this version keeps"),
+        (rewritten(lambda state: state["under"].pop("sketch_bits")), "does not hold what this version keeps"),
+        (rewritten(lambda state: state.update(under=None)), "does not hold what this version keeps"),
+        (rewritten(lambda state: state.update(token_threshold="8")), "token_threshold must be a number, got str"),
+        (rewritten(lambda state: state.update(token_threshold=-1)), "token_threshold must be finite and not negative"),
+    ],
+)
+def test_files_that_do_not_count(harm: Callable[[Path], Any], said: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny()
+    path = kept(model)
+    harm(path)
+    assert goes_by(QAdACache(model)) == (5.0, False)
+    assert said in caplog.text
+    assert "run qada tune again, or give token_threshold or tuned=False" in caplog.text
+
+
+def test_a_folder_of_others_is_not_spoken_of_without_a_choice(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    QAdACache(tiny())
+    folder.chmod(0o777)
+    assert goes_by(QAdACache(tiny())) == (5.0, False)
+    assert "qada tune" not in caplog.text
+
+
+def test_the_file_is_the_users_alone_and_holds_no_code() -> None:
+    path = kept(tiny())
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    assert [file.name for file in path.parent.iterdir() if "part" in file.name] == []
+    content = path.read_bytes()
+    json.loads(content[8:])  # safetensors' header, and no tensors
+
+
+def test_a_config_finds_what_its_model_left(tmp_path: Path) -> None:
+    """As it finds moments: by where the model was loaded from."""
+    model = readable_model(tmp_path / "model")
+    QAdACache(model)
+    kept(model)
+    assert goes_by(QAdACache(config=model.config)) == (8.0, True)
+    assert goes_by(QAdACache(config=model.config, tuned=False)) == (5.0, False)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.add_(1.0)
+    kept(twin, 3.0)  # the config names both
+    assert goes_by(QAdACache(config=model.config)) == (5.0, False)
+    assert goes_by(QAdACache(model)) == (8.0, True)
+
+
+def test_split_models_do_without() -> None:
+    model = tiny()
+    kept(model)
+    cache = QAdACache(model)
+    split = replace(cache._shared.model, shard=HeadShard(0, 2, None, torch.device("cpu")))
+    assert not tuned_choice.applied(replace(cache.options, token_threshold=5.0), split).tuned
+
+
+def test_copies_forks_and_files(tmp_path: Path) -> None:
+    """A copy is the same, a fork only if it decides alike, and a file holds the number as if it had been given."""
+    model = tiny()
+    kept(model)
+    cache = QAdACache(model)
+    with torch.no_grad():
+        model(prompt(300)[0], past_key_values=cache)
+    assert goes_by(copy.deepcopy(cache)) == (8.0, True)
+    assert goes_by(cache.fork(audit_every=2)) == (8.0, True)
+    assert goes_by(cache.fork(token_threshold=2.0)) == (2.0, False)
+    assert goes_by(cache.fork(threshold=0.5)) == (8.0, False)
+    with pytest.raises(TypeError, match=r"fork takes .*, not tuned"):
+        cache.fork(tuned=False)
+    cache.save(tmp_path / "cache.safetensors")
+    kept(model, 2.0)
+    assert goes_by(QAdACache.load(tmp_path / "cache.safetensors", model)) == (8.0, False)
+    assert goes_by(cache) == (8.0, True)  # as it was built
+
+
+def test_wrong_words_are_refused() -> None:
+    with pytest.raises(TypeError, match="tuned must be a bool, got str"):
+        QAdACache(tiny(), tuned="yes", **SMALL)  # type: ignore[arg-type]

@@ -1,0 +1,161 @@
+"""`qada tune`: from a model's name and a text to a choice that caches take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from readable import readable_model
+from transformers import AutoModelForCausalLM
+
+from qada_cache import QAdACache
+from qada_cache.cli import main
+from qada_cache.key_moments.prompts import ARTICLE
+from qada_cache.tuning import tune
+
+SIZES = ["--tokens", "1400", "--following", "3", "--pieces", "2"]
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A model's folder, and a text that its tokenizer knows."""
+    folder = tmp_path_factory.mktemp("model")
+    readable_model(folder, max_position_embeddings=2048)
+    text = folder / "text.txt"
+    text.write_text(ARTICLE.read_text() * 5)
+    return str(folder), str(text)
+
+
+@pytest.fixture(autouse=True)
+def home(cache_folder: Path) -> Iterator[Path]:
+    """The folder of the tests, where kernels that were compiled already are; what is chosen does not stay."""
+    yield cache_folder
+    for name in kept(cache_folder):
+        (cache_folder / "moments" / name).unlink()
+
+
+def kept(home: Path) -> list[str]:
+    return [path.name for path in home.glob("moments/*-tuned-*")]
+
+
+def run(named: tuple[str, str], *arguments: str) -> int:
+    return main(["tune", named[0], "--text", named[1], *SIZES, *arguments])
+
+
+def test_a_choice_is_said_kept_and_taken(
+    named: tuple[str, str], home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
+    picture = tmp_path / "tune.png"
+    assert run(named, "--kl", "50", "--plot", str(picture)) == 0  # so that any will do, and the one that reads least
+    said = capsys.readouterr().out
+    settings = [f"{value:g}" for value in tune.TOKEN_THRESHOLDS]
+    assert [line.split()[0] for line in said.splitlines()[2 : 2 + len(settings)]] == settings
+    chosen = re.search(r"Chosen for KL 50: token_threshold=(\S+)\.", said)
+    assert chosen is not None
+    assert "2 pieces of 1400 tokens, over the 3 tokens after each. Intervals are of 90%, by Student's t" in said
+    assert re.search(r"On 1 pieces? that .* held out: KL [\d.]+, .* The choice is confirmed\.", said)
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert len(kept(home)) == 1
+    assert str(home / "moments" / kept(home)[0]) in said
+    model = AutoModelForCausalLM.from_pretrained(named[0])
+    options = QAdACache(model).options
+    assert (options.token_threshold, options.tuned) == (float(chosen[1]), True)
+    arguments = ["profile", "--model", named[0], "--prompt-tokens", "300", "--new-tokens", "2"]
+    assert main(arguments) == 0
+    assert f"goes by what qada tune kept of the model: token_threshold={chosen[1]}" in capsys.readouterr().out
+    assert main([*arguments, "--token-threshold", "5"]) == 0
+    assert "qada tune" not in capsys.readouterr().out
+
+
+def test_bytes_are_a_budget_too(named: tuple[str, str], home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(named, "--bytes", "1", "--confirm-text", named[1]) in (0, 1)  # it may exceed all: the sketch counts
+    assert "100.0% of the bytes" in capsys.readouterr().out
+
+
+def test_nothing_that_fits_keeps_nothing(
+    named: tuple[str, str], home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(named, "--kl", "1e-30") == 1
+    said = capsys.readouterr().out
+    assert "No setting is surely within KL 1e-30" in said
+    assert "Nothing was kept." in said
+    assert kept(home) == []
+
+
+def test_what_is_not_confirmed_is_not_kept(
+    named: tuple[str, str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tune.Budget, "confirmed", lambda self, setting: False)
+    assert run(named, "--kl", "50") == 1
+    assert "That exceeds the budget: the choice is not confirmed." in capsys.readouterr().out
+    assert kept(home) == []
+
+
+def test_what_cannot_be_kept_is_said(
+    named: tuple[str, str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*given: Any) -> Path:
+        raise PermissionError("the folder belongs to another user")
+
+    monkeypatch.setattr(tune.tuned_choice, "keep", refuse)
+    assert run(named, "--kl", "50") == 1
+    assert "The choice cannot be kept (the folder belongs to another user)." in capsys.readouterr().out
+
+
+def test_an_interrupted_run_keeps_nothing(
+    named: tuple[str, str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "measure", interrupted)
+    assert run(named) == 130
+    assert "qada tune: interrupted, nothing was written" in capsys.readouterr().err
+    assert kept(home) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/nowhere/model"], "nowhere"),
+        (["/nowhere/model.gguf"], "nowhere"),
+        (["{}", "--text", "/nowhere/text"], "No such file .*nowhere/text"),
+        (["{}", "--confirm-text", "/nowhere/text"], "No such file .*nowhere/text"),
+        (["{}"], "does not know the words of the text"),
+        (["{}", "--text", "{}/config.json"], "the text has .* tokens, and 6 pieces of 1400"),
+        (["{}", "--tokens", "1000"], "--tokens must be at least 1280, got 1000"),
+        (["{}", "--tokens", "2048"], "--tokens and --following come to 2080 tokens, and the model has 2048 positions"),
+        (["{}", "--following", "0"], "--following must be at least 1, got 0"),
+        (["{}", "--pieces", "1"], "--pieces must be at least 2, got 1"),
+        (["{}", "--kl", "0"], "--kl must be positive and finite, got 0.0"),
+        (["{}", "--bytes", "8"], r"--bytes must be a share in \(0, 1\], got 8.0"),
+        (["{}", "--plot", "/nowhere/x.png"], "--plot: there is no folder /nowhere"),
+    ],
+)
+def test_errors_are_one_line_and_status_2(
+    arguments: list[str], message: str, named: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["tune", "--tokens", "1400", *(argument.format(named[0]) for argument in arguments)]
+    assert main(given) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qada tune: ")]
+    assert len(error) == 1
+    assert re.search(message, error[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["m", "--kl", "0.1", "--bytes", "0.1"], "argument --bytes: not allowed with argument --kl"),
+        (["m", "--kl", "much"], "argument --kl: invalid float value: 'much'"),
+        ([], "the following arguments are required: MODEL"),
+    ],
+)
+def test_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["tune", *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
