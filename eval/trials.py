@@ -105,20 +105,21 @@ def cache_options(way: Way, known: Knowledge) -> dict[str, Any]:
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, document: Document, cache: QAdACache) -> None:
-    """Read all of the prompt but its last token, exactly."""
-    model(document.prompt[:, :-1].to(model.device), past_key_values=cache, logits_to_keep=1)
+    """Read all of the prompt but its question, exactly."""
+    model(document.prompt[:, : -document.question].to(model.device), past_key_values=cache, logits_to_keep=1)
 
 
 @torch.no_grad()
 def follow(model: PreTrainedModel, document: Document, cache: QAdACache, *, at_once: bool = True) -> Tensor:
     """Log-probabilities `[tokens, vocabulary]` of what follows a prompt that `cache` holds.
 
-    In one call, or token by token, as in decoding: the queries of one call share the tokens that they read.
+    The question in one call; the rest with it, or token by token, as in decoding: the queries of one call share the
+    tokens that they read.
     """
-    ids = torch.cat([document.prompt[:, -1:], document.answer[:, :-1]], dim=1).to(model.device)
-    parts = [ids] if at_once else ids.split(1, dim=1)
-    logits = [model(part, past_key_values=cache).logits[0] for part in parts]
-    return torch.cat(logits).float().log_softmax(dim=-1)
+    question, rest = document.prompt[:, -document.question :].to(model.device), document.answer[:, :-1].to(model.device)
+    parts = [torch.cat([question, rest], dim=1)] if at_once else [question, *rest.split(1, dim=1)]
+    logits = [model(part, past_key_values=cache).logits[0] for part in parts if part.shape[1]]
+    return torch.cat(logits)[document.question - 1 :].float().log_softmax(dim=-1)
 
 
 def compare(full: Tensor, found: Tensor) -> dict[str, str]:
@@ -147,7 +148,7 @@ def spoken(
 ) -> tuple[Document, bool]:
     """The document with full attention's own answer, up to the expected one if that is in it, and whether it is.
 
-    `cache` holds all of the prompt but its last token, and reads everything.
+    `cache` holds all of the prompt but its question, and reads everything.
     """
     said = generate(model, document, cache)
     for tokens in range(1, said.shape[1] + 1):
@@ -171,8 +172,9 @@ def trial(
     """
     cache = QAdACache(model, moments="current", token_threshold=0.0)
     exact = {"criterion": "dense", "moments": "current"}
-    if document.answer.shape[1] > cache.options.window:
-        raise ValueError(f"{document.answer.shape[1]} tokens follow the text: more than one query-adaptive call takes")
+    following = document.question + document.answer.shape[1] - 1
+    if following > cache.options.window:
+        raise ValueError(f"{following} tokens follow the text: more than one query-adaptive call takes")
     prefill(model, document, cache)
     keys = next(layer.store.near_keys for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store)
     dim, value_bytes = keys.shape[3], keys.element_size()
@@ -228,7 +230,8 @@ def documents_of(
         return islice((piece for piece in pieces if not calibrates(piece)), options.documents)
     where, gguf = hflm_source(options.model)
     manager = task_manager(where, length, gguf.get("gguf_file"), documents=options.documents)
-    return task_documents(task, tokenizer, length=length, count=options.documents, manager=manager)
+    sparse = options.question == "sparse"
+    return task_documents(task, tokenizer, length=length, count=options.documents, manager=manager, sparse=sparse)
 
 
 def calibrates(piece: Document) -> bool:
@@ -245,6 +248,12 @@ def main(arguments: list[str] | None = None) -> int:
     add("--lengths", type=int, nargs="+", default=[3072], help="tokens (default: %(default)s)")
     add("--documents", type=int, default=12, help="of each task and length (default: %(default)s)")
     add("--following", type=int, default=64, help="tokens of prose to predict (default: %(default)s)")
+    add(
+        "--question",
+        choices=("dense", "sparse"),
+        default="dense",
+        help="whether a task's question is read exactly, with the text, or sparsely, after it (default: %(default)s)",
+    )
     add("--text", type=Path, help="text file for prose (default: the Python language reference)")
     add("--few", action="store_true", help="only those ways that tell most")
     add("--tokens", action="store_true", help="ways of reading some of a head's tokens only")
