@@ -114,7 +114,7 @@ class QAdACache(WatchedCache):
         criterion: str | StaticHeads = "gaussian",
         group_rule: str = "any",
         moments: Moments = DEFAULT_MOMENTS,
-        token_threshold: float = 5.0,
+        token_threshold: float = 4.5,
         sketch_bits: int = 2,
         update_moments: bool = True,
         offloading: bool = True,

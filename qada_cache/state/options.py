@@ -34,7 +34,7 @@ class Options:
     audit_every: int = 0
     device_budget: int | float | str = 0
     kernels: str = "auto"
-    token_threshold: float = 5.0
+    token_threshold: float = 4.5
     sketch_bits: int = 2
     moments: Moments = CURRENT
     current_moments: bool = True
