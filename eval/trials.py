@@ -91,7 +91,7 @@ def cache_options(way: Way, known: Knowledge) -> dict[str, Any]:
     if own := token_options(way.read):
         options |= own | {"kernels": "auto"}
     if way.criterion == "dense" and way.read.startswith(OWN):
-        return options | {"threshold": NEARLY_ONE}
+        way = replace(way, criterion="qada", threshold=NEARLY_ONE)
     if way.criterion == "static":
         return options | {"criterion": StaticHeads.from_oracle(known.local_share, way.threshold)}
     options["threshold"] = way.threshold

@@ -104,9 +104,9 @@ def test_the_product_s_way_of_reading_tokens(model: PreTrainedModel, document: D
     """All tokens are full attention, and cost the sketch on top; of some, it matters what counts of the rest."""
     with small_sketch(32):
         every, some, without, gated, whole = rows_of(
-            model, document, known, Way("dense", read="sketch of 2 bits, 1e-30"),
-            Way("dense", read="sketch of 2 bits, 2.0"),
-            Way("dense", read="sketch of 2 bits and nothing of the rest, 2.0"),
+            model, document, known, Way("dense", "current", read="sketch of 2 bits, 1e-30"),
+            Way("dense", "current", read="sketch of 2 bits, 2.0"),
+            Way("dense", "current", read="sketch of 2 bits and nothing of the rest, 2.0"),
             Way("qada", "current", "any", 0.4, "sketch of 2 bits, 2.0"), Way("qada", "current", "any", 0.4),
         )  # fmt: skip
     assert float(every["kl"]) == pytest.approx(0, abs=1e-6)
@@ -246,7 +246,7 @@ def test_question_read_after_the_text(model: PreTrainedModel, known: ways.Knowle
     for at_once in (True, False):
         found = trials.follow(model, parted, cache.fork(), at_once=at_once)
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
-    exact, local = rows_of(model, parted, known, Way("dense", read="sketch of 2 bits, 1e-30"), Way("local"))
+    exact, local = rows_of(model, parted, known, Way("dense", "current", read="sketch of 2 bits, 1e-30"), Way("local"))
     assert float(exact["kl"]) == pytest.approx(0, abs=1e-6)
     assert float(local["kl"]) > 1e-4
 
