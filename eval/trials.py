@@ -30,7 +30,7 @@ from eval.models.language_model import DEFAULT, HELP, hflm_source, label, load
 from eval.reporting.machine import machine
 from eval.reporting.tables import plain, read, write
 from eval.sweep import ORACLE, task_manager
-from eval.texts.documents import PROSE, Document, prose, task_documents
+from eval.texts.documents import PROSE, Document, prose, task_documents, with_dense_question
 from qada_cache import CacheStats, KeyMoments, QAdACache, StaticHeads
 from qada_cache.attention import decide, decode
 from qada_cache.criterion import GROUP_RULES
@@ -105,8 +105,10 @@ def cache_options(way: Way, known: Knowledge) -> dict[str, Any]:
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, document: Document, cache: QAdACache) -> None:
-    """Read all of the prompt but its question, exactly."""
-    model(document.prompt[:, : -document.question].to(model.device), past_key_values=cache, logits_to_keep=1)
+    """Read what `cache` lacks of the prompt but its question, exactly."""
+    left = document.prompt[:, cache.get_seq_length() : -document.question]
+    if left.shape[1]:
+        model(left.to(model.device), past_key_values=cache, logits_to_keep=1)
 
 
 @torch.no_grad()
@@ -157,6 +159,11 @@ def spoken(
     return replace(document, answer=said), False
 
 
+def exact_cache(model: PreTrainedModel) -> QAdACache:
+    """One that reads everything, and from which forks of all ways can go on."""
+    return QAdACache(model, moments="current", token_threshold=0.0, threshold=1.0)
+
+
 def trial(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -164,13 +171,14 @@ def trial(
     ways: list[Way],
     known: Knowledge,
     bar: tqdm,
+    cache: QAdACache | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each way, of one document.
+    """A row for each way, of one document; `cache`, which reads everything, may hold a beginning of it.
 
     Raises:
         ValueError: more tokens follow it than one query-adaptive call takes.
     """
-    cache = QAdACache(model, moments="current", token_threshold=0.0)
+    cache = exact_cache(model) if cache is None else cache
     exact = {"criterion": "dense", "moments": "current"}
     following = document.question + document.answer.shape[1] - 1
     if following > cache.options.window:
@@ -230,8 +238,15 @@ def documents_of(
         return islice((piece for piece in pieces if not calibrates(piece)), options.documents)
     where, gguf = hflm_source(options.model)
     manager = task_manager(where, length, gguf.get("gguf_file"), documents=options.documents)
-    sparse = options.question == "sparse"
-    return task_documents(task, tokenizer, length=length, count=options.documents, manager=manager, sparse=sparse)
+    return task_documents(task, tokenizer, length=length, count=options.documents, manager=manager)
+
+
+def asked_as(document: Document, protocols: list[str]) -> list[Document]:
+    """The document by every protocol that its question is read by, the one that reads least of it first."""
+    if document.question == 1:
+        return [document]
+    asked = {"sparse": document, "dense": with_dense_question(document)}
+    return [asked[protocol] for protocol in ("sparse", "dense") if protocol in protocols]
 
 
 def calibrates(piece: Document) -> bool:
@@ -250,13 +265,15 @@ def main(arguments: list[str] | None = None) -> int:
     add("--following", type=int, default=64, help="tokens of prose to predict (default: %(default)s)")
     add(
         "--question",
-        choices=("dense", "sparse"),
-        default="dense",
-        help="whether a task's question is read exactly, with the text, or sparsely, after it (default: %(default)s)",
+        choices=("sparse", "dense"),
+        nargs="+",
+        default=["dense"],
+        help="whether a task's question is read exactly, as the text is, or sparsely (default: dense)",
     )
     add("--text", type=Path, help="text file for prose (default: the Python language reference)")
     add("--few", action="store_true", help="only those ways that tell most")
     add("--tokens", action="store_true", help="ways of reading some of a head's tokens only")
+    add("--own", action="store_true", help="with --tokens: the default and the economical setting alone")
     add("--dtype", default="auto", help="(default: the model's own)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--out", type=Path, required=True, help="CSV table, added to if it exists")
@@ -275,7 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
 def chosen_ways(options: argparse.Namespace) -> list[Way]:
     """Those that the command line asks for."""
     if options.tokens:
-        return token_ways(few=options.few)
+        return token_ways(few=options.few, own=options.own)
     return few_ways() if options.few else all_ways()
 
 
@@ -288,17 +305,20 @@ def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrain
         pieces = prose(tokenizer, length=min(options.lengths), following=options.following, text=options.text)
         calibration = list(islice(filter(calibrates, pieces), CALIBRATION))
     known = know(model, tokenizer, ways, calibration)
-    with tqdm(total=len(options.tasks) * len(options.lengths) * options.documents * len(ways), unit="row") as bar:
+    protocols = sum(1 if task == PROSE else len(set(options.question)) for task in options.tasks)
+    with tqdm(total=protocols * len(options.lengths) * options.documents * len(ways), unit="row") as bar:
         for task in options.tasks:
             for length in options.lengths:
                 bar.set_postfix_str(f"{task}, {length} tokens")
                 for document in documents_of(options, tokenizer, task, length):
-                    place = {"task": document.task, "length": length, "document": document.index}
-                    left = [way for way in ways if key(everywhere | place | asdict(way)) not in done]
-                    bar.update(len(ways) - len(left))
-                    if left:
-                        rows = [place | row for row in trial(model, tokenizer, document, left, known, bar)]
-                        write(options.out, rows, add=True, **everywhere, machine=machine())
+                    cache = exact_cache(model)
+                    for asked in asked_as(document, options.question):
+                        place = {"task": asked.task, "length": length, "document": asked.index}
+                        left = [way for way in ways if key(everywhere | place | asdict(way)) not in done]
+                        bar.update(len(ways) - len(left))
+                        if left:
+                            rows = [place | row for row in trial(model, tokenizer, asked, left, known, bar, cache)]
+                            write(options.out, rows, add=True, **everywhere, machine=machine())
 
 
 if __name__ == "__main__":

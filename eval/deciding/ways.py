@@ -67,14 +67,20 @@ def all_ways() -> list[Way]:
     return list(dict.fromkeys(ways))
 
 
-def token_ways(*, few: bool = False) -> list[Way]:
-    """Reading some of the tokens, in those heads that the default calls long-context, or in every head."""
+def token_ways(*, few: bool = False, own: bool = False) -> list[Way]:
+    """Reading some of the tokens, in those heads that the default calls long-context, or in every head.
+
+    The `few` are compared on every model; `own` are the default and the economical setting alone.
+    """
 
     def product(theta: float, bits: int = 2, threshold: float = 0.95, rule: str = "any") -> Way:
         return Way("qada", BOTH[0], rule, threshold, f"sketch of {bits} bits, {theta}")
 
     shares = [Way("dense", read="true, 0.05")]
-    default = [product(DEFAULT_THETA), product(ECONOMICAL), product(ECONOMICAL, threshold=0.7)]
+    default = [product(DEFAULT_THETA), product(ECONOMICAL)]
+    if own:
+        return default
+    default.append(product(ECONOMICAL, threshold=0.7))
     # The Gaussian's part: no head is local; or each query head decides for itself whether it looks at the sketch.
     default += [Way("dense", BOTH[0], read=f"sketch of 2 bits, {DEFAULT_THETA}"), product(DEFAULT_THETA, rule="head")]
     if few:

@@ -1,7 +1,7 @@
 """Texts that ways of deciding are tried on: prose to be continued, and questions of lm-eval tasks, with answers."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,6 +38,11 @@ class Document:
     question: int = 1
 
 
+def with_dense_question(document: Document) -> Document:
+    """The same, but its question is read exactly, as the text is: all but its last token, where every answer begins."""
+    return replace(document, task=document.task.removesuffix(SPARSE), question=1)
+
+
 def is_prose(task: str) -> bool:
     """Whether documents of the task are pieces of text, rather than questions."""
     return task.partition(":")[0] == PROSE
@@ -67,11 +72,10 @@ def task_documents(
     length: int,
     count: int,
     manager: TaskManager,
-    sparse: bool = False,
 ) -> Iterator[Document]:
     """The first documents of an lm-eval task, asked in its own words, and their answers.
 
-    With `sparse`, the last line of a prompt is its `question`; else that is the last token alone.
+    The last line of a prompt is its `question`, to be read sparsely.
 
     Raises:
         ValueError: a document has several answers, which have no one order.
@@ -84,13 +88,10 @@ def task_documents(
         if len(answers) != 1:
             raise ValueError(f"{task} has {len(answers)} answers a document, and trials take one: use eval.sweep")
         asked = instance.args[0]
-        text, newline, question = asked.rpartition("\n") if sparse else ("", "", asked)
-        told, prompt, answer = (
+        text, newline, last = asked.rpartition("\n")
+        told, question, answer = (
             tokenizer(part, return_tensors="pt", add_special_tokens=special, verbose=False).input_ids
-            for part, special in ((text + newline, True), (question, not sparse), (f" {answers[0].strip()}", False))
+            for part, special in ((text + newline, True), (last, False), (f" {answers[0].strip()}", False))
         )
-        if not sparse:
-            yield Document(task, length, index, prompt, answer, answers[0].strip())
-            continue
-        whole = torch.cat([told, prompt], dim=1)  # the text is read before the question is known
-        yield Document(task + SPARSE, length, index, whole, answer, answers[0].strip(), prompt.shape[1])
+        prompt = torch.cat([told, question], dim=1)  # the text is read before the question is known
+        yield Document(task + SPARSE, length, index, prompt, answer, answers[0].strip(), question.shape[1])

@@ -228,24 +228,27 @@ def test_question_read_after_the_text(model: PreTrainedModel, known: ways.Knowle
         instances=[instance], build_all_requests=lambda limit: None, doc_to_target=lambda doc: [" ".join(words)]
     )
     manager = SimpleNamespace(load=lambda names: {"tasks": {names[0]: made}})
-    (whole,), (parted,) = (
-        documents.task_documents("asked", tokenizer, length=300, count=1, manager=manager, sparse=sparse)  # type: ignore[arg-type]
-        for sparse in (False, True)
-    )
+    (asked,) = documents.task_documents("asked", tokenizer, length=300, count=1, manager=manager)  # type: ignore[arg-type]
+    parted, whole = trials.asked_as(asked, ["dense", "sparse"])
+    assert trials.asked_as(asked, ["dense"]) == [whole]
     assert (whole.task, whole.question, parted.task) == ("asked", 1, "asked, sparse question")
     assert tokenizer.decode(parted.prompt[0, -parted.question :]).split() == words
     assert torch.equal(whole.prompt, parted.prompt)
     size = model.config.vocab_size  # smaller than that of the words
     parted = replace(parted, prompt=parted.prompt % size, answer=torch.tensor([[5, 6, 7, 8]]))
-    cache = QAdACache(model, criterion="dense", moments="current")
+    cache = trials.exact_cache(model)
     trials.prefill(model, parted, cache)
     assert cache.get_seq_length() == parted.prompt.shape[1] - parted.question
     ids = torch.cat([parted.prompt, parted.answer[:, :-1]], dim=1)
     with torch.no_grad():
         plain = model(ids).logits[0, -parted.answer.shape[1] :].log_softmax(dim=-1)
+    whole = trials.with_dense_question(parted)
     for at_once in (True, False):
-        found = trials.follow(model, parted, cache.fork(), at_once=at_once)
-        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+        for document in (parted, whole):
+            trials.prefill(model, document, twin := cache.fork())
+            assert twin.get_seq_length() == document.prompt.shape[1] - document.question
+            found = trials.follow(model, document, twin, at_once=at_once)
+            torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
     exact, local = rows_of(model, parted, known, Way("dense", "current", read="sketch of 2 bits, 1e-30"), Way("local"))
     assert float(exact["kl"]) == pytest.approx(0, abs=1e-6)
     assert float(local["kl"]) > 1e-4
