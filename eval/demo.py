@@ -2,9 +2,9 @@
 
 By default SmolLM2-135M-Instruct reads a part of the Python language reference in which facts were planted, and is asked
 about them in several turns, four times: with transformers' DynamicCache, with sinks and window only, and with
-QAdACache, whose heads read what matters of the long context, or, as in the paper, all of it. Prints every answer, and
-what each cache read and holds. Exits with 1 if QAdACache misses a planted fact that DynamicCache answers. Nothing is
-precomputed.
+QAdACache, whose heads read what matters of the long context, or, as in the paper, all of it. Prints every answer, what
+each cache read and holds, and draws which tokens each head read for one answer. Exits with 1 if QAdACache misses a
+planted fact that DynamicCache answers. Nothing is precomputed.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import transformers
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
+from eval.drawing import read_map
 from eval.models import language_model
 from eval.reporting.machine import machine
 from eval.reporting.tables import plain, write
@@ -174,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--threshold", type=_fraction, help="QAdACache's (default: its own)")
     add("--seed", type=int, default=0, help="of the planted facts (default: %(default)s)")
     add("--out", type=Path, help="CSV file to write the table to as well")
+    add("--picture", type=Path, default=Path("demo.png"), help="PNG file of what was read (default: %(default)s)")
     return parser
 
 
@@ -208,8 +210,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     text, turns = _text(parser, options), _turns(parser, options)
-    if options.out and not options.out.parent.is_dir():
-        parser.error(f"--out: there is no folder {options.out.parent}")
+    for name in ("out", "picture"):
+        path = getattr(options, name)
+        if path and not path.parent.is_dir():
+            parser.error(f"--{name}: there is no folder {path.parent}")
     transformers.logging.disable_progress_bar()  # ours is the one to watch
     try:
         model, tokenizer = language_model.load(options.model, dtype=options.dtype, device=options.device)
@@ -228,7 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
     show_setting(model, options, form, len(opening), made[OURS]())  # type: ignore[arg-type]  # the one that is ours
     if options.document and cut:
         show(f"The document was cut: {room} tokens is {'what --tokens asks for' if options.tokens else 'what fits'}.")
-    told = run(model, form, opening, turns, made, options)
+    told, ours = run(model, form, opening, turns, made, options)
     show_answers(turns, told, shown)
     rows = table(turns, told)
     print(f"\n{plain(rows)}\n")
@@ -240,6 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if options.out:
         write(options.out, rows, model=_name(options), tokens=len(opening), seed=options.seed, machine=machine())
+    draw(model, form, opening, turns, shown, ours, options)
     _, lost = outcomes(turns, told)
     if lost:
         print(f"\nFAILED: QAdACache missed {len(lost)} that DynamicCache answers:", *lost, sep="\n  ")
@@ -273,9 +278,9 @@ def run(
     turns: list[Turn],
     made: Caches,
     options: argparse.Namespace,
-) -> dict[str, Told]:
-    """Every method's chat, one after the other."""
-    told = {}
+) -> tuple[dict[str, Told], QAdACache]:
+    """Every method's chat, one after the other; and the cache of QAdACache's."""
+    told, last = {}, {}
     with tqdm(
         total=2 * len(made) * (1 + len(turns)), unit="step", bar_format="{percentage:3.0f}%|{bar:30}| {desc}"
     ) as bar:
@@ -290,9 +295,35 @@ def run(
             converse(model, form, opening[:WARM_UP_TOKENS], turns, make(), new_tokens=2, tell=tell)
         for method, make in made.items():
             restore_attention(model)  # DynamicCache is to run on the model's own; building a QAdACache sets ours
-            told[method] = converse(model, form, opening, turns, make(), new_tokens=options.new_tokens, tell=tell)
+            cache = make()
+            told[method] = converse(model, form, opening, turns, cache, new_tokens=options.new_tokens, tell=tell)
+            last = {method: cache}
         bar.set_description_str("done")
-    return told
+    ours = last[OURS]
+    assert isinstance(ours, QAdACache)
+    return told, ours
+
+
+def draw(
+    model: PreTrainedModel,
+    form: Form,
+    opening: list[int],
+    turns: list[Turn],
+    text: str,
+    cache: QAdACache,
+    options: argparse.Namespace,
+) -> None:
+    """Ask for the first fact, or what was asked first, again, and draw what each KV head reads of the document."""
+    turn = next((turn for turn in turns if turn.fact), turns[0])
+    if chat := cache.get_seq_length() - len(opening):
+        cache.crop(-chat)
+    given, reads = read_map.answer(model, cache, form.turn(turn, after=None))
+    places = {turn.fact: text.index(turn.fact) / len(text) for turn in turns if turn.fact}
+    said = " ".join(form.tokenizer.decode(given, skip_special_tokens=True).split())
+    title = shorten(f"{_name(options)}: {turn.question} {turn.begun} ... {said}", 120)
+    figure = read_map.drawn(reads, facts=sorted(places.values()), asked=places.get(turn.fact), title=title)
+    figure.savefig(options.picture, metadata={"Software": None})
+    show(f"Which tokens each KV head read for one answer: {options.picture}")
 
 
 if __name__ == "__main__":

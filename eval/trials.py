@@ -30,7 +30,7 @@ from eval.models.language_model import DEFAULT, HELP, hflm_source, label, load
 from eval.reporting.machine import machine
 from eval.reporting.tables import plain, read, write
 from eval.sweep import ORACLE, task_manager
-from eval.texts.documents import PROSE, Document, prose, task_documents
+from eval.texts.documents import PROSE, Document, prose, task_documents, with_dense_question
 from qada_cache import CacheStats, KeyMoments, QAdACache, StaticHeads
 from qada_cache.attention import decide, decode
 from qada_cache.criterion import GROUP_RULES
@@ -91,7 +91,7 @@ def cache_options(way: Way, known: Knowledge) -> dict[str, Any]:
     if own := token_options(way.read):
         options |= own | {"kernels": "auto"}
     if way.criterion == "dense" and way.read.startswith(OWN):
-        return options | {"threshold": NEARLY_ONE}
+        way = replace(way, criterion="qada", threshold=NEARLY_ONE)
     if way.criterion == "static":
         return options | {"criterion": StaticHeads.from_oracle(known.local_share, way.threshold)}
     options["threshold"] = way.threshold
@@ -105,20 +105,23 @@ def cache_options(way: Way, known: Knowledge) -> dict[str, Any]:
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, document: Document, cache: QAdACache) -> None:
-    """Read all of the prompt but its last token, exactly."""
-    model(document.prompt[:, :-1].to(model.device), past_key_values=cache, logits_to_keep=1)
+    """Read what `cache` lacks of the prompt but its question, exactly."""
+    left = document.prompt[:, cache.get_seq_length() : -document.question]
+    if left.shape[1]:
+        model(left.to(model.device), past_key_values=cache, logits_to_keep=1)
 
 
 @torch.no_grad()
 def follow(model: PreTrainedModel, document: Document, cache: QAdACache, *, at_once: bool = True) -> Tensor:
     """Log-probabilities `[tokens, vocabulary]` of what follows a prompt that `cache` holds.
 
-    In one call, or token by token, as in decoding: the queries of one call share the tokens that they read.
+    The question in one call; the rest with it, or token by token, as in decoding: the queries of one call share the
+    tokens that they read.
     """
-    ids = torch.cat([document.prompt[:, -1:], document.answer[:, :-1]], dim=1).to(model.device)
-    parts = [ids] if at_once else ids.split(1, dim=1)
-    logits = [model(part, past_key_values=cache).logits[0] for part in parts]
-    return torch.cat(logits).float().log_softmax(dim=-1)
+    question, rest = document.prompt[:, -document.question :].to(model.device), document.answer[:, :-1].to(model.device)
+    parts = [torch.cat([question, rest], dim=1)] if at_once else [question, *rest.split(1, dim=1)]
+    logits = [model(part, past_key_values=cache).logits[0] for part in parts if part.shape[1]]
+    return torch.cat(logits)[document.question - 1 :].float().log_softmax(dim=-1)
 
 
 def compare(full: Tensor, found: Tensor) -> dict[str, str]:
@@ -147,13 +150,18 @@ def spoken(
 ) -> tuple[Document, bool]:
     """The document with full attention's own answer, up to the expected one if that is in it, and whether it is.
 
-    `cache` holds all of the prompt but its last token, and reads everything.
+    `cache` holds all of the prompt but its question, and reads everything.
     """
     said = generate(model, document, cache)
     for tokens in range(1, said.shape[1] + 1):
         if document.expected in tokenizer.decode(said[0, :tokens]):
             return replace(document, answer=said[:, :tokens]), True
     return replace(document, answer=said), False
+
+
+def exact_cache(model: PreTrainedModel) -> QAdACache:
+    """One that reads everything, and from which forks of all ways can go on."""
+    return QAdACache(model, moments="current", token_threshold=0.0, threshold=1.0)
 
 
 def trial(
@@ -163,16 +171,18 @@ def trial(
     ways: list[Way],
     known: Knowledge,
     bar: tqdm,
+    cache: QAdACache | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each way, of one document.
+    """A row for each way, of one document; `cache`, which reads everything, may hold a beginning of it.
 
     Raises:
         ValueError: more tokens follow it than one query-adaptive call takes.
     """
-    cache = QAdACache(model, moments="current", token_threshold=0.0)
+    cache = exact_cache(model) if cache is None else cache
     exact = {"criterion": "dense", "moments": "current"}
-    if document.answer.shape[1] > cache.options.window:
-        raise ValueError(f"{document.answer.shape[1]} tokens follow the text: more than one query-adaptive call takes")
+    following = document.question + document.answer.shape[1] - 1
+    if following > cache.options.window:
+        raise ValueError(f"{following} tokens follow the text: more than one query-adaptive call takes")
     prefill(model, document, cache)
     keys = next(layer.store.near_keys for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store)
     dim, value_bytes = keys.shape[3], keys.element_size()
@@ -231,6 +241,14 @@ def documents_of(
     return task_documents(task, tokenizer, length=length, count=options.documents, manager=manager)
 
 
+def asked_as(document: Document, protocols: list[str]) -> list[Document]:
+    """The document by every protocol that its question is read by, the one that reads least of it first."""
+    if document.question == 1:
+        return [document]
+    asked = {"sparse": document, "dense": with_dense_question(document)}
+    return [asked[protocol] for protocol in ("sparse", "dense") if protocol in protocols]
+
+
 def calibrates(piece: Document) -> bool:
     """Whether a piece of prose is one of those that are learned from: some from every part of the text."""
     return piece.index % EVERY == EVERY - 1
@@ -245,9 +263,17 @@ def main(arguments: list[str] | None = None) -> int:
     add("--lengths", type=int, nargs="+", default=[3072], help="tokens (default: %(default)s)")
     add("--documents", type=int, default=12, help="of each task and length (default: %(default)s)")
     add("--following", type=int, default=64, help="tokens of prose to predict (default: %(default)s)")
+    add(
+        "--question",
+        choices=("sparse", "dense"),
+        nargs="+",
+        default=["dense"],
+        help="whether a task's question is read exactly, as the text is, or sparsely (default: dense)",
+    )
     add("--text", type=Path, help="text file for prose (default: the Python language reference)")
     add("--few", action="store_true", help="only those ways that tell most")
     add("--tokens", action="store_true", help="ways of reading some of a head's tokens only")
+    add("--own", action="store_true", help="with --tokens: the default and the economical setting alone")
     add("--dtype", default="auto", help="(default: the model's own)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--out", type=Path, required=True, help="CSV table, added to if it exists")
@@ -266,7 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
 def chosen_ways(options: argparse.Namespace) -> list[Way]:
     """Those that the command line asks for."""
     if options.tokens:
-        return token_ways(few=options.few)
+        return token_ways(few=options.few, own=options.own)
     return few_ways() if options.few else all_ways()
 
 
@@ -279,17 +305,20 @@ def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrain
         pieces = prose(tokenizer, length=min(options.lengths), following=options.following, text=options.text)
         calibration = list(islice(filter(calibrates, pieces), CALIBRATION))
     known = know(model, tokenizer, ways, calibration)
-    with tqdm(total=len(options.tasks) * len(options.lengths) * options.documents * len(ways), unit="row") as bar:
+    protocols = sum(1 if task == PROSE else len(set(options.question)) for task in options.tasks)
+    with tqdm(total=protocols * len(options.lengths) * options.documents * len(ways), unit="row") as bar:
         for task in options.tasks:
             for length in options.lengths:
                 bar.set_postfix_str(f"{task}, {length} tokens")
                 for document in documents_of(options, tokenizer, task, length):
-                    place = {"task": document.task, "length": length, "document": document.index}
-                    left = [way for way in ways if key(everywhere | place | asdict(way)) not in done]
-                    bar.update(len(ways) - len(left))
-                    if left:
-                        rows = [place | row for row in trial(model, tokenizer, document, left, known, bar)]
-                        write(options.out, rows, add=True, **everywhere, machine=machine())
+                    cache = exact_cache(model)
+                    for asked in asked_as(document, options.question):
+                        place = {"task": asked.task, "length": length, "document": asked.index}
+                        left = [way for way in ways if key(everywhere | place | asdict(way)) not in done]
+                        bar.update(len(ways) - len(left))
+                        if left:
+                            rows = [place | row for row in trial(model, tokenizer, asked, left, known, bar, cache)]
+                            write(options.out, rows, add=True, **everywhere, machine=machine())
 
 
 if __name__ == "__main__":

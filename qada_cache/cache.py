@@ -81,7 +81,7 @@ class QAdACache(WatchedCache):
             not there, the current prompt's alone are used, with a warning.
         token_threshold: a long-context head reads the tokens of its bulk that by the sketch get at least so many times
             an even share of its attention; what their scores say of their values stands for the others. 0: all, as in
-            the paper; so do "dense", "oracle", and a threshold of 1. None: what `qada tune` kept of the model, else 5.
+            the paper; so do "dense", "oracle", a threshold of 1. None: what `qada tune` kept of the model, else 4.5.
         sketch_bits: of a value of a key in the sketch, a copy of the bulk's keys on the compute device: 1, 2 or 4.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.

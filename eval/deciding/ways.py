@@ -21,7 +21,7 @@ MOST = (0.1, 0.3, 0.6, 0.8, 0.9)
 RULES = ("any", "head", "mean")
 BOTH = ("current+random-tokens", "current+random-words")
 PROMPTS = ("random-words", "random-tokens", "wiki", "single-word")
-DEFAULT_THETA = 5.0  # of `QAdACache`
+DEFAULT_THETA = 4.5  # of `QAdACache`
 ECONOMICAL = 12.0
 TRIMMED = 0.05  # the share of keys that trimmed moments leave out
 
@@ -32,7 +32,7 @@ class Way:
 
     Args:
         criterion: "qada", "oracle", "static", "dense", "local".
-        moments: for "qada": those of `QAdACache`, or one of `experiments`.
+        moments: for "qada", and for the query energies of a sketch: those of `QAdACache`, or one of `experiments`.
         rule: a group rule of `QAdACache`; or "all", a group is long-context if all of its heads are; or "mean", if the
             mean of their local shares is below the threshold.
         threshold: tau; for "static" alpha, the share of heads made local; nothing to "dense" and "local".
@@ -67,21 +67,28 @@ def all_ways() -> list[Way]:
     return list(dict.fromkeys(ways))
 
 
-def token_ways(*, few: bool = False) -> list[Way]:
-    """Reading some of the tokens, in those heads that the default calls long-context, or in every head."""
+def token_ways(*, few: bool = False, own: bool = False) -> list[Way]:
+    """Reading some of the tokens, in those heads that the default calls long-context, or in every head.
 
-    def product(theta: float, bits: int = 2, threshold: float = 0.95) -> Way:
-        return Way("qada", BOTH[0], "any", threshold, f"sketch of {bits} bits, {theta}")
+    The `few` are compared on every model; `own` are the default and the economical setting alone.
+    """
 
-    shares = [Way("dense", read=f"{kind}, 0.05") for kind in ("true", "2 bits")]
+    def product(theta: float, bits: int = 2, threshold: float = 0.95, rule: str = "any") -> Way:
+        return Way("qada", BOTH[0], rule, threshold, f"sketch of {bits} bits, {theta}")
+
+    shares = [Way("dense", read="true, 0.05")]
     default = [product(DEFAULT_THETA), product(ECONOMICAL)]
+    if own:
+        return default
+    default.append(product(ECONOMICAL, threshold=0.7))
+    # The Gaussian's part: no head is local; or each query head decides for itself whether it looks at the sketch.
+    default += [Way("dense", BOTH[0], read=f"sketch of 2 bits, {DEFAULT_THETA}"), product(DEFAULT_THETA, rule="head")]
     if few:
         return [*default, *shares]
     default += [product(theta) for theta in (1.0, 2.0, 3.0, 8.0)] + [product(DEFAULT_THETA, threshold=0.8)]
     default += [product(theta, bits) for bits in (1, 4) for theta in (2.0, DEFAULT_THETA)]
-    every = [Way("dense", read=f"sketch of 2 bits, {DEFAULT_THETA}")]
-    every += [Way("dense", read=f"sketch of 2 bits and {rest}, {DEFAULT_THETA}") for rest in REST]
-    more = {"true": (0.1,), "2 bits": (0.1,), "pages of 16": (0.05, 0.1)}
+    every = [Way("dense", BOTH[0], read=f"sketch of 2 bits and {rest}, {DEFAULT_THETA}") for rest in REST]
+    more = {"true": (0.1,), "2 bits": (0.05, 0.1), "pages of 16": (0.05, 0.1)}
     shares += [Way("dense", read=f"{kind}, {share}") for kind, found in more.items() for share in found]
     return [*default, *every, *shares]
 

@@ -1,17 +1,18 @@
 """Texts that ways of deciding are tried on: prose to be continued, and questions of lm-eval tasks, with answers."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from lm_eval.tasks import TaskManager, get_task_dict
+from lm_eval.tasks import TaskManager
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eval.texts.prose import reference_text
 
 PROSE = "prose"
+SPARSE = ", sparse question"
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,13 @@ class Document:
     """One text, and how it goes on.
 
     Args:
-        task: `PROSE`, or an lm-eval task.
+        task: `PROSE`, or an lm-eval task; `SPARSE` behind it if its question is read sparsely.
         length: tokens asked for.
         index: which of the task's documents.
         prompt: int64 `[1, tokens]`.
         answer: int64 `[1, tokens]`, what comes next in prose; of a task, the answer that is right.
         expected: that answer as text; "" of prose.
+        question: the last tokens of the prompt, so many, that are not read with the text but in a call of their own.
     """
 
     task: str
@@ -33,6 +35,12 @@ class Document:
     prompt: Tensor
     answer: Tensor
     expected: str = ""
+    question: int = 1
+
+
+def with_dense_question(document: Document) -> Document:
+    """The same, but its question is read exactly, as the text is: all but its last token, where every answer begins."""
+    return replace(document, task=document.task.removesuffix(SPARSE), question=1)
 
 
 def is_prose(task: str) -> bool:
@@ -58,14 +66,21 @@ def prose(
 
 
 def task_documents(
-    task: str, tokenizer: PreTrainedTokenizerBase, *, length: int, count: int, manager: TaskManager
+    task: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    length: int,
+    count: int,
+    manager: TaskManager,
 ) -> Iterator[Document]:
     """The first documents of an lm-eval task, asked in its own words, and their answers.
+
+    The last line of a prompt is its `question`, to be read sparsely.
 
     Raises:
         ValueError: a document has several answers, which have no one order.
     """
-    made = get_task_dict([task], manager)[task]
+    made = manager.load([task])["tasks"][task]
     made.build_all_requests(limit=count)
     for index, instance in enumerate(made.instances):
         target = made.doc_to_target(instance.doc)
@@ -73,8 +88,10 @@ def task_documents(
         if len(answers) != 1:
             raise ValueError(f"{task} has {len(answers)} answers a document, and trials take one: use eval.sweep")
         asked = instance.args[0]
-        prompt, answer = (
-            tokenizer(text, return_tensors="pt", add_special_tokens=special, verbose=False).input_ids
-            for text, special in ((asked, True), (f" {answers[0].strip()}", False))
+        text, newline, last = asked.rpartition("\n")
+        told, question, answer = (
+            tokenizer(part, return_tensors="pt", add_special_tokens=special, verbose=False).input_ids
+            for part, special in ((text + newline, True), (last, False), (f" {answers[0].strip()}", False))
         )
-        yield Document(task, length, index, prompt, answer, answers[0].strip())
+        prompt = torch.cat([told, question], dim=1)  # the text is read before the question is known
+        yield Document(task + SPARSE, length, index, prompt, answer, answers[0].strip(), question.shape[1])

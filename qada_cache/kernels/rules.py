@@ -88,7 +88,8 @@ def _sketch_fits(sketch: Sketch, query: Tensor, bulk: tuple[Tensor, Tensor]) -> 
         "weights": (torch.bfloat16, (segments, dim)),
         "mean_squares": (torch.float32, (segments,)),
         "mean_value": (torch.float32, (value_dim,)),
-        "slopes": (torch.bfloat16, (value_dim, dim)),
+        "slopes": (torch.int8, (value_dim, dim)),
+        "slope_units": (torch.float32, (dim,)),
     }
     found = sketch.tensors()
     return (

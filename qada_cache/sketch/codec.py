@@ -23,6 +23,7 @@ STEPS = {1: 1.5958, 2: 0.9957, 4: 0.3352}
 ERRORS = {1: 0.3634, 2: 0.1188, 4: 0.01154}
 QUERY_LEVELS = 127  # a rounded query's largest value
 SCALE_LEVELS = 255  # a rounded scale's largest value
+SLOPE_LEVELS = 127  # a rounded slope's largest value
 LEAST_ENERGY = 0.03  # of the mean of the channels: a guard against queries unlike those that were seen
 LEAST_VARIANCE = 1e-4  # likewise
 
@@ -40,7 +41,8 @@ class Sketch:
         weights: bfloat16 `[..., segments, dim]`, `w`.
         mean_squares: float32 `[..., segments]`, of the scales.
         mean_value: float32 `[..., value_dim]`, of the whole bulk.
-        slopes: bfloat16 `[..., value_dim, dim]`, the covariance of values and keys over the whole bulk.
+        slopes: int8 `[..., value_dim, dim]`, the covariance of values and keys over the whole bulk, in units of:
+        slope_units: float32 `[..., dim]`, of each channel of keys.
     """
 
     codes: Tensor
@@ -51,6 +53,7 @@ class Sketch:
     mean_squares: Tensor
     mean_value: Tensor
     slopes: Tensor
+    slope_units: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by name."""
@@ -69,7 +72,7 @@ class Sketch:
     def byte_counts(self) -> tuple[int, int, int]:
         """Bytes that one head reads of it for each token, for each segment, and for what unread tokens are worth."""
         dim, value_dim = self.slopes.shape[-1], self.slopes.shape[-2]
-        return self.codes.shape[-1] + 1, 2 * 2 * dim + 2 * 4, 4 * value_dim + 2 * dim * value_dim
+        return self.codes.shape[-1] + 1, 2 * 2 * dim + 2 * 4, 4 * (value_dim + dim) + dim * value_dim
 
     def read_bytes(self, length: int) -> int:
         """Bytes that one head of a bulk of `length` tokens reads of it."""
@@ -118,6 +121,16 @@ def channel_weights(centred: Tensor, energies: Tensor | None) -> Tensor:
     ratio = torch.where((variances > 0) & (energies > 0), energies / variances, 1.0)
     ratio = ratio / ratio.log().mean(dim=-1, keepdim=True).exp()  # their common factor says nothing
     return ratio.pow(0.25).clamp(1e-4, 1e4).to(torch.bfloat16)
+
+
+def rounded_slopes(covariance: Tensor) -> dict[str, Tensor]:
+    """The `slopes` and `slope_units` of a sketch, for the covariance float32 `[..., value_dim, dim]` that they round.
+
+    Channels of keys have a unit each: where keys vary little, queries may be large, and count as much.
+    """
+    units = covariance.abs().amax(dim=-2) / SLOPE_LEVELS
+    slopes = torch.round(covariance / units.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-2))
+    return {"slopes": slopes.to(torch.int8), "slope_units": units}
 
 
 def encode(keys: Tensor, energies: Tensor | None, bits: int) -> dict[str, Tensor]:

@@ -107,5 +107,5 @@ def unread_value(query: Tensor, sketch: Sketch, tilt: Tensor, *, scaling: float)
         tilt: `[...]`, of `Selection`.
         scaling: multiplies the scores.
     """
-    along = torch.matmul(query.float(), sketch.slopes.float().mT)
+    along = torch.matmul(query.float() * sketch.slope_units, sketch.slopes.float().mT)
     return sketch.mean_value + scaling * tilt.unsqueeze(-1) * along

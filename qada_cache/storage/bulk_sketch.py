@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from ..kernels.autocast import without_autocast
-from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Sketch, code_bytes, encode_segments, segment_start, segments_of
+from ..sketch import (
+    MIN_TOKENS,
+    SEGMENT_TOKENS,
+    Sketch,
+    code_bytes,
+    encode_segments,
+    rounded_slopes,
+    segment_start,
+    segments_of,
+)
 from . import pages
 from .bulk import Bulk
 
@@ -51,7 +60,7 @@ class BulkSketch:
                 weights=torch.ones(*heads, 0, dim, dtype=torch.bfloat16, device=device),
                 mean_squares=torch.zeros(*heads, 0, dtype=torch.float32, device=device),
                 mean_value=torch.zeros(*heads, value_dim, dtype=torch.float32, device=device),
-                slopes=torch.zeros(*heads, value_dim, dim, dtype=torch.bfloat16, device=device),
+                **rounded_slopes(self.covariance),
             )
 
     @classmethod
@@ -157,7 +166,7 @@ class BulkSketch:
         kept["mean_value"].copy_(record["mean_value"])
         self.mean_key.copy_(record["mean_key"])
         self.covariance.copy_(record["value_key_covariance"])
-        kept["slopes"].copy_(self.covariance)
+        self._round_slopes(slice(None))
 
     def _take(self, rows: slice, known: int, length: int, read: Read) -> None:
         """Code rows of equal `length` from where their first `known` tokens leave the open segment on."""
@@ -176,8 +185,12 @@ class BulkSketch:
             segments = slice(start // SEGMENT_TOKENS, start // SEGMENT_TOKENS + made["units"].shape[2])
             for name, tensor in made.items():
                 kept[name][rows, :, slice(start, stop) if name in TOKENS else segments] = tensor
-        kept["slopes"][rows] = self.covariance[rows].to(torch.bfloat16)
+        self._round_slopes(rows)
         self.lengths[rows] = [length] * len(self.lengths[rows])
+
+    def _round_slopes(self, rows: slice) -> None:
+        for name, rounded in rounded_slopes(self.covariance[rows]).items():
+            getattr(self.tensors, name)[rows] = rounded
 
     def _correlate(self, rows: slice, keys: Tensor, values: Tensor, before: int) -> None:
         """Take tokens into the means and the covariance of `before` others, by Chan's merge."""

@@ -2,14 +2,16 @@
 
 from pathlib import Path
 
+from ..state.options import TOKEN_THRESHOLD
 from .tune import Outcome
 
 
 def rows(outcome: Outcome) -> list[dict[str, str]]:
     """The curve as a table; its first row reads everything."""
+    names = {None: "all is read", TOKEN_THRESHOLD: f"{TOKEN_THRESHOLD:g}, the default"}
     return [
         {
-            "token_threshold": "all is read" if one.token_threshold is None else f"{one.token_threshold:g}",
+            "token_threshold": names.get(one.token_threshold, f"{one.token_threshold or 0:g}"),
             "KL": f"{one.kl.mean:.5f}",
             "KL interval": f"{one.kl.low:.5f} - {one.kl.high:.5f}",
             "likeliest same": f"{one.same:.3f}",

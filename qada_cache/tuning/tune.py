@@ -10,11 +10,12 @@ from transformers import PreTrainedModel
 from .. import tuned_choice
 from ..cache import QAdACache
 from ..sketch.segments import MIN_TOKENS
+from ..state.options import TOKEN_THRESHOLD
 from .choosing import Budget, Setting, together
 from .measuring import measure
 from .pieces import Piece
 
-TOKEN_THRESHOLDS = (1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0)  # the more careful, the smaller
+TOKEN_THRESHOLDS = (1.0, 2.0, 3.0, TOKEN_THRESHOLD, 8.0, 12.0, 20.0)  # the more careful, the smaller
 LEAST_TOKENS = MIN_TOKENS + 256  # of a prompt: a shorter bulk, beside sinks, window and staged tokens, is read whole
 
 

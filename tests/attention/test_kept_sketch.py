@@ -24,7 +24,7 @@ def test_device_bytes_are_as_computed() -> None:
         kept = held.tensors
         assert kept.codes.shape[:3] == kept.scales.shape == (2, 2, capacity)
         tokens, segments = capacity * (4 + 1), 1 * (2 * 16 + 2 * 16 + 4 + 4)  # 300 tokens are one segment
-        read = 4 * 16 + 2 * 16 * 16  # mean value and slopes
+        read = 4 * 16 + 16 * 16 + 4 * 16  # mean value, slopes and their units
         assert held.nbytes == 2 * 2 * (tokens + segments + read + 4 * 16 + 4 * 16 * 16)  # and what these are made of
         assert kept.read_bytes(300) == 300 * (4 + 1) + segments + read
 
@@ -85,7 +85,9 @@ def test_does_not_depend_on_the_default_dtype(default: torch.dtype) -> None:
     assert torch.equal(torch.cat(outputs, dim=2), torch.cat(expected, dim=2))
     kept = store.sketch.tensors
     assert kept.units.dtype == kept.mean_value.dtype == store.sketch.covariance.dtype == torch.float32
-    assert kept.centres.dtype == kept.weights.dtype == kept.slopes.dtype == torch.bfloat16
+    assert kept.centres.dtype == kept.weights.dtype == torch.bfloat16
+    assert kept.slopes.dtype == torch.int8
+    assert kept.slope_units.dtype == torch.float32
 
 
 def test_is_the_same_under_autocast() -> None:

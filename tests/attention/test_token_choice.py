@@ -226,9 +226,9 @@ def test_stats_and_audit(monkeypatch: pytest.MonkeyPatch) -> None:
         lengths = [120 + step for step in range(1, 11)]  # at most: some are staged still
         heads = len(stats.layers) * 2 * store.near_keys.shape[1]
         assert 0 < stats.offered_bytes <= heads * head_bytes * sum(lengths)
-        # 2 bits of 8 channels and a scale a token; a centre, weights, a unit and a mean square a segment; a mean value
-        # and slopes a head.
-        once = (2 + 2) * 8 + 4 + 4 + 4 * 8 + 2 * 8 * 8
+        # 2 bits of 8 channels and a scale a token; a centre, weights, a unit and a mean square a segment; a mean value,
+        # slopes and their units a head.
+        once = (2 + 2) * 8 + 4 + 4 + 4 * 8 + 8 * 8 + 4 * 8
         assert stats.sketched_bytes == stats.offered_bytes // head_bytes * (2 + 1) + 10 * heads * once
         assert stats.read_share == (stats.pulled_bytes + stats.sketched_bytes) / stats.offered_bytes
         missed.append(stats.audit.missed)

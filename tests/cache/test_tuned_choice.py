@@ -21,6 +21,7 @@ from transformers.utils.logging import warning_once
 from qada_cache import QAdACache, StaticHeads, prepare, tuned_choice
 from qada_cache.files import tensor_file
 from qada_cache.key_moments.sharding import HeadShard
+from qada_cache.state.options import TOKEN_THRESHOLD
 
 HEADS = StaticHeads(torch.tensor([[True, False, False, True], [False, True, False, False]]))
 
@@ -44,20 +45,20 @@ def goes_by(cache: QAdACache) -> tuple[float, bool]:
 
 def test_taken_named_and_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny()
-    assert goes_by(QAdACache(model)) == (5.0, False)
+    assert goes_by(QAdACache(model)) == (TOKEN_THRESHOLD, False)
     path = kept(model)
     assert goes_by(QAdACache(model)) == (8.0, True)
     assert "token threshold 8 (tuned)," in repr(QAdACache(model))
     assert goes_by(QAdACache(tiny(), audit_every=3, offloading=False, device_budget=0.5)) == (8.0, True)
     assert goes_by(QAdACache(model, token_threshold=3)) == (3, False)
     assert goes_by(QAdACache(model, token_threshold=8.0)) == (8.0, False)
-    assert goes_by(QAdACache(model, tuned=False)) == (5.0, False)
-    assert goes_by(QAdACache(tiny(seed=1))) == (5.0, False)
-    assert goes_by(QAdACache(tiny(dtype=torch.bfloat16))) == (5.0, False)
+    assert goes_by(QAdACache(model, tuned=False)) == (TOKEN_THRESHOLD, False)
+    assert goes_by(QAdACache(tiny(seed=1))) == (TOKEN_THRESHOLD, False)
+    assert goes_by(QAdACache(tiny(dtype=torch.bfloat16))) == (TOKEN_THRESHOLD, False)
     assert kept(model, 2.0) == path  # one choice a model
     assert goes_by(QAdACache(model)) == (2.0, True)
     path.unlink()
-    assert goes_by(QAdACache(model)) == (5.0, False)
+    assert goes_by(QAdACache(model)) == (TOKEN_THRESHOLD, False)
     assert "qada tune" not in caplog.text
 
 
@@ -67,7 +68,7 @@ def test_weights_that_changed_are_another_model() -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.01)
-    assert goes_by(QAdACache(model)) == (5.0, False)
+    assert goes_by(QAdACache(model)) == (TOKEN_THRESHOLD, False)
 
 
 @pytest.mark.parametrize(
@@ -90,11 +91,11 @@ def test_caches_that_decide_otherwise_do_without(given: dict[str, Any], caplog: 
     model = tiny()
     kept(model)
     for _ in range(2):
-        assert goes_by(QAdACache(model, **given)) == (5.0, False)
+        assert goes_by(QAdACache(model, **given)) == (TOKEN_THRESHOLD, False)
     assert caplog.text.count("of this llama model is not used: it was measured with ") == 1
     assert f"{next(iter(given))}=" in caplog.text
     caplog.clear()
-    assert goes_by(QAdACache(model, **given, tuned=False)) == (5.0, False)
+    assert goes_by(QAdACache(model, **given, tuned=False)) == (TOKEN_THRESHOLD, False)
     assert goes_by(QAdACache(model, **given, token_threshold=1)) == (1, False)
     kept(model, **given)
     assert goes_by(QAdACache(model, **given)) == (8.0, True)
@@ -105,7 +106,7 @@ def test_caches_that_decide_otherwise_do_without(given: dict[str, Any], caplog: 
 def test_nothing_is_said_where_no_tokens_are_chosen(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     model = tiny()
     kept(model)
-    assert goes_by(QAdACache(model, **given)) == (5.0, False)
+    assert goes_by(QAdACache(model, **given)) == (TOKEN_THRESHOLD, False)
     prepare(model, kernels="torch")  # tries options before moments are there
     assert caplog.text == ""
 
@@ -151,7 +152,7 @@ def test_files_that_do_not_count(harm: Callable[[Path], Any], said: str, caplog:
     model = tiny()
     path = kept(model)
     harm(path)
-    assert goes_by(QAdACache(model)) == (5.0, False)
+    assert goes_by(QAdACache(model)) == (TOKEN_THRESHOLD, False)
     assert said in caplog.text
     assert "run qada tune again, or give token_threshold or tuned=False" in caplog.text
 
@@ -159,7 +160,7 @@ def test_files_that_do_not_count(harm: Callable[[Path], Any], said: str, caplog:
 def test_a_folder_of_others_is_not_spoken_of_without_a_choice(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     QAdACache(tiny())
     folder.chmod(0o777)
-    assert goes_by(QAdACache(tiny())) == (5.0, False)
+    assert goes_by(QAdACache(tiny())) == (TOKEN_THRESHOLD, False)
     assert "qada tune" not in caplog.text
 
 
@@ -177,12 +178,12 @@ def test_a_config_finds_what_its_model_left(tmp_path: Path) -> None:
     QAdACache(model)
     kept(model)
     assert goes_by(QAdACache(config=model.config)) == (8.0, True)
-    assert goes_by(QAdACache(config=model.config, tuned=False)) == (5.0, False)
+    assert goes_by(QAdACache(config=model.config, tuned=False)) == (TOKEN_THRESHOLD, False)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.lm_head.weight.add_(1.0)
     kept(twin, 3.0)  # the config names both
-    assert goes_by(QAdACache(config=model.config)) == (5.0, False)
+    assert goes_by(QAdACache(config=model.config)) == (TOKEN_THRESHOLD, False)
     assert goes_by(QAdACache(model)) == (8.0, True)
 
 
@@ -191,7 +192,7 @@ def test_split_models_do_without() -> None:
     kept(model)
     cache = QAdACache(model)
     split = replace(cache._shared.model, shard=HeadShard(0, 2, None, torch.device("cpu")))
-    assert not tuned_choice.applied(replace(cache.options, token_threshold=5.0), split).tuned
+    assert not tuned_choice.applied(replace(cache.options, token_threshold=TOKEN_THRESHOLD), split).tuned
 
 
 def test_copies_forks_and_files(tmp_path: Path) -> None:

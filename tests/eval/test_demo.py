@@ -151,6 +151,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, set[int]]) -> None:
         return Told(answers, generated=len(turns), stats=cache.stats() if criterion else None)
 
     monkeypatch.setattr(demo, "converse", answered)
+    monkeypatch.setattr(demo, "draw", lambda *_: None)  # nothing was read
 
 
 @pytest.mark.parametrize(
@@ -227,6 +228,7 @@ def test_asked_questions_never_fail(
         (["--document", "{}/words"], "--document needs questions"),
         (["--ask", " "], "--ask: a question is empty"),
         (["--out", "{}/no/x.csv"], "--out: there is no folder {}/no"),
+        (["--picture", "{}/no/x.png"], "--picture: there is no folder {}/no"),
     ],
 )
 def test_wrong_arguments_are_one_line(
@@ -255,7 +257,10 @@ def test_a_document_leaves_room_for_the_chat(monkeypatch: pytest.MonkeyPatch, tm
 
     monkeypatch.setattr(demo, "converse", watched)
     asked = ["--ask", "What is mine?", "--ask", "And what is yours?"]
-    assert demo.main(["--document", str(tmp_path / "long.txt"), *asked, "--new-tokens", "9"]) == 0
+    picture = tmp_path / "read.png"
+    given = ["--document", str(tmp_path / "long.txt"), "--new-tokens", "9", "--picture", str(picture)]
+    assert demo.main([*given, *asked]) == 0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
     assert 1150 < max(read) <= 1200
 
 

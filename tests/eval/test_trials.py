@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,14 +104,14 @@ def test_the_product_s_way_of_reading_tokens(model: PreTrainedModel, document: D
     """All tokens are full attention, and cost the sketch on top; of some, it matters what counts of the rest."""
     with small_sketch(32):
         every, some, without, gated, whole = rows_of(
-            model, document, known, Way("dense", read="sketch of 2 bits, 1e-30"),
-            Way("dense", read="sketch of 2 bits, 2.0"),
-            Way("dense", read="sketch of 2 bits and nothing of the rest, 2.0"),
+            model, document, known, Way("dense", "current", read="sketch of 2 bits, 1e-30"),
+            Way("dense", "current", read="sketch of 2 bits, 2.0"),
+            Way("dense", "current", read="sketch of 2 bits and nothing of the rest, 2.0"),
             Way("qada", "current", "any", 0.4, "sketch of 2 bits, 2.0"), Way("qada", "current", "any", 0.4),
         )  # fmt: skip
     assert float(every["kl"]) == pytest.approx(0, abs=1e-6)
     dim, stored = model.config.head_dim, document.prompt.shape[1] - 1 - 128  # of which nothing is flushed later
-    sketched = stored * (dim // 4 + 1) + (4 * dim + 8) + dim * (4 + 2 * dim)  # tokens, one segment, unread values
+    sketched = stored * (dim // 4 + 1) + (4 * dim + 8) + dim * (4 + 4 + dim)  # tokens, one segment, unread values
     assert float(every["bytes_read"]) == pytest.approx(1 + sketched / (stored * 4 * dim), abs=1e-3)
     assert float(some["bytes_read"]) == pytest.approx(
         float(without["bytes_read"]), abs=0.01
@@ -215,6 +216,42 @@ def test_pieces_of_prose_do_not_overlap(tmp_path: Path) -> None:
     assert all(piece.prompt.shape == (1, 200) and piece.answer.shape == (1, 20) for piece in pieces)
     assert {piece.task for piece in pieces} == {"prose:text"}
     assert [trials.calibrates(piece) for piece in pieces] == [False, False, False, True]
+
+
+def test_question_read_after_the_text(model: PreTrainedModel, known: ways.Knowledge) -> None:
+    """The last line of a prompt, whose tokens are fed to what holds the text; only the answer's tokens count."""
+    tokenizer = needle.load_tokenizer()
+    context = needle.make_prompt(tokens=300, seed=1).context
+    words = context.split()[:5]
+    instance = SimpleNamespace(args=(f"{context}\n{' '.join(words)}",), doc={})
+    made = SimpleNamespace(
+        instances=[instance], build_all_requests=lambda limit: None, doc_to_target=lambda doc: [" ".join(words)]
+    )
+    manager = SimpleNamespace(load=lambda names: {"tasks": {names[0]: made}})
+    (asked,) = documents.task_documents("asked", tokenizer, length=300, count=1, manager=manager)  # type: ignore[arg-type]
+    parted, whole = trials.asked_as(asked, ["dense", "sparse"])
+    assert trials.asked_as(asked, ["dense"]) == [whole]
+    assert (whole.task, whole.question, parted.task) == ("asked", 1, "asked, sparse question")
+    assert tokenizer.decode(parted.prompt[0, -parted.question :]).split() == words
+    assert torch.equal(whole.prompt, parted.prompt)
+    size = model.config.vocab_size  # smaller than that of the words
+    parted = replace(parted, prompt=parted.prompt % size, answer=torch.tensor([[5, 6, 7, 8]]))
+    cache = trials.exact_cache(model)
+    trials.prefill(model, parted, cache)
+    assert cache.get_seq_length() == parted.prompt.shape[1] - parted.question
+    ids = torch.cat([parted.prompt, parted.answer[:, :-1]], dim=1)
+    with torch.no_grad():
+        plain = model(ids).logits[0, -parted.answer.shape[1] :].log_softmax(dim=-1)
+    whole = trials.with_dense_question(parted)
+    for at_once in (True, False):
+        for document in (parted, whole):
+            trials.prefill(model, document, twin := cache.fork())
+            assert twin.get_seq_length() == document.prompt.shape[1] - document.question
+            found = trials.follow(model, document, twin, at_once=at_once)
+            torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+    exact, local = rows_of(model, parted, known, Way("dense", "current", read="sketch of 2 bits, 1e-30"), Way("local"))
+    assert float(exact["kl"]) == pytest.approx(0, abs=1e-6)
+    assert float(local["kl"]) > 1e-4
 
 
 def test_table_is_widened_and_not_repeated(

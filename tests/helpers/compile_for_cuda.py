@@ -90,7 +90,8 @@ def sketch(*, kv_heads: int, dim: int, value_dim: int, capacity: int, bits: int)
         weights=torch.ones(*heads, segments, dim, dtype=torch.bfloat16),
         mean_squares=torch.zeros(*heads, segments),
         mean_value=torch.zeros(*heads, value_dim),
-        slopes=torch.zeros(*heads, value_dim, dim, dtype=torch.bfloat16),
+        slopes=torch.zeros(*heads, value_dim, dim, dtype=torch.int8),
+        slope_units=torch.zeros(*heads, dim),
     )
 
 

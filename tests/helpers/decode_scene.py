@@ -12,7 +12,7 @@ from sketch_reference import estimates, half_variance, log_shares, sketch_bytes,
 from torch import Tensor
 
 from qada_cache import sketch
-from qada_cache.sketch import Sketch, encode_segments, segments_of, selection
+from qada_cache.sketch import Sketch, encode_segments, rounded_slopes, segments_of, selection
 from qada_cache.storage.geometry import call_geometry
 
 SINKS, WINDOW = 3, 8
@@ -101,7 +101,8 @@ class Scene:
             weights=torch.full((*heads, segments, self.dim), torch.nan, dtype=torch.bfloat16),
             mean_squares=torch.full((*heads, segments), torch.nan),
             mean_value=torch.full((*heads, value_dim), torch.nan),
-            slopes=torch.full((*heads, value_dim, self.dim), torch.nan, dtype=torch.bfloat16),
+            slopes=torch.full((*heads, value_dim, self.dim), -128, dtype=torch.int8),
+            slope_units=torch.full((*heads, self.dim), torch.nan),
         )
         energies = 0.1 + 3 * torch.rand(self.kv_heads, self.dim, generator=made).square()
         for row in self.sketched_rows():
@@ -111,7 +112,9 @@ class Scene:
             keys, values = keys.double(), values.double()
             mean = values.mean(dim=1, keepdim=True)
             self.sketch.mean_value[row] = mean[:, 0]
-            self.sketch.slopes[row] = (values - mean).mT @ (keys - keys.mean(dim=1, keepdim=True)) / keys.shape[1]
+            slopes = (values - mean).mT @ (keys - keys.mean(dim=1, keepdim=True)) / keys.shape[1]
+            for name, part in rounded_slopes(slopes.float()).items():
+                getattr(self.sketch, name)[row] = part
 
     def sketched_rows(self) -> list[int]:
         """Rows whose tokens are chosen."""

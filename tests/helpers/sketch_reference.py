@@ -23,7 +23,7 @@ def sketch_bytes(length: int, *, dim: int, value_dim: int, bits: int) -> int:
     """What one head reads of a sketch of so many tokens."""
     tokens = length * (dim * bits // 8 + 1)  # a code and a scale each
     segments = len(segment_spans(length)) * (2 * 2 * dim + 2 * 4)  # centre and weights, unit and mean square
-    return tokens + segments + 4 * value_dim + 2 * dim * value_dim
+    return tokens + segments + 4 * (value_dim + dim) + dim * value_dim  # mean value, units of slopes, slopes
 
 
 def odd_values(codes: Tensor, *, dim: int) -> Tensor:
@@ -98,7 +98,7 @@ def unread(*, estimates: Tensor, read: Tensor, query: Tensor, sketch: Sketch, sc
         if len(left):
             spread = (scores - scores.mean()).square().mean()
             score = (torch.softmax(left, dim=0) * left).sum()
-            slope = sketch.slopes.double() @ one * scaling / spread
+            slope = (sketch.slopes * sketch.slope_units.double()) @ one * scaling / spread
             value = value + slope * (score - scores.mean())
         logs.append(torch.logsumexp(left, dim=0) + math.log(selection.UNREAD_WEIGHT))
         values.append(value)

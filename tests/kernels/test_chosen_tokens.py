@@ -14,7 +14,7 @@ from torch import Tensor
 from qada_cache.kernels import decode_reference
 from qada_cache.kernels.cpu import compiled, compiled_decode
 from qada_cache.kernels.triton import decode as triton_decode
-from qada_cache.sketch import BITS, Sketch, encode_segments, selection
+from qada_cache.sketch import BITS, Sketch, encode_segments, rounded_slopes, selection
 
 EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED, KERNEL, GPU])
 BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]
@@ -210,6 +210,7 @@ WRONG: dict[str, list[Callable[[Tensor], Tensor]]] = {
     "mean_squares": [Tensor.double, lambda t: t[:, :, :0], lambda t: t[:, :1], lambda t: t.to("meta")],
     "mean_value": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:, :1], lambda t: t.to("meta")],
     "slopes": [Tensor.float, lambda t: t[..., 1:], lambda t: t[:, :, 1:], lambda t: t.to("meta")],
+    "slope_units": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:, :1], lambda t: t.to("meta")],
 }
 
 
@@ -239,6 +240,6 @@ def test_scores_far_apart(bits: int, deviation: float) -> None:
     centred = values - values.mean(dim=2, keepdim=True)
     slopes = centred.mT @ (keys - keys.mean(dim=2, keepdim=True)) / 2100
     told = encode_segments(keys, None, bits, last=True)
-    coded = Sketch(**told, mean_value=values.mean(dim=2), slopes=slopes.to(torch.bfloat16))
+    coded = Sketch(**told, mean_value=values.mean(dim=2), **rounded_slopes(slopes))
     whole, some = (decode_reference.fused_decode(**given, sketch=one, token_threshold=1.0)[0] for one in (None, coded))
     assert (some - whole).norm() < 0.1 * whole.norm()

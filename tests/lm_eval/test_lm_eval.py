@@ -20,6 +20,7 @@ from qada_cache import QAdACache, StaticHeads, needle, tuned_choice  # noqa: E40
 from qada_cache.lm_eval import QAdALM  # noqa: E402
 from qada_cache.lm_eval.options import split_arguments  # noqa: E402
 from qada_cache.lm_eval.scoring import rows  # noqa: E402
+from qada_cache.state.options import TOKEN_THRESHOLD  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -207,14 +208,14 @@ def test_results_name_what_qada_tune_kept() -> None:
     path = tuned_choice.keep(model, replace(QAdACache(model).options, token_threshold=8.0), {})
     try:
         lm, without = needle_lm(), needle_lm(cache_tuned=False)
-        own = needle_lm(cache_token_threshold=5)
+        own = needle_lm(cache_token_threshold=3)
     finally:
         path.unlink()
     assert evaluate(lm, "needle")["needle"]["cache_tuned,none"] == "token_threshold=8"
     assert lm._new_cache().options.token_threshold == 8.0
-    for other in (without, own):
+    for other, token_threshold in ((without, TOKEN_THRESHOLD), (own, 3)):
         assert "cache_tuned,none" not in evaluate(other, "needle")["needle"]
-        assert other._new_cache().options.token_threshold == 5.0
+        assert other._new_cache().options.token_threshold == token_threshold
 
 
 def test_short_texts_have_no_sparsity() -> None:

@@ -8,7 +8,7 @@ import torch
 from sketch_reference import estimates, half_variance, odd_values, segment_spans, token_scales
 from torch import Tensor
 
-from qada_cache.sketch import BITS, Sketch, codec, encode_segments, segments_of, selection
+from qada_cache.sketch import BITS, Sketch, codec, encode_segments, rounded_slopes, segments_of, selection
 
 CPU = torch.device("cpu")
 DIMS = (16, 64, 80, 96)
@@ -23,7 +23,7 @@ def sketch_of(keys: Tensor, energies: Tensor | None, bits: int) -> Sketch:
     """Of one head's keys `[tokens, dim]`, without values."""
     dim = keys.shape[1]
     made = encode_segments(keys, energies, bits, last=True)
-    return Sketch(**made, mean_value=torch.zeros(4), slopes=torch.zeros(4, dim, dtype=torch.bfloat16))
+    return Sketch(**made, mean_value=torch.zeros(4), **rounded_slopes(torch.zeros(4, dim)))
 
 
 @dataclass
@@ -170,7 +170,8 @@ def test_unreliable_is_said_of_the_mean_over_tokens(bits: int, monkeypatch: pyte
         filled[: len(tensor)] = tensor
         return filled
 
-    whole = {name: torch.stack([getattr(row, name) for row in rows])[:, None] for name in ("mean_value", "slopes")}
+    of_heads = ("mean_value", "slopes", "slope_units")
+    whole = {name: torch.stack([getattr(row, name) for row in rows])[:, None] for name in of_heads}
     for name in ("units", "centres", "weights", "mean_squares"):
         whole[name] = torch.stack([padded(getattr(row, name)) for row in rows])[:, None]
     codes = torch.zeros(3, 1, 2048, 16 * bits // 8, dtype=torch.uint8)
@@ -224,3 +225,13 @@ def test_the_mass_of_many_tokens_is_estimated(bits: int) -> None:
     without = (query.double() @ torch.cat(plain).mT * 0.2).logsumexp(dim=-1)
     assert (found - true).abs().mean() < (without - true).abs().mean()
     assert (found - true).abs().mean() < 0.1
+
+
+def test_slopes_are_off_by_half_a_unit_of_their_channel_at_most() -> None:
+    """Also of a channel in which keys hardly vary, and of one in which they do not."""
+    covariance = torch.randn(2, 3, 24, 16, generator=torch.Generator().manual_seed(0))
+    covariance[..., 0] *= 1e-6
+    covariance[..., 1] = 0
+    made = rounded_slopes(covariance)
+    restored = made["slopes"] * made["slope_units"].double().unsqueeze(-2)
+    assert ((restored - covariance).abs() <= 0.50001 * covariance.abs().amax(dim=-2, keepdim=True) / 127).all()

@@ -8,7 +8,7 @@ from sketch_reference import estimates, log_shares, unread
 from torch import Tensor
 
 from qada_cache.kernels.reference import merge_partials, partial_attention
-from qada_cache.sketch import BITS, Selection, Sketch, encode_segments, select_tokens, unread_value
+from qada_cache.sketch import BITS, Selection, Sketch, encode_segments, rounded_slopes, select_tokens, unread_value
 
 LENGTH, DIM, GROUP = 2300, 64, 4
 SCALING = DIM**-0.5
@@ -23,7 +23,7 @@ def sketch_of(keys: Tensor, values: Tensor, bits: int = 2) -> Sketch:
     mean = values.mean(dim=0)
     slopes = (values - mean).mT @ (keys - keys.mean(dim=0)) / len(keys)
     made = encode_segments(keys, None, bits, last=True)
-    return Sketch(**made, mean_value=mean, slopes=slopes.to(torch.bfloat16))
+    return Sketch(**made, mean_value=mean, **rounded_slopes(slopes))
 
 
 def selected(

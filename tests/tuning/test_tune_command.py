@@ -53,7 +53,7 @@ def test_a_choice_is_said_kept_and_taken(
     assert run(named, "--kl", "50", "--plot", str(picture)) == 0  # so that any will do, and the one that reads least
     said = capsys.readouterr().out
     settings = [f"{value:g}" for value in tune.TOKEN_THRESHOLDS]
-    assert [line.split()[0] for line in said.splitlines()[2 : 2 + len(settings)]] == settings
+    assert [line.split()[0].rstrip(",") for line in said.splitlines()[2 : 2 + len(settings)]] == settings
     chosen = re.search(r"Chosen for KL 50: token_threshold=(\S+)\.", said)
     assert chosen is not None
     assert "2 pieces of 1400 tokens, over the 3 tokens after each. Intervals are of 90%, by Student's t" in said

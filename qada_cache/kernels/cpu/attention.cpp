@@ -111,11 +111,12 @@ struct Step {
                     half_variance += rounded.spread[asked] / unit / unit * call.mean_squares[index] * here / tokens;
             }
             if (half_variance > call.unreliable) return false;
+            for (int d = 0; d < DIM; d++) query[d] *= call.slope_units[head * DIM + d];
             for (int v = 0; v < VALUE_DIM; v++) {
-                const uint16_t* slopes = call.slopes + (head * VALUE_DIM + v) * DIM;
+                const int8_t* slopes = call.slopes + (head * VALUE_DIM + v) * DIM;
                 float product = 0;
 #pragma omp simd reduction(+ : product)
-                for (int d = 0; d < DIM; d++) product += widened(slopes[d]) * query[d];
+                for (int d = 0; d < DIM; d++) product += slopes[d] * query[d];
                 own.along[asked * VALUE_DIM + v] = call.scaling * product;
             }
             asked++;
@@ -148,7 +149,7 @@ struct Step {
                 *call.pulled += tokens * TOKEN_BYTES;
             } else if (call.sketched) {
                 *call.sketched += tokens * (DIM * call.bits / 8 + 1) + call.segments_of(tokens) * (4 * DIM + 8) +
-                                  VALUE_DIM * (4 + 2 * DIM);  // as `Sketch.read_bytes`
+                                  4 * (VALUE_DIM + DIM) + VALUE_DIM * DIM;  // as `Sketch.read_bytes`
             }
             for (int64_t split = 0; split < splits; split++) {
                 int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;

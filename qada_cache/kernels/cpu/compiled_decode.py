@@ -22,8 +22,9 @@ class Decode(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "near_keys", "near_values", "bulk_keys", "bulk_values")),
         *((name, ctypes.c_void_p) for name in ("local", "staged", "decided", "table", "bulk_lengths", "count")),
         *((name, ctypes.c_void_p) for name in ("mean", "covariance", "other_mean", "other_covariance")),
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "units", "mean_squares", "mean_value", "rotation")),
-        *((name, ctypes.c_void_p) for name in ("centres", "weights", "slopes", "out", "flags", "pulled", "sketched")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "slopes", "units", "mean_squares")),
+        *((name, ctypes.c_void_p) for name in ("mean_value", "slope_units", "rotation", "centres", "weights")),
+        *((name, ctypes.c_void_p) for name in ("out", "flags", "pulled", "sketched")),
         *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "columns", "split_tokens")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("near_key", "near_value") for axis in ("batch", "head")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("bulk_key", "bulk_value") for axis in ("batch", "head")),
@@ -117,8 +118,8 @@ def fused_decode(
     pointers = (
         *(query, near_keys, near_values, bulk_keys, bulk_values, local, staged, decided, table),
         *(bulk_lengths, count, mean, covariance, other_mean, other_covariance),
-        *(kept.get(name) for name in ("codes", "scales", "units", "mean_squares", "mean_value")),
-        *(rotation, *(kept.get(name) for name in ("centres", "weights", "slopes")), out, flags, pulled, sketched),
+        *(kept.get(name) for name in ("codes", "scales", "slopes", "units", "mean_squares", "mean_value")),
+        *(kept.get("slope_units"), rotation, kept.get("centres"), kept.get("weights"), out, flags, pulled, sketched),
     )
     call = Decode(
         *(None if tensor is None else tensor.data_ptr() for tensor in pointers),

@@ -18,8 +18,9 @@ struct Decode {
     const float *mean, *covariance, *other_mean, *other_covariance;
     // Those of `Sketch` (sketch/codec.py), all contiguous; null without one. 16 bits are bfloat16.
     const uint8_t *codes, *scales;
-    const float *units, *mean_squares, *mean_value, *rotation;  // the last one transposed
-    const uint16_t *centres, *weights, *slopes;
+    const int8_t* slopes;
+    const float *units, *mean_squares, *mean_value, *slope_units, *rotation;  // the last one transposed
+    const uint16_t *centres, *weights;
     float* out;
     uint8_t* flags;
     int64_t *pulled, *sketched;  // the latter may be null

@@ -118,10 +118,11 @@ def fused_decode(
         sketch = None  # there is no room for a bulk that has one
     # What `near_kernel` leaves for the choice: the number of tokens in each bulk.
     segments, spread, unreliable = 0, 0.0, 0.0
-    tokens = weights = squares = rest = sums = mean_value = slopes = None
+    tokens = weights = squares = rest = sums = mean_value = slopes = slope_units = None
     if sketch is not None:
         tokens = bulk_lengths.new_empty(batch, kv_heads)
-        weights, squares, mean_value, slopes = sketch.weights, sketch.mean_squares, sketch.mean_value, sketch.slopes
+        weights, squares, mean_value = sketch.weights, sketch.mean_squares, sketch.mean_value
+        slopes, slope_units = sketch.slopes, sketch.slope_units
         segments, spread = squares.shape[2], codec.spread_of(sketch.bits) * scaling**2
         unreliable = selection.UNRELIABLE[sketch.bits]
     far_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
@@ -169,7 +170,8 @@ def fused_decode(
                 query, bulk_keys, bulk_values, places, bulk_lengths, flags, parts, lse, *far_strides, scaling, **sizes
             )
         merge_kernel[(batch * heads,)](
-            parts, lse, flags, rest, sums, query, mean_value, slopes, out, 1 + splits, scaling, selection.UNREAD_WEIGHT,
+            parts, lse, flags, rest, sums, query, mean_value, slopes, slope_units, out, 1 + splits, scaling,
+            selection.UNREAD_WEIGHT,
             G=group, D=dim, BLOCK_C=SLOPE_COLUMNS, V=value_dim, BLOCK_V=sizes["BLOCK_V"],
             BLOCK_P=triton.next_power_of_2(1 + splits), BLOCK_N=16,
         )  # fmt: skip

@@ -206,7 +206,8 @@ def bulk_kernel(
 
 @triton.jit
 def merge_kernel(
-    p_parts, p_lse, p_flags, p_rest, p_sums, p_query, p_mean, p_slopes, p_out, parts, scaling, unread_weight,
+    p_parts, p_lse, p_flags, p_rest, p_sums, p_query, p_mean, p_slopes, p_slope_units, p_out, parts, scaling,
+    unread_weight,
     G: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -236,7 +237,9 @@ def merge_kernel(
         rest = tl.sum(tl.exp(b_rest - shift), axis=0) * unread_weight
         if rest > 0.0:  # of what is read whole nothing is known
             i_group = i_head // G
-            b_along = along(p_query + i_head * D, p_slopes + i_group * V * D, D, BLOCK_C, V, BLOCK_V)
+            b_along = along(
+                p_query + i_head * D, p_slopes + i_group * V * D, p_slope_units + i_group * D, D, BLOCK_C, V, BLOCK_V
+            )
             b_along *= scaling * tilt(p_sums + i_head * 4 * splits, splits, b_rest, b_score, BLOCK_P)
             b_out += rest * (tl.load(p_mean + i_group * V + o_dim, mask=m_dim, other=0.0) + b_along)
         total += rest

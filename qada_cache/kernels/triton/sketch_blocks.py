@@ -94,9 +94,9 @@ def tilt(p_sums, splits, b_log, b_score, BLOCK_P: tl.constexpr):
 
 @triton.jit
 def along(
-    p_query, p_slopes, D: tl.constexpr, BLOCK_C: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+    p_query, p_slopes, p_units, D: tl.constexpr, BLOCK_C: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """What values gain along a query [BLOCK_V], `slopes q`, by `BLOCK_C` channels at once."""
+    """What values gain along a query [BLOCK_V], `slopes (slope_units q)`, by `BLOCK_C` channels at once."""
     o_value = tl.arange(0, BLOCK_V)
     b_along = tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, D, BLOCK_C):
@@ -104,5 +104,6 @@ def along(
         m_block = (o_value < V)[:, None] & (o_dim < D)[None, :]
         b_slopes = tl.load(p_slopes + o_value[:, None] * D + o_dim[None, :], mask=m_block, other=0.0)
         b_query = tl.load(p_query + o_dim, mask=o_dim < D, other=0.0)
-        b_along += tl.sum(b_slopes.to(tl.float32) * b_query.to(tl.float32)[None, :], axis=1)
+        b_query = b_query.to(tl.float32) * tl.load(p_units + o_dim, mask=o_dim < D, other=0.0)
+        b_along += tl.sum(b_slopes.to(tl.float32) * b_query[None, :], axis=1)
     return b_along

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...sketch import MIN_TOKENS, Sketch, encode_segments
+from ...sketch import MIN_TOKENS, Sketch, encode_segments, rounded_slopes
 from .. import decode_reference
 from ..first_use import fault
 from . import decode
@@ -147,4 +147,4 @@ def _sketch(keys: Tensor, values: Tensor, bits: int) -> Sketch:
     made["mean_squares"][0, 2] = 1e9
     mean = values.float().mean(dim=2, keepdim=True)
     slopes = (values.float() - mean).mT @ (keys.float() - keys.float().mean(dim=2, keepdim=True)) / keys.shape[2]
-    return Sketch(**made, mean_value=mean.squeeze(2), slopes=slopes.to(torch.bfloat16))
+    return Sketch(**made, mean_value=mean.squeeze(2), **rounded_slopes(slopes))

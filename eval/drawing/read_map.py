@@ -1,0 +1,98 @@
+"""Which tokens of a document each KV head read while an answer was given: recorded, and drawn as a map."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eval.drawing.canvas import canvas
+from qada_cache import QAdACache
+from qada_cache.attention import far
+from qada_cache.state.layer import QAdALayer
+
+ANSWER_TOKENS = 8
+COLUMNS = 1000  # of the map at most: further tokens share one, which shows the most that any of them was read
+
+
+@contextmanager
+def counted(cache: QAdACache) -> Iterator[dict[int, Tensor]]:
+    """Count the calls that read each token of the bulk, by layer: int64 `[kv_heads, tokens]`; one row, torch's kernels.
+
+    Sinks and window are read by every call and are not counted.
+    """
+    stores = {layer.index: layer.store for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store}
+    counts = {
+        index: torch.zeros(store.near_keys.shape[1], store.bulk.capacity + store.near_keys.shape[2], dtype=torch.int64)
+        for index, store in stores.items()
+    }
+    of_sketch = {id(store.sketch): index for index, store in stores.items()}
+    select, whole = far._selections, far.whole_bulk
+
+    def selections(sketch: Any, at: tuple[int, int], *args: Any) -> Iterator[Any]:
+        for queries, selection in select(sketch, at, *args):
+            read = selection.tokens.any(dim=0)
+            counts[of_sketch[id(sketch)]][at[1], : len(read)] += read.cpu()
+            yield queries, selection
+
+    def whole_bulk(layer: QAdALayer, store: Any, packed: Tensor, needed: list[list[bool]], **kwargs: Any) -> Any:
+        for head, read in enumerate(needed[0]):
+            counts[layer.index][head, : store.bulk.lengths[0]] += int(read)
+        return whole(layer, store, packed, needed, **kwargs)
+
+    with mock.patch.object(far, "_selections", selections), mock.patch.object(far, "whole_bulk", whole_bulk):
+        yield counts
+
+
+@torch.no_grad()
+def answer(model: PreTrainedModel, cache: QAdACache, question: list[int]) -> tuple[Tensor, Tensor]:
+    """Ask a cache that holds a document; greedily.
+
+    Returns:
+        The answer's first `ANSWER_TOKENS` tokens, int64; and how many of them read each token of the document, by KV
+        head from the first layer on, int64 `[heads, tokens]`. Sinks and window are left out.
+    """
+    twin = cache.fork(kernels="torch")
+    tokens, sinks = twin.get_seq_length(), twin.options.sink_tokens
+    asked = torch.tensor([question], device=model.device)
+    if len(question) > 1:
+        model(asked[:, :-1], past_key_values=twin)
+    given, ids = [], asked[:, -1:]
+    with counted(twin) as counts:
+        for _ in range(ANSWER_TOKENS):
+            ids = model(ids, past_key_values=twin).logits[:, -1:].argmax(dim=-1)
+            given.append(int(ids))
+    of_all = torch.cat([counts[index] for index in sorted(counts)])[:, : max(0, tokens - sinks)]
+    of_all = torch.nn.functional.pad(of_all, (sinks, max(0, tokens - sinks - of_all.shape[1])))
+    return torch.tensor(given), of_all
+
+
+def drawn(reads: Tensor, *, facts: list[float], asked: float | None, title: str) -> Figure:
+    """The map of `reads` `[heads, tokens]`; `facts` are places, as shares of the text's length, `asked` one of them."""
+    heads, tokens = reads.shape
+    each = -(-tokens // COLUMNS)
+    padded = torch.nn.functional.pad(reads, (0, -tokens % each))
+    most = padded.unflatten(1, (-1, each)).amax(dim=2)
+    figure, ((axes,),) = canvas(width=9.0, height=4.6)
+    shown = axes.imshow(
+        np.sqrt(most.numpy()), aspect="auto", interpolation="nearest", cmap="Blues", vmin=0,
+        vmax=float(np.sqrt(ANSWER_TOKENS)), extent=(0, tokens, heads, 0),
+    )  # fmt: skip
+    bar = figure.colorbar(shown, ax=axes, ticks=[float(np.sqrt(count)) for count in (0, 1, 2, 4, 8)])
+    bar.ax.set_yticklabels(["0", "1", "2", "4", "8"])
+    bar.set_label("tokens of the answer that read it")
+    for place in facts:
+        chosen = place == asked
+        axes.axvline(place * tokens, color="crimson" if chosen else "grey", linewidth=1.0, linestyle=":")
+        axes.annotate(
+            "the fact" if chosen else "", (place * tokens, 0), xytext=(0, 3), textcoords="offset points", fontsize=8,
+            color="crimson", ha="center",
+        )  # fmt: skip
+    axes.set(xlabel="token of the document (dotted: planted facts)", ylabel="KV head, from the first layer on")
+    axes.set_title(title, fontsize=9, pad=14)
+    return figure
