@@ -1,7 +1,8 @@
 """What `qada tune` chose for a model: kept beside its key moments, and taken by caches that are given nothing else.
 
-A kept choice counts only for caches that decide, but for it, as those it was measured with. It is never looked up for a
-model that processes share: each would see its own part of the weights, and they might disagree.
+A kept choice counts only for caches that decide, but for it, as those it was measured with. It is found by the model's
+weights, config and dtype, wherever the model lies. So a cache that was built with a config alone does without. So does
+one of a model that processes share, each of which would see its own part of the weights.
 """
 
 from dataclasses import replace
@@ -22,7 +23,6 @@ from .state.shared import ServedModel
 logger = logging.get_logger(__name__)
 
 KIND = "qada-choice"
-NAME = "tuned"  # in the names of files
 # What a choice was measured under.
 _UNDER = ("threshold", "sink_tokens", "local_tokens", "criterion", "group_rule", "moments", "sketch_bits")
 CONDITIONS = frozenset({*_UNDER, "update_moments", "token_threshold"})  # what makes a cache another than was measured
@@ -42,11 +42,11 @@ def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> P
     Raises:
         OSError: the user's cache folder cannot be written to, or is not the user's alone.
     """
-    file = f"{identity.name(model, NAME)}.safetensors"
+    path = _path(model)
     state = {"token_threshold": options.token_threshold, "under": _conditions(options), "figures": figures}
     with private.opened(FOLDER, make=True) as folder:
-        private.write(file, tensor_file.encoded(KIND, {}, state), folder=folder)
-    return private.home() / FOLDER / file
+        private.write(path.name, tensor_file.encoded(KIND, {}, state), folder=folder)
+    return path
 
 
 def applied(options: Options, served: ServedModel) -> Options:
@@ -55,10 +55,11 @@ def applied(options: Options, served: ServedModel) -> Options:
     A choice that is kept and does not count is warned of, once.
     """
     without = replace(options, tuned=False)
-    if not (options.tuned and options.chooses_tokens and served.layers) or served.shard.size > 1:
+    model = served.get()
+    if not (options.tuned and options.chooses_tokens and served.layers) or model is None or served.shard.size > 1:
         return without
     try:
-        kept = _read(served)
+        kept = _read(model)
         if kept is None:
             return without
         taken = replace(options, token_threshold=kept["token_threshold"])
@@ -91,19 +92,18 @@ def _conditions(options: Options) -> dict[str, Any]:
     return found
 
 
-def _read(served: ServedModel) -> dict[str, Any] | None:
-    """What is kept of the model, or of the one that its config names; None if nothing is, or it cannot be told apart.
+def _path(model: PreTrainedModel) -> Path:
+    return private.home() / FOLDER / f"{model.config.model_type}-tuned-{identity.digest(model)}.safetensors"
+
+
+def _read(model: PreTrainedModel) -> dict[str, Any] | None:
+    """What is kept of the model; None if nothing is.
 
     Raises:
         OSError, ValueError: it cannot be read, or is truncated, altered or of another format.
     """
-    model, folder = served.get(), private.home() / FOLDER
-    if model is not None:
-        found = [folder / f"{identity.name(model, NAME)}.safetensors"]
-    else:
-        source = identity.source(served.whole_config)
-        found = list(folder.glob(f"{source}-{NAME}-*.safetensors")) if source else []
-    if len(found) != 1 or not found[0].exists():  # a folder that is not the user's alone matters only if there is one
+    path = _path(model)
+    if not path.exists():  # then it is no matter whether the folder is the user's alone
         return None
-    with private.opened(FOLDER) as descriptor:
-        return tensor_file.decoded(private.read(descriptor, found[0].name), KIND, found[0])[1]
+    with private.opened(FOLDER) as folder:
+        return tensor_file.decoded(private.read(folder, path.name), KIND, path)[1]

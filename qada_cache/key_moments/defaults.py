@@ -250,4 +250,5 @@ def _collect(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
 
 
 def _path(model: PreTrainedModel, prompt: str) -> Path:
-    return home() / FOLDER / f"{identity.name(model, prompt, **VERSIONS)}.safetensors"
+    start = identity.source(model.config, **VERSIONS) or model.config.model_type  # by which a config finds it
+    return home() / FOLDER / f"{start}-{prompt}-{identity.digest(model, **VERSIONS)}.safetensors"

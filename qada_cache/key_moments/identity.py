@@ -10,23 +10,24 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..files import weights
 
 
-def name(model: PreTrainedModel, what: str, **versions: int) -> str:
-    """What a file with `what` of this model is called, without an ending.
-
-    It begins with `source`, so that the model's config alone finds it too. It ends with a digest of the config, the
-    dtype and a sample of every weight, so that it is no other model's.
+def digest(model: PreTrainedModel, **versions: int) -> str:
+    """Of a model's config, dtype and a sample of every weight, wherever it was loaded from.
 
     Args:
-        versions: files of other versions have other names.
+        versions: of what is kept of it; another version is another digest.
     """
     whole = {"config": _settings(model.config, versions), "dtype": str(model.dtype)}
-    digest = hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode())
-    digest.update("".join(weights.sample(model)).encode())
-    return f"{source(model.config, **versions) or model.config.model_type}-{what}-{digest.hexdigest()[:16]}"
+    found = hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode())
+    found.update("".join(weights.sample(model)).encode())
+    return found.hexdigest()[:16]
 
 
 def source(config: PreTrainedConfig, **versions: int) -> str:
-    """Where the weights were loaded from, and which version of them; empty if they were not loaded."""
+    """Where the weights were loaded from, and which version of them; empty if they were not loaded.
+
+    A config alone can tell that, and no more: of weights that were changed since, and of a path to the same folder in
+    other words, it says the wrong thing.
+    """
     where = config._name_or_path
     if not where:
         return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from models import SMALL, prompt, tiny
 from readable import readable_model
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import LlamaForCausalLM
 from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache, StaticHeads, prepare, tuned_choice
@@ -172,19 +174,15 @@ def test_the_file_is_the_users_alone_and_holds_no_code() -> None:
     json.loads(content[8:])  # safetensors' header, and no tensors
 
 
-def test_a_config_finds_what_its_model_left(tmp_path: Path) -> None:
-    """As it finds moments: by where the model was loaded from."""
+def test_a_model_is_known_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path in other words, a copy elsewhere; a config alone does not tell weights."""
     model = readable_model(tmp_path / "model")
-    QAdACache(model)
     kept(model)
-    assert goes_by(QAdACache(config=model.config)) == (8.0, True)
-    assert goes_by(QAdACache(config=model.config, tuned=False)) == (TOKEN_THRESHOLD, False)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        twin.lm_head.weight.add_(1.0)
-    kept(twin, 3.0)  # the config names both
+    shutil.copytree(tmp_path / "model", tmp_path / "copy")
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "./copy", str(tmp_path / "copy")):
+        assert goes_by(QAdACache(LlamaForCausalLM.from_pretrained(name, local_files_only=True))) == (8.0, True)
     assert goes_by(QAdACache(config=model.config)) == (TOKEN_THRESHOLD, False)
-    assert goes_by(QAdACache(model)) == (8.0, True)
 
 
 def test_split_models_do_without() -> None:
