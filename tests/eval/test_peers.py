@@ -2,8 +2,8 @@
 
 Others' code was asked once for the same, and is not needed here. On the models of these tests, kvpress 0.5.5 (under
 transformers 5.2) kept the very tokens of a text of 300 that are kept here, by all four methods, 76 and 128 of them and,
-but for SnapKV, whose window is larger, 34 and 48. On normal values, optimum-quanto 0.2.7 gave 4 and 2 bits as they are
-given here.
+but for SnapKV, whose window is larger, 34 and 48; and on SmolLM2, of 1,199 tokens of prose, the same 236 in each of 30
+layers. On normal values, optimum-quanto 0.2.7 gave 4 and 2 bits as they are given here.
 """
 
 from __future__ import annotations
