@@ -10,7 +10,7 @@ from decode_scene import Scene
 from models import prompt, tiny
 from torch import Tensor
 
-from qada_cache import QAdACache
+from qada_cache import KeyMoments, QAdACache
 from qada_cache.kernels import decode_reference, operands
 from qada_cache.kernels.cpu import compiled, compiled_decode, structs
 from qada_cache.kernels.decode_call import Binding, DecodeCall, MisfitError
@@ -141,6 +141,28 @@ def test_layers_bind_when_storage_changes_and_not_every_step(monkeypatch: pytest
     cache.batch_repeat_interleave(2)
     model(ids[:, :1].expand(2, 1), past_key_values=cache)
     assert len(made) == 9
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_caches_that_take_turns_make_no_moments_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of different lengths, by another prompt's moments, which depend on the length."""
+    monkeypatch.setattr(compiled, "MIN_TOKENS", 1)
+    model, made, original = tiny(max_position_embeddings=8192, num_hidden_layers=2), [], KeyMoments._layer_at
+    ids = prompt(900)[0]
+    caches = [QAdACache(model, moments="random-tokens") for _ in range(4)]
+    for tokens, cache in zip((300, 500, 700, 900), caches, strict=True):
+        model(ids[:, :tokens], past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+
+    def counted(moments: KeyMoments, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        made.append(length)
+        return original(moments, layer, length)
+
+    monkeypatch.setattr(KeyMoments, "_layer_at", counted)
+    for cache in caches * 3:
+        model(ids[:, :1], past_key_values=cache)
+    assert not made
 
 
 @needs_compiler
