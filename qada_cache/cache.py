@@ -166,8 +166,8 @@ class QAdACache(WatchedCache):
             raise ValueError(
                 f"this QAdACache was built for {built} layers and layer {layer_idx} called it: build one per model"
             )
-        config = self._shared.model.config
-        if not attention.is_switched_on(config):
+        config, reached = self._shared.model.config, self._shared.progress.reached
+        if (layer_idx <= reached or reached < 0) and not attention.is_switched_on(config):  # asked once a pass
             raise RuntimeError(
                 "the model's attention implementation was changed after this QAdACache was built "
                 f"(to {config._attn_implementation!r}): build a new QAdACache"
