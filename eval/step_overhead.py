@@ -1,11 +1,13 @@
 """What a decoded token costs beside reading the context, part by part: `python -m eval.step_overhead`.
 
     python -m eval.step_overhead --tokens 2048 8192 32768 131072 --out eval/results
+    OMP_NUM_THREADS=1 python -m eval.step_overhead --model small --dtype float32 --tokens 2000 --rounds 8
 
 Every head decides, by the default moments where the model has a tokenizer and else by the prompt's, and none reads its
 bulk (`threshold=0`), so whatever QAdACache adds to a step without a context is overhead. Parts are timed on the host,
 each without the parts it calls, and summed over the layers of a step. On an accelerator, whose work goes on beside,
-that is the time to launch it.
+that is the time to launch it. A whole step is compared with DynamicCache's, which has the same context and reads all of
+it: `over_dynamic`, of the fastest quarters of both, as what else a machine does makes steps slower and never faster.
 """
 
 import contextlib
@@ -40,7 +42,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "take_in": (QAdALayer, "update"),
     "store": (TokenStore, "append"),
     "masks": (ForwardPass, "geometry"),
-    "moments": (one_token, "_criterion"),
+    "moments": (one_token, "_add_moments"),
     "kernel": (compiled_decode, "fused_decode"),  # attention over sinks and window, and the decision
     "count": (Counters, "count"),
     "the_rest": (attention, "attention_forward"),  # checks, and everything between the parts above
@@ -98,16 +100,22 @@ def steps(work: Work, cache: Cache, watch: Stopwatch) -> list[dict[str, float]]:
 def measure(work: Work, rounds: int) -> dict[str, Any]:
     """One row: medians over all steps of rounds in which the two caches take turns."""
     without: list[float] = []
+    dynamic: list[float] = []
+    unwatched: list[float] = []
     ours: list[dict[str, float]] = []
     config = work.model.config
+    # Sizes alone have no tokenizer, without which there is no other prompt to go by.
+    moments = {} if work.read else {"moments": "current"}
+    make = functools.partial(QAdACache, work.model, threshold=0.0, tuned=False, **moments)
     for _ in range(rounds):
         restore_attention(work.model)
         without += benchmark.decode(work, DynamicCache(config=config))[0]
+        dynamic += benchmark.decode(work, fill(DynamicCache(config=config), work))[0]
+        unwatched += benchmark.decode(work, fill(make(), work))[0]
+        restore_attention(work.model)
         watch = Stopwatch()
         with watch.watching():
-            # Sizes alone have no tokenizer, without which there is no other prompt to go by.
-            moments = {} if work.read else {"moments": "current"}
-            cache = fill(QAdACache(work.model, threshold=0.0, tuned=False, **moments), work)
+            cache = fill(make(), work)
             ours += steps(work, cache, watch)
         assert cache.stats().pulled_bytes == 0
         assert cache.stats().decisions > 0
@@ -118,11 +126,18 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
         "tokens": work.tokens,
         "batch": work.batch,
         "no_context_ms": f"{1e3 * nothing:.2f}",
+        "dynamic_ms": f"{1e3 * median_high(dynamic):.2f}",
+        "over_dynamic": f"{_fast(unwatched) / _fast(dynamic):.3f}",
         "step_ms": f"{1e3 * whole:.2f}",
         "ours_ms": f"{sum(parts.values()) / 1e3:.2f}",
         "share": f"{sum(parts.values()) / 1e6 / whole:.3f}",
         **{name: f"{value:.0f}" for name, value in parts.items()},
     }
+
+
+def _fast(seconds: list[float]) -> float:
+    """The slowest of the fastest quarter."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,12 +7,14 @@ gives, greedily, as far as the expected one) is then fed in one query-adaptive c
 way of deciding, with teacher forcing: KL divergence from full attention's next-token distributions, whether the
 likeliest token is the same, and what was read. Where they are not all the same, the answer is generated, greedily,
 to see whether the expected one is in it. One row a document and way; rows that the table holds are not measured again.
+With `--peers`, so are caches that other methods made smaller (`eval/peers`), which take part in nothing else.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,12 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from eval.deciding.following import compare, follow, generate, prefill, spoken
 from eval.deciding.tokens import OWN, VALUE_BITS, reading, sketch_share, split, token_options
 from eval.deciding.trial_summary import summary
-from eval.deciding.ways import PROMPTS, Knowledge, Way, all_ways, deciding, experiments, few_ways, token_ways
+from eval.deciding.ways import PROMPTS, Knowledge, Way, all_ways, deciding, experiments, few_ways, peer_ways, token_ways
 from eval.models.language_model import DEFAULT, HELP, hflm_source, label, load
+from eval.peers.prefilled import PEERS, Prefilled
 from eval.reporting.machine import machine
 from eval.reporting.tables import plain, read, write
 from eval.sweep import ORACLE, task_manager
@@ -39,7 +43,6 @@ from qada_cache.key_moments.defaults import sources
 from qada_cache.state.layer import QAdALayer
 
 CALIBRATION = 4  # pieces of prose that errors and local shares are learned from, none of those measured
-SPARE = 8  # tokens that an answer may have beside the expected ones: quotation marks, a word or two
 NEARLY_ONE = 1 - 1e-9  # a threshold that makes every head long-context; at 1 they would read everything
 EVERY = 4  # of the text's pieces, one in so many is kept for that
 
@@ -103,62 +106,6 @@ def cache_options(way: Way, known: Knowledge) -> dict[str, Any]:
     return options | {"moments": ("current", moments) if current and other else moments}
 
 
-@torch.no_grad()
-def prefill(model: PreTrainedModel, document: Document, cache: QAdACache) -> None:
-    """Read what `cache` lacks of the prompt but its question, exactly."""
-    left = document.prompt[:, cache.get_seq_length() : -document.question]
-    if left.shape[1]:
-        model(left.to(model.device), past_key_values=cache, logits_to_keep=1)
-
-
-@torch.no_grad()
-def follow(model: PreTrainedModel, document: Document, cache: QAdACache, *, at_once: bool = True) -> Tensor:
-    """Log-probabilities `[tokens, vocabulary]` of what follows a prompt that `cache` holds.
-
-    The question in one call; the rest with it, or token by token, as in decoding: the queries of one call share the
-    tokens that they read.
-    """
-    question, rest = document.prompt[:, -document.question :].to(model.device), document.answer[:, :-1].to(model.device)
-    parts = [torch.cat([question, rest], dim=1)] if at_once else [question, *rest.split(1, dim=1)]
-    logits = [model(part, past_key_values=cache).logits[0] for part in parts if part.shape[1]]
-    return torch.cat(logits)[document.question - 1 :].float().log_softmax(dim=-1)
-
-
-def compare(full: Tensor, found: Tensor) -> dict[str, str]:
-    """Log-probabilities `[tokens, vocabulary]` of a way against those of full attention."""
-    same = found.argmax(dim=-1) == full.argmax(dim=-1)
-    return {
-        "tokens": str(len(same)),
-        "kl": f"{float((full.exp() * (full - found)).sum(dim=-1).mean()):.6f}",
-        "top1": f"{float(same.float().mean()):.4f}",
-        "same": str(int(same.all())),
-    }
-
-
-def generate(model: PreTrainedModel, document: Document, cache: QAdACache) -> Tensor:
-    """An answer `[1, tokens]`, greedily, somewhat longer than the right one."""
-    ids = document.prompt.to(model.device)
-    most = document.answer.shape[1] + SPARE
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=most, do_sample=False
-    )
-    return out[:, ids.shape[1] :].cpu()
-
-
-def spoken(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: Document, cache: QAdACache
-) -> tuple[Document, bool]:
-    """The document with full attention's own answer, up to the expected one if that is in it, and whether it is.
-
-    `cache` holds all of the prompt but its question, and reads everything.
-    """
-    said = generate(model, document, cache)
-    for tokens in range(1, said.shape[1] + 1):
-        if document.expected in tokenizer.decode(said[0, :tokens]):
-            return replace(document, answer=said[:, :tokens]), True
-    return replace(document, answer=said), False
-
-
 def exact_cache(model: PreTrainedModel) -> QAdACache:
     """One that reads everything, and from which forks of all ways can go on."""
     return QAdACache(model, moments="current", token_threshold=0.0, threshold=1.0)
@@ -180,7 +127,7 @@ def trial(
     """
     cache = exact_cache(model) if cache is None else cache
     exact = {"criterion": "dense", "moments": "current"}
-    following = document.question + document.answer.shape[1] - 1
+    following = document.following.shape[1]
     if following > cache.options.window:
         raise ValueError(f"{following} tokens follow the text: more than one query-adaptive call takes")
     prefill(model, document, cache)
@@ -190,24 +137,31 @@ def trial(
     if document.expected:
         document, right = spoken(model, tokenizer, document, cache.fork(**exact))
     full = follow(model, document, cache.fork(**exact))
+    peers = [way for way in ways if way.criterion in PEERS]
+    state = Prefilled(model, document.text, cache.options.local_tokens) if peers else None
+
+    def judged(followed: Tensor, say: Callable[[], Tensor]) -> dict[str, str]:
+        compared = compare(full, followed)
+        found = right and (compared["same"] == "1" or document.expected in tokenizer.decode(say()[0]))
+        return compared | {"right": str(int(right)), "found": str(int(found))}
+
+    def answer(options: dict[str, Any]) -> Tensor:
+        return generate(model, document, cache.fork(**options))
+
     for way in ways:
-        twin = cache.fork(**cache_options(way, known))
-        with deciding(way, known), reading(way.read):
-            compared = compare(full, follow(model, document, twin, at_once=not way.read.startswith(OWN)))
-            found = right and compared["same"] == "1"
-            if right and not found:
-                said = generate(model, document, cache.fork(**cache_options(way, known)))
-                found = document.expected in tokenizer.decode(said[0])
-        stats = twin.stats()
-        yield {
-            **asdict(way),
-            **compared,
-            "right": str(int(right)),
-            "found": str(int(found)),
-            "kv_read": f"{1 - stats.kv_sparsity:.4f}",
-            "bytes_read": f"{bytes_read(way, stats, dim, value_bytes):.4f}",
-            "q_local": f"{stats.sparsity:.4f}",
-        }
+        if way in peers:
+            made = judged(state.follow(document, way), partial(state.generate, document, way))
+            shares = {"kv_read": 1.0, "bytes_read": state.bytes_read(way), "q_local": 0.0}
+        else:
+            options = cache_options(way, known)
+            twin = cache.fork(**options)
+            with deciding(way, known), reading(way.read):
+                followed = follow(model, document, twin, at_once=not way.read.startswith(OWN))
+                made = judged(followed, partial(answer, options))
+            stats = twin.stats()
+            shares = {"kv_read": 1 - stats.kv_sparsity, "bytes_read": bytes_read(way, stats, dim, value_bytes)}
+            shares["q_local"] = stats.sparsity
+        yield asdict(way) | made | {name: f"{share:.4f}" for name, share in shares.items()}
         bar.update()
 
 
@@ -274,6 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--few", action="store_true", help="only those ways that tell most")
     add("--tokens", action="store_true", help="ways of reading some of a head's tokens only")
     add("--own", action="store_true", help="with --tokens: the default and the economical setting alone")
+    add("--peers", action="store_true", help="other methods, to compare with: caches that evict, or of few bits")
     add("--dtype", default="auto", help="(default: the model's own)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--out", type=Path, required=True, help="CSV table, added to if it exists")
@@ -291,9 +246,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def chosen_ways(options: argparse.Namespace) -> list[Way]:
     """Those that the command line asks for."""
+    peers = peer_ways() if options.peers else []
     if options.tokens:
-        return token_ways(few=options.few, own=options.own)
-    return few_ways() if options.few else all_ways()
+        return [*token_ways(few=options.few, own=options.own), *peers]
+    return [*few_ways(), *peers] if options.few else peers or all_ways()
 
 
 def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -301,7 +257,7 @@ def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrain
     done = {key(row) for row in read(options.out)} if options.out.exists() else set()
     ways, everywhere = chosen_ways(options), {"model": label(options.model)}
     calibration = []
-    if not (options.few or options.tokens):
+    if not (options.few or options.tokens or options.peers):
         pieces = prose(tokenizer, length=min(options.lengths), following=options.following, text=options.text)
         calibration = list(islice(filter(calibrates, pieces), CALIBRATION))
     known = know(model, tokenizer, ways, calibration)

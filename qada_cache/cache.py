@@ -81,7 +81,7 @@ class QAdACache(WatchedCache):
             not there, the current prompt's alone are used, with a warning.
         token_threshold: a long-context head reads the tokens of its bulk that by the sketch get at least so many times
             an even share of its attention; what their scores say of their values stands for the others. 0: all, as in
-            the paper; so do "dense", "oracle", a threshold of 1. None: what `qada tune` kept of the model, else 4.5.
+            the paper; so do "dense", "oracle", a threshold of 1. None: the setting `qada tune` kept, else 4.5.
         sketch_bits: of a value of a key in the sketch, a copy of the bulk's keys on the compute device: 1, 2 or 4.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
@@ -94,7 +94,7 @@ class QAdACache(WatchedCache):
         audit_every: every so many query-adaptive steps, read the whole bulk of one layer (layers take turns) and record
             in `stats().audit` what the decisions missed; outputs stay the same. 0: never.
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
-        tuned: whether what `qada tune` kept of this model counts, if it was measured under this cache's other options.
+        tuned: whether the setting that `qada tune` kept counts, if it was measured under this cache's other options.
 
     Raises:
         TypeError, ValueError, FileNotFoundError: an argument of the wrong type or outside its range, moments that
@@ -169,8 +169,8 @@ class QAdACache(WatchedCache):
             raise ValueError(
                 f"this QAdACache was built for {built} layers and layer {layer_idx} called it: build one per model"
             )
-        config = self._shared.model.config
-        if not attention.is_switched_on(config):
+        config, reached = self._shared.model.config, self._shared.progress.reached
+        if (layer_idx <= reached or reached < 0) and not attention.is_switched_on(config):  # asked once a pass
             raise RuntimeError(
                 "the model's attention implementation was changed after this QAdACache was built "
                 f"(to {config._attn_implementation!r}): build a new QAdACache"

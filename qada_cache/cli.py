@@ -147,7 +147,7 @@ def _profile(options: argparse.Namespace) -> int:
     words = within_reach("random-words", tokenizer)
     ids = prompt_ids(words, model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[None]
     if (asked := QAdACache(model, **cache).options).tuned:
-        print(f"QAdACache goes by what qada tune kept of the model: token_threshold={asked.token_threshold:g}")
+        print(f"QAdACache takes the setting that qada tune kept: token_threshold={asked.token_threshold:g}")
     found = profile.profile(model, ids, new_tokens=options.new_tokens, chunk=options.chunk, **cache)
     _print_table([each.summary() for each in found])
     if options.layers:

@@ -1,8 +1,8 @@
-"""What `qada tune` chose for a model: kept beside its key moments, and taken by caches that are given nothing else.
+"""The tuned setting of a model: `qada tune` keeps it beside the key moments, and caches take it as their default.
 
-A kept choice counts only for caches that decide, but for it, as those it was measured with. It is found by the model's
-weights, config and dtype, wherever the model lies. So a cache that was built with a config alone does without. So does
-one of a model that processes share, each of which would see its own part of the weights.
+A tuned setting counts only for caches whose other deciding options are those it was measured with. It is found by the
+model's weights, config and dtype, wherever the model lies. A cache that was built with a config alone does without. So
+does one of a model that processes share, each of which would see its own part of the weights.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ from .state.shared import ServedModel
 logger = logging.get_logger(__name__)
 
 KIND = "qada-choice"
-# What a choice was measured under.
+# A setting was measured under these options.
 _UNDER = ("threshold", "sink_tokens", "local_tokens", "criterion", "group_rule", "moments", "sketch_bits")
 CONDITIONS = frozenset({*_UNDER, "update_moments", "token_threshold"})  # what makes a cache another than was measured
 
@@ -50,9 +50,9 @@ def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> P
 
 
 def applied(options: Options, served: ServedModel) -> Options:
-    """The options with the model's kept choice; without, if they do not ask for it, or none is kept that counts.
+    """The options with the model's tuned setting; without, if they do not ask for it, or none is kept that counts.
 
-    A choice that is kept and does not count is warned of, once.
+    A setting that is kept and does not count is warned of, once.
     """
     without = replace(options, tuned=False)
     model = served.get()
@@ -75,14 +75,14 @@ def applied(options: Options, served: ServedModel) -> Options:
         )
         reason = f"it was measured with {theirs}, and this cache has {ours}"
     logger.warning_once(
-        f"what `qada tune` kept of this {served.model_type} model is not used: {reason}. This cache goes by "
+        f"the tuned setting of this {served.model_type} model is not used: {reason}. This cache goes by "
         f"token_threshold={options.token_threshold:g}; run qada tune again, or give token_threshold or tuned=False"
     )
     return without
 
 
 def _conditions(options: Options) -> dict[str, Any]:
-    """What a choice depends on beside the model, JSON-able."""
+    """The options that a setting was measured under, JSON-able."""
     found = {name: getattr(options, name) for name in (*_UNDER, "update_moments")}
     current, other = sources(options.moments)
     prompt = other.prompt if isinstance(other, KeyMoments) else other
@@ -97,7 +97,7 @@ def _path(model: PreTrainedModel) -> Path:
 
 
 def _read(model: PreTrainedModel) -> dict[str, Any] | None:
-    """What is kept of the model; None if nothing is.
+    """The kept state of the model; None if there is none.
 
     Raises:
         OSError, ValueError: it cannot be read, or is truncated, altered or of another format.

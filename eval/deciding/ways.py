@@ -31,12 +31,12 @@ class Way:
     """One way of deciding.
 
     Args:
-        criterion: "qada", "oracle", "static", "dense", "local".
+        criterion: "qada", "oracle", "static", "dense", "local"; or "evicted" or "quantized", as other methods do.
         moments: for "qada", and for the query energies of a sketch: those of `QAdACache`, or one of `experiments`.
         rule: a group rule of `QAdACache`; or "all", a group is long-context if all of its heads are; or "mean", if the
             mean of their local shares is below the threshold.
         threshold: tau; for "static" alpha, the share of heads made local; nothing to "dense" and "local".
-        read: what a long-context head reads: "" for everything, or as in `tokens.split`.
+        read: what a long-context head reads: "" for everything, or as in `tokens.split`; or what another method keeps.
     """
 
     criterion: str
@@ -91,6 +91,13 @@ def token_ways(*, few: bool = False, own: bool = False) -> list[Way]:
     more = {"true": (0.1,), "2 bits": (0.05, 0.1), "pages of 16": (0.05, 0.1)}
     shares += [Way("dense", read=f"{kind}, {share}") for kind, found in more.items() for share in found]
     return [*default, *every, *shares]
+
+
+def peer_ways() -> list[Way]:
+    """Other methods: a share of the bulk's tokens that each keeps, and everything in few bits."""
+    methods, shares = ("SnapKV", "ExpectedAttention", "TOVA", "KeyDiff"), (0.05, 0.1, 0.2)
+    evicted = [Way("evicted", read=f"{method}, {share}") for method in methods for share in shares]
+    return [*evicted, *(Way("quantized", read=f"{bits} bits") for bits in (4, 2))]
 
 
 @dataclass

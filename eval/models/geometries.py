@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 # hidden, MLP, layers, query heads, KV heads, dim of a head, vocabulary
 GEOMETRIES = {
     "tiny": (256, 512, 4, 8, 4, 64, 1024),
+    "small": (128, 256, 16, 4, 2, 32, 1024),  # of so many layers that what a layer's step costs beside computing shows
     "llama-3.2-1b": (2048, 8192, 16, 32, 8, 64, 128256),
     "llama-3-8b": (4096, 14336, 32, 32, 8, 128, 128256),
     "qwen2-7b": (3584, 18944, 28, 28, 4, 128, 152064),

@@ -37,6 +37,16 @@ class Document:
     expected: str = ""
     question: int = 1
 
+    @property
+    def text(self) -> Tensor:
+        """int64 `[1, tokens]`: the prompt without its question."""
+        return self.prompt[:, : -self.question]
+
+    @property
+    def following(self) -> Tensor:
+        """int64 `[1, tokens]`, fed after the text: the question, and the answer but for its last token."""
+        return torch.cat([self.prompt[:, -self.question :], self.answer[:, :-1]], dim=1)
+
 
 def with_dense_question(document: Document) -> Document:
     """The same, but its question is read exactly, as the text is: all but its last token, where every answer begins."""

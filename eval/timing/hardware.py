@@ -44,27 +44,25 @@ def speeds(device: torch.device) -> dict[str, float]:
 
 def _zero_copy(host: torch.Tensor, data: torch.Tensor) -> float:
     """Bytes a second that a decode step's kernel reads of a bulk in pinned memory, every head flagged."""
+    from qada_cache.kernels.decode_call import DecodeCall
     from qada_cache.kernels.triton.decode import fused_decode
 
     dim, heads = 128, 8
     tokens = host.numel() * 2 // (2 * heads * dim)  # keys and values as half-precision numbers
     keys, values = host.view(torch.bfloat16).view(2, 1, heads, tokens, dim)
     near = torch.zeros(1, heads, 16, dim, dtype=torch.bfloat16, device=data.device)
-    arguments = {
+    told = {
         "local": torch.ones(1, 16, dtype=torch.bool, device=data.device),
         "staged": torch.zeros(1, 16, dtype=torch.bool, device=data.device),
         "bulk_lengths": torch.tensor([tokens], device=data.device),
         "decided": torch.ones(1, dtype=torch.bool, device=data.device),
         "pulled": torch.zeros((), dtype=torch.int64, device=data.device),
-    }
-    query = torch.ones(1, 4 * heads, 1, dim, dtype=torch.bfloat16, device=data.device)
-    return _best(
-        lambda: fused_decode(
-            query, near, near, keys, values, scaling=0.1, threshold=0.5, criterion="dense", **arguments
-        ),
-        data.device,
-        host.nbytes,
-    )
+        "query": torch.ones(1, 4 * heads, 1, dim, dtype=torch.bfloat16, device=data.device),
+        "near_keys": near, "near_values": near, "bulk_keys": keys, "bulk_values": values,
+        "scaling": 0.1, "threshold": 0.5, "criterion": "dense",
+    }  # fmt: skip
+    call = DecodeCall.of(**told)
+    return _best(lambda: fused_decode(call), data.device, host.nbytes)
 
 
 class Peak:

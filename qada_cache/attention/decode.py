@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import choice, merge_partials, partial_attention, softmax_average
+from ..kernels import merge_partials, partial_attention, softmax_average
 from ..state.layer import QAdALayer
 from ..storage.padding import real_tokens
 from ..storage.reading import prefetch, stream
 from ..storage.store import TokenStore
 from .decide import audit, needs_long_context
 from .far import long_context, whole_bulk
-from .one_token import one_token
+from .one_token import chosen_kernel, one_token
 
 
 def query_adaptive(
@@ -35,22 +35,18 @@ def query_adaptive(
     batch, heads, queries, dim = query.shape
     kv_heads = store.near_keys.shape[1]
     group = heads // kv_heads
-    columns = slice(0, store.sinks + store.end)
-    near_keys, near_values = store.near_keys[:, :, columns], store.near_values[:, :, columns]
     geometry = layer.shared.forward_pass.geometry(
         lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=valid, device=query.device
     )
     audited = layer.is_audited()
     if queries == 1 and not audited:
-        bulk, options = store.bulk, layer.options
-        bits = store.sketch.bits if store.sketch is not None and store.sketch.in_use else None
-        kernel = choice.fused_decode(
-            query, bulk.keys, bulk.values, options.criterion, options.kernels, sketch_bits=bits
-        )
+        kernel = chosen_kernel(layer, store, query)
         if kernel is not None:
             out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
             layer.counters.count(flags.unsqueeze(-1), geometry, kv_heads * store.bulk.token_bytes)
             return out
+    columns = slice(0, store.sinks + store.end)
+    near_keys, near_values = store.near_keys[:, :, columns], store.near_values[:, :, columns]
     # All query heads of a group share their KV head's keys: packed together, each key is read once.
     packed = query.reshape(batch, kv_heads, group * queries, dim)
     scores = torch.matmul(packed.float(), near_keys.float().transpose(-1, -2)) * scaling

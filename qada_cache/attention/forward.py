@@ -136,17 +136,19 @@ def attention_forward(
         RuntimeError: training mode, or keys of a cache already used with another model.
         ValueError: an attention mask this cache cannot follow.
     """
-    config = cast(PreTrainedConfig, module.config)
-    base = own_attention(module, _BASES[config._attn_implementation])
     if (layer := getattr(key, "_qada_layer", None)) is None:
-        return base(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    return _attend(layer, base, module, query, key, value, attention_mask, scaling, dropout, kwargs)
+        return _base(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    return _attend(layer, module, query, key, value, attention_mask, scaling, dropout, kwargs)
+
+
+def _base(module: torch.nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The model's own attention."""
+    return own_attention(module, _BASES[cast(PreTrainedConfig, module.config)._attn_implementation])
 
 
 @outside_graphs
 def _attend(
     layer: QAdALayer,
-    base: Callable[..., tuple[Tensor, Tensor | None]],
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -158,7 +160,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """`attention_forward` for keys that a layer of a QAdACache handed out."""
     if layer.store is None:
-        return base(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        return _base(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if layer.incoming is not key:
         raise NotImplementedError(
             f"{layer.shared.model.model_type} attends more than once to one layer's keys, in that layer or in others, "
@@ -173,7 +175,7 @@ def _attend(
         raise
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layer.seen == queries:
-        out, _ = base(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        out, _ = _base(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
         layer.store.absorb(key, value, valid)
     elif queries > layer.options.window:
         with without_autocast(query.device):
@@ -195,12 +197,14 @@ def _check_supported(
     served = layer.shared.model
     name = served.model_type
     way_out = "use transformers.DynamicCache for this model"
-    for argument, meaning in _UNSUPPORTED.items():
-        if kwargs.get(argument) is not None:
+    for argument in kwargs.keys() & _UNSUPPORTED.keys():
+        if kwargs[argument] is not None:
+            meaning = _UNSUPPORTED[argument]
             raise NotImplementedError(f"QAdACache does not support {meaning} ({argument}), as {name} uses: {way_out}")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"QAdACache supports causal attention only, {name} asks for bidirectional: {way_out}")
-    if kwargs.get("output_attentions") or cast(PreTrainedConfig, module.config).output_attentions:
+    first = layer.index == served.layers[0]  # once a pass: a config takes as long to be asked as the rest of this
+    if kwargs.get("output_attentions") or (first and cast(PreTrainedConfig, module.config).output_attentions):
         raise NotImplementedError(
             "QAdACache cannot return attention weights, as it never computes most of them: "
             "drop output_attentions=True, or use transformers.DynamicCache with attn_implementation='eager'"

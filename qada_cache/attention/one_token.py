@@ -1,17 +1,32 @@
 """What the fused kernel is told of one layer when it decodes one token."""
 
+import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..criterion import StaticHeads
+from ..kernels import choice
+from ..kernels.decode_call import DecodeCall, Rule
 from ..state.layer import QAdALayer
 from ..storage.geometry import Geometry
 from ..storage.reading import learn
 from ..storage.store import TokenStore
 from .decide import other_moments, static_heads
+
+
+def chosen_kernel(layer: QAdALayer, store: TokenStore, query: Tensor) -> Callable | None:
+    """What `choice.decode_kernel` says of a query `[batch, heads, 1, dim]`, asked again when anything is different."""
+    bulk, sketch, options = store.bulk, store.sketch, layer.options
+    bits = sketch.bits if sketch is not None and sketch.in_use else None
+    asked = weakref.ref(options), bits, bulk.capacity, query.shape, query.dtype, query.device
+    if layer.binding.kernel is None or layer.binding.kernel[0] != asked:
+        kernel = choice.decode_kernel(
+            query, bulk.keys, bulk.values, options.criterion, options.kernels, sketch_bits=bits
+        )
+        layer.binding.kernel = asked, kernel
+    return layer.binding.kernel[1]
 
 
 def one_token(
@@ -24,59 +39,66 @@ def one_token(
     Returns:
         `[batch, heads, 1, value_dim]` in the query's dtype, bool flags `[batch, kv_heads, group]`.
     """
-    options, bulk, columns = layer.options, store.bulk, slice(0, store.sinks + store.end)
-    elsewhere: dict[str, Tensor] = {}
-    if bulk.offloaded and options.device_budget:
-        elsewhere = {
-            "places": bulk.residents.places(bulk.lengths),
-            "spared": layer.counters.on(query.device, "spared_bytes"),
-        }
-    out, flags = kernel(
+    bulk, sketch, counters = store.bulk, store.sketch, layer.counters
+    bulk_keys, bulk_values = bulk.in_place()
+    call = DecodeCall(
         query,
-        store.near_keys[:, :, columns],
-        store.near_values[:, :, columns],
-        *bulk.in_place(),
-        local=geometry.local.flatten(1),
-        staged=geometry.staged.flatten(1),
-        bulk_lengths=geometry.stored.flatten(),
-        decided=geometry.decided.flatten(),
-        scaling=scaling,
-        threshold=options.threshold,
-        group_rule=options.group_rule,
-        pulled=layer.counters.on(query.device, "pulled_bytes"),
-        **_criterion(layer, store, query, geometry),
-        **_tokens(layer, store, query),
-        **elsewhere,
+        store.near_keys,
+        store.near_values,
+        bulk_keys,
+        bulk_values,
+        geometry.rows,
+        _rule(layer, store, query, scaling),
+        pulled=counters.on(query.device, "pulled_bytes"),
+        binding=layer.binding,
     )
+    if call.rule.kind == "gaussian":
+        _add_moments(call, layer, store, geometry)
+    if sketch is not None and sketch.in_use:
+        call.sketch, call.sketched = sketch.tensors, counters.on(query.device, "sketched_bytes")
+    elsewhere = bulk.offloaded and layer.options.device_budget
+    if elsewhere:
+        call.places = bulk.residents.places(bulk.lengths)
+        call.spared = counters.on(query.device, "spared_bytes")
+    out, flags = kernel(call)
     if elsewhere and (moved := learn(bulk, flags.any(dim=-1))):
-        layer.counters.pulled_bytes += moved
+        counters.pulled_bytes += moved
     return out, flags
 
 
-def _tokens(layer: QAdALayer, store: TokenStore, query: Tensor) -> dict[str, Any]:
-    """The arguments that have tokens chosen."""
-    if store.sketch is None or not store.sketch.in_use:
-        return {}
-    sketched = layer.counters.on(query.device, "sketched_bytes")
-    return {"sketch": store.sketch.tensors, "sketched": sketched, "token_threshold": layer.options.token_threshold}
+def _rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float) -> Rule:
+    """How the layer decides, made once for as long as it is asked for the same."""
+    options = layer.options
+    asked = weakref.ref(options), scaling, query.shape[1], query.device
+    if layer.binding.rule is None or layer.binding.rule[0] != asked:
+        criterion: str | Tensor
+        if isinstance(options.criterion, StaticHeads):
+            kv_heads = store.near_keys.shape[1]
+            group = query.shape[1] // kv_heads
+            criterion = static_heads(options.criterion, layer, kv_heads=kv_heads, group=group, device=query.device)
+        else:
+            criterion = options.criterion
+        rule = Rule(
+            scaling=scaling,
+            threshold=options.threshold,
+            group_rule=options.group_rule,
+            criterion=criterion,
+            pool_staged=options.update_moments,
+            token_threshold=options.token_threshold,
+        )
+        layer.binding.rule = asked, rule
+    return layer.binding.rule[1]
 
 
-def _criterion(layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry) -> dict[str, Any]:
-    """The kernel's arguments that say how to decide."""
-    options, moments, kv_heads = layer.options, store.moments, store.near_keys.shape[1]
-    if isinstance(options.criterion, StaticHeads):
-        group = query.shape[1] // kv_heads
-        table = static_heads(options.criterion, layer, kv_heads=kv_heads, group=group, device=query.device)
-        return {"criterion": table}
-    if options.criterion != "gaussian":
-        return {"criterion": options.criterion}
-    told: dict[str, Any] = {}
-    if moments is not None:
-        told |= {"mean": moments.mean, "covariance": moments.covariance, "count": moments.known}
-        told |= {"pool_staged": options.update_moments}
-    if options.other_moments is not None:
-        kept = other_moments(options.other_moments, layer, geometry.row_lengths, query.device)
+def _add_moments(call: DecodeCall, layer: QAdALayer, store: TokenStore, geometry: Geometry) -> None:
+    """Those that the layer decides by."""
+    if (moments := store.moments) is not None:
+        call.mean, call.covariance, call.count = moments.mean, moments.covariance, moments.known
+    if (others := layer.options.other_moments) is not None:
+        asked = weakref.ref(others), geometry.row_lengths, call.query.device
+        if layer.binding.other is None or layer.binding.other[0] != asked:
+            layer.binding.other = asked, other_moments(others, layer, geometry.row_lengths, call.query.device)
+        kept = layer.binding.other[1]
         # Rows of their own are put together; one row for all is not copied.
         mean, covariance = kept[0] if len(kept) == 1 else (torch.cat(parts) for parts in zip(*kept, strict=True))
-        told |= {"other_mean": mean, "other_covariance": covariance}
-    return told
+        call.other_mean, call.other_covariance = mean, covariance

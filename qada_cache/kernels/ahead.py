@@ -28,10 +28,10 @@ def build(
         audited: whether some steps are audited: those read the bulk by `partial_attention`.
 
     Raises:
-        RuntimeError: as `choice.fused_decode`.
+        RuntimeError: as `choice.decode_kernel`.
     """
     query = torch.zeros(1, kv_heads * group, 1, dim, dtype=dtype)
     keys, values = (torch.zeros(1, kv_heads, compiled.MIN_TOKENS, size, dtype=dtype) for size in (dim, value_dim))
-    fused = choice.fused_decode(query, keys, values, criterion, kernels)
+    fused = choice.decode_kernel(query, keys, values, criterion, kernels)
     if fused is None or audited:
         partial_attention(query.view(1, kv_heads, group, dim), keys, values, scaling=1.0, kernels=kernels)

@@ -73,7 +73,7 @@ def requested(kernels: str | None) -> str:
     return found
 
 
-def fused_decode(
+def decode_kernel(
     query: Tensor,
     bulk_keys: Tensor,
     bulk_values: Tensor,
@@ -82,7 +82,7 @@ def fused_decode(
     *,
     sketch_bits: int | None = None,
 ) -> Callable | None:
-    """The `fused_decode` that is to compute this call, None for the torch path of attention/decode.py.
+    """The `fused_decode` that is to compute such calls, None for the torch path of attention/decode.py.
 
     Arguments as for `obstacle`; `kernels` is one of `KINDS`, `sketch_bits` those of the sketch that the call chooses
     tokens by, None if it reads all of them.

@@ -1,7 +1,6 @@
 """Key moments of a whole model, kept from a prompt other than the one being read, for bulks of any length."""
 
 import os
-import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,14 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import tensor_file
 from . import collecting
+from .placing import Placed
 from .rope import rotation_at
 from .rotation import Rotation
 
 KIND = "qada-moments"
 HUB = "hf://"
 HUB_FILE = "moments.safetensors"
-KEPT = 2  # lengths whose moments stay on a device at the least
-_placing = threading.Lock()  # caches in several threads may share moments; one lock for all, as locks cannot be copied
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +58,7 @@ class KeyMoments:
     rope: dict[str, Any] = field(default_factory=dict)
     query_energies: Tensor | None = None
     origin: dict[str, Any] = field(default_factory=dict)
-    _placed: dict = field(default_factory=dict, repr=False)
+    _placed: Placed = field(default_factory=Placed, repr=False)
 
     def __post_init__(self) -> None:
         shape = tuple(self.mean.shape)
@@ -112,32 +110,19 @@ class KeyMoments:
     def layer(self, layer: int, lengths: Sequence[int], device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Moments of one layer for bulks of these many tokens each, on `device`, float32.
 
-        What this call made is kept for the next, and of earlier calls so much that two caches may take turns. Callers
-        round lengths (`rotation.rounded`), so that few different ones are ever asked for.
+        What this call made is kept for the next, and of earlier calls so much that two caches may take turns. So is
+        what a caller keeps, for as long as that does: any number of caches may take turns that each keep their own.
+        Callers round lengths (`rotation.rounded`), so that few different ones are ever asked for.
 
         Returns:
             for each length: mean `[1, kv_heads, dim]` and covariance `[1, kv_heads, dim, dim]`.
         """
-        with _placing:
-            kept = self._placed.setdefault((layer, device), {})
-            found = []
-            for length in lengths:
-                if (placed := kept.pop(length, None)) is None:
-                    mean, covariance = self._layer_at(layer, length)
-                    mean, covariance = (moment.float().to(device).contiguous() for moment in (mean, covariance))
-                    placed = mean.unsqueeze(0), covariance.unsqueeze(0)
-                kept[length] = placed  # the latest are last
-                found.append(placed)
-            while len(kept) > max(KEPT, len(lengths)):
-                del kept[next(iter(kept))]
-        return found
+        return self._placed.get(layer, lengths, device, self._layer_at)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of what `layer` keeps on devices, for all caches that share these moments."""
-        with _placing:
-            kept = [pair for lengths in self._placed.values() for pair in lengths.values()]
-        return sum(mean.nbytes + covariance.nbytes for mean, covariance in kept)
+        """Bytes of what `layer` and its callers keep on devices, for all caches that share these moments."""
+        return self._placed.nbytes
 
     # -- files ----------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class QAdALM(HFLM):
 
     Attributes:
         cache_totals: of each task run, what its caches did in this process.
-        cache_tuned: what these caches take of what `qada tune` kept of the model; "" if it is nothing.
+        cache_tuned: the tuned setting that these caches take; "" if they take none.
 
     Raises:
         ValueError, TypeError: an argument the cache cannot take.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from ..kernels.decode_call import Binding
 from ..storage.padding import NONE
 from ..storage.store import TokenStore
 from .counters import Counters
@@ -49,6 +50,7 @@ class QAdALayer(DynamicLayer):
         padding: which of them are padding; shared by the layers of a cache.
         incoming: the key tensor handed out by `update` and not yet seen by the attention function.
         counters: what it did.
+        binding: what decode kernels keep between its steps.
         following: the next such layer of the cache, whose heads may be fetched while this one computes; None: the last.
     """
 
@@ -72,6 +74,7 @@ class QAdALayer(DynamicLayer):
         self.seen = 0
         self.padding = NONE
         self.counters = Counters()
+        self.binding = Binding()
 
     @property
     def options(self) -> Options:

@@ -12,7 +12,7 @@ from ..key_moments.key_moments import KeyMoments
 from ..sketch import BITS
 from ..storage.residents import check_budget
 
-TOKEN_THRESHOLD = 4.5  # of caches that are given none, of models that `qada tune` kept none of
+TOKEN_THRESHOLD = 4.5  # the default of models without a tuned setting
 
 
 @dataclass(frozen=True, eq=False)

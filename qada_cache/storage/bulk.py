@@ -33,6 +33,7 @@ class Bulk:
 
     Attributes:
         lengths: tokens of each row.
+        token_bytes: of one token of one head.
         source: what `keys` and `values` are part of if copies share it, or a file; else None.
         unwritten: with it, of each row the first tokens that are there, and so are the same in every copy.
         residents: the heads that are on the device as well.
@@ -54,6 +55,7 @@ class Bulk:
         self.unwritten = [0] * keys.shape[0]
         self.keys = self._allocate(keys, 0)
         self.values = self._allocate(values, 0)
+        self.token_bytes = sum(t.shape[3] * t.element_size() for t in (keys, values))
         self.flagged: list[Head] = []
         self.early: dict[Head, Arrival] = {}
         self.noted: deque[Note] = deque(maxlen=NOTES)
@@ -113,11 +115,6 @@ class Bulk:
     def capacity(self) -> int:
         """Tokens a row can hold before the store grows."""
         return self.keys.shape[2]
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token of one head."""
-        return sum(t.shape[3] * t.element_size() for t in (self.keys, self.values))
 
     @property
     def stored_bytes(self) -> int:

@@ -1,10 +1,12 @@
 """Which tokens of the near buffer each query sees: the bookkeeping of one forward call, shared by all layers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from ..kernels.decode_call import Rows
 from ..key_moments.rotation import rounded
 
 
@@ -37,6 +39,14 @@ class Geometry:
     offered: int
     any_staged: bool
 
+    def __deepcopy__(self, memo: dict) -> "Geometry":
+        return self  # nothing in it ever changes
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Of a call of one query a row, what a decode kernel takes of this, for all layers."""
+        return Rows(self.local.flatten(1), self.staged.flatten(1), self.stored.flatten(), self.decided.flatten())
+
 
 def call_geometry(
     *,
@@ -51,6 +61,8 @@ def call_geometry(
 ) -> Geometry:
     """Masks for a call whose tokens have already been appended.
 
+    Of one query, what is needed follows from where a row's tokens begin and end; of several, from comparing positions.
+
     Args:
         lengths: real tokens of each row, the call's own included.
         flushed: of each row, how many of its oldest tokens have left the staging columns for sinks and bulk.
@@ -64,15 +76,19 @@ def call_geometry(
     batch = len(lengths)
     alike = valid is None and len(set(lengths)) == 1 and len(set(flushed)) == 1
     rows = 1 if alike else batch
+    if queries == 1:
+        real = [True] * rows if valid is None else valid[:, 0].tolist()
+        made = _of_one_query(lengths[:rows], flushed[:rows], real, end=end, sinks=sinks, window=window, device=device)
+        return replace(made, decisions=made.decisions * (batch // rows), offered=made.offered * (batch // rows))
     total = torch.tensor(lengths[:rows])[:, None]
     gone = torch.tensor(flushed[:rows])[:, None]
     if valid is None:
         position = total - queries + torch.arange(queries)
-        real = torch.ones(rows, queries, dtype=torch.bool)
+        shown = torch.ones(rows, queries, dtype=torch.bool)
     else:
         # A padding query borrows the position of the real one before it: its output is finite and unused.
         position = total - valid.sum(dim=-1, keepdim=True) + valid.cumsum(dim=-1) - 1
-        real = valid
+        shown = valid
     sink_column = torch.arange(sinks).expand(rows, sinks)
     tail_column = total - end + torch.arange(end)
     token = torch.cat([sink_column, tail_column], dim=-1)
@@ -83,7 +99,7 @@ def call_geometry(
     local = seen & ((token < sinks) | (token > position - window))
     staged = seen & ~local
     bulk_tokens = (position.squeeze(-1) + 1 - sinks - window).clamp_min(0)
-    decided = (bulk_tokens > 0) & real[:, None, :]
+    decided = (bulk_tokens > 0) & shown[:, None, :]
     masks = {
         "local": local,
         "staged": staged,
@@ -101,4 +117,39 @@ def call_geometry(
         decisions=int(decided.sum()) * (batch // rows),
         offered=int((masks["stored"] * decided).amax(dim=-1).sum()) * (batch // rows),
         any_staged=bool(staged.any()),
+    )
+
+
+def _of_one_query(
+    lengths: list[int], flushed: list[int], real: list[bool], *, end: int, sinks: int, window: int, device: torch.device
+) -> Geometry:
+    """`call_geometry` of a call of one query, the newest token of each row, `real` or padding; of these rows alone."""
+    local, staged = bytearray(), bytearray()
+    bulk_tokens, stored = [], []
+    for total, gone in zip(lengths, flushed, strict=True):
+        held, first = min(gone, sinks), end - (total - gone)  # sinks that left the tail; the tail's first column in use
+        start = min(max(first, end - total + sinks), end)  # of its tokens that are no sinks
+        stop = max(start, end - window)  # where its window begins
+        local += b"\1" * held + bytes(sinks - held + first) + b"\1" * (start - first)
+        local += bytes(stop - start) + b"\1" * (end - stop)
+        staged += bytes(sinks + start) + b"\1" * (stop - start) + bytes(end - stop)
+        bulk_tokens.append(max(0, total - sinks - window))
+        stored.append(bulk_tokens[-1] - (stop - start))
+    decided = [tokens > 0 and there for tokens, there in zip(bulk_tokens, real, strict=True)]
+    row_lengths = tuple(rounded(max(1, tokens)) for tokens in bulk_tokens)
+
+    def placed(part: Tensor) -> Tensor:
+        return part.view(len(lengths), 1, 1, -1).to(device, non_blocking=device.type == "cuda")
+
+    return Geometry(
+        local=placed(torch.frombuffer(local, dtype=torch.bool)),
+        staged=placed(torch.frombuffer(staged, dtype=torch.bool)),
+        bulk_tokens=placed(torch.tensor(bulk_tokens)).squeeze(-1),
+        stored=placed(torch.tensor(stored)).squeeze(-1),
+        decided=placed(torch.tensor(decided)).squeeze(-1),
+        moment_lengths=tuple(sorted({rounded(n) for n, there in zip(bulk_tokens, decided, strict=True) if there})),
+        row_lengths=row_lengths[:1] if len(set(row_lengths)) == 1 else row_lengths,
+        decisions=sum(decided),
+        offered=sum(n for n, there in zip(stored, decided, strict=True) if there),
+        any_staged=1 in staged,
     )

@@ -105,8 +105,8 @@ class TokenStore:
         if valid is None:
             self.reserve(self.end + tokens)
             start = self.sinks + self.end
-            self.near_keys[:, :, start : start + tokens] = keys
-            self.near_values[:, :, start : start + tokens] = values
+            self.near_keys.narrow(2, start, tokens).copy_(keys)
+            self.near_values.narrow(2, start, tokens).copy_(values)
             self.end += tokens
             self.lengths = [length + tokens for length in self.lengths]
             return

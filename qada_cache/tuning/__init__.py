@@ -1,1 +1,1 @@
-"""What settings of a cache cost on a user's own model and text, and which of them to take: `qada tune`."""
+"""`qada tune`: the cost of settings on a user's own model and text, and a choice by a budget."""

@@ -47,7 +47,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a setting may cost; one of both.
+    """The most that a setting may cost; one of both is given.
 
     Attributes:
         kl: mean KL divergence from reading everything, in nats.
@@ -90,7 +90,7 @@ class Budget:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Of a mean that cannot be negative, from one value a piece; of a single piece nothing but its value is known."""
+    """The mean over a text, not negative, from one value a piece; one piece says nothing of the error."""
     mean = fmean(values)
     if len(values) < 2:
         return Estimate(mean, 0.0, math.inf)

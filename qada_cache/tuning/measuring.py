@@ -1,4 +1,4 @@
-"""What settings lose against reading everything, and what they read, on one piece of text."""
+"""Loss, bytes and time of settings on one piece of text, against reading everything."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ VALUE_BITS = 16  # of a value of the bulk that bytes are counted in, whatever th
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one setting on one piece.
+    """Figures of one setting on one piece.
 
     Attributes:
         kl: mean KL divergence of its next-token distributions from those of reading everything, in nats.
@@ -38,7 +38,7 @@ class Figures:
 def measure(
     model: PreTrainedModel, piece: Piece, token_thresholds: Sequence[float], done: Callable[[], object]
 ) -> tuple[Figures, list[Figures]]:
-    """Of reading everything, and of every setting.
+    """Figures of reading everything, and of every setting.
 
     The prompt is read once, exactly. Each setting goes on from a copy of that state. What follows is fed token by
     token, whatever the model would have said: the queries of one call would share what they read.

@@ -1,4 +1,4 @@
-"""What `qada tune` says of what it found: a table, sentences, a picture."""
+"""The outcome of `qada tune` as a table, sentences and a picture."""
 
 from pathlib import Path
 

@@ -21,7 +21,7 @@ LEAST_TOKENS = MIN_TOKENS + 256  # of a prompt: a shorter bulk, beside sinks, wi
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found.
+    """The curve, the choice and its confirmation.
 
     Attributes:
         everything: reading everything, on the pieces that were chosen by.

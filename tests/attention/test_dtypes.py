@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from qada_cache import QAdACache
+from qada_cache.kernels import operands
 from qada_cache.kernels.cpu import compiled, compiled_decode
-from qada_cache.kernels.rules import check_operands
+from qada_cache.kernels.decode_call import DecodeCall
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -106,30 +106,17 @@ WRONG = {
 }
 
 
-def checked(given: dict[str, Any]) -> None:
-    """`check_operands` as the kernels call it."""
-    check_operands(
-        given["query"],
-        near=(given["near_keys"], given["near_values"]),
-        bulk=(given["bulk_keys"], given["bulk_values"]),
-        moments=(given["mean"], given["covariance"]),
-        other_moments=(given["other_mean"], given["other_covariance"]),
-        masks=(given["local"], given["staged"]),
-        rows=(given["bulk_lengths"], given["count"], given["decided"]),
-    )
-
-
 @pytest.mark.parametrize("name", WRONG)
 def test_kernels_of_a_step_refuse_tensors_that_do_not_agree(name: str) -> None:
     scene = Scene(padding=(0,), moments="both")
     given = scene.arguments("cpu") | scene.moment_arguments("cpu")
-    checked(given)
+    operands.check(DecodeCall.of(**given, threshold=0.5))
     for change in WRONG[name]:
         wrong = given | {name: change(given[name])}
         with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
-            checked(wrong)
+            operands.check(DecodeCall.of(**wrong, threshold=0.5))
         with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
-            compiled_decode.fused_decode(**wrong, threshold=0.5)
+            compiled_decode.fused_decode(DecodeCall.of(**wrong, threshold=0.5))
 
 
 def test_other_strides_are_not_the_compiled_kernels() -> None:
@@ -139,4 +126,4 @@ def test_other_strides_are_not_the_compiled_kernels() -> None:
         shape = given[name].shape
         wrong = given | {name: torch.zeros(*shape[:2], 2 * shape[2], shape[3])[:, :, ::2]}
         with pytest.raises(ValueError, match="do not lie one after the other"):
-            compiled_decode.fused_decode(**wrong, threshold=0.5)
+            compiled_decode.fused_decode(DecodeCall.of(**wrong, threshold=0.5))

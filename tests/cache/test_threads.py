@@ -71,7 +71,7 @@ def test_moments_are_placed_by_several_threads() -> None:
             threading.Event().wait(1e-4)
             super().__delitem__(key)
 
-    moments._placed[0, device] = Slow()
+    moments._placed.kept[0, device] = Slow()
 
     def ask(index: int) -> None:
         for step in range(200):
@@ -81,7 +81,7 @@ def test_moments_are_placed_by_several_threads() -> None:
             assert moments.device_bytes >= 0
 
     at_once(ask)
-    assert len(moments._placed[0, device]) <= 2
+    assert len(moments._placed.kept[0, device]) <= 2
 
 
 def test_moments_are_collected_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from compilers import needs_compiler
 from small_sketch import small_sketch
 
 from qada_cache import KeyMoments, StaticHeads
-from qada_cache.key_moments.key_moments import KEPT
+from qada_cache.key_moments.placing import KEPT
 
 
 def test_static_heads_from_the_oracle() -> None:

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 pytest.importorskip("lm_eval", reason="trials take documents from lm-eval")
 from eval import trials
-from eval.deciding import trial_summary, ways
+from eval.deciding import following, trial_summary, ways
 from eval.deciding.ways import Way
 from eval.texts import documents
 from eval.texts.documents import Document
@@ -133,7 +133,7 @@ def test_answers_are_those_of_full_attention(model: PreTrainedModel, document: D
     assert (local["right"], local["same"], local["found"], exact["found"]) == ("1", "0", "0", "1")
     wrong = Document("task", 290, 0, document.prompt, given[:, 2:4], "nothing of the kind")
     (row,) = rows_of(model, wrong, known, Way("qada", "current", "any", 1.0))
-    assert (row["right"], row["same"], row["tokens"]) == ("0", "1", str(2 + trials.SPARE))
+    assert (row["right"], row["same"], row["tokens"]) == ("0", "1", str(2 + following.SPARE))
     place = {"model": "m", "task": "task", "length": "290"} | {k: str(v) for k, v in asdict(Way("local")).items()}
     made = [place | {"document": str(index)} | measured for index, measured in enumerate((exact, local, row))]
     (summed,) = trial_summary.summary([line | {"criterion": "local", "moments": "", "threshold": "0"} for line in made])

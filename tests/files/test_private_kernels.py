@@ -57,7 +57,9 @@ def attends(loaded: ctypes.CDLL | None) -> bool:
 def planted(tmp_path: Path) -> Callable[[Path], Path]:
     """Puts a library at a path that, when it is loaded, makes the file that is returned."""
     mark = tmp_path / "mark"
-    source = '#include <cstdio>\nextern "C" void partial_attention() {}\nextern "C" void fused_decode(void*) {}\n'
+    source = "#include <cstdio>\n"
+    for function in ("void partial_attention() {}", "void fused_decode(void*) {}", "long decode_size() { return 0; }"):
+        source += f'extern "C" {function}\n'
     source += f'__attribute__((constructor)) static void run() {{ fclose(fopen("{mark}", "w")); }}\n'
     (tmp_path / "planted.cpp").write_text(source)
     command = [str(compiler()), "-shared", "-fPIC", str(tmp_path / "planted.cpp"), "-o", str(tmp_path / "planted.so")]

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
+from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.kernels.triton import decode as triton_decode
 from qada_cache.sketch import Sketch, segments_of
 
@@ -69,12 +70,14 @@ def launches(
     shapes = [(batch, kv_heads, tokens, size) for tokens in (columns, capacity) for size in (dim, value_dim)]
     for name, recorder in recorders.items():
         setattr(triton_decode, name, recorder)
-    triton_decode.fused_decode(
-        torch.zeros(batch, kv_heads * group, 1, dim, dtype=dtype),
-        *(torch.zeros(shape, dtype=dtype) for shape in shapes),
+    names = ("near_keys", "near_values", "bulk_keys", "bulk_values")
+    call = DecodeCall.of(
+        query=torch.zeros(batch, kv_heads * group, 1, dim, dtype=dtype),
+        **{name: torch.zeros(shape, dtype=dtype) for name, shape in zip(names, shapes, strict=True)},
         local=mask, staged=mask, bulk_lengths=torch.zeros(batch, dtype=torch.int64),
         decided=torch.ones(batch, dtype=torch.bool), scaling=0.1, threshold=0.6, **options,
     )  # fmt: skip
+    triton_decode.fused_decode(call)
     for name, recorder in recorders.items():
         setattr(triton_decode, name, recorder.kernel)
     return [recorder for recorder in recorders.values() if recorder.arguments]

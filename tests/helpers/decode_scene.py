@@ -121,7 +121,7 @@ class Scene:
         return [row for row, count in enumerate(self.counts) if self.bits and count >= sketch.MIN_TOKENS]
 
     def sketch_arguments(self, device: str, token_threshold: float) -> dict[str, Any]:
-        """Those of `fused_decode` that have tokens chosen."""
+        """Of what `DecodeCall.of` takes, what has tokens chosen."""
         placed = Sketch(**{name: tensor.to(device) for name, tensor in self.sketch.tensors().items()})
         sketched = torch.zeros((), dtype=torch.int64, device=device)
         return {"sketch": placed, "sketched": sketched, "token_threshold": token_threshold}
@@ -180,7 +180,7 @@ class Scene:
         return sum(sketch_bytes(len(tokens), **sizes) for tokens in chosen.values())
 
     def arguments(self, device: str, *, pin: bool = False) -> dict[str, Any]:
-        """Those of `fused_decode` but for what decides, on `device`; the bulk in pinned memory if `pin`."""
+        """What `DecodeCall.of` takes but for what decides, on `device`; the bulk in pinned memory if `pin`."""
         masks = self.geometry
         placed = {
             "query": self.query,
@@ -199,7 +199,7 @@ class Scene:
         return placed | {"scaling": self.scaling}
 
     def moment_arguments(self, device: str) -> dict[str, Any]:
-        """Those of `fused_decode` under the gaussian criterion."""
+        """Of what `DecodeCall.of` takes, what the gaussian criterion goes by."""
         made: dict[str, Any] = {}
         if self.moments != "other":
             made |= {"mean": self.mean.to(device), "covariance": self.covariance.to(device)}

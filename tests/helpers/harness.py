@@ -84,7 +84,7 @@ def transformers_mask(valid: Tensor, queries: int) -> Tensor | None:
 
 def chosen_kernel(*call: Any) -> Any:
     """The choice for a call, as a cache that is built now is asked for kernels."""
-    return choice.fused_decode(*call, choice.requested(None))
+    return choice.decode_kernel(*call, choice.requested(None))
 
 
 def make_shared(**options: Any) -> Shared:

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache, StaticHeads
+from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.sketch import BITS, selection
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
@@ -52,9 +53,9 @@ def path(kernels: str, device: str | None) -> Iterator[list[bool]]:
     whether it was given a sketch."""
     seen, original = [], triton_decode.fused_decode
 
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        seen.append("sketch" in kwargs)
-        return original(*args, **kwargs)
+    def spy(call: DecodeCall) -> Any:
+        seen.append(call.sketch is not None)
+        return original(call)
 
     with ExitStack() as stack:
         stack.enter_context(small_buffers())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qada_cache.kernels import decode_reference
 from qada_cache.kernels.cpu import compiled, compiled_decode
+from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.kernels.triton import decode as triton_decode
 from qada_cache.sketch import BITS, Sketch, encode_segments, rounded_slopes, selection
 
@@ -40,7 +41,7 @@ def run(path: Path, scene: Scene, *, token_threshold: float, **decision: Any) ->
     arguments |= scene.sketch_arguments(device, token_threshold)
     if arguments["criterion"] == "gaussian":
         arguments |= scene.moment_arguments(device)
-    out, found = function(**arguments)
+    out, found = function(DecodeCall.of(**arguments))
     assert torch.equal(found.cpu(), flags)
     scene.check(out.cpu(), flags, chosen)
     assert arguments["pulled"].item() == needed
@@ -157,7 +158,7 @@ def test_what_is_not_finite_shows(path: Path, buffer: int, bad: float) -> None:
         scene.stored[buffer][0, 1, token, 7] = bad
         scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
         arguments = scene.arguments(device) | scene.sketch_arguments(device, 1.0)
-        out, _ = function(**arguments, criterion="dense", threshold=0.5)
+        out, _ = function(DecodeCall.of(**arguments, criterion="dense", threshold=0.5))
         assert out[0].isfinite().all(-1).flatten().tolist() == [True] * 2 + [False] * 2
 
 
@@ -222,7 +223,7 @@ def test_refuses_a_sketch_of_something_else(name: str, function: Callable) -> No
     for change in (*WRONG[name], apart):
         wrong = replace(given["sketch"], **{name: change(getattr(given["sketch"], name))})
         with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
-            function(**given | {"sketch": wrong}, threshold=0.5, criterion="dense")
+            function(DecodeCall.of(**given | {"sketch": wrong}, threshold=0.5, criterion="dense"))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -241,5 +242,6 @@ def test_scores_far_apart(bits: int, deviation: float) -> None:
     slopes = centred.mT @ (keys - keys.mean(dim=2, keepdim=True)) / 2100
     told = encode_segments(keys, None, bits, last=True)
     coded = Sketch(**told, mean_value=values.mean(dim=2), **rounded_slopes(slopes))
-    whole, some = (decode_reference.fused_decode(**given, sketch=one, token_threshold=1.0)[0] for one in (None, coded))
+    calls = (DecodeCall.of(**given, sketch=one, token_threshold=1.0) for one in (None, coded))
+    whole, some = (decode_reference.fused_decode(call)[0] for call in calls)
     assert (some - whole).norm() < 0.1 * whole.norm()

@@ -12,6 +12,7 @@ from scenarios import play, small_buffers
 
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.kernels import choice
+from qada_cache.kernels.decode_call import DecodeCall
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels.triton import decode as triton_decode
@@ -42,9 +43,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """Asks for the kernel; one entry for each step it computed."""
     seen, original = [], triton_decode.fused_decode
 
-    def spy(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append(query.device)
-        return original(query, *args, **kwargs)
+    def spy(call: DecodeCall) -> Any:
+        seen.append(call.query.device)
+        return original(call)
 
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(triton_decode, "fused_decode", spy)

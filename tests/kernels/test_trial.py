@@ -20,6 +20,7 @@ from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache
 from qada_cache.kernels import choice, decode_reference
+from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.sketch import MIN_TOKENS, Sketch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
@@ -67,15 +68,21 @@ def plant(
 ) -> None:
     """Instead of the kernel the reference, of arguments that are changed first, or of results that are."""
 
-    def kernel(*tensors: Tensor, **told: Any) -> Any:
-        names = ("query", "near_keys", "near_values", "bulk_keys", "bulk_values")
-        told |= dict(zip(names, tensors, strict=False))
+    def kernel(call: DecodeCall) -> Any:
+        told = flat(call)
         if seen is not None:
             seen.append(told)
-        found = decode_reference.fused_decode(**put_back(change(dict(told))))
+        found = decode_reference.fused_decode(DecodeCall.of(**put_back(change(dict(told)))))
         return found if after is None else after(*found)
 
     monkeypatch.setattr(decode, "fused_decode", kernel)
+
+
+def flat(call: DecodeCall) -> dict[str, Any]:
+    """What `DecodeCall.of` would make it of, without what it has none of."""
+    told = vars(call) | vars(call.rows) | vars(call.rule)
+    made = ("rows", "rule", "binding", "columns", "number", "longest", "bound")
+    return {name: part for name, part in told.items() if part is not None and name not in made}
 
 
 def put_back(told: dict[str, Any]) -> dict[str, Any]:
@@ -199,10 +206,10 @@ QUERY, BULK = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 8, 16)
 
 def test_tried_once_and_then_taken(calls: list[dict[str, Any]], caplog: pytest.LogCaptureFixture) -> None:
     """Once for a device, dtype, head size, group and sketch; and not at all where it is asked for by name."""
-    assert choice.fused_decode(QUERY, BULK, BULK, "gaussian", "triton") is decode.fused_decode
+    assert choice.decode_kernel(QUERY, BULK, BULK, "gaussian", "triton") is decode.fused_decode
     assert not calls
     for _ in range(3):
-        assert choice.fused_decode(QUERY, BULK, BULK, "gaussian", "auto") is decode.fused_decode
+        assert choice.decode_kernel(QUERY, BULK, BULK, "gaussian", "auto") is decode.fused_decode
     assert len(calls) == 2  # one by each rule of groups
     assert all(call["query"].shape == (3, 6, 1, 16) and "sketch" not in call for call in calls)
     others: list[tuple[Tensor, Tensor, int | None]] = [
@@ -210,7 +217,7 @@ def test_tried_once_and_then_taken(calls: list[dict[str, Any]], caplog: pytest.L
         (QUERY[..., :8], BULK[..., :8], None),
     ]  # fmt: skip
     for number, (query, bulk, bits) in enumerate(others, start=2):
-        assert choice.fused_decode(query, bulk, bulk, "gaussian", "auto", sketch_bits=bits) is not None
+        assert choice.decode_kernel(query, bulk, bulk, "gaussian", "auto", sketch_bits=bits) is not None
         assert len(calls) == 2 * number
     assert not caplog.records
 
@@ -256,7 +263,7 @@ def test_an_obstacle_is_said(
     monkeypatch.setattr(choice, "AUTO_DEVICES", ("cpu",))
     monkeypatch.setattr(choice, "_installed", lambda: False)
     for _ in range(2):
-        assert choice.fused_decode(QUERY, BULK, BULK, "gaussian", "auto") is None
+        assert choice.decode_kernel(QUERY, BULK, BULK, "gaussian", "auto") is None
     assert [record.getMessage() for record in caplog.records] == [
         "tokens are decoded on cpu by torch's operations, not by Triton's kernel: "
         "triton is not installed (pip install 'qada-cache[triton]')"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qada_cache.kernels import decode_reference
 from qada_cache.kernels.cpu import compiled, compiled_decode
+from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.sketch import Sketch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
@@ -34,7 +35,7 @@ KERNEL = pytest.param((triton_decode.fused_decode, "cpu"), id="interpreter", mar
 COMPILED = pytest.param((compiled_decode.fused_decode, "cpu"), id="compiled", marks=needs_compiler)
 GPU = pytest.param((triton_decode.fused_decode, "cuda"), id="gpu", marks=gpu)
 EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED, KERNEL, GPU])
-Path = tuple[Callable[..., tuple[Tensor, Tensor]], str]
+Path = tuple[Callable[[DecodeCall], tuple[Tensor, Tensor]], str]
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def run(path: Path, scene: Scene, *, pin: bool = False, **decision: Any) -> tupl
     arguments = scene.arguments(device, pin=pin) | decision | told
     if isinstance(criterion, str) and criterion == "gaussian":
         arguments |= scene.moment_arguments(device)
-    out, flags = function(**arguments)
+    out, flags = function(DecodeCall.of(**arguments))
     assert flags.dtype == torch.bool
     assert torch.equal(flags.cpu(), expected)
     scene.check(out.cpu(), expected, chosen)
@@ -188,7 +189,7 @@ def test_rows_do_not_matter(path: Path, bits: int) -> None:
     function, device = path
     decision: dict[str, Any] = {"threshold": scene.threshold()}
     decision |= asked_for(scene, device, scene.flags(**decision))[0]
-    whole = function(**scene.arguments(device), **scene.moment_arguments(device), **decision)
+    whole = function(DecodeCall.of(**scene.arguments(device), **scene.moment_arguments(device), **decision))
     for row in range(scene.batch):
         arguments = scene.arguments(device) | scene.moment_arguments(device) | decision
         for name, value in arguments.items():
@@ -196,7 +197,7 @@ def test_rows_do_not_matter(path: Path, bits: int) -> None:
                 arguments[name] = value[row : row + 1]
             elif isinstance(value, Sketch):
                 arguments[name] = Sketch(*(tensor[row : row + 1] for tensor in value.tensors().values()))
-        alone = function(**arguments)
+        alone = function(DecodeCall.of(**arguments))
         assert torch.equal(alone[0][0], whole[0][row])
         assert torch.equal(alone[1][0], whole[1][row])
 
@@ -223,7 +224,7 @@ def test_heads_that_lie_elsewhere(path: Path, dtype: torch.dtype, bits: int) -> 
     assert 0 < spared < needed
     counted = torch.zeros((), dtype=torch.int64, device=device)
     arguments = scene.arguments(device) | scene.moment_arguments(device) | {"threshold": threshold} | told
-    out, flags = function(**arguments, places=places.to(device), spared=counted)
+    out, flags = function(DecodeCall.of(**arguments, places=places.to(device), spared=counted))
     assert torch.equal(flags.cpu(), expected)
     scene.check(out.cpu(), expected, chosen)
     assert (int(arguments["pulled"]), int(counted)) == (needed - spared, spared)
@@ -251,7 +252,8 @@ def test_graph_capture_without_synchronisation(path: Path, pin: bool, bits: int)
     threshold = scene.threshold()
     arguments = scene.arguments("cuda", pin=pin) | scene.moment_arguments("cuda") | {"threshold": threshold}
     arguments |= asked_for(scene, "cuda", scene.flags(threshold=threshold))[0]
-    expected = path[0](**arguments)  # compiles, too
+    call = DecodeCall.of(**arguments)
+    expected = path[0](call)  # compiles, too
     lengths, staged = arguments["bulk_lengths"].clone(), arguments["staged"].clone()
     arguments["bulk_lengths"].zero_()
     arguments["staged"].zero_()
@@ -259,9 +261,9 @@ def test_graph_capture_without_synchronisation(path: Path, pin: bool, bits: int)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        path[0](**arguments)
+        path[0](call)
         with torch.cuda.graph(graph):
-            out, flags = path[0](**arguments)
+            out, flags = path[0](call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph.replay()
@@ -283,12 +285,14 @@ def test_addresses_beyond_32_bits(path: Path) -> None:
     values = torch.zeros_like(keys)
     keys[1, 0, -1], values[1, 0, -1] = 10.0, 3.0
     near = torch.zeros(2, 1, 4, dim, dtype=torch.bfloat16, device="cuda")
-    out, _ = path[0](
-        torch.full((2, 1, 1, dim), 10.0, dtype=torch.bfloat16, device="cuda"), near, near, keys, values,
+    call = DecodeCall.of(
+        query=torch.full((2, 1, 1, dim), 10.0, dtype=torch.bfloat16, device="cuda"),
+        near_keys=near, near_values=near, bulk_keys=keys, bulk_values=values,
         local=torch.ones(1, 4, dtype=torch.bool, device="cuda"),
         staged=torch.zeros(1, 4, dtype=torch.bool, device="cuda"),
         bulk_lengths=torch.tensor([5, tokens], device="cuda"), decided=torch.ones(1, dtype=torch.bool, device="cuda"),
         scaling=1.0, threshold=0.5, criterion="dense",
     )  # fmt: skip
+    out, _ = path[0](call)
     assert (out[0] == 0).all()
     assert (out[1] == 3).all()

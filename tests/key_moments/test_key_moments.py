@@ -100,6 +100,21 @@ def test_what_stays_on_the_device() -> None:
     assert made.device_bytes == 6 * each
 
 
+def test_what_callers_keep_is_not_made_again() -> None:
+    """Any number of caches take turns, each of which keeps its own; what nobody has is let go of."""
+    made = moments()
+    each = 3 * 8 * 4 + 3 * 8 * 8 * 4
+    lengths = (100, 2000, 5000, 9000)
+    turns = {length: made.layer(0, [length], CPU)[0] for length in lengths}
+    assert made.device_bytes == 4 * each
+    for length in lengths * 2:
+        found = made.layer(0, [length], CPU)[0]
+        assert all(again is before for again, before in zip(found, turns[length], strict=True))
+    turns.clear()
+    del found
+    assert made.device_bytes == 2 * each
+
+
 def test_rounding() -> None:
     """Up, by at most 64 or one part in 32; monotone; to itself; exact where longrope models change."""
     before = 0

@@ -66,7 +66,7 @@ def test_a_choice_is_said_kept_and_taken(
     assert (options.token_threshold, options.tuned) == (float(chosen[1]), True)
     arguments = ["profile", "--model", named[0], "--prompt-tokens", "300", "--new-tokens", "2"]
     assert main(arguments) == 0
-    assert f"goes by what qada tune kept of the model: token_threshold={chosen[1]}" in capsys.readouterr().out
+    assert f"takes the setting that qada tune kept: token_threshold={chosen[1]}" in capsys.readouterr().out
     assert main([*arguments, "--token-threshold", "5"]) == 0
     assert "qada tune" not in capsys.readouterr().out
 

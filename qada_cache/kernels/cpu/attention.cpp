@@ -61,7 +61,7 @@ struct Step {
     Step(const Decode& call, std::vector<Scan>& pool)
         : call(call), pool(pool), kv_heads(call.batch * call.kv_heads), near_out(kv_heads * SIZE),
           near_lse(kv_heads * QUERIES), first_part(kv_heads), part_count(kv_heads), needed(kv_heads), asks(kv_heads),
-          asking(call.codes ? kv_heads : 0) {}
+          asking(call.codes.data ? kv_heads : 0) {}
 
     int64_t row_of(int64_t head) const { return head / call.kv_heads; }
     int64_t place_of(int64_t head) const { return head % call.kv_heads; }
@@ -78,7 +78,7 @@ struct Step {
         if (!asks[head]) return;
         Asking& own = asking[head];
         Partial staged(call.query + head * QUERIES * DIM, call.scaling);
-        call.add_near(staged, call.staged + row * call.staged_row, row, place);
+        call.add_near(staged, call.rows.staged.at(row), row, place);
         staged.finish(own.staged, own.staged_lse);
         for (int q = 0, asked = 0; q < QUERIES; q++)
             if (call.flags[head * QUERIES + q]) own.log_near[asked++] = log_sum(lse[q], own.staged_lse[q]);
@@ -92,28 +92,29 @@ struct Step {
     // Rounds the flagged queries of a head for each segment; false if its estimates are `unreliable` for one of them.
     bool round_queries(int64_t head) {
         Asking& own = asking[head];
-        int64_t tokens = call.stored(row_of(head)), segments = call.segments_of(tokens), asked = 0;
+        int64_t row = row_of(head), place = place_of(head);
+        int64_t tokens = call.stored(row), segments = call.segments_of(tokens), asked = 0;
         own.segments.assign(segments, Rounded{});
         for (int q = 0; q < QUERIES; q++) {
             if (!call.flags[head * QUERIES + q]) continue;
             Floats lanes[DIM / WIDTH];
             unpack<DIM>(call.query + (head * QUERIES + q) * DIM, lanes);
             float query[DIM], half_variance = 0;
-            for (int d = 0; d < DIM; d++) query[d] = ((const float*)lanes)[place<DIM>(d)];
+            for (int d = 0; d < DIM; d++) query[d] = unpacked_at<DIM>(lanes, d);
             for (int64_t s = 0; s < segments; s++) {
-                int64_t index = head * call.sketch_segments + s;
                 Rounded& rounded = own.segments[s];
-                float unit = call.units[index];
-                rounded.add(query, call.rotation, call.centres + index * DIM, call.weights + index * DIM, unit,
-                            call.scaling, call.spread);
+                float unit = call.units.at(row, place)[s];
+                rounded.add(query, call.rotation, call.centres.at(row, place) + s * DIM,
+                            call.weights.at(row, place) + s * DIM, unit, call.scaling, call.spread);
                 int64_t here = (s + 1 < segments ? (s + 1) * call.segment_tokens : tokens) - s * call.segment_tokens;
                 if (unit > 0)
-                    half_variance += rounded.spread[asked] / unit / unit * call.mean_squares[index] * here / tokens;
+                    half_variance +=
+                        rounded.spread[asked] / unit / unit * call.mean_squares.at(row, place)[s] * here / tokens;
             }
             if (half_variance > call.unreliable) return false;
-            for (int d = 0; d < DIM; d++) query[d] *= call.slope_units[head * DIM + d];
+            for (int d = 0; d < DIM; d++) query[d] *= call.slope_units.at(row, place)[d];
             for (int v = 0; v < VALUE_DIM; v++) {
-                const int8_t* slopes = call.slopes + (head * VALUE_DIM + v) * DIM;
+                const int8_t* slopes = call.slopes.at(row, place) + v * DIM;
                 float product = 0;
 #pragma omp simd reduction(+ : product)
                 for (int d = 0; d < DIM; d++) product += slopes[d] * query[d];
@@ -162,8 +163,8 @@ struct Step {
 
     template <typename Function>
     void with_estimates(int64_t head, Function function) {
-        const uint8_t* codes = call.codes + head * call.sketch_tokens * (DIM * call.bits / 8);
-        const uint8_t* scales = call.scales + head * call.sketch_tokens;
+        const uint8_t* codes = call.codes.at(row_of(head), place_of(head));
+        const uint8_t* scales = call.scales.at(row_of(head), place_of(head));
         const std::vector<Rounded>& segments = asking[head].segments;
         auto run = [&](auto found) { function(found); };
         if (call.bits == 1) run(Estimates<1>(segments, call.segment_tokens, codes, scales));
@@ -216,7 +217,7 @@ struct Step {
 
     // What is not read, as one more token: see `select_tokens` for what it weighs and says.
     void add_unread(int64_t head) {
-        const float* mean = call.mean_value + head * VALUE_DIM;
+        const float* mean = call.mean_value.at(row_of(head), place_of(head));
         float values[SIZE], log_unread[QUERIES];
         int asked = 0;  // of the queries, those that ask
         for (int q = 0; q < QUERIES; q++) {
@@ -269,12 +270,12 @@ struct Step {
 
     void read(const Job& job) {
         int64_t row = row_of(job.head), place = place_of(job.head), count = job.stop - job.start;
-        const Element *key = call.bulk_key(row, place), *value = call.bulk_value(row, place);
+        const Element *key = call.bulk_keys.at(row, place), *value = call.bulk_values.at(row, place);
         Partial far(call.query + job.head * QUERIES * DIM, call.scaling);
         if (job.scan) {
             far.add(key, value, count, Listed{&job.scan->tokens[job.start], count});
         } else {
-            if (job.start == 0) call.add_near(far, call.staged + row * call.staged_row, row, place);
+            if (job.start == 0) call.add_near(far, call.rows.staged.at(row), row, place);
             far.add(key + job.start * DIM, value + job.start * VALUE_DIM, count);
         }
         far.finish(&parts[job.part * SIZE], &part_lse[job.part * QUERIES]);
@@ -295,6 +296,9 @@ struct Step {
 };
 
 }  // namespace
+
+// What structs.py says of the size of the arguments is compared with this before they are read.
+extern "C" int64_t decode_size() { return sizeof(Decode); }
 
 // Heads are decided about first; then the bulks of those that need it are read, which is where the time goes, or their
 // sketches and what these leave, by all threads alike.

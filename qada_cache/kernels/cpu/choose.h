@@ -6,7 +6,6 @@
 
 #pragma once
 
-#include <numeric>
 #include <utility>
 
 #include "sketch.h"
@@ -98,10 +97,16 @@ inline void pack(Lanes lanes, uint64_t bits, void* to) {
 }
 
 inline float sum_of(Singles lanes) {
-    return std::accumulate((const float*)&lanes, (const float*)&lanes + TOKENS, 0.0f);
+    float total = 0;
+    for (int i = 0; i < TOKENS; i++) total += lanes[i];
+    return total;
 }
 
-inline float largest(Singles lanes) { return *std::max_element((const float*)&lanes, (const float*)&lanes + TOKENS); }
+inline float largest(Singles lanes) {
+    float found = lanes[0];
+    for (int i = 1; i < TOKENS; i++) found = std::max(found, lanes[i]);
+    return found;
+}
 
 // Estimates of a head's queries over its sketch: `codes` [tokens, *] and `scales` [tokens], in segments of
 // `segment_tokens`, for each of which the queries were rounded; the last one has what is left.

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.utils import logging
 
+from . import structs
 from .build import load
 
 logger = logging.get_logger(__name__)
@@ -83,4 +84,7 @@ def build(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -> ctypes.
     arguments: list[Any] = [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 8, ctypes.c_int, ctypes.c_float]
     kernels.partial_attention.argtypes, kernels.partial_attention.restype = arguments, None
     kernels.fused_decode.argtypes, kernels.fused_decode.restype = [ctypes.c_void_p], None
+    kernels.decode_size.argtypes, kernels.decode_size.restype = [], ctypes.c_int64
+    if (size := kernels.decode_size()) != ctypes.sizeof(structs.Decode):
+        raise RuntimeError(f"decide.h has a Decode of {size} bytes, structs.py of {ctypes.sizeof(structs.Decode)}")
     return kernels

@@ -3,38 +3,15 @@
 import ctypes
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, Sketch, codec, selection
-from ..rules import check_operands, decision_rules
-from . import compiled
-
-CRITERIA = {"local": 0, "dense": 1, "static": 2, "gaussian": 3}
-GROUP_RULES = {"head": 0, "any": 1}
-
-
-class Decode(ctypes.Structure):
-    """`Decode` of attention.cpp, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "near_keys", "near_values", "bulk_keys", "bulk_values")),
-        *((name, ctypes.c_void_p) for name in ("local", "staged", "decided", "table", "bulk_lengths", "count")),
-        *((name, ctypes.c_void_p) for name in ("mean", "covariance", "other_mean", "other_covariance")),
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "slopes", "units", "mean_squares")),
-        *((name, ctypes.c_void_p) for name in ("mean_value", "slope_units", "rotation", "centres", "weights")),
-        *((name, ctypes.c_void_p) for name in ("out", "flags", "pulled", "sketched")),
-        *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "columns", "split_tokens")),
-        *((f"{name}_{axis}", ctypes.c_int64) for name in ("near_key", "near_value") for axis in ("batch", "head")),
-        *((f"{name}_{axis}", ctypes.c_int64) for name in ("bulk_key", "bulk_value") for axis in ("batch", "head")),
-        *((name, ctypes.c_int64) for name in ("sketch_tokens", "sketch_segments", "min_sketched", "segment_tokens")),
-        *((f"{name}_row", ctypes.c_int64) for name in ("local", "staged", "decided", "length", "count")),
-        *((f"{name}_row", ctypes.c_int64) for name in ("mean", "covariance", "other_mean", "other_covariance")),
-        *((name, ctypes.c_float) for name in ("scaling", "limit", "log_token_threshold", "log_unread_weight")),
-        *((name, ctypes.c_float) for name in ("spread", "unreliable")),
-        *((name, ctypes.c_int) for name in ("criterion", "group_rule", "pool_staged", "threads", "bits")),
-    )
+from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, codec, selection
+from .. import operands
+from ..decode_call import DecodeCall
+from . import compiled, structs
 
 
 def obstacle(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> str | None:
@@ -53,86 +30,69 @@ def obstacle(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: o
     return None if compiled.build(query.dtype, dim, value_dim, group) else "it cannot be built"
 
 
-def fused_decode(
-    query: Tensor,
-    near_keys: Tensor,
-    near_values: Tensor,
-    bulk_keys: Tensor,
-    bulk_values: Tensor,
-    *,
-    local: Tensor,
-    staged: Tensor,
-    bulk_lengths: Tensor,
-    decided: Tensor,
-    scaling: float,
-    threshold: float,
-    group_rule: str = "head",
-    criterion: str | Tensor = "gaussian",
-    mean: Tensor | None = None,
-    covariance: Tensor | None = None,
-    count: Tensor | None = None,
-    pool_staged: bool = False,
-    other_mean: Tensor | None = None,
-    other_covariance: Tensor | None = None,
-    pulled: Tensor | None = None,
-    sketch: Sketch | None = None,
-    token_threshold: float = 0.0,
-    sketched: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Same contract as `decode_reference.fused_decode`, for the calls that have no `obstacle`."""
-    batch, heads, _, dim = query.shape
-    kv_heads, columns, value_dim = near_keys.shape[1], near_keys.shape[2], near_values.shape[3]
-    group = heads // kv_heads
-    check_operands(
-        query,
-        near=(near_keys, near_values),
-        bulk=(bulk_keys, bulk_values),
-        moments=(mean, covariance),
-        other_moments=(other_mean, other_covariance),
-        masks=(local, staged),
-        rows=(bulk_lengths, count, decided),
-        sketch=sketch,
-    )
-    if not all(map(compiled.rows_contiguous, (near_keys, near_values, bulk_keys, bulk_values))):
-        raise ValueError("the tokens of a head do not lie one after the other")
-    kernels = compiled.build(query.dtype, dim, value_dim, group)
-    assert kernels is not None
-    query = query.contiguous()
-    out = torch.empty(batch, heads, 1, value_dim, dtype=torch.float32, device=query.device)
-    flags = torch.empty(batch, kv_heads, group, dtype=torch.bool, device=query.device)
-    pulled = torch.zeros((), dtype=torch.int64, device=query.device) if pulled is None else pulled
-    kind, table, rule, limit = decision_rules(criterion, group_rule, threshold)
-    table = None if table is None else table.contiguous()
+    operands.check(call)
+    bound = call.binding.bound
+    if bound is None:
+        bound = call.binding.bound = _Bound(call)
+    return bound.compute(call)
 
-    kept: dict[str, Tensor] = {} if sketch is None else sketch.tensors()
-    rotation, log_threshold, spread, unreliable, bits, room = None, 0.0, 0.0, 0.0, 0, (0, 0)
-    if sketch is not None:
-        rotation, log_threshold, bits = _transposed_rotation(dim), math.log(token_threshold), sketch.bits
-        spread, unreliable = codec.spread_of(bits) * scaling**2, selection.UNRELIABLE[bits]
-        room = sketch.codes.shape[2], sketch.units.shape[2]
 
-    def row(tensor: Tensor | None) -> int:
-        """How many elements apart the rows of a tensor are that may have one for all."""
-        return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
+class _Bound:
+    """The kernel with those of its arguments that stay as they are until storage changes."""
 
-    pointers = (
-        *(query, near_keys, near_values, bulk_keys, bulk_values, local, staged, decided, table),
-        *(bulk_lengths, count, mean, covariance, other_mean, other_covariance),
-        *(kept.get(name) for name in ("codes", "scales", "slopes", "units", "mean_squares", "mean_value")),
-        *(kept.get("slope_units"), rotation, kept.get("centres"), kept.get("weights"), out, flags, pulled, sketched),
-    )
-    call = Decode(
-        *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
-        *(batch, kv_heads, columns, compiled.SPLIT_TOKENS),
-        *(stride for buffer in (near_keys, near_values, bulk_keys, bulk_values) for stride in buffer.stride()[:2]),
-        *(*room, MIN_TOKENS, SEGMENT_TOKENS),
-        *(row(tensor) for tensor in (local, staged, decided, bulk_lengths, count)),
-        *(row(tensor) for tensor in (mean, covariance, other_mean, other_covariance)),
-        *(scaling, limit, log_threshold, math.log(selection.UNREAD_WEIGHT), spread, unreliable),
-        *(CRITERIA[kind], GROUP_RULES[rule], pool_staged, torch.get_num_threads(), bits),
-    )
-    kernels.fused_decode(ctypes.byref(call))
-    return out.to(query.dtype), flags
+    def __init__(self, call: DecodeCall) -> None:
+        rule, sketch, dim, value_dim = call.rule, call.sketch, call.query.shape[3], call.near_values.shape[3]
+        buffers = {name: getattr(call, name) for name in ("near_keys", "near_values", "bulk_keys", "bulk_values")}
+        if not all(map(compiled.rows_contiguous, buffers.values())):
+            raise ValueError("the tokens of a head do not lie one after the other")
+        self._table = None if rule.table is None else rule.table.contiguous().unsqueeze(0)
+        self._pulled = call.pulled if call.pulled is not None else torch.zeros((), dtype=torch.int64, device="cpu")
+        moments = ("mean", "covariance", "other_mean", "other_covariance", "count")
+        views = buffers | {name: getattr(call, name) for name in moments} | {"table": self._table}
+        self._decode = structs.Decode(
+            pulled=self._pulled.data_ptr(),
+            sketched=None if call.sketched is None else call.sketched.data_ptr(),
+            batch=call.query.shape[0],
+            kv_heads=call.near_keys.shape[1],
+            split_tokens=compiled.SPLIT_TOKENS,
+            min_sketched=MIN_TOKENS,
+            segment_tokens=SEGMENT_TOKENS,
+            scaling=rule.scaling,
+            limit=rule.limit,
+            criterion=structs.CRITERIA[rule.kind],
+            group_rule=structs.GROUP_RULES[rule.agreement],
+            pool_staged=rule.pool_staged,
+        )
+        if sketch is not None:
+            views |= sketch.tensors()
+            decode = self._decode
+            decode.rotation, decode.bits = _transposed_rotation(dim).data_ptr(), sketch.bits
+            decode.log_token_threshold = math.log(rule.token_threshold)
+            decode.log_unread_weight = math.log(selection.UNREAD_WEIGHT)
+            decode.spread = codec.spread_of(sketch.bits) * rule.scaling**2
+            decode.unreliable = selection.UNRELIABLE[sketch.bits]
+        for name, tensor in views.items():
+            setattr(self._decode, name, structs.view(tensor))
+        kernels = compiled.build(call.query.dtype, dim, value_dim, call.group)
+        assert kernels is not None
+        self._run: Callable[[], None] = functools.partial(kernels.fused_decode, ctypes.byref(self._decode))
+        self._out = (*call.query.shape[:3], value_dim)
+        self._flags = (*call.near_keys.shape[:2], call.group)
+
+    def compute(self, call: DecodeCall) -> tuple[Tensor, Tensor]:
+        """`fused_decode` for a call that differs from the one that was bound in its query and rows alone."""
+        query, rows, decode = call.query.contiguous(), call.rows, self._decode
+        if rows.bound is None:
+            views = {name: structs.view(getattr(rows, name)) for name in ("local", "staged", "decided", "bulk_lengths")}
+            rows.bound = structs.Rows(**views, columns=rows.columns)
+        out = torch.empty(self._out, dtype=torch.float32, device=query.device)
+        flags = torch.empty(self._flags, dtype=torch.bool, device=query.device)
+        decode.query, decode.out, decode.flags = query.data_ptr(), out.data_ptr(), flags.data_ptr()
+        decode.rows, decode.threads = rows.bound, torch.get_num_threads()
+        self._run()
+        return out.to(query.dtype), flags
 
 
 @functools.cache

@@ -9,61 +9,62 @@ namespace {
 enum Criterion { LOCAL, DENSE, STATIC, GAUSSIAN };
 enum GroupRule { HEAD, ANY };
 
-// The arguments of `fused_decode`; `Decode` in compiled_decode.py has the same fields. Shapes are those of
-// decode_reference.py; `*_row`, `*_batch` and `*_head` say how many elements apart rows and heads are, 0 if shared.
+// Where rows and heads of a tensor lie: so many elements apart, 0 where they share what is there.
+template <typename T>
+struct View {
+    T* data;
+    int64_t row_stride, head_stride;
+    T* at(int64_t row, int64_t head = 0) const { return data + row * row_stride + head * head_stride; }
+};
+
+// `Rows` and `DecodeCall` of decode_call.py, which say what shapes these have; structs.py has the same fields. The data
+// of a view may be null where the criterion needs none.
+struct Rows {
+    View<const uint8_t> local, staged, decided;
+    View<const int64_t> bulk_lengths;
+    int64_t columns;
+};
+
 struct Decode {
-    const Element *query, *near_keys, *near_values, *bulk_keys, *bulk_values;
-    const uint8_t *local, *staged, *decided, *table;
-    const int64_t *bulk_lengths, *count;  // `count` may be null, and so may what a criterion does not use
-    const float *mean, *covariance, *other_mean, *other_covariance;
-    // Those of `Sketch` (sketch/codec.py), all contiguous; null without one. 16 bits are bfloat16.
-    const uint8_t *codes, *scales;
-    const int8_t* slopes;
-    const float *units, *mean_squares, *mean_value, *slope_units, *rotation;  // the last one transposed
-    const uint16_t *centres, *weights;
+    const Element* query;
     float* out;
     uint8_t* flags;
+    Rows rows;
+    View<const Element> near_keys, near_values, bulk_keys, bulk_values;
+    View<const uint8_t> table;
+    View<const float> mean, covariance, other_mean, other_covariance;
+    View<const int64_t> count;
+    // Those of `Sketch` (sketch/codec.py); none without one. 16 bits are bfloat16.
+    View<const uint8_t> codes, scales;
+    View<const int8_t> slopes;
+    View<const float> units, mean_squares, mean_value, slope_units;
+    View<const uint16_t> centres, weights;
+    const float* rotation;  // transposed
     int64_t *pulled, *sketched;  // the latter may be null
-    int64_t batch, kv_heads, columns, split_tokens;
-    int64_t near_key_batch, near_key_head, near_value_batch, near_value_head;
-    int64_t bulk_key_batch, bulk_key_head, bulk_value_batch, bulk_value_head;
-    int64_t sketch_tokens, sketch_segments;  // that a head has room for
-    int64_t min_sketched, segment_tokens;    // a bulk of fewer tokens than the first is read whole
-    int64_t local_row, staged_row, decided_row, length_row, count_row;
-    int64_t mean_row, covariance_row, other_mean_row, other_covariance_row;
+    int64_t batch, kv_heads, split_tokens;
+    int64_t min_sketched, segment_tokens;  // a bulk of fewer tokens than the first is read whole
     float scaling, limit;  // `log A_local - log A_bulk` below which a head is long-context
     float log_token_threshold, log_unread_weight;
     float spread, unreliable;  // the first of a query of length 1 and a scale of 1; see `unreliable` of selection.py
     int criterion, group_rule, pool_staged, threads, bits;
 
-    const Element* near_key(int64_t row, int64_t head) const {
-        return near_keys + row * near_key_batch + head * near_key_head;
-    }
-    const Element* near_value(int64_t row, int64_t head) const {
-        return near_values + row * near_value_batch + head * near_value_head;
-    }
-    const Element* bulk_key(int64_t row, int64_t head) const {
-        return bulk_keys + row * bulk_key_batch + head * bulk_key_head;
-    }
-    const Element* bulk_value(int64_t row, int64_t head) const {
-        return bulk_values + row * bulk_value_batch + head * bulk_value_head;
-    }
-    int64_t stored(int64_t row) const { return bulk_lengths[row * length_row]; }
+    int64_t stored(int64_t row) const { return *rows.bulk_lengths.at(row); }
     int64_t bulk_tokens(int64_t row) const {
-        const uint8_t* mask = staged + row * staged_row;
-        return stored(row) + std::count(mask, mask + columns, 1);
+        const uint8_t* mask = rows.staged.at(row);
+        return stored(row) + std::count(mask, mask + rows.columns, 1);
     }
     // Of a bulk of so many tokens; see sketch/segments.py.
     int64_t segments_of(int64_t tokens) const {
         return std::max<int64_t>(1, (tokens + segment_tokens / 2) / segment_tokens);
     }
-    bool sketched_row(int64_t row) const { return codes && stored(row) >= min_sketched; }
+    bool sketched_row(int64_t row) const { return codes.data && stored(row) >= min_sketched; }
 
     // Adds the near columns where `mask` is set, run by run.
     void add_near(Partial& partial, const uint8_t* mask, int64_t row, int64_t head) const {
-        for (int64_t start = 0, stop; start < columns; start = stop + 1) {
-            for (stop = start; stop < columns && mask[stop];) stop++;
-            partial.add(near_key(row, head) + start * DIM, near_value(row, head) + start * VALUE_DIM, stop - start);
+        for (int64_t start = 0, stop; start < rows.columns; start = stop + 1) {
+            for (stop = start; stop < rows.columns && mask[stop];) stop++;
+            partial.add(near_keys.at(row, head) + start * DIM, near_values.at(row, head) + start * VALUE_DIM,
+                        stop - start);
         }
     }
 };
@@ -72,13 +73,13 @@ struct Decode {
 // `criterion.pool_score_moments`.
 void pool(const Decode& call, const Partial& local, int64_t row, int64_t head, float count, float tokens, float* mean,
           float* variance) {
-    const uint8_t* staged = call.staged + row * call.staged_row;
+    const uint8_t* staged = call.rows.staged.at(row);
     std::vector<float> scores;
-    scores.reserve(call.columns * QUERIES);
-    for (int64_t column = 0; column < call.columns; column++)
+    scores.reserve(call.rows.columns * QUERIES);
+    for (int64_t column = 0; column < call.rows.columns; column++)
         if (staged[column]) {
             scores.resize(scores.size() + QUERIES);
-            local.score(call.near_key(row, head) + column * DIM, &scores[scores.size() - QUERIES], 1);
+            local.score(call.near_keys.at(row, head) + column * DIM, &scores[scores.size() - QUERIES], 1);
         }
     float total = std::max(count + tokens, 1.0f);
     for (int q = 0; q < QUERIES; q++) {
@@ -98,8 +99,7 @@ void score_moments(const Partial& local, const float* key_mean, const float* cov
     float query[QUERIES][DIM];
     for (int q = 0; q < QUERIES; q++) {  // already scaled
         mean[q] = variance[q] = 0;
-        const float* lanes = (const float*)local.scaled[q];
-        for (int d = 0; d < DIM; d++) query[q][d] = lanes[place<DIM>(d)];
+        for (int d = 0; d < DIM; d++) query[q][d] = unpacked_at<DIM>(local.scaled[q], d);
     }
     for (int i = 0; i < DIM; i++)
         for (int q = 0; q < QUERIES; q++) {
@@ -116,11 +116,10 @@ void score_moments(const Partial& local, const float* key_mean, const float* cov
 // nothing can be said about the bulk.
 void gaussian(const Decode& call, const Partial& local, int64_t row, int64_t head, float tokens, float* log_bulk) {
     float mean[QUERIES], variance[QUERIES];
-    std::fill(log_bulk, log_bulk + QUERIES, call.other_mean ? -INFINITY : INFINITY);
-    if (call.mean) {
-        score_moments(local, call.mean + row * call.mean_row + head * DIM,
-                      call.covariance + row * call.covariance_row + head * DIM * DIM, mean, variance);
-        float known = (float)call.count[row * call.count_row];
+    std::fill(log_bulk, log_bulk + QUERIES, call.other_mean.data ? -INFINITY : INFINITY);
+    if (call.mean.data) {
+        score_moments(local, call.mean.at(row, head), call.covariance.at(row, head), mean, variance);
+        float known = (float)*call.count.at(row);
         if (call.pool_staged) {
             float staged = tokens - (float)call.stored(row);
             pool(call, local, row, head, known, staged, mean, variance);
@@ -128,9 +127,8 @@ void gaussian(const Decode& call, const Partial& local, int64_t row, int64_t hea
         }
         for (int q = 0; q < QUERIES && known > 0; q++) log_bulk[q] = logf(tokens) + mean[q] + 0.5f * variance[q];
     }
-    if (call.other_mean) {
-        score_moments(local, call.other_mean + row * call.other_mean_row + head * DIM,
-                      call.other_covariance + row * call.other_covariance_row + head * DIM * DIM, mean, variance);
+    if (call.other_mean.data) {
+        score_moments(local, call.other_mean.at(row, head), call.other_covariance.at(row, head), mean, variance);
         for (int q = 0; q < QUERIES; q++)
             log_bulk[q] = std::max(log_bulk[q], logf(tokens) + mean[q] + 0.5f * variance[q]);
     }
@@ -141,16 +139,16 @@ bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* ls
     int64_t index = row * call.kv_heads + head;
     uint8_t* flags = call.flags + index * QUERIES;
     Partial local(call.query + index * QUERIES * DIM, call.scaling);
-    call.add_near(local, call.local + row * call.local_row, row, head);
+    call.add_near(local, call.rows.local.at(row), row, head);
     local.finish(out, lse);
 
     int64_t tokens = call.bulk_tokens(row);
     float log_bulk[QUERIES] = {};
-    bool decided = call.decided[row * call.decided_row] && tokens > 0;
+    bool decided = *call.rows.decided.at(row) && tokens > 0;
     if (decided && call.criterion == GAUSSIAN) gaussian(call, local, row, head, (float)tokens, log_bulk);
     bool any = false;
     for (int q = 0; q < QUERIES; q++) {
-        bool flag = call.criterion == DENSE || (call.criterion == STATIC && call.table[head * QUERIES + q]);
+        bool flag = call.criterion == DENSE || (call.criterion == STATIC && call.table.at(0, head)[q]);
         if (call.criterion == GAUSSIAN) flag = lse[q] - log_bulk[q] < call.limit;
         flags[q] = flag && decided;
         any = any || flags[q];

@@ -139,6 +139,12 @@ struct Listed {
     }
 };
 
+// Dimension `d` of what `unpack` put there. Not by a pointer to floats: compilers may take that for another thing's.
+template <int SIZE>
+inline float unpacked_at(const Floats* parts, int d) {
+    return parts[place<SIZE>(d) / WIDTH][place<SIZE>(d) % WIDTH];
+}
+
 inline float sum(Floats lanes) {
     float total = 0;
 #pragma omp simd reduction(+ : total)
@@ -250,10 +256,9 @@ struct Partial {
     // `out` [QUERIES, VALUE_DIM] and `lse` [QUERIES]; of no keys 0 and -inf.
     void finish(float* out, float* lse) const {
         for (int q = 0; q < QUERIES; q++) {
-            const float* lanes = (const float*)sums[q];
             float scale = total[q] == 0 ? 0 : 1 / total[q];
             lse[q] = log_mass(q);
-            for (int d = 0; d < VALUE_DIM; d++) out[q * VALUE_DIM + d] = lanes[place<VALUE_DIM>(d)] * scale;
+            for (int d = 0; d < VALUE_DIM; d++) out[q * VALUE_DIM + d] = unpacked_at<VALUE_DIM>(sums[q], d) * scale;
         }
     }
 };

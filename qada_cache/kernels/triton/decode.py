@@ -20,8 +20,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, Sketch, codec, rotation, selection
-from ..rules import check_operands, decision_rules
+from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, codec, rotation, selection
+from .. import operands
+from ..decode_call import DecodeCall
 from .kernels import bulk_kernel, merge_kernel, near_kernel
 from .sketch_kernels import chosen_kernel, estimate_kernel
 
@@ -44,57 +45,18 @@ def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def fused_decode(
-    query: Tensor,
-    near_keys: Tensor,
-    near_values: Tensor,
-    bulk_keys: Tensor,
-    bulk_values: Tensor,
-    *,
-    local: Tensor,
-    staged: Tensor,
-    bulk_lengths: Tensor,
-    decided: Tensor,
-    scaling: float,
-    threshold: float,
-    group_rule: str = "head",
-    criterion: str | Tensor = "gaussian",
-    mean: Tensor | None = None,
-    covariance: Tensor | None = None,
-    count: Tensor | None = None,
-    pool_staged: bool = False,
-    other_mean: Tensor | None = None,
-    other_covariance: Tensor | None = None,
-    pulled: Tensor | None = None,
-    sketch: Sketch | None = None,
-    token_threshold: float = 0.0,
-    sketched: Tensor | None = None,
-    places: Tensor | None = None,
-    spared: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Same contract as `decode_reference.fused_decode`, for the calls that `choice.obstacle` admits.
 
-    A head may lie elsewhere than in the bulk buffers: `places`, int64 `[batch, kv_heads, 2]` and contiguous, holds the
-    addresses of its keys and values, laid out token by token as there and a multiple of 16 bytes; 0 for a head that is
-    in the buffers. Bytes of heads that lie elsewhere are then added to `spared`, int64 `[]`, and not to `pulled`.
-
-    Everything but the bulk buffers lies on the query's device, and the last dimension of the buffers is contiguous.
-    Nothing waits for the device. A captured graph can be replayed as long as the tensors stay where they are, so
-    until the bulk grows; lengths, masks and moments may be written to in place.
+    Everything but the bulk buffers, and heads that lie elsewhere, lies on the query's device. The last dimension of the
+    buffers is contiguous. Nothing waits for the device. A captured graph can be replayed as long as the tensors stay
+    where they are, so until the bulk grows; lengths, masks and moments may be written to in place.
     """
+    operands.check(call)
+    query, rows, rule, sketch = call.query, call.rows, call.rule, call.sketch
+    near_keys, near_values, bulk_keys, bulk_values = call.near_keys, call.near_values, call.bulk_keys, call.bulk_values
     batch, heads, _, dim = query.shape
-    kv_heads, columns, value_dim = near_keys.shape[1], near_keys.shape[2], near_values.shape[3]
-    group = heads // kv_heads
-    check_operands(
-        query,
-        near=(near_keys, near_values),
-        bulk=(bulk_keys, bulk_values),
-        moments=(mean, covariance),
-        other_moments=(other_mean, other_covariance),
-        masks=(local, staged),
-        rows=(bulk_lengths, count, decided),
-        sketch=sketch,
-    )
+    kv_heads, value_dim, group = near_keys.shape[1], near_values.shape[3], call.group
     splits = min(triton.cdiv(bulk_keys.shape[2], SPLIT_TOKENS), MAX_SPLITS)
     query = query.contiguous()
     out = query.new_empty(batch, heads, 1, value_dim)
@@ -108,12 +70,11 @@ def fused_decode(
     in_flight = BLOCK_BYTES // ((sizes["BLOCK_D"] + sizes["BLOCK_V"]) * query.element_size())
     sizes["BLOCK_N"] = 64 if in_flight >= 64 else 32 if in_flight >= 32 else 16
     local, staged, bulk_lengths, decided = (
-        t.expand(batch, *t.shape[1:]) for t in (local, staged, bulk_lengths, decided)
+        t.expand(batch, *t.shape[1:]) for t in (rows.local, rows.staged, rows.bulk_lengths, rows.decided)
     )
-    moments = (mean, covariance, count, other_mean, other_covariance)
+    moments = (call.mean, call.covariance, call.count, call.other_mean, call.other_covariance)
     # A shared row has stride 0.
     row_strides = [0 if t is None else t.expand(batch, *t.shape[1:]).stride(0) for t in moments]
-    kind, table, group_rule, limit = decision_rules(criterion, group_rule, threshold)
     if bulk_keys.shape[2] < MIN_TOKENS:
         sketch = None  # there is no room for a bulk that has one
     # What `near_kernel` leaves for the choice: the number of tokens in each bulk.
@@ -123,17 +84,19 @@ def fused_decode(
         tokens = bulk_lengths.new_empty(batch, kv_heads)
         weights, squares, mean_value = sketch.weights, sketch.mean_squares, sketch.mean_value
         slopes, slope_units = sketch.slopes, sketch.slope_units
-        segments, spread = squares.shape[2], codec.spread_of(sketch.bits) * scaling**2
+        segments, spread = squares.shape[2], codec.spread_of(sketch.bits) * rule.scaling**2
         unreliable = selection.UNRELIABLE[sketch.bits]
     far_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
     with torch.cuda.device_of(query):  # Triton launches on the current device
         near_kernel[(kv_heads, batch)](
-            query, near_keys, near_values, local, staged, bulk_lengths, decided, *moments, table,
-            parts, lse, flags, pulled if sketch is None else None, places, spared, tokens, weights, squares,
+            query, near_keys, near_values, local, staged, bulk_lengths, decided, *moments, rule.table,
+            parts, lse, flags, call.pulled if sketch is None else None, call.places, call.spared, tokens, weights,
+            squares,
             *near_keys.stride()[:3], *near_values.stride()[:3], local.stride(0), staged.stride(0),
-            bulk_lengths.stride(0), decided.stride(0), *row_strides, columns, 1 + splits, segments, scaling, limit,
-            spread, unreliable,
-            CRITERION=kind, GROUP_RULE=group_rule, POOL=pool_staged, TOKEN_BYTES=token_bytes,
+            bulk_lengths.stride(0), decided.stride(0), *row_strides, rows.columns, 1 + splits, segments, rule.scaling,
+            rule.limit, spread, unreliable,
+            CRITERION=rule.kind, GROUP_RULE=rule.agreement, POOL=rule.pool_staged and call.mean is not None,
+            TOKEN_BYTES=token_bytes,
             MIN_TOKENS=MIN_TOKENS, SEGMENT=SEGMENT_TOKENS, BLOCK_C=MOMENT_COLUMNS,
             BLOCK_S=max(1, SEGMENT_VALUES // sizes["BLOCK_D"]), **sizes,
         )  # fmt: skip
@@ -151,8 +114,8 @@ def fused_decode(
             token, segment, head = sketch.byte_counts
             estimate_kernel[(splits, kv_heads, batch)](
                 query, rotation(dim, query.device), sketch.codes, sketch.scales, sketch.units, sketch.centres, weights,
-                bulk_lengths, tokens, flags, estimates, sums, sketched,
-                bulk_lengths.stride(0), sketch.codes.shape[2], segments, room, scaling, spread,
+                bulk_lengths, tokens, flags, estimates, sums, call.sketched,
+                bulk_lengths.stride(0), sketch.codes.shape[2], segments, room, rule.scaling, spread,
                 BITS=sketch.bits, BYTES=sketch.codes.shape[3], SEGMENT=SEGMENT_TOKENS, TURN=turn,
                 BLOCK_N=min(UNPACKED_BYTES // coded, ESTIMATES // sizes["BLOCK_G"], turn),
                 HADAMARD=hadamard, STEPS=hadamard.bit_length() - 1,
@@ -160,17 +123,28 @@ def fused_decode(
                 G=group, BLOCK_G=sizes["BLOCK_G"], D=dim, BLOCK_D=coded,
             )  # fmt: skip
             chosen_kernel[(splits, kv_heads, batch)](
-                query, bulk_keys, bulk_values, places, bulk_lengths, tokens, flags, estimates, sums, index,
-                parts, lse, rest, pulled, spared, *far_strides, room, scaling, math.log(token_threshold),
+                query, bulk_keys, bulk_values, call.places, bulk_lengths, tokens, flags, estimates, sums, index,
+                parts, lse, rest, call.pulled, call.spared, *far_strides, room, rule.scaling,
+                math.log(rule.token_threshold),
                 BLOCK_S=scan, BLOCK_P=triton.next_power_of_2(splits), BLOCK_Q=triton.next_power_of_2(group),
                 TOKEN_BYTES=token_bytes, **sizes, num_stages=CHOSEN_STAGES,
             )  # fmt: skip
         elif splits:
             bulk_kernel[(splits, kv_heads, batch)](
-                query, bulk_keys, bulk_values, places, bulk_lengths, flags, parts, lse, *far_strides, scaling, **sizes
+                query,
+                bulk_keys,
+                bulk_values,
+                call.places,
+                bulk_lengths,
+                flags,
+                parts,
+                lse,
+                *far_strides,
+                rule.scaling,
+                **sizes,
             )
         merge_kernel[(batch * heads,)](
-            parts, lse, flags, rest, sums, query, mean_value, slopes, slope_units, out, 1 + splits, scaling,
+            parts, lse, flags, rest, sums, query, mean_value, slopes, slope_units, out, 1 + splits, rule.scaling,
             selection.UNREAD_WEIGHT,
             G=group, D=dim, BLOCK_C=SLOPE_COLUMNS, V=value_dim, BLOCK_V=sizes["BLOCK_V"],
             BLOCK_P=triton.next_power_of_2(1 + splits), BLOCK_N=16,

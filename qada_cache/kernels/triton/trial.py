@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...sketch import MIN_TOKENS, Sketch, encode_segments, rounded_slopes
 from .. import decode_reference
+from ..decode_call import DecodeCall
 from ..first_use import fault
 from . import decode
 
@@ -49,7 +50,7 @@ def decode_fault(
         counted: dict[str, Any] = {
             name: torch.zeros((), dtype=torch.int64, device="cpu") for name in ("pulled", "sketched")
         }
-        out, flags = decode_reference.fused_decode(**scene, **counted, group_rule=group_rule)
+        out, flags = decode_reference.fused_decode(DecodeCall.of(**scene, **counted, group_rule=group_rule))
         for name in ("bulk_keys", "bulk_values"):
             scene[name] = scene[name].masked_fill(~flags.any(dim=-1)[..., None, None], torch.nan)
         compute = functools.partial(_compute, scene | {"group_rule": group_rule}, device, pinned, elsewhere)
@@ -75,13 +76,13 @@ def _compute(scene: dict[str, Any], device: torch.device, pinned: bool, elsewher
             told[name][ELSEWHERE] = torch.nan
         if pinned:
             told[name] = told[name].cpu().pin_memory()
-    out, flags = decode.fused_decode(**told, pulled=pulled, sketched=sketched)
+    out, flags = decode.fused_decode(DecodeCall.of(**told, pulled=pulled, sketched=sketched))
     # Here, as the host waits for the device: until then nothing that the kernels read may be let go of.
     return tuple(part.cpu() for part in (flags, out, pulled + spared, sketched))
 
 
 def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, sketch_bits: int | None) -> dict[str, Any]:
-    """Arguments of `fused_decode` on the host, but for the group rule and what is counted.
+    """What `DecodeCall.of` takes, on the host, but for the group rule and what is counted.
 
     Every KV head has a direction, in which its queries point, and keys lie along it or against it. Those of the first
     KV head find their keys nearby, those of the second far away, most of all in every third token. In the group of the

@@ -1,0 +1,49 @@
+"""The arguments of `fused_decode` of attention.cpp, field by field as in decide.h."""
+
+import ctypes
+
+from torch import Tensor
+
+CRITERIA = {"local": 0, "dense": 1, "static": 2, "gaussian": 3}
+GROUP_RULES = {"head": 0, "any": 1}
+
+
+class View(ctypes.Structure):
+    """Where rows and heads of a tensor lie: so many elements apart, 0 where they share what is there."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64))
+
+
+def view(tensor: Tensor | None) -> View:
+    """Of `[rows, ...]` or `[rows, kv_heads, ...]`; one row stands for all."""
+    if tensor is None:
+        return View()
+    row = 0 if tensor.shape[0] == 1 else tensor.stride(0)
+    return View(tensor.data_ptr(), row, tensor.stride(1) if tensor.dim() > 1 else 0)
+
+
+class Rows(ctypes.Structure):
+    """`Rows` of decode_call.py."""
+
+    _fields_ = (
+        *((name, View) for name in ("local", "staged", "decided", "bulk_lengths")),
+        ("columns", ctypes.c_int64),
+    )
+
+
+class Decode(ctypes.Structure):
+    """`DecodeCall` of decode_call.py, its rule and sketch included."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "out", "flags")),
+        ("rows", Rows),
+        *((name, View) for name in ("near_keys", "near_values", "bulk_keys", "bulk_values", "table")),
+        *((name, View) for name in ("mean", "covariance", "other_mean", "other_covariance", "count")),
+        *((name, View) for name in ("codes", "scales", "slopes", "units", "mean_squares", "mean_value")),
+        *((name, View) for name in ("slope_units", "centres", "weights")),
+        *((name, ctypes.c_void_p) for name in ("rotation", "pulled", "sketched")),
+        *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "split_tokens", "min_sketched", "segment_tokens")),
+        *((name, ctypes.c_float) for name in ("scaling", "limit", "log_token_threshold", "log_unread_weight")),
+        *((name, ctypes.c_float) for name in ("spread", "unreliable")),
+        *((name, ctypes.c_int) for name in ("criterion", "group_rule", "pool_staged", "threads", "bits")),
+    )

@@ -1,0 +1,225 @@
+"""What one decode step of one layer is told, in one place for all kernels."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..criterion import logit
+from ..sketch import Sketch
+
+
+class MisfitError(ValueError):
+    """Tensors of which a kernel would read something else, or elsewhere."""
+
+    def __init__(self, tensors: tuple[Tensor | None, ...]) -> None:
+        found = [(t.dtype, str(t.device), list(t.shape)) for t in tensors if t is not None]
+        super().__init__(f"the kernel cannot read these tensors as those of one layer: {found}")
+
+
+@dataclass(eq=False)
+class Rows:
+    """Which tokens the query of each row sees, checked when it is made: one of these serves all layers of a pass.
+
+    "`rows`" below is 1, where what is said holds for all rows, or their number.
+
+    Attributes:
+        local, staged: bool `[rows, columns]`, disjoint, of the first columns of the near buffers.
+        bulk_lengths: int64 `[rows]`.
+        decided: bool `[rows]`, False for a padding query: its heads are local, its output finite and unused.
+        columns, number: of the near buffers; the greatest `rows`.
+        longest: the greatest length; None where to look would be to wait for the device.
+        bound: what a kernel made of this.
+
+    Raises:
+        ValueError: they do not fit each other, or a length is negative.
+    """
+
+    local: Tensor
+    staged: Tensor
+    bulk_lengths: Tensor
+    decided: Tensor
+    columns: int = field(init=False)
+    number: int = field(init=False)
+    longest: int | None = field(init=False, default=None)
+    bound: Any = field(init=False, default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        parts = self.local, self.staged, self.bulk_lengths, self.decided
+        self.number = max(len(part) for part in parts)
+        self.columns = self.local.shape[1]
+        fits = (self.bulk_lengths.dtype, self.decided.dtype) == (torch.int64, torch.bool)
+        fits = fits and self.bulk_lengths.dim() == self.decided.dim() == 1
+        for mask in (self.local, self.staged):
+            fits = fits and mask.dtype == torch.bool and mask.shape[1:] == (self.columns,) and mask.stride(1) == 1
+        fits = fits and all(len(part) in (1, self.number) and part.device == self.device for part in parts)
+        if fits and self.bulk_lengths.is_cpu:
+            lengths = self.bulk_lengths.tolist()
+            self.longest, fits = max(lengths), min(lengths) >= 0
+        if not fits:
+            raise MisfitError(parts)
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of it lies."""
+        return self.local.device
+
+
+@dataclass(eq=False)
+class Rule:
+    """How a layer's heads decide, and what they read then: the same object for as long as that is the same.
+
+    Attributes:
+        scaling: multiplies the scores.
+        threshold: tau of eq. 2 and eq. 7, in [0, 1].
+        group_rule: as in `criterion.group_decision`.
+        criterion: "gaussian" (eq. 7), "dense" (no head is local), "local" (every head is), or the static table bool
+            `[kv_heads, group]`, True for a long-context head.
+        pool_staged: pool the moments of stored keys, where there are any, with those of the staged tokens.
+        token_threshold: as in `sketch.select_tokens`.
+    """
+
+    scaling: float
+    threshold: float
+    group_rule: str = "head"
+    criterion: str | Tensor = "gaussian"
+    pool_staged: bool = False
+    token_threshold: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """The criterion's name, "static" for a table."""
+        return "static" if isinstance(self.criterion, Tensor) else self.criterion
+
+    @property
+    def table(self) -> Tensor | None:
+        """The static table, if that is the criterion."""
+        return self.criterion if isinstance(self.criterion, Tensor) else None
+
+    @property
+    def agreement(self) -> str:
+        """The group rule, "head" where all heads of a group decide alike."""
+        return "head" if self.kind in ("dense", "local") else self.group_rule
+
+    @property
+    def limit(self) -> float:
+        """The margin `log A_local - log A_bulk` below which a head is long-context, see `criterion.long_context`."""
+        return logit(self.threshold)
+
+
+class Binding:
+    """What was checked and bound in a layer's last call, for the next one: nearly always of the same tensors.
+
+    It knows them by identity and keeps none of them. A copy of a layer has other tensors, and so begins with nothing.
+
+    Attributes:
+        bound: what a kernel made of them; None once any of them is another.
+        kernel, rule, other: the kernel that was chosen, None for none, the rule, and another prompt's moments; each
+            behind what it was asked for.
+    """
+
+    def __init__(self) -> None:
+        self.bound: Any = None
+        self.kernel: tuple[Any, Callable | None] | None = None
+        self.rule: tuple[Any, Rule] | None = None
+        self.other: tuple[Any, list[tuple[Tensor, Tensor]]] | None = None
+        self._query: Any = None
+        self._parts: list[Callable[[], Any]] = []
+
+    def __deepcopy__(self, memo: dict) -> "Binding":
+        return Binding()
+
+    def is_of(self, call: "DecodeCall") -> bool:
+        """Whether the last call that was checked was of the same tensors and rule, and of a query like this one."""
+        query = call.query
+        if self._query != (query.shape, query.dtype, query.device):
+            return False
+        return all(known() is part for known, part in zip(self._parts, call.parts(), strict=True))
+
+    def forget(self) -> None:
+        """Nothing is checked and bound."""
+        self._query = self.bound = None
+
+    def remember(self, call: "DecodeCall") -> None:
+        """This call was checked."""
+        self._query = call.query.shape, call.query.dtype, call.query.device
+        self._parts = [_nothing if part is None else weakref.ref(part) for part in call.parts()]
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(eq=False)
+class DecodeCall:
+    """One decode step of one layer, query-adaptive attention of one query token a row, as every kernel is told of it.
+
+    A query's tokens are its local ones (sinks and window, itself included) and its bulk, which is the first
+    `bulk_lengths` tokens of the bulk buffers and the `staged` columns of the near buffers. Columns of the near
+    buffers that are neither, tokens past `bulk_lengths`, and the bulk buffers of KV heads without a flagged head are
+    not read and may hold anything, nan included. "`batch` or 1" below means that one row may stand for all.
+
+    Attributes:
+        query: `[batch, heads, 1, dim]`; all tensors below share its dtype unless one is given.
+        near_keys, near_values: `[batch, kv_heads, columns or more, dim]` and `value_dim`.
+        bulk_keys, bulk_values: `[batch, kv_heads, capacity, dim]` and `value_dim`.
+        rows: which of these tokens each row has.
+        rule: how to decide, and what to read.
+        mean, covariance: float32 `[batch or 1, kv_heads, dim]` and `[batch or 1, kv_heads, dim, dim]`, moments of the
+            first `count` keys of the row's bulk, for eq. 7.
+        count: int64 `[batch or 1]`, if these are given. Where it is 0 they say nothing.
+        other_mean, other_covariance: likewise, of another prompt's keys. If both are given, the larger estimate of
+            `A_bulk` counts; if nothing is known, every head with a bulk needs it.
+        sketch: of the bulk's keys, with room for as many tokens. With it, a KV head reads of a bulk of
+            `MIN_TOKENS` and more what `select_tokens` says; a group of which a long-context head finds it
+            `unreliable` reads all, and so does every group without it.
+        pulled: int64 `[]`, to which the bytes of bulk keys and values that were needed are added.
+        sketched: int64 `[]`, to which the bytes of the sketch that were needed are added.
+        places: int64 `[batch, kv_heads, 2]`, contiguous, for a kernel that reads heads elsewhere than in the bulk
+            buffers: the addresses of a head's keys and values, laid out token by token as there and a multiple of 16
+            bytes; 0 for a head that is in the buffers.
+        spared: int64 `[]`, given with `places`: bytes of heads that lie elsewhere are added to it, not to `pulled`.
+        binding: of the layer's calls.
+    """
+
+    query: Tensor
+    near_keys: Tensor
+    near_values: Tensor
+    bulk_keys: Tensor
+    bulk_values: Tensor
+    rows: Rows
+    rule: Rule
+    mean: Tensor | None = None
+    covariance: Tensor | None = None
+    count: Tensor | None = None
+    other_mean: Tensor | None = None
+    other_covariance: Tensor | None = None
+    sketch: Sketch | None = None
+    pulled: Tensor | None = None
+    sketched: Tensor | None = None
+    places: Tensor | None = None
+    spared: Tensor | None = None
+    binding: Binding = field(default_factory=Binding)
+
+    @classmethod
+    def of(cls, **told: Any) -> "DecodeCall":
+        """A call by the fields of `Rows` and `Rule` beside its own."""
+        taken = {kind: {part.name for part in fields(kind) if part.init} & told.keys() for kind in (Rows, Rule)}
+        rows, rule = ({name: told.pop(name) for name in names} for names in taken.values())
+        return cls(**told, rows=Rows(**rows), rule=Rule(**rule))
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.query.shape[1] // self.near_keys.shape[1]
+
+    def parts(self) -> tuple[Any, ...]:
+        """What only changes when storage does, or what is asked for."""
+        return (
+            *(self.near_keys, self.near_values, self.bulk_keys, self.bulk_values, self.rule),
+            *(self.mean, self.covariance, self.count, self.other_mean, self.other_covariance),
+            *(self.sketch, self.pulled, self.sketched),
+        )

@@ -1,0 +1,181 @@
+"""What is checked and bound for a layer's steps is noticed to be different, and never read where it no longer is."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from compilers import needs_compiler
+from decode_scene import Scene
+from models import prompt, tiny
+from torch import Tensor
+
+from qada_cache import KeyMoments, QAdACache
+from qada_cache.kernels import decode_reference, operands
+from qada_cache.kernels.cpu import compiled, compiled_decode, structs
+from qada_cache.kernels.decode_call import Binding, DecodeCall, MisfitError
+from qada_cache.sketch import Sketch
+
+BULK = [(1100, 5), (63, 0)]
+
+
+def told(**options: Any) -> dict[str, Any]:
+    """What a call of an ordinary layer is told, with a sketch and all moments."""
+    scene = Scene(bulk=BULK, short=(2,), moments="both", bits=2, **options)
+    made = scene.arguments("cpu") | scene.moment_arguments("cpu") | scene.sketch_arguments("cpu", 1.0)
+    return made | {"threshold": scene.threshold()}
+
+
+def other(part: Any) -> Any:
+    """Something of the same shape that says something else, at another place."""
+    if isinstance(part, Sketch):
+        return Sketch(**{name: other(tensor) for name, tensor in part.tensors().items()})
+    if isinstance(part, Tensor):
+        return torch.where(part.isfinite(), part * 2, part) if part.is_floating_point() else part.clone()
+    return 0.7 * part
+
+
+PARTS = ("near_keys", "near_values", "bulk_keys", "bulk_values", "mean", "covariance", "count", "other_mean")
+PARTS += ("other_covariance", "sketch", "pulled", "sketched")
+RULE = ("scaling", "threshold", "token_threshold")
+STEPS = ("query", "local", "bulk_lengths", "decided")
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", PARTS + RULE + STEPS)
+def test_what_is_different_is_bound_anew(name: str) -> None:
+    """The second step differs in one thing, and its answer from the first's in what the reference's does."""
+    first, binding = told(), Binding()
+    before = DecodeCall.of(**first, binding=binding)
+    compiled_decode.fused_decode(before)
+    bound = binding.bound
+    second = first | {name: other(first[name])}
+    if name == "local":
+        second["local"][0, :1] = False
+    if name == "bulk_lengths":
+        second["bulk_lengths"][:2] -= 40
+    if name == "decided":
+        second["decided"] = torch.tensor([False, True, True])
+    counted = {part: second[part].zero_() for part in ("pulled", "sketched")}
+    call = DecodeCall.of(**second, binding=binding)
+    if name not in RULE:
+        call.rule = before.rule
+    out, flags = compiled_decode.fused_decode(call)
+    found = {part: int(count) for part, count in counted.items()}
+    counted = {part: count.zero_() for part, count in counted.items()}
+    wanted, wanted_flags = decode_reference.fused_decode(DecodeCall.of(**second))
+    assert torch.equal(flags, wanted_flags)
+    assert torch.allclose(out, wanted, rtol=1e-4, atol=1e-5)
+    assert found == {part: int(count) for part, count in counted.items()}
+    assert (binding.bound is bound) == (name in STEPS)
+
+
+def test_nothing_is_kept_alive_nor_taken_for_another() -> None:
+    """A tensor that is gone is not the one that lies at its place now."""
+    first, binding = told(), Binding()
+    call = DecodeCall.of(**first, binding=binding)
+    operands.check(call)
+    assert binding.is_of(call)
+    again = DecodeCall.of(**first, binding=binding)
+    again.rule = call.rule
+    assert binding.is_of(again)
+    gone = first.pop("mean")
+    call.mean = again.mean = None
+    shape, gone = gone.shape, None
+    assert binding._parts[5]() is None
+    again.mean = torch.zeros(shape)
+    assert not binding.is_of(again)
+    assert not copy.deepcopy(binding).is_of(call)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda told: {"query": told["query"].double()},
+        lambda told: {"query": told["query"][:-1]},
+        lambda told: {"query": told["query"][..., :16]},
+        lambda told: {"query": told["query"].repeat(1, 2, 2, 1)},
+        lambda told: {"query": told["query"].to("meta")},
+        lambda told: {"bulk_lengths": told["bulk_lengths"] + 10**6},
+        lambda told: {"bulk_lengths": told["bulk_lengths"] - 10**6},
+        lambda told: {"bulk_lengths": told["bulk_lengths"][:2]},
+        lambda told: {"decided": told["decided"].repeat(5)},
+        lambda told: {name: told[name].repeat(1, 2) for name in ("local", "staged")},
+        lambda told: {name: told[name].to("meta") for name in ("local", "staged", "bulk_lengths", "decided")},
+        lambda told: {"bulk_keys": told["bulk_keys"][:, :, 50:], "bulk_values": told["bulk_values"][:, :, 50:]},
+    ],
+)
+def test_a_step_is_looked_at_whatever_is_bound(change: Any) -> None:
+    first, binding = told(), Binding()
+    call = DecodeCall.of(**first, binding=binding)
+    operands.check(call)
+    with pytest.raises(MisfitError, match="cannot read these tensors as those of one layer"):
+        operands.check(DecodeCall.of(**first | change(first), binding=binding))
+    operands.check(call)
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_layers_bind_when_storage_changes_and_not_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "MIN_TOKENS", 1)
+    made, original = [], compiled_decode._Bound
+
+    def counted(call: DecodeCall) -> Any:
+        made.append(call)
+        return original(call)
+
+    monkeypatch.setattr(compiled_decode, "_Bound", counted)
+    model = tiny(max_position_embeddings=8192, num_hidden_layers=3)
+    cache, ids = QAdACache(model, moments="current"), prompt(1500)[0]
+    model(ids, past_key_values=cache)
+    for _ in range(20):
+        model(ids[:, :1], past_key_values=cache)
+    assert len(made) == 3
+    twin = copy.deepcopy(cache)
+    for used in (twin, cache, twin):
+        model(ids[:, :1], past_key_values=used)
+    assert len(made) == 6
+    cache.crop(-3)
+    model(ids[:, :1], past_key_values=cache)
+    assert len(made) == 6
+    cache.batch_repeat_interleave(2)
+    model(ids[:, :1].expand(2, 1), past_key_values=cache)
+    assert len(made) == 9
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_caches_that_take_turns_make_no_moments_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of different lengths, by another prompt's moments, which depend on the length."""
+    monkeypatch.setattr(compiled, "MIN_TOKENS", 1)
+    model, made, original = tiny(max_position_embeddings=8192, num_hidden_layers=2), [], KeyMoments._layer_at
+    ids = prompt(900)[0]
+    caches = [QAdACache(model, moments="random-tokens") for _ in range(4)]
+    for tokens, cache in zip((300, 500, 700, 900), caches, strict=True):
+        model(ids[:, :tokens], past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+
+    def counted(moments: KeyMoments, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        made.append(length)
+        return original(moments, layer, length)
+
+    monkeypatch.setattr(KeyMoments, "_layer_at", counted)
+    for cache in caches * 3:
+        model(ids[:, :1], past_key_values=cache)
+    assert not made
+
+
+@needs_compiler
+def test_sizes_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments that are laid out otherwise than C++ takes them are refused when the kernel is loaded."""
+
+    class Longer(structs.Decode):
+        _fields_ = (("more", structs.ctypes.c_int64),)
+
+    monkeypatch.setattr(structs, "Decode", Longer)
+    compiled.build.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match=r"decide\.h has a Decode of"):
+            compiled.build(torch.float32, 32, 32, 2)
+    finally:
+        compiled.build.cache_clear()
