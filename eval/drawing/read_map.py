@@ -67,9 +67,9 @@ def answer(model: PreTrainedModel, cache: QAdACache, question: list[int]) -> tup
         for _ in range(ANSWER_TOKENS):
             ids = model(ids, past_key_values=twin).logits[:, -1:].argmax(dim=-1)
             given.append(int(ids))
-    of_all = torch.cat([counts[index] for index in sorted(counts)])[:, : max(0, tokens - sinks)]
-    of_all = torch.nn.functional.pad(of_all, (sinks, max(0, tokens - sinks - of_all.shape[1])))
-    return torch.tensor(given), of_all
+    bulk = max(0, tokens - sinks)  # some layers have room for more tokens, or for fewer
+    parts = (torch.nn.functional.pad(counts[index], (sinks, bulk - counts[index].shape[1])) for index in sorted(counts))
+    return torch.tensor(given), torch.cat(list(parts))
 
 
 def drawn(reads: Tensor, *, facts: list[float], asked: float | None, title: str) -> Figure:

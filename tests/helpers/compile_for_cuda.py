@@ -22,7 +22,7 @@ from qada_cache.kernels.triton import decode as triton_decode
 from qada_cache.sketch import Sketch, segments_of
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1"}
+TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1"}
 KERNELS = ("near_kernel", "bulk_kernel", "estimate_kernel", "chosen_kernel", "merge_kernel")
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a program may take, by compute capability
 ALIGNED = [["tt.divisibility", 16]]  # what Triton assumes of pointers and multiples of 16
