@@ -244,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if options.out:
         write(options.out, rows, model=_name(options), tokens=len(opening), seed=options.seed, machine=machine())
-    draw(model, form, opening, turns, shown, ours, options)
+    draw(model, form, opening, turns, ours, options)
     _, lost = outcomes(turns, told)
     if lost:
         print(f"\nFAILED: QAdACache missed {len(lost)} that DynamicCache answers:", *lost, sep="\n  ")
@@ -309,7 +309,6 @@ def draw(
     form: Form,
     opening: list[int],
     turns: list[Turn],
-    text: str,
     cache: QAdACache,
     options: argparse.Namespace,
 ) -> None:
@@ -318,10 +317,11 @@ def draw(
     if chat := cache.get_seq_length() - len(opening):
         cache.crop(-chat)
     given, reads = read_map.answer(model, cache, form.turn(turn, after=None))
-    places = {turn.fact: text.index(turn.fact) / len(text) for turn in turns if turn.fact}
+    places = {turn.fact: form.token_of(turn.fact, opening) for turn in turns if turn.fact}
     said = " ".join(form.tokenizer.decode(given, skip_special_tokens=True).split())
     title = shorten(f"{_name(options)}: {turn.question} {turn.begun} ... {said}", 120)
-    figure = read_map.drawn(reads, facts=sorted(places.values()), asked=places.get(turn.fact), title=title)
+    facts = [place for place in places.values() if place is not None]
+    figure = read_map.drawn(reads, facts=facts, asked=places.get(turn.fact), title=title)
     figure.savefig(options.picture, metadata={"Software": None})
     show(f"Which tokens each KV head read for one answer: {options.picture}")
 

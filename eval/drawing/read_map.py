@@ -72,8 +72,8 @@ def answer(model: PreTrainedModel, cache: QAdACache, question: list[int]) -> tup
     return torch.tensor(given), torch.cat(list(parts))
 
 
-def drawn(reads: Tensor, *, facts: list[float], asked: float | None, title: str) -> Figure:
-    """The map of `reads` `[heads, tokens]`; `facts` are places, as shares of the text's length, `asked` one of them."""
+def drawn(reads: Tensor, *, facts: list[int], asked: int | None, title: str) -> Figure:
+    """The map of `reads` `[heads, tokens]`; `facts` are their tokens, `asked` one of them."""
     heads, tokens = reads.shape
     each = -(-tokens // COLUMNS)
     padded = torch.nn.functional.pad(reads, (0, -tokens % each))
@@ -88,9 +88,9 @@ def drawn(reads: Tensor, *, facts: list[float], asked: float | None, title: str)
     bar.set_label("tokens of the answer that read it")
     for place in facts:
         chosen = place == asked
-        axes.axvline(place * tokens, color="crimson" if chosen else "grey", linewidth=1.0, linestyle=":")
+        axes.axvline(place, color="crimson" if chosen else "grey", linewidth=1.0, linestyle=":")
         axes.annotate(
-            "the fact" if chosen else "", (place * tokens, 0), xytext=(0, 3), textcoords="offset points", fontsize=8,
+            "the fact" if chosen else "", (place, 0), xytext=(0, 3), textcoords="offset points", fontsize=8,
             color="crimson", ha="center",
         )  # fmt: skip
     axes.set(xlabel="token of the document (dotted: planted facts)", ylabel="KV head, from the first layer on")

@@ -2,6 +2,7 @@
 
 import re
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -62,6 +63,13 @@ class Form:
     def opening(self, document: str) -> list[int]:
         """Token ids of everything before the first question."""
         return self._ids(self._opening.replace(_DOCUMENT, document), begins=True)
+
+    def token_of(self, part: str, ids: list[int]) -> int | None:
+        """Which of the tokens `ids` begins `part`; None if a tokenizer without its words has lost it."""
+        at = self.tokenizer.decode(ids).find(part)
+        if at < 0:
+            return None
+        return bisect_right(range(len(ids)), at, key=lambda count: len(self.tokenizer.decode(ids[:count]))) - 1
 
     def turn(self, turn: Turn, *, after: int | None) -> list[int]:
         """Token ids from the end of the last answer to where the next is to go on.

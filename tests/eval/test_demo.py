@@ -105,6 +105,11 @@ def test_facts_are_in_the_text_and_the_text_fits(tokens: int) -> None:
     assert tokens - 120 < len(opening)  # words are cut whole, and lines of dashes are long ones
     assert len(opening) <= tokens
     assert text in form.tokenizer.decode(opening)
+    for turn in turns:
+        first = form.token_of(turn.fact, opening)
+        assert first is not None
+        assert form.tokenizer.decode(opening[first:]).lstrip().startswith(turn.fact)
+    assert form.token_of("nothing of the kind", opening) is None
     places = [text.index(turn.fact) for turn in turns]
     assert places == sorted(places)
     assert text.replace("\n", " ")[:100] == reference().replace("\n", " ")[:100]
