@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from eval.models.language_model import label
 from eval.models.workloads import MODEL_HELP, load, slug
 from eval.reporting.machine import machine
 from eval.reporting.tables import plain, write
@@ -55,5 +56,5 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]], name: str, *
         return None
     path = options.out / f"{name}-{slug(options.model)}-{torch.device(options.device).type}.csv"
     shared = {"seed": options.seed, "threads": torch.get_num_threads(), "machine": machine()}
-    write(path, rows, model=options.model, dtype=options.dtype, **everywhere, **shared)
+    write(path, rows, model=label(options.model), dtype=options.dtype, **everywhere, **shared)
     return path
