@@ -280,7 +280,7 @@ def run(
     options: argparse.Namespace,
 ) -> tuple[dict[str, Told], QAdACache]:
     """Every method's chat, one after the other; and the cache of QAdACache's."""
-    told, last = {}, {}
+    told = {}
     with tqdm(
         total=2 * len(made) * (1 + len(turns)), unit="step", bar_format="{percentage:3.0f}%|{bar:30}| {desc}"
     ) as bar:
@@ -297,11 +297,9 @@ def run(
             restore_attention(model)  # DynamicCache is to run on the model's own; building a QAdACache sets ours
             cache = make()
             told[method] = converse(model, form, opening, turns, cache, new_tokens=options.new_tokens, tell=tell)
-            last = {method: cache}
         bar.set_description_str("done")
-    ours = last[OURS]
-    assert isinstance(ours, QAdACache)
-    return told, ours
+    assert isinstance(cache, QAdACache)  # the last of the four is ours
+    return told, cache
 
 
 def draw(

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.deciding.following import compare, follow, generate, prefill, spoken
-from eval.deciding.tokens import OWN, VALUE_BITS, reading, sketch_share, split, token_options
+from eval.deciding.tokens import OWN, reading, sketch_share, split, token_options
 from eval.deciding.trial_summary import summary
 from eval.deciding.ways import PROMPTS, Knowledge, Way, all_ways, deciding, experiments, few_ways, peer_ways, token_ways
 from eval.models.language_model import DEFAULT, HELP, hflm_source, label, load
@@ -41,6 +41,7 @@ from qada_cache.criterion import GROUP_RULES
 from qada_cache.kernels import decision
 from qada_cache.key_moments.defaults import sources
 from qada_cache.state.layer import QAdALayer
+from qada_cache.tuning import measuring
 
 CALIBRATION = 4  # pieces of prose that errors and local shares are learned from, none of those measured
 NEARLY_ONE = 1 - 1e-9  # a threshold that makes every head long-context; at 1 they would read everything
@@ -174,8 +175,7 @@ def key(row: dict[str, Any]) -> tuple:
 def bytes_read(way: Way, stats: CacheStats, dim: int, value_bytes: int) -> float:
     """Of the bulk's bytes, those that are read, and of what tokens are chosen by; as if values had `VALUE_BITS`."""
     if way.read.startswith(OWN):
-        sketched = stats.sketched_bytes / stats.offered_bytes * (8 * value_bytes / VALUE_BITS)
-        return (stats.pulled_bytes + stats.spared_bytes) / stats.offered_bytes + sketched
+        return measuring.bytes_read(stats, value_bytes)
     kv_read = 1 - stats.kv_sparsity
     if not way.read:
         return kv_read

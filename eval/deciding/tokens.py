@@ -19,8 +19,8 @@ from qada_cache.kernels import softmax_average
 from qada_cache.sketch import codec, selection
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.store import TokenStore
+from qada_cache.tuning.measuring import VALUE_BITS
 
-VALUE_BITS = 16  # of a key or value as a cache usually holds it, which shares of bytes are of
 OWN = "sketch"  # ways of reading that start so are the product's
 REST = {"nothing of the rest": 1e-30, "all of the rest": 1.0}  # but for how much of what is not read they count
 

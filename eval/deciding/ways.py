@@ -15,13 +15,14 @@ from qada_cache.attention import decide
 from qada_cache.criterion import gaussian_log_bulk, score_moments
 from qada_cache.kernels import decision
 from qada_cache.state.layer import QAdALayer
+from qada_cache.state.options import TOKEN_THRESHOLD
 
 FEW = (0.1, 0.3, 0.6, 0.9)
 MOST = (0.1, 0.3, 0.6, 0.8, 0.9)
 RULES = ("any", "head", "mean")
 BOTH = ("current+random-tokens", "current+random-words")
 PROMPTS = ("random-words", "random-tokens", "wiki", "single-word")
-DEFAULT_THETA = 4.5  # of `QAdACache`
+DEFAULT_THETA = TOKEN_THRESHOLD  # of `QAdACache`
 ECONOMICAL = 12.0
 TRIMMED = 0.05  # the share of keys that trimmed moments leave out
 

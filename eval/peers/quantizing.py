@@ -7,7 +7,7 @@ there. The quantizer is ours, of the same results, so that nothing need be insta
 
 from torch import Tensor
 
-from eval.deciding.tokens import VALUE_BITS
+from qada_cache.tuning.measuring import VALUE_BITS
 
 GROUP = 64  # values with a scale in common
 
