@@ -22,7 +22,7 @@ from .key_moments.served import served_layers
 from .key_moments.sharding import WHOLE
 from .key_moments.wrapped import unwrapped
 from .state.layer import QAdALayer
-from .state.options import TOKEN_THRESHOLD, Options
+from .state.options import SKETCH_BITS, TOKEN_THRESHOLD, Options
 from .state.shared import Shared
 from .stats import CacheStats, collect, layer_bytes, summary
 from .storage.sharing import share
@@ -81,8 +81,9 @@ class QAdACache(WatchedCache):
             not there, the current prompt's alone are used, with a warning.
         token_threshold: a long-context head reads the tokens of its bulk that by the sketch get at least so many times
             an even share of its attention; what their scores say of their values stands for the others. 0: all, as in
-            the paper; so do "dense", "oracle", a threshold of 1. None: the setting `qada tune` kept, else 4.5.
-        sketch_bits: of a value of a key in the sketch, a copy of the bulk's keys on the compute device: 1, 2 or 4.
+            the paper; so do "dense", "oracle", a threshold of 1. None: the setting `qada tune` kept, else 4.4.
+        sketch_bits: of a value of a key in the sketch, a copy of the bulk's keys on the compute device: an average
+            from 0.5 to 4, met as nearly as 32-bit words come to it.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
@@ -116,7 +117,7 @@ class QAdACache(WatchedCache):
         group_rule: str = "any",
         moments: Moments = DEFAULT_MOMENTS,
         token_threshold: float | None = None,
-        sketch_bits: int = 2,
+        sketch_bits: float = SKETCH_BITS,
         update_moments: bool = True,
         offloading: bool = True,
         device_budget: int | float | str = 0,

@@ -94,7 +94,7 @@ def long_context(
         out, lse = whole_bulk(layer, store, packed, needed.tolist(), scaling=scaling)
         return out, lse, lse
     # What one query finds too rough is read whole for all queries of the call.
-    rough = unreliable(packed, sketch.tensors, sketch.lengths, scaling=scaling) & flags.flatten(2)
+    rough = unreliable(packed, sketch.tensors, scaling=scaling) & flags.flatten(2)
     coded = torch.tensor(sketch.lengths, device=flags.device)[:, None] > 0
     chooses = coded & ~rough.any(dim=-1)
     some, rest = torch.stack([needed & chooses, needed & ~chooses]).tolist()

@@ -19,12 +19,10 @@ from .decide import other_moments, static_heads
 def chosen_kernel(layer: QAdALayer, store: TokenStore, query: Tensor) -> Callable | None:
     """What `choice.decode_kernel` says of a query `[batch, heads, 1, dim]`, asked again when anything is different."""
     bulk, sketch, options = store.bulk, store.sketch, layer.options
-    bits = sketch.bits if sketch is not None and sketch.in_use else None
-    asked = weakref.ref(options), bits, bulk.capacity, query.shape, query.dtype, query.device
+    layout = sketch.layout if sketch is not None and sketch.in_use else None
+    asked = weakref.ref(options), layout, bulk.capacity, query.shape, query.dtype, query.device
     if layer.binding.kernel is None or layer.binding.kernel[0] != asked:
-        kernel = choice.decode_kernel(
-            query, bulk.keys, bulk.values, options.criterion, options.kernels, sketch_bits=bits
-        )
+        kernel = choice.decode_kernel(query, bulk.keys, bulk.values, options.criterion, options.kernels, layout=layout)
         layer.binding.kernel = asked, kernel
     return layer.binding.kernel[1]
 

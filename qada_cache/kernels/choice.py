@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from ..sketch import Layout
 from .cpu import compiled_decode
 
 logger = logging.get_logger(__name__)
@@ -80,11 +81,11 @@ def decode_kernel(
     criterion: object,
     kernels: str,
     *,
-    sketch_bits: int | None = None,
+    layout: Layout | None = None,
 ) -> Callable | None:
     """The `fused_decode` that is to compute such calls, None for the torch path of attention/decode.py.
 
-    Arguments as for `obstacle`; `kernels` is one of `KINDS`, `sketch_bits` those of the sketch that the call chooses
+    Arguments as for `obstacle`; `kernels` is one of `KINDS`, `layout` that of the sketch that the call chooses
     tokens by, None if it reads all of them.
 
     Raises:
@@ -106,7 +107,7 @@ def decode_kernel(
                 group=query.shape[1] // bulk_keys.shape[1],
                 dim=query.shape[3],
                 value_dim=bulk_values.shape[3],
-                sketch_bits=sketch_bits,
+                layout=layout,
                 pinned=bulk_keys.device != query.device,
             )
         if reason is None:

@@ -49,14 +49,13 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     needed = flags.any(dim=-1)  # [batch, kv_heads]
     every, rough = bulk_tokens.expand(batch, 1, 1), torch.zeros_like(needed)
     stored = rows.bulk_lengths.expand(batch).tolist()
-    lengths = [length if length >= MIN_TOKENS else 0 for length in stored]
     if sketch is not None:
-        rough = (flags & unreliable(packed, sketch, lengths, scaling=scaling)).any(dim=-1)
+        rough = (flags & unreliable(packed, sketch, scaling=scaling)).any(dim=-1)
     for row, length in enumerate(stored):
         for head in needed[row].nonzero()[:, 0].tolist():
             keys, values = call.bulk_keys[row, head, :length], call.bulk_values[row, head, :length]
             one, selection = packed[row, head, None, None], None
-            if sketch is not None and lengths[row] and not rough[row, head]:
+            if sketch is not None and length >= MIN_TOKENS and not rough[row, head]:
                 selection = select_tokens(
                     packed[row, head, :, None], sketch[row, head], length, log_near=lse[row, head, :, None],
                     bulk_tokens=every[row, 0], flags=flags[row, head, :, None], scaling=scaling,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sketch import BITS, Sketch, segments_of
+from ..sketch import BLOCK, Sketch, order_dtype, segments_of
 from .decode_call import DecodeCall, MisfitError
 
 
@@ -68,22 +68,24 @@ def _parts_fit(call: DecodeCall) -> bool:
 def _sketch_fits(sketch: Sketch, call: DecodeCall) -> bool:
     """Whether it is one of this bulk, and where kernels that are given addresses alone take it to lie."""
     heads, dim, value_dim = tuple(call.bulk_keys.shape[:2]), call.query.shape[3], call.bulk_values.shape[3]
-    capacity = sketch.codes.shape[2]
+    capacity, words = sketch.scales.shape[2], sketch.codes.shape[2]
     segments = segments_of(capacity) if capacity else 0
     expected = {
-        "codes": (torch.uint8, (capacity, dim * sketch.bits // 8)),
+        "codes": (torch.int32, (words, capacity)),
         "scales": (torch.uint8, (capacity,)),
         "units": (torch.float32, (segments,)),
         "centres": (torch.bfloat16, (segments, dim)),
+        "order": (order_dtype(dim), (segments, dim)),
         "weights": (torch.bfloat16, (segments, dim)),
-        "mean_squares": (torch.float32, (segments,)),
+        "noise": (torch.float32, (dim,)),
         "mean_value": (torch.float32, (value_dim,)),
         "slopes": (torch.int8, (value_dim, dim)),
         "slope_units": (torch.float32, (dim,)),
     }
     found = sketch.tensors()
     return (
-        sketch.bits in BITS
+        dim % BLOCK == 0
+        and 0 < words <= dim // BLOCK
         and capacity >= call.bulk_keys.shape[2]
         and all(
             (tensor.dtype, tuple(tensor.shape)) == (dtype, heads + shape)

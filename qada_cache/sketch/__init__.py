@@ -1,18 +1,22 @@
 """Keys in a few bits, coded in the metric of the queries, and the tokens that are selected by them."""
 
-from .codec import BITS, Sketch, code_bytes, encode_segments, rotation, rounded_slopes
+from .codec import Sketch, encode_segments, mean_noise, order_dtype, rounded_slopes
+from .layout import BLOCK, LEAST_BITS, MOST_BITS, Layout
 from .segments import MIN_TOKENS, SEGMENT_TOKENS, segment_start, segments_of
 from .selection import Selection, select_tokens, unread_value, unreliable
 
 __all__ = [
-    "BITS",
+    "BLOCK",
+    "LEAST_BITS",
     "MIN_TOKENS",
+    "MOST_BITS",
     "SEGMENT_TOKENS",
+    "Layout",
     "Selection",
     "Sketch",
-    "code_bytes",
     "encode_segments",
-    "rotation",
+    "mean_noise",
+    "order_dtype",
     "rounded_slopes",
     "segment_start",
     "segments_of",

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from .codec import Sketch, estimated_scores, half_variances
-from .segments import SEGMENT_TOKENS, segment_start, segments_of
 
-# Half the variance of what estimates are off by, in nats, where it is more, on average over a bulk's tokens,
-# they tell too little of which tokens matter, and nothing would say so. What one bit leaves out is no Gaussian.
-UNRELIABLE = {1: 1.75, 2: 10.0, 4: 10.0}
+# Half the variance of what estimates are off by, in nats: where it is more, on average over a bulk's tokens, they tell
+# too little of which tokens matter, and nothing would say so.
+UNRELIABLE = 20.0
 # Of the estimated attention to unread tokens, as much counts: estimates err, and the unread are those that seem light.
 UNREAD_WEIGHT = 0.9
 
@@ -31,29 +30,18 @@ class Selection:
     tilt: Tensor
 
 
-def unreliable(query: Tensor, sketch: Sketch, lengths: list[int], *, scaling: float) -> Tensor:
+def unreliable(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
     """The queries that estimates are too rough for, so that they read all: bool `[batch, kv_heads, queries]`.
 
     Scores that lie far apart are the ones that few tokens stand out by, and what stands out of estimates may be nothing
-    but their error; see `codec.half_variances`, here on average over each row's `lengths[row]` tokens.
+    but their error; see `codec.half_variances`.
 
     Args:
         query: `[batch, kv_heads, queries, dim]`.
-        sketch: of the layer.
-        lengths: of every row's sketched bulk, 0 if it has none.
+        sketch: of the layer; the result says nothing of rows that are not in it.
         scaling: multiplies the scores.
     """
-    shape = len(lengths), sketch.units.shape[-1]
-    share = torch.zeros(shape, dtype=torch.float32, device="cpu")  # torch's defaults are the user's
-    for row, length in enumerate(lengths):
-        if length:
-            count = segments_of(length)
-            share[row, :count] = SEGMENT_TOKENS / length
-            share[row, count - 1] = (length - segment_start(length)) / length
-    share = share[:, None].to(query.device)  # [batch, 1, segments]
-    half = half_variances(query, sketch, scaling=scaling) * sketch.mean_squares.unsqueeze(-2)
-    half = half.masked_fill((share == 0).unsqueeze(-2), 0.0)  # what is not in use may be anything
-    return (half * share.unsqueeze(-2)).sum(dim=-1) > UNRELIABLE[sketch.bits]
+    return half_variances(query, sketch, scaling=scaling) > UNRELIABLE
 
 
 def select_tokens(

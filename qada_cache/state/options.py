@@ -9,10 +9,11 @@ from ..criterion import CRITERIA, GROUP_RULES, StaticHeads
 from ..kernels import choice
 from ..key_moments.defaults import CURRENT, Moments, sources
 from ..key_moments.key_moments import KeyMoments
-from ..sketch import BITS
+from ..sketch import LEAST_BITS, MOST_BITS
 from ..storage.residents import check_budget
 
-TOKEN_THRESHOLD = 4.5  # the default of models without a tuned setting
+TOKEN_THRESHOLD = 4.4  # the default of models without a tuned setting
+SKETCH_BITS = 1.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,7 @@ class Options:
     device_budget: int | float | str = 0
     kernels: str = "auto"
     token_threshold: float = TOKEN_THRESHOLD
-    sketch_bits: int = 2
+    sketch_bits: float = SKETCH_BITS
     moments: Moments = CURRENT
     current_moments: bool = True
     other_moments: KeyMoments | None = None
@@ -55,8 +56,10 @@ class Options:
         if not 0.0 <= self.token_threshold <= sys.float_info.max:  # also refuses nan, and ints that no float holds
             raise ValueError(f"token_threshold must be finite and not negative, got {self.token_threshold}")
         bits = self.sketch_bits
-        if isinstance(bits, bool) or not isinstance(bits, int) or bits not in BITS:
-            raise ValueError(f"sketch_bits must be one of {', '.join(map(str, BITS))}, got {bits!r}")
+        if isinstance(bits, bool) or not isinstance(bits, (int, float)):
+            raise TypeError(f"sketch_bits must be a number, got {type(bits).__name__}")
+        if not LEAST_BITS <= bits <= MOST_BITS:  # also refuses nan
+            raise ValueError(f"sketch_bits must be from {LEAST_BITS} to {MOST_BITS}, got {bits}")
         for name in ("sink_tokens", "local_tokens", "audit_every"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
@@ -99,7 +102,7 @@ class Options:
         return self.token_threshold > 0.0 and (some or isinstance(self.criterion, StaticHeads))
 
     @property
-    def kept_bits(self) -> int | None:
+    def kept_bits(self) -> float | None:
         """Bits a value of the sketch that layers keep; None: they keep none."""
         return self.sketch_bits if self.chooses_tokens else None
 

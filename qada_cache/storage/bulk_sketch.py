@@ -10,11 +10,14 @@ from torch import Tensor
 
 from ..kernels.autocast import without_autocast
 from ..sketch import (
+    BLOCK,
     MIN_TOKENS,
     SEGMENT_TOKENS,
+    Layout,
     Sketch,
-    code_bytes,
     encode_segments,
+    mean_noise,
+    order_dtype,
     rounded_slopes,
     segment_start,
     segments_of,
@@ -22,8 +25,8 @@ from ..sketch import (
 from . import pages
 from .bulk import Bulk
 
-TOKENS = ("codes", "scales")  # of a sketch, what every token has
-SEGMENTS = ("units", "centres", "weights", "mean_squares")  # what every segment has
+TOKENS = ("codes", "scales")  # of a sketch, what every token has, in its last dimension
+SEGMENTS = ("units", "centres", "order", "weights", "mean_squares")  # what every segment has
 Read = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
@@ -34,7 +37,7 @@ class BulkSketch:
     say, and the last one again as it grows. So after a crop it is as if the rest had never been seen.
 
     Attributes:
-        bits: of a coded value.
+        layout: of the codes.
         energies: float32 `[kv_heads, dim]`, of the model's queries; None if they are not known.
         tensors: the sketch, `[batch, kv_heads, ...]`, with room for at least as many tokens as the bulk holds.
         mean_key: float32 `[batch, kv_heads, dim]`, of the bulk.
@@ -42,10 +45,10 @@ class BulkSketch:
         lengths: tokens of each row that are in it: all of the bulk's, or none.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, bits: int, energies: Tensor | None) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, bits: float, energies: Tensor | None) -> None:
         """Empty, for keys like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`)."""
         batch, kv_heads, _, dim = keys.shape
-        self.bits, self.lengths = bits, [0] * batch
+        self.layout, self.lengths = Layout.of_bits(dim, bits), [0] * batch
         # Its own: those given are part of a tensor of all layers, which every copy would copy.
         self.energies = None if energies is None else energies.to(keys.device, copy=True)
         heads, value_dim, device = (batch, kv_heads), values.shape[3], keys.device
@@ -53,26 +56,30 @@ class BulkSketch:
             self.mean_key = torch.zeros(*heads, dim, dtype=torch.float32, device=device)
             self.covariance = torch.zeros(*heads, value_dim, dim, dtype=torch.float32, device=device)
             self.tensors = Sketch(
-                codes=_empty(device, (*heads, 0, code_bytes(dim, bits)), torch.uint8),
+                codes=_empty(device, (*heads, self.layout.count, 0), torch.int32),
                 scales=_empty(device, (*heads, 0), torch.uint8),
                 units=torch.zeros(*heads, 0, dtype=torch.float32, device=device),
                 centres=torch.zeros(*heads, 0, dim, dtype=torch.bfloat16, device=device),
+                order=torch.zeros(*heads, 0, dim, dtype=order_dtype(dim), device=device),
                 weights=torch.ones(*heads, 0, dim, dtype=torch.bfloat16, device=device),
                 mean_squares=torch.zeros(*heads, 0, dtype=torch.float32, device=device),
+                noise=torch.zeros(*heads, dim, dtype=torch.float32, device=device),
                 mean_value=torch.zeros(*heads, value_dim, dtype=torch.float32, device=device),
                 **rounded_slopes(self.covariance),
             )
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor, bits: int | None, energies: Tensor | None) -> "BulkSketch | None":
-        """One for such tokens; None if none is asked for, or codes would not fill whole bytes (then all is read)."""
-        return None if bits is None or keys.shape[3] * bits % 8 else cls(keys, values, bits, energies)
+    def of(cls, keys: Tensor, values: Tensor, bits: float | None, energies: Tensor | None) -> "BulkSketch | None":
+        """One for such tokens; None if none is asked for, or keys are of no whole blocks (then all is read)."""
+        return None if bits is None or keys.shape[3] % BLOCK else cls(keys, values, bits, energies)
 
-    def is_of(self, bits: int | None, energies: Tensor | None) -> bool:
+    def is_of(self, bits: float | None, energies: Tensor | None) -> bool:
         """Whether it is one of such bits and energies."""
+        if bits is None or Layout.of_bits(self.layout.dim, bits) != self.layout:
+            return False
         if self.energies is None or energies is None:
-            return self.bits == bits and self.energies is energies
-        return self.bits == bits and torch.equal(self.energies, energies.to(self.energies.device))
+            return self.energies is energies
+        return torch.equal(self.energies, energies.to(self.energies.device))
 
     @property
     def in_use(self) -> bool:
@@ -130,7 +137,7 @@ class BulkSketch:
         """What a file keeps, by name."""
         kept, tokens = self.tensors.tensors(), max(self.lengths)
         segments = segments_of(tokens) if tokens else 0
-        found = {name: kept[name][:, :, :tokens] for name in TOKENS}
+        found = {name: kept[name][..., :tokens] for name in TOKENS}
         found |= {name: kept[name][:, :, :segments] for name in SEGMENTS}
         found |= {"mean_value": kept["mean_value"], "mean_key": self.mean_key, "value_key_covariance": self.covariance}
         return found | {"sketched": self.lengths, "query_energies": self.energies}
@@ -150,23 +157,29 @@ class BulkSketch:
             expected["query_energies"] = self.mean_key[0]
         for name, like in expected.items():
             shape, found = list(like.shape), record[name]
-            if name in TOKENS or name in SEGMENTS:  # those of the longest row
-                shape[2] = tokens if name in TOKENS else segments_of(tokens) * bool(tokens)
+            if name in TOKENS:  # those of the longest row
+                shape[-1] = tokens
+            if name in SEGMENTS:
+                shape[2] = segments_of(tokens) * bool(tokens)
             if list(found.shape) != shape or found.dtype != like.dtype:
                 found = f"{found.dtype} {list(found.shape)}"
-                raise ValueError(f"its sketch of {wanted} tokens in {self.bits} bits has {name} {found}")
+                raise ValueError(f"its sketch of {wanted} tokens in {self.layout} has {name} {found}")
         if record["sketched"] != wanted:
             raise ValueError(f"its sketch is of {record['sketched']} tokens, and should be of {wanted}")
         self.lengths, self.energies = wanted, energies  # other energies may be known now
         if self.in_use:
             self._reserve(bulk.capacity)
         kept = self.tensors.tensors()
-        for name in (*TOKENS, *SEGMENTS):
+        for name in TOKENS:
+            kept[name][..., : record[name].shape[-1]] = record[name]
+        for name in SEGMENTS:
             kept[name][:, :, : record[name].shape[2]] = record[name]
         kept["mean_value"].copy_(record["mean_value"])
         self.mean_key.copy_(record["mean_key"])
         self.covariance.copy_(record["value_key_covariance"])
         self._round_slopes(slice(None))
+        for row, length in enumerate(wanted):
+            self._sum_noise(slice(row, row + 1), length)
 
     def _take(self, rows: slice, known: int, length: int, read: Read) -> None:
         """Code rows of equal `length` from where their first `known` tokens leave the open segment on."""
@@ -178,19 +191,28 @@ class BulkSketch:
             keys, values = read(start, stop)
             with without_autocast(keys.device):
                 energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
-                made = encode_segments(keys, energies, self.bits, last=stop == length)
+                made = encode_segments(keys, energies, self.layout, last=stop == length)
                 new = max(0, known - start)
                 if new < stop - start:
                     self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
             segments = slice(start // SEGMENT_TOKENS, start // SEGMENT_TOKENS + made["units"].shape[2])
-            for name, tensor in made.items():
-                kept[name][rows, :, slice(start, stop) if name in TOKENS else segments] = tensor
+            for name in TOKENS:
+                kept[name][rows, ..., start:stop] = made[name]
+            for name in SEGMENTS:
+                kept[name][rows, :, segments] = made[name]
         self._round_slopes(rows)
+        self._sum_noise(rows, length)
         self.lengths[rows] = [length] * len(self.lengths[rows])
 
     def _round_slopes(self, rows: slice) -> None:
         for name, rounded in rounded_slopes(self.covariance[rows]).items():
             getattr(self.tensors, name)[rows] = rounded
+
+    def _sum_noise(self, rows: slice, length: int) -> None:
+        if length:
+            kept = self.tensors.tensors()
+            used = {name: kept[name][rows, :, : segments_of(length)] for name in SEGMENTS}
+            self.tensors.noise[rows] = mean_noise(used, self.layout, length)
 
     def _correlate(self, rows: slice, keys: Tensor, values: Tensor, before: int) -> None:
         """Take tokens into the means and the covariance of `before` others, by Chan's merge."""
@@ -217,21 +239,20 @@ class BulkSketch:
     def _reserve(self, capacity: int) -> None:
         """Have room for so many tokens a row, as the bulk has."""
         old, held = self.tensors, max(self.lengths)
-        if capacity <= old.codes.shape[2]:
+        if capacity <= old.scales.shape[2]:
             return
         made = {}
         for field in fields(Sketch):
             tensor = getattr(old, field.name)
             if field.name in TOKENS:
-                used = min(held, tensor.shape[2])
-                made[field.name] = _empty(tensor.device, (*tensor.shape[:2], capacity, *tensor.shape[3:]), tensor.dtype)
+                used = min(held, tensor.shape[-1])
+                made[field.name] = _empty(tensor.device, (*tensor.shape[:-1], capacity), tensor.dtype)
+                made[field.name][..., :used] = tensor[..., :used]
             elif field.name in SEGMENTS:
-                used = tensor.shape[2]
                 made[field.name] = tensor.new_zeros(*tensor.shape[:2], segments_of(capacity), *tensor.shape[3:])
+                made[field.name][:, :, : tensor.shape[2]] = tensor
             else:
                 made[field.name] = tensor
-                continue
-            made[field.name][:, :, :used] = tensor[:, :, :used]
         self.tensors = Sketch(**made)
 
 

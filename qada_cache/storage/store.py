@@ -48,7 +48,7 @@ class TokenStore:
         offloading: bool,
         track_moments: bool,
         update_moments: bool,
-        sketch_bits: int | None,
+        sketch_bits: float | None,
         energies: Tensor | None,
         residents: Residents,
         layer: int,

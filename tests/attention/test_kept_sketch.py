@@ -11,7 +11,7 @@ from test_token_choice import EVERY, ask, filled, small  # noqa: F401 - a fixtur
 from torch import Tensor
 
 from qada_cache import QAdACache
-from qada_cache.sketch import codec
+from qada_cache.sketch import layout
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.store import TokenStore
 
@@ -22,10 +22,11 @@ def test_device_bytes_are_as_computed() -> None:
         driver, _ = filled(tokens=300, offloading=True)
         held, capacity = driver.layer.store.sketch, driver.layer.store.bulk.capacity
         kept = held.tensors
-        assert kept.codes.shape[:3] == kept.scales.shape == (2, 2, capacity)
-        tokens, segments = capacity * (4 + 1), 1 * (2 * 16 + 2 * 16 + 4 + 4)  # 300 tokens are one segment
-        read = 4 * 16 + 16 * 16 + 4 * 16  # mean value, slopes and their units
-        assert held.nbytes == 2 * 2 * (tokens + segments + read + 4 * 16 + 4 * 16 * 16)  # and what these are made of
+        assert (*kept.codes.shape, *kept.scales.shape) == (2, 2, 1, capacity, 2, 2, capacity)
+        tokens, segments = capacity * (4 + 1), 1 * (5 * 16 + 4)  # 300 tokens are one segment
+        read = 4 * 16 + 4 * 16 + 16 * 16 + 4 * 16  # noise, mean value, slopes and their units
+        made_of = 4 + 4 * 16 + 4 * 16 * 16  # mean square, mean key, covariance
+        assert held.nbytes == 2 * 2 * (tokens + segments + read + made_of)
         assert kept.read_bytes(300) == 300 * (4 + 1) + segments + read
 
 
@@ -75,8 +76,7 @@ def test_does_not_depend_on_the_default_dtype(default: torch.dtype) -> None:
     inputs = Inputs(3)
     calls = [inputs(tokens) for tokens in (90, 1, 1)]
     expected = played(calls)[0]
-    codec.rotation.cache_clear()
-    codec._rotation.cache_clear()
+    layout._kept.cache_clear()
     torch.set_default_dtype(default)
     try:
         outputs, store = played(calls)
@@ -85,6 +85,7 @@ def test_does_not_depend_on_the_default_dtype(default: torch.dtype) -> None:
     assert torch.equal(torch.cat(outputs, dim=2), torch.cat(expected, dim=2))
     kept = store.sketch.tensors
     assert kept.units.dtype == kept.mean_value.dtype == store.sketch.covariance.dtype == torch.float32
+    assert kept.noise.dtype == torch.float32
     assert kept.centres.dtype == kept.weights.dtype == torch.bfloat16
     assert kept.slopes.dtype == torch.int8
     assert kept.slope_units.dtype == torch.float32
@@ -97,5 +98,5 @@ def test_is_the_same_under_autocast() -> None:
     expected = played(calls)[1].sketch.record
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = played(calls)[1].sketch.record
-    for name in ("codes", "scales", "units", "centres", "weights", "mean_squares"):
+    for name in ("codes", "scales", "units", "centres", "order", "weights", "mean_squares"):
         assert torch.equal(found[name], expected[name])

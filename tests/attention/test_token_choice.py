@@ -13,14 +13,14 @@ from harness import LOCAL, WINDOW, Driver, Inputs, make_shared
 from models import tiny
 from pair import Pair
 from scenarios import SCENARIOS, play, small_buffers
-from sketch_reference import estimates, half_variance, log_shares, unread
+from sketch_reference import BITS, estimates, half_variance, log_shares, unread
 from small_sketch import small_sketch
 from stand_in import accelerator
 from torch import Tensor
 
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.attention import far
-from qada_cache.sketch import BITS, selection
+from qada_cache.sketch import selection
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.reading import prefetch
 
@@ -62,7 +62,7 @@ def ask(driver: Driver, call: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("energies", [False, True])
 @pytest.mark.parametrize("bits", BITS)
-def test_equals_float64(bits: int, energies: bool) -> None:
+def test_equals_float64(bits: float, energies: bool) -> None:
     """One decoded token: exact over what is near and what is selected, and an estimate of the rest."""
     made = torch.rand(1, 2, 16, generator=torch.Generator().manual_seed(1)) if energies else None
     driver, inputs = filled(sketch_bits=bits, query_energies=made)
@@ -179,7 +179,7 @@ def test_what_is_too_rough_is_read_whole(offloading: bool, monkeypatch: pytest.M
                     ]
                     limit = sum(halves) / 2  # between those of two heads
                     rough = [half > limit for half in halves]
-                monkeypatch.setitem(selection.UNRELIABLE, 2, limit)
+                monkeypatch.setattr(selection, "UNRELIABLE", limit)
                 before = int(driver.layer.counters.sketched_bytes)
                 outputs.append(ask(driver, call).unflatten(1, (2, 2))[0])
                 sketched.append(int(driver.layer.counters.sketched_bytes) - before)
@@ -197,10 +197,10 @@ def test_nothing_is_fetched_early_once_no_head_is_read_whole(monkeypatch: pytest
     with accelerator():
         driver, inputs = filled(batch=1, offloading=True)
         bulk = driver.layer.store.bulk
-        monkeypatch.setitem(selection.UNRELIABLE, 2, 0.0)
+        monkeypatch.setattr(selection, "UNRELIABLE", 0.0)
         ask(driver, inputs(1, 1))
         assert prefetch(bulk) > 0
-        monkeypatch.setitem(selection.UNRELIABLE, 2, torch.inf)
+        monkeypatch.setattr(selection, "UNRELIABLE", torch.inf)
         ask(driver, inputs(1, 1))
         assert not bulk.early
         assert prefetch(bulk) == 0
@@ -208,7 +208,7 @@ def test_nothing_is_fetched_early_once_no_head_is_read_whole(monkeypatch: pytest
 
 def test_stats_and_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted: sketch bytes of every flagged head, the bytes of what was chosen, and what it missed."""
-    monkeypatch.setitem(selection.UNRELIABLE, 2, torch.inf)
+    monkeypatch.setattr(selection, "UNRELIABLE", torch.inf)
     model = tiny("llama")
     ids = torch.randint(0, model.config.vocab_size, (2, 150), generator=torch.Generator().manual_seed(0))
     heads = StaticHeads(torch.ones(model.config.num_hidden_layers, model.config.num_attention_heads, dtype=torch.bool))
@@ -226,10 +226,10 @@ def test_stats_and_audit(monkeypatch: pytest.MonkeyPatch) -> None:
         lengths = [120 + step for step in range(1, 11)]  # at most: some are staged still
         heads = len(stats.layers) * 2 * store.near_keys.shape[1]
         assert 0 < stats.offered_bytes <= heads * head_bytes * sum(lengths)
-        # 2 bits of 8 channels and a scale a token; a centre, weights, a unit and a mean square a segment; a mean value,
-        # slopes and their units a head.
-        once = (2 + 2) * 8 + 4 + 4 + 4 * 8 + 8 * 8 + 4 * 8
-        assert stats.sketched_bytes == stats.offered_bytes // head_bytes * (2 + 1) + 10 * heads * once
+        # A word and a scale a token; a centre, an order, weights and a unit a segment; noise, a mean value, slopes and
+        # their units a head.
+        once = (2 + 1 + 2) * 8 + 4 + 4 * 8 + 4 * 8 + 8 * 8 + 4 * 8
+        assert stats.sketched_bytes == stats.offered_bytes // head_bytes * (4 + 1) + 10 * heads * once
         assert stats.read_share == (stats.pulled_bytes + stats.sketched_bytes) / stats.offered_bytes
         missed.append(stats.audit.missed)
         shares.append(stats.read_share)
@@ -246,7 +246,7 @@ def test_asking_for_everything_reads_all(exact: dict[str, Any]) -> None:
     assert pair.layer.store.sketch is None
 
 
-def test_keys_that_fill_no_bytes_are_read_whole() -> None:
+def test_keys_of_no_whole_blocks_are_read_whole() -> None:
     pair, inputs = Pair(criterion=EVERY, token_threshold=5.0, sketch_bits=1), Inputs(dim=12)
     for tokens in (60, 1, 1, 3):
         pair.update(*inputs(tokens))

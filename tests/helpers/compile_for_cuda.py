@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.kernels.triton import decode as triton_decode
-from qada_cache.sketch import Sketch, segments_of
+from qada_cache.sketch import Layout, Sketch, segments_of
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1"}
@@ -83,15 +83,17 @@ def launches(
     return [recorder for recorder in recorders.values() if recorder.arguments]
 
 
-def sketch(*, kv_heads: int, dim: int, value_dim: int, capacity: int, bits: int) -> Sketch:
+def sketch(*, kv_heads: int, dim: int, value_dim: int, capacity: int, bits: float) -> Sketch:
     heads, segments = (2, kv_heads), segments_of(capacity) if capacity else 0
     return Sketch(
-        codes=torch.zeros(*heads, capacity, dim * bits // 8, dtype=torch.uint8),
+        codes=torch.zeros(*heads, Layout.of_bits(dim, bits).count, capacity, dtype=torch.int32),
         scales=torch.zeros(*heads, capacity, dtype=torch.uint8),
         units=torch.zeros(*heads, segments),
         centres=torch.zeros(*heads, segments, dim, dtype=torch.bfloat16),
+        order=torch.zeros(*heads, segments, dim, dtype=torch.uint8),
         weights=torch.ones(*heads, segments, dim, dtype=torch.bfloat16),
         mean_squares=torch.zeros(*heads, segments),
+        noise=torch.zeros(*heads, dim),
         mean_value=torch.zeros(*heads, value_dim),
         slopes=torch.zeros(*heads, value_dim, dim, dtype=torch.int8),
         slope_units=torch.zeros(*heads, dim),

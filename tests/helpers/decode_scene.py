@@ -12,7 +12,7 @@ from sketch_reference import estimates, half_variance, log_shares, sketch_bytes,
 from torch import Tensor
 
 from qada_cache import sketch
-from qada_cache.sketch import Sketch, encode_segments, rounded_slopes, segments_of, selection
+from qada_cache.sketch import Layout, Sketch, encode_segments, mean_noise, rounded_slopes, segments_of, selection
 from qada_cache.storage.geometry import call_geometry
 
 SINKS, WINDOW = 3, 8
@@ -39,7 +39,7 @@ class Scene:
     value_dim: int | None = None
     dtype: torch.dtype = torch.float32
     moments: str = "pooled"
-    bits: int = 0
+    bits: float = 0
 
     def __post_init__(self) -> None:
         made = torch.Generator().manual_seed(self.dim + self.group)
@@ -92,14 +92,16 @@ class Scene:
     def _make_sketch(self, capacity: int, made: torch.Generator) -> None:
         heads, value_dim = (self.batch, self.kv_heads), self.stored[1].shape[3]
         segments = segments_of(capacity) if capacity else 0
-        size = self.dim * self.bits // 8
+        layout = Layout.of_bits(self.dim, self.bits)
         self.sketch = Sketch(
-            codes=torch.randint(0, 256, (*heads, capacity, size), generator=made).byte(),
+            codes=torch.randint(-(2**31), 2**31, (*heads, layout.count, capacity), generator=made).int(),
             scales=torch.randint(0, 256, (*heads, capacity), generator=made).byte(),
             units=torch.full((*heads, segments), torch.nan),
             centres=torch.full((*heads, segments, self.dim), torch.nan, dtype=torch.bfloat16),
+            order=torch.full((*heads, segments, self.dim), 255, dtype=torch.uint8),
             weights=torch.full((*heads, segments, self.dim), torch.nan, dtype=torch.bfloat16),
             mean_squares=torch.full((*heads, segments), torch.nan),
+            noise=torch.full((*heads, self.dim), torch.nan),
             mean_value=torch.full((*heads, value_dim), torch.nan),
             slopes=torch.full((*heads, value_dim, self.dim), -128, dtype=torch.int8),
             slope_units=torch.full((*heads, self.dim), torch.nan),
@@ -107,8 +109,13 @@ class Scene:
         energies = 0.1 + 3 * torch.rand(self.kv_heads, self.dim, generator=made).square()
         for row in self.sketched_rows():
             keys, values = (part[row][:, SINKS : SINKS + self.counts[row]] for part in (self.keys, self.values))
-            for name, part in encode_segments(keys, energies, self.bits, last=True).items():
-                getattr(self.sketch, name)[row, :, : part.shape[1]] = part
+            coded = encode_segments(keys, energies, layout, last=True)
+            self.sketch.noise[row] = mean_noise(coded, layout, self.counts[row])
+            for name, part in coded.items():
+                if name == "codes":
+                    self.sketch.codes[row, ..., : part.shape[-1]] = part
+                else:
+                    getattr(self.sketch, name)[row, :, : part.shape[1]] = part
             keys, values = keys.double(), values.double()
             mean = values.mean(dim=1, keepdim=True)
             self.sketch.mean_value[row] = mean[:, 0]
@@ -163,11 +170,10 @@ class Scene:
 
         Without those that find the sketch unreliable.
         """
-        limit = selection.UNRELIABLE[self.bits] if self.bits else 0.0
         return {
             (row, head): (self.log_shares(row, head) >= math.log(token_threshold))[flags[row, head]].any(dim=0)
             for row in self.sketched_rows() for head in range(self.kv_heads)
-            if flags[row, head].any() and max(self.half_variance(row, head)[flags[row, head]]) <= limit
+            if flags[row, head].any() and max(self.half_variance(row, head)[flags[row, head]]) <= selection.UNRELIABLE
         }  # fmt: skip
 
     def half_variance(self, row: int, head: int) -> Tensor:

@@ -13,7 +13,7 @@ from reference_layer import ReferenceLayer
 from torch import Tensor
 
 from qada_cache import KeyMoments, StaticHeads
-from qada_cache.sketch import encode_segments
+from qada_cache.sketch import encode_segments, mean_noise
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import bulk_sketch
 from qada_cache.storage.store import TokenStore
@@ -175,9 +175,12 @@ class Pair:
             if known.lengths[row]:
                 bulk = slice(store.sinks, store.sinks + length)
                 keys, values = (tokens[row][:, bulk] for tokens in (self.reference.keys, self.reference.values))
-                for name, made in encode_segments(keys, energies, known.bits, last=True).items():
-                    found = kept[name][row, :, : made.shape[1]].cpu()
-                    assert torch.equal(found, made), f"{name} of row {row} are not those of its tokens"
+                made = encode_segments(keys, energies, known.layout, last=True)
+                made["noise"] = mean_noise(made, known.layout, length)
+                for name, one in made.items():
+                    found = kept[name][row].cpu()
+                    found = found[..., :length] if name == "codes" else found[:, : one.shape[1]]
+                    assert torch.equal(found, one), f"{name} of row {row} are not those of its tokens"
                 mean = values.mean(dim=1, keepdim=True)
                 slopes = (values - mean).mT @ (keys - keys.mean(dim=1, keepdim=True)) / length
                 for found, true in ((kept["mean_value"], mean[:, 0]), (known.covariance, slopes)):

@@ -1,6 +1,7 @@
 """What a sketch says of its keys, in float64 and plain arithmetic.
 
-It shares the rotation and constants with the package, and no other code. Sketches here are one head's.
+It shares the quantizers' constants and the choice of words with the package, and no other code. Sketches here are one
+head's.
 """
 
 import math
@@ -8,7 +9,9 @@ import math
 import torch
 from torch import Tensor
 
-from qada_cache.sketch import Sketch, codec, rotation, selection
+from qada_cache.sketch import Layout, Sketch, layout, selection
+
+BITS = (1, 1.5, 2, 4)  # of a value on average, that tests try
 
 
 def segment_spans(length: int) -> list[tuple[int, int]]:
@@ -19,22 +22,43 @@ def segment_spans(length: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], length], strict=True))
 
 
-def sketch_bytes(length: int, *, dim: int, value_dim: int, bits: int) -> int:
+def sketch_bytes(length: int, *, dim: int, value_dim: int, bits: float) -> int:
     """What one head reads of a sketch of so many tokens."""
-    tokens = length * (dim * bits // 8 + 1)  # a code and a scale each
-    segments = len(segment_spans(length)) * (2 * 2 * dim + 2 * 4)  # centre and weights, unit and mean square
-    return tokens + segments + 4 * (value_dim + dim) + dim * value_dim  # mean value, units of slopes, slopes
+    tokens = length * (4 * sum(Layout.of_bits(dim, bits).words) + 1)  # a code and a scale each
+    segments = len(segment_spans(length)) * ((2 + 1 + 2) * dim + 4)  # centre, order and weights, and a unit
+    # Noise, mean value, units of slopes; slopes.
+    return tokens + segments + 4 * (dim + value_dim + dim) + dim * value_dim
 
 
-def odd_values(codes: Tensor, *, dim: int) -> Tensor:
-    """The odd integers `[tokens, dim]` float64 that codes `[tokens, bytes]` stand for."""
-    size = codes.shape[1]
-    bits = 8 * size // dim
-    values = [
-        [2 * ((row[d % size] >> (d // size * bits)) % 2**bits) - (2**bits - 1) for d in range(dim)]
-        for row in codes.tolist()
-    ]
-    return torch.tensor(values, dtype=torch.float64).view(len(values), dim)
+def layout_of(sketch: Sketch) -> Layout:
+    """The layout whose words add up to those of the sketch."""
+    return Layout.of_words(sketch.centres.shape[-1], sketch.codes.shape[-2])
+
+
+def value_bits(sketch: Sketch) -> list[int]:
+    """Bits of every channel, in order; 0 of those without."""
+    made = layout_of(sketch)
+    four, two, one = made.words
+    return ([4] * (8 * four) + [2] * (16 * two) + [1] * (32 * one) + [0] * made.dim)[: made.dim]
+
+
+def odd_values(codes: Tensor, *, words: tuple[int, int, int]) -> Tensor:
+    """The odd integers `[tokens, coded]` float64 that codes `[words, tokens]` stand for."""
+    rows, place = [], 0
+    for bits, count in zip((4, 2, 1), words, strict=True):
+        for word in codes[place : place + count].tolist():
+            for value in range(32 // bits):
+                byte, plane = value % 4, value // 4
+                levels = [((token % 2**32) >> (8 * byte + bits * plane)) % 2**bits for token in word]
+                rows.append([2 * level - (2**bits - 1) for level in levels])
+        place += count
+    return torch.tensor(rows, dtype=torch.float64).T
+
+
+def rotation(size: int) -> Tensor:
+    """Float64 `[size, size]`: Hadamard blocks of 8."""
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / math.sqrt(2)
+    return torch.kron(torch.eye(size // 8, dtype=torch.float64), torch.kron(torch.kron(pair, pair), pair))
 
 
 def token_scales(sketch: Sketch, length: int) -> Tensor:
@@ -48,36 +72,41 @@ def token_scales(sketch: Sketch, length: int) -> Tensor:
 
 def estimates(*, query: Tensor, sketch: Sketch, length: int, scaling: float) -> Tensor:
     """Scores `[heads, tokens]` that coded keys are expected to weigh, for `query` `[heads, dim]`."""
-    dim = query.shape[1]
-    turn, odd = rotation(dim, torch.device("cpu")).double(), odd_values(sketch.codes[:length], dim=dim)
-    scales = token_scales(sketch, length)
-    keys = scales[:, None] * odd  # centred, weighed and rotated
-    error = squared_error(8 * sketch.codes.shape[1] // dim) * scales**2  # of a value
+    words = layout_of(sketch).words
+    odd = odd_values(sketch.codes[:, :length], words=words)
+    scales, coded = token_scales(sketch, length), odd.shape[1]
     scores = torch.empty(len(query), length, dtype=torch.float64)
     for head, one in enumerate(query.double()):
         for segment, (first, last) in enumerate(segment_spans(length)):
-            weighed = one / sketch.weights[segment].double()
-            turned = turn @ weighed
+            weighed = one[sketch.order[segment].long()] / sketch.weights[segment].double()
+            turned = rotation(coded) @ weighed[:coded]
             unit = turned.abs().max() / 127
-            score = keys[first:last] @ (unit * torch.round(turned / unit)) + sketch.centres[segment].double() @ one
-            variance = scaling**2 * (weighed @ weighed) * error[first:last]
-            scores[head, first:last] = scaling * score + variance / 2
+            product = odd[first:last] @ (unit * torch.round(turned / unit)) * scales[first:last]
+            error = (weighed.square() * squared_errors(sketch)).sum() * scales[first:last] ** 2
+            scores[head, first:last] = scaling * (product + sketch.centres[segment].double() @ one)
+            scores[head, first:last] += scaling**2 * error / 2
     return scores
 
 
-def squared_error(bits: int) -> float:
-    """Of a coded value, where a value's odd integer counts once."""
-    return codec.ERRORS[bits] / (codec.STEPS[bits] / 2) ** 2
+def squared_errors(sketch: Sketch) -> Tensor:
+    """Of every channel `[dim]`, in order, where a value's odd integer counts once; of one without bits all of it."""
+    found = [layout.ERRORS[bits] / (layout.STEPS[bits] / 2) ** 2 if bits else 1.0 for bits in value_bits(sketch)]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def noise(sketch: Sketch, length: int) -> Tensor:
+    """The mean squared error `[dim]` of each channel of the keys."""
+    total = torch.zeros(sketch.centres.shape[-1], dtype=torch.float64)
+    scales = token_scales(sketch, length)
+    for segment, (first, last) in enumerate(segment_spans(length)):
+        error = squared_errors(sketch) / sketch.weights[segment].double().square()
+        total[sketch.order[segment].long()] += error * scales[first:last].square().sum()
+    return total / length
 
 
 def half_variance(*, query: Tensor, sketch: Sketch, length: int, scaling: float) -> Tensor:
     """Half the variance `[heads]` of what estimates are off by, on average over tokens."""
-    error = squared_error(8 * sketch.codes.shape[1] // query.shape[1]) * token_scales(sketch, length) ** 2
-    total = torch.zeros(len(query), dtype=torch.float64)
-    for segment, (first, last) in enumerate(segment_spans(length)):
-        weighed = query.double() / sketch.weights[segment].double()
-        total += weighed.square().sum(dim=1) * error[first:last].sum()
-    return scaling**2 * total / length / 2
+    return scaling**2 * query.double().square() @ noise(sketch, length) / 2
 
 
 def log_shares(*, estimates: Tensor, log_near: Tensor, bulk_tokens: int) -> Tensor:

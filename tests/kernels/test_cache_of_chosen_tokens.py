@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.kernels.decode_call import DecodeCall
-from qada_cache.sketch import BITS, selection
+from qada_cache.sketch import selection
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels.triton import decode as triton_decode
@@ -40,7 +40,7 @@ def model() -> PreTrainedModel:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few tokens have a sketch, and are split; it may be rough, as this model's scores lie far apart."""
-    monkeypatch.setattr(selection, "UNRELIABLE", dict.fromkeys(BITS, 20.0))
+    monkeypatch.setattr(selection, "UNRELIABLE", 20.0)
     monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 20)
     monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
     with small_sketch(32):

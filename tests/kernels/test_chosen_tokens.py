@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from decode_scene import Scene
+from sketch_reference import BITS
 from small_sketch import small_sketch
 from test_triton import COMPILED, GPU, KERNEL, REFERENCE, Path
 from torch import Tensor
@@ -15,7 +16,7 @@ from qada_cache.kernels import decode_reference
 from qada_cache.kernels.cpu import compiled, compiled_decode
 from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.kernels.triton import decode as triton_decode
-from qada_cache.sketch import BITS, Sketch, encode_segments, rounded_slopes, selection
+from qada_cache.sketch import Layout, Sketch, encode_segments, mean_noise, rounded_slopes, selection
 
 EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED, KERNEL, GPU])
 BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]
@@ -58,7 +59,7 @@ def share(chosen: dict[tuple[int, int], Tensor]) -> float:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (32, 64), (128, 128), (96, 80), (256, 256)])
-def test_dtypes_dimensions_bits(path: Path, dim: int, value_dim: int, dtype: torch.dtype, bits: int) -> None:
+def test_dtypes_dimensions_bits(path: Path, dim: int, value_dim: int, dtype: torch.dtype, bits: float) -> None:
     scene = Scene(bulk=[(111, 9), (63, 0), (39, 1)], short=(2,), dim=dim, value_dim=value_dim, dtype=dtype, bits=bits)
     assert 0.05 < share(run(path, scene, token_threshold=scene.token_threshold())) < 0.7
 
@@ -84,7 +85,7 @@ def test_from_no_token_to_all(path: Path) -> None:
 
 @EVERY
 @pytest.mark.parametrize("bits", BITS)
-def test_rows_of_several_segments(path: Path, bits: int) -> None:
+def test_rows_of_several_segments(path: Path, bits: float) -> None:
     """Of one to three; the last ones of 700, 768 and 300 tokens, beside a row without a sketch."""
     bulk = [(700, 5), (511 + 257, 3), (512 + 767, 0), (30, 2), (1324, 9)]
     scene = Scene(bulk=bulk, short=(), dim=16, dtype=torch.bfloat16, bits=bits)
@@ -131,7 +132,7 @@ def test_one_key_that_outweighs_all(path: Path) -> None:
 @EVERY
 def test_the_rest_is_a_sum_of_its_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of keys that are read, estimates are far above their scores: a difference of these sums would be of rounding."""
-    monkeypatch.setitem(selection.UNRELIABLE, 1, torch.inf)
+    monkeypatch.setattr(selection, "UNRELIABLE", torch.inf)
     scene = Scene(bulk=[(257, 0)], short=(), group=1, bits=1)
     for head in range(2):
         scene.query[0, head] *= 3
@@ -193,7 +194,7 @@ def test_a_sketch_that_is_too_rough(path: Path, group: int, group_rule: str, mon
         for row in scene.sketched_rows() for head in range(2) if flags[row, head].any()
     ]  # fmt: skip
     low, high = sorted(spreads)[len(spreads) // 2 - 1 :][:2]
-    monkeypatch.setitem(selection.UNRELIABLE, 2, (low + high) / 2)
+    monkeypatch.setattr(selection, "UNRELIABLE", (low + high) / 2)
     assert len(run(path, scene, token_threshold=1.0, **decision)) == len(spreads) // 2 > 0
 
 
@@ -203,12 +204,13 @@ def apart(tensor: Tensor) -> Tensor:
 
 # In each of the ways that a kernel would read something else, or elsewhere.
 WRONG: dict[str, list[Callable[[Tensor], Tensor]]] = {
-    "codes": [Tensor.char, lambda t: t[:, :1], lambda t: t[..., :7], lambda t: t[:, :, :200], lambda t: t.to("meta")],
+    "codes": [Tensor.long, lambda t: t[:, :1], lambda t: t[..., :200], lambda t: t[:, :, :0], lambda t: t.to("meta")],
     "scales": [Tensor.char, Tensor.half, lambda t: t[:, :, 1:], lambda t: t[:-1], lambda t: t.to("meta")],
     "units": [Tensor.double, lambda t: t[:, :, :0], lambda t: t[:-1], lambda t: t.to("meta")],
     "centres": [Tensor.float, lambda t: t[..., 1:], lambda t: t[:, :, :0], lambda t: t[:-1], lambda t: t.to("meta")],
     "weights": [Tensor.float, lambda t: t[..., 1:], lambda t: t[:, :, :0], lambda t: t[:, :1], lambda t: t.to("meta")],
-    "mean_squares": [Tensor.double, lambda t: t[:, :, :0], lambda t: t[:, :1], lambda t: t.to("meta")],
+    "order": [Tensor.int, lambda t: t[..., 1:], lambda t: t[:, :, :0], lambda t: t[:, :1], lambda t: t.to("meta")],
+    "noise": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:, :1], lambda t: t.to("meta")],
     "mean_value": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:, :1], lambda t: t.to("meta")],
     "slopes": [Tensor.float, lambda t: t[..., 1:], lambda t: t[:, :, 1:], lambda t: t.to("meta")],
     "slope_units": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:, :1], lambda t: t.to("meta")],
@@ -228,7 +230,7 @@ def test_refuses_a_sketch_of_something_else(name: str, function: Callable) -> No
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("deviation", [3, 4, 5, 6, 8, 12, 16])
-def test_scores_far_apart(bits: int, deviation: float) -> None:
+def test_scores_far_apart(bits: float, deviation: float) -> None:
     """Attention that lies on few tokens is found, or all is read because the sketch cannot tell which."""
     made = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(1, 1, 2100, 64, generator=made) for _ in range(2))
@@ -240,7 +242,9 @@ def test_scores_far_apart(bits: int, deviation: float) -> None:
     given |= {"decided": torch.ones(1, dtype=torch.bool), "criterion": "dense", "threshold": 0.5}
     centred = values - values.mean(dim=2, keepdim=True)
     slopes = centred.mT @ (keys - keys.mean(dim=2, keepdim=True)) / 2100
-    told = encode_segments(keys, None, bits, last=True)
+    layout = Layout.of_bits(64, bits)
+    told = encode_segments(keys, None, layout, last=True)
+    told["noise"] = mean_noise(told, layout, 2100)
     coded = Sketch(**told, mean_value=values.mean(dim=2), **rounded_slopes(slopes))
     calls = (DecodeCall.of(**given, sketch=one, token_threshold=1.0) for one in (None, coded))
     whole, some = (decode_reference.fused_decode(call)[0] for call in calls)

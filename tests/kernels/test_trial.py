@@ -21,14 +21,15 @@ from transformers.utils.logging import warning_once
 from qada_cache import QAdACache
 from qada_cache.kernels import choice, decode_reference
 from qada_cache.kernels.decode_call import DecodeCall
-from qada_cache.sketch import MIN_TOKENS, Sketch
+from qada_cache.sketch import MIN_TOKENS, Layout, Sketch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels.triton import decode, trial
 from qada_cache.kernels.triton.kernels import INTERPRETED
 
 CPU = torch.device("cpu")
-SIZES: dict[str, Any] = {"group": 2, "dim": 32, "value_dim": 32, "sketch_bits": None, "pinned": False}
+LAYOUT = Layout.of_bits(32, 2)
+SIZES: dict[str, Any] = {"group": 2, "dim": 32, "value_dim": 32, "layout": None, "pinned": False}
 Changed = Callable[[dict[str, Any]], dict[str, Any]]
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 on_gpu = [
@@ -135,7 +136,7 @@ WRONG_SKETCHES: dict[str, tuple[Changed, str]] = {
     "times the weights": (resketched(weights=torch.reciprocal), "off by"),
     "no centres": (resketched(centres=torch.zeros_like), "off by"),
     "one segment for another": (resketched(units=lambda units: units.flip(2)), "off by"),
-    "an unreliable sketch": (resketched(mean_squares=torch.zeros_like), "off by"),
+    "an unreliable sketch": (resketched(noise=torch.zeros_like), "off by"),
     "all tokens read": (changed(sketch=lambda _: None), "off by"),
     "codes not counted": (lambda told: told | {"sketched": torch.zeros_like(told["sketched"])}, "counts"),
 }
@@ -145,8 +146,8 @@ WRONG_SKETCHES: dict[str, tuple[Changed, str]] = {
 @pytest.mark.parametrize("wrong", [*WRONG, *WRONG_SKETCHES])
 def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     change, words = (WRONG | WRONG_SKETCHES)[wrong]
-    for bits in (2,) if wrong in WRONG_SKETCHES else (None, 2):
-        sizes = SIZES | {"sketch_bits": bits}
+    for layout in (LAYOUT,) if wrong in WRONG_SKETCHES else (None, LAYOUT):
+        sizes = SIZES | {"layout": layout}
         plant(monkeypatch, lambda told: told)
         assert trial.decode_fault(CPU, dtype, **sizes) is None
         trial.decode_fault.cache_clear()
@@ -163,9 +164,9 @@ def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype, monkeypatch: p
         (torch.float32, {"group": 1}),
         (torch.bfloat16, {"group": 4, "dim": 64, "value_dim": 64}),
         (torch.float16, {"group": 7, "value_dim": 24}),
-        (torch.float32, {"group": 8, "sketch_bits": 1}),
-        (torch.bfloat16, {"group": 3, "sketch_bits": 2, "dim": 64}),
-        (torch.float16, {"group": 4, "sketch_bits": 4}),
+        (torch.float32, {"group": 8, "layout": Layout.of_bits(32, 1)}),
+        (torch.bfloat16, {"group": 3, "layout": Layout.of_bits(64, 1.5), "dim": 64}),
+        (torch.float16, {"group": 4, "layout": Layout.of_bits(32, 4)}),
     ],
 )
 def test_nothing_is_wrong_with_the_kernels(
@@ -180,12 +181,13 @@ def test_nothing_is_wrong_with_the_kernels(
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("dim", "group"), [(64, 4), (128, 7), (256, 1)])
-@pytest.mark.parametrize("bits", [None, 2])
+@pytest.mark.parametrize("bits", [None, 1.5])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_nothing_is_wrong_on_a_gpu(
-    device: str, dtype: torch.dtype, dim: int, group: int, bits: int | None, pinned: bool
+    device: str, dtype: torch.dtype, dim: int, group: int, bits: float | None, pinned: bool
 ) -> None:
-    sizes = {"group": group, "dim": dim, "value_dim": dim, "sketch_bits": bits, "pinned": pinned}
+    sizes = {"group": group, "dim": dim, "value_dim": dim, "pinned": pinned}
+    sizes["layout"] = None if bits is None else Layout.of_bits(dim, bits)
     assert trial.decode_fault(torch.device(device, 0), dtype, **sizes) is None
 
 
@@ -194,7 +196,7 @@ def test_other_defaults_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            assert trial.decode_fault(CPU, torch.bfloat16, **SIZES | {"sketch_bits": 2}) is None
+            assert trial.decode_fault(CPU, torch.bfloat16, **SIZES | {"layout": LAYOUT}) is None
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -212,12 +214,12 @@ def test_tried_once_and_then_taken(calls: list[dict[str, Any]], caplog: pytest.L
         assert choice.decode_kernel(QUERY, BULK, BULK, "gaussian", "auto") is decode.fused_decode
     assert len(calls) == 2  # one by each rule of groups
     assert all(call["query"].shape == (3, 6, 1, 16) and "sketch" not in call for call in calls)
-    others: list[tuple[Tensor, Tensor, int | None]] = [
-        (QUERY, BULK, 2), (QUERY.bfloat16(), BULK.bfloat16(), None), (QUERY[:, :2], BULK, None),
+    others: list[tuple[Tensor, Tensor, Layout | None]] = [
+        (QUERY, BULK, Layout.of_bits(16, 2)), (QUERY.bfloat16(), BULK.bfloat16(), None), (QUERY[:, :2], BULK, None),
         (QUERY[..., :8], BULK[..., :8], None),
     ]  # fmt: skip
-    for number, (query, bulk, bits) in enumerate(others, start=2):
-        assert choice.decode_kernel(query, bulk, bulk, "gaussian", "auto", sketch_bits=bits) is not None
+    for number, (query, bulk, layout) in enumerate(others, start=2):
+        assert choice.decode_kernel(query, bulk, bulk, "gaussian", "auto", layout=layout) is not None
         assert len(calls) == 2 * number
     assert not caplog.records
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from qada_cache import QAdACache, StaticHeads
-from qada_cache.sketch import encode_segments
+from qada_cache.sketch import Layout, encode_segments, mean_noise
 
 SINKS, WINDOW = 3, 8
 TOKENS = 2300  # of which the bulk has four segments
-EACH = ("codes", "scales", "units", "centres", "weights", "mean_squares")  # of tokens or segments
+EACH = ("codes", "scales", "units", "centres", "order", "weights", "mean_squares")  # of tokens or segments
 ENERGIES = torch.exp(2 * torch.randn(1, 2, 16, generator=torch.Generator().manual_seed(1)))
 Calls = tuple[Tensor, Tensor, Tensor]
 
@@ -62,10 +62,12 @@ class Scene:
         for row, length in enumerate(bulk.lengths):
             assert known.lengths[row] == length > 1024
             keys, values = (tensor[row, :, SINKS : SINKS + length] for tensor in self.calls[:2])
-            made = encode_segments(keys.clone(), ENERGIES[0], known.bits, last=True)
+            made = encode_segments(keys.clone(), ENERGIES[0], known.layout, last=True)
             for name in EACH:
-                found = kept[name][row, :, : length if name in ("codes", "scales") else len(segment_spans(length))]
+                found, of_tokens = kept[name][row], name in ("codes", "scales")
+                found = found[..., :length] if of_tokens else found[:, : len(segment_spans(length))]
                 assert torch.equal(found, made[name]), f"{name} of row {row}"
+            assert torch.equal(kept["noise"][row], mean_noise(made, known.layout, length))
             keys, values = keys.double(), values.double()
             mean_key, mean = (tokens.mean(dim=1, keepdim=True) for tokens in (keys, values))
             covariance = (values - mean).mT @ (keys - mean_key) / length
@@ -195,7 +197,7 @@ def test_energies_and_keys_matter(tmp_path: Path) -> None:
     """What the comparisons above go by is of these, and not the same of all."""
     scene = Scene(tmp_path)
     keys = scene.calls[0][0]
-    one, other = (encode_segments(keys, energies, 2, last=True) for energies in (ENERGIES[0], None))
+    one, other = (encode_segments(keys, energies, Layout.of_bits(16, 2), last=True) for energies in (ENERGIES[0], None))
     assert not torch.equal(one["weights"], other["weights"])
     assert (one["codes"] != other["codes"]).float().mean() > 0.05
     assert not torch.equal(one["centres"][:, 0], one["centres"][:, 1])

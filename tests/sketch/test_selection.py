@@ -4,11 +4,20 @@ import math
 
 import pytest
 import torch
-from sketch_reference import estimates, log_shares, unread
+from sketch_reference import BITS, estimates, log_shares, unread
 from torch import Tensor
 
 from qada_cache.kernels.reference import merge_partials, partial_attention
-from qada_cache.sketch import BITS, Selection, Sketch, encode_segments, rounded_slopes, select_tokens, unread_value
+from qada_cache.sketch import (
+    Layout,
+    Selection,
+    Sketch,
+    encode_segments,
+    mean_noise,
+    rounded_slopes,
+    select_tokens,
+    unread_value,
+)
 
 LENGTH, DIM, GROUP = 2300, 64, 4
 SCALING = DIM**-0.5
@@ -18,11 +27,13 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def sketch_of(keys: Tensor, values: Tensor, bits: int = 2) -> Sketch:
+def sketch_of(keys: Tensor, values: Tensor, bits: float = 2) -> Sketch:
     """Of one head's keys and values `[tokens, *]`."""
     mean = values.mean(dim=0)
     slopes = (values - mean).mT @ (keys - keys.mean(dim=0)) / len(keys)
-    made = encode_segments(keys, None, bits, last=True)
+    layout = Layout.of_bits(keys.shape[1], bits)
+    made = encode_segments(keys, None, layout, last=True)
+    made["noise"] = mean_noise(made, layout, len(keys))
     return Sketch(**made, mean_value=mean, **rounded_slopes(slopes))
 
 
@@ -67,7 +78,7 @@ NOTHING_NEAR = torch.full((GROUP, 3), -torch.inf)
 
 @pytest.mark.parametrize("token_threshold", [0.8, 1.5, 5.0])
 @pytest.mark.parametrize("bits", BITS)
-def test_equals_float64(bits: int, token_threshold: float) -> None:
+def test_equals_float64(bits: float, token_threshold: float) -> None:
     """Tokens, what is unread, and its value; each query by itself, by what its flagged heads ask for."""
     keys, values, query = random(LENGTH, DIM), random(LENGTH, 8, seed=1), random(GROUP, 3, DIM, seed=2)
     near, flags = 6 + random(GROUP, 3, seed=3), torch.ones(GROUP, 3, dtype=torch.bool)
@@ -137,7 +148,7 @@ def test_the_tilt_is_exact_for_values_that_follow_scores() -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("token_threshold", [0.5, 0.9, 1.0, 1.1])
-def test_flat_attention(token_threshold: float, bits: int) -> None:
+def test_flat_attention(token_threshold: float, bits: float) -> None:
     """All keys nearly equal: what is near and what is far get their shares, whatever happens to be read of it.
 
     The unread count a tenth less than they weigh, which takes a tenth of the share that is near off the bulk's.

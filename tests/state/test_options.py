@@ -17,10 +17,11 @@ from harness import make_shared
         ({"token_threshold": 10**400}, "token_threshold must be finite and not negative, got 1000"),
         ({"token_threshold": "2"}, "token_threshold must be a number, got str"),
         ({"token_threshold": True}, "token_threshold must be a number, got bool"),
-        ({"sketch_bits": 3}, "sketch_bits must be one of 1, 2, 4, got 3"),
-        ({"sketch_bits": True}, "sketch_bits must be one of 1, 2, 4, got True"),
-        ({"sketch_bits": 2.0}, "sketch_bits must be one of 1, 2, 4, got 2.0"),
-        ({"sketch_bits": torch.arange(2)}, "sketch_bits must be one of 1, 2, 4, got tensor"),
+        ({"sketch_bits": 0.4}, "sketch_bits must be from 0.5 to 4.0, got 0.4"),
+        ({"sketch_bits": 5}, "sketch_bits must be from 0.5 to 4.0, got 5"),
+        ({"sketch_bits": float("nan")}, "sketch_bits must be from 0.5 to 4.0, got nan"),
+        ({"sketch_bits": True}, "sketch_bits must be a number, got bool"),
+        ({"sketch_bits": torch.arange(2)}, "sketch_bits must be a number, got Tensor"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], error: str) -> None:

@@ -82,36 +82,32 @@ struct Step {
         staged.finish(own.staged, own.staged_lse);
         for (int q = 0, asked = 0; q < QUERIES; q++)
             if (call.flags[head * QUERIES + q]) own.log_near[asked++] = log_sum(lse[q], own.staged_lse[q]);
-        with_estimates(head, [&](auto& found) {
-            found.guess(call.stored(row), own.least);
-            for (int q = 0; q < found.count; q++)
-                own.least[q] = log_sum(own.log_near[q], own.least[q]) + log_least_share(head) - ROUNDING;
-        });
+        Estimates found = estimates_of(head);
+        found.guess(call.stored(row), own.least);
+        for (int q = 0; q < found.count; q++)
+            own.least[q] = log_sum(own.log_near[q], own.least[q]) + log_least_share(head) - ROUNDING;
     }
 
     // Rounds the flagged queries of a head for each segment; false if its estimates are `unreliable` for one of them.
     bool round_queries(int64_t head) {
         Asking& own = asking[head];
         int64_t row = row_of(head), place = place_of(head);
-        int64_t tokens = call.stored(row), segments = call.segments_of(tokens), asked = 0;
+        int64_t segments = call.segments_of(call.stored(row)), asked = 0;
         own.segments.assign(segments, Rounded{});
         for (int q = 0; q < QUERIES; q++) {
             if (!call.flags[head * QUERIES + q]) continue;
             Floats lanes[DIM / WIDTH];
             unpack<DIM>(call.query + (head * QUERIES + q) * DIM, lanes);
             float query[DIM], half_variance = 0;
-            for (int d = 0; d < DIM; d++) query[d] = unpacked_at<DIM>(lanes, d);
-            for (int64_t s = 0; s < segments; s++) {
-                Rounded& rounded = own.segments[s];
-                float unit = call.units.at(row, place)[s];
-                rounded.add(query, call.rotation, call.centres.at(row, place) + s * DIM,
-                            call.weights.at(row, place) + s * DIM, unit, call.scaling, call.spread);
-                int64_t here = (s + 1 < segments ? (s + 1) * call.segment_tokens : tokens) - s * call.segment_tokens;
-                if (unit > 0)
-                    half_variance +=
-                        rounded.spread[asked] / unit / unit * call.mean_squares.at(row, place)[s] * here / tokens;
+            for (int d = 0; d < DIM; d++) {
+                query[d] = unpacked_at<DIM>(lanes, d);
+                half_variance += query[d] * query[d] * call.noise.at(row, place)[d];
             }
-            if (half_variance > call.unreliable) return false;
+            if (0.5f * call.scaling * call.scaling * half_variance > call.unreliable) return false;
+            for (int64_t s = 0; s < segments; s++)
+                own.segments[s].add(query, call.centres.at(row, place) + s * DIM, call.order.at(row, place) + s * DIM,
+                                    call.weights.at(row, place) + s * DIM, call.errors, words(),
+                                    call.units.at(row, place)[s], call.scaling);
             for (int d = 0; d < DIM; d++) query[d] *= call.slope_units.at(row, place)[d];
             for (int v = 0; v < VALUE_DIM; v++) {
                 const int8_t* slopes = call.slopes.at(row, place) + v * DIM;
@@ -149,8 +145,8 @@ struct Step {
                 add_part(head, &near_out[head * SIZE], &near_lse[head * QUERIES]);
                 *call.pulled += tokens * TOKEN_BYTES;
             } else if (call.sketched) {
-                *call.sketched += tokens * (DIM * call.bits / 8 + 1) + call.segments_of(tokens) * (4 * DIM + 8) +
-                                  4 * (VALUE_DIM + DIM) + VALUE_DIM * DIM;  // as `Sketch.read_bytes`
+                int64_t segment = (4 + sizeof(Channel)) * DIM + 4, once = 4 * (VALUE_DIM + 2 * DIM) + VALUE_DIM * DIM;
+                *call.sketched += tokens * (4 * words().count() + 1) + call.segments_of(tokens) * segment + once;
             }
             for (int64_t split = 0; split < splits; split++) {
                 int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
@@ -161,15 +157,11 @@ struct Step {
         }
     }
 
-    template <typename Function>
-    void with_estimates(int64_t head, Function function) {
-        const uint8_t* codes = call.codes.at(row_of(head), place_of(head));
-        const uint8_t* scales = call.scales.at(row_of(head), place_of(head));
-        const std::vector<Rounded>& segments = asking[head].segments;
-        auto run = [&](auto found) { function(found); };
-        if (call.bits == 1) run(Estimates<1>(segments, call.segment_tokens, codes, scales));
-        else if (call.bits == 2) run(Estimates<2>(segments, call.segment_tokens, codes, scales));
-        else run(Estimates<4>(segments, call.segment_tokens, codes, scales));
+    Words words() const { return {call.words[0], call.words[1], call.words[2]}; }
+    Estimates estimates_of(int64_t head) const {
+        int64_t row = row_of(head), place = place_of(head), room = call.codes.head_stride / words().count();
+        return {asking[head].segments, call.segment_tokens, call.codes.at(row, place), room, words(),
+                call.scales.at(row, place)};
     }
 
     void add_scan(int64_t head, int64_t start, int64_t stop) {
@@ -181,9 +173,8 @@ struct Step {
     }
 
     void scan(Scan& part, const float* least) {
-        with_estimates(part.head, [&](auto& found) {
-            part.run(found, asking[part.head].log_near, least, log_least_share(part.head));
-        });
+        Estimates found = estimates_of(part.head);
+        part.run(found, asking[part.head].log_near, least, log_least_share(part.head));
     }
 
     // Of what a scan has left, by the weight of all tokens of the head.

@@ -108,52 +108,47 @@ inline float largest(Singles lanes) {
     return found;
 }
 
-// Estimates of a head's queries over its sketch: `codes` [tokens, *] and `scales` [tokens], in segments of
-// `segment_tokens`, for each of which the queries were rounded; the last one has what is left.
-template <int BITS>
+// Estimates of a head's queries over its sketch: `codes` [words, *], `room` words apart, and `scales` [tokens], in
+// segments of `segment_tokens`, for each of which the queries were rounded; the last one has what is left.
 struct Estimates {
     const std::vector<Rounded>& segments;
     const int count;  // of queries
     const int64_t segment_tokens;
-    const uint8_t *codes, *scales;
-    int64_t segment = -1;  // that `products` are prepared for
-    Products<BITS> products;
-    float twice[QUERIES], shift[QUERIES];  // from products of codes to those of odd integers, times `step`
-    Singles scores[QUERIES][VECTORS];      // of the span that was computed last, -inf where there is no token
+    const uint32_t* codes;
+    const int64_t room;
+    const Words words;
+    const uint8_t* scales;
+    Singles scores[QUERIES][VECTORS];  // of the span that was computed last, -inf where there is no token
 
-    Estimates(const std::vector<Rounded>& segments, int64_t segment_tokens, const uint8_t* codes, const uint8_t* scales)
-        : segments(segments), count(segments[0].count), segment_tokens(segment_tokens), codes(codes), scales(scales) {}
-
-    void enter(int64_t index) {
-        if (index == segment) return;
-        segment = index;
-        products.prepare(segments[index]);
-        for (int q = 0; q < count; q++) {
-            twice[q] = 2 * segments[index].step[q];
-            shift[q] = ((1 << BITS) - 1) * segments[index].total[q] * segments[index].step[q];
-        }
-    }
+    Estimates(const std::vector<Rounded>& segments, int64_t segment_tokens, const uint32_t* codes, int64_t room,
+              Words words, const uint8_t* scales)
+        : segments(segments), count(segments[0].count), segment_tokens(segment_tokens), codes(codes), room(room),
+          words(words), scales(scales) {}
 
     // Of `tokens` tokens from `first` on, all of one segment.
     void compute(int64_t first, int tokens) {
-        constexpr int CODE = Products<BITS>::CODE;
-        enter(std::min<int64_t>(first / segment_tokens, segments.size() - 1));
-        const Rounded& queries = segments[segment];
-        const uint8_t* block = codes + first * CODE;
+        const Rounded& queries = segments[std::min<int64_t>(first / segment_tokens, segments.size() - 1)];
+        const uint32_t* block = codes + first;
         const uint8_t* block_scales = scales + first;
-        uint8_t padded[SPAN * CODE], padded_scales[SPAN];
+        int64_t stride = room;
+        uint32_t padded[DIM / 8 * SPAN];  // no more words than blocks of channels
+        uint8_t padded_scales[SPAN];
         if (tokens < SPAN) {
             std::memset(padded, 0, sizeof padded);
             std::memset(padded_scales, 0, sizeof padded_scales);
-            std::memcpy(padded, block, tokens * CODE);
+            for (int word = 0; word < words.count(); word++)
+                std::memcpy(padded + word * SPAN, block + word * stride, tokens * sizeof *block);
             std::memcpy(padded_scales, block_scales, tokens);
             block = padded;
             block_scales = padded_scales;
+            stride = SPAN;
         } else {
-            for (int byte = 0; byte < SPAN * CODE; byte += CACHE_LINE) __builtin_prefetch(block + CODE_AHEAD + byte);
+            for (int word = 0; word < words.count(); word++)
+                for (int key = 0; key < SPAN; key += CACHE_LINE / 4)
+                    __builtin_prefetch(block + word * stride + SPANS_AHEAD * SPAN + key);
         }
         alignas(CACHE_LINE) int32_t exact[QUERIES][SPAN];
-        products.compute(block, exact);
+        multiply(block, stride, words, queries, exact);
         Singles scale[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
             Octets octets;
@@ -161,7 +156,8 @@ struct Estimates {
             scale[v] = __builtin_convertvector(octets, Singles);
         }
         for (int q = 0; q < count; q++) {
-            float step = twice[q], offset = shift[q], spread = queries.spread[q], middle = queries.middle[q];
+            float step = queries.step[q], offset = queries.offset[q];
+            float spread = queries.spread[q], middle = queries.middle[q];
             for (int v = 0; v < VECTORS; v++) {
                 Integers whole;
                 std::memcpy(&whole, &exact[q][v * TOKENS], sizeof whole);
@@ -213,8 +209,7 @@ struct Scan {
 
     // A token is kept if the score of a query, of which what is near has `log_near`, is at least `least`, or
     // `log_share` more than the log-sum-exp of what has been seen so far.
-    template <int BITS>
-    void run(Estimates<BITS>& found, const float* log_near, const float* given, float log_share) {
+    void run(Estimates& found, const float* log_near, const float* given, float log_share) {
         const int queries = found.count;
         float least[QUERIES];
         count = 0;

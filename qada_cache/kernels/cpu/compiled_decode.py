@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, codec, selection
+from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, selection
 from .. import operands
 from ..decode_call import DecodeCall
 from . import compiled, structs
@@ -66,13 +66,13 @@ class _Bound:
             pool_staged=rule.pool_staged,
         )
         if sketch is not None:
-            views |= sketch.tensors()
+            views |= {name: part for name, part in sketch.tensors().items() if name != "mean_squares"}
             decode = self._decode
-            decode.rotation, decode.bits = _transposed_rotation(dim).data_ptr(), sketch.bits
+            self._errors = 0.5 * rule.scaling**2 * sketch.layout.errors(call.query.device)
+            decode.errors, decode.words = self._errors.data_ptr(), sketch.layout.words
             decode.log_token_threshold = math.log(rule.token_threshold)
             decode.log_unread_weight = math.log(selection.UNREAD_WEIGHT)
-            decode.spread = codec.spread_of(sketch.bits) * rule.scaling**2
-            decode.unreliable = selection.UNRELIABLE[sketch.bits]
+            decode.unreliable = selection.UNRELIABLE
         for name, tensor in views.items():
             setattr(self._decode, name, structs.view(tensor))
         kernels = compiled.build(call.query.dtype, dim, value_dim, call.group)
@@ -93,9 +93,3 @@ class _Bound:
         decode.rows, decode.threads = rows.bound, torch.get_num_threads()
         self._run()
         return out.to(query.dtype), flags
-
-
-@functools.cache
-@torch.inference_mode(False)  # it is used outside of it as well
-def _transposed_rotation(dim: int) -> Tensor:
-    return codec.rotation(dim, torch.device("cpu")).mT.contiguous()

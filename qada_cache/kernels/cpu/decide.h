@@ -35,18 +35,21 @@ struct Decode {
     View<const float> mean, covariance, other_mean, other_covariance;
     View<const int64_t> count;
     // Those of `Sketch` (sketch/codec.py); none without one. 16 bits are bfloat16.
-    View<const uint8_t> codes, scales;
+    View<const uint32_t> codes;
+    View<const uint8_t> scales;
     View<const int8_t> slopes;
-    View<const float> units, mean_squares, mean_value, slope_units;
+    View<const float> units, noise, mean_value, slope_units;
     View<const uint16_t> centres, weights;
-    const float* rotation;  // transposed
+    View<const Channel> order;
+    const float* errors;         // [DIM] of `Layout`, times half the squared scaling
     int64_t *pulled, *sketched;  // the latter may be null
     int64_t batch, kv_heads, split_tokens;
     int64_t min_sketched, segment_tokens;  // a bulk of fewer tokens than the first is read whole
     float scaling, limit;  // `log A_local - log A_bulk` below which a head is long-context
     float log_token_threshold, log_unread_weight;
-    float spread, unreliable;  // the first of a query of length 1 and a scale of 1; see `unreliable` of selection.py
-    int criterion, group_rule, pool_staged, threads, bits;
+    float unreliable;  // see `unreliable` of selection.py
+    int criterion, group_rule, pool_staged, threads;
+    int words[3];  // of `Layout`
 
     int64_t stored(int64_t row) const { return *rows.bulk_lengths.at(row); }
     int64_t bulk_tokens(int64_t row) const {

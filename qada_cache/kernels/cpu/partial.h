@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #if defined(__F16C__)
@@ -29,6 +30,8 @@ using Element = _Float16;
 #else
 using Element = float;
 #endif
+
+using Channel = std::conditional_t<DIM <= 256, uint8_t, int16_t>;  // of codec.py's `order_dtype`
 
 // Floats in a vector: as wide as the processor's, and a divisor of both dimensions; pairs of them for bfloat16.
 constexpr int fitting(int width) {

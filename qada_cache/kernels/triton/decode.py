@@ -20,7 +20,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, codec, rotation, selection
+from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, selection
+from ...sketch.layout import BITS, WORD_BITS
 from .. import operands
 from ..decode_call import DecodeCall
 from .kernels import bulk_kernel, merge_kernel, near_kernel
@@ -30,11 +31,10 @@ SPLIT_TOKENS = 256  # a split has at least about this many tokens, as its result
 MAX_SPLITS = 128  # one flagged KV head alone should still occupy most of a GPU
 SCAN_TOKENS = 128  # among which a program chooses at once; a power of two, as:
 SCAN_SCORES = 2048  # of so many estimates at most: with more, registers spill
-UNPACKED_BYTES = 4096  # of codes in the registers of a program, a byte a value, and of no more tokens than make:
+UNPACKED_BYTES = 4096  # of words in the registers of a program, a byte a value, and of no more tokens than make:
 ESTIMATES = 2048
 TURNS = 2  # in which the tokens of a segment are estimated, mostly by different programs; a power of two
-MOMENT_COLUMNS = 16  # of a covariance at once: with more, registers spill; as they do with more than:
-SEGMENT_VALUES = 1024  # of segments' weights
+MOMENT_COLUMNS = 16  # of a covariance at once: with more, registers spill
 SLOPE_COLUMNS = 32  # of what values gain along a query, at once
 BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeline of a program
 CHOSEN_STAGES = 5  # half of them fetch indices: as many keys and values are in flight as in the default 3
@@ -78,27 +78,22 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     if bulk_keys.shape[2] < MIN_TOKENS:
         sketch = None  # there is no room for a bulk that has one
     # What `near_kernel` leaves for the choice: the number of tokens in each bulk.
-    segments, spread, unreliable = 0, 0.0, 0.0
-    tokens = weights = squares = rest = sums = mean_value = slopes = slope_units = None
+    tokens = noise = rest = sums = mean_value = slopes = slope_units = None
     if sketch is not None:
         tokens = bulk_lengths.new_empty(batch, kv_heads)
-        weights, squares, mean_value = sketch.weights, sketch.mean_squares, sketch.mean_value
+        noise, mean_value = sketch.noise, sketch.mean_value
         slopes, slope_units = sketch.slopes, sketch.slope_units
-        segments, spread = squares.shape[2], codec.spread_of(sketch.bits) * rule.scaling**2
-        unreliable = selection.UNRELIABLE[sketch.bits]
     far_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
     with torch.cuda.device_of(query):  # Triton launches on the current device
         near_kernel[(kv_heads, batch)](
             query, near_keys, near_values, local, staged, bulk_lengths, decided, *moments, rule.table,
-            parts, lse, flags, call.pulled if sketch is None else None, call.places, call.spared, tokens, weights,
-            squares,
+            parts, lse, flags, call.pulled if sketch is None else None, call.places, call.spared, tokens, noise,
             *near_keys.stride()[:3], *near_values.stride()[:3], local.stride(0), staged.stride(0),
-            bulk_lengths.stride(0), decided.stride(0), *row_strides, rows.columns, 1 + splits, segments, rule.scaling,
-            rule.limit, spread, unreliable,
+            bulk_lengths.stride(0), decided.stride(0), *row_strides, rows.columns, 1 + splits, rule.scaling,
+            rule.limit, selection.UNRELIABLE,
             CRITERION=rule.kind, GROUP_RULE=rule.agreement, POOL=rule.pool_staged and call.mean is not None,
             TOKEN_BYTES=token_bytes,
-            MIN_TOKENS=MIN_TOKENS, SEGMENT=SEGMENT_TOKENS, BLOCK_C=MOMENT_COLUMNS,
-            BLOCK_S=max(1, SEGMENT_VALUES // sizes["BLOCK_D"]), **sizes,
+            MIN_TOKENS=MIN_TOKENS, BLOCK_C=MOMENT_COLUMNS, **sizes,
         )  # fmt: skip
         if sketch is not None:
             # Of whole blocks, and as many for every split.
@@ -108,19 +103,23 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
             index = query.new_empty(batch, kv_heads, room, dtype=torch.int32)
             sums = query.new_empty(batch, heads, 4, splits, dtype=torch.float32)
             rest = query.new_empty(batch, heads, 2, splits, dtype=torch.float32)
-            coded = max(32, sizes["BLOCK_D"])  # products of 8-bit integers take at least as many values
-            turn = SEGMENT_TOKENS // TURNS
-            hadamard = dim & -dim  # the size of the rotation's blocks
+            turn, layout = SEGMENT_TOKENS // TURNS, sketch.layout
+            fours, twos, ones = layout.words
+            # Products of 8-bit integers take at least 32 values.
+            blocks = [max(bits, triton.next_power_of_2(words)) for bits, words in zip(BITS, layout.words, strict=True)]
+            values = max(block * WORD_BITS // bits for block, bits in zip(blocks, BITS, strict=True))
+            errors = 0.5 * rule.scaling**2 * layout.errors(query.device)
             token, segment, head = sketch.byte_counts
             estimate_kernel[(splits, kv_heads, batch)](
-                query, rotation(dim, query.device), sketch.codes, sketch.scales, sketch.units, sketch.centres, weights,
+                query, errors, sketch.codes, sketch.scales, sketch.units, sketch.centres, sketch.order, sketch.weights,
                 bulk_lengths, tokens, flags, estimates, sums, call.sketched,
-                bulk_lengths.stride(0), sketch.codes.shape[2], segments, room, rule.scaling, spread,
-                BITS=sketch.bits, BYTES=sketch.codes.shape[3], SEGMENT=SEGMENT_TOKENS, TURN=turn,
-                BLOCK_N=min(UNPACKED_BYTES // coded, ESTIMATES // sizes["BLOCK_G"], turn),
-                HADAMARD=hadamard, STEPS=hadamard.bit_length() - 1,
+                bulk_lengths.stride(0), sketch.scales.shape[2], sketch.units.shape[2], room, rule.scaling,
+                FOURS=fours, TWOS=twos, ONES=ones,
+                BLOCK_FOURS=blocks[0], BLOCK_TWOS=blocks[1], BLOCK_ONES=blocks[2],
+                SEGMENT=SEGMENT_TOKENS, TURN=turn,
+                BLOCK_N=max(16, min(UNPACKED_BYTES // values, ESTIMATES // sizes["BLOCK_G"], turn)),
                 TOKEN_BYTES=token, SEGMENT_BYTES=segment, HEAD_BYTES=head,
-                G=group, BLOCK_G=sizes["BLOCK_G"], D=dim, BLOCK_D=coded,
+                G=group, BLOCK_G=sizes["BLOCK_G"], D=dim, BLOCK_D=sizes["BLOCK_D"],
             )  # fmt: skip
             chosen_kernel[(splits, kv_heads, batch)](
                 query, bulk_keys, bulk_values, call.places, bulk_lengths, tokens, flags, estimates, sums, index,

@@ -37,23 +37,23 @@ def _score_moments(
     return tl.sum(b_wide * b_mean[None, :], axis=1) * scaling, b_variance
 
 
-@triton.jit(do_not_specialize=["columns", "segments"])  # which change with the number of tokens
+@triton.jit(do_not_specialize=["columns"])  # which changes with the number of tokens
 def near_kernel(
     p_query, p_keys, p_values, p_local, p_staged, p_lengths, p_decided, p_mean, p_covariance, p_count,
     p_other_mean, p_other_covariance, p_table, p_parts, p_lse, p_flags, p_pulled, p_places, p_spared,
-    p_tokens, p_weights, p_squares,
+    p_tokens, p_noise,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
     s_local, s_staged, s_length, s_decided, s_mean, s_covariance, s_count, s_other_mean,
-    s_other_covariance, columns, parts, segments, scaling, limit, spread, unreliable,
+    s_other_covariance, columns, parts, scaling, limit, unreliable,
     CRITERION: tl.constexpr, GROUP_RULE: tl.constexpr, POOL: tl.constexpr, TOKEN_BYTES: tl.constexpr,
-    MIN_TOKENS: tl.constexpr, SEGMENT: tl.constexpr,
+    MIN_TOKENS: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Local attention, criterion and, for flagged heads, the staged tokens; one program a (KV head, row).
 
     With `p_tokens`, what selects tokens is left to find: the number of tokens in the bulk, or 0 for a group that is to
-    read all of them. A head's sketch has room for `segments`.
+    read all of them.
     """
     i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_group = i_row * tl.num_programs(0) + i_head
@@ -153,9 +153,7 @@ def near_kernel(
             if length < MIN_TOKENS:
                 selected = bulk_tokens * 0
             else:
-                p_weights += i_group * segments * D
-                p_squares += i_group * segments
-                b_half = half_variance(b_query, p_weights, p_squares, length, SEGMENT, D, BLOCK_D, BLOCK_S) * spread
+                b_half = half_variance(b_query, p_noise + i_group * D, D, BLOCK_D) * (0.5 * scaling * scaling)
                 rough = tl.max((b_flags & (b_half > unreliable)).to(tl.int32), axis=0)
                 selected = tl.where(rough == 1, 0, bulk_tokens)
             tl.store(p_tokens + i_group, selected)

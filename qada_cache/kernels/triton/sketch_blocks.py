@@ -11,64 +11,64 @@ def segments_of(length, SEGMENT: tl.constexpr):
 
 
 @triton.jit
-def half_variance(
-    b_query, p_weights, p_squares, length,
-    SEGMENT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """The average over tokens of `|q / w|^2` times the squared scale [BLOCK_G] for queries [BLOCK_G, BLOCK_D]."""
+def half_variance(b_query, p_noise, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`sum_i q_i^2 noise_i` [BLOCK_G] of queries [BLOCK_G, BLOCK_D]."""
     o_dim = tl.arange(0, BLOCK_D)
-    segments = segments_of(length, SEGMENT)
-    b_inverse = tl.zeros([BLOCK_D], tl.float32)  # what the square of a query's channel counts
-    for start in range(0, segments, BLOCK_S):
-        o_segment = start + tl.arange(0, BLOCK_S)
-        m_segment = o_segment < segments
-        m_block = m_segment[:, None] & (o_dim < D)[None, :]
-        b_weights = tl.load(p_weights + o_segment[:, None] * D + o_dim[None, :], mask=m_block, other=1.0).to(tl.float32)
-        b_tokens = tl.where(o_segment == segments - 1, length - o_segment * SEGMENT, SEGMENT).to(tl.float32)
-        b_square = tl.load(p_squares + o_segment, mask=m_segment, other=0.0) * (b_tokens / length.to(tl.float32))
-        b_inverse += tl.sum(b_square[:, None] / (b_weights * b_weights), axis=0)
     b_wide = b_query.to(tl.float32)
-    return tl.sum(b_wide * b_wide * b_inverse[None, :], axis=1)
+    return tl.sum(b_wide * b_wide * tl.load(p_noise + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
 
 
 @triton.jit
-def signs(p_rotation, D: tl.constexpr, BLOCK_D: tl.constexpr, HADAMARD: tl.constexpr):
-    """The first row of every Hadamard block [BLOCK_D]: all its other rows are these values with other signs."""
-    o_dim = tl.arange(0, BLOCK_D)
-    return tl.load(p_rotation + o_dim // HADAMARD * HADAMARD * D + o_dim, mask=o_dim < D, other=0.0)
-
-
-@triton.jit
-def rotated(b_query, b_signs, HADAMARD: tl.constexpr, STEPS: tl.constexpr):
-    """Queries [BLOCK_G, BLOCK_D] as the rotation turns them: by `2^STEPS = HADAMARD` channels at once.
+def rotated(b_query):
+    """`layout.rotated` of queries [BLOCK_G, BLOCK_D].
 
     A step takes sums and differences of neighbours and puts the differences behind the sums, which turns the bits of
-    an index around by one; after all steps they are where they were.
+    an index around by one; after all three they are where they were.
     """
     BLOCK_G: tl.constexpr = b_query.shape[0]  # noqa: N806
     BLOCK_D: tl.constexpr = b_query.shape[1]  # noqa: N806
-    ROWS: tl.constexpr = BLOCK_G * BLOCK_D // HADAMARD  # noqa: N806
-    b_turned = b_query * b_signs[None, :]
-    for _ in tl.static_range(STEPS):
-        b_one, b_other = tl.split(b_turned.reshape(ROWS, HADAMARD // 2, 2))
+    b_turned = b_query
+    for _ in tl.static_range(3):
+        b_one, b_other = tl.split(b_turned.reshape(BLOCK_G * BLOCK_D // 8, 4, 2))
         b_turned = tl.permute(tl.join(b_one + b_other, b_one - b_other), (0, 2, 1)).reshape(BLOCK_G, BLOCK_D)
-    return b_turned
+    return b_turned * 0.35355339059327373
 
 
 @triton.jit
-def rounded(b_turned, D: tl.constexpr, BYTES: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Rotated queries in 8-bit integers [BLOCK_G, BLOCK_D], and their units [BLOCK_G].
-
-    In the order in which `BYTES` bytes unpack: plane by plane, each padded to `BLOCK_B`.
-    """
+def rounded(b_turned):
+    """Rotated queries in 8-bit integers [BLOCK_G, BLOCK_D], and their units [BLOCK_G]."""
     b_unit = tl.div_rn(tl.maximum(tl.max(tl.abs(b_turned), axis=1), 1e-35), 127.0)  # a normal number
     b_rounded = tl.div_rn(b_turned, b_unit[:, None].broadcast_to(b_turned.shape)) + 12582912.0  # 1.5 * 2^23: to nearest
-    b_integers = (b_rounded - 12582912.0).to(tl.int32)
-    if b_turned.shape[1] != D:
-        o_code = tl.arange(0, b_turned.shape[1])
-        o_value = (o_code // BLOCK_B * BYTES + o_code % BLOCK_B)[None, :].broadcast_to(b_turned.shape)
-        b_integers = tl.where((o_code % BLOCK_B < BYTES)[None, :], tl.gather(b_integers, o_value, 1), 0)
-    return b_integers.to(tl.int8), b_unit
+    return (b_rounded - 12582912.0).to(tl.int32), b_unit
+
+
+@triton.jit
+def taken(b_integers, WORDS: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Of integers [BLOCK_G, BLOCK_D], those that meet `WORDS` words of `BITS` a value, from channel `FIRST` on.
+
+    [BLOCK_G, BLOCK_W * 32 / BITS], 0 behind them.
+    """
+    o_value = tl.arange(0, BLOCK_W * 32 // BITS)
+    m_value = o_value < WORDS * 32 // BITS
+    o_channel = tl.where(m_value, FIRST + o_value, 0)[None, :].broadcast_to(b_integers.shape[0], o_value.shape[0])
+    return tl.where(m_value[None, :], tl.gather(b_integers, o_channel, 1), 0).to(tl.int8)
+
+
+@triton.jit
+def multiplied(
+    b_integers, p_codes, room, o_tokens, m_tokens, WORDS: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Products int32 [BLOCK_G, BLOCK_N] of `taken` integers with the odd integers of these tokens' words.
+
+    Words of a token lie `room` apart. Odd integers are `2 * index - (2^BITS - 1)`. Products of 8-bit integers are exact.
+    """
+    o_word, o_value = tl.arange(0, BLOCK_W), tl.arange(0, 32 // BITS)
+    m_codes = m_tokens[:, None] & (o_word < WORDS)[None, :]
+    b_codes = tl.load(p_codes + o_word.to(tl.int64)[None, :] * room + o_tokens[:, None], mask=m_codes, other=0)
+    b_index = b_codes[:, :, None] >> (o_value % 4 * 8 + o_value // 4 * BITS)[None, None, :]
+    b_index = (b_index & (2**BITS - 1)).reshape(o_tokens.shape[0], BLOCK_W * 32 // BITS).to(tl.int8)
+    b_offset = tl.sum(b_integers.to(tl.int32), axis=1) * (2**BITS - 1)
+    return 2 * tl.dot(b_integers, tl.trans(b_index), out_dtype=tl.int32) - b_offset[:, None]
 
 
 @triton.jit

@@ -10,15 +10,16 @@ import triton
 import triton.language as tl
 
 from .blocks import attend, placed, scores, store_part
-from .sketch_blocks import rotated, rounded, segments_of, signs
+from .sketch_blocks import multiplied, rotated, rounded, segments_of, taken
 
 
 @triton.jit(do_not_specialize=["s_segment"])  # it grows with the bulk
 def estimate_kernel(
-    p_query, p_rotation, p_codes, p_scales, p_units, p_centres, p_weights, p_lengths, p_tokens, p_flags,
-    p_estimates, p_sums, p_sketched, s_length, s_head, s_segment, room, scaling, spread,
-    BITS: tl.constexpr, BYTES: tl.constexpr, SEGMENT: tl.constexpr, TURN: tl.constexpr, BLOCK_N: tl.constexpr,
-    HADAMARD: tl.constexpr, STEPS: tl.constexpr,
+    p_query, p_errors, p_codes, p_scales, p_units, p_centres, p_order, p_weights, p_lengths, p_tokens, p_flags,
+    p_estimates, p_sums, p_sketched, s_length, s_head, s_segment, room, scaling,
+    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr,
+    BLOCK_FOURS: tl.constexpr, BLOCK_TWOS: tl.constexpr, BLOCK_ONES: tl.constexpr,
+    SEGMENT: tl.constexpr, TURN: tl.constexpr, BLOCK_N: tl.constexpr,
     TOKEN_BYTES: tl.constexpr, SEGMENT_BYTES: tl.constexpr, HEAD_BYTES: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -26,7 +27,7 @@ def estimate_kernel(
 
     Programs take turns at `TURN` tokens, which lie in one segment, and for which the queries are turned once. Of a head
     the sketch has room for `s_head` tokens in `s_segment` segments; estimates of a query head are `room` floats apart
-    from the next one's.
+    from the next one's. A key has words of 4-, 2- and 1-bit values: `FOURS`, `TWOS` and `ONES`.
 
     `p_sums` `[query heads, 4, splits]` takes the log of the sum of exponentials of a split's estimates, their number,
     their mean, and the sum of their squares around it.
@@ -49,16 +50,15 @@ def estimate_kernel(
 
     o_group = i_group * G + o_head
     m_query = m_head[:, None] & m_dim[None, :]
-    p_query += o_group[:, None] * D + o_dim[None, :]
-    p_codes += i_group * s_head * BYTES
+    WORDS: tl.constexpr = FOURS + TWOS + ONES  # noqa: N806
+    CODED: tl.constexpr = 8 * FOURS + 16 * TWOS + 32 * ONES  # noqa: N806
+    p_codes += i_group * s_head * WORDS
     p_scales += i_group * s_head
     p_units += i_group * s_segment
     p_centres += i_group * s_segment * D
+    p_order += i_group * s_segment * D
     p_weights += i_group * s_segment * D
 
-    PLANES: tl.constexpr = 8 // BITS  # noqa: N806
-    BLOCK_B: tl.constexpr = BLOCK_D // PLANES  # noqa: N806
-    o_byte, o_shift = tl.arange(0, BLOCK_B), (tl.arange(0, PLANES) * BITS).to(tl.uint8)
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_G], tl.float32)
     b_mean = tl.zeros([BLOCK_G], tl.float32)
@@ -66,26 +66,36 @@ def estimate_kernel(
     seen = 0.0
     for turn in range(i_split.to(tl.int64) * TURN, length, splits * TURN):
         i_segment = tl.minimum(turn // SEGMENT, segments - 1)
-        b_query = tl.load(p_query, mask=m_query, other=0.0).to(tl.float32)  # again, rather than kept in registers
-        b_signs = signs(p_rotation, D, BLOCK_D, HADAMARD)
         unit = tl.load(p_units + i_segment)
+        b_query = tl.load(p_query + o_group[:, None] * D + o_dim[None, :], mask=m_query, other=0.0).to(tl.float32)
         b_centre = tl.load(p_centres + i_segment * D + o_dim, mask=m_dim, other=0.0).to(tl.float32)
+        b_middle = tl.sum(b_query * b_centre[None, :], axis=1) * scaling
+        b_order = tl.load(p_order + i_segment * D + o_dim, mask=m_dim, other=0).to(tl.int64)
+        b_query = tl.load(p_query + o_group[:, None] * D + b_order[None, :], mask=m_query, other=0.0).to(tl.float32)
         b_weights = tl.load(p_weights + i_segment * D + o_dim, mask=m_dim, other=1.0).to(tl.float32)
         b_weighed = tl.div_rn(b_query, b_weights[None, :].broadcast_to(b_query.shape))
-        b_middle = tl.sum(b_query * b_centre[None, :], axis=1) * scaling
-        b_spread = tl.sum(b_weighed * b_weighed, axis=1) * spread
-        b_integers, b_unit = rounded(rotated(b_weighed, b_signs, HADAMARD, STEPS), D, BYTES, BLOCK_B)
-        b_offset = tl.sum(b_integers.to(tl.int32), axis=1) * (2**BITS - 1)
+        b_errors = tl.load(p_errors + o_dim, mask=m_dim, other=0.0)
+        b_spread = tl.sum(b_weighed * b_weighed * b_errors[None, :], axis=1)
+        b_integers, b_unit = rounded(rotated(tl.where((o_dim < CODED)[None, :], b_weighed, 0.0)))
+        if FOURS:
+            b_fours = taken(b_integers, FOURS, 0, 4, BLOCK_FOURS)
+        if TWOS:
+            b_twos = taken(b_integers, TWOS, 8 * FOURS, 2, BLOCK_TWOS)
+        if ONES:
+            b_ones = taken(b_integers, ONES, 8 * FOURS + 16 * TWOS, 1, BLOCK_ONES)
         for start in range(turn, tl.minimum(turn + TURN, length), BLOCK_N):
             o_tokens = start + tl.arange(0, BLOCK_N)
             m_tokens = o_tokens < length
-            m_codes = m_tokens[:, None] & (o_byte < BYTES)[None, :]
-            b_codes = tl.load(p_codes + o_tokens[:, None] * BYTES + o_byte[None, :], mask=m_codes, other=0)
             b_scale = tl.load(p_scales + o_tokens, mask=m_tokens, other=0).to(tl.float32) * unit
-            b_index = (b_codes[:, None, :] >> o_shift[None, :, None]) & (2**BITS - 1)
-            b_index = b_index.reshape(BLOCK_N, BLOCK_D).to(tl.int8)
-            # Odd integers are 2 * index - (2^BITS - 1). Products of 8-bit integers are exact.
-            b_products = 2 * tl.dot(b_integers, tl.trans(b_index), out_dtype=tl.int32) - b_offset[:, None]
+            b_products = tl.zeros([BLOCK_G, BLOCK_N], tl.int32)
+            if FOURS:
+                b_products += multiplied(b_fours, p_codes, s_head, o_tokens, m_tokens, FOURS, 4, BLOCK_FOURS)
+            if TWOS:
+                p_twos = p_codes + FOURS * s_head
+                b_products += multiplied(b_twos, p_twos, s_head, o_tokens, m_tokens, TWOS, 2, BLOCK_TWOS)
+            if ONES:
+                p_ones = p_codes + (FOURS + TWOS) * s_head
+                b_products += multiplied(b_ones, p_ones, s_head, o_tokens, m_tokens, ONES, 1, BLOCK_ONES)
             b_parts = (scaling * b_unit)[:, None] * b_products.to(tl.float32) + b_spread[:, None] * b_scale[None, :]
             b_scores = b_middle[:, None] + b_scale[None, :] * b_parts  # [BLOCK_G, BLOCK_N]
             p_block = p_estimates + o_group[:, None] * room + o_tokens[None, :]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...sketch import MIN_TOKENS, Sketch, encode_segments, rounded_slopes
+from ...sketch import MIN_TOKENS, Layout, Sketch, encode_segments, mean_noise, rounded_slopes
 from .. import decode_reference
 from ..decode_call import DecodeCall
 from ..first_use import fault
@@ -26,7 +26,7 @@ def decode_fault(
     group: int,
     dim: int,
     value_dim: int,
-    sketch_bits: int | None,
+    layout: Layout | None,
     pinned: bool,
 ) -> str | None:
     """What is wrong with `decode.fused_decode`, in words for a warning; None if it computes what it should.
@@ -39,13 +39,13 @@ def decode_fault(
         device, dtype: of queries.
         group: query heads of each KV head.
         dim, value_dim: of a head's keys and values.
-        sketch_bits: of the sketch that tokens are chosen by; None: all are read.
+        layout: of the sketch that tokens are chosen by; None: all are read.
         pinned: whether the bulk lies in pinned host memory.
 
     Raises:
         torch.OutOfMemoryError: it says nothing of the kernels.
     """
-    scene = _scene(dtype, group, dim, value_dim, sketch_bits)
+    scene = _scene(dtype, group, dim, value_dim, layout)
     for group_rule, elsewhere in (("any", False), ("head", True)):
         counted: dict[str, Any] = {
             name: torch.zeros((), dtype=torch.int64, device="cpu") for name in ("pulled", "sketched")
@@ -81,7 +81,7 @@ def _compute(scene: dict[str, Any], device: torch.device, pinned: bool, elsewher
     return tuple(part.cpu() for part in (flags, out, pulled + spared, sketched))
 
 
-def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, sketch_bits: int | None) -> dict[str, Any]:
+def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, layout: Layout | None) -> dict[str, Any]:
     """What `DecodeCall.of` takes, on the host, but for the group rule and what is counted.
 
     Every KV head has a direction, in which its queries point, and keys lie along it or against it. Those of the first
@@ -126,8 +126,8 @@ def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, sketch_bits
     centred = [keys - keys.mean(dim=1, keepdim=True) for keys in rows]
     told["covariance"] = torch.stack([keys.mT @ keys / keys.shape[1] for keys in centred])
     told |= {"other_mean": told["mean"][:1], "other_covariance": told["covariance"][:1], "pool_staged": True}
-    if sketch_bits is not None:
-        told["sketch"] = _sketch(bulk_keys, bulk_values, sketch_bits)
+    if layout is not None:
+        told["sketch"] = _sketch(bulk_keys, bulk_values, layout)
         told["token_threshold"] = 0.8
     near_keys[:, :, LOCAL + STAGED :] = near_values[:, :, LOCAL + STAGED :] = torch.nan
     for row, tokens in enumerate(lengths.tolist()):
@@ -136,16 +136,18 @@ def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, sketch_bits
     return told
 
 
-def _sketch(keys: Tensor, values: Tensor, bits: int) -> Sketch:
+def _sketch(keys: Tensor, values: Tensor, layout: Layout) -> Sketch:
     """Of all tokens, whatever is in use, for queries that are stronger in some channels.
 
     The first segment has the scores of its tokens lie closer together than they do, so that no other segment's unit
-    will do for it. The third head of the first row tells too little.
+    will do for it. The third head of the first row tells too little, and says something absurd of unread tokens.
     """
     energies = torch.logspace(-1, 1, keys.shape[3], dtype=torch.float32, device="cpu")
-    made = encode_segments(keys, energies.expand(*keys.shape[:2], -1), bits, last=True)
+    made = encode_segments(keys, energies.expand(*keys.shape[:2], -1), layout, last=True)
     made["units"][:, :, 0] *= 0.7
-    made["mean_squares"][0, 2] = 1e9
+    made["noise"] = mean_noise(made, layout, keys.shape[2])
+    made["noise"][0, 2] = 1e9
     mean = values.float().mean(dim=2, keepdim=True)
     slopes = (values.float() - mean).mT @ (keys.float() - keys.float().mean(dim=2, keepdim=True)) / keys.shape[2]
+    mean[0, 2] = 1e4
     return Sketch(**made, mean_value=mean.squeeze(2), **rounded_slopes(slopes))
