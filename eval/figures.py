@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from eval.deciding.trial_summary import summary
@@ -59,32 +58,6 @@ def draw_performance(rows: Rows) -> Figure:
     return figure
 
 
-def draw_worst_case(rows: Rows) -> Figure:
-    """The worst loss of score over tasks and lengths, by what is read there (figures 4 and 5, below)."""
-    figure, axes = canvas()
-    dense = {cell: next(float(row["score"]) for row in part if row["criterion"] == "dense")
-             for cell, part in cells(rows).items()}  # fmt: skip
-    settings = defaultdict(list)
-    for row in rows:
-        if row["criterion"] in NAMES and row["group_rule"] == "any" and row["moments"] in ("", "current"):
-            lost = dense[row["task"], row["length"]] - float(row["score"])
-            settings[NAMES[row["criterion"]], row["threshold"]].append((1 - float(row["kv_heads_local"]), lost))
-    for name in dict.fromkeys(name for name, _ in settings):
-        points = sorted(
-            (float(np.mean([share for share, _ in found])), max(lost for _, lost in found))
-            for (criterion, _), found in settings.items()
-            if criterion == name and len(found) == len(dense)
-        )
-        if points:
-            axes[0, 0].plot(*zip(*points, strict=True), "o-", ms=3, label=name, color=COLOURS[name])
-    axes[0, 0].set(xlabel="KV heads read, mean over tasks and lengths", ylabel="worst loss of score")
-    axes[0, 0].legend(fontsize=7)
-    return figure
-
-
-SWEEP_FIGURES = {"performance": draw_performance, "worst_case": draw_worst_case}
-
-
 def main(arguments: Iterable[str] | None = None) -> int:
     """Draw everything; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m eval.figures", description=__doc__.split("\n\n")[0])
@@ -97,8 +70,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         if not (options.results / name).is_file():
             parser.error(f"there is no {options.results / name}: python -m eval.{name.removesuffix('.csv')} makes it")
     sweep, heads = read(options.results / "sweep.csv"), Heads(read(options.results / "heads.csv"))
-    for name, draw in SWEEP_FIGURES.items():
-        write(out, name, draw(sweep), options.note)
+    write(out, "performance", draw_performance(sweep), options.note)
     for name, draw_heads in HEADS_FIGURES.items():
         write(out, name, draw_heads(heads), options.note)
     trials = read(options.results / "trials.csv")

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from qada_cache.attention import decode, far
 from qada_cache.kernels import softmax_average
-from qada_cache.sketch import codec, selection
+from qada_cache.sketch import codec
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.store import TokenStore
 from qada_cache.tuning.measuring import VALUE_BITS
 
 OWN = "sketch"  # ways of reading that start so are the product's
-REST = {"nothing of the rest": 1e-30, "all of the rest": 1.0}  # but for how much of what is not read they count
 
 
 def quantized(keys: Tensor, bits: int) -> Tensor:
@@ -107,9 +106,7 @@ def reading(tokens: str) -> Iterator[None]:
         return out, lse, lse
 
     if not tokens or tokens.startswith(OWN):
-        weights = [weight for name, weight in REST.items() if name in tokens] or [selection.UNREAD_WEIGHT]
-        with mock.patch.object(selection, "UNREAD_WEIGHT", weights[0]):
-            yield
+        yield
         return
     with mock.patch.object(decode, "long_context", some):
         yield

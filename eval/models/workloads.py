@@ -22,8 +22,8 @@ from transformers.cache_utils import DynamicLayer
 
 from eval.models import language_model
 from eval.models.geometries import GEOMETRIES, make_model
-from eval.texts.prose import reference_text
 from qada_cache import QAdACache, StaticHeads, needle
+from qada_cache.tuning.pieces import default_text
 
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.34, 1.0)
 TOKEN_SHARE = 0.05  # of the bulk's tokens, what every head reads in the row that is named after it
@@ -133,7 +133,7 @@ def read_work(
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(model.config.get_text_config().vocab_size, (batch, piece), generator=generator)
     else:
-        whole = tokenizer(reference_text(), return_tensors="pt", verbose=False).input_ids[0]
+        whole = tokenizer(default_text(), return_tensors="pt", verbose=False).input_ids[0]
         if len(whole) < batch * piece:
             raise ValueError(f"{batch} rows of {piece} tokens are more than the prose's {len(whole)}")
         ids = whole[: batch * piece].view(batch, piece)
