@@ -21,8 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eval.drawing import read_map
 from eval.models import language_model
-from eval.reporting.machine import machine
-from eval.reporting.tables import plain, write
+from eval.reporting.tables import machine, plain, write
 from eval.texts import conversation
 from eval.texts.conversation import Form, Told, converse, fitted
 from eval.texts.facts import ABOUT_THE_REFERENCE, Turn, planted, reference

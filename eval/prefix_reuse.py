@@ -30,8 +30,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from eval.models import language_model
-from eval.reporting.machine import machine
-from eval.reporting.tables import plain, write
+from eval.reporting.tables import machine, plain, write
 from qada_cache import QAdACache, prepare
 from qada_cache.files import private_map
 from qada_cache.tuning.pieces import default_text

@@ -30,8 +30,7 @@ from eval.deciding.trial_summary import summary
 from eval.deciding.ways import PROMPTS, Way, all_ways, few_ways, peer_ways, token_ways
 from eval.models.language_model import DEFAULT, HELP, hflm_source, label, load
 from eval.peers.prefilled import PEERS, Prefilled
-from eval.reporting.machine import machine
-from eval.reporting.tables import plain, read, write
+from eval.reporting.tables import machine, plain, read, write
 from eval.sweep import task_manager
 from eval.texts.code import code
 from eval.texts.documents import CODE, PROSE, Document, is_continued, prose, task_documents, with_dense_question
