@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -173,10 +174,9 @@ def values(command: Command, option: str) -> list[str]:
     return [value for word in rest[:end] for value in word.split(",")]
 
 
-def test_tasks_and_moments_exist() -> None:
+def test_tasks_and_moments_exist(all_tasks: Any) -> None:
     """Names that commands take without asking when they read their arguments."""
-    manager = pytest.importorskip("lm_eval.tasks", reason="tasks are lm-eval's").TaskManager()
-    known = {*manager.all_tasks, "prose", "code"}  # the last two are tasks of eval.trials
+    known = {*all_tasks.all_tasks, "prose", "code"}  # the last two are tasks of eval.trials
     called = [command for command in COMMANDS if program(command.words)]
     for command in called:
         assert not (unknown := set(values(command, "--tasks")) - known), f"{command}: {unknown}"

@@ -1,6 +1,7 @@
 """The measuring tools: one prefill for many variants changes nothing, and tables go on where they stopped."""
 
 import csv
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,20 @@ def test_static_heads_from_the_oracle() -> None:
             StaticHeads.from_oracle(*wrong)
 
 
+@pytest.fixture
+def own_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index of lm-eval's own tasks takes seconds to make."""
+    manager = pytest.importorskip("lm_eval.tasks", reason="the commands run on lm-eval").TaskManager
+    from eval import sweep
+
+    folder = Path(__file__).parents[2] / "qada_cache/lm_eval/tasks"
+    ours = functools.partial(manager, include_path=[folder], include_defaults=False)
+    monkeypatch.setattr(sweep, "TaskManager", ours)
+
+
+@pytest.mark.usefixtures("own_tasks")
 def test_sweep(tmp_path: Path) -> None:
     """Every criterion on the needle task, then more thresholds into the same table."""
-    pytest.importorskip("lm_eval", reason="the sweep runs on lm-eval")
     from eval import sweep
     from qada_cache import needle
 
@@ -214,9 +226,9 @@ def test_figures_are_those_of_the_tables(tmp_path: Path) -> None:
             assert (imread(tmp_path / name) == imread(figures.RESULTS / name)).all(), name
 
 
+@pytest.mark.usefixtures("own_tasks")
 def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
     """Against float64, from the very keys and queries: both masses, and the estimate by random words' moments."""
-    pytest.importorskip("lm_eval", reason="the recorder runs on lm-eval")
     from reference import gaussian_log_bulk, log_mass
 
     from eval import heads
