@@ -172,7 +172,8 @@ class PerByte:
 def test_code_follows_what_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole modules of this Python: what is continued stands last, what it imports first stands nearest."""
     monkeypatch.setattr(code, "MODULES", ("no_such_module", "sys", "json.decoder", "this"))  # the last is too short
-    (piece,) = code.code(PerByte(), length=40000, following=30)  # type: ignore[arg-type]
+    options = SimpleNamespace(following=30, documents=2, text=None)
+    (piece,) = trials.documents_of(options, PerByte(), "code", 40000)  # type: ignore[arg-type]
     assert (piece.index, piece.prompt.shape, piece.answer.shape) == (2, (1, 40000), (1, 30))
     text, after = (bytes(part[0].tolist()).decode() for part in (piece.prompt, piece.answer))
     own = inspect.getsource(json.decoder)
