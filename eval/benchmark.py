@@ -1,7 +1,6 @@
 """Decoding speed at the byte limit, every method on the same work in one run: `python -m eval.benchmark`.
 
     python -m eval.benchmark --model llama-3.2-1b --tokens 32768 --out eval/results
-    python -m eval.benchmark --model needle --tokens 16384 --dtype float32 --out eval/results
 
 Caches are filled with the same keys and values and decode the same tokens. A model given by its sizes has random
 weights and a random context; QAdACache then has a forced share f of its KV heads flagged, the same number in each layer

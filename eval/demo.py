@@ -21,8 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eval.drawing import read_map
 from eval.models import language_model
-from eval.reporting.machine import machine
-from eval.reporting.tables import plain, write
+from eval.reporting.tables import machine, plain, write
 from eval.texts import conversation
 from eval.texts.conversation import Form, Told, converse, fitted
 from eval.texts.facts import ABOUT_THE_REFERENCE, Turn, planted, reference
@@ -124,7 +123,8 @@ def show_setting(model: PreTrainedModel, options: argparse.Namespace, form: Form
         f"layers, {config.num_attention_heads} query heads, {config.num_key_value_heads} KV heads, {model.dtype} on "
         f"{model.device}; {'its chat template' if form.chat else 'no chat template, so plain questions'}."
     )
-    show(f"Document: {_title(options)}, {tokens} tokens with all that comes before the first question.")
+    title = options.document.name if options.document else "a part of the Python language reference"
+    show(f"Document: {title}, {tokens} tokens with all that comes before the first question.")
     show(f"QAdACache: {repr(ours).split('; ')[0]}), group_rule {asked.group_rule}.")
     show("Whole heads: the same with token_threshold 0, as in the paper.")
     show(f"A local head reads {asked.local_tokens} tokens: {asked.sink_tokens} sinks and a window of {asked.window}.")
@@ -138,10 +138,6 @@ def _name(options: argparse.Namespace) -> str:
     if "gguf_file" in where:
         return Path(where["gguf_file"]).stem
     return Path(options.model).resolve().name if Path(options.model).exists() else options.model
-
-
-def _title(options: argparse.Namespace) -> str:
-    return options.document.name if options.document else "a part of the Python language reference"
 
 
 def _fraction(text: str) -> float:
@@ -244,7 +240,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if options.out:
         write(options.out, rows, model=_name(options), tokens=len(opening), seed=options.seed, machine=machine())
-    draw(model, form, opening, turns, ours, options)
+    read_map.draw(model, form, opening, turns, ours, name=_name(options), path=options.picture)
+    show(f"Which tokens each KV head read for one answer: {options.picture}")
     _, lost = outcomes(turns, told)
     if lost:
         print(f"\nFAILED: QAdACache missed {len(lost)} that DynamicCache answers:", *lost, sep="\n  ")
@@ -252,11 +249,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _room(
-    parser: argparse.ArgumentParser,
-    model: PreTrainedModel,
-    form: Form,
-    turns: list[Turn],
-    options: argparse.Namespace,
+    parser: argparse.ArgumentParser, model: PreTrainedModel, form: Form, turns: list[Turn], options: argparse.Namespace
 ) -> int:
     """How many tokens may come before the first question, so that all of the chat fits the model's positions."""
     chat = sum(len(form.turn(turn, after=-1)) + options.new_tokens for turn in turns)
@@ -272,12 +265,7 @@ def _room(
 
 
 def run(
-    model: PreTrainedModel,
-    form: Form,
-    opening: list[int],
-    turns: list[Turn],
-    made: Caches,
-    options: argparse.Namespace,
+    model: PreTrainedModel, form: Form, opening: list[int], turns: list[Turn], made: Caches, options: argparse.Namespace
 ) -> tuple[dict[str, Told], QAdACache]:
     """Every method's chat, one after the other; and the cache of QAdACache's."""
     told = {}
@@ -300,28 +288,6 @@ def run(
         bar.set_description_str("done")
     assert isinstance(cache, QAdACache)  # the last of the four is ours
     return told, cache
-
-
-def draw(
-    model: PreTrainedModel,
-    form: Form,
-    opening: list[int],
-    turns: list[Turn],
-    cache: QAdACache,
-    options: argparse.Namespace,
-) -> None:
-    """Ask for the first fact, or what was asked first, again, and draw what each KV head reads of the document."""
-    turn = next((turn for turn in turns if turn.fact), turns[0])
-    if chat := cache.get_seq_length() - len(opening):
-        cache.crop(-chat)
-    given, reads = read_map.answer(model, cache, form.turn(turn, after=None))
-    places = {turn.fact: form.token_of(turn.fact, opening) for turn in turns if turn.fact}
-    said = " ".join(form.tokenizer.decode(given, skip_special_tokens=True).split())
-    title = shorten(f"{_name(options)}: {turn.question} {turn.begun} ... {said}", 120)
-    facts = [place for place in places.values() if place is not None]
-    figure = read_map.drawn(reads, facts=facts, asked=places.get(turn.fact), title=title)
-    figure.savefig(options.picture, metadata={"Software": None})
-    show(f"Which tokens each KV head read for one answer: {options.picture}")
 
 
 if __name__ == "__main__":

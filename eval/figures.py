@@ -1,6 +1,6 @@
 """Figures from the committed tables, nothing measured again: `python -m eval.figures`.
 
-Reads `trials.csv` (`python -m eval.trials`), `sweep.csv` (`python -m eval.sweep`) and `heads.csv`
+Reads `trials.csv` (`python -m eval.trials`), `sweep*.csv` (`python -m eval.sweep`) and `heads.csv`
 (`python -m eval.heads`) of a folder, and writes one PNG for each figure, the table of errors and the summary of the
 trials beside them. The same tables give the same numbers and pictures.
 """
@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from eval.deciding.trial_summary import summary
@@ -25,64 +24,34 @@ RESULTS = Path(__file__).parent / "results"
 NAMES = {
     "qada": "QAdA",
     "oracle": "oracle",
-    "static oracle": "static (this task)",
-    "static other": "static (other tasks)",
+    "static oracle": "static heads (of this task)",
+    "static other": "static heads (of other tasks)",
 }
-COLOURS = {"QAdA": "C0", "oracle": "C2", "static (this task)": "C1", "static (other tasks)": "C3"}
 
 
-def curves(rows: Rows, *, moments: str = "current", rule: str = "any") -> dict[str, list[tuple[float, float]]]:
-    """By criterion: `(share of KV heads read, score)`, by rising share."""
+def curves(rows: Rows) -> dict[str, list[tuple[float, float]]]:
+    """By criterion, moments and group rule: `(share of query heads that are local, score)`, by rising share."""
     found = defaultdict(list)
     for row in rows:
-        if row["criterion"] not in NAMES or row["group_rule"] != rule or row["moments"] not in ("", moments):
-            continue
-        found[NAMES[row["criterion"]]].append((1 - float(row["kv_heads_local"]), float(row["score"])))
+        if row["criterion"] in NAMES:
+            names = (NAMES[row["criterion"]], row["moments"], row["group_rule"])
+            found[", ".join(filter(None, names))].append((float(row["q_heads_local"]), float(row["score"])))
     return {name: sorted(points) for name, points in found.items()}
 
 
 def draw_performance(rows: Rows) -> Figure:
-    """Score against what is read, for every task and length (the paper's figures 4 and 5)."""
+    """Score against local heads, for every task and length (the paper's figures 4 and 5)."""
     parts = cells(rows)
     figure, axes = canvas(len(parts))
     for axis, ((task, length), part) in zip(axes[0], parts.items(), strict=True):
         for name, points in curves(part).items():
-            axis.plot(*zip(*points, strict=True), "o-", ms=3, label=name,
-                      color=COLOURS[name])  # fmt: skip
-        for criterion, style in (("dense", ":"), ("local", "--")):
+            axis.plot(*zip(*points, strict=True), "o-", ms=3, label=name)
+        for criterion, style, name in (("dense", ":", "full attention"), ("local", "--", "window only")):
             score = next(float(row["score"]) for row in part if row["criterion"] == criterion)
-            axis.axhline(
-                score, ls=style, c="grey", lw=1, label={"dense": "full attention"}.get(criterion, "window only")
-            )
-        axis.set(title=f"{task}, {length} tokens", xlabel="KV heads read", ylabel="score", ylim=(-0.03, 1.05))
+            axis.axhline(score, ls=style, c="grey", lw=1, label=name)
+        axis.set(title=f"{task}, {length} tokens", xlabel="query heads local", ylabel="score", ylim=(-0.03, 1.05))
     axes[0, 0].legend(fontsize=7)
     return figure
-
-
-def draw_worst_case(rows: Rows) -> Figure:
-    """The worst loss of score over tasks and lengths, by what is read there (figures 4 and 5, below)."""
-    figure, axes = canvas()
-    dense = {cell: next(float(row["score"]) for row in part if row["criterion"] == "dense")
-             for cell, part in cells(rows).items()}  # fmt: skip
-    settings = defaultdict(list)
-    for row in rows:
-        if row["criterion"] in NAMES and row["group_rule"] == "any" and row["moments"] in ("", "current"):
-            lost = dense[row["task"], row["length"]] - float(row["score"])
-            settings[NAMES[row["criterion"]], row["threshold"]].append((1 - float(row["kv_heads_local"]), lost))
-    for name in dict.fromkeys(name for name, _ in settings):
-        points = sorted(
-            (float(np.mean([share for share, _ in found])), max(lost for _, lost in found))
-            for (criterion, _), found in settings.items()
-            if criterion == name and len(found) == len(dense)
-        )
-        if points:
-            axes[0, 0].plot(*zip(*points, strict=True), "o-", ms=3, label=name, color=COLOURS[name])
-    axes[0, 0].set(xlabel="KV heads read, mean over tasks and lengths", ylabel="worst loss of score")
-    axes[0, 0].legend(fontsize=7)
-    return figure
-
-
-SWEEP_FIGURES = {"performance": draw_performance, "worst_case": draw_worst_case}
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -96,9 +65,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
     for name in ("trials.csv", "sweep.csv", "heads.csv"):
         if not (options.results / name).is_file():
             parser.error(f"there is no {options.results / name}: python -m eval.{name.removesuffix('.csv')} makes it")
-    sweep, heads = read(options.results / "sweep.csv"), Heads(read(options.results / "heads.csv"))
-    for name, draw in SWEEP_FIGURES.items():
-        write(out, name, draw(sweep), options.note)
+    for path in sorted(options.results.glob("sweep*.csv")):
+        model = path.stem.removeprefix("sweep")  # "-NAME" of another model
+        write(out, f"performance{model}", draw_performance(read(path)), model[1:] or options.note)
+    heads = Heads(read(options.results / "heads.csv"))
     for name, draw_heads in HEADS_FIGURES.items():
         write(out, name, draw_heads(heads), options.note)
     trials = read(options.results / "trials.csv")

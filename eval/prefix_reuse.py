@@ -30,11 +30,10 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from eval.models import language_model
-from eval.reporting.machine import machine
-from eval.reporting.tables import plain, write
-from eval.texts.prose import reference_text
+from eval.reporting.tables import machine, plain, write
 from qada_cache import QAdACache, prepare
 from qada_cache.files import private_map
+from qada_cache.tuning.pieces import default_text
 
 AGAIN = 1  # of the questions, those for which the document is read again: it takes as long every time
 COPIED = "DynamicCache, deepcopy"
@@ -170,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
         model, tokenizer = language_model.load(options.model)
     except (OSError, ValueError) as error:
         parser.error(f"--model: {error}")
-    ids = tokenizer(reference_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
+    ids = tokenizer(default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
     questions = [tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids for text in QUESTIONS]
     texts = [torch.cat([ids, question], dim=1) for question in questions[: options.questions]]
     rows = measure(model, ids, texts, answer=options.answer)

@@ -2,11 +2,11 @@
 
     python -m eval.trials --tasks prose prose_niah --lengths 3072 --documents 12 --out trials.csv
 
-Each document is read once, exactly. What follows it (prose: its own next tokens; a task: the answer that full attention
-gives, greedily, as far as the expected one) is then fed in one query-adaptive call to a copy of that state for every
-way of deciding, with teacher forcing: KL divergence from full attention's next-token distributions, whether the
-likeliest token is the same, and what was read. Where they are not all the same, the answer is generated, greedily,
-to see whether the expected one is in it. One row a document and way; rows that the table holds are not measured again.
+Each document is read once, exactly. What follows it (prose, code: its own next tokens; a task: the answer that full
+attention gives, greedily, as far as the expected one) is then fed to a copy of that state for every way of deciding,
+with teacher forcing: KL divergence from full attention's next-token distributions, whether the likeliest token is the
+same, and what was read. Where they are not all the same, the answer is generated, greedily, to see whether the expected
+one is in it. One row a document and way; rows that the table holds are not measured again.
 With `--peers`, so are caches that other methods made smaller (`eval/peers`), which take part in nothing else.
 """
 
@@ -18,7 +18,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -28,82 +27,39 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eval.deciding.following import compare, follow, generate, prefill, spoken
 from eval.deciding.tokens import OWN, reading, sketch_share, split, token_options
 from eval.deciding.trial_summary import summary
-from eval.deciding.ways import PROMPTS, Knowledge, Way, all_ways, deciding, experiments, few_ways, peer_ways, token_ways
+from eval.deciding.ways import PROMPTS, Way, all_ways, few_ways, peer_ways, token_ways
 from eval.models.language_model import DEFAULT, HELP, hflm_source, label, load
 from eval.peers.prefilled import PEERS, Prefilled
-from eval.reporting.machine import machine
-from eval.reporting.tables import plain, read, write
-from eval.sweep import ORACLE, task_manager
-from eval.texts.documents import PROSE, Document, prose, task_documents, with_dense_question
-from qada_cache import CacheStats, KeyMoments, QAdACache, StaticHeads
-from qada_cache.attention import decide, decode
-from qada_cache.criterion import GROUP_RULES
-from qada_cache.kernels import decision
+from eval.reporting.tables import machine, plain, read, write
+from eval.sweep import task_manager
+from eval.texts.code import code
+from eval.texts.documents import CODE, PROSE, Document, is_continued, prose, task_documents, with_dense_question
+from qada_cache import CacheStats, KeyMoments, QAdACache
 from qada_cache.key_moments.defaults import sources
 from qada_cache.state.layer import QAdALayer
 from qada_cache.tuning import measuring
 
-CALIBRATION = 4  # pieces of prose that errors and local shares are learned from, none of those measured
 NEARLY_ONE = 1 - 1e-9  # a threshold that makes every head long-context; at 1 they would read everything
-EVERY = 4  # of the text's pieces, one in so many is kept for that
 
 
-def learn(model: PreTrainedModel, documents: list[Document]) -> tuple[Tensor, Tensor]:
-    """Of each head `[layers, heads]`: the mean error of its estimate of `log A_bulk`, and how often it is local."""
-    config = model.config.get_text_config(decoder=True)
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
-    errors, share, queries = torch.zeros(layers, heads), torch.zeros(layers, heads), 0
-    estimates: dict[int, Tensor] = {}
-    original = decide.estimated_log_bulk
-
-    def keep(layer: QAdALayer, *args: Any, **kwargs: Any) -> Tensor:
-        estimates[layer.index] = original(layer, *args, **kwargs)
-        return estimates[layer.index]
-
-    def compare(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, *rest: Any) -> None:
-        geometry = rest[-1]
-        local, bulk = decision.log_mass(scores, geometry.local), decide.log_bulk_mass(scores, far_lse, geometry)
-        errors[layer.index] += (bulk - estimates[layer.index]).sum(dim=(0, 3)).flatten()
-        share[layer.index] += (torch.sigmoid(local - bulk) >= ORACLE).sum(dim=(0, 3)).flatten()
-
-    with (
-        mock.patch.object(decide, "estimated_log_bulk", keep),
-        mock.patch.object(decode, "audit", compare),
-        mock.patch.object(QAdALayer, "is_audited", return_value=True),
-    ):
-        for document in documents:
-            cache = QAdACache(model, threshold=1.0, moments="current")
-            prefill(model, document, cache)
-            follow(model, document, cache)
-            queries += document.answer.shape[1]
-    return errors / queries, share / queries
-
-
-def know(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ways: list[Way], calibration: list[Document]
-) -> Knowledge:
-    """What these ways of deciding are told beforehand; what is learned from no documents is left out."""
+def know(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ways: list[Way]) -> dict[str, KeyMoments]:
+    """Key moments of the prompts that these ways of deciding name."""
     prompts = [name for name in PROMPTS if any(name in way.moments.split("+") for way in ways)]
-    moments = {name: KeyMoments.collect(model, tokenizer, name, progress=False) for name in prompts}
-    return Knowledge(moments, *(learn(model, calibration) if calibration else ()))
+    return {name: KeyMoments.collect(model, tokenizer, name, progress=False) for name in prompts}
 
 
-def cache_options(way: Way, known: Knowledge) -> dict[str, Any]:
-    """Of `QAdACache`, for what it can be asked for of a way; kernels decide by themselves, so they are left out."""
-    options = {"group_rule": way.rule if way.rule in GROUP_RULES else "any", "moments": "current", "kernels": "torch"}
-    options["token_threshold"] = 0.0
+def cache_options(way: Way, known: dict[str, KeyMoments]) -> dict[str, Any]:
+    """Of `QAdACache`, for a way; other ways of reading than its own are not in its kernels."""
+    options = {"group_rule": way.rule, "moments": "current", "kernels": "torch", "token_threshold": 0.0}
     if own := token_options(way.read):
         options |= own | {"kernels": "auto"}
     if way.criterion == "dense" and way.read.startswith(OWN):
         way = replace(way, criterion="qada", threshold=NEARLY_ONE)
-    if way.criterion == "static":
-        return options | {"criterion": StaticHeads.from_oracle(known.local_share, way.threshold)}
     options["threshold"] = way.threshold
     if way.criterion != "qada":
         return options | {"criterion": way.criterion}
-    experiment = way.moments in experiments(known)  # which changes the current prompt's
-    current, other = sources("current" if experiment else way.moments)
-    moments = known.moments[str(other)] if other else "current"
+    current, other = sources(way.moments)
+    moments = known[str(other)] if other else "current"
     return options | {"moments": ("current", moments) if current and other else moments}
 
 
@@ -117,7 +73,7 @@ def trial(
     tokenizer: PreTrainedTokenizerBase,
     document: Document,
     ways: list[Way],
-    known: Knowledge,
+    known: dict[str, KeyMoments],
     bar: tqdm,
     cache: QAdACache | None = None,
 ) -> Iterator[dict[str, Any]]:
@@ -133,7 +89,7 @@ def trial(
         raise ValueError(f"{following} tokens follow the text: more than one query-adaptive call takes")
     prefill(model, document, cache)
     keys = next(layer.store.near_keys for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store)
-    dim, value_bytes = keys.shape[3], keys.element_size()
+    value_bytes = keys.element_size()
     right = False
     if document.expected:
         document, right = spoken(model, tokenizer, document, cache.fork(**exact))
@@ -156,11 +112,11 @@ def trial(
         else:
             options = cache_options(way, known)
             twin = cache.fork(**options)
-            with deciding(way, known), reading(way.read):
+            with reading(way.read):
                 followed = follow(model, document, twin, at_once=not way.read.startswith(OWN))
                 made = judged(followed, partial(answer, options))
             stats = twin.stats()
-            shares = {"kv_read": 1 - stats.kv_sparsity, "bytes_read": bytes_read(way, stats, dim, value_bytes)}
+            shares = {"kv_read": 1 - stats.kv_sparsity, "bytes_read": bytes_read(way, stats, value_bytes)}
             shares["q_local"] = stats.sparsity
         yield asdict(way) | made | {name: f"{share:.4f}" for name, share in shares.items()}
         bar.update()
@@ -172,7 +128,7 @@ def key(row: dict[str, Any]) -> tuple:
     return tuple(str(row.get(name, "")) for name in names)
 
 
-def bytes_read(way: Way, stats: CacheStats, dim: int, value_bytes: int) -> float:
+def bytes_read(way: Way, stats: CacheStats, value_bytes: int) -> float:
     """Of the bulk's bytes, those that are read, and of what tokens are chosen by; as if values had `VALUE_BITS`."""
     if way.read.startswith(OWN):
         return measuring.bytes_read(stats, value_bytes)
@@ -180,16 +136,18 @@ def bytes_read(way: Way, stats: CacheStats, dim: int, value_bytes: int) -> float
     if not way.read:
         return kv_read
     kind, share = split(way.read)
-    return kv_read * share + sketch_share(kind, dim)  # by the sketch of every head
+    return kv_read * share + sketch_share(kind)  # by the sketch of every head
 
 
 def documents_of(
     options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, task: str, length: int
 ) -> Iterator[Document]:
     """The documents of a task that the command line names."""
-    if task == PROSE:
-        pieces = prose(tokenizer, length=length, following=options.following, text=options.text)
-        return islice((piece for piece in pieces if not calibrates(piece)), options.documents)
+    if is_continued(task):
+        sizes = {"length": length, "following": options.following}
+        # Every fourth piece of prose was set apart once, to learn from; tables go on with the texts that they have.
+        pieces = (piece for piece in prose(tokenizer, **sizes, text=options.text) if piece.index % 4 != 3)
+        return islice(code(tokenizer, **sizes) if task == CODE else pieces, options.documents)
     where, gguf = hflm_source(options.model)
     manager = task_manager(where, length, gguf.get("gguf_file"), documents=options.documents)
     return task_documents(task, tokenizer, length=length, count=options.documents, manager=manager)
@@ -203,20 +161,15 @@ def asked_as(document: Document, protocols: list[str]) -> list[Document]:
     return [asked[protocol] for protocol in ("sparse", "dense") if protocol in protocols]
 
 
-def calibrates(piece: Document) -> bool:
-    """Whether a piece of prose is one of those that are learned from: some from every part of the text."""
-    return piece.index % EVERY == EVERY - 1
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Try; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m eval.trials", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--model", default=DEFAULT, help=HELP)
-    add("--tasks", nargs="+", default=[PROSE], help=f"{PROSE}, or lm-eval tasks with one answer (default: {PROSE})")
+    add("--tasks", nargs="+", default=[PROSE], help=f"{PROSE}, {CODE}, lm-eval tasks of one answer (default: {PROSE})")
     add("--lengths", type=int, nargs="+", default=[3072], help="tokens (default: %(default)s)")
     add("--documents", type=int, default=12, help="of each task and length (default: %(default)s)")
-    add("--following", type=int, default=64, help="tokens of prose to predict (default: %(default)s)")
+    add("--following", type=int, default=64, help="tokens to predict of prose and code (default: %(default)s)")
     add(
         "--question",
         choices=("sparse", "dense"),
@@ -256,12 +209,8 @@ def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrain
     """Measure what the table does not hold yet."""
     done = {key(row) for row in read(options.out)} if options.out.exists() else set()
     ways, everywhere = chosen_ways(options), {"model": label(options.model)}
-    calibration = []
-    if not (options.few or options.tokens or options.peers):
-        pieces = prose(tokenizer, length=min(options.lengths), following=options.following, text=options.text)
-        calibration = list(islice(filter(calibrates, pieces), CALIBRATION))
-    known = know(model, tokenizer, ways, calibration)
-    protocols = sum(1 if task == PROSE else len(set(options.question)) for task in options.tasks)
+    known = know(model, tokenizer, ways)
+    protocols = sum(1 if is_continued(task) else len(set(options.question)) for task in options.tasks)
     with tqdm(total=protocols * len(options.lengths) * options.documents * len(ways), unit="row") as bar:
         for task in options.tasks:
             for length in options.lengths:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,3 +24,9 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     del os.environ["QADA_HOME"]
     if before is not None:
         os.environ["QADA_HOME"] = before
+
+
+@pytest.fixture(scope="session")
+def all_tasks() -> Any:
+    """The index of all of lm-eval's tasks, which takes seconds to make."""
+    return pytest.importorskip("lm_eval.tasks", reason="tasks are lm-eval's").TaskManager()

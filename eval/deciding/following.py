@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.texts.documents import Document
 from qada_cache import QAdACache
+from qada_cache.tuning.measuring import compared
 
 SPARE = 8  # tokens that an answer may have beside the expected ones: quotation marks, a word or two
 
@@ -35,13 +36,8 @@ def follow(model: PreTrainedModel, document: Document, cache: QAdACache, *, at_o
 
 def compare(full: Tensor, found: Tensor) -> dict[str, str]:
     """Log-probabilities `[tokens, vocabulary]` of a way against those of full attention."""
-    same = found.argmax(dim=-1) == full.argmax(dim=-1)
-    return {
-        "tokens": str(len(same)),
-        "kl": f"{float((full.exp() * (full - found)).sum(dim=-1).mean()):.6f}",
-        "top1": f"{float(same.float().mean()):.4f}",
-        "same": str(int(same.all())),
-    }
+    kl, same = compared(full, found)
+    return {"tokens": str(len(full)), "kl": f"{kl:.6f}", "top1": f"{same:.4f}", "same": str(int(same == 1))}
 
 
 def generate(model: PreTrainedModel, document: Document, cache: QAdACache) -> Tensor:

@@ -1,8 +1,8 @@
 """Ways of reading only some of a long-context head's tokens, to compare with `QAdACache(token_threshold=...)`.
 
 A fixed share of the tokens is chosen for a KV head by an estimate of their scores, for all query heads of the group
-together; what is chosen is read exactly, and the rest is left out. The estimate is made from a copy of the keys in few
-bits, or from bounds of pages; "true" knows.
+together; what is chosen is read exactly, and the rest is left out. The estimate is made from bounds of pages; "true"
+knows.
 """
 
 import math
@@ -16,22 +16,10 @@ from torch import Tensor
 
 from qada_cache.attention import decode, far
 from qada_cache.kernels import softmax_average
-from qada_cache.sketch import codec, selection
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.store import TokenStore
-from qada_cache.tuning.measuring import VALUE_BITS
 
 OWN = "sketch"  # ways of reading that start so are the product's
-REST = {"nothing of the rest": 1e-30, "all of the rest": 1.0}  # but for how much of what is not read they count
-
-
-def quantized(keys: Tensor, bits: int) -> Tensor:
-    """Keys `[..., tokens, dim]` as a sketch of `bits` a value gives them, in one segment, without query energies."""
-    made = codec.encode(keys, None, bits)
-    scales = made["scales"].float() * made["units"].unsqueeze(-1)
-    turned = scales.unsqueeze(-1) * codec.decode(made["codes"], bits)
-    weighed = turned @ codec.rotation(keys.shape[-1], keys.device)
-    return weighed / made["weights"].float().unsqueeze(-2) + made["centres"].float().unsqueeze(-2)
 
 
 def by_pages(packed: Tensor, keys: Tensor, size: int) -> Tensor:
@@ -47,20 +35,12 @@ def by_pages(packed: Tensor, keys: Tensor, size: int) -> Tensor:
 
 def estimated(kind: str, packed: Tensor, keys: Tensor) -> Tensor:
     """Scores `[batch, kv_heads, queries, tokens]` of `packed` `[batch, kv_heads, queries, dim]`, before scaling."""
-    if kind == "true":
-        return packed @ keys.mT
-    if kind.startswith("pages"):
-        return by_pages(packed, keys, int(kind.split()[-1]))
-    return packed @ quantized(keys, int(kind.split()[0])).mT
+    return packed @ keys.mT if kind == "true" else by_pages(packed, keys, int(kind.split()[-1]))
 
 
-def sketch_share(kind: str, dim: int) -> float:
+def sketch_share(kind: str) -> float:
     """Bytes of what estimates are made from, over those of the keys and values."""
-    if kind == "true":
-        return 0.0
-    if kind.startswith("pages"):
-        return 1 / int(kind.split()[-1])  # a least and a greatest key a page
-    return (int(kind.split()[0]) * dim + VALUE_BITS) / (2 * dim * VALUE_BITS)  # and a scale a token
+    return 0.0 if kind == "true" else 1 / int(kind.split()[-1])  # a least and a greatest key a page
 
 
 def choose(scores: Tensor, group: int, share: float) -> Tensor:
@@ -75,9 +55,9 @@ def choose(scores: Tensor, group: int, share: float) -> Tensor:
 
 
 def split(tokens: str) -> tuple[str, float]:
-    """Of "2 bits, 0.05": how scores are estimated, and the share of the bulk's tokens that is read; whole if empty.
+    """Of "pages of 16, 0.05": how scores are estimated, and the share of the bulk's tokens that is read; whole if empty.
 
-    Of one of the product's ways, as "sketch of 2 bits, 1.0", it is the token threshold.
+    Of one of the product's ways, as "sketch of 1.5 bits, 1.0", it is the token threshold.
     """
     kind, _, share = tokens.partition(", ")
     return kind, float(share or 1)
@@ -86,7 +66,7 @@ def split(tokens: str) -> tuple[str, float]:
 def token_options(tokens: str) -> dict[str, Any]:
     """Of `QAdACache`, for one of the product's ways of reading."""
     kind, theta = split(tokens)
-    return {"token_threshold": theta, "sketch_bits": int(kind.split()[2])} if kind.startswith(OWN) else {}
+    return {"token_threshold": theta, "sketch_bits": float(kind.split()[2])} if kind.startswith(OWN) else {}
 
 
 @contextmanager
@@ -107,9 +87,7 @@ def reading(tokens: str) -> Iterator[None]:
         return out, lse, lse
 
     if not tokens or tokens.startswith(OWN):
-        weights = [weight for name, weight in REST.items() if name in tokens] or [selection.UNREAD_WEIGHT]
-        with mock.patch.object(selection, "UNREAD_WEIGHT", weights[0]):
-            yield
+        yield
         return
     with mock.patch.object(decode, "long_context", some):
         yield

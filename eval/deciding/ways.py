@@ -1,30 +1,16 @@
-"""Ways of deciding to try side by side: those of `QAdACache`, and some that it does not have."""
+"""Ways of deciding and of reading to try side by side: those of `QAdACache`, and others to compare with."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
-from unittest import mock
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from eval.deciding.tokens import REST
-from qada_cache import KeyMoments
-from qada_cache.attention import decide
-from qada_cache.criterion import gaussian_log_bulk, score_moments
-from qada_cache.kernels import decision
-from qada_cache.state.layer import QAdALayer
-from qada_cache.state.options import TOKEN_THRESHOLD
+from qada_cache.criterion import GROUP_RULES
+from qada_cache.state.options import SKETCH_BITS, TOKEN_THRESHOLD
 
 FEW = (0.1, 0.3, 0.6, 0.9)
 MOST = (0.1, 0.3, 0.6, 0.8, 0.9)
-RULES = ("any", "head", "mean")
 BOTH = ("current+random-tokens", "current+random-words")
 PROMPTS = ("random-words", "random-tokens", "wiki", "single-word")
 DEFAULT_THETA = TOKEN_THRESHOLD  # of `QAdACache`
 ECONOMICAL = 12.0
-TRIMMED = 0.05  # the share of keys that trimmed moments leave out
 
 
 @dataclass(frozen=True)
@@ -32,11 +18,10 @@ class Way:
     """One way of deciding.
 
     Args:
-        criterion: "qada", "oracle", "static", "dense", "local"; or "evicted" or "quantized", as other methods do.
-        moments: for "qada", and for the query energies of a sketch: those of `QAdACache`, or one of `experiments`.
-        rule: a group rule of `QAdACache`; or "all", a group is long-context if all of its heads are; or "mean", if the
-            mean of their local shares is below the threshold.
-        threshold: tau; for "static" alpha, the share of heads made local; nothing to "dense" and "local".
+        criterion: "qada", "oracle", "dense", "local"; or "evicted" or "quantized", as other methods do.
+        moments: for "qada", and for the query energies of a sketch.
+        rule: a group rule of `QAdACache`.
+        threshold: tau; nothing to "dense" and "local".
         read: what a long-context head reads: "" for everything, or as in `tokens.split`; or what another method keeps.
     """
 
@@ -57,14 +42,10 @@ def few_ways() -> list[Way]:
 def all_ways() -> list[Way]:
     """Every way that there is something to learn from, the few first."""
     ways = [*few_ways(), *(Way("qada", "current", "any", tau) for tau in FEW)]
-    ways += [Way("qada", "current", rule, tau) for rule in RULES[1:] for tau in MOST]
-    ways += [Way("oracle", "", rule, tau) for rule in RULES for tau in MOST]
-    ways += [Way("qada", prompt, rule, tau) for prompt in PROMPTS[:2] for rule in RULES for tau in FEW]
-    ways += [Way("qada", prompt, "any", tau) for prompt in PROMPTS[2:] for tau in FEW]
-    ways += [Way("qada", moments, "all", 0.6) for moments in (*PROMPTS[:2], "current")]
-    ways += [Way("qada", name, "any", tau) for name in (*BOTH, "trimmed") for tau in FEW]
-    ways += [Way("qada", name, "any", tau) for name in ("corrected by head", "corrected by layer") for tau in MOST[2:]]
-    ways += [Way("static", "", "any", alpha) for alpha in (0.3, 0.5, 0.6, 0.7, 0.8)]
+    ways += [Way("qada", "current", "head", tau) for tau in MOST]
+    ways += [Way("oracle", "", rule, tau) for rule in GROUP_RULES for tau in MOST]
+    ways += [Way("qada", prompt, rule, tau) for prompt in PROMPTS[:2] for rule in GROUP_RULES for tau in FEW]
+    ways += [Way("qada", moments, "any", tau) for moments in (*PROMPTS[2:], *BOTH) for tau in FEW]
     return list(dict.fromkeys(ways))
 
 
@@ -74,24 +55,23 @@ def token_ways(*, few: bool = False, own: bool = False) -> list[Way]:
     The `few` are compared on every model; `own` are the default and the economical setting alone.
     """
 
-    def product(theta: float, bits: int = 2, threshold: float = 0.95, rule: str = "any") -> Way:
+    def product(theta: float, bits: float = SKETCH_BITS, threshold: float = 0.95, rule: str = "any") -> Way:
         return Way("qada", BOTH[0], rule, threshold, f"sketch of {bits} bits, {theta}")
 
     shares = [Way("dense", read="true, 0.05")]
-    default = [product(DEFAULT_THETA), product(ECONOMICAL)]
+    default = [product(DEFAULT_THETA), product(ECONOMICAL, threshold=0.7)]
     if own:
         return default
-    default.append(product(ECONOMICAL, threshold=0.7))
+    default.append(product(ECONOMICAL))
     # The Gaussian's part: no head is local; or each query head decides for itself whether it looks at the sketch.
-    default += [Way("dense", BOTH[0], read=f"sketch of 2 bits, {DEFAULT_THETA}"), product(DEFAULT_THETA, rule="head")]
+    default += [Way("dense", BOTH[0], read=product(DEFAULT_THETA).read), product(DEFAULT_THETA, rule="head")]
     if few:
         return [*default, *shares]
     default += [product(theta) for theta in (1.0, 2.0, 3.0, 8.0)] + [product(DEFAULT_THETA, threshold=0.8)]
-    default += [product(theta, bits) for bits in (1, 4) for theta in (2.0, DEFAULT_THETA)]
-    every = [Way("dense", BOTH[0], read=f"sketch of 2 bits and {rest}, {DEFAULT_THETA}") for rest in REST]
-    more = {"true": (0.1,), "2 bits": (0.05, 0.1), "pages of 16": (0.05, 0.1)}
+    default += [product(theta, bits) for bits in (1, 2) for theta in (2.0, DEFAULT_THETA)]
+    more = {"true": (0.1,), "pages of 16": (0.05, 0.1)}
     shares += [Way("dense", read=f"{kind}, {share}") for kind, found in more.items() for share in found]
-    return [*default, *every, *shares]
+    return [*default, *shares]
 
 
 def peer_ways() -> list[Way]:
@@ -99,88 +79,3 @@ def peer_ways() -> list[Way]:
     methods, shares = ("SnapKV", "ExpectedAttention", "TOVA", "KeyDiff"), (0.05, 0.1, 0.2)
     evicted = [Way("evicted", read=f"{method}, {share}") for method in methods for share in shares]
     return [*evicted, *(Way("quantized", read=f"{bits} bits") for bits in (4, 2))]
-
-
-@dataclass
-class Knowledge:
-    """What ways of deciding know beforehand; some need nothing of it.
-
-    Attributes:
-        moments: of other prompts, by name.
-        errors: mean of `log A_bulk` less the current prompt's estimate of it `[layers, heads]`, on other texts.
-        local_share: how often the oracle called a head local there `[layers, heads]`.
-    """
-
-    moments: dict[str, KeyMoments] = field(default_factory=dict)
-    errors: Tensor | None = None
-    local_share: Tensor | None = None
-
-
-def log_bulk_of(layer: QAdALayer, score_moments_of: tuple[Tensor, Tensor], like: Tensor, geometry: Any) -> Tensor:
-    """Eq. 7 from moments of scores `[batch, kv_heads, group * queries]`; in the shape of `like`."""
-    mean, variance = (found.view(like.shape) for found in score_moments_of)
-    return gaussian_log_bulk(mean, variance, geometry.bulk_tokens.unsqueeze(2))
-
-
-def trimmed(original: Callable, layer: QAdALayer, moments: Any, packed: Tensor, scores: Tensor, geometry: Any,
-            *, scaling: float) -> Tensor:  # fmt: skip
-    """The current prompt's estimate without its greatest keys: those furthest from their mean."""
-    assert layer.store is not None
-    keys = layer.store.bulk.keys[:, :, : layer.store.bulk.lengths[0]].float()
-    distance = (keys - keys.mean(dim=2, keepdim=True)).norm(dim=-1)
-    kept = distance <= distance.quantile(1 - TRIMMED, dim=-1, keepdim=True)
-    weight = (kept / kept.sum(dim=-1, keepdim=True)).unsqueeze(-1)
-    mean = (keys * weight).sum(dim=2)
-    centred = keys - mean.unsqueeze(2)
-    covariance = torch.matmul((centred * weight).mT, centred)
-    found = score_moments(packed.float(), mean, covariance, scaling=scaling)
-    return log_bulk_of(layer, found, scores[..., 0], geometry)
-
-
-def corrected(errors: Tensor) -> Callable:
-    """The current prompt's estimate and the error that is usual for the head, `errors` `[layers, heads]`."""
-
-    def estimate(original: Callable, layer: QAdALayer, moments: Any, packed: Tensor, scores: Tensor, geometry: Any,
-                 *, scaling: float) -> Tensor:  # fmt: skip
-        found = original(layer, moments, packed, scores, geometry, scaling=scaling)
-        return found + errors[layer.index].view(1, *found.shape[1:3], 1)
-
-    return estimate
-
-
-def experiments(known: Knowledge) -> dict[str, Callable]:
-    """Estimates of `log A_bulk` that `QAdACache` does not have, by name."""
-    made: dict[str, Callable] = {"trimmed": trimmed}
-    if known.errors is not None:
-        by_layer = known.errors.mean(dim=1, keepdim=True).expand_as(known.errors)
-        made |= {"corrected by head": corrected(known.errors), "corrected by layer": corrected(by_layer)}
-    return made
-
-
-@contextmanager
-def deciding(way: Way, known: Knowledge) -> Iterator[None]:
-    """Make caches that are used inside decide in a way that they cannot be asked for."""
-    estimate = experiments(known).get(way.moments)
-    original, together, alone = decide.estimated_log_bulk, decision.group_decision, decision.long_context
-    shares: list[Tensor] = []
-
-    def replaced(*args: Any, **kwargs: Any) -> Tensor:
-        return estimate(original, *args, **kwargs) if estimate else original(*args, **kwargs)
-
-    def remembered(log_local: Tensor, log_bulk: Tensor, threshold: float) -> Tensor:
-        shares[:] = [torch.sigmoid(log_local - log_bulk)]
-        return alone(log_local, log_bulk, threshold)
-
-    def agreed(flags: Tensor, rule: str) -> Tensor:
-        if way.rule == "all":
-            return flags.all(dim=2, keepdim=True).expand_as(flags)
-        if way.rule == "mean":
-            return (shares.pop().mean(dim=2, keepdim=True) < way.threshold).expand_as(flags)
-        return together(flags, rule)
-
-    with (
-        mock.patch.object(decide, "estimated_log_bulk", replaced),
-        mock.patch.object(decision, "long_context", remembered),
-        mock.patch.object(decision, "group_decision", agreed),
-    ):
-        yield

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from textwrap import shorten
 from typing import Any
 from unittest import mock
 
@@ -12,6 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.drawing.canvas import canvas
+from eval.texts.conversation import Form
+from eval.texts.facts import Turn
 from qada_cache import QAdACache
 from qada_cache.attention import far
 from qada_cache.state.layer import QAdALayer
@@ -96,3 +100,33 @@ def drawn(reads: Tensor, *, facts: list[int], asked: int | None, title: str) -> 
     axes.set(xlabel="token of the document (dotted: planted facts)", ylabel="KV head, from the first layer on")
     axes.set_title(title, fontsize=9, pad=14)
     return figure
+
+
+def draw(
+    model: PreTrainedModel,
+    form: Form,
+    opening: list[int],
+    turns: list[Turn],
+    cache: QAdACache,
+    *,
+    name: str,
+    path: Path,
+) -> None:
+    """Ask for the first fact, or what was asked first, again, and write what each KV head reads of the document.
+
+    Args:
+        model, form, opening, turns: as for `converse`.
+        cache: that the chat was held with.
+        name: of the model, for the title.
+        path: of the PNG.
+    """
+    turn = next((turn for turn in turns if turn.fact), turns[0])
+    if chat := cache.get_seq_length() - len(opening):
+        cache.crop(-chat)
+    given, reads = answer(model, cache, form.turn(turn, after=None))
+    places = {turn.fact: form.token_of(turn.fact, opening) for turn in turns if turn.fact}
+    said = " ".join(form.tokenizer.decode(given, skip_special_tokens=True).split())
+    title = shorten(f"{name}: {turn.question} {turn.begun} ... {said}", 120)
+    facts = [place for place in places.values() if place is not None]
+    figure = drawn(reads, facts=facts, asked=places.get(turn.fact), title=title)
+    figure.savefig(path, metadata={"Software": None})

@@ -1,10 +1,5 @@
-"""A picture of `eval.benchmark`'s table: time per token by the share of KV heads that read the long context.
+"""A picture of `eval.benchmark`'s table: time per token by the share of KV heads that read the long context."""
 
-The benchmark draws it beside its table; `python -m eval.drawing.speed_figure TABLE.csv` draws it again.
-"""
-
-import argparse
-import sys
 import textwrap
 from pathlib import Path
 
@@ -55,20 +50,3 @@ def draw(table: Path) -> None:
     figure.legend(*axes.get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=2 * len(panels))
     note = "{model}, {dtype}; {machine}".format(**rows[0])
     write(table.parent, table.stem, figure, textwrap.fill(note, 70 * len(panels)))
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Draw; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.drawing.speed_figure", description=(__doc__ or "").split("\n\n", maxsplit=1)[0]
-    )
-    parser.add_argument("table", type=Path, help="CSV table of eval.benchmark; the picture is written beside it")
-    options = parser.parse_args(arguments)
-    if not options.table.is_file():
-        parser.error(f"there is no {options.table}")
-    draw(options.table)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

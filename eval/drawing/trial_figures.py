@@ -7,21 +7,13 @@ from matplotlib.figure import Figure
 
 from eval.drawing.canvas import canvas
 from eval.reporting.tables import Rows, cells
-from eval.texts.documents import is_prose
+from eval.texts.documents import is_continued
+from qada_cache.state.options import SKETCH_BITS
 
 Way = tuple[str, str, str, str]
 ABSENT = 1  # so many of the ways a panel may lack; where more were not tried there is nothing to compare
 
 # What a figure compares: label, (criterion, moments, rule, how tokens are chosen and by which heads), style.
-RULES = (
-    ("QAdA, moments of the default", ("qada", "current+random-tokens", "any", ""), "p-"),
-    ("current prompt, any", ("qada", "current", "any", ""), "o-"),
-    ("current prompt, head (the paper's)", ("qada", "current", "head", ""), "s-"),
-    ("current prompt, mean", ("qada", "current", "mean", ""), "^-"),
-    ("oracle, any", ("oracle", "", "any", ""), "o:"),
-    ("oracle, head", ("oracle", "", "head", ""), "s:"),
-    ("static heads", ("static", "", "any", ""), "x--"),
-)
 MOMENTS = (
     ("current prompt", ("qada", "current", "any", ""), "o-"),
     ("random words", ("qada", "random-words", "any", ""), "s-"),
@@ -30,19 +22,16 @@ MOMENTS = (
     ("single word", ("qada", "single-word", "any", ""), "x-"),
     ("current and random words", ("qada", "current+random-words", "any", ""), "d-"),
     ("current and random tokens", ("qada", "current+random-tokens", "any", ""), "p-"),
-    ("current, trimmed", ("qada", "trimmed", "any", ""), "*--"),
-    ("current, corrected by head", ("qada", "corrected by head", "any", ""), "+--"),
 )
 TOKENS = (
     (
         "QAdACache, tokens",
-        ("qada", "current+random-tokens", "any", "sketch of 2 bits, threshold 0.95"),
+        ("qada", "current+random-tokens", "any", f"sketch of {SKETCH_BITS} bits, threshold 0.95"),
         "o-",
     ),
     ("whole heads", ("qada", "current+random-tokens", "any", ""), "p-"),
     ("whole heads, oracle", ("oracle", "", "any", ""), "o:"),
     ("a share of the tokens, by true score", ("dense", "", "any", "true"), "s:"),
-    ("a share by 2 bits", ("dense", "", "any", "2 bits"), "v-"),
     ("pages of 16 by bounds", ("dense", "", "any", "pages of 16"), "x-"),
 )
 
@@ -78,20 +67,15 @@ def _draw(rows: Rows, ways: tuple[tuple[str, Way, str], ...]) -> Figure:
     figure, axes = canvas(len(parts))
     for axis, ((task, length), part) in zip(axes[0], parts.items(), strict=True):
         for label, way, style in ways:
-            if points := _curve(part, way, answers=not is_prose(task)):
+            if points := _curve(part, way, answers=not is_continued(task)):
                 axis.plot(*zip(*points, strict=True), style, ms=4, lw=1, label=label)
         axis.set(title=f"{task}, {length} tokens", xlabel="bytes read, of the bulk's", xlim=(-0.02, 1.02))
-        if is_prose(task):
+        if is_continued(task):
             axis.set(yscale="log", ylabel="KL divergence from full attention", ylim=(1e-4, 1))
         else:
             axis.set(ylabel="found, of what full attention finds", ylim=(-0.03, 1.05))
     axes[0, 0].legend(fontsize=6)
     return figure
-
-
-def draw_rules(rows: Rows) -> Figure:
-    """By the group rule and the criterion."""
-    return _draw(rows, RULES)
 
 
 def draw_moments(rows: Rows) -> Figure:
@@ -104,4 +88,4 @@ def draw_tokens(rows: Rows) -> Figure:
     return _draw(rows, TOKENS)
 
 
-TRIAL_FIGURES = {"group_rules": draw_rules, "moments": draw_moments, "tokens": draw_tokens}
+TRIAL_FIGURES = {"moments": draw_moments, "tokens": draw_tokens}

@@ -22,13 +22,13 @@ from transformers.cache_utils import DynamicLayer
 
 from eval.models import language_model
 from eval.models.geometries import GEOMETRIES, make_model
-from eval.texts.prose import reference_text
-from qada_cache import QAdACache, StaticHeads, needle
+from qada_cache import QAdACache, StaticHeads
+from qada_cache.key_moments.prompts import knows
+from qada_cache.tuning.pieces import default_text
 
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.34, 1.0)
 TOKEN_SHARE = 0.05  # of the bulk's tokens, what every head reads in the row that is named after it
 TOKENS = f"QAdACache tokens={TOKEN_SHARE:g}"
-FACTS = 48  # in the needle model's text
 
 
 @dataclass(frozen=True)
@@ -91,28 +91,6 @@ def _states(model: PreTrainedModel, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 @torch.inference_mode()
-def needle_work(model: PreTrainedModel, *, tokens: int, batch: int, steps: int, warm_up: int, seed: int) -> Work:
-    """A text with facts that the needle model has read, each row its own, and questions about it."""
-    tokenizer = needle.load_tokenizer()
-    prompts = [
-        needle.make_prompt(tokens=tokens, facts=FACTS, questions=16, seed=seed * 1000 + row) for row in range(batch)
-    ]
-    context = tokenizer([prompt.context for prompt in prompts], return_tensors="pt").input_ids.to(model.device)
-    asked = [
-        tokenizer(
-            " ".join(f"{question} {answer}" for question, answer in zip(prompt.questions, prompt.answers, strict=True)),
-            return_tensors="pt",
-            add_special_tokens=False,
-        ).input_ids[0]
-        for prompt in prompts
-    ]
-    if min(map(len, asked)) < warm_up + steps:
-        raise ValueError(f"{warm_up + steps} steps are more than the questions' {min(map(len, asked))} tokens")
-    inputs = torch.stack([ids[: warm_up + steps] for ids in asked]).to(model.device)
-    return Work(model, _states(model, context), inputs, warm_up, True, seed)
-
-
-@torch.inference_mode()
 def read_work(
     model: PreTrainedModel,
     *,
@@ -123,32 +101,28 @@ def read_work(
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Work:
-    """Prose that the model has read, each row its own, and how it goes on; without a tokenizer, random tokens.
+    """Prose that the model has read, each row its own, and how it goes on; random tokens if it does not know its words.
 
     Raises:
         ValueError: the prose is too short for so many rows.
     """
     piece = tokens + warm_up + steps
-    if tokenizer is None:
+    whole = tokenizer(default_text(), return_tensors="pt", verbose=False).input_ids[0] if tokenizer else torch.empty(0)
+    if not tokenizer or not knows(tokenizer, whole):
         generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(model.config.get_text_config().vocab_size, (batch, piece), generator=generator)
-    else:
-        whole = tokenizer(reference_text(), return_tensors="pt", verbose=False).input_ids[0]
-        if len(whole) < batch * piece:
-            raise ValueError(f"{batch} rows of {piece} tokens are more than the prose's {len(whole)}")
-        ids = whole[: batch * piece].view(batch, piece)
-    ids = ids.to(model.device)
+        whole = torch.randint(model.config.get_text_config().vocab_size, (batch * piece,), generator=generator)
+    if len(whole) < batch * piece:
+        raise ValueError(f"{batch} rows of {piece} tokens are more than the prose's {len(whole)}")
+    ids = whole[: batch * piece].view(batch, piece).to(model.device)
     return Work(model, _states(model, ids[:, :tokens]), ids[:, tokens:], warm_up, True, seed)
 
 
 def load(name: str, *, dtype: torch.dtype, device: torch.device, positions: int) -> tuple[PreTrainedModel, Callable]:
-    """A geometry by its name, the needle model, or a pretrained model (`language_model`); and what makes its `Work`.
+    """A geometry by its name, or a pretrained model (`language_model`); and what makes its `Work`.
 
     Raises:
         OSError, ValueError: there is no such model.
     """
-    if name == "needle":
-        return needle.load_model().to(device=device, dtype=dtype), needle_work
     if name in GEOMETRIES:
         return make_model(name, dtype=dtype, device=device, positions=positions), random_work
     where = language_model.source(name)
@@ -161,7 +135,7 @@ def load(name: str, *, dtype: torch.dtype, device: torch.device, positions: int)
 
 
 PRETRAINED = f"{language_model.DEFAULT}, a path or Hub repository, or a GGUF file"
-MODEL_HELP = f"sizes by name ({', '.join(GEOMETRIES)}), needle, {PRETRAINED}"
+MODEL_HELP = f"sizes by name ({', '.join(GEOMETRIES)}), {PRETRAINED}"
 
 
 def slug(name: str) -> str:

@@ -16,13 +16,14 @@ from eval.deciding.following import SPARE
 from eval.deciding.tokens import split
 from eval.deciding.ways import Way
 from eval.peers.evicting import kept
-from eval.peers.quantizing import quantized, share
 from eval.peers.queries import Queries
 from eval.texts.documents import Document
 from qada_cache.key_moments.query_energies import observed
+from qada_cache.tuning.measuring import VALUE_BITS
 
 EVICTED, QUANTIZED = "evicted", "quantized"
 PEERS = (EVICTED, QUANTIZED)  # criteria of ways that are tried here
+GROUP = 64  # values with a scale in common
 
 
 class Prefilled:
@@ -101,3 +102,27 @@ class Prefilled:
         places = torch.arange(start, start + ids.shape[1], device=self.model.device).unsqueeze(0)
         logits = self.model(ids.to(self.model.device), past_key_values=cache, position_ids=places).logits[0]
         return logits.float().log_softmax(dim=-1)
+
+
+def group(dim: int) -> int:
+    """How many of a head's `dim` channels have a scale in common; all of them if they are no groups of 64."""
+    return GROUP if dim % GROUP == 0 else dim
+
+
+def quantized(values: Tensor, bits: int) -> Tensor:
+    """Keys or values `[..., dim]` as that many bits a value give them, in their own dtype.
+
+    As transformers' `QuantizedCache` has them by default: asymmetric, quanto's `axis=0`, a scale and a least value for
+    each group of a token's channels. All of the text is coded, its first and last tokens included; what follows stays
+    exact, as the 128 tokens after a text do there. The quantizer is ours, so that nothing need be installed for it.
+    """
+    parts = values.unflatten(-1, (-1, group(values.shape[-1])))
+    least = parts.amin(dim=-1, keepdim=True)
+    most = 2**bits - 1
+    scale = (parts.amax(dim=-1, keepdim=True) - least).clamp_min(1e-9) / most
+    return ((parts - least).div(scale).round().clamp(0, most) * scale + least).flatten(-2)
+
+
+def share(bits: int, dim: int) -> float:
+    """Bytes of quantized values, with their groups' scales and least values, over those of `VALUE_BITS` a value."""
+    return bits / VALUE_BITS + 2 / group(dim)

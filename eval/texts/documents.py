@@ -1,4 +1,4 @@
-"""Texts that ways of deciding are tried on: prose to be continued, and questions of lm-eval tasks, with answers."""
+"""Texts that ways of deciding are tried on: some to be continued, and questions of lm-eval tasks, with answers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,9 +9,9 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from eval.texts.prose import reference_text
+from qada_cache.tuning.pieces import default_text
 
-PROSE = "prose"
+PROSE, CODE = "prose", "code"
 SPARSE = ", sparse question"
 
 
@@ -20,12 +20,12 @@ class Document:
     """One text, and how it goes on.
 
     Args:
-        task: `PROSE`, or an lm-eval task; `SPARSE` behind it if its question is read sparsely.
+        task: `PROSE`, `CODE`, or an lm-eval task; `SPARSE` behind it if its question is read sparsely.
         length: tokens asked for.
         index: which of the task's documents.
         prompt: int64 `[1, tokens]`.
-        answer: int64 `[1, tokens]`, what comes next in prose; of a task, the answer that is right.
-        expected: that answer as text; "" of prose.
+        answer: int64 `[1, tokens]`, what comes next; of a task, the answer that is right.
+        expected: that answer as text; "" of what is to be continued.
         question: the last tokens of the prompt, so many, that are not read with the text but in a call of their own.
     """
 
@@ -53,21 +53,23 @@ def with_dense_question(document: Document) -> Document:
     return replace(document, task=document.task.removesuffix(SPARSE), question=1)
 
 
-def is_prose(task: str) -> bool:
+def is_continued(task: str) -> bool:
     """Whether documents of the task are pieces of text, rather than questions."""
-    return task.partition(":")[0] == PROSE
+    return task.partition(":")[0] in (PROSE, CODE)
+
+
+def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token that begins a text, if the tokenizer puts one there."""
+    return [index for index in tokenizer("").input_ids[:1] if index == tokenizer.bos_token_id]
 
 
 def prose(
     tokenizer: PreTrainedTokenizerBase, *, length: int, following: int, text: Path | None = None
 ) -> Iterator[Document]:
-    """Pieces of `length` tokens one after the other, and the `following` tokens after each; as many as the text has.
-
-    Each begins with the token that begins a text, if the tokenizer puts one there.
-    """
-    whole = text.read_text(encoding="utf-8") if text else reference_text()
+    """Pieces of `length` tokens one after the other, and the `following` tokens after each; as many as the text has."""
+    whole = text.read_text(encoding="utf-8") if text else default_text()
     ids = tokenizer(whole, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids
-    begin = [index for index in tokenizer("").input_ids[:1] if index == tokenizer.bos_token_id]
+    begin = beginning(tokenizer)
     piece = length - len(begin) + following
     task = f"{PROSE}:{text.stem}" if text else PROSE
     for index in range(ids.shape[1] // piece):

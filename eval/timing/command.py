@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from eval.models.language_model import label
 from eval.models.workloads import MODEL_HELP, load, slug
-from eval.reporting.machine import machine
-from eval.reporting.tables import plain, write
+from eval.reporting.tables import machine, plain, write
 
 
 def timing_parser(name: str, description: str, *, table: str) -> argparse.ArgumentParser:

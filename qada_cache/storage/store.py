@@ -185,7 +185,7 @@ class TokenStore:
         if update or not frozen:
             self._catch_up(slice(0, self.batch))
 
-    def keep_sketch(self, bits: int | None, energies: Tensor | None) -> None:
+    def keep_sketch(self, bits: float | None, energies: Tensor | None) -> None:
         """Keep a sketch or none, as if `sketch_bits` and `energies` had been these from the start."""
         if self.sketch is None or not self.sketch.is_of(bits, energies):
             self.sketch = BulkSketch.of(self.near_keys, self.near_values, bits, energies)

@@ -145,7 +145,7 @@ class Elements(TorchDispatchMode):
         return made
 
 
-ROWS, SHORT, LONG, PADDED = 3, 2100, 4100, 700  # every row has tokens enough for a sketch
+ROWS, SHORT, LONG, PADDED = 3, 2100, 2700, 700  # every row has tokens enough for a sketch
 
 
 def padded_step(layers: int, tokens: int, act: Any = None) -> tuple[int, Counter[str]]:

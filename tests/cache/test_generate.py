@@ -37,6 +37,9 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny(attention=request.param)
 
 
+SDPA = pytest.mark.parametrize("model", ["sdpa"], indirect=True)  # where it does not matter who attends to a prompt
+
+
 def dynamic(model: PreTrainedModel) -> DynamicCache:
     return DynamicCache(config=model.config)
 
@@ -102,6 +105,7 @@ def test_padded_rows_equal_rows_alone(model: PreTrainedModel) -> None:
         assert torch.equal(output.sequences[row, -24:], alone.sequences[0, -24:])
 
 
+@SDPA
 @pytest.mark.parametrize("lengths", [(9, 4), (70, 33), (70, 4)], ids=str)
 def test_second_padded_turn(model: PreTrainedModel, lengths: tuple[int, ...]) -> None:
     """A turn padded on its left puts padding between the row's tokens."""
@@ -131,6 +135,7 @@ def test_copy_of_a_prefix(model: PreTrainedModel) -> None:
     assert prefix.get_seq_length() == 150
 
 
+@SDPA
 @pytest.mark.parametrize("removed", [0, 1, 15, 16, 17, 60, 140, 149, 170, 500])
 def test_crop(model: PreTrainedModel, removed: int) -> None:
     ids, mask = prompt(150, 90)
@@ -158,6 +163,7 @@ def test_reset_forgets_everything(model: PreTrainedModel) -> None:
     assert_same(model, generate(model, ids, cache), generate(model, ids, dynamic(model)))
 
 
+@SDPA
 @pytest.mark.parametrize(
     ("verb", "argument"),
     [
@@ -239,6 +245,7 @@ def adaptive_mask(tokens: int, split: list[int]) -> Tensor:
     return visible[None, None]
 
 
+@SDPA
 @pytest.mark.parametrize("criterion", ["gaussian", "oracle", "local"])
 @pytest.mark.parametrize("split", [[150, 1], [150, 7], [150, 16], [15, 16], [60, 9, 17, 40, 1]], ids=str)
 def test_threshold_zero_is_sinks_and_window(model: PreTrainedModel, criterion: str, split: list[int]) -> None:
@@ -256,6 +263,7 @@ def test_threshold_zero_is_sinks_and_window(model: PreTrainedModel, criterion: s
     assert (cache.stats().streamed_bytes > 0) == (len(split) > 2)  # as the exact calls do
 
 
+@SDPA
 @pytest.mark.parametrize("criterion", ["gaussian", "oracle"])
 def test_padded_batch_equals_its_rows_at_half(model: PreTrainedModel, criterion: str) -> None:
     """Tokens, and which heads were local: the batch's tables are the sum of its rows' (invariant 3)."""

@@ -18,7 +18,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from qada_cache import QAdACache
 
-FAMILIES = ["llama", "qwen3", "mistral", "mistral_sliding", "gemma3", "phi3"]
+FAMILIES = ["llama", "mistral_sliding", "gemma3"]  # plain, sliding, both: of others the layers are the same
 LENGTHS = (60, 41)  # both have a bulk beside the 20 local tokens
 TOKENS = 10
 ENDS = list(range(1, 97, 9))  # tokens that end a row, at different times

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -173,10 +174,9 @@ def values(command: Command, option: str) -> list[str]:
     return [value for word in rest[:end] for value in word.split(",")]
 
 
-def test_tasks_and_moments_exist() -> None:
+def test_tasks_and_moments_exist(all_tasks: Any) -> None:
     """Names that commands take without asking when they read their arguments."""
-    manager = pytest.importorskip("lm_eval.tasks", reason="tasks are lm-eval's").TaskManager()
-    known = {*manager.all_tasks, "prose"}  # the last is a task of eval.trials
+    known = {*all_tasks.all_tasks, "prose", "code"}  # the last two are tasks of eval.trials
     called = [command for command in COMMANDS if program(command.words)]
     for command in called:
         assert not (unknown := set(values(command, "--tasks")) - known), f"{command}: {unknown}"
@@ -203,7 +203,7 @@ def test_options_named_in_passing_exist(monkeypatch: pytest.MonkeyPatch) -> None
     for path in sorted((ROOT / "eval").glob("*.py")):
         if "def main(" in path.read_text(encoding="utf-8"):
             required = {"trials": ["--out", "t"], "sweep": ["--out", "t"], "heads": ["--out", "t"],
-                        "convert": ["--out", "t"], "needle": ["check"]}.get(path.stem, [])  # fmt: skip
+                        "convert": ["--out", "t"]}.get(path.stem, [])  # fmt: skip
             known |= option_strings(read_by([f"eval.{path.stem}", *required], monkeypatch))
     known |= option_strings(read_by(["qada", "moments", "--model", "m", "--out", "f"], monkeypatch))
     known |= {option for parameter in transformers.app.commands["serve"].params for option in parameter.opts}

@@ -156,7 +156,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, set[int]]) -> None:
         return Told(answers, generated=len(turns), stats=cache.stats() if criterion else None)
 
     monkeypatch.setattr(demo, "converse", answered)
-    monkeypatch.setattr(demo, "draw", lambda *_: None)  # nothing was read
+    monkeypatch.setattr(demo.read_map, "draw", lambda *_, **__: None)  # nothing was read
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The measuring tools: one prefill for many variants changes nothing, and tables go on where they stopped."""
 
 import csv
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,20 @@ def test_static_heads_from_the_oracle() -> None:
             StaticHeads.from_oracle(*wrong)
 
 
+@pytest.fixture
+def own_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index of lm-eval's own tasks takes seconds to make."""
+    manager = pytest.importorskip("lm_eval.tasks", reason="the commands run on lm-eval").TaskManager
+    from eval import sweep
+
+    folder = Path(__file__).parents[2] / "qada_cache/lm_eval/tasks"
+    ours = functools.partial(manager, include_path=[folder], include_defaults=False)
+    monkeypatch.setattr(sweep, "TaskManager", ours)
+
+
+@pytest.mark.usefixtures("own_tasks")
 def test_sweep(tmp_path: Path) -> None:
     """Every criterion on the needle task, then more thresholds into the same table."""
-    pytest.importorskip("lm_eval", reason="the sweep runs on lm-eval")
     from eval import sweep
     from qada_cache import needle
 
@@ -166,12 +178,13 @@ def test_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_step_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a model by its sizes and of one with a tokenizer; parts do not exceed the whole, and nothing stays patched."""
     from eval import step_overhead
+    from qada_cache import needle
 
     originals = [getattr(owner, name) for owner, name in step_overhead.PARTS.values()]
     options = ["--dtype", "float32", "--steps", "3", "--rounds", "2", "--out", str(tmp_path)]
-    for model, tokens in (("tiny", ["1500", "3000"]), ("needle", ["2048"])):
+    for model, tokens in (("tiny", ["1500"]), (str(needle.FOLDER), ["2048"])):
         assert step_overhead.main(["--model", model, "--tokens", *tokens, *options]) == 0
-        with (tmp_path / f"step_overhead-{model}-cpu.csv").open() as file:
+        with (tmp_path / f"step_overhead-{Path(model).name}-cpu.csv").open() as file:
             rows = list(csv.DictReader(file))
         assert [row["tokens"] for row in rows] == tokens
         for row in rows:
@@ -182,22 +195,6 @@ def test_step_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     for wrong in (["--model", "nothing"], ["--out", str(tmp_path / "nowhere")], ["--tokens", "many"]):
         with pytest.raises(SystemExit, match="2"):
             step_overhead.main(wrong)
-
-
-@needs_compiler
-def test_kernel_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eval import kernel_speed
-
-    monkeypatch.setattr(kernel_speed, "SIZE", 1 << 26)
-    monkeypatch.setattr(kernel_speed, "LAYERS", 2)
-    arguments = ["--geometry", "tiny", "--dtype", "float32", "--tokens", "8192", "--turns", "3", "--out", str(tmp_path)]
-    assert kernel_speed.main(arguments) == 0
-    with (tmp_path / "kernel_speed.csv").open() as file:
-        (row,) = csv.DictReader(file)
-    assert all(float(row[f"{name}_gb_per_s"]) > 0 for name in ("read", "compiled", "torch"))
-    monkeypatch.setattr(kernel_speed.compiled, "build", lambda *_: None)
-    with pytest.raises(RuntimeError, match="could not be built"):
-        kernel_speed.main(arguments)
 
 
 def test_flagged_share_of_heads() -> None:
@@ -221,7 +218,7 @@ def test_figures_are_those_of_the_tables(tmp_path: Path) -> None:
 
     assert figures.main(["--out", str(tmp_path)]) == 0
     made = sorted(path.name for path in tmp_path.iterdir())
-    assert len(made) == sum(map(len, (figures.TRIAL_FIGURES, figures.SWEEP_FIGURES, figures.HEADS_FIGURES))) + 2
+    assert len(made) == len(figures.TRIAL_FIGURES) + len(figures.HEADS_FIGURES) + 3
     for name in made:
         if name.endswith(".csv"):
             assert (tmp_path / name).read_bytes() == (figures.RESULTS / name).read_bytes()
@@ -229,9 +226,9 @@ def test_figures_are_those_of_the_tables(tmp_path: Path) -> None:
             assert (imread(tmp_path / name) == imread(figures.RESULTS / name)).all(), name
 
 
+@pytest.mark.usefixtures("own_tasks")
 def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
     """Against float64, from the very keys and queries: both masses, and the estimate by random words' moments."""
-    pytest.importorskip("lm_eval", reason="the recorder runs on lm-eval")
     from reference import gaussian_log_bulk, log_mass
 
     from eval import heads

@@ -1,9 +1,11 @@
-"""Ways of deciding tried side by side: those of QAdACache decide as it does, the experiments as they say."""
+"""Ways of deciding tried side by side: those of QAdACache decide as it does."""
 
 from __future__ import annotations
 
 import csv
-from contextlib import nullcontext
+import inspect
+import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,18 +13,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import prompt, tiny
-from reference import gaussian_log_bulk, key_moments
 from small_sketch import small_sketch
 from transformers import DynamicCache, PreTrainedModel
 
 pytest.importorskip("lm_eval", reason="trials take documents from lm-eval")
 from eval import trials
-from eval.deciding import following, trial_summary, ways
+from eval.deciding import following, trial_summary
 from eval.deciding.ways import Way
-from eval.texts import documents
+from eval.texts import code, documents
 from eval.texts.documents import Document
 from qada_cache import KeyMoments, QAdACache, needle
-from qada_cache.attention import decode
+
+Known = dict[str, KeyMoments]
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +39,11 @@ def document() -> Document:
 
 
 @pytest.fixture(scope="module")
-def known(model: PreTrainedModel) -> ways.Knowledge:
-    moments = {"random-words": KeyMoments.collect(model, None, "random-tokens", tokens=200, progress=False)}
-    return ways.Knowledge(moments, torch.zeros(2, 4), torch.zeros(2, 4))
+def known(model: PreTrainedModel) -> dict[str, KeyMoments]:
+    return {"random-words": KeyMoments.collect(model, None, "random-tokens", tokens=200, progress=False)}
 
 
-RULES = ("any", "mean", "all")  # from the one that reads most to the one that reads least
-
-
-def rows_of(model: PreTrainedModel, document: Document, known: ways.Knowledge, *tried: Way) -> list[dict[str, str]]:
+def rows_of(model: PreTrainedModel, document: Document, known: Known, *tried: Way) -> list[dict[str, str]]:
     from tqdm import tqdm
 
     return list(trials.trial(model, needle.load_tokenizer(), document, list(tried), known, tqdm(disable=True)))
@@ -54,7 +52,7 @@ def rows_of(model: PreTrainedModel, document: Document, known: ways.Knowledge, *
 @pytest.mark.parametrize("rule", ["any", "head"])
 @pytest.mark.parametrize("moments", ["current", "random-words", "current+random-words"])
 def test_a_way_is_a_cache_used_token_by_token(
-    rule: str, moments: str, model: PreTrainedModel, document: Document, known: ways.Knowledge
+    rule: str, moments: str, model: PreTrainedModel, document: Document, known: Known
 ) -> None:
     way = Way("qada", moments, rule, 0.4)
     (row,) = rows_of(model, document, known, way)
@@ -78,17 +76,15 @@ def test_a_way_is_a_cache_used_token_by_token(
     assert float(row["kv_read"]) == pytest.approx(1 - cache.stats().kv_sparsity, abs=0.02)
 
 
-def test_full_attention_loses_nothing(model: PreTrainedModel, document: Document, known: ways.Knowledge) -> None:
-    tried = Way("qada", "current", "any", 1.0), Way("local"), *(Way("qada", "current", rule, 0.4) for rule in RULES)
-    exact, local, any_of, mean_of, all_of = rows_of(model, document, known, *tried)
+def test_full_attention_loses_nothing(model: PreTrainedModel, document: Document, known: Known) -> None:
+    exact, local = rows_of(model, document, known, Way("qada", "current", "any", 1.0), Way("local"))
     assert float(exact["kl"]) == pytest.approx(0, abs=1e-6)
     assert (exact["top1"], exact["kv_read"], exact["q_local"]) == ("1.0000", "1.0000", "0.0000")
     assert float(local["kl"]) > 1e-3
     assert (local["kv_read"], local["q_local"]) == ("0.0000", "1.0000")
-    assert float(all_of["kv_read"]) < float(mean_of["kv_read"]) < float(any_of["kv_read"])
 
 
-def test_reading_some_tokens(model: PreTrainedModel, document: Document, known: ways.Knowledge) -> None:
+def test_reading_some_tokens(model: PreTrainedModel, document: Document, known: Known) -> None:
     """All of them are full attention; the best few lose less than none, and less than as many of pages."""
     every, few, paged, local = rows_of(
         model, document, known, Way("dense", read="true, 1"), Way("dense", read="true, 0.05"),
@@ -100,28 +96,24 @@ def test_reading_some_tokens(model: PreTrainedModel, document: Document, known: 
     assert few["kv_read"] == "1.0000"
 
 
-def test_the_product_s_way_of_reading_tokens(model: PreTrainedModel, document: Document, known: ways.Knowledge) -> None:
-    """All tokens are full attention, and cost the sketch on top; of some, it matters what counts of the rest."""
+def test_the_product_s_way_of_reading_tokens(model: PreTrainedModel, document: Document, known: Known) -> None:
+    """All tokens are full attention, and cost the sketch on top; local heads read neither."""
     with small_sketch(32):
-        every, some, without, gated, whole = rows_of(
+        every, some, gated, whole = rows_of(
             model, document, known, Way("dense", "current", read="sketch of 2 bits, 1e-30"),
             Way("dense", "current", read="sketch of 2 bits, 2.0"),
-            Way("dense", "current", read="sketch of 2 bits and nothing of the rest, 2.0"),
             Way("qada", "current", "any", 0.4, "sketch of 2 bits, 2.0"), Way("qada", "current", "any", 0.4),
         )  # fmt: skip
     assert float(every["kl"]) == pytest.approx(0, abs=1e-6)
     dim, stored = model.config.head_dim, document.prompt.shape[1] - 1 - 128  # of which nothing is flushed later
     sketched = stored * (dim // 4 + 1) + (4 * dim + 8) + dim * (4 + 4 + dim)  # tokens, one segment, unread values
     assert float(every["bytes_read"]) == pytest.approx(1 + sketched / (stored * 4 * dim), abs=1e-3)
-    assert float(some["bytes_read"]) == pytest.approx(
-        float(without["bytes_read"]), abs=0.01
-    )  # layers above choose anew
     assert float(some["bytes_read"]) < 0.5
-    assert some["kl"] != without["kl"]
+    assert float(some["kl"]) > 0
     assert float(gated["bytes_read"]) < min(float(some["bytes_read"]), float(whole["bytes_read"]))
 
 
-def test_answers_are_those_of_full_attention(model: PreTrainedModel, document: Document, known: ways.Knowledge) -> None:
+def test_answers_are_those_of_full_attention(model: PreTrainedModel, document: Document, known: Known) -> None:
     """Its own words, as far as the expected ones; a cache that reads everything says the same."""
     tokenizer = needle.load_tokenizer()
     with torch.no_grad():
@@ -140,61 +132,12 @@ def test_answers_are_those_of_full_attention(model: PreTrainedModel, document: D
     assert (summed["documents"], summed["found"]) == (3, "1/2")  # full attention is wrong about the third
 
 
-def test_experiments_against_float64(model: PreTrainedModel, document: Document, known: ways.Knowledge) -> None:
-    """Each estimate of `log A_bulk` from the very keys of the bulk, for the first of the queries."""
-    known.errors[:] = torch.arange(8.0).view(2, 4)
-    cache = QAdACache(model, threshold=1.0, moments="current")
-    trials.prefill(model, document, cache)
-    found: dict[str, torch.Tensor] = {}
-    seen: dict[str, torch.Tensor] = {}
-
-    def spy(layer, moments, packed, scores, far_lse, geometry, *, scaling):  # type: ignore[no-untyped-def]
-        if layer.index == 1:
-            for name, estimate in ways.experiments(known).items():
-                call = layer, moments, packed, scores, geometry
-                found[name] = estimate(ways.decide.estimated_log_bulk, *call, scaling=scaling)[0, :, :, 0]
-            store = layer.store
-            seen.update(keys=store.bulk.keys[0, :, : store.bulk.lengths[0]].double(), query=packed[0].double())
-            seen["tokens"] = geometry.bulk_tokens[0, 0, 0]
-            seen["current"] = ways.decide.estimated_log_bulk(*call, scaling=scaling)[0, :, :, 0]
-        return torch.zeros(scores.shape[:-1], dtype=torch.bool)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "needs_long_context", spy)
-        trials.follow(model, Document("prose", 290, 0, document.prompt, document.answer[:, :1]), cache)
-    torch.testing.assert_close(found["corrected by head"], seen["current"] + torch.tensor([[4.0, 5], [6, 7]]))
-    torch.testing.assert_close(found["corrected by layer"], seen["current"] + 5.5)
-    for head in range(2):
-        keys = seen["keys"][head]
-        distance = (keys - keys.mean(0)).norm(dim=1)
-        kept = keys[distance <= distance.quantile(1 - ways.TRIMMED)]
-        assert len(kept) < len(keys)
-        mean, covariance = key_moments(keys=kept)
-        for query in range(2):
-            expected = gaussian_log_bulk(
-                query=seen["query"][head, query],
-                mean=mean,
-                covariance=covariance,
-                bulk_tokens=int(seen["tokens"]),
-                scaling=8**-0.5,  # heads of 8
-            )
-            assert float(found["trimmed"][head, query]) == pytest.approx(float(expected), abs=1e-3)
-
-
-def test_learned_errors_are_those_of_the_estimate(model: PreTrainedModel, document: Document) -> None:
-    """Full attention's masses do not move, so a corrected estimate is right on average."""
-    errors, share = trials.learn(model, [document])
-    assert errors.shape == share.shape == (2, 4)
-    assert (errors.abs() > 1e-3).any()
-    assert ((share >= 0) & (share <= 1)).all()
-
-
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "qwen2"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
 def test_every_way_on_models_of_other_kinds(family: str, document: Document) -> None:
     """Sliding windows or linear attention beside full attention; nothing about a model is assumed."""
     model = tiny(family)
     collected = KeyMoments.collect(model, None, "random-tokens", tokens=200, progress=False)
-    known = ways.Knowledge(dict.fromkeys(trials.PROMPTS, collected), *trials.learn(model, [document]))
+    known = dict.fromkeys(trials.PROMPTS, collected)
     tried = [*trials.all_ways(), *trials.token_ways()]
     rows = rows_of(model, document, known, *tried)
     assert len(rows) == len(tried) == len(set(tried))
@@ -215,10 +158,34 @@ def test_pieces_of_prose_do_not_overlap(tmp_path: Path) -> None:
     assert torch.equal(joined, whole[:, 1:877])
     assert all(piece.prompt.shape == (1, 200) and piece.answer.shape == (1, 20) for piece in pieces)
     assert {piece.task for piece in pieces} == {"prose:text"}
-    assert [trials.calibrates(piece) for piece in pieces] == [False, False, False, True]
 
 
-def test_question_read_after_the_text(model: PreTrainedModel, known: ways.Knowledge) -> None:
+class PerByte:
+    """One token a byte."""
+
+    bos_token_id = None
+
+    def __call__(self, text: str, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=list(text.encode()))
+
+
+def test_code_follows_what_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole modules of this Python: what is continued stands last, what it imports first stands nearest."""
+    monkeypatch.setattr(code, "MODULES", ("no_such_module", "sys", "json.decoder", "this"))  # the last is too short
+    options = SimpleNamespace(following=30, documents=2, text=None)
+    (piece,) = trials.documents_of(options, PerByte(), "code", 40000)  # type: ignore[arg-type]
+    assert (piece.index, piece.prompt.shape, piece.answer.shape) == (2, (1, 40000), (1, 30))
+    text, after = (bytes(part[0].tolist()).decode() for part in (piece.prompt, piece.answer))
+    own = inspect.getsource(json.decoder)
+    front, name, given = text.rpartition("# json/decoder.py\n")
+    assert name
+    assert own.startswith(given + after)
+    assert len(given) == pytest.approx(len(own) / 2, abs=20)
+    scanner, regular = (inspect.getsource(module) for module in (json.scanner, re))
+    assert front.endswith(f"# json/scanner.py\n{scanner}\n\n# re/__init__.py\n{regular}\n\n")
+
+
+def test_question_read_after_the_text(model: PreTrainedModel, known: Known) -> None:
     """The last line of a prompt, whose tokens are fed to what holds the text; only the answer's tokens count."""
     tokenizer = needle.load_tokenizer()
     context = needle.make_prompt(tokens=300, seed=1).context
@@ -263,8 +230,7 @@ def test_table_is_widened_and_not_repeated(
     arguments = ["--model", str(needle.FOLDER), "--text", str(text), "--lengths", "300", "--documents", "2"]
     arguments += ["--following", "8", "--out", str(out)]
     monkeypatch.setattr(trials, "all_ways", lambda: [Way("local")])
-    monkeypatch.setattr(trials, "know", lambda *_: None)
-    monkeypatch.setattr(trials, "deciding", lambda *_: nullcontext())
+    monkeypatch.setattr(trials, "know", lambda *_: {})
     assert trials.main(arguments) == 0
     monkeypatch.setattr(trials, "all_ways", lambda: [Way("local"), Way("dense")])
     assert trials.main(arguments) == 0

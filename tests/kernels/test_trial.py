@@ -161,8 +161,6 @@ def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype, monkeypatch: p
 @pytest.mark.parametrize(
     ("dtype", "sizes"),
     [
-        (torch.float32, {"group": 1}),
-        (torch.bfloat16, {"group": 4, "dim": 64, "value_dim": 64}),
         (torch.float16, {"group": 7, "value_dim": 24}),
         (torch.float32, {"group": 8, "layout": Layout.of_bits(32, 1)}),
         (torch.bfloat16, {"group": 3, "layout": Layout.of_bits(64, 1.5), "dim": 64}),

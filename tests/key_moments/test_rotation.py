@@ -33,7 +33,7 @@ SCHEMES = {
     },
     "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
 }
-LENGTHS = (1, 2, 63, 111, 999)
+LENGTHS = (1, 2, 111)
 
 
 def frequencies(scheme: str) -> tuple[float, ...]:

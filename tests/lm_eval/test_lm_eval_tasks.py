@@ -36,11 +36,6 @@ LONGBENCH = [
 ]
 
 
-@pytest.fixture(scope="module")
-def all_tasks() -> TaskManager:
-    return TaskManager()
-
-
 @pytest.mark.parametrize(
     "name", ["needle", "qada_ruler", "qada_longbench", "long_gsm8k", "long_mbpp", "qada_context_free"]
 )

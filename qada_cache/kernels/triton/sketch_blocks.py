@@ -60,7 +60,7 @@ def multiplied(
 ):  # fmt: skip
     """Products int32 [BLOCK_G, BLOCK_N] of `taken` integers with the odd integers of these tokens' words.
 
-    Words of a token lie `room` apart. Odd integers are `2 * index - (2^BITS - 1)`. Products of 8-bit integers are exact.
+    Words of a token lie `room` apart. Odd integers are `2 * index - (2^BITS - 1)`. Products are exact.
     """
     o_word, o_value = tl.arange(0, BLOCK_W), tl.arange(0, 32 // BITS)
     m_codes = m_tokens[:, None] & (o_word < WORDS)[None, :]
