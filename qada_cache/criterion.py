@@ -150,7 +150,8 @@ def group_decision(flags: Tensor, rule: str) -> Tensor:
 
     Args:
         flags: bool `[batch, kv_heads, group, queries]`, results of `long_context` for each query head.
-        rule: "any", the group is long-context if any head of it is, as its keys are read anyway; "head", each query head for itself (the paper's rule).
+        rule: "any", the group is long-context if any head of it is, as its keys are read anyway; "head", each query
+            head for itself (the paper's rule).
 
     Returns:
         bool, same shape; the same for all heads of a group unless the rule is "head".

@@ -128,7 +128,7 @@ def read(path: str | os.PathLike, kind: str, empty: Empty = torch.empty) -> tupl
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is truncated, altered, of another kind, or of another format; the message says which.
+        ValueError: it is truncated, altered, of another kind, or of another format, as the message says.
     """
     path = _found(path, kind)
     with path.open("rb") as file:

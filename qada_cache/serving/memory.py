@@ -8,7 +8,7 @@ _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_
 
 
 def host_memory() -> int:
-    """Bytes: the machine's, a container's or what `ulimit -v` leaves, whichever is least."""
+    """Bytes: the least of the machine's, the container's and the rest under `ulimit -v`."""
     found = [_machine(), *filter(None, map(_number, _CGROUPS))]
     if sys.platform != "win32":
         import resource

@@ -70,7 +70,7 @@ class Budget:
         return f"KL {self.kl:g}" if self.kl is not None else f"{self.bytes_read:.1%} of the bytes"
 
     def chosen(self, settings: Sequence[Setting]) -> Setting | None:
-        """The setting that is best in what has no budget, of those that are surely within it; None if there is none.
+        """The best setting surely within the budget, by the figure without a budget; None if there is none.
 
         That is: the upper end of the interval is within. Bytes are least for a KL budget, KL is for one of bytes.
         """
@@ -82,7 +82,7 @@ class Budget:
         return min(within, key=lambda setting: setting.kl.mean, default=None)
 
     def confirmed(self, setting: Setting) -> bool:
-        """Whether what was measured again, on text that nothing was chosen by, is within the budget on average."""
+        """Whether the figures on held-out text are within the budget on average."""
         if self.kl is not None:
             return setting.kl.mean <= self.kl
         assert self.bytes_read is not None

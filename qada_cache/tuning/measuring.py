@@ -14,7 +14,7 @@ from ..key_moments.placement import inputs_device
 from ..stats import CacheStats
 from .pieces import Piece
 
-VALUE_BITS = 16  # of a value of the bulk that bytes are counted in, whatever the model computes in
+VALUE_BITS = 16  # bits a value of the bulk, for counting bytes in any dtype
 
 
 @dataclass(frozen=True)
@@ -94,5 +94,5 @@ def bytes_read(stats: CacheStats, value_bytes: int) -> float:
     """
     if not stats.offered_bytes:
         raise ValueError("a QAdACache reads nothing of this model's layers, so there is nothing to tune")
-    sketched = stats.sketched_bytes * (8 * value_bytes / VALUE_BITS)  # of the sketch the bits stay what they are
+    sketched = stats.sketched_bytes * (8 * value_bytes / VALUE_BITS)  # the sketch has the same bits in any dtype
     return (stats.pulled_bytes + stats.spared_bytes + sketched) / stats.offered_bytes

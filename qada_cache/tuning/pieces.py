@@ -36,7 +36,7 @@ def default_text() -> str:
 
 
 def cut(text: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, following: int) -> list[Piece]:
-    """So many pieces, spread evenly over the text; none of them overlap.
+    """Pieces spread evenly over the text, without overlap.
 
     Each begins with the token that begins a text, if the tokenizer puts one there.
 

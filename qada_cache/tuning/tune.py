@@ -29,7 +29,8 @@ class Outcome:
         budget: what a setting may cost.
         chosen: one of them; None: none is surely within the budget.
         again: the chosen one, on the pieces that were held out.
-        pieces, held_out, tokens, following: how many of what; tokens are of each piece.
+        pieces, held_out: numbers of pieces.
+        tokens, following: tokens of each piece, and after it.
     """
 
     everything: Setting
