@@ -1,4 +1,4 @@
-"""Which query heads need the long context, from scores and moments: what every path of a decode step computes.
+"""The decision of a decode step, from scores and moments: the query heads that need the long context.
 
 Shapes are those of one call: scores `[batch, kv_heads, group, queries, columns]` over the near buffer, masks over its
 columns `[batch or 1, 1, 1 or queries, columns]`, as heads are alike, log masses `[batch, kv_heads, group, queries]`.

@@ -1,4 +1,4 @@
-"""What one decode step of one layer is told, in one place for all kernels."""
+"""The arguments of one decode step of one layer, in one place for all kernels."""
 
 import weakref
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from ..sketch import Sketch
 
 
 class MisfitError(ValueError):
-    """Tensors of which a kernel would read something else, or elsewhere."""
+    """Tensors that a kernel would misread, or read out of bounds."""
 
     def __init__(self, tensors: tuple[Tensor | None, ...]) -> None:
         found = [(t.dtype, str(t.device), list(t.shape)) for t in tensors if t is not None]
@@ -24,7 +24,7 @@ class MisfitError(ValueError):
 class Rows:
     """Which tokens the query of each row sees, checked when it is made: one of these serves all layers of a pass.
 
-    "`rows`" below is 1, where what is said holds for all rows, or their number.
+    "`rows`" below is the number of rows, or 1 if all are alike.
 
     Attributes:
         local, staged: bool `[rows, columns]`, disjoint, of the first columns of the near buffers.

@@ -1,4 +1,4 @@
-"""Kernels that are tried before they are used: whether one computes, on this machine, what it should."""
+"""The trial of a kernel before its first use on this machine."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def fault(compute: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor, ...]) -> str | None:
-    """What is wrong with a kernel, in words for a warning; None if nothing is.
+    """A kernel's fault, in words for a warning; None without one.
 
     Args:
         compute: has the kernel compute; the results, on the host.

@@ -1,4 +1,4 @@
-"""Checks of the tensors whose addresses kernels are given."""
+"""Checks of tensors before kernels take their addresses."""
 
 from typing import Any
 

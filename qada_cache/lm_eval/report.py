@@ -1,4 +1,4 @@
-"""What the caches of a run did, task by task, put into lm-eval's results."""
+"""Statistics of a run's caches, task by task, in lm-eval's results."""
 
 import functools
 from collections.abc import Callable

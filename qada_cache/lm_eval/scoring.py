@@ -1,4 +1,4 @@
-"""Teacher forcing through a QAdACache: which tokens a log-likelihood request has the model read, in which calls."""
+"""Teacher forcing through a QAdACache: the tokens and calls of log-likelihood requests."""
 
 import copy
 import logging

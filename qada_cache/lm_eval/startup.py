@@ -1,4 +1,4 @@
-"""What makes `lm_eval --model hf --model_args ...,cache=qada` work with stock lm-eval: three small post-import hooks.
+"""Three post-import hooks, for `lm_eval --model hf --model_args ...,cache=qada` with stock lm-eval.
 
 Installing the package puts this file into site-packages as `_qada_cache_startup`, outside the package, and beside it a
 `.pth` file that has every interpreter call `install()`, unless QADA_LM_EVAL_HOOK=0. So this module imports nothing but

@@ -23,8 +23,8 @@ class Counters:
         decisions, steps, pulled_bytes, spared_bytes, sketched_bytes, offered_bytes, streamed_bytes: see `CacheStats`;
             `pulled_bytes`, `spared_bytes` and `sketched_bytes` become int64 tensors `[]` on the device once a kernel
             counts them there.
-        audited: float64 `[5]`, sums over audited decisions of query heads: all of them; those long-context in truth; of
-            these, the ones found; those called long-context; the attention missed. None before the first.
+        audited: float64 `[5]`, sums over audited decisions of query heads: all; truly long-context; of these, found;
+            called long-context; missed attention. None before the first.
         audited_bytes: bulk bytes read for audits.
     """
 
@@ -85,7 +85,7 @@ class Counters:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a file keeps, by name."""
+        """The counters of a file, by name."""
         plain = {name: getattr(self, name) for name in PLAIN}
         return plain | {"local_heads": self.local_heads, "local_groups": self.local_groups}
 

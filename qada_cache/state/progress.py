@@ -41,5 +41,5 @@ class Progress:
         self.told.add(event)
 
     def back_to(self, layer: int) -> None:
-        """Forget what came after this layer, which has made all its calls in this pass."""
+        """Forget calls of later layers; this one has made all its calls in this pass."""
         self.reached, self.told = layer, None

@@ -1,4 +1,4 @@
-"""Where the bulk of a layer's keys and values lives: preallocated, on the host when offloading."""
+"""Storage of a layer's bulk, its older keys and values: preallocated, on the host when offloading."""
 
 import copy
 from collections import deque
@@ -34,12 +34,12 @@ class Bulk:
     Attributes:
         lengths: tokens of each row.
         token_bytes: of one token of one head.
-        source: what `keys` and `values` are part of if copies share it, or a file; else None.
-        unwritten: with it, of each row the first tokens that are there, and so are the same in every copy.
+        source: the memory that copies share, or the file, under `keys` and `values`; else None.
+        unwritten: leading tokens of each row that still lie in `source`, the same in every copy.
         residents: the heads that are on the device as well.
         flagged: heads that the last adaptive call read.
-        early: those whose copies were started before they are asked for.
-        noted: what kernels that read heads where they lie have flagged, `[batch, kv_heads]` each, not yet learnt from.
+        early: copies of heads, started before they are asked for.
+        noted: flags `[batch, kv_heads]` of kernels that read heads in place, not yet counted for residents.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, *, offloading: bool, residents: Residents, layer: int) -> None:
@@ -96,7 +96,7 @@ class Bulk:
 
     @property
     def mappable(self) -> bool:
-        """Whether its storage is plain host memory, which may be a file's."""
+        """Whether its storage is plain host memory, perhaps a mapped file."""
         return self.device.type == "cpu" and not self.offloaded
 
     def adopt(self, source: PrivateMap | None, keys: Tensor, values: Tensor, *, lengths: list[int]) -> None:
@@ -123,7 +123,7 @@ class Bulk:
 
     @property
     def shared_bytes(self) -> int:
-        """Of these, bytes that lie in memory which copies share, or in a file, and that nothing was written over."""
+        """Of these, bytes still in `source`."""
         return sum(map(min, self.unwritten, self.lengths)) * self.keys.shape[1] * self.token_bytes
 
     @property
@@ -172,12 +172,12 @@ class Bulk:
             torch.accelerator.synchronize(self.device)
 
     def _reorder(self, index: list[int]) -> None:
-        """Row `i` becomes the old row `index[i]`, in place: what stays is not copied, as most rows in a beam search."""
+        """Row `i` becomes the old row `index[i]`, in place: rows that stay are not copied, as most in a beam search."""
         self._wait_for_readers()
         changed = {row: source for row, source in enumerate(index) if row != source}
         self._written_from(0, changed)
         for store in (self.keys, self.values):
-            # Of rows that are read and written to, what they held.
+            # The old content of rows that are both read and written.
             held = {row: store[row, :, : self.lengths[row]].clone() for row in set(changed.values()) & set(changed)}
             for row, source in changed.items():
                 length = self.lengths[source]
@@ -192,7 +192,7 @@ class Bulk:
         self._holds([self.lengths[row] for row in index])
 
     def take(self, other: "Bulk") -> None:
-        """Hold, for this device, what another one held; that one is not to be used again."""
+        """Take over another one's tokens for this device; the other is not to be used again."""
         other._wait_for_readers()
         if self.offloaded and other.offloaded:  # host memory serves every device
             self.keys, self.values = other.keys, other.values
@@ -271,8 +271,8 @@ class Bulk:
         return [(first, min(first + step, length)) for first in range(start, length, step)]
 
     def blocks(self, rows: slice, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """What rows of equal length hold from token `start` on, as blocks `[rows, kv_heads, tokens, dim]` of bounded
-        size on the compute device."""
+        """Tokens of rows of equal length from `start` on, as blocks `[rows, kv_heads, tokens, dim]` of bounded size on
+        the compute device."""
         for span in self.spans(rows.start, start, heads=self.keys.shape[1]):
             yield self.read(rows, slice(None), *span)
 

@@ -82,7 +82,7 @@ class TokenStore:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of keys and of values."""
+        """The dtypes of keys and of values."""
         return self.near_keys.dtype, self.near_values.dtype
 
     def reserve(self, tokens: int) -> None:
@@ -166,7 +166,7 @@ class TokenStore:
         """Keep running moments or not, as if `track_moments` and `update_moments` had been so from the start.
 
         Raises:
-            ValueError: which tokens frozen moments would be of is not known.
+            ValueError: the tokens of frozen moments are not known.
         """
         frozen = self.moments is not None and not self.update_moments
         if track and not update and not frozen and self.decoded:
@@ -236,7 +236,7 @@ class TokenStore:
         return [slice(0, self.batch)] if all(len(set(counts)) == 1 for counts in per_row) else self._single_rows()
 
     def _catch_up(self, rows: slice) -> None:
-        """Moments take in what they lack of the bulk: before an exact call, what others put there without them."""
+        """Add the bulk's missing tokens to the moments, before an exact call: those decoded under frozen moments."""
         if self.moments is None:
             return
         for row in range(rows.start, rows.stop):

@@ -36,7 +36,7 @@ class Arrival:
         return self._event is None or self._event.query()
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, for what is computed from here on."""
+        """Keys and values, for later computation on the device."""
         if self._event is not None:
             device = self.tensors[0].device
             join(self._event, device)

@@ -29,7 +29,7 @@ FLAGS = (
 def load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     """`source` and the headers beside it built with `macros` (`-DNAME=VALUE`): before, or now.
 
-    What was built is kept in a folder that only the user can write to, else in one that lasts as long as the process.
+    The library is kept in a folder that only the user can write to, else in one that lasts as long as the process.
 
     Raises:
         OSError, subprocess.SubprocessError: it cannot be built here; the message says why.
@@ -55,7 +55,7 @@ def load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def _kept(name: str) -> ctypes.CDLL | None:
-    """The library of this name if it is there and, to the byte, what was built: loading any other may end the process.
+    """The kept library of this name, if its bytes are those that were built: loading others may end the process.
 
     The digest of the library follows it in its file, where no loader looks.
     """
@@ -122,6 +122,6 @@ def _version(compiler: str) -> str:
 
 @functools.cache
 def _processor() -> str:
-    """What `-march=native` stands for, as the cache folder may be shared by different machines."""
+    """The processor that `-march=native` means; different machines may share the cache folder."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
