@@ -2,7 +2,7 @@
 
 A tuned setting counts only for caches with the other deciding options of its measurement. It is found by the model's
 weights, config and dtype, wherever the model lies. A cache that was built with a config alone does without. So does a
-cache of a model that processes share, as each sees its own part of the weights.
+cache of a split model, as each process sees its own part of the weights.
 """
 
 from dataclasses import replace

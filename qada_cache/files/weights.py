@@ -42,7 +42,7 @@ def same(one: list[str], other: list[str]) -> bool:
 
 def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The weight by its name, or the tensors that it consists of by names of their own."""
-    if hasattr(weight, "to_local"):  # a DTensor: what is here
+    if hasattr(weight, "to_local"):  # a DTensor: this process's part
         weight = weight.to_local()
     if not hasattr(weight, "__tensor_flatten__"):  # torch's protocol for classes that wrap tensors
         yield name, weight

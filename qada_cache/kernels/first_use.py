@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Relative and absolute: a few roundings of a softmax average, far below what a part left out would change.
+# Relative and absolute: a few roundings of a softmax average, far below the change by a missing part.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -14,8 +14,7 @@ def fault(compute: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor, ...
 
     Args:
         compute: has the kernel compute; the results, on the host.
-        expected: what they should be: of the same shapes and dtypes, floating ones within `TOLERANCE` of the dtype,
-            others exactly.
+        expected: the same shapes and dtypes; floating values within `TOLERANCE` of the dtype, others exactly.
 
     Raises:
         torch.OutOfMemoryError: as `compute` does: it says nothing of the kernel.

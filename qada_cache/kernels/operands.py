@@ -12,8 +12,8 @@ from .decode_call import DecodeCall, MisfitError
 def check(call: DecodeCall) -> None:
     """Raise ValueError unless a kernel that goes by the query's sizes and dtype reads within all tensors of a call.
 
-    Parts that are those of the layer's last call are known to be right. Rows, which each pass has of its own, were
-    checked when they were made, and have to be of such a layer.
+    Parts that are those of the layer's last call are known to be right. Each pass has rows of its own, checked when
+    they were made; here they have to fit the layer.
     """
     query, rows, binding = call.query, call.rows, call.binding
     if not binding.is_of(call):

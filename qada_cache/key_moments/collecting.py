@@ -175,7 +175,7 @@ def _lengths(scheme: str, tokens: int, longest: int) -> list[int]:
 
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Without dropout, gradients and autocast, whatever the model was doing.
+    """Run the model without dropout, gradients and autocast.
 
     Moments are kept for later runs, under a name that says the weights and their dtype: an autocast around the first
     run must not change them.

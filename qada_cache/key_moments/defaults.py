@@ -19,8 +19,8 @@ from .tokenizer import find_tokenizer
 logger = logging.get_logger(__name__)
 
 REMEMBERED = 8  # models
-# What prompts' names stand for ("random-words" once were tokens), and how files are laid out. Files of other versions
-# are not found: beside them, one of these would not be the only one of its name.
+# Versions of the prompts' names ("random-words" once were tokens) and of the files' layout. Files of other versions are
+# not found: a config may find only one file of its name.
 VERSIONS = {"naming": 2, "format": tensor_file.FORMAT_VERSION}
 CURRENT = "current"  # the prompt being read
 DEFAULT = f"{CURRENT}+random-tokens"
@@ -124,7 +124,7 @@ def default_moments(
         model: the model.
         prompt: one of `prompts.PROMPTS`.
         tokenizer: the model's; without it, the one beside the model (`tokenizer.find_tokenizer`) if one is needed.
-        shard: which heads of the model this process has.
+        shard: the heads of this process.
 
     Raises:
         ValueError: "wiki" without a tokenizer, or with one that does not know its words; or as `KeyMoments.collect`.

@@ -254,7 +254,7 @@ class KeyMoments:
         unlike all others.
 
         Args:
-            model: any decoder whose cache layers a `QAdACache` serves.
+            model: any decoder that a `QAdACache` serves.
             tokenizer: the model's. Without it, or with one that does not know our article's words, "random-words" and
                 "single-word" become "random-tokens" and "single-token", and `prompt` of the result says so.
             prompt: "random-words" (the paper's most robust choice), "wiki", "single-word", "random-tokens",

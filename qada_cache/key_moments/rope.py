@@ -53,7 +53,7 @@ def find_rotations(
         model: in eval mode.
         tokens: a few different token ids `[tokens]`.
         length: of the sequence of keys to turn back: frequencies may depend on it.
-        shard: which heads this process has.
+        shard: the heads of this process.
     """
     config = model.config.get_text_config(decoder=True)
     positions = torch.tensor([0, *(position for position in PROBE_POSITIONS if position < length), length - 1])

@@ -25,10 +25,10 @@ def _repeated(requests: list[Instance]) -> dict[int, int]:
 
 
 class QAdALM(HFLM):
-    """An `HFLM` whose prompts are prefilled exactly and whose answers are decoded or scored query-adaptively.
+    """An `HFLM` that prefills prompts exactly, and decodes or scores answers query-adaptively.
 
-    The last token of a prompt counts as part of the answer: its query yields the answer's first token, which would
-    otherwise be full attention's, and so would a whole one-token answer. A text scored from its start
+    The last token of a prompt counts as part of the answer: its query yields the answer's first token. Otherwise that
+    token, and a whole one-token answer, would be full attention's. A text scored from its start
     (`loglikelihood_rolling`) has no prompt: all of it is query-adaptive. (By the current prompt's moments alone, not
     updated, nothing is known then: every head reads everything.)
 
@@ -38,7 +38,7 @@ class QAdALM(HFLM):
         keywords: `cache_*` are the cache's (see `options`); all others are `HFLM`'s.
 
     Attributes:
-        cache_totals: of each task run, what its caches did in this process.
+        cache_totals: statistics of the caches of each task, in this process.
         cache_tuned: the tuned setting that these caches take; "" if they take none.
 
     Raises:

@@ -77,7 +77,7 @@ def score(
     A prefix is read once per batch however many rows share it, and once for neighbouring batches of the same prefixes.
 
     Yields:
-        what each batch's cache did, and of each request `(index, log-likelihood, whether greedy decoding agrees)`.
+        totals of each batch's cache, and for each request `(index, log-likelihood, whether greedy decoding agrees)`.
     """
     prefixes = [list(dict.fromkeys(row.prefix for row in batch)) for batch in batches]
     for number, batch in enumerate(batches):

@@ -213,7 +213,7 @@ _lock = threading.Lock()
 
 
 def conversations_of(model: PreTrainedModel) -> Conversations:
-    """This model's; they go when it goes."""
+    """This model's conversations; they are dropped with the model."""
     with _lock:
         return _of.setdefault(model, Conversations())
 

@@ -47,7 +47,7 @@ class QAdALayer(DynamicLayer):
     Attributes:
         store: the real tokens; None before the first update.
         seen: logical tokens, padding included (what transformers calls the sequence length).
-        padding: which of them are padding; shared by the layers of a cache.
+        padding: of these tokens; shared by the layers of a cache.
         incoming: the key tensor handed out by `update` and not yet seen by the attention function.
         counters: decisions and bytes.
         binding: of decode kernels, kept between steps.

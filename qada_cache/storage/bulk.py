@@ -19,7 +19,7 @@ logger = logging.get_logger(__name__)
 GRANULE = 256  # tokens; capacities are multiples of it
 GROWTH = 1.25  # a full store grows to this multiple of the need, so that copying is amortised over many tokens
 GOLDEN = 0.618034  # multiples of it, modulo 1, are spread evenly over [0, 1), however many there are
-NOTES = 8  # a host that runs further ahead of the device than so many calls forgets what the older ones flagged
+NOTES = 8  # a host that runs further ahead of the device forgets the flags of older calls
 STREAM_TOKENS = 32768  # tokens of one head in a block that is streamed through the device
 
 
@@ -28,8 +28,7 @@ class Bulk:
 
     Layout `[batch, kv_heads, capacity, dim]`; row `r` holds its first `lengths[r]` tokens, the rest is not
     initialised and never read. With `offloading` on an accelerator the storage is pinned host memory, and heads may be
-    kept on the device as well (`residents.py`); everywhere else it lies on the compute device and nothing is copied to
-    be read.
+    kept on the device as well (`residents.py`). Otherwise it lies on the compute device, and reads are views.
 
     Attributes:
         lengths: tokens of each row.
@@ -205,8 +204,8 @@ class Bulk:
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row."""
         if tokens > self.capacity:
-            # After the first fill, which is a prefill, layers have room for different numbers of tokens: if all of them
-            # were full at once, they would all be copied in the same step.
+            # After the first fill, a prefill, layers have room for different numbers of tokens: layers that are full at
+            # once would all be copied in the same step.
             share = 1.0 if self.capacity else self.residents.index * GOLDEN % 1.0
             need = int(tokens * (1 + share * (GROWTH - 1)))
             self._rebuild(list(range(len(self.lengths))), -(-(need + 1) // GRANULE) * GRANULE)

@@ -29,7 +29,7 @@ class Padding:
     def after(self, mask: Tensor | None, *, batch: int, seen: int, queries: int) -> "tuple[Padding, Tensor | None]":
         """The padding known after a call, from the mask handed to the attention function.
 
-        The mask is compared with what is known on the mask's device; only the call's own tokens come to the host.
+        The mask is compared with known padding on its device; only the call's own tokens come to the host.
 
         Args:
             mask: as for `newest_row`.
@@ -153,7 +153,7 @@ def _shown(mask: Tensor) -> Tensor:
 def real_tokens(valid: Tensor, device: torch.device) -> slice | Tensor:
     """Which tokens of a row are real, from bool `[tokens]` on the host, as an index for a tensor on `device`.
 
-    A slice if they are neighbours, as they are where padding is on one side: what it selects is no copy.
+    A slice if they are neighbours, as with padding on one side: it selects a view.
     """
     real = valid.nonzero().squeeze(-1)
     if not len(real):

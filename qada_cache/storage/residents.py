@@ -21,7 +21,7 @@ Head = tuple[int, int]  # row, KV head
 
 
 def check_budget(budget: int | float | str) -> None:
-    """Raise unless `budget` is what `QAdACache` takes as `device_budget`."""
+    """Raise unless `budget` is a `device_budget` of `QAdACache`."""
     way_out = '0 (keep none), a number of bytes (an int), a share of the bulk (a float in [0, 1]) or "auto"'
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise TypeError(f"device_budget must be {way_out}, got {type(budget).__name__}")
@@ -55,13 +55,13 @@ class Resident:
         return self.arrival is None
 
     def wait(self) -> None:
-        """Make what is computed from here on wait until they may be read."""
+        """Make later computation on the device wait for them."""
         if self.arrival is not None:
             self.arrival.wait()
             self.arrival = None
 
     def __deepcopy__(self, memo: dict) -> "Resident":
-        self.wait()  # else the copy would be of what was there before them
+        self.wait()  # else the copy would be of older memory
         return Resident(self.keys.clone(), self.values.clone())
 
     @property

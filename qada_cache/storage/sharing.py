@@ -33,7 +33,7 @@ def share(bulks: Sequence[Bulk]) -> None:
             logger.warning_once(f"copies of a QAdACache share no memory, as the system does not give any: {error}")
             return
         start = 0
-        for bulk in loose:  # one after the other, so that what is moved takes its memory twice for one of them only
+        for bulk in loose:  # one after the other, so that only one bulk at a time takes its memory twice
             moved, used = [], slice(0, max(bulk.lengths))  # the room behind them takes no memory yet
             for held in (bulk.keys, bulk.values):
                 target = content[start : start + held.nbytes].view(held.dtype).view(held.shape)

@@ -19,11 +19,11 @@ ROOM_TOKENS = 1024  # a tail of at most so many has room for all of them from th
 class TokenStore:
     """Keys and values of one layer, every row kept as `sinks | bulk | tail`, oldest first.
 
-    The tail is the sliding window plus staged tokens: tokens that have left the window but not yet the compute
-    device, so that they travel in chunks. It is right-aligned in its columns, so the newest tokens of all rows
-    share columns; padding is never stored, so rows may differ in length. Tokens leave the tail first into the
-    sinks until those are full, then into the bulk and the running moments. Whatever has left the tail precedes
-    the window of every query of the next call of at most `window` tokens.
+    The tail is the sliding window plus staged tokens. These have left the window and wait on the compute device, to
+    move on in chunks. It is right-aligned in its columns, so the newest tokens of all rows share columns; padding is
+    never stored, so rows may differ in length. Tokens leave the tail first into the sinks until those are full, then
+    into the bulk and the running moments. Whatever has left the tail precedes the window of every query of the next
+    call of at most `window` tokens.
 
     Attributes:
         near_keys, near_values: `[batch, kv_heads, columns, dim]`, sink columns first, then the tail's.

@@ -46,14 +46,14 @@ class Arrival:
 
 
 def join(event: Any, device: torch.device) -> None:
-    """Make what is computed on `device` from here on wait for `event`; the host does not."""
+    """Make later computation on `device` wait for `event`; the host does not wait."""
     torch.cuda.current_stream(device).wait_event(event)
 
 
 def fetch(keys: Tensor, values: Tensor, device: torch.device, *, after: Any = None) -> Arrival:
     """Start to copy `keys` and `values`, contiguous host tensors, to `device`.
 
-    `after`: what `send` returned for the last copy into them, None if nothing is under way.
+    `after`: the event of `send` for the last copy into them, None if nothing is under way.
     """
     side = _side_stream(device, "in")
     if side is None:
@@ -75,7 +75,7 @@ class Note:
             self._event = torch.cuda.current_stream(tensor.device).record_event()
 
     def read(self) -> Any:
-        """What it holds, as `Tensor.tolist`; None if it is not there yet."""
+        """The content, as `Tensor.tolist`; None if it is not there yet."""
         return self._tensor.tolist() if self._event is None or self._event.query() else None
 
 

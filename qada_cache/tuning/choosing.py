@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 
 from .measuring import Figures
 
-# Student's t that 95% lie below, by degrees of freedom from 1 on; beyond the table the last serves, which is larger.
+# 95% quantiles of Student's t, by degrees of freedom from 1 on; beyond the table the last one serves, which is larger.
 _T_95 = (
     *(6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812),
     *(1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725),

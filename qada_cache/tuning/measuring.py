@@ -40,8 +40,8 @@ def measure(
 ) -> tuple[Figures, list[Figures]]:
     """Figures of reading everything, and of every setting.
 
-    The prompt is read once, exactly. Each setting goes on from a copy of that state. What follows is fed token by
-    token, whatever the model would have said: the queries of one call would share what they read.
+    The prompt is read once, exactly. Each setting goes on from a copy of that state. The following tokens are fed one
+    by one: the queries of one call would share their reads.
 
     Args:
         model: in eval mode.
@@ -71,7 +71,7 @@ def _decode(model: PreTrainedModel, cache: QAdACache, ids: Tensor) -> tuple[Tens
     logits, seconds = [], []
     for token in ids.split(1, dim=1):
         begin = time.perf_counter()
-        logits.append(model(input_ids=token, past_key_values=cache).logits[0].cpu())  # which waits for the device
+        logits.append(model(input_ids=token, past_key_values=cache).logits[0].cpu())  # waits for the device
         seconds.append(time.perf_counter() - begin)
     return torch.cat(logits), median(seconds)
 

@@ -18,8 +18,8 @@ logger = logging.get_logger(__name__)
 
 FOLDER = "kernels"  # of `private.home()`
 DIGEST_BYTES = 32
-# Sums may be reordered, which is what vectors do. Not -ffast-math: loading what was linked with it changes the
-# rounding of the whole process.
+# Sums may be reordered, as vectors need. Not -ffast-math: loading a library linked with it changes the rounding of the
+# whole process.
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-w"),
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
@@ -71,13 +71,13 @@ def _kept(name: str) -> ctypes.CDLL | None:
             except OSError as error:
                 logger.warning_once(f"the kernel {private.home() / FOLDER / name} is built again: {error}")
                 return None
-    except OSError:  # which is said when the folder is to be written to
+    except OSError:  # said when the folder is written to
         return None
 
 
 def _linked(folder: int, name: str) -> ctypes.CDLL:
-    # By the descriptor: what lies at the folder's path may be another folder by now. Libraries that are loaded are told
-    # apart by such paths, and may be so, as equal names stand for equal libraries.
+    # By the descriptor, as the folder's path may lead to another folder by now. Loaded libraries are told apart by such
+    # paths; equal names are equal libraries.
     return ctypes.CDLL(f"/proc/self/fd/{folder}/{name}")
 
 

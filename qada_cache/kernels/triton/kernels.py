@@ -2,7 +2,8 @@
 
 Names: `b_` block of values, `p_` pointer, `i_` index, `o_` offsets, `m_` mask, `s_` stride in elements. Sizes: `G`
 query heads of a group, `D` dim, `V` value_dim; `BLOCK_*` is the power of two that holds them. "Part" 0 of a head is the
-near buffer, the others are the splits of its bulk. What chooses tokens by a sketch is in `sketch_kernels.py`.
+near buffer, the others are the splits of its bulk. The kernels that select tokens by a sketch are in
+`sketch_kernels.py`.
 """
 
 import triton
@@ -211,10 +212,10 @@ def merge_kernel(
     G: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attention over the union of a query head's parts, of which a local head has one; one program a query head.
+    """Attention over the union of a query head's parts, one for a local head; one program a query head.
 
-    With `p_rest`, which `chosen_kernel` has written, what tokens that were not read weigh by their estimates counts
-    `unread_weight` times, for the value that `sketch.unread_value` puts in their place.
+    With `p_rest`, written by `chosen_kernel`, the estimated mass of unread tokens counts `unread_weight` times, with
+    the value of `sketch.unread_value`.
     """
     i_head, splits = tl.program_id(0).to(tl.int64), parts - 1
     used = tl.where(tl.load(p_flags + i_head), parts, 1)
@@ -235,7 +236,7 @@ def merge_kernel(
     b_out = tl.zeros([BLOCK_V], tl.float32)
     if p_rest is not None:
         rest = tl.sum(tl.exp(b_rest - shift), axis=0) * unread_weight
-        if rest > 0.0:  # of what is read whole nothing is known
+        if rest > 0.0:  # a bulk that is read whole has no estimates
             i_group = i_head // G
             b_along = along(
                 p_query + i_head * D, p_slopes + i_group * V * D, p_slope_units + i_group * D, D, BLOCK_C, V, BLOCK_V

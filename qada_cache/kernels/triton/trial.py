@@ -29,11 +29,11 @@ def decode_fault(
     sketch_bits: int | None,
     pinned: bool,
 ) -> str | None:
-    """What is wrong with `decode.fused_decode`, in words for a warning; None if it computes what it should.
+    """The fault of `decode.fused_decode`, in words for a warning; None without one.
 
-    Tried are both group rules, with the moments of a cache by default, and once with a head that lies elsewhere. What
-    is to be decided is clear, so that no rounding changes it, and what is not to be read is nan. The answer is kept for
-    the process.
+    The trial takes both group rules, with a default cache's moments, and once a head that lies elsewhere. Decisions are
+    clear, so that no rounding changes them, and tokens that are not to be read are nan. The answer is kept for the
+    process.
 
     Args:
         device, dtype: of queries.
@@ -82,7 +82,7 @@ def _compute(scene: dict[str, Any], device: torch.device, pinned: bool, elsewher
 
 
 def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, sketch_bits: int | None) -> dict[str, Any]:
-    """What `DecodeCall.of` takes, on the host, but for the group rule and what is counted.
+    """Arguments of `DecodeCall.of`, on the host, but for the group rule and counters.
 
     Every KV head has a direction, in which its queries point, and keys lie along it or against it. Those of the first
     KV head find their keys nearby, those of the second far away, most of all in every third token. In the group of the
@@ -137,7 +137,7 @@ def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, sketch_bits
 
 
 def _sketch(keys: Tensor, values: Tensor, bits: int) -> Sketch:
-    """Of all tokens, whatever is in use, for queries that are stronger in some channels.
+    """A sketch of all tokens, in use or not, for queries that are stronger in some channels.
 
     The first segment has the scores of its tokens lie closer together than they do, so that no other segment's unit
     will do for it. The third head of the first row tells too little.
