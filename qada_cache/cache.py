@@ -101,7 +101,7 @@ class QAdACache(WatchedCache):
         NotImplementedError: a kind of model this cache does not support.
     """
 
-    is_compileable = False  # in transformers' sense, in one graph: if True, `generate` would do so unasked
+    is_compileable = False  # transformers' word for one graph: if True, `generate` would compile unasked
 
     def __init__(
         self,

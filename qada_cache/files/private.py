@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LOCKS = sys.platform != "win32"  # where an open file can be locked, and be replaced
+LOCKS = sys.platform != "win32"  # elsewhere an open file can be locked, and be replaced
 if LOCKS:
     import fcntl
 

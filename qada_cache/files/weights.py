@@ -75,7 +75,7 @@ def _sample(weights: dict[str, Tensor]) -> list[str]:
         index = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), device=weight.device).long()
         places = torch.unravel_index(index, weight.shape) if weight.dim() else ()
         try:
-            with torch._C.DisableTorchFunctionSubclass():  # of a Parameter's subclass, the tensor that it is
+            with torch._C.DisableTorchFunctionSubclass():  # the plain tensor of a Parameter's subclass
                 found = weight.detach()[places].reshape(-1).float()
         except NotImplementedError:  # torch indexes no tensors of dtypes smaller than a byte
             continue

@@ -62,7 +62,7 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal
     found = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, None, True, 0.0, causal, scale=scaling
     )
-    return found[0], found[1][..., : query.shape[2]]  # it rounds the number of queries up
+    return found[0], found[1][..., : query.shape[2]]  # the operator rounds the number of queries up
 
 
 def _efficient_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -90,7 +90,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return (
         query.dtype == key.dtype == value.dtype
         and query.device == key.device == value.device
-        and query.numel() > 0  # of none the CPU's operator ends the process
+        and query.numel() > 0  # without queries the CPU's operator ends the process
         and key.numel() > 0
         # The CPU's operator takes other strides, and reads by these.
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
@@ -174,7 +174,7 @@ def _sample(dtype: torch.dtype, dim: int, value_dim: int) -> tuple[Tensor, Tenso
 
 def _fault(operator: Operator, sample: tuple[Tensor, Tensor, Tensor], device: torch.device) -> str | None:
     """An operator's fault over the keys of a sample, and causally over fewer of them (see `fault`)."""
-    scaling = 8 / sample[0].shape[3]  # which makes the score of a query and its own token about 8
+    scaling = 8 / sample[0].shape[3]  # the score of a query and its own token is then about 8
 
     def calls(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, float, bool]]:
         yield query, key[:, :, :TRIED_TOKENS], value[:, :, :TRIED_TOKENS], scaling, False

@@ -136,7 +136,7 @@ def default_moments(
             kept = _read(path)
         if not shard.everywhere(kept is not None):
             kept = _made(model, prompt, tokenizer, path, shard)
-        assert kept is not None  # it was here, or has been made
+        assert kept is not None  # found or made above
         _remember(path, kept)
     return kept
 

@@ -56,7 +56,7 @@ def _observed(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) ->
         yield
     finally:
         del table[name]
-        if original is not None and table.get(name) is not original:  # it was the table's own, not the library's
+        if original is not None and table.get(name) is not original:  # the table had an entry of its own
             table[name] = original
 
 

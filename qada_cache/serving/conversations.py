@@ -81,7 +81,7 @@ class Counters:
 class _Kept:
     tokens: Tensor  # [tokens] on the host: the cache's tokens, from the first
     cache: QAdACache
-    options: dict[str, Any]  # it was built with
+    options: dict[str, Any]  # of its cache
     weights: list[str]  # a sample of the model's that filled it
     key: str | None  # whose it is
     continued: bool  # whether anybody has gone on with it, as nobody does with a prompt that is asked once
@@ -101,7 +101,7 @@ class Conversations:
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
-        self._taken: weakref.WeakSet[QAdACache] = weakref.WeakSet()  # of conversations that were gone on with
+        self._taken: weakref.WeakSet[QAdACache] = weakref.WeakSet()  # caches of continued conversations
         self._counters = Counters()
         self._lock = threading.Lock()
 

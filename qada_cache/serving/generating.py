@@ -69,7 +69,7 @@ def generate(
     """
     limits = Limits(conversations, conversations_memory, conversations_seconds)
 
-    kind: Any = type(model)  # of the model itself, `generate` may be this very function
+    kind: Any = type(model)  # the model's own `generate` may be this very function
 
     def stock(**cache: Any) -> Any:
         return kind.generate(model, inputs, generation_config, **arguments, **cache)
@@ -120,7 +120,7 @@ def _one_row(ids: Any, settings: GenerationConfig, others: Mapping[str, Any]) ->
     plain = (
         settings.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and settings.num_return_sequences in (None, 1)
-        and not settings.return_dict_in_generate  # what comes back would hold the cache
+        and not settings.return_dict_in_generate  # its result would hold the cache
         and settings.cache_implementation is None  # refused by `model.generate` beside a cache
         and others.keys() <= _HARMLESS
     )

@@ -21,7 +21,7 @@ def host_memory() -> int:
 def _machine() -> int:
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return sys.maxsize  # a system that does not say: the count of conversations and their age are limits too
+    return sys.maxsize  # unknown: the number and age of conversations are limits too
 
 
 def _number(path: str) -> int | None:

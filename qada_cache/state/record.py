@@ -59,7 +59,7 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
         return
     try:
         padding = _check(layer, record)
-    except (KeyError, TypeError, AttributeError) as error:  # something is missing, or another kind of thing
+    except (KeyError, TypeError, AttributeError) as error:  # a field is missing, or of another kind
         raise ValueError(f"layer {layer.index} is no record of a layer: {error!r}") from error
     layer.lazy_initialization(record["near_keys"], record["near_values"])
     store = layer.store

@@ -142,7 +142,7 @@ class Bulk:
 
     def in_place(self) -> tuple[Tensor, Tensor]:
         """Keys and values where they lie, for a kernel that reads them there; it is made to wait for their copies."""
-        self.early.clear()  # of no use to it
+        self.early.clear()  # a kernel has no use for early copies
         if self._written is not None and not self._written.query():
             join(self._written, self.device)
         return self.keys, self.values
@@ -150,7 +150,7 @@ class Bulk:
     def _holds(self, lengths: list[int]) -> None:
         """Row `r` holds `lengths[r]` tokens from now on."""
         self.lengths = lengths
-        self.early.clear()  # they hold another number of tokens
+        self.early.clear()  # early copies hold another number of tokens
         self.residents.bulk_bytes = self.stored_bytes
 
     def _moved(self, old: Tensor, index: list[int] | range, capacity: int) -> Tensor:

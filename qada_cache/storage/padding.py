@@ -12,7 +12,7 @@ Record = tuple[int, Tensor]
 class Padding:
     """Which of the tokens seen are padding. Immutable, so that all layers share one.
 
-    Each layer asks the same of it in turn. The answer is worked out once, and the layers go on sharing that.
+    Each layer asks for the same changes in turn. The first one's result is kept, and all layers share it.
 
     Attributes:
         known: bool `[batch, tokens]` on the host, False at padding, up to the last of it; later tokens are all real.

@@ -15,7 +15,7 @@ from torch import Tensor
 from .transfers import Arrival
 
 HALF_LIFE = 32  # adaptive calls after which a flag counts half
-RESERVE_BYTES, RESERVE_SHARE = 2**30, 0.1  # of the free memory, left by "auto": the larger of the two
+RESERVE_BYTES, RESERVE_SHARE = 2**30, 0.1  # of free memory; "auto" leaves the larger of the two
 
 Head = tuple[int, int]  # row, KV head
 
@@ -276,7 +276,7 @@ class LayerResidents:
             self.drop(head)
             try:
                 new = change(old, *head)
-            except torch.OutOfMemoryError:  # it is only a copy
+            except torch.OutOfMemoryError:  # dropped, as the host has it
                 continue
             self._hold(head, new)
 

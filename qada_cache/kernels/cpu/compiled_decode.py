@@ -96,6 +96,6 @@ class _Bound:
 
 
 @functools.cache
-@torch.inference_mode(False)  # it is used outside of it as well
+@torch.inference_mode(False)  # it is used outside inference mode as well
 def _transposed_rotation(dim: int) -> Tensor:
     return codec.rotation(dim, torch.device("cpu")).mT.contiguous()

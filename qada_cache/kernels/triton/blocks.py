@@ -54,7 +54,7 @@ def store_part(
     o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_V)
     m_head = o_head < G
     o_part = (i_group * G + o_head) * parts + i_part  # [BLOCK_G]
-    b_sum = tl.maximum(b_sum, 1.0)  # what anything seen makes it at least: the highest score has weight 1
+    b_sum = tl.maximum(b_sum, 1.0)  # the highest score seen has weight 1
     m_out = m_head[:, None] & (o_dim < V)[None, :]
     tl.store(p_parts + o_part[:, None] * V + o_dim[None, :], b_out / b_sum[:, None], mask=m_out)
     tl.store(p_lse + o_part, b_max + tl.log(b_sum), mask=m_head)

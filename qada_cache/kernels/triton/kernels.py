@@ -38,7 +38,7 @@ def _score_moments(
     return tl.sum(b_wide * b_mean[None, :], axis=1) * scaling, b_variance
 
 
-@triton.jit(do_not_specialize=["columns", "segments"])  # which change with the number of tokens
+@triton.jit(do_not_specialize=["columns", "segments"])  # both change with the number of tokens
 def near_kernel(
     p_query, p_keys, p_values, p_local, p_staged, p_lengths, p_decided, p_mean, p_covariance, p_count,
     p_other_mean, p_other_covariance, p_table, p_parts, p_lse, p_flags, p_pulled, p_places, p_spared,
@@ -106,7 +106,7 @@ def near_kernel(
         if POOL:
             b_variance = b_scatter / tl.maximum(known, 1.0)
         log_tokens = tl.log(tl.maximum(bulk_tokens, 1).to(tl.float32))
-        b_bulk = tl.full([BLOCK_G], float("inf"), tl.float32)  # without any moments nothing can be said: read it
+        b_bulk = tl.full([BLOCK_G], float("inf"), tl.float32)  # no moments yet: read the bulk
         if p_other_mean is not None:
             b_other_mean, b_other_variance = _score_moments(
                 b_query, p_query, p_other_mean + i_row * s_other_mean + i_head * D,

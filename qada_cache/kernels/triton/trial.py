@@ -110,7 +110,7 @@ def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, sketch_bits
     bulk_keys, bulk_values = 0.1 * noise(capacity, dim) + along(-1, 0.2, -1), 40 * noise(capacity, value_dim)
     bulk_keys[:, :, ::3] += along(0, 0.8, 0)
     bulk_values[:, 1] += 120
-    bulk_values[:, 1, ::3] -= 120  # those of chosen tokens are unlike the rest's
+    bulk_values[:, 1, ::3] -= 120  # values of selected tokens differ from the others'
     near_keys, near_values, bulk_keys, bulk_values = (
         part.to(dtype) for part in (near_keys, near_values, bulk_keys, bulk_values)
     )
