@@ -103,7 +103,7 @@ def _mean_cos_sin(frequency: Tensor, first: int, length: int) -> tuple[Tensor, T
     The sum of a geometric series (Dirichlet's kernel): its middle term's cosine or sine, times a ratio of sines.
     """
     half = frequency / 2
-    whole_turns = (half.sin().abs() < 1e-15) | (frequency == 0)  # 0/0, whose limit is 1
+    whole_turns = (half.sin().abs() < 1e-15) | (frequency == 0)  # 0/0: the limit is 1
     ratio = (length * half).sin() / (length * half.sin()).masked_fill(whole_turns, 1.0)
     ratio = ratio.masked_fill(whole_turns, 1.0)
     middle = (first + (length - 1) / 2) * frequency
