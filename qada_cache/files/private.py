@@ -63,7 +63,7 @@ def _own_folder(name: str | Path, path: Path, within: int | None, make: bool) ->
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=within)
     except NotADirectoryError as error:
-        raise NotADirectoryError(f"{path} is a link or no folder") from error
+        raise NotADirectoryError(f"{path} is a link or no folder: set QADA_HOME to a folder") from error
     try:
         _check_own(os.fstat(descriptor), path)
     except OSError:
@@ -74,7 +74,7 @@ def _own_folder(name: str | Path, path: Path, within: int | None, make: bool) ->
 
 def _check_own(found: os.stat_result, path: str | Path) -> None:
     if found.st_uid != os.geteuid():
-        raise PermissionError(f"{path} belongs to another user")
+        raise PermissionError(f"{path} belongs to another user: set QADA_HOME to a folder of your own")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"others than you can write to {path} (chmod go-w it if they did not)")
 

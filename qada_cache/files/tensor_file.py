@@ -101,7 +101,9 @@ def encoded(kind: str, tensors: Mapping[str, Kept], state: dict[str, Any]) -> It
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
-            raise NotImplementedError(f"{name} is of {tensor.dtype}, which files of qada-cache do not hold")
+            raise NotImplementedError(
+                f"{name} is of {tensor.dtype}, which files of qada-cache do not hold: they hold {', '.join(_TYPES)}"
+            )
     about = {"kind": kind, "version": str(FORMAT_VERSION), "state": json.dumps(state)}
     about["sha256"] = _digest(about["state"], tensors)
     header: dict[str, Any] = {"__metadata__": about}

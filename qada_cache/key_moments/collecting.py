@@ -238,6 +238,7 @@ def _by_layer(found: dict[int, Tensor], layers: int) -> Tensor:
     like = next(iter(found.values()))
     if any(tensor.shape != like.shape for tensor in found.values()):
         raise ValueError(
-            f"layers differ in the shape of their keys: {sorted({tuple(t.shape) for t in found.values()})}"
+            f"layers differ in the shape of their keys, {sorted({tuple(t.shape) for t in found.values()})}: "
+            'use moments="current"'
         )
     return torch.stack([found.get(layer, torch.zeros_like(like)) for layer in range(layers)])

@@ -107,8 +107,8 @@ _booking = threading.Lock()  # caches in several threads send to the host
 def send(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Any:
     """Start to copy sources on `device` to contiguous host tensors: `(target, source)` each, of the same shape.
 
-    The sources may be freed at once. Returns an event that says when the targets hold them. None: they hold them
-    already, or on an accelerator other than CUDA after `torch.accelerator.synchronize`.
+    The sources may be freed at once. Returns an event for the end of the copies. None: they have ended, or on an
+    accelerator other than CUDA will have after `torch.accelerator.synchronize`.
     """
     side = _side_stream(device, "out")
     if side is None:

@@ -43,7 +43,7 @@ def decode_fault(
         pinned: whether the bulk lies in pinned host memory.
 
     Raises:
-        torch.OutOfMemoryError: it says nothing of the kernels.
+        torch.OutOfMemoryError: memory ran out, which is no fault of the kernels.
     """
     scene = _scene(dtype, group, dim, value_dim, sketch_bits)
     for group_rule, elsewhere in (("any", False), ("head", True)):
