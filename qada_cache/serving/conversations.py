@@ -122,7 +122,7 @@ class Conversations:
         limits: Limits,
         key: str | None = None,
     ) -> QAdACache:
-        """The cache to read `prompt` with: it holds the longest beginning of it that is kept, and nothing else.
+        """A cache that holds the longest kept beginning of `prompt`, and nothing else.
 
         At least the prompt's last token is left to be read, as the next one's logits come of it. A conversation that
         shares less than half of its cache's tokens is left for its own next turn, and a new cache is built.
