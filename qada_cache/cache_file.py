@@ -215,7 +215,7 @@ def _decode(value: Any, tensors: dict[str, Tensor], device: torch.device) -> Any
         return value
     if "tensor" in value:
         tensor = tensors[value["tensor"]]
-        if any(value.get(name, look) != look for name, look in _look(tensor).items()):  # older files do not say it
+        if any(value.get(name, look) != look for name, look in _look(tensor).items()):  # older files lack it
             raise ValueError(f"{value['tensor']} is {_look(tensor)}, where {value} was written")
         return tensor if value["tensor"].endswith(BULK) else tensor.to(device)
     ((kind, content),) = value.items()

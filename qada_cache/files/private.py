@@ -163,7 +163,7 @@ def _lock(descriptor: int, *, wait: bool = False) -> bool:
 def _sweep(folder: str | int, beginning: str) -> None:
     """Remove unfinished files of killed processes from this folder.
 
-    Files with this name go if nobody has locked them, others if they are old as well.
+    Unfinished files of this name are removed unless they are locked; those of other names have to be old as well.
     """
     within = folder if isinstance(folder, int) else None
     with suppress(OSError), os.scandir(folder) as entries:  # a folder may be written to and not listed

@@ -38,7 +38,7 @@ class OpenFile:
 
     @property
     def quiet(self) -> bool:
-        """Whether nobody has it open to write to it, as far as this system could tell of anybody.
+        """Whether nobody has it open for writing; False if the system cannot tell.
 
         It cannot tell of network file systems, nor of a file that is another user's.
         """

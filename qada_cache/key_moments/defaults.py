@@ -233,7 +233,7 @@ def _read(path: Path) -> KeyMoments | None:
             except (OSError, ValueError) as error:
                 logger.warning("%s; collecting the moments again", error)
                 return None
-    except OSError:  # said when the folder is written to
+    except OSError:  # a warning comes with the first write to the folder
         return None
 
 

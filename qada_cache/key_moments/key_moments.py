@@ -40,7 +40,7 @@ class KeyMoments:
         sink_tokens: first tokens left out; a bulk begins after as many.
         rope: the model's rotary settings (`rope.rope_settings`).
         query_energies: `[layers, kv_heads, dim]` float32, mean squares of the channels of the queries, see
-            `query_energies.py`; None where they were not seen.
+            `query_energies.py`; None if unknown.
         origin: seed, dtype, model's name, library versions.
 
     Raises:

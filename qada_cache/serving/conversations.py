@@ -32,7 +32,7 @@ class Limits:
         seconds: since one was last used.
 
     Raises:
-        ValueError: one of them is no such number.
+        ValueError: a limit of another type, or out of its range.
     """
 
     conversations: int = CONVERSATIONS

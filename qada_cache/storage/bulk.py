@@ -106,7 +106,7 @@ class Bulk:
         self._holds(list(lengths))
 
     def _written_from(self, start: int, rows: Iterable[int]) -> None:
-        """Rows are the source's no longer from a token on."""
+        """From token `start` on, rows no longer lie in `source`."""
         for row in rows:
             self.unwritten[row] = min(self.unwritten[row], start)
 

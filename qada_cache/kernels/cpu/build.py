@@ -71,7 +71,7 @@ def _kept(name: str) -> ctypes.CDLL | None:
             except OSError as error:
                 logger.warning_once(f"the kernel {private.home() / FOLDER / name} is built again: {error}")
                 return None
-    except OSError:  # said when the folder is written to
+    except OSError:  # a warning comes with the first write to the folder
         return None
 
 

@@ -29,11 +29,11 @@ from .sketch_kernels import chosen_kernel, estimate_kernel
 SPLIT_TOKENS = 256  # a split has at least about this many tokens, as its result must be written and read again
 MAX_SPLITS = 128  # one flagged KV head alone should still occupy most of a GPU
 SCAN_TOKENS = 128  # a program selects among so many at once; a power of two, as:
-SCAN_SCORES = 2048  # of so many estimates at most: with more, registers spill
-UNPACKED_BYTES = 4096  # of codes in the registers of a program, a byte a value, and of no more tokens than make:
+SCAN_SCORES = 2048  # estimates at once; with more, registers spill
+UNPACKED_BYTES = 4096  # unpacked codes in a program's registers, of at most so many estimates:
 ESTIMATES = 2048
 TURNS = 2  # parts of a segment, mostly estimated by different programs; a power of two
-MOMENT_COLUMNS = 16  # of a covariance at once: with more, registers spill; as they do with more than:
+MOMENT_COLUMNS = 16  # of a covariance at once; with more, registers spill, as with more than:
 SEGMENT_VALUES = 1024  # of segments' weights
 SLOPE_COLUMNS = 32  # columns of the slopes at once
 BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeline of a program

@@ -171,7 +171,7 @@ def bulk_kernel(
 ):  # fmt: skip
     """Attention over one split of the bulk of a group with a flagged head; one program a (split, KV head, row).
 
-    Computed for all heads of the group, whose keys are the same; the merge takes it for the flagged ones.
+    It computes all heads of the group, as they share keys; the merge takes the flagged ones.
     """
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
