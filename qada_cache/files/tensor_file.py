@@ -63,7 +63,7 @@ class Spaced:
         return rows, heads, self.room, dim
 
     def pieces(self) -> Iterator[Tensor | int]:
-        """One after the other, numbers standing for that many bytes of zeros."""
+        """The tensor's pieces in order; a number stands for that many bytes of zeros."""
         token = self.tensor.shape[3] * self.tensor.element_size()
         for row, length in enumerate(self.lengths):
             for head in self.tensor[row]:

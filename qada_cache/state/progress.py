@@ -14,7 +14,7 @@ class Progress:
     Attributes:
         reached: the layer that called last; -1 before the first call.
         told: calls of that layer in this pass; None: it has made all of them.
-        versions: of its states (`watched._versions`), when it made the first of its calls.
+        versions: of that layer's states (`watched._versions`), at its first call.
         written: by kind of layer, the states that layers before it wrote in this pass.
         changing: the verb ("crop") that all layers are going through, one after the other; empty if there is none.
     """
