@@ -99,7 +99,7 @@ def _words(prompt: str, text: str, count: int, generator: torch.Generator) -> st
 
 
 def knows(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> bool:
-    """Whether a text that became these ids was words to the tokenizer, rather than unknown or nothing at all."""
+    """Whether the tokenizer knew the words of a text with these ids."""
     unknown = tokenizer.unk_token_id
     return len(ids) > 0 and (unknown is None or float((ids == unknown).float().mean()) <= UNKNOWN_SHARE)
 

@@ -13,7 +13,7 @@ from ..first_use import fault
 from . import decode
 
 KV_HEADS = 3
-LOCAL, STAGED, COLUMNS = 20, 5, 29  # columns of the near buffer; the rest is neither
+LOCAL, STAGED, COLUMNS = 20, 5, 29  # columns of the near buffer; the others are neither
 SHORT = 300  # tokens in the bulk of all rows but the first
 ELSEWHERE = 0, 1  # the row and head that lie outside the buffers
 
