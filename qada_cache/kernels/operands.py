@@ -66,7 +66,7 @@ def _parts_fit(call: DecodeCall) -> bool:
 
 
 def _sketch_fits(sketch: Sketch, call: DecodeCall) -> bool:
-    """Whether it is one of this bulk, and where kernels that are given addresses alone take it to lie."""
+    """Whether the sketch fits the bulk, in the shapes, dtypes and layout that kernels expect at its addresses."""
     heads, dim, value_dim = tuple(call.bulk_keys.shape[:2]), call.query.shape[3], call.bulk_values.shape[3]
     capacity = sketch.codes.shape[2]
     segments = segments_of(capacity) if capacity else 0

@@ -15,7 +15,8 @@ from .shared import Shared
 
 
 def _no_tensor(name: str) -> Any:
-    """The property `keys` or `values`, for code that takes a layer for transformers' own: an error once it holds any.
+    """The property `keys` or `values`, for code that takes a layer for transformers' own. It raises once the layer
+    holds tokens.
 
     There is no single tensor to return: on an accelerator, making one would copy the whole bulk to the device, and it
     would lack the padding. An empty layer returns None.

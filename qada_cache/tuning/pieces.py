@@ -11,7 +11,7 @@ from ..key_moments.prompts import knows
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of text, and how it goes on.
+    """A stretch of text and its continuation.
 
     Attributes:
         prompt: int64 `[1, tokens]`.

@@ -72,7 +72,7 @@ def rows_contiguous(tensor: Tensor) -> bool:
 
 @functools.cache
 def build(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -> ctypes.CDLL | None:
-    """The kernels for these sizes, built if need be; None, said once, if they cannot be."""
+    """The kernels for these sizes, built if need be; None, with one warning, if they cannot be built."""
     macros = (f"-D{ELEMENTS[dtype]}", f"-DDIM={dim}", f"-DVALUE_DIM={value_dim}", f"-DQUERIES={queries}")
     try:
         kernels = load(SOURCE, macros)
