@@ -88,8 +88,8 @@ class QAdALM(HFLM):
     def _by_task(self, run: Callable[..., list], requests: list[Instance], disable_tqdm: bool) -> list:
         """`run(requests)`, one task after the other: no cache serves two tasks, so its counters are one task's.
 
-        A process that shares requests with others runs its own as if it were alone, and what lm-eval has it repeat not
-        again: that is for models that compute together, and would be counted.
+        A process that shares requests with others runs its own requests alone, and not the repeated ones that lm-eval
+        adds: those are for models that compute together, and would be counted.
         """
         results: list[Any] = [None] * len(requests)
         repeated = _repeated(requests)

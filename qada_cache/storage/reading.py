@@ -36,8 +36,8 @@ class Read(NamedTuple):
 def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iterator[Read]:
     """All tokens of the wanted heads of each row, for an adaptive call.
 
-    If the bulk is not offloaded, they are views of neighbouring heads. If it is, one head comes at a time: residents
-    first, while the others are being copied to the device, where those copies may stay as residents.
+    If the bulk is not offloaded, they are views of neighbouring heads. An offloaded bulk comes head by head: residents
+    first, while the others are copied to the device. Those copies may stay as residents.
 
     Args:
         bulk: to read from.
