@@ -34,8 +34,7 @@ class TokenStore:
         bulk: where they are, but for the sinks.
         moments: of the keys in the bulk, or None if not asked for. Frozen moments cover a prefix of the bulk.
         sketch: of the bulk, or None if not asked for.
-        decoded: whether anything in the bulk came there by `append` since the last `absorb`; frozen moments leave it
-            out.
+        decoded: whether `append` put anything into the bulk since the last `absorb`; frozen moments leave it out.
     """
 
     def __init__(
