@@ -36,66 +36,65 @@ _LAID_OUT = ("sink_tokens", "local_tokens", "offloading", "device_budget")
 
 
 class QAdACache(WatchedCache):
-    """A KV cache whose attention heads read 128 tokens unless a Gaussian model of the rest says they need more.
+    """A KV cache for transformers: each attention head reads 128 tokens near it, and selected tokens of the rest.
 
-    Implements QAdA ("Adaptive Long-Context Head Identification", arXiv 2502.09647). For every generated token each head
-    sums `exp(score)` over sinks and sliding window, `A_local`, and estimates the sum over all other tokens, the bulk,
-    from their keys' mean and covariance (eq. 7): `log A_bulk = log T_bulk + mu_s + sigma_s^2 / 2`. A head with
-    `A_local / (A_local + A_bulk) < threshold` attends to everything, exactly; the others to sinks and window. Nothing
-    is evicted. The bulk lives in host memory, and only the heads that need it pull their share.
+    Implements QAdA ("Adaptive Long-Context Head Identification", arXiv 2502.09647). The *bulk* is all tokens outside
+    sinks and sliding window. For every generated token each head has `A_local = sum exp(score)` over sinks and window,
+    and an estimate of the sum over the bulk from its keys' mean and covariance (eq. 7): `log A_bulk = log T_bulk + mu_s
+    + sigma_s^2 / 2`. A head with `A_local / (A_local + A_bulk) < threshold` is long-context: it reads selected tokens
+    of the bulk as well, or with `token_threshold=0` all of them. The other heads are local: they read sinks and window.
+    Nothing is evicted. The bulk lies in host memory.
 
         cache = QAdACache(model)
         model.generate(**inputs, past_key_values=cache)
         print(cache.stats())
 
-    Building a cache switches the model's attention function to ours, which passes straight through for any other
-    cache; `restore_attention(model)` undoes it. The first cache of a model also reads a short prompt with it, and
-    writes that prompt's key moments to the user's cache folder (not so with `moments="current"`). The first long
-    decode step on a CPU compiles a kernel and keeps it there. `prepare` does all of it ahead. Calls with more new
-    tokens than the window (prefill, long turns) are exact full attention. Layers that are not full attention keep
-    transformers' own caches.
+    Building a cache switches the model's attention function to ours; calls of other caches pass straight through, and
+    `restore_attention(model)` undoes it. The first cache of a model also runs it over a short prompt, and writes the
+    key moments to the user's cache folder; `moments="current"` does not. The first long decode step on a CPU compiles a
+    kernel into the same folder. `prepare` does all of it ahead. Calls with more new tokens than the window (prefill,
+    long turns) are exact full attention. Layers without full attention keep transformers' own caches.
 
     Args:
-        model: the model the cache is for (`torch.compile` or peft may have wrapped it); or give `config`, which must be
-            that model's own `model.config`. Processes that tensor parallelism splits a model over build their caches
-            together: moments are collected together.
+        model: the model the cache is for, perhaps wrapped by `torch.compile` or peft. Instead of it, `config` takes the
+            model's own `model.config`. Under tensor parallelism all processes build their caches together, as they
+            collect moments together.
         threshold: tau in [0, 1]: a head is local if at least this share of its attention stays local. 0 makes every
-            head local. 1 makes none: `DynamicCache`'s attention, summed in another order, so that in bfloat16 and
-            float16 (not in float32) near-ties may fall otherwise, as they do between eager and sdpa attention.
+            head local. 1 makes none local: `DynamicCache`'s attention, summed in another order. In bfloat16 and float16
+            near-ties may then fall otherwise, as between eager and sdpa attention.
         sink_tokens: tokens at the start of each row that are always read.
         local_tokens: sinks and sliding window together, in tokens.
         criterion: "gaussian" (eq. 7); "oracle" (eq. 2, reads everything to decide: for analysis); "dense" (no head
             is local); "local" (every head is); or `StaticHeads`, the same heads for every token.
-        group_rule: who decides for the query heads that share a KV head. "any": if one of them needs the long context,
-            all of them read it, as its keys and values are read anyway; "head": every query head decides for itself, as
-            in the paper.
-        moments: whose keys the mean and covariance are of. "current": the prompt being read; if it repeats itself, they
-            hide the one key that matters. "random-tokens": 1,024 ordinary tokens of the vocabulary in random order.
-            "random-words", "wiki", "single-word": as many tokens of our article (its words in random order, its text,
-            one word repeated). The model reads these once (seconds); they are kept in memory and the user's cache
+        group_rule: the decision of query heads that share a KV head. "any": if one of them is long-context, all are, as
+            its keys and values are read anyway. "head": every query head decides for itself, as in the paper.
+        moments: the prompt of the keys' mean and covariance. "current": the prompt being read; if it repeats itself,
+            they hide the one key that matters. "random-tokens": 1,024 ordinary tokens of the vocabulary in random
+            order. "random-words", "wiki", "single-word": as many tokens of our article (its words in random order, its
+            text, one word repeated). The model reads these once (seconds); they are kept in memory and the user's cache
             folder (`QADA_HOME`). Or `KeyMoments`, or their file's path or "hf://owner/name". "current+" and one of the
-            others, or a tuple of "current" and one, goes by both: the larger estimate of `A_bulk` counts.
-            Words need the model's tokenizer: the one where the model was loaded from (folder, GGUF file, Hub), or given
-            to `prepare`. Without one that knows the words "wiki" raises, and the others become "random-tokens" and
-            "single-token", with a warning. With `config`, moments are only looked up in the cache folder; if they are
-            not there, the current prompt's alone are used, with a warning.
-        token_threshold: a long-context head reads the tokens of its bulk that by the sketch get at least so many times
-            an even share of its attention; what their scores say of their values stands for the others. 0: all, as in
-            the paper; so do "dense", "oracle", a threshold of 1. None: the setting `qada tune` kept, else 4.4.
-        sketch_bits: of a value of a key in the sketch, a copy of the bulk's keys on the compute device: an average
-            from 0.5 to 4, met as nearly as 32-bit words come to it.
+            others, or a tuple of "current" and one, goes by both: the larger estimate of `A_bulk` counts. Words need
+            the model's tokenizer: the one where the model was loaded from (folder, GGUF file, Hub), or given to
+            `prepare`. Without one that knows the words "wiki" raises, and the others become "random-tokens" and
+            "single-token", with a warning. With `config`, moments are looked up in the cache folder and not collected;
+            without them the current prompt's alone count, with a warning.
+        token_threshold: a long-context head reads the tokens of its bulk with at least so many times an even share of
+            its attention, by the sketch. An estimate stands for unread tokens. 0: all are read, as in the paper; so
+            they are under "dense", "oracle" and a threshold of 1. None: the setting kept by `qada tune`, else 4.4.
+        sketch_bits: bits a value of the sketch, a copy of the bulk's keys on the compute device: an average from 0.5 to
+            4, as near as 32-bit words come to it.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
-        device_budget: how much of an offloaded bulk may lie on the device as well, on each device that the model is on:
-            an int, bytes; a float in [0, 1], that share of the bulk; "auto", the memory that is free on the device when
-            the first head asks for it, less a tenth of it and at least 1 GiB. A head's bulk stays once it has been
-            read, until heads that are read more often, or more recently, need the room. 0 keeps none, 1.0 all that was
-            ever read. Outputs do not depend on it.
-        audit_every: every so many query-adaptive steps, read the whole bulk of one layer (layers take turns) and record
-            in `stats().audit` what the decisions missed; outputs stay the same. 0: never.
+        device_budget: the part of an offloaded bulk that may lie on each of the model's devices as well: bytes (an
+            int), a share of the bulk (a float in [0, 1]), or "auto", the memory free when the first head asks for it,
+            less a tenth and at least 1 GiB. A head's bulk stays once it has been read, until heads that are read more
+            often or more recently need the room. 0 keeps no heads, 1.0 all that were ever read. Outputs do not depend
+            on it.
+        audit_every: every so many query-adaptive steps one layer's whole bulk is read, layers taking turns, to record
+            missed attention in `stats().audit`; outputs stay the same. 0: never.
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
-        tuned: whether the setting that `qada tune` kept counts, if it was measured under this cache's other options.
+        tuned: whether the setting kept by `qada tune` counts, if it was measured under this cache's other options.
 
     Raises:
         TypeError, ValueError, FileNotFoundError: an argument of the wrong type or outside its range, moments that
@@ -103,7 +102,7 @@ class QAdACache(WatchedCache):
         NotImplementedError: a kind of model this cache does not support.
     """
 
-    is_compileable = False  # in transformers' sense, in one graph: if True, `generate` would do so unasked
+    is_compileable = False  # transformers' word for one graph: if True, `generate` would compile unasked
 
     def __init__(
         self,
@@ -160,7 +159,7 @@ class QAdACache(WatchedCache):
 
     @property
     def options(self) -> Options:
-        """What this cache was built, forked or loaded with; frozen."""
+        """The options this cache was built, forked or loaded with; frozen."""
         return self._shared.options
 
     @attention.outside_graphs
@@ -190,8 +189,8 @@ class QAdACache(WatchedCache):
         The prompt's own moments are dropped if not needed, and taken from the stored keys if needed and not kept.
 
         Args:
-            options: of `QAdACache`, those that decide; what is not given stays. Moments by a prompt's name are those of
-                the model that this cache was built with.
+            options: deciding options of `QAdACache`; the others stay. Moments by a prompt's name are those of this
+                cache's model.
 
         Raises:
             TypeError, ValueError, FileNotFoundError: as `QAdACache`; no such option, or one that tokens are laid out
@@ -248,20 +247,21 @@ class QAdACache(WatchedCache):
         return [layer_bytes(layer, offloading=self.options.offloading) for layer in self.layers]
 
     def stats(self, *, gather: bool = False) -> CacheStats:
-        """Sparsity, bytes held and bytes pulled so far; with `gather`, which all processes that split a model ask for
-        together, of all heads and not of this process's."""
+        """Sparsity, bytes held and bytes pulled so far. `gather` counts the heads of all processes that split a model;
+        all of them call it together."""
         return collect(self, offloading=self.options.offloading, shard=self._shared.model.shard if gather else WHOLE)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the whole state to one safetensors file, so that a long prompt is prefilled once and reused.
 
-        It says which model it is of: its config, and a sample of its weights if the cache was built with the model.
-        A symbolic link is written through; the umask is heeded.
+        The file names its model by config, and by a sample of the weights if the cache was built with the model. It is
+        written through symbolic links and under the umask.
 
         Raises:
             RuntimeError: a forward pass was interrupted, so there is no whole state.
-            NotImplementedError: a layer of another kind holds what cannot be written, or processes share the model.
-            OSError: the file cannot be written, or is something else than a regular file.
+            NotImplementedError: a layer of another kind holds other things than tensors and numbers, or processes share
+                the model.
+            OSError: the file cannot be written, or is no regular file.
         """
         self._check_whole()
         for bulk in self._bulks():
@@ -280,9 +280,9 @@ class QAdACache(WatchedCache):
     ) -> "QAdACache":
         """The cache that `save` wrote, for the same model; generating on continues as if it had never left.
 
-        With `config`, or of a cache that was built with one, weights cannot be compared: they have to be the same.
-        With `mmap`, on a CPU, the bulk is used where it lies in the file: to replace that is safe, to write to it in
-        place is not. Without, or where the system cannot tell who writes to the file, it is read into memory.
+        Weights are not compared if either cache is built with `config`: they have to be the same. With `mmap`, on a
+        CPU, the bulk is used in the file itself: the file may be replaced, and must not be written to in place.
+        Otherwise the bulk is read into memory, as it is if the system cannot tell who writes to the file.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -290,12 +290,12 @@ class QAdACache(WatchedCache):
             NotImplementedError: processes share the model.
         """
         model = unwrapped(model)
-        support.text_config(model, config)  # what is wrong with these is not the file's fault
+        support.text_config(model, config)  # errors of these are not the file's
         saved = cache_file.read(path, model=model, config=config, mmap=mmap)
         with cache_file.naming(path):
             cache = cls(model, config=config, **saved.options)
             saved.restore(cache.layers, torch.device("cpu") if model is None else inputs_device(model))
         return cache
 
-    def __repr__(self) -> str:  # only what the host knows: printing must not wait for the device
+    def __repr__(self) -> str:  # from host numbers alone: printing must not wait for the device
         return summary(self, self.options, self._shared.model.model_type, self.layer_bytes())

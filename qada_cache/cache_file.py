@@ -57,13 +57,13 @@ _IDENTITY = (
 
 
 def _identity(config: PreTrainedConfig) -> dict[str, Any]:
-    """What must agree for keys of one model to mean anything to another."""
+    """The fields of a config that have to agree for a cache to fit a model."""
     config = served_config(config)
     return {name: getattr(config, name, None) for name in _IDENTITY}
 
 
 def write(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) -> None:
-    """Write what the layers of a cache hold, and share; see `QAdACache.save`."""
+    """Write the layers of a cache and their shared state; see `QAdACache.save`."""
     options, served = shared.options, shared.model
     tensors: dict[str, tensor_file.Kept] = {}
     check_undivided(served.shard.size)
@@ -91,7 +91,7 @@ def write(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) -> Non
 
 @contextmanager
 def naming(path: str | os.PathLike) -> Iterator[None]:
-    """Have errors of what a file holds be ValueErrors that name it."""
+    """Turn errors from a file's content into ValueErrors with the file's name."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -100,12 +100,12 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
         options: the keywords of `QAdACache` that make a cache like the one saved.
-        layers, tensors: what its layers held.
-        source: the map of the file that the bulks' tensors are views of; None: they are no views.
+        layers, tensors: records of its layers.
+        source: the mapped file under the bulks' tensors; None: they are no views.
     """
 
     options: dict[str, Any]
@@ -114,7 +114,7 @@ class Saved:
     source: PrivateMap | None
 
     def restore(self, layers: Sequence[Any], device: torch.device) -> None:
-        """Have new layers of that cache hold, on `device`, what the saved ones held.
+        """Fill new layers of that cache with the saved content, on `device`.
 
         Raises:
             ValueError: the file contradicts itself; not all layers are as they were.
@@ -136,7 +136,7 @@ class Saved:
 def read(
     path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreTrainedConfig | None, mmap: bool
 ) -> Saved:
-    """Read what `write` wrote; see `QAdACache.load`.
+    """The inverse of `write`; see `QAdACache.load`.
 
     Raises:
         FileNotFoundError, ValueError, NotImplementedError: as there. What is not given of the model is not compared.
@@ -215,7 +215,7 @@ def _decode(value: Any, tensors: dict[str, Tensor], device: torch.device) -> Any
         return value
     if "tensor" in value:
         tensor = tensors[value["tensor"]]
-        if any(value.get(name, look) != look for name, look in _look(tensor).items()):  # older files do not say it
+        if any(value.get(name, look) != look for name, look in _look(tensor).items()):  # older files lack it
             raise ValueError(f"{value['tensor']} is {_look(tensor)}, where {value} was written")
         return tensor if value["tensor"].endswith(BULK) else tensor.to(device)
     ((kind, content),) = value.items()

@@ -1,4 +1,4 @@
-"""The command `qada`: what users do besides calling Python."""
+"""The command `qada`."""
 
 import argparse
 import sys
@@ -13,8 +13,7 @@ from .key_moments.prompts import PROMPTS
 def main(arguments: list[str] | None = None) -> int:
     """Run `qada`; returns the exit status.
 
-    Errors of the user's making are one line on stderr, and status 1; of `tune`, where 1 says that no setting was kept
-    though all went well, status 2.
+    User errors are one line on stderr and status 1. In `tune` they are status 2, as 1 says that no setting was kept.
     """
     parser = argparse.ArgumentParser(
         prog="qada", description="QAdACache: attention heads that read the long context only when they need it."
@@ -212,7 +211,7 @@ def _tune(options: argparse.Namespace) -> int:
         return 1
     try:
         path = tune.keep(model, found)
-    except OSError as error:  # what took minutes to measure is no error of the user's making
+    except OSError as error:  # a failure after minutes of measuring is no user error
         print(f"The choice cannot be kept ({error}). {by_hand}")
         return 1
     print(

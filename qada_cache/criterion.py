@@ -22,8 +22,8 @@ class StaticHeads:
     """The heads that attend to the long context, the same for every token (the paper's static criteria).
 
     Args:
-        long_context: bool `[layers, heads]`, True for a long-context head; `heads` counts query heads, or KV
-            heads, in which case all query heads of a group follow.
+        long_context: bool `[layers, heads]`, True for a long-context head; `heads` counts query heads, or KV heads with
+            one entry for their whole group.
 
     Raises:
         TypeError: it is no bool tensor of two dimensions.
@@ -39,12 +39,12 @@ class StaticHeads:
 
     @classmethod
     def from_oracle(cls, local_share: Tensor, alpha: float) -> "StaticHeads":
-        """The paper's static criteria: the share `alpha` of heads that the oracle called local most often stays local.
+        """The paper's static criteria: the share `alpha` of heads with the most local decisions of the oracle is local.
 
         Args:
-            local_share: `[layers, heads]`, how often each head was local, as `QAdACache(model, criterion="oracle")` has
-                it in `stats().local_share` after generating: on the prompts of the task itself ("static oracle") or of
-                others ("static RULER"). nan, for a head never asked about, counts as less than any share.
+            local_share: `[layers, heads]`, `stats().local_share` of a `QAdACache(model, criterion="oracle")` after
+                generating: on prompts of the task itself ("static oracle") or of others ("static RULER"). nan, without
+                a decision, counts as less than any share.
             alpha: in [0, 1].
 
         Raises:
@@ -76,7 +76,7 @@ class StaticHeads:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "StaticHeads":
-        """Read what `save` wrote.
+        """The inverse of `save`.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -110,9 +110,9 @@ def pool_score_moments(
 ) -> tuple[Tensor, Tensor]:
     """Mean and population variance of two disjoint sets of scores pooled (Chan et al., 1983).
 
-    Scores are linear in the key, so pooling in score space equals pooling the keys: tokens that left the window
-    since the key moments were last updated cost one pass over their scores. All tensors broadcast; counts may
-    be 0 (then the other set's moments come back).
+    Scores are linear in the key, so pooling scores equals pooling keys. Tokens that left the window since the last
+    update of the key moments cost one pass over their scores. All tensors broadcast. A count may be 0: the other set's
+    moments come back.
     """
     total = (count_a + count_b).clamp_min(1)
     delta = mean_b - mean_a
@@ -127,7 +127,8 @@ def gaussian_log_bulk(score_mean: Tensor, score_variance: Tensor, bulk_tokens: T
 
 
 def logit(threshold: float) -> float:
-    """`log A_local - log A_bulk` at which the local share is `threshold`; infinite at both ends."""
+    """`log(threshold / (1 - threshold))`: the least `log A_local - log A_bulk` of a local head; infinite at both
+    ends."""
     if 0.0 < threshold < 1.0:
         return math.log(threshold) - math.log1p(-threshold)
     return math.inf if threshold else -math.inf
@@ -136,8 +137,8 @@ def logit(threshold: float) -> float:
 def long_context(log_local: Tensor, log_bulk: Tensor, threshold: float) -> Tensor:
     """True where a head needs the long context: `A_local / (A_local + A_bulk) < threshold` (eq. 2, eq. 7).
 
-    Written as `log A_local - log A_bulk < logit(threshold)`, which is exact at both ends: at 0 every head is
-    local, at 1 no head with a bulk (`log_bulk > -inf`) is, however small that bulk's share.
+    As `log A_local - log A_bulk < logit(threshold)` it is exact at both ends: at 0 every head is local; at 1 no head
+    with a bulk (`log_bulk > -inf`) is.
     """
     if threshold >= 1.0:
         return log_bulk > -torch.inf
@@ -145,12 +146,12 @@ def long_context(log_local: Tensor, log_bulk: Tensor, threshold: float) -> Tenso
 
 
 def group_decision(flags: Tensor, rule: str) -> Tensor:
-    """What the query heads of each KV head do together, since memory traffic follows KV heads.
+    """Make one decision of those of the query heads of each KV head, as memory traffic follows KV heads.
 
     Args:
-        flags: bool `[batch, kv_heads, group, queries]`, what `long_context` says of each query head.
-        rule: "any", the group is long-context if any head of it is: its keys are read anyway; "head", each query head
-            for itself (the paper's rule).
+        flags: bool `[batch, kv_heads, group, queries]`, results of `long_context` for each query head.
+        rule: "any", the group is long-context if any head of it is, as its keys are read anyway; "head", each query
+            head for itself (the paper's rule).
 
     Returns:
         bool, same shape; the same for all heads of a group unless the rule is "head".

@@ -1,4 +1,4 @@
-"""What the first cache of a model and its first long decode step would do, done ahead: `prepare`."""
+"""`prepare`: collect key moments and compile kernels before the first request."""
 
 from typing import Any
 
@@ -21,23 +21,23 @@ def prepare(
     moments: Moments = DEFAULT_MOMENTS,
     **options: Any,
 ) -> None:
-    """Do ahead, before the first request, what caches of this model would otherwise do when they first need it.
+    """Collect moments and compile kernels ahead, before this model's caches need them.
 
         prepare(model, tokenizer, moments="wiki")
         cache = QAdACache(model, moments="wiki")  # takes milliseconds, here and in later requests
 
-    - Moments by a prompt's name are collected, and kept in memory and in the user's cache folder (`QADA_HOME`), unless
-      they are kept already. Later caches of the model find them by name, without a tokenizer.
+    - Moments by a prompt's name are collected, unless they are kept already, and kept in memory and in the user's cache
+      folder (`QADA_HOME`). Later caches of the model find them by name, without a tokenizer.
     - The kernels for decode steps of one token on a CPU are compiled (about two seconds each) and kept in the same
-      folder, if the model has parameters on a CPU, and unless `kernels` forbids it. Calls of a few tokens
-      (assisted decoding) may need others, which are compiled when first met. Without a compiler there is a warning.
+      folder, if the model has parameters on a CPU, and unless `kernels` forbids it. Calls of a few tokens (assisted
+      decoding) may need others, compiled at first use. Without a compiler there is a warning.
     - The model's attention is switched to ours (see `QAdACache`).
 
     Args:
         model: the model that caches will be built for.
         tokenizer: the model's, for moments by a prompt's name; without it, the one beside the model is looked up.
-        moments, options: what these caches will be given, as for `QAdACache`. All of them are checked; beside `moments`
-            and `kernels`, what is prepared depends on `criterion` and `audit_every`.
+        moments, options: of these caches, as for `QAdACache`. All are checked; `moments`, `kernels`, `criterion` and
+            `audit_every` change the preparation.
 
     Raises:
         TypeError, ValueError, NotImplementedError, FileNotFoundError: as `QAdACache`.

@@ -19,16 +19,16 @@ from .stats import layer_bytes
 
 @dataclass
 class Profile:
-    """What one cache did with the prompt.
+    """Measurements of one cache on the prompt.
 
     Attributes:
         name: of the cache.
         prefill_seconds: reading the prompt.
         token_seconds: every decoded token's.
-        device_bytes, host_bytes: keys, values and what belongs to them, after every token.
-        read_share: of the bulk's bytes, what decoding read, see `CacheStats.read_share`; 1 for DynamicCache.
+        device_bytes, host_bytes: bytes held by the cache, after every token.
+        read_share: share of the bulk's bytes that decoding read, see `CacheStats.read_share`; 1 for DynamicCache.
         peak_bytes: the most memory the accelerator had allocated, model included; None on a CPU.
-        layers: by layer, bytes on the device and on the host, and the share of KV heads whose bulk was not needed.
+        layers: by layer, bytes on the device and on the host, and `kv_local_share`.
     """
 
     name: str

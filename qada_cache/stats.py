@@ -1,4 +1,4 @@
-"""What a QAdACache did and holds: sparsity and bytes."""
+"""Statistics of a QAdACache: sparsity and bytes."""
 
 import math
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from .state.options import Options
 
 @dataclass(frozen=True)
 class AuditStats:
-    """What `QAdACache(audit_every=...)` measured: the decisions on query heads against their true attention.
+    """Results of `QAdACache(audit_every=...)`: the decisions on query heads against their true attention.
 
     Attributes:
         decisions: audited decisions of query heads.
-        needed: how many of them were long-context in truth: more than 1 - threshold of the attention is on the bulk.
-        recall: of the needed, the share called long-context; nan if none was needed.
-        excess: of those called long-context, the share that was not needed; nan if none was called so.
-        missed: mean share of attention that lay on tokens not read, over all decisions.
+        needed: truly long-context ones: more than 1 - threshold of the attention is on the bulk.
+        recall: share of the needed ones that were called long-context; nan if none was needed.
+        excess: share of those called long-context that were not needed; nan if none was called so.
+        missed: mean share of attention on unread tokens, over all decisions.
         read_bytes: bulk bytes read for the audit, not part of `CacheStats.pulled_bytes`.
     """
 
@@ -49,22 +49,22 @@ class CacheStats:
         steps: query-adaptive forward passes.
         decisions: decisions taken per layer.
         tokens: logical length of the cache, padding included.
-        device_bytes: bytes on the compute device: sinks, window, staging, key moments (shared by all caches that go by
-            them), layers of other kinds, residents, and the bulk unless it is offloaded. On a CPU model host and device
-            are one memory; the bulk counts as host bytes under `offloading=True` even so, as that is where it would be.
-        host_bytes: bytes of the offloaded bulk, preallocated room included. Pinned memory counts as torch allocates it,
-            each layer's keys, and its values, rounded up to a power of two. Freed memory that torch's allocator holds
-            for later is left out: `torch.cuda.host_memory_stats()` has that.
-        shared_bytes: part of the bulk's bytes, tokens in memory that copies of the cache share, or that is a mapped
-            file. Every cache counts them as its own, and all of them together take them once.
+        device_bytes: bytes on the compute device: sinks, window, staging, sketch, key moments (shared by a model's
+            caches), layers of other kinds, residents, and the bulk unless it is offloaded. On a CPU model host and
+            device are one memory; under `offloading=True` the bulk counts as host bytes even so.
+        host_bytes: bytes of the offloaded bulk, preallocated room included. Pinned memory counts as torch allocates it:
+            each layer's keys, and its values, rounded up to a power of two. Memory that torch's allocator keeps for
+            later is left out; `torch.cuda.host_memory_stats()` has it.
+        shared_bytes: part of the bulk's bytes: tokens in memory shared with copies of the cache, or in a mapped file.
+            Every cache counts them, and they take memory once.
         resident_bytes: part of `device_bytes`, heads of an offloaded bulk that are kept on the device as well.
-        pulled_bytes: bulk bytes that query-adaptive calls read from where the bulk lives, since the last reset. Heads
-            fetched early count, even if they were not asked for then.
-        spared_bytes: bulk bytes that were read from residents instead.
-        sketched_bytes: bytes of the key sketch that query-adaptive calls chose tokens by.
-        offered_bytes: bulk bytes that those calls would have read if every head had read all of its own.
+        pulled_bytes: bulk bytes read by query-adaptive calls from the bulk's own memory, since the last reset. Heads
+            fetched early count, needed or not.
+        spared_bytes: bulk bytes read from residents instead.
+        sketched_bytes: bytes of the key sketch read by query-adaptive calls.
+        offered_bytes: bulk bytes of the same calls if every head had read all of its own.
         streamed_bytes: bulk bytes read for exact calls on a filled cache (long second turns, chunked prefill).
-        audit: what audits found, None if there were none.
+        audit: results of audits, None if there were none.
     """
 
     layers: tuple[int, ...]
@@ -91,12 +91,12 @@ class CacheStats:
 
     @property
     def kv_sparsity(self) -> float:
-        """Share of decisions in which a KV head's bulk was not needed: what memory traffic follows."""
+        """Share of decisions without need for a KV head's bulk; memory traffic follows KV heads."""
         return self.kv_local_share.mean().item() if self.kv_local_share.numel() else math.nan
 
     @property
     def read_share(self) -> float:
-        """Of `offered_bytes`, what was read, the sketch included; nan if none were offered (a bulk that is staged)."""
+        """Bytes read, the sketch included, over `offered_bytes`; nan if none were offered (a bulk that is staged)."""
         read = self.pulled_bytes + self.spared_bytes + self.sketched_bytes
         return read / self.offered_bytes if self.offered_bytes else math.nan
 
@@ -131,8 +131,8 @@ def layer_bytes(layer: object, *, offloading: bool) -> tuple[int, int]:
 def collect(cache: DynamicCache, *, offloading: bool, shard: HeadShard) -> CacheStats:
     """Read the counters of all layers (waits for the device once per layer).
 
-    Where the shard has other processes, all of them call this, and get the shares of all heads in order, and bytes and
-    audits added up. Steps, decisions and tokens are the same in each.
+    All processes of the shard call this together. They get the shares of all heads in order, and sums of bytes and
+    audits. Steps, decisions and tokens are the same in each.
     """
     ours = [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
     counted = [layer.counters for layer in ours]

@@ -1,8 +1,8 @@
 """The tuned setting of a model: `qada tune` keeps it beside the key moments, and caches take it as their default.
 
-A tuned setting counts only for caches whose other deciding options are those it was measured with. It is found by the
-model's weights, config and dtype, wherever the model lies. A cache that was built with a config alone does without. So
-does one of a model that processes share, each of which would see its own part of the weights.
+A tuned setting counts only for caches with the other deciding options of its measurement. It is found by the model's
+weights, config and dtype, wherever the model lies. A cache that was built with a config alone does without. So does a
+cache of a split model, as each process sees its own part of the weights.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ logger = logging.get_logger(__name__)
 KIND = "qada-choice"
 # A setting was measured under these options.
 _UNDER = ("threshold", "sink_tokens", "local_tokens", "criterion", "group_rule", "moments", "sketch_bits")
-CONDITIONS = frozenset({*_UNDER, "update_moments", "token_threshold"})  # what makes a cache another than was measured
+CONDITIONS = frozenset({*_UNDER, "update_moments", "token_threshold"})  # others need another measurement
 
 
 def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> Path:
@@ -34,7 +34,7 @@ def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> P
     Args:
         model: whose.
         options: of the caches that were measured.
-        figures: what was measured, JSON-able; for people who ask where the choice comes from.
+        figures: the measurements behind the choice, JSON-able, for people.
 
     Returns:
         the file.

@@ -1,4 +1,4 @@
-"""A DynamicCache that notices when a forward pass, or a change, was interrupted: its layers hold different tokens."""
+"""A DynamicCache that notices an interrupted forward pass or change: its layers then hold different tokens."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -16,9 +16,9 @@ from .storage.bulk import Bulk
 class WatchedCache(DynamicCache):
     """Compares every call of a layer with those before it (`Progress`), and refuses to go on after an interruption.
 
-    Linear layers may write to their states in place. Before they do, they ask for a state, or whether there is one, and
-    that is a call too. Whether the last layer wrote all its states is judged by earlier layers of its kind: those were
-    whole, else it would not have been reached.
+    Linear layers may write to their states in place. Before that they ask for a state, or whether there is one, which
+    counts as a call. The last layer wrote all its states if it wrote as many as earlier layers of its kind: those were
+    whole, else the last one would not have been reached.
     """
 
     _shared: Shared
@@ -118,7 +118,7 @@ class WatchedCache(DynamicCache):
             self._check_whole()
         elif layer_idx > progress.reached:
             self._check_handed_back()
-            if progress.reached < 0:  # the first pass, which a file that was loaded may not have waited for
+            if progress.reached < 0:  # the first pass: a loaded file may have changed since
                 self._check_files()
 
     def _check_handed_back(self) -> None:
@@ -172,13 +172,13 @@ class WatchedCache(DynamicCache):
         self._shared.progress.changing = ""
 
     def _bulks(self) -> list[Bulk]:
-        """Of the layers that hold tokens."""
+        """The bulks of the layers that hold tokens."""
         ours = [layer for layer in self.layers if isinstance(layer, QAdALayer)]
         return [layer.store.bulk for layer in ours if layer.store is not None]
 
     def _last_layer(self) -> int:
         """The last layer that calls in every pass."""
-        # In older transformers feed-forward layers have a cache of the linear kind, which they never call.
+        # In older transformers feed-forward layers have a linear cache and never call it.
         types = getattr(self._shared.model.config, "layer_types", None) or [""] * len(self.layers)
         calling = [
             index
@@ -203,7 +203,7 @@ def _states(layer: Any) -> dict[Hashable, Tensor | None]:
 def _versions(layer: Any) -> dict[Hashable, int]:
     """How often each state was written to in place, as far as torch counts that.
 
-    It does not count for tensors made in inference mode, nor what other libraries' kernels write.
+    Torch does not count writes to tensors made in inference mode, nor writes by other libraries' kernels.
     """
     states = _states(layer).items()
     return {name: state._version for name, state in states if state is not None and not state.is_inference()}

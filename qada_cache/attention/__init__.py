@@ -1,1 +1,1 @@
-"""Who attends to what: the function that transformers calls, and what becomes of a call."""
+"""Attention of served layers: the function that transformers calls, and the computation of each call."""

@@ -203,7 +203,7 @@ def _check_supported(
             raise NotImplementedError(f"QAdACache does not support {meaning} ({argument}), as {name} uses: {way_out}")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"QAdACache supports causal attention only, {name} asks for bidirectional: {way_out}")
-    first = layer.index == served.layers[0]  # once a pass: a config takes as long to be asked as the rest of this
+    first = layer.index == served.layers[0]  # once a pass: a look into the config takes as long as the other checks
     if kwargs.get("output_attentions") or (first and cast(PreTrainedConfig, module.config).output_attentions):
         raise NotImplementedError(
             "QAdACache cannot return attention weights, as it never computes most of them: "

@@ -1,4 +1,4 @@
-"""The user's own cache folder: nothing is read from it that somebody else can have put there."""
+"""The user's own cache folder: files that somebody else can have put there are not read."""
 
 import os
 import secrets
@@ -9,16 +9,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LOCKS = sys.platform != "win32"  # where an open file can be locked, and be replaced
+LOCKS = sys.platform != "win32"  # elsewhere an open file can be locked, and be replaced
 if LOCKS:
     import fcntl
 
 UNFINISHED = ".qada-part"  # how names of files that are being written end
-STALE_SECONDS = 3600  # after which an unfinished file that nobody writes to is what a killed process left
+STALE_SECONDS = 3600  # an older unfinished file without a writer is a killed process's
 
 
 def home() -> Path:
-    """The folder for what is kept between processes: `QADA_HOME`, else "qada" in the platform's folder for caches."""
+    """The folder of files kept between processes: `QADA_HOME`, else "qada" in the platform's folder for caches."""
     if own := os.environ.get("QADA_HOME"):
         return Path(own)
     if sys.platform == "darwin":
@@ -34,7 +34,7 @@ def opened(name: str, *, make: bool = False) -> Iterator[int]:
 
     Args:
         name: of the folder.
-        make: whether to make what is missing, for the user alone.
+        make: whether to make missing folders, for the user alone.
 
     Raises:
         FileNotFoundError: there is no such folder, and `make` is False.
@@ -63,7 +63,7 @@ def _own_folder(name: str | Path, path: Path, within: int | None, make: bool) ->
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=within)
     except NotADirectoryError as error:
-        raise NotADirectoryError(f"{path} is a link or no folder") from error
+        raise NotADirectoryError(f"{path} is a link or no folder: set QADA_HOME to a folder") from error
     try:
         _check_own(os.fstat(descriptor), path)
     except OSError:
@@ -74,13 +74,13 @@ def _own_folder(name: str | Path, path: Path, within: int | None, make: bool) ->
 
 def _check_own(found: os.stat_result, path: str | Path) -> None:
     if found.st_uid != os.geteuid():
-        raise PermissionError(f"{path} belongs to another user")
+        raise PermissionError(f"{path} belongs to another user: set QADA_HOME to a folder of your own")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"others than you can write to {path} (chmod go-w it if they did not)")
 
 
 def read(folder: int, name: str) -> bytes:
-    """What the file `name` of a folder of `opened` holds.
+    """The content of the file `name` of a folder of `opened`.
 
     Raises:
         FileNotFoundError: there is none.
@@ -100,8 +100,8 @@ def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, fold
     """Put `content` into the file `path`, whole or not at all; whoever reads meanwhile sees the old file or the new.
 
     Args:
-        path: a new file's permissions are what the umask leaves, an old one's stay.
-        content: in pieces; a number is that many zeros, which take no room where the file system leaves them out.
+        path: a new file has the permissions of the umask, an old one keeps its own.
+        content: in pieces; a number is that many zeros, written as a hole if the file system has holes.
         folder: a descriptor that `opened` gave. `path` is then a name in it, and the file is for the user alone.
 
     Raises:
@@ -161,9 +161,9 @@ def _lock(descriptor: int, *, wait: bool = False) -> bool:
 
 
 def _sweep(folder: str | int, beginning: str) -> None:
-    """Remove what processes killed in `write` left in this folder.
+    """Remove unfinished files of killed processes from this folder.
 
-    Of names that begin so, what nobody has locked; of others, what is old as well.
+    Unfinished files of this name are removed unless they are locked; those of other names have to be old as well.
     """
     within = folder if isinstance(folder, int) else None
     with suppress(OSError), os.scandir(folder) as entries:  # a folder may be written to and not listed

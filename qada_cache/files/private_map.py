@@ -1,4 +1,4 @@
-"""Files as memory that each who maps them may write to: a page is copied when it is written to, and not before."""
+"""Files as memory that each holder may write to: a page is copied when it is written to, and not before."""
 
 import math
 import os
@@ -14,7 +14,7 @@ WORTH = 4 << 20  # bytes; to copy less costs nothing
 
 
 class OpenFile:
-    """A descriptor, closed when nobody refers to this any more. What it is of may be renamed, replaced or deleted.
+    """A descriptor, closed when nobody refers to this any more. Its file may be renamed, replaced or deleted.
 
     Args:
         descriptor: of a file with something in it.
@@ -38,14 +38,14 @@ class OpenFile:
 
     @property
     def quiet(self) -> bool:
-        """Whether nobody has it open to write to it, as far as this system could tell of anybody.
+        """Whether nobody has it open for writing; False if the system cannot tell.
 
         It cannot tell of network file systems, nor of a file that is another user's.
         """
         import fcntl
 
         try:
-            fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)  # which is ignored; the usual one ends us
+            fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)  # ignored; the usual signal ends us
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)  # nobody is to wait for it
         except OSError:
@@ -53,7 +53,7 @@ class OpenFile:
         return True
 
     def map(self, *, shared: bool) -> Tensor:
-        """Its content, uint8 `[size]`. What is written to it goes to the file if `shared`, else to nobody else.
+        """Its content, uint8 `[size]`. Writes go to the file if `shared`, else to nobody else.
 
         Raises:
             RuntimeError: the system has no room for it.
@@ -62,11 +62,11 @@ class OpenFile:
 
     @property
     def changed(self) -> bool:
-        """Whether others have written to it since it was opened, which its maps may show."""
+        """Whether others have written to it since it was opened; its maps may show that."""
         return self.path is not None and self._changes() != self._state
 
     def _changes(self) -> tuple[int, int]:
-        """What differs once it was written to."""
+        """Size and times of the file, which a write changes."""
         state = os.fstat(self._descriptor)
         return state.st_size, state.st_mtime_ns
 
@@ -74,7 +74,7 @@ class OpenFile:
 class PrivateMap:
     """A file's content as memory of one holder.
 
-    `copy.deepcopy` maps the file once more: the copy holds what the file does, not what was written here. Pages that
+    `copy.deepcopy` maps the file once more: the copy holds the file's content, without writes to this map. Pages that
     nobody has written to take memory once, however often they are mapped.
 
     Attributes:
@@ -114,7 +114,7 @@ def opened(path: str | os.PathLike) -> OpenFile:
 
 
 def nameless(size: int) -> OpenFile:
-    """A file of `size` zeros that is nothing but memory, of what is written to it.
+    """A file of `size` zeros in memory alone; it takes memory for its written pages.
 
     Raises:
         OSError: the system does not give it.

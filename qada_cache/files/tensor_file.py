@@ -58,12 +58,12 @@ class Spaced:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """In the file."""
+        """The tensor's shape in the file."""
         rows, heads, _, dim = self.tensor.shape
         return rows, heads, self.room, dim
 
     def pieces(self) -> Iterator[Tensor | int]:
-        """One after the other, numbers standing for that many bytes of zeros."""
+        """The tensor's pieces in order; a number stands for that many bytes of zeros."""
         token = self.tensor.shape[3] * self.tensor.element_size()
         for row, length in enumerate(self.lengths):
             for head in self.tensor[row]:
@@ -88,20 +88,22 @@ def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, Kept], state
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     try:
         private.write(target, encoded(kind, tensors, state))
-    except OSError as error:  # which may name nothing, or the unfinished file
+    except OSError as error:  # its own path may be missing, or the unfinished file's
         raise OSError(error.errno, error.strerror or str(error), os.fspath(path)) from error
 
 
 def encoded(kind: str, tensors: Mapping[str, Kept], state: dict[str, Any]) -> Iterator[bytes | memoryview | int]:
-    """The bytes of a file, piece by piece, numbers standing for that many zeros. What is not on the host comes there
-    twice: the checksum stands before it. (safetensors' own function copies all first, and ignores the umask.)
+    """The bytes of a file, piece by piece, numbers standing for that many zeros. Tensors on a device are copied to the
+    host twice, as the checksum stands before them. (safetensors' own function copies all first, and ignores the umask.)
 
     Raises:
         NotImplementedError: as `write`.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
-            raise NotImplementedError(f"{name} is of {tensor.dtype}, which files of qada-cache do not hold")
+            raise NotImplementedError(
+                f"{name} is of {tensor.dtype}, which files of qada-cache do not hold: they hold {', '.join(_TYPES)}"
+            )
     about = {"kind": kind, "version": str(FORMAT_VERSION), "state": json.dumps(state)}
     about["sha256"] = _digest(about["state"], tensors)
     header: dict[str, Any] = {"__metadata__": about}
@@ -128,7 +130,7 @@ def read(path: str | os.PathLike, kind: str, empty: Empty = torch.empty) -> tupl
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is truncated, altered, of another kind, or of another format; the message says which.
+        ValueError: it is truncated, altered, of another kind, or of another format, as the message says.
     """
     path = _found(path, kind)
     with path.open("rb") as file:
@@ -145,8 +147,8 @@ def read(path: str | os.PathLike, kind: str, empty: Empty = torch.empty) -> tupl
 def mapped(
     path: str | os.PathLike, kind: str, empty: Empty = torch.empty
 ) -> tuple[dict[str, Tensor], dict[str, Any], PrivateMap | None]:
-    """As `read`, but not copied into memory: the tensors are views of the map. None: they are copies, as the file is
-    too small to be mapped, the system does not do that, or it cannot tell whether somebody writes to the file.
+    """As `read`, with tensors that are views of the mapped file. A map of None means copies: the file is too small, or
+    the system cannot map it, or cannot tell whether somebody writes to it.
 
     Raises:
         FileNotFoundError, ValueError: as `read`.
@@ -181,9 +183,9 @@ def decoded(content: bytes, kind: str, path: Path) -> tuple[dict[str, Tensor], d
 
 
 def _metadata(path: Path, link: str | Path) -> dict[str, str]:
-    """What the file at `link` says of itself, if it is whole; `path` is what errors call it."""
+    """Metadata of the file at `link`, if it is whole; errors call it `path`."""
     try:
-        with safe_open(link, framework="pt") as file:  # which refuses what is not all there
+        with safe_open(link, framework="pt") as file:  # refuses incomplete files
             return file.metadata() or {}
     except SafetensorError as error:
         raise _broken(path, error) from error
@@ -199,7 +201,7 @@ def _read(path: Path, file: BinaryIO) -> bytes:
 
 
 def _header(content: bytes | memoryview) -> tuple[int, dict[str, str], dict[str, Any]]:
-    """Of a file that safetensors has read: where its tensors begin, what it says of itself, and of every tensor."""
+    """The start of the tensors, the metadata and the entries of a file that safetensors has read."""
     begin = 8 + int.from_bytes(content[:8], "little")
     entries = json.loads(bytes(content[8:begin]))
     return begin, entries.pop("__metadata__", {}), entries

@@ -18,8 +18,8 @@ def sample(model: PreTrainedModel) -> list[str]:
     """For every weight, digests of its name, shape and dtype, and of a few values unless they cannot be read.
 
     Values are not there of a weight that is kept elsewhere, and cannot be read of a tensor class that keeps them to
-    itself. A quantised weight that says what it consists of stands as these tensors. Of a weight that is split over
-    processes, of this part. Remembered until a weight is replaced or written to, as far as torch counts that: it does
+    itself. A quantised weight stands as the tensors it names as its parts. A weight that is split over processes stands
+    as this process's part. Remembered until a weight is replaced or written to, as far as torch counts that: it does
     not for `weight.data`.
     """
     held = model.state_dict(keep_vars=True)
@@ -27,7 +27,7 @@ def sample(model: PreTrainedModel) -> list[str]:
     states = None if any(weight.is_inference() for weight in weights.values()) else _states(weights)
     if states is None or model not in _known or _known[model][0] != states:
         made = _sample(weights)
-        if states is None:  # inference tensors do not count what is written to them
+        if states is None:  # inference tensors do not count writes
             return made
         _known[model] = (states, made)
     return _known[model][1]
@@ -42,7 +42,7 @@ def same(one: list[str], other: list[str]) -> bool:
 
 def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The weight by its name, or the tensors that it consists of by names of their own."""
-    if hasattr(weight, "to_local"):  # a DTensor: what is here
+    if hasattr(weight, "to_local"):  # a DTensor: this process's part
         weight = weight.to_local()
     if not hasattr(weight, "__tensor_flatten__"):  # torch's protocol for classes that wrap tensors
         yield name, weight
@@ -53,7 +53,8 @@ def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _readable(weight: Tensor) -> bool:
-    """Whether values can be read by their places: not of what is kept elsewhere, nor of a class with its own rules."""
+    """Whether values can be read by index: not those of weights kept elsewhere, nor of tensor classes with rules of
+    their own."""
     own_rules = type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return not (own_rules or weight.is_meta or weight.is_quantized) and weight.layout is torch.strided
 
@@ -74,7 +75,7 @@ def _sample(weights: dict[str, Tensor]) -> list[str]:
         index = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), device=weight.device).long()
         places = torch.unravel_index(index, weight.shape) if weight.dim() else ()
         try:
-            with torch._C.DisableTorchFunctionSubclass():  # of a Parameter's subclass, the tensor that it is
+            with torch._C.DisableTorchFunctionSubclass():  # the plain tensor of a Parameter's subclass
                 found = weight.detach()[places].reshape(-1).float()
         except NotImplementedError:  # torch indexes no tensors of dtypes smaller than a byte
             continue

@@ -1,4 +1,4 @@
-"""Our own computation runs in the precision it was written in, whatever the model around it runs in."""
+"""Autocast is switched off around our own computation."""
 
 from contextlib import AbstractContextManager, nullcontext
 

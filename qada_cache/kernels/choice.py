@@ -89,7 +89,7 @@ def decode_kernel(
     tokens by, None if it reads all of them.
 
     Raises:
-        RuntimeError: it is "triton" and there is an obstacle.
+        RuntimeError: it is "triton", and the kernel cannot compute the call.
     """
     call = (query, bulk_keys, bulk_values, criterion)
     if kernels == "auto" and compiled_decode.obstacle(*call) is None:

@@ -1,4 +1,4 @@
-"""Which query heads need the long context, from scores and moments: what every path of a decode step computes.
+"""The decision of a decode step, from scores and moments: the query heads that need the long context.
 
 Shapes are those of one call: scores `[batch, kv_heads, group, queries, columns]` over the near buffer, masks over its
 columns `[batch or 1, 1, 1 or queries, columns]`, as heads are alike, log masses `[batch, kv_heads, group, queries]`.
@@ -43,7 +43,7 @@ def needs_long_context(
 
 
 def log_mass(scores: Tensor, mask: Tensor) -> Tensor:
-    """The log of the sum of exponentials of the scores of the columns in `mask`: of `local`, `log A_local`."""
+    """The log-sum-exp of the scores of the columns in `mask`; for `local` it is `log A_local`."""
     return scores.masked_fill(~mask.unsqueeze(2), -torch.inf).logsumexp(dim=-1)
 
 
@@ -92,7 +92,7 @@ def larger(current: Tensor | None, other: Tensor | None) -> Tensor:
         only = other if current is None else current
         assert only is not None
         return only.masked_fill(only.isnan(), torch.inf)
-    return torch.fmax(current, other)  # which takes a number before a nan
+    return torch.fmax(current, other)  # fmax takes a number before a nan
 
 
 def current_score_moments(

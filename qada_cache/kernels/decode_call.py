@@ -1,4 +1,4 @@
-"""What one decode step of one layer is told, in one place for all kernels."""
+"""The arguments of one decode step of one layer, in one place for all kernels."""
 
 import weakref
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from ..sketch import Sketch
 
 
 class MisfitError(ValueError):
-    """Tensors of which a kernel would read something else, or elsewhere."""
+    """Tensors that a kernel would misread, or read out of bounds."""
 
     def __init__(self, tensors: tuple[Tensor | None, ...]) -> None:
         found = [(t.dtype, str(t.device), list(t.shape)) for t in tensors if t is not None]
@@ -24,7 +24,7 @@ class MisfitError(ValueError):
 class Rows:
     """Which tokens the query of each row sees, checked when it is made: one of these serves all layers of a pass.
 
-    "`rows`" below is 1, where what is said holds for all rows, or their number.
+    "`rows`" below is the number of rows, or 1 if all are alike.
 
     Attributes:
         local, staged: bool `[rows, columns]`, disjoint, of the first columns of the near buffers.
@@ -32,7 +32,7 @@ class Rows:
         decided: bool `[rows]`, False for a padding query: its heads are local, its output finite and unused.
         columns, number: of the near buffers; the greatest `rows`.
         longest: the greatest length; None where to look would be to wait for the device.
-        bound: what a kernel made of this.
+        bound: derived values of a kernel.
 
     Raises:
         ValueError: they do not fit each other, or a length is negative.
@@ -64,13 +64,13 @@ class Rows:
 
     @property
     def device(self) -> torch.device:
-        """Where all of it lies."""
+        """The device of all of it."""
         return self.local.device
 
 
 @dataclass(eq=False)
 class Rule:
-    """How a layer's heads decide, and what they read then: the same object for as long as that is the same.
+    """How a layer's heads decide and select; one object for as long as nothing of it changes.
 
     Attributes:
         scaling: multiplies the scores.
@@ -111,14 +111,13 @@ class Rule:
 
 
 class Binding:
-    """What was checked and bound in a layer's last call, for the next one: nearly always of the same tensors.
+    """The checks and derived values of a layer's last call, for the next one, nearly always with the same tensors.
 
     It knows them by identity and keeps none of them. A copy of a layer has other tensors, and so begins with nothing.
 
     Attributes:
-        bound: what a kernel made of them; None once any of them is another.
-        kernel, rule, other: the kernel that was chosen, None for none, the rule, and another prompt's moments; each
-            behind what it was asked for.
+        bound: a kernel's derived values; None once any tensor is another.
+        kernel, rule, other: the chosen kernel (None: none), the rule, and another prompt's moments; each with its key.
     """
 
     def __init__(self) -> None:
@@ -166,18 +165,18 @@ class DecodeCall:
         query: `[batch, heads, 1, dim]`; all tensors below share its dtype unless one is given.
         near_keys, near_values: `[batch, kv_heads, columns or more, dim]` and `value_dim`.
         bulk_keys, bulk_values: `[batch, kv_heads, capacity, dim]` and `value_dim`.
-        rows: which of these tokens each row has.
-        rule: how to decide, and what to read.
+        rows: the tokens of each row.
+        rule: of decisions and selections.
         mean, covariance: float32 `[batch or 1, kv_heads, dim]` and `[batch or 1, kv_heads, dim, dim]`, moments of the
             first `count` keys of the row's bulk, for eq. 7.
-        count: int64 `[batch or 1]`, if these are given. Where it is 0 they say nothing.
+        count: int64 `[batch or 1]`, if these are given. Moments with a count of 0 do not count.
         other_mean, other_covariance: likewise, of another prompt's keys. If both are given, the larger estimate of
             `A_bulk` counts; if nothing is known, every head with a bulk needs it.
-        sketch: of the bulk's keys, with room for as many tokens. With it, a KV head reads of a bulk of
-            `MIN_TOKENS` and more what `select_tokens` says; a group of which a long-context head finds it
-            `unreliable` reads all, and so does every group without it.
-        pulled: int64 `[]`, to which the bytes of bulk keys and values that were needed are added.
-        sketched: int64 `[]`, to which the bytes of the sketch that were needed are added.
+        sketch: of the bulk's keys, with room for as many tokens. With it, a KV head reads the tokens of `select_tokens`
+            if the bulk has `MIN_TOKENS` and more. A group reads all if one of its long-context heads finds the sketch
+            `unreliable`, and so does every group without a sketch.
+        pulled: int64 `[]`; the bytes of needed bulk keys and values are added to it.
+        sketched: int64 `[]`; the needed bytes of the sketch are added to it.
         places: int64 `[batch, kv_heads, 2]`, contiguous, for a kernel that reads heads elsewhere than in the bulk
             buffers: the addresses of a head's keys and values, laid out token by token as there and a multiple of 16
             bytes; 0 for a head that is in the buffers.
@@ -217,7 +216,7 @@ class DecodeCall:
         return self.query.shape[1] // self.near_keys.shape[1]
 
     def parts(self) -> tuple[Any, ...]:
-        """What only changes when storage does, or what is asked for."""
+        """The parts that change with storage or options alone."""
         return (
             *(self.near_keys, self.near_values, self.bulk_keys, self.bulk_values, self.rule),
             *(self.mean, self.covariance, self.count, self.other_mean, self.other_covariance),

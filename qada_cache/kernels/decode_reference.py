@@ -19,7 +19,9 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     query, rows, rule, sketch, scaling = call.query, call.rows, call.rule, call.sketch, call.rule.scaling
     batch, heads, _, dim = query.shape
     packed = query.reshape(batch, -1, call.group, dim)
-    local, staged, decided = (mask[:, None, None] for mask in (rows.local, rows.staged, rows.decided))  # of every head
+    local, staged, decided = (
+        mask[:, None, None] for mask in (rows.local, rows.staged, rows.decided)
+    )  # the same for every head
     bulk_tokens = rows.bulk_lengths[:, None, None] + staged.sum(dim=-1)
     # Cleared, because a weight of 0 does not keep a nan out of a sum.
     near_keys, near_values = (

@@ -1,21 +1,20 @@
-"""Kernels that are tried before they are used: whether one computes, on this machine, what it should."""
+"""The trial of a kernel before its first use on this machine."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-# Relative and absolute: a few roundings of a softmax average, far below what a part left out would change.
+# Relative and absolute: a few roundings of a softmax average, far below the change by a missing part.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def fault(compute: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor, ...]) -> str | None:
-    """What is wrong with a kernel, in words for a warning; None if nothing is.
+    """A kernel's fault, in words for a warning; None without one.
 
     Args:
         compute: has the kernel compute; the results, on the host.
-        expected: what they should be: of the same shapes and dtypes, floating ones within `TOLERANCE` of the dtype,
-            others exactly.
+        expected: the same shapes and dtypes; floating values within `TOLERANCE` of the dtype, others exactly.
 
     Raises:
         torch.OutOfMemoryError: as `compute` does: it says nothing of the kernel.

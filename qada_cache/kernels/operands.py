@@ -1,4 +1,4 @@
-"""Checks of the tensors whose addresses kernels are given."""
+"""Checks of tensors before kernels take their addresses."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from .decode_call import DecodeCall, MisfitError
 def check(call: DecodeCall) -> None:
     """Raise ValueError unless a kernel that goes by the query's sizes and dtype reads within all tensors of a call.
 
-    Parts that are those of the layer's last call are known to be right. Rows, which each pass has of its own, were
-    checked when they were made, and have to be of such a layer.
+    Parts that are those of the layer's last call are known to be right. Each pass has rows of its own, checked when
+    they were made; here they have to fit the layer.
     """
     query, rows, binding = call.query, call.rows, call.binding
     if not binding.is_of(call):
@@ -66,7 +66,7 @@ def _parts_fit(call: DecodeCall) -> bool:
 
 
 def _sketch_fits(sketch: Sketch, call: DecodeCall) -> bool:
-    """Whether it is one of this bulk, and where kernels that are given addresses alone take it to lie."""
+    """Whether the sketch fits the bulk, in the shapes, dtypes and layout that kernels expect at its addresses."""
     heads, dim, value_dim = tuple(call.bulk_keys.shape[:2]), call.query.shape[3], call.bulk_values.shape[3]
     capacity, words = sketch.scales.shape[2], sketch.codes.shape[2]
     segments = segments_of(capacity) if capacity else 0

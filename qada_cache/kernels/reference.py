@@ -7,7 +7,7 @@ from torch import Tensor
 def partial_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attention over one part of the keys, with what is needed to merge it with another part.
+    """Attention over one part of the keys, and its log-sum-exp for merging with other parts.
 
     Args:
         query: `[batch, heads, queries, dim]`, any floating dtype.

@@ -1,8 +1,8 @@
 """Partial attention by the fused operators torch ships: one pass over the keys, no score matrix.
 
-What is behind `scaled_dot_product_attention` computes the log-sum-exp already; only the operators themselves hand it
-out. They are torch's own business and may change with any release, so each is tried against plain torch when a device
-first meets a dtype and head size, and is used only where it agrees.
+The operators behind `scaled_dot_product_attention` compute the log-sum-exp, and only they return it. They are private
+to torch and may change with any release. So each is tried against plain torch when a device first meets a dtype and
+head size, and is used only if it agrees.
 """
 
 import functools
@@ -62,7 +62,7 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal
     found = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, None, True, 0.0, causal, scale=scaling
     )
-    return found[0], found[1][..., : query.shape[2]]  # it rounds the number of queries up
+    return found[0], found[1][..., : query.shape[2]]  # the operator rounds the number of queries up
 
 
 def _efficient_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -90,7 +90,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return (
         query.dtype == key.dtype == value.dtype
         and query.device == key.device == value.device
-        and query.numel() > 0  # of none the CPU's operator ends the process
+        and query.numel() > 0  # without queries the CPU's operator ends the process
         and key.numel() > 0
         # The CPU's operator takes other strides, and reads by these.
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
@@ -140,7 +140,7 @@ def _splits(query: Tensor, key: Tensor, workers: int) -> int:
 
 @functools.cache
 def _operator(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> Operator | None:
-    """The first of the device's operators that serves and agrees with plain torch; what does not is said once."""
+    """The first of the device's operators that serves and agrees with plain torch; a warning names the others once."""
     if dtype not in TOLERANCE:
         return None
     sample = _sample(dtype, dim, value_dim)
@@ -173,8 +173,8 @@ def _sample(dtype: torch.dtype, dim: int, value_dim: int) -> tuple[Tensor, Tenso
 
 
 def _fault(operator: Operator, sample: tuple[Tensor, Tensor, Tensor], device: torch.device) -> str | None:
-    """What is wrong with an operator over the keys of a sample, and causally over fewer of them (see `fault`)."""
-    scaling = 8 / sample[0].shape[3]  # which makes the score of a query and its own token about 8
+    """An operator's fault over the keys of a sample, and causally over fewer of them (see `fault`)."""
+    scaling = 8 / sample[0].shape[3]  # the score of a query and its own token is then about 8
 
     def calls(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, float, bool]]:
         yield query, key[:, :, :TRIED_TOKENS], value[:, :, :TRIED_TOKENS], scaling, False
@@ -188,7 +188,7 @@ def _fault(operator: Operator, sample: tuple[Tensor, Tensor, Tensor], device: to
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """`out` in the query's dtype and `lse`, in float64, which no setting of torch makes coarser."""
+    """`out` in the query's dtype and `lse`, computed in float64, as no setting of torch lowers its precision."""
     scores = torch.matmul(query.double(), key.double().mT) * scaling
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").triu(1), -torch.inf)

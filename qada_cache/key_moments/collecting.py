@@ -175,7 +175,7 @@ def _lengths(scheme: str, tokens: int, longest: int) -> list[int]:
 
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Without dropout, gradients and autocast, whatever the model was doing.
+    """Run the model without dropout, gradients and autocast.
 
     Moments are kept for later runs, under a name that says the weights and their dtype: an autocast around the first
     run must not change them.
@@ -238,6 +238,7 @@ def _by_layer(found: dict[int, Tensor], layers: int) -> Tensor:
     like = next(iter(found.values()))
     if any(tensor.shape != like.shape for tensor in found.values()):
         raise ValueError(
-            f"layers differ in the shape of their keys: {sorted({tuple(t.shape) for t in found.values()})}"
+            f"layers differ in the shape of their keys, {sorted({tuple(t.shape) for t in found.values()})}: "
+            'use moments="current"'
         )
     return torch.stack([found.get(layer, torch.zeros_like(like)) for layer in range(layers)])

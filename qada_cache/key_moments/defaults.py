@@ -19,8 +19,8 @@ from .tokenizer import find_tokenizer
 logger = logging.get_logger(__name__)
 
 REMEMBERED = 8  # models
-# What prompts' names stand for ("random-words" once were tokens), and how files are laid out. Files of other versions
-# are not found: beside them, one of these would not be the only one of its name.
+# Versions of the prompts' names ("random-words" once were tokens) and of the files' layout. Files of other versions are
+# not found: a config may find only one file of its name.
 VERSIONS = {"naming": 2, "format": tensor_file.FORMAT_VERSION}
 CURRENT = "current"  # the prompt being read
 DEFAULT = f"{CURRENT}+random-tokens"
@@ -33,7 +33,7 @@ Moments = str | os.PathLike | KeyMoments | tuple[str, str | os.PathLike | KeyMom
 
 
 def sources(moments: Moments) -> tuple[bool, str | os.PathLike | KeyMoments | None]:
-    """What `QAdACache(moments=...)` names: whether the current prompt's, and which other prompt's (None: no other's).
+    """The parts of `QAdACache(moments=...)`: whether the current prompt's count, and the other prompt (None: no other).
 
     Raises:
         TypeError, ValueError: it is something else.
@@ -65,16 +65,16 @@ def resolve_moments(
     used: bool,
     shard: HeadShard = WHOLE,
 ) -> tuple[bool, KeyMoments | None]:
-    """What `QAdACache(moments=...)` stands for: whether the current prompt's count, and those of another prompt.
+    """Load or collect `QAdACache(moments=...)`: whether the current prompt's count, and another prompt's moments.
 
     Args:
         moments: see `QAdACache`.
-        model, config: whose; there may be its config alone.
+        model, config: the cache's model, None if only its config is known.
         used: whether the cache will ask for moments; if not, none are collected for it.
-        shard: which heads of the model this process has; moments are of all of them.
+        shard: the heads of this process; moments are of all heads.
 
     Returns:
-        at least one of the two: the current prompt's where another's cannot be had.
+        at least one of the two: the current prompt's if another's cannot be had.
 
     Raises:
         TypeError, FileNotFoundError, ValueError: it is something else, or cannot be loaded or collected.
@@ -114,17 +114,17 @@ def default_moments(
 ) -> KeyMoments:
     """This model's moments on one of `prompts.PROMPTS`: remembered, else read from the file, else collected and kept.
 
-    The file's name holds what determines the moments: the weights (a sample of every one), the config, the dtype, the
-    prompt, and the format. A folder that cannot be written to, or is not the user's alone (`private.opened`), costs a
-    warning, not the moments. Words that cannot be had (`prompts.within_reach`) become tokens, with a warning; those
-    moments are kept under the tokens' name. Processes that share a model collect together or not at all: each keeps a
-    file by its own part of the weights, and one that finds none has all of them collect.
+    The file's name holds all that determines the moments: the weights (a sample of every one), the config, the dtype,
+    the prompt, and the format. A folder that cannot be written to, or is not the user's alone (`private.opened`), costs
+    a warning, not the moments. Words without a tokenizer (`prompts.within_reach`) become tokens, with a warning, and
+    are kept under the tokens' name. Processes that share a model collect together: each keeps a file named by its part
+    of the weights, and if one finds none, all collect.
 
     Args:
-        model: whose.
+        model: the model.
         prompt: one of `prompts.PROMPTS`.
         tokenizer: the model's; without it, the one beside the model (`tokenizer.find_tokenizer`) if one is needed.
-        shard: which heads of the model this process has.
+        shard: the heads of this process.
 
     Raises:
         ValueError: "wiki" without a tokenizer, or with one that does not know its words; or as `KeyMoments.collect`.
@@ -136,13 +136,13 @@ def default_moments(
             kept = _read(path)
         if not shard.everywhere(kept is not None):
             kept = _made(model, prompt, tokenizer, path, shard)
-        assert kept is not None  # it was here, or has been made
+        assert kept is not None  # found or made above
         _remember(path, kept)
     return kept
 
 
 def kept_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Tensor | None:
-    """The query energies that are kept of a model, or of what its config names; None if there are none yet."""
+    """The kept query energies of a model, or of the model that the config names; None if there are none yet."""
     prompt = DEFAULT.removeprefix(f"{CURRENT}+")
     if model is None:
         kept = find_moments(config, prompt)
@@ -155,9 +155,9 @@ def kept_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Te
 def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     """The file that `default_moments` kept for the model that this config was loaded with; None without exactly one.
 
-    The config names a model (its path or repository, and the commit), not its weights, so a config made by hand finds
-    none, and several files of one name (weights changed in memory) are as good as none. Where words were asked for and
-    only tokens are kept, these are found, which is said once.
+    The config names a model by path or repository and commit, not by weights. So a config made by hand finds none, and
+    several files of one name (weights changed in memory) count as none. Instead of missing words, kept tokens are
+    found, with a warning.
     """
     source, found = identity.source(config, **VERSIONS), []
     try:
@@ -215,7 +215,7 @@ def _remember(path: Path, kept: KeyMoments) -> None:
 
 
 def _known(path: Path) -> KeyMoments | None:
-    """What is remembered of a file, else what is in it; None if there is none."""
+    """The moments of a file, from memory or read; None if there is no file."""
     kept = _remembered.get(path) or _read(path)
     if kept is not None:
         _remember(path, kept)
@@ -233,7 +233,7 @@ def _read(path: Path) -> KeyMoments | None:
             except (OSError, ValueError) as error:
                 logger.warning("%s; collecting the moments again", error)
                 return None
-    except OSError:  # which is said when the folder is to be written to
+    except OSError:  # a warning comes with the first write to the folder
         return None
 
 
@@ -250,5 +250,5 @@ def _collect(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
 
 
 def _path(model: PreTrainedModel, prompt: str) -> Path:
-    start = identity.source(model.config, **VERSIONS) or model.config.model_type  # by which a config finds it
+    start = identity.source(model.config, **VERSIONS) or model.config.model_type  # a config finds the file by it
     return home() / FOLDER / f"{start}-{prompt}-{identity.digest(model, **VERSIONS)}.safetensors"

@@ -11,10 +11,10 @@ from ..files import weights
 
 
 def digest(model: PreTrainedModel, **versions: int) -> str:
-    """Of a model's config, dtype and a sample of every weight, wherever it was loaded from.
+    """A digest of a model's config, dtype and a sample of every weight, independent of its path.
 
     Args:
-        versions: of what is kept of it; another version is another digest.
+        versions: of the kept content; another version is another digest.
     """
     whole = {"config": _settings(model.config, versions), "dtype": str(model.dtype)}
     found = hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode())
@@ -23,10 +23,10 @@ def digest(model: PreTrainedModel, **versions: int) -> str:
 
 
 def source(config: PreTrainedConfig, **versions: int) -> str:
-    """Where the weights were loaded from, and which version of them; empty if they were not loaded.
+    """The path or repository of the weights and their commit; empty if they were not loaded.
 
-    A config alone can tell that, and no more: of weights that were changed since, and of a path to the same folder in
-    other words, it says the wrong thing.
+    A config alone tells that, and no more: it is wrong about weights changed since, and about another path to the same
+    folder.
     """
     where = config._name_or_path
     if not where:

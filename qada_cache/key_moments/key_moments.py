@@ -32,16 +32,16 @@ class KeyMoments:
     Args:
         mean: `[lengths, layers, kv_heads, dim]` float32; zeros for layers that are not full attention.
         covariance: `[lengths, layers, kv_heads, dim, dim]` float32, population covariance.
-        lengths: what the first dim counts, ascending, in tokens of bulk; empty (first dim 1) with `rotations`.
+        lengths: of the first dim, ascending, in tokens of bulk; empty (first dim 1) with `rotations`.
         rotations: of every layer, if `mean` and `covariance` are of keys turned back to position 0; else empty.
         model_type: the `model_type` of the config.
-        prompt: what was read: one of `prompts.PROMPTS`, or "custom".
+        prompt: one of `prompts.PROMPTS`, or "custom".
         tokens: how many tokens were read.
-        sink_tokens: how many of the first of them were left out; also where a bulk begins.
-        rope: what determines the model's rotary frequencies (`rope.rope_settings`).
+        sink_tokens: first tokens left out; a bulk begins after as many.
+        rope: the model's rotary settings (`rope.rope_settings`).
         query_energies: `[layers, kv_heads, dim]` float32, mean squares of the channels of the queries, see
-            `query_energies.py`; None where they were not seen.
-        origin: what else is known of where the moments come from: seed, dtype, model's name, library versions.
+            `query_energies.py`; None if unknown.
+        origin: seed, dtype, model's name, library versions.
 
     Raises:
         ValueError: shapes that do not fit each other, nan or infinity, or lengths that do not ascend.
@@ -88,9 +88,9 @@ class KeyMoments:
     def at(self, length: int) -> tuple[Tensor, Tensor]:
         """Moments of a bulk of `length` tokens: mean `[layers, kv_heads, dim]` and covariance `[..., dim, dim]`.
 
-        Averaged over the bulk's positions, exactly `length` of them, where the layers' rotations are known; else those
-        of the greatest of `lengths` up to `length` (moments of a shorter bulk do little harm, of a longer one much).
-        float64 on the CPU.
+        With known rotations they are averaged over the bulk's `length` positions. Otherwise they are those of the
+        greatest of `lengths` up to `length`: moments of a shorter bulk do little harm, of a longer one much. float64 on
+        the CPU.
 
         Raises:
             ValueError: `length` is below 1.
@@ -110,9 +110,9 @@ class KeyMoments:
     def layer(self, layer: int, lengths: Sequence[int], device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Moments of one layer for bulks of these many tokens each, on `device`, float32.
 
-        What this call made is kept for the next, and of earlier calls so much that two caches may take turns. So is
-        what a caller keeps, for as long as that does: any number of caches may take turns that each keep their own.
-        Callers round lengths (`rotation.rounded`), so that few different ones are ever asked for.
+        The results of the latest calls are kept, so that two caches may take turns. Results that a caller holds are
+        found again as well: any number of caches may take turns if each holds its own. Callers round lengths
+        (`rotation.rounded`), so that few differ.
 
         Returns:
             for each length: mean `[1, kv_heads, dim]` and covariance `[1, kv_heads, dim, dim]`.
@@ -121,13 +121,13 @@ class KeyMoments:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of what `layer` and its callers keep on devices, for all caches that share these moments."""
+        """Bytes of moments on devices, for all caches that share these moments."""
         return self._placed.nbytes
 
     # -- files ----------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a file keeps of these moments, under the names `from_file` reads."""
+        """The tensors of a file, under the names that `from_file` reads."""
         kept = {"moments.mean": self.mean, "moments.covariance": self.covariance}
         return kept if self.query_energies is None else kept | {"moments.query_energies": self.query_energies}
 
@@ -174,7 +174,7 @@ class KeyMoments:
 
     @classmethod
     def load(cls, source: str | os.PathLike, *, revision: str | None = None) -> "KeyMoments":
-        """Read what `save` wrote, from a file, or what `push_to_hub` put into a repository of the Hugging Face Hub.
+        """Read a file of `save`, or a repository of the Hugging Face Hub by `push_to_hub`.
 
         Args:
             source: a path, or "hf://owner/name", a repository; nothing is asked of the network for a path.
@@ -254,7 +254,7 @@ class KeyMoments:
         unlike all others.
 
         Args:
-            model: any decoder whose cache layers a `QAdACache` serves.
+            model: any decoder that a `QAdACache` serves.
             tokenizer: the model's. Without it, or with one that does not know our article's words, "random-words" and
                 "single-word" become "random-tokens" and "single-token", and `prompt` of the result says so.
             prompt: "random-words" (the paper's most robust choice), "wiki", "single-word", "random-tokens",
@@ -263,16 +263,16 @@ class KeyMoments:
                 positions are.
             seed: of everything random.
             text: for "random-words", "wiki" and "single-word", instead of the article that comes with this package.
-            scheme: "analytic", keys turned back to position 0, to be averaged over the positions of any bulk; "spread",
-                the same tokens read at positions spread over bulks of ever twice the length, which needs no
-                knowledge of the model's positions; "prompt", the paper's own, the keys as they are read, for bulks of
-                up to `tokens`; "auto", analytic if the rotation of every layer was found out, else spread.
+            scheme: "analytic": keys turned back to position 0, averaged later over the positions of any bulk. "spread":
+                the same tokens read at positions spread over bulks of doubling length, without knowledge of the model's
+                positions. "prompt", the paper's: keys as they are read, for bulks of up to `tokens`. "auto": analytic
+                if the rotation of every layer was found, else spread.
             sink_tokens: see above.
             progress: whether to show a progress bar.
 
         Raises:
-            ValueError: an argument outside its range, a prompt too short, an "analytic" scheme for a model whose
-                rotation was not found out, or no layer whose keys a QAdACache could use.
+            ValueError: an argument outside its range, a prompt too short, scheme "analytic" without a known rotation,
+                or no layer with keys for a QAdACache.
         """
         return cls(
             **collecting.collect(

@@ -1,4 +1,4 @@
-"""Key moments on devices: made once for all caches that go by them, and let go of when none does."""
+"""Key moments on devices: made once for all caches, dropped with the last that uses them."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-KEPT = 2  # lengths whose moments stay on a device at the least
+KEPT = 2  # moments of at least so many lengths stay on a device
 # Caches in several threads may share moments. One lock for all, as locks cannot be copied.
 _placing = threading.Lock()
 
@@ -22,7 +22,7 @@ class Placed:
 
     def __init__(self) -> None:
         self.kept: dict[Any, dict[int, tuple[Tensor, Tensor]]] = {}
-        # All that anyone has: callers may keep what they were given.
+        # All moments alive: callers may keep theirs.
         self._means: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
         self._covariances: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
 
@@ -33,7 +33,7 @@ class Placed:
         device: torch.device,
         make: Callable[[int, int], tuple[Tensor, Tensor]],
     ) -> list[tuple[Tensor, Tensor]]:
-        """As `KeyMoments.layer`; `make(layer, length)` gives what nobody has, without the dimension of rows."""
+        """As `KeyMoments.layer`; `make(layer, length)` gives missing moments, without the dimension of rows."""
         with _placing:
             kept = self.kept.setdefault((layer, device), {})
             found = []
@@ -51,7 +51,7 @@ class Placed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that anyone has."""
+        """Bytes of all moments alive."""
         with _placing:
             pairs = [pair for at in list(self._means) if (pair := self._in_use(at)) is not None]
         return sum(mean.nbytes + covariance.nbytes for mean, covariance in pairs)

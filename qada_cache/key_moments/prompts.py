@@ -16,10 +16,10 @@ UNKNOWN_SHARE = 0.1  # of a text's tokens: beyond it the tokenizer does not know
 
 
 def within_reach(prompt: str, tokenizer: PreTrainedTokenizerBase | None, text: str | None = None) -> str:
-    """The one of `PROMPTS` to read where `prompt` was asked for: the same, or tokens where there can be no words.
+    """`prompt`, or its counterpart of tokens if there can be no words.
 
-    "random-words" and "single-word" of our article (no `text` given) take a tokenizer that knows its words. Without
-    one they are "random-tokens" and "single-token", under which name they go from here on.
+    "random-words" and "single-word" of our article (no `text` given) take a tokenizer that knows its words. Without one
+    they become "random-tokens" and "single-token".
     """
     if prompt not in TOKENS_FOR_WORDS or text is not None:
         return prompt
@@ -37,16 +37,16 @@ def prompt_ids(
     text: str | None = None,
     fewer: bool = False,
 ) -> Tensor:
-    """Token ids `[tokens]` int64 of a prompt of exactly that many tokens, whatever begins a prompt included.
+    """Token ids `[tokens]` int64 of a prompt, special tokens at its start included.
 
     Args:
         prompt: "random-words": words of `text` in random order, each drawn anew. "wiki": `text` as it is.
-            "single-word": one word of `text`, repeated. "random-tokens", "single-token": the same of ordinary tokens of
-            the vocabulary, which takes no tokenizer. Any other string is itself the text; a tensor, the token ids.
-        model: whose vocabulary ordinary tokens are drawn from.
+            "single-word": one word of `text`, repeated. "random-tokens", "single-token": the same with ordinary tokens
+            of the vocabulary, without a tokenizer. Any other string is itself the text; a tensor, the token ids.
+        model: ordinary tokens are drawn from its vocabulary.
         tokenizer: the model's, or None.
         tokens: how many.
-        seed: of everything random.
+        seed: for all random choices.
         text: for "random-words", "wiki" and "single-word", instead of the article that comes with this package.
         fewer: whether a prompt of fewer tokens is taken as it is.
 
@@ -99,19 +99,19 @@ def _words(prompt: str, text: str, count: int, generator: torch.Generator) -> st
 
 
 def knows(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> bool:
-    """Whether a text that became these ids was words to the tokenizer, rather than unknown or nothing at all."""
+    """Whether the tokenizer knew the words of a text with these ids."""
     unknown = tokenizer.unk_token_id
     return len(ids) > 0 and (unknown is None or float((ids == unknown).float().mean()) <= UNKNOWN_SHARE)
 
 
 @torch.no_grad()
 def _norms(embeddings: Any, weights: Tensor) -> Tensor:
-    """Of every token's embedding, float32 on the CPU."""
+    """The norm of every token's embedding, float32 on the CPU."""
     if hasattr(weights, "full_tensor"):  # each process takes in its own part
         return torch.linalg.vector_norm(weights.float(), dim=-1).full_tensor().cpu()
     if type(weights) is Tensor and weights.is_floating_point():
         rows = weights.split(ROWS)
-    else:  # quantised, packed perhaps: what it gives for each token is what only the module knows
+    else:  # quantised, packed perhaps: only the module itself can look tokens up
         ids = torch.arange(embeddings.num_embeddings, device=weights.device)
         rows = map(embeddings, ids.split(ROWS))
     return torch.cat([torch.linalg.vector_norm(part.float(), dim=-1).cpu() for part in rows])

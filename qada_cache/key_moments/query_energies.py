@@ -1,7 +1,7 @@
-"""Where a model's queries look: the energy of their channels, by which the sketch weighs keys (`sketch/codec.py`).
+"""Energies of the channels of a model's queries; the sketch weighs keys by them (`sketch/codec.py`).
 
-It is a property of the model, not of a prompt: positions turn a pair of channels, so over many positions both have the
-same energy, and random tokens say as much of it as prose does.
+Energies are a property of the model, not of a prompt: random tokens give the same ones as prose. Positions turn a pair
+of channels, so over many positions both have the same energy.
 """
 
 import sys
@@ -16,11 +16,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .rotation import Rotation
 
-_observing = threading.Lock()  # two would put back, into one table, what they found of each other there
+_observing = threading.Lock()  # two at once would restore each other's entry in the one table
 
 
 def own_attention(module: torch.nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """What `module` would have called under the attention implementation `name`."""
+    """The function that `module` calls under the attention implementation `name`."""
     # Eager attention is not registered anywhere, each modeling file defines or imports its own; and a file may have a
     # table of its own. A class derived elsewhere uses those of the file it derives from.
     wanted = "eager_attention_forward" if name == "eager" else "ALL_ATTENTION_FUNCTIONS"
@@ -56,7 +56,7 @@ def _observed(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) ->
         yield
     finally:
         del table[name]
-        if original is not None and table.get(name) is not original:  # it was the table's own, not the library's
+        if original is not None and table.get(name) is not original:  # the table had an entry of its own
             table[name] = original
 
 
@@ -76,7 +76,7 @@ class QueryEnergies:
     def by_head(self, layer: int, kv_heads: int, rotation: Rotation | None) -> Tensor | None:
         """Energies float32 `[kv_heads, dim]` of a layer: means over its query heads and over each rotary pair.
 
-        None if its queries were not seen, or are not of that many KV heads. What is not rotated keeps its own.
+        None if its queries were not seen, or are not of that many KV heads. Channels without a rotation keep their own.
         """
         if layer not in self.sums or len(self.sums[layer]) % kv_heads:
             return None

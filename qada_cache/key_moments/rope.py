@@ -1,4 +1,4 @@
-"""What a model does with positions, found by asking the model rather than by knowing its family."""
+"""A model's rotary positions, found by running the model rather than by knowing its family."""
 
 import inspect
 from typing import Any
@@ -45,15 +45,15 @@ def find_rotations(
 ) -> dict[int, Rotation | None]:
     """How each full-attention layer turns its keys with position; None where that was not found out.
 
-    A single token attends to itself alone, so in every layer its key at position `p` is its key at position 0, turned
-    by that layer's rotation and nothing else. One forward pass over single tokens therefore tells which of the model's
-    rotary frequencies a layer uses and how it pairs dims, or that it has no rotary positions.
+    A single token attends to itself alone. So in every layer its key at position `p` is its key at position 0, turned
+    by that layer's rotation. One forward pass over single tokens shows a layer's rotary frequencies and pairs of dims,
+    or that it has no rotary positions.
 
     Args:
         model: in eval mode.
         tokens: a few different token ids `[tokens]`.
-        length: of the sequence whose keys are to be turned back: frequencies may depend on it.
-        shard: which heads this process has.
+        length: of the sequence of keys to turn back: frequencies may depend on it.
+        shard: the heads of this process.
     """
     config = model.config.get_text_config(decoder=True)
     positions = torch.tensor([0, *(position for position in PROBE_POSITIONS if position < length), length - 1])

@@ -1,9 +1,9 @@
 """Rotary positions: turning keys back to position 0, and averaging their moments over the positions of a bulk.
 
 Position `n` turns a key's pairs of dims `(i, partner(i))` by the angles `n * frequency(i)`; dims without a frequency
-stay as they are. If what a key says does not depend on where it stands, then the moments of a bulk at positions
-`first .. first + length - 1` follow from those of the unturned keys, for any length and in closed form: every second
-moment is one of the unturned keys times a mean of `cos` and `sin` of sums and differences of two frequencies.
+stay as they are. If unturned keys do not depend on their positions, the moments of a bulk at positions `first .. first
++ length - 1` follow from theirs in closed form, for any length: every second moment is one of the unturned keys times a
+mean of `cos` and `sin` of sums and differences of two frequencies.
 """
 
 import math
@@ -23,8 +23,7 @@ class Rotation:
     Args:
         dim: dims of a key.
         frequencies: radians per position of each pair of dims; the first `2 * len(frequencies)` dims are turned.
-        layout: which dims make pairs: "half", dim `i` with dim `i + len(frequencies)`; "interleaved", dim `2i` with
-            `2i + 1`.
+        layout: pairs of dims: "half", dim `i` with dim `i + len(frequencies)`; "interleaved", dim `2i` with `2i + 1`.
     """
 
     dim: int
@@ -39,7 +38,7 @@ class Rotation:
 
     @property
     def partners(self) -> Tensor:
-        """The index of every dim's partner int64 `[dim]`; its own of a dim that is not turned."""
+        """The index of every dim's partner int64 `[dim]`; unturned dims are their own partners."""
         return _by_dim(self)[1]
 
     def turn(self, keys: Tensor, positions: Tensor) -> Tensor:
@@ -104,7 +103,7 @@ def _mean_cos_sin(frequency: Tensor, first: int, length: int) -> tuple[Tensor, T
     The sum of a geometric series (Dirichlet's kernel): its middle term's cosine or sine, times a ratio of sines.
     """
     half = frequency / 2
-    whole_turns = (half.sin().abs() < 1e-15) | (frequency == 0)  # 0/0, whose limit is 1
+    whole_turns = (half.sin().abs() < 1e-15) | (frequency == 0)  # 0/0: the limit is 1
     ratio = (length * half).sin() / (length * half.sin()).masked_fill(whole_turns, 1.0)
     ratio = ratio.masked_fill(whole_turns, 1.0)
     middle = (first + (length - 1) / 2) * frequency
@@ -112,9 +111,8 @@ def _mean_cos_sin(frequency: Tensor, first: int, length: int) -> tuple[Tensor, T
 
 
 def rounded(length: int) -> int:
-    """The length whose moments serve `length`: rounded up, by at most 64 tokens or one part in 32.
-
-    A sequence that grows asks for new moments that seldom, and a row gets the same ones whatever else is in its batch.
+    """`length` rounded up by at most 64 tokens or one part in 32, for moments. A growing sequence seldom needs new
+    moments then, and a row gets the same ones in any batch.
     """
     step = max(64, 1 << max(0, math.ceil(math.log2(max(length, 1))) - 6))
     return -(-length // step) * step

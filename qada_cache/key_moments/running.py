@@ -5,14 +5,14 @@ from torch import Tensor
 
 from ..kernels.autocast import without_autocast
 
-BLOCK_TOKENS = 4096  # bounds the float32 copy of the keys whose moments are taken
+BLOCK_TOKENS = 4096  # bounds the float32 copy of new keys
 
 
 class RunningMoments:
     """Count, mean and covariance of the keys of one layer, row by row, in float32.
 
-    Updated by Chan's pairwise merge of centred blocks: stable for keys with large means, and the same whatever
-    the split into blocks, to rounding.
+    Updated by Chan's pairwise merge of centred blocks: stable for keys with large means, and independent of the split
+    into blocks, to rounding.
 
     Attributes:
         count: tokens taken in, one int a row; and `known`, the same as int64 `[batch]` beside the other tensors.
@@ -65,6 +65,6 @@ class RunningMoments:
         self.known, self.mean, self.covariance = (t.to(device) for t in (self.known, self.mean, self.covariance))
 
     def restore(self, count: list[int], mean: Tensor, covariance: Tensor) -> None:
-        """Take over what another one held."""
+        """Take over another one's moments."""
         self.count, self.mean, self.covariance = count, mean, covariance
         self.known = torch.tensor(count, device=mean.device)

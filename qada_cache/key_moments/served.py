@@ -1,4 +1,4 @@
-"""Which layers of a model a cache serves, and what its config says of them, as some models' layers differ in size."""
+"""The layers of a model that a cache serves, and their part of its config, as layers may differ in size."""
 
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
@@ -8,7 +8,7 @@ _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
 def served_layers(cache: DynamicCache) -> list[int]:
     """The layers of `DynamicCache(config=...)` that keep every key: those a QAdACache takes over."""
-    # Exact type: subclasses (sliding windows, indexers, linear attention) keep what they need themselves.
+    # Exact type: subclasses (sliding windows, indexers, linear attention) keep their own states.
     return [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
 
 

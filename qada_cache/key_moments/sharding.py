@@ -1,8 +1,8 @@
-"""Models that are split over processes: which KV heads this one has, and what all of them have to agree on.
+"""Models that are split over processes: the KV heads of this one, and agreement between all.
 
 Under transformers' tensor parallelism every process has some of the KV heads of every layer, with the query heads that
-share them, and sees every token. A decision is about one head and its keys, so it needs no other process. What is kept
-of a whole model (key moments, tables of heads) is by the model's own heads, and each process uses those of its own.
+share them, and sees every token. A decision is about one head and its keys, so it needs no other process. Key moments
+and tables of heads have the whole model's heads, and each process uses its own.
 """
 
 import re
@@ -108,7 +108,7 @@ def _refuse(name: str, found: str) -> NoReturn:
 
 
 def _is_distributed(parameter: Tensor | None) -> bool:
-    # Whoever has made such tensors has imported what they are of; importing it takes long.
+    # Such tensors exist only if their module is imported; importing it takes long.
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(parameter, tensors.DTensor)
 

@@ -9,10 +9,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
     """The tokenizer that lies where the model was loaded from: its folder, its GGUF file or its repository of the Hub.
 
-    For a folder nothing is asked of the network. Code that comes with a tokenizer is not run.
+    A folder needs no network. Code that comes with a tokenizer is not run.
 
     Raises:
-        LookupError: there is none; the message says where it was looked for, and what came of it.
+        LookupError: there is none; the message has the place and the reason.
     """
     config = model.config
     name = config._name_or_path
@@ -27,7 +27,7 @@ def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
         where["revision"] = getattr(config, "_commit_hash", None) or "main"
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **where)
-    except (OSError, ValueError, KeyError, ImportError) as error:  # no files, or of a kind that needs what is missing
+    except (OSError, ValueError, KeyError, ImportError) as error:  # no files, or a missing dependency
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise LookupError(f"none was found at {name} ({reason})") from error
     # For some kinds of model, a folder without a tokenizer's files yields one that knows nothing but special tokens.

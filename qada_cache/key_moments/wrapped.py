@@ -1,4 +1,4 @@
-"""The transformers model inside of what other libraries made of it: `torch.compile(model)`, peft's models."""
+"""The transformers model inside of wrappers: `torch.compile(model)`, peft's models."""
 
 from typing import Any
 

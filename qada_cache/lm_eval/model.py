@@ -25,10 +25,10 @@ def _repeated(requests: list[Instance]) -> dict[int, int]:
 
 
 class QAdALM(HFLM):
-    """An `HFLM` whose prompts are prefilled exactly and whose answers are decoded or scored query-adaptively.
+    """An `HFLM` that prefills prompts exactly, and decodes or scores answers query-adaptively.
 
-    The last token of a prompt counts as part of the answer: its query yields the answer's first token, which would
-    otherwise be full attention's, and so would a whole one-token answer. A text scored from its start
+    The last token of a prompt counts as part of the answer: its query yields the answer's first token. Otherwise that
+    token, and a whole one-token answer, would be full attention's. A text scored from its start
     (`loglikelihood_rolling`) has no prompt: all of it is query-adaptive. (By the current prompt's moments alone, not
     updated, nothing is known then: every head reads everything.)
 
@@ -38,7 +38,7 @@ class QAdALM(HFLM):
         keywords: `cache_*` are the cache's (see `options`); all others are `HFLM`'s.
 
     Attributes:
-        cache_totals: of each task run, what its caches did in this process.
+        cache_totals: statistics of the caches of each task, in this process.
         cache_tuned: the tuned setting that these caches take; "" if they take none.
 
     Raises:
@@ -88,8 +88,8 @@ class QAdALM(HFLM):
     def _by_task(self, run: Callable[..., list], requests: list[Instance], disable_tqdm: bool) -> list:
         """`run(requests)`, one task after the other: no cache serves two tasks, so its counters are one task's.
 
-        A process that shares requests with others runs its own as if it were alone, and what lm-eval has it repeat not
-        again: that is for models that compute together, and would be counted.
+        A process that shares requests with others runs its own requests alone, and not the repeated ones that lm-eval
+        adds: those are for models that compute together, and would be counted.
         """
         results: list[Any] = [None] * len(requests)
         repeated = _repeated(requests)

@@ -15,7 +15,7 @@ KEYWORDS = tuple(
 
 
 def split_arguments(cache: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Model arguments as keywords of `QAdACache`, and what is left of them for `HFLM`.
+    """Split model arguments into keywords of `QAdACache` and those of `HFLM`.
 
     Args:
         cache: "qada", "oracle", "static", "local" or "dense".

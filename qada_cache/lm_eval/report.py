@@ -1,4 +1,4 @@
-"""What the caches of a run did, task by task, put into lm-eval's results."""
+"""Statistics of a run's caches, task by task, in lm-eval's results."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Totals:
         local, kv_local: of those, how many called a query head local, or did not need a KV head's bulk; the mean
             over heads.
         pulled_bytes: bulk bytes read by query-adaptive calls.
-        read_bytes, offered_bytes: what `CacheStats.read_share` is the share of: bytes read, of how many.
+        read_bytes, offered_bytes: their ratio is `CacheStats.read_share`.
         device_bytes, host_bytes: the most that one batch's cache held, of each kind.
     """
 
@@ -47,13 +47,13 @@ class Totals:
         self.host_bytes = max(self.host_bytes, stats.host_bytes)
 
     def merge(self, other: "Totals") -> None:
-        """Take in what another process did; the bytes held are those of the process that held most."""
+        """Add another process's totals; bytes held are the larger of both."""
         for name in (field.name for field in fields(self)):
             combine = max if name in ("device_bytes", "host_bytes") else sum
             setattr(self, name, combine([getattr(self, name), getattr(other, name)]))
 
     def metrics(self) -> dict[str, Any]:
-        """As entries of lm-eval's results, which its table prints beside the scores."""
+        """The totals as entries of lm-eval's results; its table prints them beside the scores."""
         return {
             "cache_sparsity,none": self.local / self.decisions if self.decisions else NOT_MEASURED,
             "cache_kv_sparsity,none": self.kv_local / self.decisions if self.decisions else NOT_MEASURED,

@@ -1,4 +1,4 @@
-"""Teacher forcing through a QAdACache: which tokens a log-likelihood request has the model read, in which calls."""
+"""Teacher forcing through a QAdACache: the tokens and calls of log-likelihood requests."""
 
 import copy
 import logging
@@ -77,7 +77,7 @@ def score(
     A prefix is read once per batch however many rows share it, and once for neighbouring batches of the same prefixes.
 
     Yields:
-        what each batch's cache did, and of each request `(index, log-likelihood, whether greedy decoding agrees)`.
+        totals of each batch's cache, and for each request `(index, log-likelihood, whether greedy decoding agrees)`.
     """
     prefixes = [list(dict.fromkeys(row.prefix for row in batch)) for batch in batches]
     for number, batch in enumerate(batches):

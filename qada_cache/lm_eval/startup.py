@@ -1,9 +1,8 @@
-"""What makes `lm_eval --model hf --model_args ...,cache=qada` work with stock lm-eval: three small post-import hooks.
+"""Three post-import hooks, for `lm_eval --model hf --model_args ...,cache=qada` with stock lm-eval.
 
-Installing the package puts this file into site-packages as `_qada_cache_startup`, outside the package, and beside it a
-`.pth` file that has every interpreter call `install()`, unless QADA_LM_EVAL_HOOK=0. So this module imports nothing but
-`sys` (not qada_cache, hence not torch), and what it changes in lm-eval imports qada_cache only for a model that was
-asked for a `cache`.
+Installing the package puts this file into site-packages as `_qada_cache_startup`, outside the package. A `.pth` file
+beside it has every interpreter call `install()`, unless QADA_LM_EVAL_HOOK=0. So this module imports nothing but `sys`
+(not qada_cache, hence not torch). The hooks import qada_cache only for a model with a `cache` argument.
 """
 
 import sys
@@ -70,7 +69,7 @@ def _teach_hflm(huggingface):
 
 
 def _add_tasks(manager):
-    """After `lm_eval.tasks.manager`: our tasks are found by name wherever lm-eval's own are, whose names win."""
+    """After `lm_eval.tasks.manager`: our tasks are found by name like lm-eval's own, which win over ours."""
     from importlib.util import find_spec
     from pathlib import Path
 

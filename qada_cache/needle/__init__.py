@@ -1,10 +1,10 @@
 """The needle model: a 0.9M-parameter Llama for trying the cache on a CPU, without downloading anything.
 
 It is a test model, trained for minutes on the synthetic text of `qada_cache.needle.tasks`. Its heads are local by
-default and turn long-context when a question asks for something far away, which is what the cache needs to be
-tested and shown. Much of that is trained in: its last stages penalise far attention, and train the Gaussian estimate
-of it, so that the heads a question needs are found with key moments of random words and mostly missed with those of
-the prompt itself. What it measures is no evidence about a real language model's quality.
+default and turn long-context for a question about something far away, as tests of the cache need. Training sees to
+that: its last stages penalise far attention, and train the Gaussian estimate of it. So key moments of random words find
+the heads that a question needs, and moments of the prompt itself mostly miss them. Measurements on this model are no
+evidence about a real language model's quality.
 
     model, tokenizer = load_model(), load_tokenizer()
     prompt = make_prompt(tokens=4096)

@@ -1,4 +1,4 @@
-"""Generation that keeps conversations between requests: what `generate(custom_generate=FOLDER)` and `serve` run.
+"""Generation that keeps conversations between requests, for `generate(custom_generate=FOLDER)` and `serve`.
 
 transformers takes another generation from a folder that holds `custom_generate/generate.py`; this one is such a folder.
 """

@@ -1,4 +1,4 @@
-"""The caches that a model's last conversations left, to be gone on with by a request that begins like one of them."""
+"""Caches of a model's last conversations. A request that begins like one of them goes on with it."""
 
 import threading
 import time
@@ -23,16 +23,16 @@ SECONDS = 3600.0  # that one is kept unused
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model's conversations may take.
+    """Limits of a model's conversations.
 
     Args:
         conversations: how many are kept, the one under way included.
-        memory: bytes that their caches take, on host and devices together: an int, or a float in [0, 1], that share of
-            the memory that this process may have.
+        memory: of their caches, on host and devices together: bytes (an int), or a share of this process's memory (a
+            float in [0, 1]).
         seconds: since one was last used.
 
     Raises:
-        ValueError: one of them is no such number.
+        ValueError: a limit of another type, or out of its range.
     """
 
     conversations: int = CONVERSATIONS
@@ -51,7 +51,7 @@ class Limits:
 
     @property
     def bytes(self) -> int:
-        """That the caches may take."""
+        """Bytes of memory for the caches."""
         return self.memory if isinstance(self.memory, int) else int(self.memory * host_memory())
 
 
@@ -60,7 +60,7 @@ class Counters:
     """Since the process began, for a server to export.
 
     Attributes:
-        requests: calls whose cache can be kept.
+        requests: calls with a cache that can be kept.
         continued: of these, the ones that went on with a conversation.
         prompt_tokens, kept_tokens: of all these calls; of these, the ones that were not read again.
         evicted, expired: conversations that went for want of room; that nobody had gone on with for too long.
@@ -79,9 +79,9 @@ class Counters:
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    tokens: Tensor  # [tokens] on the host: those that the cache holds, from the first
+    tokens: Tensor  # [tokens] on the host: the cache's tokens, from the first
     cache: QAdACache
-    options: dict[str, Any]  # it was built with
+    options: dict[str, Any]  # of its cache
     weights: list[str]  # a sample of the model's that filled it
     key: str | None  # whose it is
     continued: bool  # whether anybody has gone on with it, as nobody does with a prompt that is asked once
@@ -101,7 +101,7 @@ class Conversations:
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
-        self._taken: weakref.WeakSet[QAdACache] = weakref.WeakSet()  # of conversations that were gone on with
+        self._taken: weakref.WeakSet[QAdACache] = weakref.WeakSet()  # caches of continued conversations
         self._counters = Counters()
         self._lock = threading.Lock()
 
@@ -122,17 +122,17 @@ class Conversations:
         limits: Limits,
         key: str | None = None,
     ) -> QAdACache:
-        """The cache to read `prompt` with: it holds the longest beginning of it that is kept, and nothing else.
+        """A cache that holds the longest kept beginning of `prompt`, and nothing else.
 
         At least the prompt's last token is left to be read, as the next one's logits come of it. A conversation that
-        shares less than half of what its cache holds is left for its own next turn, and a new cache is built.
+        shares less than half of its cache's tokens is left for its own next turn, and a new cache is built.
 
         Args:
             model: the one all these caches are of.
             prompt: token ids `[tokens]` of one row, on the host.
             options: of `QAdACache`; a cache that was built with others is passed over.
             limits: conversations that exceed them make room.
-            key: whose conversation this is; another's is passed over.
+            key: of the conversation's owner; conversations of other keys are passed over.
 
         Raises:
             TypeError, ValueError, FileNotFoundError, NotImplementedError: as `QAdACache`.
@@ -181,9 +181,9 @@ class Conversations:
             self._kept.clear()
 
     def _make_room(self, limits: Limits, *, conversations: int = 0, taken: int = 0) -> None:
-        """Forget what is too old, and then as many as the limits ask for, besides so many that are under way.
+        """Drop conversations that are too old, then as many as the limits ask for, beside those under way.
 
-        What is too large by itself goes first, the newest last. Of the others those go first that nobody has gone on
+        Caches too large by themselves go first, the newest last. Of the others those go first that nobody has gone on
         with, the oldest first: prompts that are asked once make room for one another, and flush no conversation.
         """
         oldest = time.monotonic() - limits.seconds
@@ -213,11 +213,11 @@ _lock = threading.Lock()
 
 
 def conversations_of(model: PreTrainedModel) -> Conversations:
-    """This model's; they go when it goes."""
+    """This model's conversations; they are dropped with the model."""
     with _lock:
         return _of.setdefault(model, Conversations())
 
 
 def counters(model: PreTrainedModel) -> dict[str, int]:
-    """What became of this model's requests: `Counters`, by name, for a server to export."""
+    """The `Counters` of this model's requests, by name, for a server to export."""
     return conversations_of(model).counters

@@ -13,8 +13,8 @@ _CODE = "auto_map"  # by which a config names code, of its own folder or of any 
 def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
     """Make the folder `out`: links to the files of the model's folder, none of its code, and our `generate.py`.
 
-    `--trust-remote-code` trusts all the code that a folder holds or names. So Python files are left out, and of configs
-    that name code there are copies that do not.
+    `--trust-remote-code` trusts all the code that a folder holds or names. So Python files are left out, and configs
+    that name code are copied without these names.
 
     Args:
         model: a folder that the model can be loaded from.
@@ -38,7 +38,7 @@ def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
 
 
 def _without_code(file: Path) -> Any:
-    """What a config says, without the code that it names; None if it names none."""
+    """A config without the names of code; None if it has none."""
     text = file.read_text(encoding="utf-8")
     if f'"{_CODE}"' not in text:
         return None

@@ -15,7 +15,7 @@ from .conversations import CONVERSATIONS, MEMORY, SECONDS, Limits, conversations
 # One of transformers' own loggers: `transformers serve --log-level info` shows what it says.
 logger = logging.get_logger("transformers.qada_cache")
 
-# Arguments of `generate` that leave what a cache holds as it is: the keys and values of the row of tokens.
+# Arguments of `generate` under which a cache holds the keys and values of the row of tokens, and no others.
 _HARMLESS = {
     *("input_ids", "attention_mask", "tokenizer", "streamer", "logits_processor", "stopping_criteria"),
     *("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask"),
@@ -35,27 +35,27 @@ def generate(
     one_user: bool = True,
     **arguments: Any,
 ) -> Any:
-    """`model.generate` with a QAdACache, which is kept for the next call that goes on with the same text.
+    """`model.generate` with a QAdACache, kept for the next call on the same text.
 
-    Kept are the caches of calls with one row of tokens and an attention mask of ones, by greedy decoding or sampling,
-    that return token ids alone. Of the next such call's prompt only what differs is read. Every other call gets a
-    cache of its own, unless it brings one or wants none (`use_cache=False`): those are handed through as they are.
+    A cache is kept if the call has one row of tokens and an attention mask of ones, decodes greedily or samples, and
+    returns token ids alone. The next such call reads the new tokens of its prompt alone. Every other call gets a cache
+    of its own, unless it brings one or wants none (`use_cache=False`): those are handed through as they are.
 
     A cache that was kept is passed over if weights have been replaced or written to since, as far as torch counts
-    that. After changing which adapters are active, or `weight.data`, call this once with `conversations=0`.
+    that. After a change of active adapters or of `weight.data`, call this once with `conversations=0`.
 
     A call that fails, or is stopped by its streamer, leaves its prompt's cache if it was whole then, and else none.
 
     Args:
         inputs, generation_config, arguments: as for `model.generate`.
-        model: whose generation this is.
+        model: the model.
         cache_options: of `QAdACache`.
-        conversations: whose caches are kept of this model, in host memory or where `cache_options` say; 0: none, and
-            those there are go.
+        conversations: number of kept caches of this model, in memory by `cache_options`; 0: none, and kept ones are
+            dropped.
         conversations_memory: bytes that they may take: an int, or a float in [0, 1], that share of the host's memory.
         conversations_seconds: for how long one is kept that nobody goes on with.
-        conversation_key: whose conversation this is. A call goes on with those of its own key alone. A request names it
-            as an attribute of its generation config.
+        conversation_key: of the conversation's owner. A call goes on with those of its own key alone. A request names
+            it as an attribute of its generation config.
         one_user: whether all calls without a key are one user's, and may go on with each other's conversations. False:
             nothing of them is kept.
 
@@ -69,7 +69,7 @@ def generate(
     """
     limits = Limits(conversations, conversations_memory, conversations_seconds)
 
-    kind: Any = type(model)  # of the model itself, `generate` may be this very function
+    kind: Any = type(model)  # the model's own `generate` may be this very function
 
     def stock(**cache: Any) -> Any:
         return kind.generate(model, inputs, generation_config, **arguments, **cache)
@@ -98,7 +98,7 @@ def generate(
     try:
         output = stock(past_key_values=cache)
     except BaseException:
-        # What was generated is not known here. A cache that read the prompt is no cause of the failure.
+        # The generated tokens are not known here. A cache that read the prompt is no cause of the failure.
         if cache.get_seq_length() >= len(prompt):
             with contextlib.suppress(RuntimeError):  # layers hold different tokens, or have no way back: it is dropped
                 cache.crop(len(prompt) - cache.get_seq_length())
@@ -109,10 +109,10 @@ def generate(
 
 
 def _one_row(ids: Any, settings: GenerationConfig, others: Mapping[str, Any]) -> Tensor | None:
-    """The token ids `[tokens]` of a call whose cache can be kept, on the host; None if it is another call.
+    """The token ids `[tokens]` of a call with a cache that can be kept, on the host; None for other calls.
 
     Args:
-        ids: what the model is to read.
+        ids: of the prompt.
         settings: all that the call asks of generation.
         others: its other arguments.
     """
@@ -120,7 +120,7 @@ def _one_row(ids: Any, settings: GenerationConfig, others: Mapping[str, Any]) ->
     plain = (
         settings.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and settings.num_return_sequences in (None, 1)
-        and not settings.return_dict_in_generate  # what comes back would hold the cache
+        and not settings.return_dict_in_generate  # its result would hold the cache
         and settings.cache_implementation is None  # refused by `model.generate` beside a cache
         and others.keys() <= _HARMLESS
     )

@@ -8,7 +8,7 @@ _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_
 
 
 def host_memory() -> int:
-    """Bytes: the machine's, a container's or what `ulimit -v` leaves, whichever is least."""
+    """Bytes: the least of the machine's, the container's and the rest under `ulimit -v`."""
     found = [_machine(), *filter(None, map(_number, _CGROUPS))]
     if sys.platform != "win32":
         import resource
@@ -21,7 +21,7 @@ def host_memory() -> int:
 def _machine() -> int:
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return sys.maxsize  # a system that does not say: the count of conversations and their age are limits too
+    return sys.maxsize  # unknown: the number and age of conversations are limits too
 
 
 def _number(path: str) -> int | None:

@@ -1,1 +1,1 @@
-"""What a cache and its layers hold beside tokens: options, counters, how far a pass has come."""
+"""A cache and its layers beside their tokens: options, counters, progress of a pass."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..storage.geometry import Geometry
 
-PENDING = 32  # calls whose flags are kept until they are summed: a sum for each would cost more than its decision
+PENDING = 32  # flags of so many calls are summed at once: a sum for each would cost more than its decision
 AUDITED = 5  # sums of an audit
 PLAIN = (
     *("decisions", "steps", "pulled_bytes", "spared_bytes", "sketched_bytes", "offered_bytes"),
@@ -23,8 +23,8 @@ class Counters:
         decisions, steps, pulled_bytes, spared_bytes, sketched_bytes, offered_bytes, streamed_bytes: see `CacheStats`;
             `pulled_bytes`, `spared_bytes` and `sketched_bytes` become int64 tensors `[]` on the device once a kernel
             counts them there.
-        audited: float64 `[5]`, sums over audited decisions of query heads: all of them; those long-context in truth; of
-            these, the ones found; those called long-context; the attention missed. None before the first.
+        audited: float64 `[5]`, sums over audited decisions of query heads: all; truly long-context; of these, found;
+            called long-context; missed attention. None before the first.
         audited_bytes: bulk bytes read for audits.
     """
 
@@ -85,7 +85,7 @@ class Counters:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a file keeps, by name."""
+        """The counters of a file, by name."""
         plain = {name: getattr(self, name) for name in PLAIN}
         return plain | {"local_heads": self.local_heads, "local_groups": self.local_groups}
 
@@ -104,7 +104,7 @@ class Counters:
             real = torch.stack([where.expand(shape[0], 1, shape[3]) for where in decided]).unsqueeze(3)
             local = ~torch.stack(flags) & real  # [calls, batch, kv_heads, group, queries]
             heads, groups = local.sum(dim=(0, 1, 4)), local.all(dim=3).sum(dim=(0, 1, 3))
-            # What was loaded from a file may lie on another device than the model.
+            # Counts from a file may lie on another device than the model.
             self._local_heads = heads if self._local_heads is None else self._local_heads.to(heads) + heads
             self._local_groups = groups if self._local_groups is None else self._local_groups.to(groups) + groups
         self._pending.clear()

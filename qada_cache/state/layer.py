@@ -15,7 +15,8 @@ from .shared import Shared
 
 
 def _no_tensor(name: str) -> Any:
-    """The property `keys` or `values`, for code that takes a layer for transformers' own: an error once it holds any.
+    """The property `keys` or `values`, for code that takes a layer for transformers' own. It raises once the layer
+    holds tokens.
 
     There is no single tensor to return: on an accelerator, making one would copy the whole bulk to the device, and it
     would lack the padding. An empty layer returns None.
@@ -39,19 +40,20 @@ def _no_tensor(name: str) -> Any:
 
 
 class QAdALayer(DynamicLayer):
-    """One full-attention layer: its tokens, its padding, and what it did.
+    """One full-attention layer: its tokens, padding and counters.
 
-    `update` only takes new tokens in; they are stored by the registered attention function (`attention/forward.py`),
-    which has the mask that tells real tokens from padding, and the queries.
+    `update` only tags new tokens. The registered attention function (`attention/forward.py`) stores them: it has the
+    queries, and the mask that tells real tokens from padding.
 
     Attributes:
         store: the real tokens; None before the first update.
         seen: logical tokens, padding included (what transformers calls the sequence length).
-        padding: which of them are padding; shared by the layers of a cache.
+        padding: of these tokens; shared by the layers of a cache.
         incoming: the key tensor handed out by `update` and not yet seen by the attention function.
-        counters: what it did.
-        binding: what decode kernels keep between its steps.
-        following: the next such layer of the cache, whose heads may be fetched while this one computes; None: the last.
+        counters: decisions and bytes.
+        binding: of decode kernels, kept between steps.
+        following: the cache's next layer of this kind; its heads may be fetched while this one computes. None: this is
+            the last.
     """
 
     supports_early_init = False  # nothing is preallocated by transformers' export path
@@ -78,7 +80,7 @@ class QAdALayer(DynamicLayer):
 
     @property
     def options(self) -> Options:
-        """What the cache was asked for."""
+        """The cache's options."""
         return self.shared.options
 
     def follow_options(self) -> None:
@@ -93,7 +95,7 @@ class QAdALayer(DynamicLayer):
             self.store.keep_sketch(self.options.kept_bits, self._energies())
 
     def _energies(self) -> Tensor | None:
-        """Of the queries, those of the heads that this process has `[kv_heads, dim]`; None if they are not known."""
+        """Query energies of this process's heads `[kv_heads, dim]`; None if they are not known."""
         energies = self.options.query_energies
         return None if energies is None else self.shared.model.shard.own(energies[self.index], 0)
 
@@ -121,7 +123,7 @@ class QAdALayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take in new tokens `[batch, kv_heads, tokens, dim]`; what comes back is only for our attention function.
+        """Tag new tokens `[batch, kv_heads, tokens, dim]`; the result is for our attention function alone.
 
         Raises:
             RuntimeError: gradients are recorded, the batch size or dtype changed, or the last tokens never reached us.
@@ -175,7 +177,7 @@ class QAdALayer(DynamicLayer):
         self.shared.progress.back_to(self.index - 1)
 
     def read_mask(self, mask: Tensor | None, *, batch: int, tokens: int) -> Tensor | None:
-        """Compare what a mask says of the tokens stored with what was stored, and note new padding.
+        """Compare a mask with the stored tokens, and note new padding.
 
         Args:
             mask: as the model hands it to its attention function.

@@ -1,4 +1,4 @@
-"""What a QAdACache was asked for: how it decides and what it keeps where, validated once."""
+"""Options of a QAdACache, validated once."""
 
 import sys
 from dataclasses import dataclass

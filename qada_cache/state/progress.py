@@ -1,4 +1,4 @@
-"""How far the forward pass or change under way has come, so that one that was interrupted is noticed."""
+"""Progress of the forward pass or change under way, to notice an interruption."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 class Progress:
     """The layer that called the cache last, and the calls that it has made in this pass.
 
-    A layer may hold attention and states of another kind. It calls once a pass for each of them, in an order of its
-    own. So the same call again belongs to another pass.
+    A layer may hold attention and states of another kind. It makes one call a pass for each, in an order of its own.
+    The same call again belongs to another pass.
 
     Attributes:
-        reached: the layer; -1 before the first.
-        told: its calls; None: all that it makes in a pass.
-        versions: of its states (`watched._versions`), when it made the first of its calls.
+        reached: the layer that called last; -1 before the first call.
+        told: calls of that layer in this pass; None: it has made all of them.
+        versions: of that layer's states (`watched._versions`), at its first call.
         written: by kind of layer, the states that layers before it wrote in this pass.
         changing: the verb ("crop") that all layers are going through, one after the other; empty if there is none.
     """
@@ -41,5 +41,5 @@ class Progress:
         self.told.add(event)
 
     def back_to(self, layer: int) -> None:
-        """Forget what came after this layer, which has made all its calls in this pass."""
+        """Forget calls of later layers; this one has made all its calls in this pass."""
         self.reached, self.told = layer, None

@@ -1,4 +1,4 @@
-"""What a file keeps of one layer, and back. No number of it is believed before it agrees with all the others."""
+"""One layer as a record for a file, and back. No number of it is believed before it agrees with all the others."""
 
 from typing import Any
 
@@ -28,8 +28,8 @@ _DTYPES = {"mean": torch.float32, "covariance": torch.float32, "local_heads": to
 
 
 def layer_record(layer: QAdALayer) -> dict[str, Any]:
-    """Everything `restore_layer` needs. The unused room of buffers is left out, but for the bulk's: its tokens are read
-    where they lie in the file, and others may follow them."""
+    """Everything `restore_layer` needs. Unused room of buffers is left out. The bulk keeps its room, as its tokens are
+    used in the file itself, and others may follow them."""
     layer.check_settled()
     if layer.store is None:
         return {}
@@ -49,8 +49,8 @@ def layer_record(layer: QAdALayer) -> dict[str, Any]:
 
 
 def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap | None) -> None:
-    """The inverse of `layer_record`, for a layer that is empty; `source` is what the bulk's tensors are views of, if
-    they are no tensors of their own.
+    """The inverse of `layer_record`, for an empty layer. `source` is the mapped file under the bulk's tensors, None if
+    they are copies.
 
     Raises:
         ValueError: the record contradicts itself, or the cache's options.
@@ -59,7 +59,7 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
         return
     try:
         padding = _check(layer, record)
-    except (KeyError, TypeError, AttributeError) as error:  # something is missing, or another kind of thing
+    except (KeyError, TypeError, AttributeError) as error:  # a field is missing, or of another kind
         raise ValueError(f"layer {layer.index} is no record of a layer: {error!r}") from error
     layer.lazy_initialization(record["near_keys"], record["near_values"])
     store = layer.store
@@ -130,7 +130,7 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     kept = all(gone >= 0 and tail >= (window if gone else 0) for gone, tail in zip(flushed, tails, strict=True))
     require(kept and max(tails) == end, f"{lengths} tokens, {flushed} of them flushed, in {end} columns")
     if options.tracks_moments:
-        behind = not options.update_moments and record["decoded"]  # frozen moments leave out what was decoded
+        behind = not options.update_moments and record["decoded"]  # frozen moments leave out decoded tokens
         pairs = zip(record["count"], stored, strict=True)
         require(
             all(0 <= count <= most if behind else count == most for count, most in pairs),

@@ -1,4 +1,4 @@
-"""What the layers of one cache have in common."""
+"""Objects that the layers of one cache share."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -21,11 +21,11 @@ class ServedModel:
     Attributes:
         model_type: its decoder's.
         config: its decoder's, compared by identity.
-        whole_config: the model's, of which `config` is a part, or the same.
+        whole_config: the model's; `config` is a part of it, or the same.
         dtype: the model's; None if the cache was built with a config alone.
         reference: to the model; None likewise.
-        layers: indices of the full-attention layers, those that the cache serves itself.
-        shard: which of their heads this process has.
+        layers: indices of the full-attention layers, served by the cache itself.
+        shard: this process's part of their heads.
     """
 
     model_type: str
@@ -49,9 +49,9 @@ class Shared:
     """One object that a cache and all its layers refer to.
 
     Attributes:
-        options: what the cache was asked for.
+        options: the cache's.
         model: the one served.
-        forward_pass: what layers compute once per pass.
+        forward_pass: padding and masks, computed once a pass.
         progress: how far the pass under way has come.
         residents: heads that lie on the device as well.
     """

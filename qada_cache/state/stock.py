@@ -1,4 +1,4 @@
-"""What a file keeps of transformers' own layers, and of all layers of a cache together: is it that of one text?"""
+"""Checks of transformers' own layers from a file, and of all layers together: they have to hold one text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ COUNTED = "cumulative_length"  # the one number of such a layer that a text chan
 
 
 def check_stock(layer: Any, record: dict[str, Any]) -> None:
-    """Raise ValueError unless the attributes `record` could be those of `layer`, which is new and empty."""
+    """Raise ValueError unless `record` has possible attributes of `layer`, a new and empty one."""
     fresh, kind = vars(layer), type(layer).__name__
 
     def require(fits: Any, what: str) -> None:
@@ -41,7 +41,7 @@ def check_stock(layer: Any, record: dict[str, Any]) -> None:
 
 
 def check_alike(layers: Sequence[Any]) -> None:
-    """Raise ValueError unless these, which a file was read into, hold the same tokens of as many rows."""
+    """Raise ValueError unless these layers from a file hold the same tokens of as many rows."""
     ours = [layer for layer in layers if isinstance(layer, QAdALayer) and layer.store is not None]
     texts = [(layer.seen, layer.store.lengths, layer.store.flushed) for layer in ours if layer.store is not None]
     if any(text != texts[0] for text in texts) or not all(layer.padding.equals(ours[0].padding) for layer in ours):

@@ -1,1 +1,1 @@
-"""Where the tokens of a layer lie, and how they are read."""
+"""Storage of a layer's tokens, and reads of it."""

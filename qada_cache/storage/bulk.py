@@ -1,4 +1,4 @@
-"""Where the bulk of a layer's keys and values lives: preallocated, on the host when offloading."""
+"""Storage of a layer's bulk, its older keys and values: preallocated, on the host when offloading."""
 
 import copy
 from collections import deque
@@ -19,7 +19,7 @@ logger = logging.get_logger(__name__)
 GRANULE = 256  # tokens; capacities are multiples of it
 GROWTH = 1.25  # a full store grows to this multiple of the need, so that copying is amortised over many tokens
 GOLDEN = 0.618034  # multiples of it, modulo 1, are spread evenly over [0, 1), however many there are
-NOTES = 8  # a host that runs further ahead of the device than so many calls forgets what the older ones flagged
+NOTES = 8  # a host that runs further ahead of the device forgets the flags of older calls
 STREAM_TOKENS = 32768  # tokens of one head in a block that is streamed through the device
 
 
@@ -28,18 +28,17 @@ class Bulk:
 
     Layout `[batch, kv_heads, capacity, dim]`; row `r` holds its first `lengths[r]` tokens, the rest is not
     initialised and never read. With `offloading` on an accelerator the storage is pinned host memory, and heads may be
-    kept on the device as well (`residents.py`); everywhere else it lies on the compute device and nothing is copied to
-    be read.
+    kept on the device as well (`residents.py`). Otherwise it lies on the compute device, and reads are views.
 
     Attributes:
         lengths: tokens of each row.
         token_bytes: of one token of one head.
-        source: what `keys` and `values` are part of if copies share it, or a file; else None.
-        unwritten: with it, of each row the first tokens that are there, and so are the same in every copy.
+        source: the memory that copies share, or the file, under `keys` and `values`; else None.
+        unwritten: leading tokens of each row that still lie in `source`, the same in every copy.
         residents: the heads that are on the device as well.
         flagged: heads that the last adaptive call read.
-        early: those whose copies were started before they are asked for.
-        noted: what kernels that read heads where they lie have flagged, `[batch, kv_heads]` each, not yet learnt from.
+        early: copies of heads, started before they are asked for.
+        noted: flags `[batch, kv_heads]` of kernels that read heads in place, not yet counted for residents.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, *, offloading: bool, residents: Residents, layer: int) -> None:
@@ -96,7 +95,7 @@ class Bulk:
 
     @property
     def mappable(self) -> bool:
-        """Whether its storage is plain host memory, which may be a file's."""
+        """Whether its storage is plain host memory, perhaps a mapped file."""
         return self.device.type == "cpu" and not self.offloaded
 
     def adopt(self, source: PrivateMap | None, keys: Tensor, values: Tensor, *, lengths: list[int]) -> None:
@@ -107,7 +106,7 @@ class Bulk:
         self._holds(list(lengths))
 
     def _written_from(self, start: int, rows: Iterable[int]) -> None:
-        """Rows are the source's no longer from a token on."""
+        """From token `start` on, rows no longer lie in `source`."""
         for row in rows:
             self.unwritten[row] = min(self.unwritten[row], start)
 
@@ -123,7 +122,7 @@ class Bulk:
 
     @property
     def shared_bytes(self) -> int:
-        """Of these, bytes that lie in memory which copies share, or in a file, and that nothing was written over."""
+        """Of these, bytes still in `source`."""
         return sum(map(min, self.unwritten, self.lengths)) * self.keys.shape[1] * self.token_bytes
 
     @property
@@ -143,7 +142,7 @@ class Bulk:
 
     def in_place(self) -> tuple[Tensor, Tensor]:
         """Keys and values where they lie, for a kernel that reads them there; it is made to wait for their copies."""
-        self.early.clear()  # of no use to it
+        self.early.clear()  # a kernel has no use for early copies
         if self._written is not None and not self._written.query():
             join(self._written, self.device)
         return self.keys, self.values
@@ -151,7 +150,7 @@ class Bulk:
     def _holds(self, lengths: list[int]) -> None:
         """Row `r` holds `lengths[r]` tokens from now on."""
         self.lengths = lengths
-        self.early.clear()  # they hold another number of tokens
+        self.early.clear()  # early copies hold another number of tokens
         self.residents.bulk_bytes = self.stored_bytes
 
     def _moved(self, old: Tensor, index: list[int] | range, capacity: int) -> Tensor:
@@ -172,12 +171,12 @@ class Bulk:
             torch.accelerator.synchronize(self.device)
 
     def _reorder(self, index: list[int]) -> None:
-        """Row `i` becomes the old row `index[i]`, in place: what stays is not copied, as most rows in a beam search."""
+        """Row `i` becomes the old row `index[i]`, in place: rows that stay are not copied, as most in a beam search."""
         self._wait_for_readers()
         changed = {row: source for row, source in enumerate(index) if row != source}
         self._written_from(0, changed)
         for store in (self.keys, self.values):
-            # Of rows that are read and written to, what they held.
+            # The old content of rows that are both read and written.
             held = {row: store[row, :, : self.lengths[row]].clone() for row in set(changed.values()) & set(changed)}
             for row, source in changed.items():
                 length = self.lengths[source]
@@ -192,7 +191,7 @@ class Bulk:
         self._holds([self.lengths[row] for row in index])
 
     def take(self, other: "Bulk") -> None:
-        """Hold, for this device, what another one held; that one is not to be used again."""
+        """Take over another one's tokens for this device; the other is not to be used again."""
         other._wait_for_readers()
         if self.offloaded and other.offloaded:  # host memory serves every device
             self.keys, self.values = other.keys, other.values
@@ -205,8 +204,8 @@ class Bulk:
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row."""
         if tokens > self.capacity:
-            # After the first fill, which is a prefill, layers have room for different numbers of tokens: if all of them
-            # were full at once, they would all be copied in the same step.
+            # After the first fill, a prefill, layers have room for different numbers of tokens: layers that are full at
+            # once would all be copied in the same step.
             share = 1.0 if self.capacity else self.residents.index * GOLDEN % 1.0
             need = int(tokens * (1 + share * (GROWTH - 1)))
             self._rebuild(list(range(len(self.lengths))), -(-(need + 1) // GRANULE) * GRANULE)
@@ -271,8 +270,8 @@ class Bulk:
         return [(first, min(first + step, length)) for first in range(start, length, step)]
 
     def blocks(self, rows: slice, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """What rows of equal length hold from token `start` on, as blocks `[rows, kv_heads, tokens, dim]` of bounded
-        size on the compute device."""
+        """Tokens of rows of equal length from `start` on, as blocks `[rows, kv_heads, tokens, dim]` of bounded size on
+        the compute device."""
         for span in self.spans(rows.start, start, heads=self.keys.shape[1]):
             yield self.read(rows, slice(None), *span)
 

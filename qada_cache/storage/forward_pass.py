@@ -1,4 +1,4 @@
-"""What the layers of one forward pass all need, computed by the first of them."""
+"""Padding and masks of one forward pass, computed by its first layer for all."""
 
 import weakref
 from typing import Any

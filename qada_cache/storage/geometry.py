@@ -44,7 +44,7 @@ class Geometry:
 
     @cached_property
     def rows(self) -> Rows:
-        """Of a call of one query a row, what a decode kernel takes of this, for all layers."""
+        """The part of a call of one query a row that decode kernels take, for all layers."""
         return Rows(self.local.flatten(1), self.staged.flatten(1), self.stored.flatten(), self.decided.flatten())
 
 
@@ -61,7 +61,7 @@ def call_geometry(
 ) -> Geometry:
     """Masks for a call whose tokens have already been appended.
 
-    Of one query, what is needed follows from where a row's tokens begin and end; of several, from comparing positions.
+    For one query, masks follow from the beginning and end of a row's tokens; for several, from comparing positions.
 
     Args:
         lengths: real tokens of each row, the call's own included.

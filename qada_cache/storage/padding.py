@@ -1,4 +1,4 @@
-"""Reading attention masks: which tokens are real, and whether the mask is one this cache understands."""
+"""Attention masks: real tokens, padding, and refusal of masks that this cache cannot follow."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,9 @@ Record = tuple[int, Tensor]
 
 
 class Padding:
-    """Which of the tokens seen are padding. Never altered, so that all layers, which see the same tokens, share one.
+    """Which of the tokens seen are padding. Immutable, so that all layers share one.
 
-    Each layer asks the same of it in turn. The answer is worked out once, and the layers go on sharing that.
+    Each layer asks for the same changes in turn. The first one's result is kept, and all layers share it.
 
     Attributes:
         known: bool `[batch, tokens]` on the host, False at padding, up to the last of it; later tokens are all real.
@@ -27,9 +27,9 @@ class Padding:
         self._next: tuple[Any, Padding] | None = None
 
     def after(self, mask: Tensor | None, *, batch: int, seen: int, queries: int) -> "tuple[Padding, Tensor | None]":
-        """What is known after a call, from the mask that the model handed to its attention function.
+        """The padding known after a call, from the mask handed to the attention function.
 
-        The mask is compared with what is known on the mask's device; only the call's own tokens come to the host.
+        The mask is compared with known padding on its device; only the call's own tokens come to the host.
 
         Args:
             mask: as for `newest_row`.
@@ -69,14 +69,14 @@ class Padding:
         return Padding(known), new
 
     def crop(self, seen: int) -> "Padding":
-        """Of the first `seen` tokens."""
+        """The padding of the first `seen` tokens."""
         known = self.known
         if known is None or known.shape[1] <= seen:
             return self
         return self._once(("crop", seen), lambda: Padding(known[:, :seen]))
 
     def beyond(self, seen: int) -> list[int]:
-        """Of each row, how many of the tokens after the first `seen` are padding; empty without padding."""
+        """For each row the number of padding tokens after the first `seen`; empty without padding."""
         return [] if self.known is None else (~self.known[:, seen:]).sum(dim=-1).tolist()
 
     def select(self, index: list[int]) -> "Padding":
@@ -153,7 +153,7 @@ def _shown(mask: Tensor) -> Tensor:
 def real_tokens(valid: Tensor, device: torch.device) -> slice | Tensor:
     """Which tokens of a row are real, from bool `[tokens]` on the host, as an index for a tensor on `device`.
 
-    A slice if they are neighbours, as they are where padding is on one side: what it selects is no copy.
+    A slice if they are neighbours, as with padding on one side: it selects a view.
     """
     real = valid.nonzero().squeeze(-1)
     if not len(real):

@@ -16,12 +16,12 @@ EARLY_SHARE = 4  # at most one in so many heads of a layer is fetched before it 
 
 
 class Read(NamedTuple):
-    """A part of the bulk on the compute device, and what it cost.
+    """A part of the bulk on the compute device, and the bytes read for it.
 
     Attributes:
-        rows, heads: which.
+        rows, heads: of the part.
         keys, values: `[rows, heads, tokens, dim]` and `value_dim`.
-        pulled: bytes read from where the bulk lives, not counting what `prefetch` has counted already.
+        pulled: bytes read from the bulk's own memory, but for those that `prefetch` has counted.
         spared: bytes that were read from a resident instead.
     """
 
@@ -36,13 +36,13 @@ class Read(NamedTuple):
 def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iterator[Read]:
     """All tokens of the wanted heads of each row, for an adaptive call.
 
-    If the bulk is not offloaded, they are views of neighbouring heads. If it is, one head comes at a time: residents
-    first, while the others are being copied to the device, where those copies may stay as residents.
+    If the bulk is not offloaded, they are views of neighbouring heads. An offloaded bulk comes head by head: residents
+    first, while the others are copied to the device. Those copies may stay as residents.
 
     Args:
         bulk: to read from.
         wanted: of every row and KV head.
-        learn: False leaves residents, and what is fetched early, as they are (for an audit).
+        learn: False leaves residents and early copies as they are (for an audit).
     """
     if not bulk.offloaded:
         for row, flags in enumerate(wanted):
@@ -66,15 +66,16 @@ def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iter
 
 
 def none_whole(bulk: Bulk) -> None:
-    """An adaptive call reads no head whole: the next one is not expected to, and what was fetched for this one goes."""
+    """Note that an adaptive call reads no head whole: copies started for it are dropped, and none start for the
+    next."""
     bulk.flagged, bulk.early = [], {}
 
 
 def chosen(bulk: Bulk, picks: Iterable[tuple[Head, Tensor]]) -> Iterator[Read]:
     """Some tokens of heads, each of them int64 `[tokens]` on the device.
 
-    Offloaded, they are put together on the host, or on the device for heads that are there; the next ones are picked
-    while these are on their way.
+    An offloaded bulk gathers them on the host, or on the device for residents; the next head's tokens are picked while
+    these are copied.
     """
     sources: deque[tuple[Head, bool]] = deque()
 

@@ -1,7 +1,7 @@
-"""Heads whose bulk is kept on the device as well: which ones, within what budget.
+"""Residents: heads with their bulk on the device as well, within a budget.
 
-The host holds every bulk, whatever is kept here: a resident is a copy that was made to be read, and not let go of. So
-it can be dropped at any time, and nothing is lost.
+A resident is a copy that was made to be read, and kept. The host holds every bulk all the same, so a resident can be
+dropped at any time.
 """
 
 import math
@@ -15,13 +15,13 @@ from torch import Tensor
 from .transfers import Arrival
 
 HALF_LIFE = 32  # adaptive calls after which a flag counts half
-RESERVE_BYTES, RESERVE_SHARE = 2**30, 0.1  # of the free memory, what "auto" leaves: the larger of the two
+RESERVE_BYTES, RESERVE_SHARE = 2**30, 0.1  # of free memory; "auto" leaves the larger of the two
 
 Head = tuple[int, int]  # row, KV head
 
 
 def check_budget(budget: int | float | str) -> None:
-    """Raise unless `budget` is what `QAdACache` takes as `device_budget`."""
+    """Raise unless `budget` is a `device_budget` of `QAdACache`."""
     way_out = '0 (keep none), a number of bytes (an int), a share of the bulk (a float in [0, 1]) or "auto"'
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise TypeError(f"device_budget must be {way_out}, got {type(budget).__name__}")
@@ -55,13 +55,13 @@ class Resident:
         return self.arrival is None
 
     def wait(self) -> None:
-        """Make what is computed from here on wait until they may be read."""
+        """Make later computation on the device wait for them."""
         if self.arrival is not None:
             self.arrival.wait()
             self.arrival = None
 
     def __deepcopy__(self, memo: dict) -> "Resident":
-        self.wait()  # else the copy would be of what was there before them
+        self.wait()  # else the copy would be of older memory
         return Resident(self.keys.clone(), self.values.clone())
 
     @property
@@ -78,7 +78,7 @@ class Resident:
 class Residents:
     """What one cache keeps on its devices: the layers' `LayerResidents`, and the budget they share.
 
-    The budget is that of each device that layers lie on.
+    Each device with layers has this budget.
     """
 
     def __init__(self, budget: int | float | str) -> None:
@@ -169,8 +169,8 @@ class LayerResidents:
         held: by row and KV head.
         nbytes: bytes held.
         bulk_bytes: bytes of the tokens in the layer's bulk.
-        scores: of every row and KV head, log2 of the sum of `2 ** (call / HALF_LIFE)` over the calls that flagged it. A
-            count in which recent flags weigh more, and that changes only with a flag.
+        scores: of every row and KV head, log2 of the sum of `2 ** (call / HALF_LIFE)` over the calls that flagged it.
+            Recent flags weigh more, and a score changes only with a flag.
     """
 
     def __init__(self, shared: Residents, index: int, device: torch.device, batch: int, kv_heads: int) -> None:
@@ -184,8 +184,8 @@ class LayerResidents:
     def flag(self, heads: list[Head]) -> dict[Head, float]:
         """Count one call that flagged `heads`; returns their scores before it.
 
-        A head asks to stay with its score from before this flag. With the flag, which is always the newest, it would
-        push out the head flagged longest ago; and where heads are needed in turn, that one is needed next.
+        A head asks to stay with its score from before this flag. With the flag, always the newest, it would push out
+        the head flagged longest ago: the next one needed if heads take turns.
         """
         self._calls += 1
         now, before = self._calls / HALF_LIFE, {}
@@ -225,10 +225,10 @@ class LayerResidents:
         return resident if resident is not None and resident.tokens == tokens else None
 
     def places(self, lengths: list[int]) -> Tensor:
-        """Where a kernel finds heads of `lengths[row]` tokens: int64 `[batch, kv_heads, 2]` on the device.
+        """Addresses of resident keys and values, for kernels: int64 `[batch, kv_heads, 2]` on the device.
 
-        The addresses of keys and values of those that are here, 0 for the others. They are valid for work given to the
-        device before anything here changes: memory that is freed later is not used again before that work is done.
+        A head without a resident of `lengths[row]` tokens has 0. Addresses are valid for work given to the device
+        before anything here changes: memory freed later is not used again before that work is done.
         """
         found = {
             head: (resident.keys.data_ptr(), resident.values.data_ptr())
@@ -276,12 +276,12 @@ class LayerResidents:
             self.drop(head)
             try:
                 new = change(old, *head)
-            except torch.OutOfMemoryError:  # it is only a copy
+            except torch.OutOfMemoryError:  # dropped, as the host has it
                 continue
             self._hold(head, new)
 
     def select(self, index: list[int]) -> None:
-        """Row `i` becomes the old row `index[i]`. Of a row that is repeated, the first one keeps the residents."""
+        """Row `i` becomes the old row `index[i]`. If a row is repeated, the first one keeps the residents."""
         held = {(index.index(row), head): resident for (row, head), resident in self.held.items() if row in index}
         self.held, self.nbytes = held, sum(resident.nbytes for resident in held.values())
         self.scores, self._places = [list(self.scores[row]) for row in index], None

@@ -1,4 +1,4 @@
-"""Bulks whose memory copies have in common: page by page, until one of them writes there."""
+"""Bulks in memory that copies share, page by page, until one of them writes there."""
 
 import mmap
 import threading
@@ -17,12 +17,12 @@ _moving = threading.Lock()  # of one cache, several threads may make copies at o
 
 
 def share(bulks: Sequence[Bulk]) -> None:
-    """Before they are copied: move what they hold to memory that their copies can share, if it does not lie there.
+    """Move bulks to memory that their copies can share, unless they lie there already.
 
     They stay where they are if they are small, pinned, on an accelerator, or the system is none that can do that.
     """
     with _moving:
-        # What has mostly been written over would be copied every time.
+        # Every copy would copy the parts of a bulk that were written over, so mostly overwritten ones move anew.
         loose = [bulk for bulk in bulks if bulk.mappable and bulk.stored_bytes > 2 * bulk.shared_bytes]
         if not (private_map.AVAILABLE and loose and sum(bulk.stored_bytes for bulk in loose) >= private_map.WORTH):
             return
@@ -33,7 +33,7 @@ def share(bulks: Sequence[Bulk]) -> None:
             logger.warning_once(f"copies of a QAdACache share no memory, as the system does not give any: {error}")
             return
         start = 0
-        for bulk in loose:  # one after the other, so that what is moved takes its memory twice for one of them only
+        for bulk in loose:  # one after the other, so that only one bulk at a time takes its memory twice
             moved, used = [], slice(0, max(bulk.lengths))  # the room behind them takes no memory yet
             for held in (bulk.keys, bulk.values):
                 target = content[start : start + held.nbytes].view(held.dtype).view(held.shape)

@@ -19,11 +19,11 @@ ROOM_TOKENS = 1024  # a tail of at most so many has room for all of them from th
 class TokenStore:
     """Keys and values of one layer, every row kept as `sinks | bulk | tail`, oldest first.
 
-    The tail is the sliding window plus staged tokens: tokens that have left the window but not yet the compute
-    device, so that they travel in chunks. It is right-aligned in its columns, so the newest tokens of all rows
-    share columns; padding is never stored, so rows may differ in length. Tokens leave the tail first into the
-    sinks until those are full, then into the bulk and the running moments. Whatever has left the tail precedes
-    the window of every query of the next call of at most `window` tokens.
+    The tail is the sliding window plus staged tokens. These have left the window and wait on the compute device, to
+    move on in chunks. It is right-aligned in its columns, so the newest tokens of all rows share columns; padding is
+    never stored, so rows may differ in length. Tokens leave the tail first into the sinks until those are full, then
+    into the bulk and the running moments. Whatever has left the tail precedes the window of every query of the next
+    call of at most `window` tokens.
 
     Attributes:
         near_keys, near_values: `[batch, kv_heads, columns, dim]`, sink columns first, then the tail's.
@@ -34,8 +34,7 @@ class TokenStore:
         bulk: where they are, but for the sinks.
         moments: of the keys in the bulk, or None if not asked for. Frozen moments cover a prefix of the bulk.
         sketch: of the bulk, or None if not asked for.
-        decoded: whether anything in the bulk came there by `append` since the last `absorb`; frozen moments leave it
-            out.
+        decoded: whether `append` put anything into the bulk since the last `absorb`; frozen moments leave it out.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class TokenStore:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of keys and of values."""
+        """The dtypes of keys and of values."""
         return self.near_keys.dtype, self.near_values.dtype
 
     def reserve(self, tokens: int) -> None:
@@ -166,7 +165,7 @@ class TokenStore:
         """Keep running moments or not, as if `track_moments` and `update_moments` had been so from the start.
 
         Raises:
-            ValueError: which tokens frozen moments would be of is not known.
+            ValueError: the tokens of frozen moments are not known.
         """
         frozen = self.moments is not None and not self.update_moments
         if track and not update and not frozen and self.decoded:
@@ -236,7 +235,7 @@ class TokenStore:
         return [slice(0, self.batch)] if all(len(set(counts)) == 1 for counts in per_row) else self._single_rows()
 
     def _catch_up(self, rows: slice) -> None:
-        """Moments take in what they lack of the bulk: before an exact call, what others put there without them."""
+        """Add the bulk's missing tokens to the moments, before an exact call: those decoded under frozen moments."""
         if self.moments is None:
             return
         for row in range(rows.start, rows.stop):

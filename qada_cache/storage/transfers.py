@@ -36,7 +36,7 @@ class Arrival:
         return self._event is None or self._event.query()
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, for what is computed from here on."""
+        """Keys and values, for later computation on the device."""
         if self._event is not None:
             device = self.tensors[0].device
             join(self._event, device)
@@ -46,14 +46,14 @@ class Arrival:
 
 
 def join(event: Any, device: torch.device) -> None:
-    """Make what is computed on `device` from here on wait for `event`; the host does not."""
+    """Make later computation on `device` wait for `event`; the host does not wait."""
     torch.cuda.current_stream(device).wait_event(event)
 
 
 def fetch(keys: Tensor, values: Tensor, device: torch.device, *, after: Any = None) -> Arrival:
     """Start to copy `keys` and `values`, contiguous host tensors, to `device`.
 
-    `after`: what `send` returned for the last copy into them, None if nothing is under way.
+    `after`: the event of `send` for the last copy into them, None if nothing is under way.
     """
     side = _side_stream(device, "in")
     if side is None:
@@ -75,7 +75,7 @@ class Note:
             self._event = torch.cuda.current_stream(tensor.device).record_event()
 
     def read(self) -> Any:
-        """What it holds, as `Tensor.tolist`; None if it is not there yet."""
+        """The content, as `Tensor.tolist`; None if it is not there yet."""
         return self._tensor.tolist() if self._event is None or self._event.query() else None
 
 
@@ -107,8 +107,8 @@ _booking = threading.Lock()  # caches in several threads send to the host
 def send(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Any:
     """Start to copy sources on `device` to contiguous host tensors: `(target, source)` each, of the same shape.
 
-    The sources may be freed at once. Returns an event that says when the targets hold them. None: they hold them
-    already, or on an accelerator other than CUDA after `torch.accelerator.synchronize`.
+    The sources may be freed at once. Returns an event for the end of the copies. None: they have ended, or on an
+    accelerator other than CUDA will have after `torch.accelerator.synchronize`.
     """
     side = _side_stream(device, "out")
     if side is None:

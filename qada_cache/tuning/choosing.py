@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 
 from .measuring import Figures
 
-# Student's t that 95% lie below, by degrees of freedom from 1 on; beyond the table the last serves, which is larger.
+# 95% quantiles of Student's t, by degrees of freedom from 1 on; beyond the table the last one serves, which is larger.
 _T_95 = (
     *(6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812),
     *(1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725),
@@ -70,7 +70,7 @@ class Budget:
         return f"KL {self.kl:g}" if self.kl is not None else f"{self.bytes_read:.1%} of the bytes"
 
     def chosen(self, settings: Sequence[Setting]) -> Setting | None:
-        """The setting that is best in what has no budget, of those that are surely within it; None if there is none.
+        """The best setting surely within the budget, by the figure without a budget; None if there is none.
 
         That is: the upper end of the interval is within. Bytes are least for a KL budget, KL is for one of bytes.
         """
@@ -82,7 +82,7 @@ class Budget:
         return min(within, key=lambda setting: setting.kl.mean, default=None)
 
     def confirmed(self, setting: Setting) -> bool:
-        """Whether what was measured again, on text that nothing was chosen by, is within the budget on average."""
+        """Whether the figures on held-out text are within the budget on average."""
         if self.kl is not None:
             return setting.kl.mean <= self.kl
         assert self.bytes_read is not None

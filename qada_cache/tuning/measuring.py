@@ -14,7 +14,7 @@ from ..key_moments.placement import inputs_device
 from ..stats import CacheStats
 from .pieces import Piece
 
-VALUE_BITS = 16  # of a value of the bulk that bytes are counted in, whatever the model computes in
+VALUE_BITS = 16  # bits a value of the bulk, for counting bytes in any dtype
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def measure(
 ) -> tuple[Figures, list[Figures]]:
     """Figures of reading everything, and of every setting.
 
-    The prompt is read once, exactly. Each setting goes on from a copy of that state. What follows is fed token by
-    token, whatever the model would have said: the queries of one call would share what they read.
+    The prompt is read once, exactly. Each setting goes on from a copy of that state. The following tokens are fed one
+    by one: the queries of one call would share their reads.
 
     Args:
         model: in eval mode.
@@ -71,7 +71,7 @@ def _decode(model: PreTrainedModel, cache: QAdACache, ids: Tensor) -> tuple[Tens
     logits, seconds = [], []
     for token in ids.split(1, dim=1):
         begin = time.perf_counter()
-        logits.append(model(input_ids=token, past_key_values=cache).logits[0].cpu())  # which waits for the device
+        logits.append(model(input_ids=token, past_key_values=cache).logits[0].cpu())  # waits for the device
         seconds.append(time.perf_counter() - begin)
     return torch.cat(logits), median(seconds)
 
@@ -94,5 +94,5 @@ def bytes_read(stats: CacheStats, value_bytes: int) -> float:
     """
     if not stats.offered_bytes:
         raise ValueError("a QAdACache reads nothing of this model's layers, so there is nothing to tune")
-    sketched = stats.sketched_bytes * (8 * value_bytes / VALUE_BITS)  # of the sketch the bits stay what they are
+    sketched = stats.sketched_bytes * (8 * value_bytes / VALUE_BITS)  # the sketch has the same bits in any dtype
     return (stats.pulled_bytes + stats.spared_bytes + sketched) / stats.offered_bytes

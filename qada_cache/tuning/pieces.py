@@ -11,7 +11,7 @@ from ..key_moments.prompts import knows
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of text, and how it goes on.
+    """A stretch of text and its continuation.
 
     Attributes:
         prompt: int64 `[1, tokens]`.
@@ -36,7 +36,7 @@ def default_text() -> str:
 
 
 def cut(text: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, following: int) -> list[Piece]:
-    """So many pieces, spread evenly over the text; none of them overlap.
+    """Pieces spread evenly over the text, without overlap.
 
     Each begins with the token that begins a text, if the tokenizer puts one there.
 

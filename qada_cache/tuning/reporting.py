@@ -24,7 +24,7 @@ def rows(outcome: Outcome) -> list[dict[str, str]]:
 
 
 def sentences(outcome: Outcome) -> list[str]:
-    """How it was measured, what was chosen, and whether other text confirms it."""
+    """Sentences on the measurement, the choice, and its confirmation by other text."""
     lines = [
         f"Means of {outcome.pieces} pieces of {outcome.tokens} tokens, over the {outcome.following} tokens after each. "
         f"Intervals are of 90%, by Student's t over {outcome.pieces} pieces: in 1 of 20 cases the mean over all such "

@@ -16,7 +16,7 @@ from .measuring import measure
 from .pieces import Piece
 
 TOKEN_THRESHOLDS = (1.0, 2.0, 3.0, TOKEN_THRESHOLD, 8.0, 12.0, 20.0)  # the more careful, the smaller
-LEAST_TOKENS = MIN_TOKENS + 256  # of a prompt: a shorter bulk, beside sinks, window and staged tokens, is read whole
+LEAST_TOKENS = MIN_TOKENS + 256  # of a prompt: with fewer the bulk is read whole
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Outcome:
         budget: what a setting may cost.
         chosen: one of them; None: none is surely within the budget.
         again: the chosen one, on the pieces that were held out.
-        pieces, held_out, tokens, following: how many of what; tokens are of each piece.
+        pieces, held_out: numbers of pieces.
+        tokens, following: tokens of each piece, and after it.
     """
 
     everything: Setting

@@ -53,7 +53,7 @@ def test_compiled_model(family: str, options: dict[str, Any]) -> None:
 
 
 def test_one_graph_is_refused_in_words() -> None:
-    """And only for a QAdACache: for any other one our attention is no obstacle."""
+    """And only for a QAdACache: for any other one our attention does not stop it."""
     model = tiny()
     wanted = logits(model, dynamic(model))
     compiled = torch.compile(model.forward, backend="eager", dynamic=True, fullgraph=True)

@@ -18,8 +18,8 @@ logger = logging.get_logger(__name__)
 
 FOLDER = "kernels"  # of `private.home()`
 DIGEST_BYTES = 32
-# Sums may be reordered, which is what vectors do. Not -ffast-math: loading what was linked with it changes the
-# rounding of the whole process.
+# Sums may be reordered, as vectors need. Not -ffast-math: loading a library linked with it changes the rounding of the
+# whole process.
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-w"),
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
@@ -29,7 +29,7 @@ FLAGS = (
 def load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     """`source` and the headers beside it built with `macros` (`-DNAME=VALUE`): before, or now.
 
-    What was built is kept in a folder that only the user can write to, else in one that lasts as long as the process.
+    The library is kept in a folder that only the user can write to, else in one that lasts as long as the process.
 
     Raises:
         OSError, subprocess.SubprocessError: it cannot be built here; the message says why.
@@ -55,7 +55,7 @@ def load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def _kept(name: str) -> ctypes.CDLL | None:
-    """The library of this name if it is there and, to the byte, what was built: loading any other may end the process.
+    """The kept library of this name, if its bytes are those that were built: loading others may end the process.
 
     The digest of the library follows it in its file, where no loader looks.
     """
@@ -71,13 +71,13 @@ def _kept(name: str) -> ctypes.CDLL | None:
             except OSError as error:
                 logger.warning_once(f"the kernel {private.home() / FOLDER / name} is built again: {error}")
                 return None
-    except OSError:  # which is said when the folder is to be written to
+    except OSError:  # a warning comes with the first write to the folder
         return None
 
 
 def _linked(folder: int, name: str) -> ctypes.CDLL:
-    # By the descriptor: what lies at the folder's path may be another folder by now. Libraries that are loaded are told
-    # apart by such paths, and may be so, as equal names stand for equal libraries.
+    # By the descriptor, as the folder's path may lead to another folder by now. Loaded libraries are told apart by such
+    # paths; equal names are equal libraries.
     return ctypes.CDLL(f"/proc/self/fd/{folder}/{name}")
 
 
@@ -122,6 +122,6 @@ def _version(compiler: str) -> str:
 
 @functools.cache
 def _processor() -> str:
-    """What `-march=native` stands for, as the cache folder may be shared by different machines."""
+    """The processor that `-march=native` means; different machines may share the cache folder."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))

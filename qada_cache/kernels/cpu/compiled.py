@@ -1,7 +1,7 @@
 """Partial attention of a few queries on the CPU by `attention.cpp`, built for each shape when it is first met.
 
-Building takes a second and a C++ compiler; what was built is kept in the user's cache folder. Without a compiler,
-or where it fails, torch's own kernel serves, which reads keys at a fraction of the memory's speed.
+Building takes a second and a C++ compiler; the library is kept in the user's cache folder. Without a compiler, or if it
+fails, torch's own kernel serves, at a fraction of the memory's speed.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def partial_attention(query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> tuple[Tensor, Tensor] | None:
     """Same contract as `reference.partial_attention`, for the calls that `supports` admits; None if it cannot be built.
 
-    Threads share the work evenly, whatever the number of heads: the keys are split among them where it takes that.
+    Threads share the work evenly for any number of heads, by splitting keys if needed.
     """
     batch, heads, queries, dim = query.shape
     room = 1 << (queries - 1).bit_length()  # calls of 1, 2, 3... tokens would each need a build of their own
@@ -72,7 +72,7 @@ def rows_contiguous(tensor: Tensor) -> bool:
 
 @functools.cache
 def build(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -> ctypes.CDLL | None:
-    """The kernels for these sizes, built if need be; None, said once, if they cannot be."""
+    """The kernels for these sizes, built if need be; None, with one warning, if they cannot be built."""
     macros = (f"-D{ELEMENTS[dtype]}", f"-DDIM={dim}", f"-DVALUE_DIM={value_dim}", f"-DQUERIES={queries}")
     try:
         kernels = load(SOURCE, macros)

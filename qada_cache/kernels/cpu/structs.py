@@ -9,13 +9,13 @@ GROUP_RULES = {"head": 0, "any": 1}
 
 
 class View(ctypes.Structure):
-    """Where rows and heads of a tensor lie: so many elements apart, 0 where they share what is there."""
+    """Address and strides of a tensor's rows and heads, in elements; stride 0 if all share one."""
 
     _fields_ = (("data", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64))
 
 
 def view(tensor: Tensor | None) -> View:
-    """Of `[rows, ...]` or `[rows, kv_heads, ...]`; one row stands for all."""
+    """A view of `[rows, ...]` or `[rows, kv_heads, ...]`; one row stands for all."""
     if tensor is None:
         return View()
     row = 0 if tensor.shape[0] == 1 else tensor.stride(0)

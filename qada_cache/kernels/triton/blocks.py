@@ -1,4 +1,4 @@
-"""What every kernel of a decode step does with a block of tokens; names as in `kernels.py`."""
+"""Operations of all decode kernels on a block of tokens; names as in `kernels.py`."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ def dot(b_a, b_b):
 
 @triton.jit
 def scores(b_query, p_keys, o_tokens, m_tokens, s_token, scaling, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Scores [BLOCK_G, tokens] of queries [BLOCK_G, BLOCK_D]; 0 where a token is masked, whose key is not read."""
+    """Scores [BLOCK_G, tokens] of queries [BLOCK_G, BLOCK_D]; 0 for masked tokens, whose keys are not read."""
     o_dim = tl.arange(0, BLOCK_D)
     p_block = p_keys + o_tokens[:, None] * s_token + o_dim[None, :]
     b_keys = tl.load(p_block, mask=m_tokens[:, None] & (o_dim < D)[None, :], other=0.0)  # [tokens, BLOCK_D]
@@ -54,7 +54,7 @@ def store_part(
     o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_V)
     m_head = o_head < G
     o_part = (i_group * G + o_head) * parts + i_part  # [BLOCK_G]
-    b_sum = tl.maximum(b_sum, 1.0)  # what anything seen makes it at least: the highest score has weight 1
+    b_sum = tl.maximum(b_sum, 1.0)  # the highest score seen has weight 1
     m_out = m_head[:, None] & (o_dim < V)[None, :]
     tl.store(p_parts + o_part[:, None] * V + o_dim[None, :], b_out / b_sum[:, None], mask=m_out)
     tl.store(p_lse + o_part, b_max + tl.log(b_sum), mask=m_head)

@@ -1,16 +1,16 @@
 """One decode step of one layer in three or four Triton kernels, without a word between host and device.
 
 `near_kernel` computes local attention and decides, `bulk_kernel` reads the bulk of KV heads that need it, in splits,
-`merge_kernel` puts the parts together. With a sketch of the bulk, `estimate_kernel` estimates all scores by it, and
-where `bulk_kernel` would read all, `chosen_kernel` reads the tokens that these choose and sums what they make of the
-others, for which `merge_kernel` takes a value that they say.
+`merge_kernel` puts the parts together. With a sketch, `estimate_kernel` estimates all scores of the bulk. Instead of
+`bulk_kernel`, `chosen_kernel` then reads the selected tokens and sums the estimates of the others, and `merge_kernel`
+adds the expected value of unread tokens.
 
-The launches depend on shapes alone: flags, lengths and choices stay on the device, programs of local heads return at
-once, and a CUDA graph can hold all of it. The bulk may be device memory or pinned host memory, which is then read in
-place over the bus: a byte that no head needs is never moved, and as the query heads of a group are packed, one that is
-needed is moved once.
+The launches depend on shapes alone: flags, lengths and selections stay on the device, programs of local heads return at
+once, and a CUDA graph can hold all of it. The bulk may be device memory, or pinned host memory that is read in place
+over the bus. A byte that no head needs is never moved. A needed one is moved once, as the query heads of a group are
+packed.
 
-So far run under Triton's interpreter and compiled for CUDA, but not run on a GPU: block sizes and splits are first
+It has been run under Triton's interpreter and compiled for CUDA, not run on a GPU: block sizes and splits are first
 guesses.
 """
 

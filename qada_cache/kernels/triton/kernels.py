@@ -2,7 +2,8 @@
 
 Names: `b_` block of values, `p_` pointer, `i_` index, `o_` offsets, `m_` mask, `s_` stride in elements. Sizes: `G`
 query heads of a group, `D` dim, `V` value_dim; `BLOCK_*` is the power of two that holds them. "Part" 0 of a head is the
-near buffer, the others are the splits of its bulk. What chooses tokens by a sketch is in `sketch_kernels.py`.
+near buffer, the others are the splits of its bulk. The kernels that select tokens by a sketch are in
+`sketch_kernels.py`.
 """
 
 import triton
@@ -105,7 +106,7 @@ def near_kernel(
         if POOL:
             b_variance = b_scatter / tl.maximum(known, 1.0)
         log_tokens = tl.log(tl.maximum(bulk_tokens, 1).to(tl.float32))
-        b_bulk = tl.full([BLOCK_G], float("inf"), tl.float32)  # without any moments nothing can be said: read it
+        b_bulk = tl.full([BLOCK_G], float("inf"), tl.float32)  # no moments yet: read the bulk
         if p_other_mean is not None:
             b_other_mean, b_other_variance = _score_moments(
                 b_query, p_query, p_other_mean + i_row * s_other_mean + i_head * D,
@@ -168,7 +169,7 @@ def bulk_kernel(
 ):  # fmt: skip
     """Attention over one split of the bulk of a group with a flagged head; one program a (split, KV head, row).
 
-    Computed for all heads of the group, whose keys are the same; the merge takes it for the flagged ones.
+    It computes all heads of the group, as they share keys; the merge takes the flagged ones.
     """
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -209,10 +210,10 @@ def merge_kernel(
     G: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attention over the union of a query head's parts, of which a local head has one; one program a query head.
+    """Attention over the union of a query head's parts, one for a local head; one program a query head.
 
-    With `p_rest`, which `chosen_kernel` has written, what tokens that were not read weigh by their estimates counts
-    `unread_weight` times, for the value that `sketch.unread_value` puts in their place.
+    With `p_rest`, written by `chosen_kernel`, the estimated mass of unread tokens counts `unread_weight` times, with
+    the value of `sketch.unread_value`.
     """
     i_head, splits = tl.program_id(0).to(tl.int64), parts - 1
     used = tl.where(tl.load(p_flags + i_head), parts, 1)
@@ -233,7 +234,7 @@ def merge_kernel(
     b_out = tl.zeros([BLOCK_V], tl.float32)
     if p_rest is not None:
         rest = tl.sum(tl.exp(b_rest - shift), axis=0) * unread_weight
-        if rest > 0.0:  # of what is read whole nothing is known
+        if rest > 0.0:  # a bulk that is read whole has no estimates
             i_group = i_head // G
             b_along = along(
                 p_query + i_head * D, p_slopes + i_group * V * D, p_slope_units + i_group * D, D, BLOCK_C, V, BLOCK_V

@@ -13,7 +13,7 @@ from ..first_use import fault
 from . import decode
 
 KV_HEADS = 3
-LOCAL, STAGED, COLUMNS = 20, 5, 29  # columns of the near buffer; the rest is neither
+LOCAL, STAGED, COLUMNS = 20, 5, 29  # columns of the near buffer; the others are neither
 SHORT = 300  # tokens in the bulk of all rows but the first
 ELSEWHERE = 0, 1  # the row and head that lie outside the buffers
 
@@ -29,11 +29,11 @@ def decode_fault(
     layout: Layout | None,
     pinned: bool,
 ) -> str | None:
-    """What is wrong with `decode.fused_decode`, in words for a warning; None if it computes what it should.
+    """The fault of `decode.fused_decode`, in words for a warning; None without one.
 
-    Tried are both group rules, with the moments of a cache by default, and once with a head that lies elsewhere. What
-    is to be decided is clear, so that no rounding changes it, and what is not to be read is nan. The answer is kept for
-    the process.
+    The trial takes both group rules, with a default cache's moments, and once a head that lies elsewhere. Decisions are
+    clear, so that no rounding changes them, and tokens that are not to be read are nan. The answer is kept for the
+    process.
 
     Args:
         device, dtype: of queries.
@@ -43,7 +43,7 @@ def decode_fault(
         pinned: whether the bulk lies in pinned host memory.
 
     Raises:
-        torch.OutOfMemoryError: it says nothing of the kernels.
+        torch.OutOfMemoryError: memory ran out, which is no fault of the kernels.
     """
     scene = _scene(dtype, group, dim, value_dim, layout)
     for group_rule, elsewhere in (("any", False), ("head", True)):
@@ -110,7 +110,7 @@ def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, layout: Lay
     bulk_keys, bulk_values = 0.1 * noise(capacity, dim) + along(-1, 0.2, -1), 40 * noise(capacity, value_dim)
     bulk_keys[:, :, ::3] += along(0, 0.8, 0)
     bulk_values[:, 1] += 120
-    bulk_values[:, 1, ::3] -= 120  # those of chosen tokens are unlike the rest's
+    bulk_values[:, 1, ::3] -= 120  # values of selected tokens differ from the others'
     near_keys, near_values, bulk_keys, bulk_values = (
         part.to(dtype) for part in (near_keys, near_values, bulk_keys, bulk_values)
     )

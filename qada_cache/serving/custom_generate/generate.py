@@ -1,14 +1,14 @@
-"""What transformers runs in the place of `model.generate`; in a model's folder, a copy that is yours to change."""
+"""Transformers runs this instead of `model.generate`. The copy in a model's folder is yours to change."""
 
 import functools
 
 from qada_cache import serving
 
-CACHE_OPTIONS: dict = {}  # of QAdACache, for example {"threshold": 0.9, "token_threshold": 0.5}
+CACHE_OPTIONS: dict = {}  # keywords of QAdACache, for example {"threshold": 0.9, "token_threshold": 0.5}
 ONE_USER = True  # False where several are served: nothing is kept of requests without a conversation_key
 CONVERSATIONS = serving.CONVERSATIONS  # how many conversations' caches are kept between requests
-MEMORY = serving.MEMORY  # what they may take: bytes, or a share of the host's memory
-SECONDS = serving.SECONDS  # how long one is kept that nobody goes on with
+MEMORY = serving.MEMORY  # of their caches: bytes, or a share of the host's memory
+SECONDS = serving.SECONDS  # lifetime of an unused conversation
 
 generate = functools.partial(
     serving.generate,

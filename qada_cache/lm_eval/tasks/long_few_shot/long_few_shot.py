@@ -1,7 +1,7 @@
 """Documents of `long_gsm8k` and `long_mbpp`: a few real examples hidden among many made from SQuAD, then a question.
 
-Every example of a prompt stands in the same frame, whatever fills it. Nothing but the real ones shows how the question
-is to be answered (GSM8K's "#### 72", MBPP's Python), and they are seldom near the end.
+Every example of a prompt stands in the same frame. Nothing but the real ones shows how the question is to be answered
+(GSM8K's "#### 72", MBPP's Python), and they are seldom near the end.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""In-context classification: many labelled examples, whose labels mean nothing by themselves, then one without."""
+"""In-context classification: many examples with labels of no meaning by themselves, then one without a label."""
 
 from random import Random
 

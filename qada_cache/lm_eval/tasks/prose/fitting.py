@@ -15,7 +15,7 @@ FULL = 0.985  # of the room: a document that fills it to here is not made longer
 def fit(
     make: Callable[[int], Question], measure: Callable[[Question], int], room: int, guess: int
 ) -> tuple[Question, int]:
-    """The question of the largest size, or nearly, that measures at most `room`, and that size.
+    """The largest question, or nearly, of at most `room` tokens, and its size.
 
     Sizes are interpolated, so that a few measurements do, and two when `guess` is that of a similar document.
 

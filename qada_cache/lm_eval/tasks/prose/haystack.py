@@ -1,4 +1,4 @@
-"""The prose that documents are made of: the Python language reference, which every Python brings, or a file."""
+"""The prose of documents: the Python language reference, part of every Python, or a file."""
 
 import re
 from bisect import bisect_left
@@ -51,7 +51,10 @@ def hide(draw: Random, passage: str, sentences: list[str]) -> str:
     """
     if len(sentences) > DEPTHS:
         raise ValueError(f"{len(sentences)} sentences to hide, there are {DEPTHS} depths")
-    ends = [0, *(match.end() for match in SENTENCE_END.finditer(passage))]  # not its own: it is cut off anywhere
+    ends = [
+        0,
+        *(match.end() for match in SENTENCE_END.finditer(passage)),
+    ]  # not the passage's end, where a sentence may be cut
     depths = sorted(draw.sample(range(DEPTHS), len(sentences)))
     made, done = [], 0
     for depth, sentence in zip(depths, sentences, strict=True):

@@ -33,13 +33,13 @@ def dataset(
     A document depends on its number, not on how many there are.
 
     Args:
-        form: which of `FORMS`; given by the task.
+        form: one of `FORMS`, given by the task.
         answer_tokens: room for the answer; given by the task.
         options: of the form; given by the task.
         max_seq_lengths: tokens of prompt and answer; `--metadata` of the command line, like the following.
         documents: of each length.
         text: path of a text to use instead of the Python language reference.
-        seed: of what is drawn at random.
+        seed: of all random draws.
         model_arguments: name the tokenizer.
 
     Raises:
@@ -70,7 +70,7 @@ def dataset(
 
 
 def process_results(document: Mapping[str, Any], answers: Sequence[str]) -> dict[str, float]:
-    """RULER's score, the share of what is expected that the answer contains, under the name of the length."""
+    """RULER's score, the share of expected strings in the answer, under the name of the length."""
     said = answers[0].lower()
     found = [expected.lower() in said for expected in document["outputs"]]
     return {str(document["max_length"]): sum(found) / len(found)}

@@ -1,8 +1,8 @@
 """What a prompt of each form asks: numbers for keys, the variables of a value, frequent words.
 
 The forms, the prompts' wording and the answers' prefixes are those of RULER (Hsieh et al., 2024). Every maker takes the
-document's own random numbers `draw`, the `size` of what the question is hidden in, and the prose: the same arguments
-give the same question, and one of another size differs in nothing but what it is hidden in.
+document's own random numbers `draw`, the `size` of the text around the question, and the prose. The same arguments give
+the same question; another size changes the surrounding text alone.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ FREQUENT = 3  # coded words asked for
 
 
 class Question(NamedTuple):
-    """A prompt; what the answer begins with, which is given; and what is expected in the rest of it."""
+    """A prompt, the given beginning of its answer, and the expected content of the rest."""
 
     prompt: str
     prefix: str
@@ -125,7 +125,7 @@ def common_words(
 def word_list(draw: Random, size: int, words: list[str], *, often: int, seldom: int) -> Question:
     """A numbered list in which the first ten of `words` come `often` times, and `size` entries are others.
 
-    Where the others run out they come up to half as often as the ten, and then all come more often.
+    If the others run out, they come up to half as often as the ten, and then all come more often.
 
     Raises:
         ValueError: there are too few words.
@@ -148,7 +148,7 @@ def word_list(draw: Random, size: int, words: list[str], *, often: int, seldom: 
 def frequent_words(draw: Random, size: int, prose: Haystack, **_: object) -> Question:
     """The three most frequent of coded words in a text of about `size`: the k-th most frequent has a share of 1 / k².
 
-    The most frequent of all is "...", which is not asked for.
+    The most frequent one is "..." and is not asked for.
     """
     counts: list[int] = []
     while not counts or counts[-1]:

@@ -1,4 +1,4 @@
-"""Words that prompts are made of: keys of needles, and the kinds of things that examples are classified by."""
+"""Words of prompts: keys of needles, and kinds of things for classification."""
 
 ADJECTIVES = (
     *("amber", "ancient", "bitter", "brave", "brisk", "calm", "clever", "cosmic", "crimson", "curious"),
