@@ -55,7 +55,7 @@ def choose(scores: Tensor, group: int, share: float) -> Tensor:
 
 
 def split(tokens: str) -> tuple[str, float]:
-    """Of "pages of 16, 0.05": how scores are estimated, and the share of the bulk's tokens that is read; whole if empty.
+    """Of "pages of 16, 0.05": how scores are estimated, and the share of the bulk that is read; whole if empty.
 
     Of one of the product's ways, as "sketch of 1.5 bits, 1.0", it is the token threshold.
     """
