@@ -20,6 +20,7 @@ from ..key_moments.query_energies import own_attention
 from ..key_moments.sharding import WHOLE, check_sharding
 from ..key_moments.wrapped import unwrapped
 from ..state.layer import QAdALayer
+from .chunks import reads_chunk
 from .decode import query_adaptive, whole_context
 from .readers import find_reader
 
@@ -129,7 +130,8 @@ def attention_forward(
     """The signature transformers gives attention functions; returns `[batch, tokens, heads, dim]` and weights.
 
     The first call on an empty cache, and every call of another cache, is the model's own implementation. A call
-    with more new tokens than the window is exact attention over everything; a shorter one is query-adaptive.
+    with more new tokens than the window, or of a chunk of `generate`'s prompt, is exact attention over everything; any
+    other is query-adaptive.
 
     Raises:
         NotImplementedError: the model asks for something this cache does not compute (see the message).
@@ -174,10 +176,14 @@ def _attend(
         layer.abandon(queries)
         raise
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    forward_pass = layer.shared.forward_pass
+    if layer.index == layer.shared.model.layers[0]:
+        # After a decoded token the tail is longer than the window, and a single one is no chunk.
+        forward_pass.reads_chunk = (queries > 1 or layer.store.end <= layer.options.window) and reads_chunk()
     if layer.seen == queries:
         out, _ = _base(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
         layer.store.absorb(key, value, valid)
-    elif queries > layer.options.window:
+    elif queries > layer.options.window or forward_pass.reads_chunk:
         with without_autocast(query.device):
             out = whole_context(layer, layer.store, query, key, value, scaling=scaling, valid=valid)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
