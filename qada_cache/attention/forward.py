@@ -32,7 +32,6 @@ _BASES = {ours: base for base, ours in _OUR_NAMES.items()}
 # Arguments some models hand to attention that change its result in ways this cache does not compute.
 _UNSUPPORTED = {
     "softcap": "soft-capped scores",
-    "s_aux": "learned attention sinks",
     "sinks": "learned attention sinks",
     "position_bias": "a position bias",
     "sliding_window": "a sliding window on a layer the config calls full attention",
@@ -176,7 +175,7 @@ def _attend(
         layer.abandon(queries)
         raise
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    forward_pass = layer.shared.forward_pass
+    forward_pass, sink_logits = layer.shared.forward_pass, kwargs.get("s_aux")
     if layer.index == layer.shared.model.layers[0]:
         # After a decoded token the tail is longer than the window, and a single one is no chunk.
         forward_pass.reads_chunk = (queries > 1 or layer.store.end <= layer.options.window) and reads_chunk()
@@ -185,13 +184,15 @@ def _attend(
         layer.store.absorb(key, value, valid)
     elif queries > layer.options.window or forward_pass.reads_chunk:
         with without_autocast(query.device):
-            out = whole_context(layer, layer.store, query, key, value, scaling=scaling, valid=valid)
+            out = whole_context(
+                layer, layer.store, query, key, value, scaling=scaling, valid=valid, sink_logits=sink_logits
+            )
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
         layer.store.absorb(key, value, valid)
     else:
         layer.store.append(key, value, valid)
         with without_autocast(query.device):
-            out = query_adaptive(layer, layer.store, query, scaling=scaling, valid=valid)
+            out = query_adaptive(layer, layer.store, query, scaling=scaling, valid=valid, sink_logits=sink_logits)
         out = out.transpose(1, 2).contiguous()
     layer.incoming = None
     return out, None
@@ -207,6 +208,10 @@ def _check_supported(
         if kwargs[argument] is not None:
             meaning = _UNSUPPORTED[argument]
             raise NotImplementedError(f"QAdACache does not support {meaning} ({argument}), as {name} uses: {way_out}")
+    if kwargs.get("s_aux") is not None and layer.options.kernels == "triton":
+        raise NotImplementedError(
+            f"kernels='triton' does not support learned attention sinks (s_aux), as {name} uses: use kernels='auto'"
+        )
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"QAdACache supports causal attention only, {name} asks for bidirectional: {way_out}")
     first = layer.index == served.layers[0]  # once a pass: a config takes as long to be asked as the rest of this
