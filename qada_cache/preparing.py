@@ -29,8 +29,9 @@ def prepare(
     - Moments by a prompt's name are collected, unless they are kept already, and kept in memory and in the user's cache
       folder (`QADA_HOME`). Later caches of the model find them by name, without a tokenizer.
     - The kernels for decode steps of one token on a CPU are compiled (about two seconds each) and kept in the same
-      folder, if the model has parameters on a CPU, and unless `kernels` forbids it. Calls of a few tokens (assisted
-      decoding) may need others, compiled at first use. Without a compiler there is a warning.
+      folder, if the model has parameters on a CPU, and unless `kernels` forbids it. Calls of a few tokens
+      (assisted decoding) may need others, which are compiled when first met. Without a compiler there is a warning.
+    - On a GPU Triton's kernels are compiled for the model's sizes, and tried.
     - The model's attention is switched to ours (see `QAdACache`).
 
     Args:
@@ -50,17 +51,20 @@ def prepare(
     if other in PROMPTS and shared.options.criterion == "gaussian" and shared.model.layers:
         default_moments(model, str(other), tokenizer, shard=shared.model.shard)
     QAdACache(model, moments=moments, **options)
-    devices = [inputs_device(model), *(weight.device for weight in model.parameters())]
-    if shared.model.layers and "cpu" in {device.type for device in devices}:
-        _, heads, kv_heads, dim = sizes(shared.model.config)
-        own_kv_heads = kv_heads // shared.model.shard.size
-        ahead.build(
-            model.dtype,
-            kv_heads=own_kv_heads,
-            group=heads // kv_heads,
-            dim=dim,
-            value_dim=getattr(shared.model.config, "v_head_dim", None) or dim,
-            criterion=shared.options.criterion,
-            audited=shared.options.audit_every > 0,
-            kernels=shared.options.kernels,
-        )
+    devices = {inputs_device(model), *(weight.device for weight in model.parameters())}
+    for device in devices if shared.model.layers else ():
+        if device.type in ("cpu", "cuda"):
+            _, heads, kv_heads, dim = sizes(shared.model.config)
+            ahead.build(
+                device,
+                model.dtype,
+                kv_heads=kv_heads // shared.model.shard.size,
+                group=heads // kv_heads,
+                dim=dim,
+                value_dim=getattr(shared.model.config, "v_head_dim", None) or dim,
+                criterion=shared.options.criterion,
+                audited=shared.options.audit_every > 0,
+                kernels=shared.options.kernels,
+                sketch_bits=shared.options.kept_bits,
+                pinned=shared.options.offloading and device.type != "cpu",
+            )

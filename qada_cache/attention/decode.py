@@ -1,12 +1,15 @@
 """Attention of one layer over its cached tokens: query-adaptive for short calls, whole context for long ones."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..kernels import merge_partials, partial_attention, softmax_average
 from ..state.layer import QAdALayer
+from ..storage.geometry import Geometry
 from ..storage.padding import real_tokens
 from ..storage.reading import prefetch, stream
 from ..storage.store import TokenStore
@@ -16,7 +19,13 @@ from .one_token import chosen_kernel, one_token
 
 
 def query_adaptive(
-    layer: QAdALayer, store: TokenStore, query: Tensor, *, scaling: float, valid: Tensor | None
+    layer: QAdALayer,
+    store: TokenStore,
+    query: Tensor,
+    *,
+    scaling: float,
+    valid: Tensor | None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Each query head reads its sinks and window, and the bulk only if the criterion says it must.
 
@@ -28,6 +37,7 @@ def query_adaptive(
         query: `[batch, heads, queries, dim]`, `queries` at most the window.
         scaling: multiplies the scores.
         valid: bool `[batch, queries]` on the host, False for padding; None without padding.
+        sink_logits: learned, `[heads]`: one more score a head, of no token; None: the model has none.
 
     Returns:
         `[batch, heads, queries, value_dim]` in the query's dtype. Padding queries get finite, unused values.
@@ -39,7 +49,7 @@ def query_adaptive(
         lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=valid, device=query.device
     )
     audited = layer.is_audited()
-    if queries == 1 and not audited:
+    if queries == 1 and not audited and sink_logits is None:
         kernel = chosen_kernel(layer, store, query)
         if kernel is not None:
             out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
@@ -51,6 +61,8 @@ def query_adaptive(
     packed = query.reshape(batch, kv_heads, group * queries, dim)
     scores = torch.matmul(packed.float(), near_keys.float().transpose(-1, -2)) * scaling
     scores = scores.unflatten(2, (group, queries))
+    if sink_logits is not None:
+        scores, near_values, geometry = _with_sink_column(scores, near_values, geometry, sink_logits)
 
     far = None
     if layer.options.criterion == "oracle":  # needs every score, so everything is read whatever it decides
@@ -75,6 +87,16 @@ def query_adaptive(
     return out.unflatten(2, (group, queries)).flatten(1, 2).to(query.dtype)
 
 
+def _with_sink_column(
+    scores: Tensor, values: Tensor, geometry: Geometry, sink_logits: Tensor
+) -> tuple[Tensor, Tensor, Geometry]:
+    """Near scores, values and geometry with one more column: a learned sink is a local token whose value is zero."""
+    column = sink_logits.float().view(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+    local, staged = functional.pad(geometry.local, (0, 1), value=True), functional.pad(geometry.staged, (0, 1))
+    wider = replace(geometry, local=local, staged=staged)
+    return torch.cat([scores, column], dim=-1), functional.pad(values, (0, 0, 0, 1)), wider
+
+
 def whole_context(
     layer: QAdALayer,
     store: TokenStore,
@@ -84,6 +106,7 @@ def whole_context(
     *,
     scaling: float,
     valid: Tensor | None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Exact causal attention of many new tokens over everything cached and themselves.
 
@@ -97,6 +120,7 @@ def whole_context(
         key, value: the new tokens' own, `[batch, kv_heads, tokens, dim]`.
         scaling: multiplies the scores.
         valid: bool `[batch, tokens]` on the host, False for padding; None without padding.
+        sink_logits: as for `query_adaptive`.
 
     Returns:
         `[batch, heads, tokens, value_dim]` in the query's dtype; zeros for padding.
@@ -120,6 +144,8 @@ def whole_context(
             causal=True,
             **how,
         )
+        if sink_logits is not None:
+            out, lse = merge_partials(out, lse, torch.zeros_like(out), sink_logits.float()[:, None].expand_as(lse))
         out, lse = out.reshape(*packed.shape[:3], -1), lse.reshape(packed.shape[:3])
         for keys, values in store.near(rows):
             out, lse = merge_partials(out, lse, *partial_attention(packed, keys, values, **how))

@@ -20,6 +20,7 @@ from ..key_moments.query_energies import own_attention
 from ..key_moments.sharding import WHOLE, check_sharding
 from ..key_moments.wrapped import unwrapped
 from ..state.layer import QAdALayer
+from .chunks import reads_chunk
 from .decode import query_adaptive, whole_context
 from .readers import find_reader
 
@@ -31,7 +32,6 @@ _BASES = {ours: base for base, ours in _OUR_NAMES.items()}
 # Arguments some models hand to attention that change its result in ways this cache does not compute.
 _UNSUPPORTED = {
     "softcap": "soft-capped scores",
-    "s_aux": "learned attention sinks",
     "sinks": "learned attention sinks",
     "position_bias": "a position bias",
     "sliding_window": "a sliding window on a layer the config calls full attention",
@@ -129,7 +129,8 @@ def attention_forward(
     """The signature transformers gives attention functions; returns `[batch, tokens, heads, dim]` and weights.
 
     The first call on an empty cache, and every call of another cache, is the model's own implementation. A call
-    with more new tokens than the window is exact attention over everything; a shorter one is query-adaptive.
+    with more new tokens than the window, or of a chunk of `generate`'s prompt, is exact attention over everything; any
+    other is query-adaptive.
 
     Raises:
         NotImplementedError: the model asks for something this cache does not compute (see the message).
@@ -174,18 +175,24 @@ def _attend(
         layer.abandon(queries)
         raise
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    forward_pass, sink_logits = layer.shared.forward_pass, kwargs.get("s_aux")
+    if layer.index == layer.shared.model.layers[0]:
+        # After a decoded token the tail is longer than the window, and a single one is no chunk.
+        forward_pass.reads_chunk = (queries > 1 or layer.store.end <= layer.options.window) and reads_chunk()
     if layer.seen == queries:
         out, _ = _base(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
         layer.store.absorb(key, value, valid)
-    elif queries > layer.options.window:
+    elif queries > layer.options.window or forward_pass.reads_chunk:
         with without_autocast(query.device):
-            out = whole_context(layer, layer.store, query, key, value, scaling=scaling, valid=valid)
+            out = whole_context(
+                layer, layer.store, query, key, value, scaling=scaling, valid=valid, sink_logits=sink_logits
+            )
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
         layer.store.absorb(key, value, valid)
     else:
         layer.store.append(key, value, valid)
         with without_autocast(query.device):
-            out = query_adaptive(layer, layer.store, query, scaling=scaling, valid=valid)
+            out = query_adaptive(layer, layer.store, query, scaling=scaling, valid=valid, sink_logits=sink_logits)
         out = out.transpose(1, 2).contiguous()
     layer.incoming = None
     return out, None
@@ -201,6 +208,10 @@ def _check_supported(
         if kwargs[argument] is not None:
             meaning = _UNSUPPORTED[argument]
             raise NotImplementedError(f"QAdACache does not support {meaning} ({argument}), as {name} uses: {way_out}")
+    if kwargs.get("s_aux") is not None and layer.options.kernels == "triton":
+        raise NotImplementedError(
+            f"kernels='triton' does not support learned attention sinks (s_aux), as {name} uses: use kernels='auto'"
+        )
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"QAdACache supports causal attention only, {name} asks for bidirectional: {way_out}")
     first = layer.index == served.layers[0]  # once a pass: a look into the config takes as long as the other checks

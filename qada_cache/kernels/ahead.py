@@ -1,4 +1,4 @@
-"""The CPU's kernels built before the first step that needs them."""
+"""Kernels built before the first step that needs them."""
 
 import torch
 
@@ -7,6 +7,7 @@ from .cpu import compiled
 
 
 def build(
+    device: torch.device,
     dtype: torch.dtype,
     *,
     kv_heads: int,
@@ -16,22 +17,35 @@ def build(
     criterion: object,
     audited: bool,
     kernels: str,
+    sketch_bits: int | None,
+    pinned: bool,
 ) -> None:
     """Build the kernels that a decode step of one token with a long bulk calls, by the very checks of such a step.
 
+    On a GPU "auto" compiles Triton's by trying them.
+
     Args:
+        device: of queries.
         dtype: of queries, keys and values.
         kv_heads, group: KV heads, and query heads of each.
         dim, value_dim: of a head's keys and values.
         criterion: as `Options.criterion`.
         kernels: as `choice.KINDS`.
         audited: whether some steps are audited: those read the bulk by `partial_attention`.
+        sketch_bits: of the sketch that tokens are selected by; None: all are read.
+        pinned: whether the bulk lies in pinned host memory.
 
     Raises:
         RuntimeError: as `choice.decode_kernel`.
     """
-    query = torch.zeros(1, kv_heads * group, 1, dim, dtype=dtype)
-    keys, values = (torch.zeros(1, kv_heads, compiled.MIN_TOKENS, size, dtype=dtype) for size in (dim, value_dim))
-    fused = choice.decode_kernel(query, keys, values, criterion, kernels)
+    query = torch.zeros(1, kv_heads * group, 1, dim, dtype=dtype, device=device)
+    keys, values = (
+        torch.zeros(1, kv_heads, compiled.MIN_TOKENS, size, dtype=dtype, device="cpu" if pinned else device)
+        for size in (dim, value_dim)
+    )
+    if pinned:
+        keys, values = keys.pin_memory(), values.pin_memory()
+    fused = choice.decode_kernel(query, keys, values, criterion, kernels, sketch_bits=sketch_bits)
     if fused is None or audited:
-        partial_attention(query.view(1, kv_heads, group, dim), keys, values, scaling=1.0, kernels=kernels)
+        packed = query.view(1, kv_heads, group, dim)
+        partial_attention(packed, keys.to(device), values.to(device), scaling=1.0, kernels=kernels)

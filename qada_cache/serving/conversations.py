@@ -180,6 +180,14 @@ class Conversations:
         with self._lock:
             self._kept.clear()
 
+    def forget_one(self) -> bool:
+        """Keep one less of them; False: there is none."""
+        with self._lock:
+            if found := bool(self._kept):
+                self._kept.remove(min(self._kept, key=lambda kept: (kept.continued, kept.used)))
+                self._counters.evicted += 1
+            return found
+
     def _make_room(self, limits: Limits, *, conversations: int = 0, taken: int = 0) -> None:
         """Drop conversations that are too old, then as many as the limits ask for, beside those under way.
 

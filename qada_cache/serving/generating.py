@@ -10,6 +10,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from ..cache import QAdACache
+from .admission import needed_bytes, promised
 from .conversations import CONVERSATIONS, MEMORY, SECONDS, Limits, conversations_of
 
 # One of transformers' own loggers: `transformers serve --log-level info` shows what it says.
@@ -44,7 +45,8 @@ def generate(
     A cache that was kept is passed over if weights have been replaced or written to since, as far as torch counts
     that. After a change of active adapters or of `weight.data`, call this once with `conversations=0`.
 
-    A call that fails, or is stopped by its streamer, leaves its prompt's cache if it was whole then, and else none.
+    A call that fails, or is stopped by its streamer, leaves what its cache holds of the prompt if it was whole then,
+    else nothing. One that there is no memory for, although conversations made room, is refused before it begins.
 
     Args:
         inputs, generation_config, arguments: as for `model.generate`.
@@ -64,6 +66,7 @@ def generate(
 
     Raises:
         ValueError: `conversations` or another limit is no such number, or the key no str.
+        MemoryError: the call would take more memory than this process may still have.
         TypeError, ValueError, FileNotFoundError, NotImplementedError, RuntimeError: as `QAdACache` and
             `model.generate`.
     """
@@ -85,9 +88,20 @@ def generate(
         raise ValueError(f"conversation_key must be a str, got {type(key).__name__}")
     if not conversations:
         kept.forget()
-    prompt = _one_row(others.get("input_ids") if inputs is None else inputs, settings, others)
+    ids = others.get("input_ids") if inputs is None else inputs
+    prompt = _one_row(ids, settings, others)
+
+    def promise(tokens: int, rows: int = 1) -> contextlib.AbstractContextManager[None]:
+        """Memory to read so many tokens of every row, and to add new ones."""
+        at_once = rows * min(tokens, settings.prefill_chunk_size or tokens)
+        needed = needed_bytes(model, rows * (tokens + (settings.max_new_tokens or 0)), at_once)
+        return promised(tokens, needed, forget=kept.forget_one)
+
     if prompt is None or not conversations or (key is None and not one_user):
-        return stock(past_key_values=QAdACache(model, **options))
+        given_rows, tokens = ids.shape[:2] if isinstance(ids, Tensor) and ids.dim() == 2 else (1, 0)
+        rows = given_rows * max(settings.num_beams or 1, settings.num_return_sequences or 1)
+        with promise(tokens, rows):
+            return stock(past_key_values=QAdACache(model, **options))
 
     cache = kept.take(model, prompt, options=options, limits=limits, key=key)
     logger.info("%d of %d prompt tokens were kept from an earlier call", cache.get_seq_length(), len(prompt))
@@ -96,13 +110,14 @@ def generate(
         kept.keep(model, tokens, cache, options=options, limits=limits, key=key)
 
     try:
-        output = stock(past_key_values=cache)
+        with promise(len(prompt) - cache.get_seq_length()):
+            output = stock(past_key_values=cache)
     except BaseException:
-        # The generated tokens are not known here. A cache that read the prompt is no cause of the failure.
-        if cache.get_seq_length() >= len(prompt):
+        # What was generated is not known here. A cache that read the prompt, or began to, is no cause of the failure.
+        if held := min(cache.get_seq_length(), len(prompt)):
             with contextlib.suppress(RuntimeError):  # layers hold different tokens, or have no way back: it is dropped
-                cache.crop(len(prompt) - cache.get_seq_length())
-                keep(prompt)
+                cache.crop(held - cache.get_seq_length())
+                keep(prompt[:held])
         raise
     keep(output[0, : cache.get_seq_length()].cpu())
     return output

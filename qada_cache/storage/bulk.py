@@ -204,11 +204,18 @@ class Bulk:
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row."""
         if tokens > self.capacity:
-            # After the first fill, a prefill, layers have room for different numbers of tokens: layers that are full at
-            # once would all be copied in the same step.
+            # After the first fill, which is a prefill, layers have room for different numbers of tokens: if all of them
+            # were full at once, they would all be copied in the same step. Pinned blocks have room by their rounding.
             share = 1.0 if self.capacity else self.residents.index * GOLDEN % 1.0
-            need = int(tokens * (1 + share * (GROWTH - 1)))
-            self._rebuild(list(range(len(self.lengths))), -(-(need + 1) // GRANULE) * GRANULE)
+            need = tokens if self.offloaded else int(tokens * (1 + share * (GROWTH - 1)))
+            capacity = -(-(need + 1) // GRANULE) * GRANULE
+            if self.offloaded:
+                sizes = [
+                    len(self.lengths) * t.shape[1] * t.shape[3] * t.element_size() for t in (self.keys, self.values)
+                ]
+                room = min(pages.pinned_bytes(capacity * size) // size for size in sizes)
+                capacity = room // GRANULE * GRANULE
+            self._rebuild(list(range(len(self.lengths))), capacity)
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Add `keys` and `values` `[rows, kv_heads, tokens, dim]` to rows of equal length."""

@@ -15,10 +15,14 @@ class ForwardPass:
 
     Args:
         sinks, window: tokens, as for `call_geometry`.
+
+    Attributes:
+        reads_chunk: whether the pass reads a chunk of `generate`'s prompt, which is exact whatever its length.
     """
 
     def __init__(self, sinks: int, window: int) -> None:
         self.sinks, self.window = sinks, window
+        self.reads_chunk = False
         self._mask: tuple[Any, Any, tuple[Padding, Tensor | None]] | None = None
         self._geometry: tuple[Any, Geometry] | None = None
 

@@ -22,5 +22,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def held_bytes(tensor: Tensor) -> int:
-    """Host memory that a tensor takes: torch rounds what it pins up to a power of two (unless it is told otherwise)."""
-    return 1 << (tensor.nbytes - 1).bit_length() if tensor.is_pinned() else tensor.nbytes
+    """Host memory that a tensor takes, rounded up where it is pinned."""
+    return pinned_bytes(tensor.nbytes) if tensor.is_pinned() else tensor.nbytes
+
+
+def pinned_bytes(size: int) -> int:
+    """The block of `size` bytes that torch pins: a power of two (unless it is told otherwise)."""
+    return 1 << (size - 1).bit_length()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, SMALL, exact, generate, logits_of, prompt, rounding, tiny
+from models import EAGER, FAMILIES, SMALL, exact, generate, logits_of, prompt, rounding, tiny
 from transformers import (
     DiffLlamaConfig,
     DiffLlamaForCausalLM,
@@ -30,7 +30,6 @@ from qada_cache.state.layer import QAdALayer
 
 UNSUPPORTED = {
     "gemma2": (NotImplementedError, "soft-capped attention scores: use transformers.DynamicCache for gemma2"),
-    "gpt_oss": (NotImplementedError, "learned attention sinks .*gpt_oss uses: use transformers.DynamicCache"),
     "deepseek_v3": (RuntimeError, "deepseek_v3 model computes attention in a way .*use DynamicCache"),
     "gptj": (NotImplementedError, "without transformers' AttentionInterface: use transformers.DynamicCache for gptj"),
     "gemma3n": (NotImplementedError, "share another layer's keys: use transformers.DynamicCache for gemma3n"),
@@ -39,6 +38,7 @@ SUPPORTED = [family for family in FAMILIES if family not in UNSUPPORTED]
 LAYERS = {
     "afmoe": [DynamicSlidingWindowLayer, QAdALayer],
     "gemma3": [DynamicSlidingWindowLayer, QAdALayer],
+    "gpt_oss": [DynamicSlidingWindowLayer, QAdALayer],
     "qwen3_next": [LinearAttentionLayer, QAdALayer],
     "mistral_sliding": [DynamicSlidingWindowLayer, DynamicSlidingWindowLayer],
 }
@@ -54,8 +54,10 @@ def assert_same(model: PreTrainedModel, got: Any, wanted: Any) -> None:
     assert (logits_of(got) - logits_of(wanted)).abs().max() <= budget
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [(family, name) for family in SUPPORTED for name in ("sdpa", "eager") if name == "eager" or family not in EAGER],
+)
 def test_threshold_one_is_dynamic_cache(family: str, attention: str) -> None:
     model = tiny(family, attention=attention)
     ids, mask = prompt(*LENGTHS)
@@ -94,6 +96,35 @@ def test_config_works_like_model(family: str) -> None:
     assert str(caches[0]) == str(caches[1])
     if family != "mistral_sliding":
         assert 0.0 < caches[0].stats().sparsity < 1.0
+
+
+@pytest.mark.parametrize(("logit", "sparsity"), [(40.0, 1.0), (-1e4, 0.0)])
+def test_a_learned_sink_is_local_attention(logit: float, sparsity: float) -> None:
+    """Of a head that gives it all of its attention, none is missed; of one that gives it none, nothing changes."""
+    model, ids = tiny("gpt_oss"), prompt(150)[0]
+    model.model.layers[1].self_attn.sinks.data.fill_(logit)
+    wanted = generate(model, ids, DynamicCache(config=model.config))
+    cache = QAdACache(model, threshold=0.95, moments="current", token_threshold=0, audit_every=3, **SMALL)
+    got = generate(model, ids, cache)
+    assert cache.stats().sparsity == sparsity
+    assert cache.stats().audit.missed < 1e-6
+    assert torch.allclose(logits_of(got), logits_of(wanted), atol=1e-4)
+
+
+def test_tokens_are_selected_beside_a_learned_sink() -> None:
+    """All that the sketch finds in the bulk, at a threshold that hardly any token is below."""
+    model, ids = tiny("gpt_oss", max_position_embeddings=2048), prompt(1300)[0]
+    wanted = generate(model, ids, DynamicCache(config=model.config), tokens=6)
+    cache = QAdACache(model, threshold=1 - 1e-9, moments="current", token_threshold=1e-9, **SMALL)
+    got = generate(model, ids, cache, tokens=6)
+    assert cache.stats().sketched_bytes > 0
+    assert torch.allclose(logits_of(got), logits_of(wanted), atol=1e-3)
+
+
+def test_triton_has_no_learned_sinks() -> None:
+    model = tiny("gpt_oss")
+    with pytest.raises(NotImplementedError, match=r"kernels='triton' does not support learned attention sinks \(s_aux"):
+        generate(model, prompt(60)[0], exact(model, kernels="triton", moments="current"))
 
 
 def test_crops_of_a_hybrid_model() -> None:

@@ -21,6 +21,7 @@ PRIVATE = {
     "_can_set_attn_implementation": "model",  # whether a model goes by that name
     "_name_or_path": "config",  # where it was loaded from
     "_tp_size": "model",  # how many processes tensor parallelism splits it over
+    "_prefill": "model",  # whose frame says that a chunk of a prompt is being read
     "_prepare_generation_config": "model",  # what a call asks of generation, all told
 }
 

@@ -21,8 +21,8 @@ MODES: dict[str, dict[str, Any]] = {
     "beam sampling": {"num_beams": 3, "do_sample": True},
     "several answers": {"do_sample": True, "num_return_sequences": 3},
     "several beams": {"num_beams": 4, "num_return_sequences": 2},
-    "long prefill chunks": {"prefill_chunk_size": 61},  # longer than the window of 16: exact calls
-    "short prefill chunks": {"prefill_chunk_size": 13},  # shorter: query-adaptive ones
+    "long prefill chunks": {"prefill_chunk_size": 61},  # longer than the window of 16
+    "short prefill chunks": {"prefill_chunk_size": 13},
 }
 ONE_ROW_MODES: dict[str, dict[str, Any]] = {
     "prompt lookup": {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 1},
@@ -286,12 +286,26 @@ def test_padded_batch_equals_its_rows_at_half(model: PreTrainedModel, criterion:
     torch.testing.assert_close(stats.kv_local_share * decisions, kv_heads)
 
 
-@pytest.mark.parametrize(("chunk", "whole"), [(None, True), (50, True), (65, True), (70, False), (9, False)])
-def test_which_chunks_of_a_prompt_are_exact(chunk: int | None, whole: bool) -> None:
-    """As docs/method.md says: those longer than the window of 16, whatever heads decide, and the first of all."""
-    model, text = tiny(), prompt(150)[0]  # last chunks of 150, 50, 20, 10 and 6 tokens
-    wanted = generate(model, text, DynamicCache(config=model.config), tokens=1)
+@pytest.mark.parametrize("lengths", [(150,), (150, 93)], ids=["one row", "padded"])
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("chunk", [None, 50, 65, 70, 149, 9])
+def test_every_chunk_of_a_prompt_is_exact(chunk: int | None, beams: int, lengths: tuple[int, ...]) -> None:
+    """Also a last one within the window of 16: last chunks of 150, 50, 20, 10, 1 and 6 tokens."""
+    model, (text, mask) = tiny(), prompt(*lengths)
+    wanted = generate(model, text, DynamicCache(config=model.config), tokens=1, attention_mask=mask, num_beams=beams)
     cache = QAdACache(model, criterion="local", **SMALL)
-    got = generate(model, text, cache, tokens=1, prefill_chunk_size=chunk)
-    assert (cache.stats().decisions == 0) == whole
-    assert torch.allclose(logits_of(got), logits_of(wanted), atol=1e-4) == whole
+    options = {"attention_mask": mask, "num_beams": beams, "prefill_chunk_size": chunk}
+    got = generate(model, text, cache, tokens=1, **options)
+    assert cache.stats().decisions == 0
+    assert torch.allclose(logits_of(got), logits_of(wanted), atol=1e-4)
+
+
+def test_chunks_end_with_the_prompt() -> None:
+    """Tokens after it are decoded, and turns without `prefill_chunk_size` are read, as heads decide."""
+    model, text = tiny(), prompt(150)[0]
+    cache = QAdACache(model, criterion="local", **SMALL)
+    first = generate(model, text, cache, tokens=5, prefill_chunk_size=70).sequences
+    decoded = cache.stats().decisions
+    assert decoded == 4
+    generate(model, torch.cat([first, prompt(9, seed=2)[0]], dim=1), cache, tokens=1)
+    assert cache.stats().decisions == decoded + 10

@@ -46,8 +46,8 @@ MODES: dict[str, dict[str, Any]] = {
     "repetition penalty": {"repetition_penalty": 1.7},
     "no repeated words": {"no_repeat_ngram_size": 1, "bad_words_ids": [[token] for token in ENDS]},
     "guidance": {"guidance_scale": 1.5},  # its second pass has a cache of its own, a DynamicCache
-    "chunked prefill": {"prefill_chunk_size": 17},  # longer than the window of 16: exact calls
-    "short chunks": {"prefill_chunk_size": 9},  # shorter: query-adaptive ones
+    "chunked prefill": {"prefill_chunk_size": 17},  # longer than the window of 16
+    "short chunks": {"prefill_chunk_size": 9},
     "hidden states": {"output_hidden_states": True},
 }
 SPECULATIVE: dict[str, dict[str, Any]] = {

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 from transformers.utils.logging import warning_once
 from transformers.utils.quantization_config import GgufConfig
 
-from qada_cache import QAdACache, needle, prepare
+from qada_cache import QAdACache, needle, prepare, preparing
+from qada_cache.kernels import choice
 from qada_cache.kernels.cpu import compiled
 from qada_cache.key_moments import defaults, tokenizer
 from qada_cache.key_moments.tokenizer import find_tokenizer
@@ -156,6 +157,35 @@ def test_nothing_is_left_to_do(options: dict[str, Any], folder: Path, monkeypatc
     assert found.misses == built.misses
     assert found.hits > built.hits  # the kernel did serve
     assert sorted(folder.rglob("*")) == before
+
+
+def test_gpus_are_prepared_for_the_models_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every device of the model, as caches will lie there."""
+    built: dict[str, dict[str, Any]] = {}
+    monkeypatch.setattr(preparing, "inputs_device", lambda _: torch.device("cuda", 1))
+    monkeypatch.setattr(preparing.ahead, "build", lambda device, dtype, **told: built.update({str(device): told}))
+    model = tiny(num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
+    prepare(model, moments="current", sketch_bits=4)
+    assert built.keys() == {"cuda:1", "cpu"}
+    wanted = {"kv_heads": 2, "group": 3, "dim": 8, "value_dim": 8, "sketch_bits": 4}
+    assert built["cuda:1"].items() >= {**wanted, "pinned": True}.items()
+    assert built["cpu"].items() >= {**wanted, "pinned": False}.items()
+    prepare(model, moments="current", offloading=False, token_threshold=0)
+    assert built["cuda:1"].items() >= {**wanted, "pinned": False, "sketch_bits": None}.items()
+
+
+@pytest.mark.skipif(not choice._installed(), reason="needs triton")
+def test_triton_is_tried_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the trial that the first step would make; here on a CPU, under Triton's interpreter."""
+    from qada_cache.kernels.triton import kernels, trial
+
+    tried: list[dict[str, Any]] = []
+    monkeypatch.setattr(kernels, "INTERPRETED", True)
+    monkeypatch.setattr(choice, "AUTO_DEVICES", ("cpu",))
+    monkeypatch.setattr(choice.compiled_decode, "obstacle", lambda *_: "not here")
+    monkeypatch.setattr(trial, "decode_fault", lambda device, dtype, **told: tried.append(told))
+    prepare(tiny(num_attention_heads=6, num_key_value_heads=2, hidden_size=48), moments="current")
+    assert tried == [{"group": 3, "dim": 8, "value_dim": 8, "sketch_bits": 2, "pinned": False}]
 
 
 def test_what_it_refuses(folder: Path) -> None:

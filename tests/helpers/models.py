@@ -83,13 +83,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", {"attention_multiplier": 0.35}),
     "qwen3_next": ("Qwen3Next", _LINEAR),
     "afmoe": ("Afmoe", {"head_dim": 8, "num_dense_layers": 2, "global_attn_every_n_layers": 2, **_HYBRID}),
+    "gpt_oss": (
+        "GptOss",
+        {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "initializer_range": 0.2, **_HYBRID},
+    ),
     # Not supported, each for a reason of its own.
     "gemma2": ("Gemma2", {"head_dim": 8, "attn_logit_softcapping": 5.0, **_HYBRID}),
-    "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, **_HYBRID}),
     "deepseek_v3": ("DeepseekV3", _LATENT),
     "gptj": ("GPTJ", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_inner": 48, "rotary_dim": 4, "n_positions": 1024}),
     "gemma3n": ("Gemma3n", _SHARED),
 }
+
+
+EAGER = ("gemma2", "gpt_oss", "gptj")  # transformers has no other attention for them
 
 
 def tiny(
@@ -109,7 +115,7 @@ def tiny(
         common |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     config = getattr(transformers, prefix + suffix)(**{**common, **needs, **changes})
     torch.manual_seed(seed)
-    attention = attention or ("eager" if family in ("gemma2", "gpt_oss", "gptj") else "sdpa")
+    attention = attention or ("eager" if family in EAGER else "sdpa")
     model = getattr(transformers, prefix + "ForCausalLM")._from_config(config, attn_implementation=attention)
     return model.eval().to(dtype)
 
@@ -179,10 +185,12 @@ def rounding(model: PreTrainedModel, ids: Tensor) -> float:
     return (wanted - got).abs().max().item()
 
 
-def tiny_like(model: PreTrainedModel, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+def tiny_like(model: PreTrainedModel, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
     """The same weights in another dtype, and with an attention implementation that no cache has switched."""
     config = type(model.config)(**{k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "model_type")})
-    twin = type(model)._from_config(config, attn_implementation=attention).eval()
+    attention = attention or ("sdpa" if model._supports_sdpa else "eager")
+    # Batched, experts have no float64.
+    twin = type(model)._from_config(config, attn_implementation=attention, experts_implementation="eager").eval()
     twin.load_state_dict(model.state_dict())
     return twin.to(dtype)
 

@@ -141,6 +141,31 @@ def test_layers_grow_one_after_the_other() -> None:
     assert all(store.capacity <= 1.3 * store.lengths[0] for store in stores)
 
 
+@pytest.mark.parametrize(("dims", "fills"), [((4, 4), 3), ((4, 3), 5)], ids=str)
+def test_pinned_blocks_are_filled(dims: tuple[int, int], fills: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch pins powers of two: no more of them than the tokens need, and no copy before one of both is full."""
+    asked: list[int] = []
+
+    def pinned(*shape: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        made = empty(*shape, **kwargs)
+        if pin_memory:
+            asked.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+    likes = [empty(2, 8, 0, dim, device="meta", dtype=torch.float16) for dim in dims]
+    for layer in range(6):
+        store = Bulk(*likes, offloading=True, residents=Residents(0), layer=layer)
+        asked.clear()
+        store.reserve(4096 - 128)  # a prompt of 4,096 tokens
+        needed = [bulk.pages.pinned_bytes(2 * 8 * (4096 - 127) * dim * 2) for dim in dims]
+        assert [bulk.pages.pinned_bytes(size) for size in asked] == needed
+        for tokens in range(4096, 4 * 4096 - 1, 128):
+            store.reserve(tokens)
+        assert len(asked) == 2 * fills  # keys' blocks are of 4,096 tokens, twice and four times as many
+
+
 # -- what only a GPU can show -------------------------------------------------------------------------------------
 
 

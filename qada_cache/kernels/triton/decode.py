@@ -28,7 +28,8 @@ from .kernels import bulk_kernel, merge_kernel, near_kernel
 from .sketch_kernels import chosen_kernel, estimate_kernel
 
 SPLIT_TOKENS = 256  # a split has at least about this many tokens, as its result must be written and read again
-MAX_SPLITS = 128  # one flagged KV head alone should still occupy most of a GPU
+MAX_SPLITS = 128  # one flagged KV head alone should still occupy most of a GPU; blocks of splits have room for all,
+# as one that followed the capacity would be compiled anew when the bulk grows
 SCAN_TOKENS = 128  # among which a program chooses at once; a power of two, as:
 SCAN_SCORES = 2048  # of so many estimates at most: with more, registers spill
 UNPACKED_BYTES = 4096  # of words in the registers of a program, a byte a value, and of no more tokens than make:
@@ -125,7 +126,7 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
                 query, bulk_keys, bulk_values, call.places, bulk_lengths, tokens, flags, estimates, sums, index,
                 parts, lse, rest, call.pulled, call.spared, *far_strides, room, rule.scaling,
                 math.log(rule.token_threshold),
-                BLOCK_S=scan, BLOCK_P=triton.next_power_of_2(splits), BLOCK_Q=triton.next_power_of_2(group),
+                BLOCK_S=scan, BLOCK_P=triton.next_power_of_2(MAX_SPLITS), BLOCK_Q=triton.next_power_of_2(group),
                 TOKEN_BYTES=token_bytes, **sizes, num_stages=CHOSEN_STAGES,
             )  # fmt: skip
         elif splits:
@@ -146,6 +147,6 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
             parts, lse, flags, rest, sums, query, mean_value, slopes, slope_units, out, 1 + splits, rule.scaling,
             selection.UNREAD_WEIGHT,
             G=group, D=dim, BLOCK_C=SLOPE_COLUMNS, V=value_dim, BLOCK_V=sizes["BLOCK_V"],
-            BLOCK_P=triton.next_power_of_2(1 + splits), BLOCK_N=16,
+            BLOCK_P=triton.next_power_of_2(1 + MAX_SPLITS), BLOCK_N=16,
         )  # fmt: skip
     return out, flags

@@ -1,0 +1,173 @@
+"""Memory that is there for a call, before it begins: what is not there is made, or the call is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import prompt, tiny
+from test_generating import NEW, Reads, ours, said
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
+
+from qada_cache.serving import admission, counters, memory
+
+MIB = 2**20
+BURST = """
+import resource, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from models import prompt, tiny
+from qada_cache.serving import FOLDER, counters
+
+torch.set_num_threads(1)
+model = tiny(num_hidden_layers=4, num_key_value_heads=4, head_dim=256, max_position_embeddings=4096)  # 32 KiB a token
+
+def ask(seed, tokens=1500):
+    ids = prompt(tokens, seed=seed)[0]
+    options = {"max_new_tokens": 3, "do_sample": False, "cache_options": {"moments": "current"}}
+    options["attention_mask"] = torch.ones_like(ids)
+    try:
+        return model.generate(ids, custom_generate=FOLDER, trust_remote_code=True, **options).shape[1] - tokens
+    except MemoryError as error:
+        return str(error)
+
+pool, together = ThreadPoolExecutor(8), threading.Barrier(8)
+list(pool.map(lambda _: together.wait() and torch.ones(300, 300) @ torch.ones(300, 300), range(8)))
+print(ask(99))
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + int(sys.argv[1]), resource.RLIM_INFINITY))
+print(*pool.map(ask, range(8)), sep="\\n")
+print(ask(8))
+print(counters(model)["evicted"])
+"""
+
+
+def control_group(folder: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
+    """One that is not there: its folder's files, in a tree of version 2, beside a group of version 1 without memory."""
+    monkeypatch.setattr(memory, "_TREE", folder / "tree")
+    monkeypatch.setattr(memory, "_GROUPS", folder / "cgroup")
+    (folder / "cgroup").write_text("4:cpuset:/elsewhere\n0::/some.slice/of.service\n")
+    own = folder / "tree/some.slice/of.service"
+    own.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (own / f"memory.{name}").write_text(text)
+
+
+def test_what_a_control_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own limit, one around it, and none: files in memory that the system can take back are left as well."""
+    total = memory.host_memory()
+    control_group(tmp_path, monkeypatch, max="max\n", current="1000\n")
+    assert memory.host_memory() == total
+    stat = f"anon 7\ninactive_file {20 * MIB}\nactive_file {10 * MIB}\nshmem {5 * MIB}\n"
+    control_group(tmp_path, monkeypatch, max=f"{100 * MIB}\n", current=f"{90 * MIB}\n", stat=stat)
+    assert memory.host_memory() == 100 * MIB
+    assert memory.memory_left() == 40 * MIB
+    around = tmp_path / "tree/some.slice"
+    (around / "memory.max").write_text(f"{60 * MIB}\n")
+    (around / "memory.current").write_text(f"{70 * MIB}\n")
+    assert memory.host_memory() == 60 * MIB
+    assert memory.memory_left() == 0
+
+
+def test_what_a_control_group_of_version_1_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control_group(tmp_path, monkeypatch)
+    (tmp_path / "cgroup").write_text("4:memory:/of.service\n0::/\n")
+    own = tmp_path / "tree/memory/of.service"
+    own.mkdir(parents=True)
+    for name, number in {"limit_in_bytes": 100 * MIB, "usage_in_bytes": 90 * MIB}.items():
+        (own / f"memory.{name}").write_text(f"{number}\n")
+    (own / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {MIB}\ntotal_active_file {2 * MIB}\n")
+    assert (memory.host_memory(), memory.memory_left()) == (100 * MIB, 13 * MIB)
+
+
+def leave(monkeypatch: pytest.MonkeyPatch, megabytes: float, model: PreTrainedModel | None = None) -> None:
+    """So much memory beside what the model's conversations take now."""
+    held = counters(model)["bytes"] if model else 0
+    left = lambda: int(megabytes * MIB) + (held - counters(model)["bytes"] if model else 0)  # noqa: E731
+    monkeypatch.setattr(admission, "memory_left", left)
+
+
+def test_conversations_make_room_and_a_call_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a token is read; and what was there of its own conversation stays."""
+    model = tiny()
+    reads, ids = Reads(model), said(120)
+    ours(model, prompt(110, seed=7)[0])
+    answered = ours(model, ids)
+    needed = admission.needed_bytes(model, 500 + NEW, 500) / MIB
+    leave(monkeypatch, needed, model)
+    assert ours(model, prompt(500, seed=8)[0]).shape[1] == 500 + NEW
+    assert counters(model)["evicted"] == 0
+    leave(monkeypatch, needed - 0.01, model)
+    ours(model, prompt(500, seed=9)[0])
+    assert counters(model)["evicted"] == 1
+    leave(monkeypatch, needed, model)
+    reads.clear()
+    with pytest.raises(MemoryError, match=r"to read 801 tokens takes about \d MiB of host memory and \d MiB are left"):
+        ours(model, said(answered, 800))
+    assert not reads
+    assert counters(model)["conversations"] == 1  # its own
+    leave(monkeypatch, 100)
+    ours(model, said(answered, 7))
+    assert reads.first() == 8
+
+
+@pytest.mark.parametrize("how", [{"one_user": False}, {"num_beams": 2}, {"conversations": 0}], ids=str)
+def test_calls_that_are_not_kept_are_refused_too(how: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny(), said(500)
+    reads = Reads(model)
+    leave(monkeypatch, 1.9 * admission.needed_bytes(model, 500 + NEW, 500) / MIB / (1 if "num_beams" in how else 2))
+    with pytest.raises(MemoryError, match="to read 500 tokens"):
+        ours(model, ids, **how)
+    assert not reads
+
+
+def test_calls_under_way_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(monkeypatch, 10)
+    second = admission.promised(1, 6 * MIB, forget=lambda: False)
+    message = "about 6 MiB of host memory and 4 MiB are left"
+    with admission.promised(1, 6 * MIB, forget=lambda: False), pytest.raises(MemoryError, match=message):
+        second.__enter__()
+    with admission.promised(1, 10 * MIB, forget=lambda: False):
+        pass
+
+
+@pytest.mark.parametrize("chunk", [None, 100])
+def test_what_is_needed_follows_the_tokens_and_chunks(chunk: int | None) -> None:
+    model: PreTrainedModel = tiny()
+    kept = 1.5 * 2 * 2 * 2 * 8 * 4  # half as much again as keys and values: layers, heads, dim, bytes
+    passing = (3 * 48 + 8 * 32) * 4 + 8 * 4 * 8 * 4
+    assert admission.needed_bytes(model, 1000, chunk or 900) == int(1000 * kept + (chunk or 900) * passing)
+    assert admission.needed_bytes(model.to(torch.bfloat16), 1000, 0) == int(1000 * kept / 2)
+    mamba = MambaForCausalLM._from_config(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1))
+    assert admission.needed_bytes(mamba, 1000, 1000) == 0  # states do not grow
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and limits its own address space")
+def test_a_burst_under_a_limit_ends_no_process() -> None:
+    """Eight long requests at once, of about 100 MiB each: some are answered, and a later one is, in the room of others.
+
+    What is freed goes back to the system at once, so that what is left is known.
+    """
+    here = os.path.dirname(os.path.dirname(__file__))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([os.path.join(here, "helpers"), *filter(None, sys.path)]),
+    }
+    environment |= {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, "-c", BURST, str(250 * MIB)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    first, *burst, later, evicted = done.stdout.splitlines()
+    assert first == "3"
+    refused = [answer for answer in burst if answer != "3"]
+    assert len(burst) == 8
+    assert all(answer.startswith("to read 1500 tokens takes about") for answer in refused)
+    assert 0 < len(refused) < 8
+    assert later == "3"
+    assert int(evicted) > 0
