@@ -36,9 +36,9 @@ from eval.reporting.tables import plain, read, write
 from eval.sweep import ORACLE, task_manager
 from eval.texts.documents import PROSE, Document, prose, task_documents, with_dense_question
 from qada_cache import CacheStats, KeyMoments, QAdACache, StaticHeads
-from qada_cache.attention import decide, decode
-from qada_cache.criterion import GROUP_RULES
-from qada_cache.kernels import decision
+from qada_cache.attention import by_torch, decide
+from qada_cache.criterion import GROUP_RULES, log_mass
+from qada_cache.kernels.query_adaptive import Step
 from qada_cache.key_moments.defaults import sources
 from qada_cache.state.layer import QAdALayer
 from qada_cache.tuning import measuring
@@ -60,15 +60,14 @@ def learn(model: PreTrainedModel, documents: list[Document]) -> tuple[Tensor, Te
         estimates[layer.index] = original(layer, *args, **kwargs)
         return estimates[layer.index]
 
-    def compare(layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, *rest: Any) -> None:
-        geometry = rest[-1]
-        local, bulk = decision.log_mass(scores, geometry.local), decide.log_bulk_mass(scores, far_lse, geometry)
+    def compare(layer: QAdALayer, step: Step, flags: Tensor, far_lse: Tensor, read_lse: Tensor) -> None:
+        local, bulk = log_mass(step.scores, step.masks.local), decide.true_log_bulk(step, far_lse)
         errors[layer.index] += (bulk - estimates[layer.index]).sum(dim=(0, 3)).flatten()
         share[layer.index] += (torch.sigmoid(local - bulk) >= ORACLE).sum(dim=(0, 3)).flatten()
 
     with (
         mock.patch.object(decide, "estimated_log_bulk", keep),
-        mock.patch.object(decode, "audit", compare),
+        mock.patch.object(by_torch, "audit", compare),
         mock.patch.object(QAdALayer, "is_audited", return_value=True),
     ):
         for document in documents:

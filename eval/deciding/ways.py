@@ -13,9 +13,11 @@ from eval.deciding.tokens import REST
 from qada_cache import KeyMoments
 from qada_cache.attention import decide
 from qada_cache.criterion import gaussian_log_bulk, score_moments
-from qada_cache.kernels import decision
+from qada_cache.kernels import query_adaptive
+from qada_cache.kernels.query_adaptive import Step
 from qada_cache.state.layer import QAdALayer
 from qada_cache.state.options import TOKEN_THRESHOLD
+from qada_cache.storage.store import TokenStore
 
 FEW = (0.1, 0.3, 0.6, 0.9)
 MOST = (0.1, 0.3, 0.6, 0.8, 0.9)
@@ -116,33 +118,25 @@ class Knowledge:
     local_share: Tensor | None = None
 
 
-def log_bulk_of(layer: QAdALayer, score_moments_of: tuple[Tensor, Tensor], like: Tensor, geometry: Any) -> Tensor:
-    """Eq. 7 from moments of scores `[batch, kv_heads, group * queries]`; in the shape of `like`."""
-    mean, variance = (found.view(like.shape) for found in score_moments_of)
-    return gaussian_log_bulk(mean, variance, geometry.bulk_tokens.unsqueeze(2))
-
-
-def trimmed(original: Callable, layer: QAdALayer, moments: Any, packed: Tensor, scores: Tensor, geometry: Any,
-            *, scaling: float) -> Tensor:  # fmt: skip
+def trimmed(original: Callable, layer: QAdALayer, store: TokenStore, step: Step, geometry: Any) -> Tensor:
     """The current prompt's estimate without its greatest keys: those furthest from their mean."""
-    assert layer.store is not None
-    keys = layer.store.bulk.keys[:, :, : layer.store.bulk.lengths[0]].float()
+    keys = store.bulk.keys[:, :, : store.bulk.lengths[0]].float()
     distance = (keys - keys.mean(dim=2, keepdim=True)).norm(dim=-1)
     kept = distance <= distance.quantile(1 - TRIMMED, dim=-1, keepdim=True)
     weight = (kept / kept.sum(dim=-1, keepdim=True)).unsqueeze(-1)
     mean = (keys * weight).sum(dim=2)
     centred = keys - mean.unsqueeze(2)
     covariance = torch.matmul((centred * weight).mT, centred)
-    found = score_moments(packed.float(), mean, covariance, scaling=scaling)
-    return log_bulk_of(layer, found, scores[..., 0], geometry)
+    found = score_moments(step.packed.float(), mean, covariance, scaling=step.rule.scaling)
+    mean, variance = (part.view_as(step.scores[..., 0]) for part in found)
+    return gaussian_log_bulk(mean, variance, geometry.bulk_tokens.unsqueeze(2))
 
 
 def corrected(errors: Tensor) -> Callable:
     """The current prompt's estimate and the error that is usual for the head, `errors` `[layers, heads]`."""
 
-    def estimate(original: Callable, layer: QAdALayer, moments: Any, packed: Tensor, scores: Tensor, geometry: Any,
-                 *, scaling: float) -> Tensor:  # fmt: skip
-        found = original(layer, moments, packed, scores, geometry, scaling=scaling)
+    def estimate(original: Callable, layer: QAdALayer, store: TokenStore, step: Step, geometry: Any) -> Tensor:
+        found = original(layer, store, step, geometry)
         return found + errors[layer.index].view(1, *found.shape[1:3], 1)
 
     return estimate
@@ -161,15 +155,16 @@ def experiments(known: Knowledge) -> dict[str, Callable]:
 def deciding(way: Way, known: Knowledge) -> Iterator[None]:
     """Make caches that are used inside decide in a way that they cannot be asked for."""
     estimate = experiments(known).get(way.moments)
-    original, together, alone = decide.estimated_log_bulk, decision.group_decision, decision.long_context
+    original, together = decide.estimated_log_bulk, query_adaptive.group_decision
+    alone = query_adaptive.long_context
     shares: list[Tensor] = []
 
     def replaced(*args: Any, **kwargs: Any) -> Tensor:
         return estimate(original, *args, **kwargs) if estimate else original(*args, **kwargs)
 
-    def remembered(log_local: Tensor, log_bulk: Tensor, threshold: float) -> Tensor:
+    def remembered(log_local: Tensor, log_bulk: Tensor, limit: float) -> Tensor:
         shares[:] = [torch.sigmoid(log_local - log_bulk)]
-        return alone(log_local, log_bulk, threshold)
+        return alone(log_local, log_bulk, limit)
 
     def agreed(flags: Tensor, rule: str) -> Tensor:
         if way.rule == "all":
@@ -180,7 +175,7 @@ def deciding(way: Way, known: Knowledge) -> Iterator[None]:
 
     with (
         mock.patch.object(decide, "estimated_log_bulk", replaced),
-        mock.patch.object(decision, "long_context", remembered),
-        mock.patch.object(decision, "group_decision", agreed),
+        mock.patch.object(query_adaptive, "long_context", remembered),
+        mock.patch.object(query_adaptive, "group_decision", agreed),
     ):
         yield

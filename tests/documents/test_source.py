@@ -31,4 +31,4 @@ def test_no_function_takes_too_many_parameters() -> None:
 
 def test_only_kernels_are_called_after_what_they_compute() -> None:
     files = sorted(file for file, node in functions() if node.name == "fused_decode")
-    assert files == [f"kernels/{name}.py" for name in ("cpu/compiled_decode", "decode_reference", "triton/decode")]
+    assert files == [f"kernels/{name}.py" for name in ("cpu/compiled_decode", "triton/decode")]

@@ -22,7 +22,7 @@ from eval.deciding.ways import Way
 from eval.texts import documents
 from eval.texts.documents import Document
 from qada_cache import KeyMoments, QAdACache, needle
-from qada_cache.attention import decode
+from qada_cache.attention import by_torch
 
 
 @pytest.fixture(scope="module")
@@ -148,19 +148,18 @@ def test_experiments_against_float64(model: PreTrainedModel, document: Document,
     found: dict[str, torch.Tensor] = {}
     seen: dict[str, torch.Tensor] = {}
 
-    def spy(layer, moments, packed, scores, far_lse, geometry, *, scaling):  # type: ignore[no-untyped-def]
+    def spy(layer, store, step, geometry, far_lse):  # type: ignore[no-untyped-def]
         if layer.index == 1:
             for name, estimate in ways.experiments(known).items():
-                call = layer, moments, packed, scores, geometry
-                found[name] = estimate(ways.decide.estimated_log_bulk, *call, scaling=scaling)[0, :, :, 0]
-            store = layer.store
-            seen.update(keys=store.bulk.keys[0, :, : store.bulk.lengths[0]].double(), query=packed[0].double())
+                call = layer, store, step, geometry
+                found[name] = estimate(ways.decide.estimated_log_bulk, *call)[0, :, :, 0]
+            seen.update(keys=store.bulk.keys[0, :, : store.bulk.lengths[0]].double(), query=step.packed[0].double())
             seen["tokens"] = geometry.bulk_tokens[0, 0, 0]
-            seen["current"] = ways.decide.estimated_log_bulk(*call, scaling=scaling)[0, :, :, 0]
-        return torch.zeros(scores.shape[:-1], dtype=torch.bool)
+            seen["current"] = ways.decide.estimated_log_bulk(*call)[0, :, :, 0]
+        return torch.full(step.scores.shape[:-1], -torch.inf)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "needs_long_context", spy)
+        patch.setattr(by_torch, "log_bulk", spy)
         trials.follow(model, Document("prose", 290, 0, document.prompt, document.answer[:, :1]), cache)
     torch.testing.assert_close(found["corrected by head"], seen["current"] + torch.tensor([[4.0, 5], [6, 7]]))
     torch.testing.assert_close(found["corrected by layer"], seen["current"] + 5.5)
