@@ -57,7 +57,11 @@ def speeds(query: Tensor, layers: list[tuple[Tensor, Tensor]], turns: int) -> di
         plain_data.sum()
         return plain_data.nbytes
 
-    works = {"read": reduce, "compiled": attend(compiled.partial_attention), "torch": attend(sdpa.partial_attention)}
+    works = {
+        "read": reduce,
+        "compiled": attend(compiled.compiled_partial_attention),
+        "torch": attend(sdpa.sdpa_partial_attention),
+    }
     best = dict.fromkeys(works, 0.0)
     for _ in range(turns):
         for name, work in works.items():

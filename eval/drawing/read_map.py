@@ -32,7 +32,7 @@ def counted(cache: QAdACache) -> Iterator[dict[int, Tensor]]:
         for index, store in stores.items()
     }
     of_bulk = {id(store.bulk): index for index, store in stores.items()}
-    original = reading.read
+    original = reading.read_parts
 
     def read(bulk: Any, whole: list[list[bool]], requests: Any = None) -> Any:
         count = counts[of_bulk[id(bulk)]]
@@ -43,7 +43,7 @@ def counted(cache: QAdACache) -> Iterator[dict[int, Tensor]]:
                 count[part.request.head, part.request.tokens.cpu()] += 1
             yield part
 
-    with mock.patch.object(reading, "read", read):
+    with mock.patch.object(reading, "read_parts", read):
         yield counts
 
 

@@ -54,7 +54,7 @@ def _counting(layer: QAdALayer, store: TokenStore) -> Read:
     """How a call reads the layer's bulk."""
 
     def read(whole: list[list[bool]], requests: Iterator[Request] | None) -> Iterator[Part]:
-        for part in reading.read(store.bulk, whole, requests):
+        for part in reading.read_parts(store.bulk, whole, requests):
             layer.counters.pulled_bytes += part.pulled
             layer.counters.spared_bytes += part.spared
             yield part
@@ -66,7 +66,7 @@ def _auditing(layer: QAdALayer, store: TokenStore) -> Read:
     """How an audit does, which decides nothing about what is kept on the device."""
 
     def read(whole: list[list[bool]], requests: Iterator[Request] | None) -> Iterator[Part]:
-        for part in reading.read(store.bulk, whole, requests, learn=False):
+        for part in reading.read_parts(store.bulk, whole, requests, learn=False):
             layer.counters.audited_bytes += part.pulled + part.spared
             yield part
 

@@ -14,7 +14,7 @@ from .transfers import Arrival, Note, ahead
 EARLY_SHARE = 4  # at most one in so many heads of a layer is fetched before it is asked for
 
 
-def read(
+def read_parts(
     bulk: Bulk, whole: list[list[bool]], requests: Iterator[Request] | None = None, *, learn: bool = True
 ) -> Iterator[Part]:
     """What an adaptive call reads, as `query_adaptive.Read` has it.
@@ -33,7 +33,7 @@ def read(
 
 
 def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iterator[Part]:
-    """All tokens of the wanted heads of each row, for an adaptive call (arguments as for `read`).
+    """All tokens of the wanted heads of each row, for an adaptive call (arguments as for `read_parts`).
 
     If the bulk is not offloaded, they are views of neighbouring heads. If it is, one head comes at a time: residents
     first, while the others are being copied to the device, where those copies may stay as residents.

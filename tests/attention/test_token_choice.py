@@ -143,13 +143,13 @@ def test_what_is_not_chosen_is_not_read() -> None:
     """A bulk whose tokens are nan but for the chosen ones."""
     driver, inputs = filled(token_threshold=3.0)
     call, spied = inputs(1), []
-    original = reading.read
+    original = reading.read_parts
     twin = Driver(copy.deepcopy(driver.layer), module=driver.module)
 
     def spy(bulk: Any, whole: Any, requests: Any) -> Any:
         return original(bulk, whole, (spied.append(request) or request for request in requests))
 
-    with mock.patch.object(reading, "read", spy):
+    with mock.patch.object(reading, "read_parts", spy):
         expected = ask(twin, call)
     store = driver.layer.store
     for request in spied:
