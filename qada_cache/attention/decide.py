@@ -1,7 +1,6 @@
 """What the heads of one layer decide by in one call, and whether that was right."""
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -49,11 +48,10 @@ def rule_of(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float) 
 
 
 def other_moments(
-    moments: KeyMoments, layer: QAdALayer, lengths: Sequence[int], device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
-    """A layer's moments for bulks of these lengths, as `KeyMoments.layer`, of the heads that this process has."""
-    own = layer.shared.model.shard.own
-    return [(own(mean, 1), own(covariance, 1)) for mean, covariance in moments.layer(layer.index, lengths, device)]
+    moments: KeyMoments, layer: QAdALayer, lengths: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Mean `[lengths, kv_heads, dim]` and covariance for bulks of these lengths, of the heads of this process."""
+    return layer.kept_moments.get(moments, layer.index, lengths, device, layer.shared.model.shard.own)
 
 
 def log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry, far_lse: Tensor | None) -> Tensor:
@@ -98,9 +96,12 @@ def others_log_bulk(moments: KeyMoments, layer: QAdALayer, step: Step, geometry:
     """Eq. 7's by another prompt's moments, for each query by those for its own bulk's length."""
     query, tokens = step.packed.float(), geometry.bulk_tokens.unsqueeze(2)
     found = step.scores.new_full(step.scores.shape[:-1], -torch.inf)
+    if not geometry.moment_lengths:  # nothing is decided
+        return found
     shortest = 0
     kept = other_moments(moments, layer, geometry.moment_lengths, query.device)
-    for length, pair in zip(geometry.moment_lengths, kept, strict=True):
+    for index, length in enumerate(geometry.moment_lengths):
+        pair = (part[index : index + 1] for part in kept)
         mean, variance = (part.view_as(found) for part in score_moments(query, *pair, scaling=step.rule.scaling))
         found = torch.where(tokens > shortest, gaussian_log_bulk(mean, variance, tokens), found)
         shortest = length

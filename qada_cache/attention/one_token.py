@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from ..kernels import choice
@@ -70,10 +69,5 @@ def _add_moments(call: DecodeCall, layer: QAdALayer, store: TokenStore, geometry
     if (moments := store.moments) is not None:
         call.mean, call.covariance, call.count = moments.mean, moments.covariance, moments.known
     if (others := layer.options.other_moments) is not None:
-        asked = weakref.ref(others), geometry.row_lengths, call.query.device
-        if layer.binding.other is None or layer.binding.other[0] != asked:
-            layer.binding.other = asked, other_moments(others, layer, geometry.row_lengths, call.query.device)
-        kept = layer.binding.other[1]
-        # Rows of their own are put together; one row for all is not copied.
-        mean, covariance = kept[0] if len(kept) == 1 else (torch.cat(parts) for parts in zip(*kept, strict=True))
-        call.other_mean, call.other_covariance = mean, covariance
+        found = other_moments(others, layer, geometry.row_lengths, call.query.device)
+        call.other_mean, call.other_covariance = found

@@ -115,15 +115,13 @@ class Binding:
 
     Attributes:
         bound: what a kernel made of them; None once any of them is another.
-        kernel, rule, other: the kernel that was chosen, None for none, the rule, and another prompt's moments; each
-            behind what it was asked for.
+        kernel, rule: the kernel that was chosen, None for none, and the rule; each behind what it was asked for.
     """
 
     def __init__(self) -> None:
         self.bound: Any = None
         self.kernel: tuple[Any, Callable | None] | None = None
         self.rule: tuple[Any, Rule] | None = None
-        self.other: tuple[Any, list[tuple[Tensor, Tensor]]] | None = None
         self._query: Any = None
         self._parts: list[Callable[[], Any]] = []
 

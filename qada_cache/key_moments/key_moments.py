@@ -110,8 +110,7 @@ class KeyMoments:
     def layer(self, layer: int, lengths: Sequence[int], device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Moments of one layer for bulks of these many tokens each, on `device`, float32.
 
-        What this call made is kept for the next, and of earlier calls so much that two caches may take turns. So is
-        what a caller keeps, for as long as that does: any number of caches may take turns that each keep their own.
+        They are made once for all callers that keep them (`placing.Kept`), so any number of caches may take turns.
         Callers round lengths (`rotation.rounded`), so that few different ones are ever asked for.
 
         Returns:
@@ -121,7 +120,7 @@ class KeyMoments:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of what `layer` and its callers keep on devices, for all caches that share these moments."""
+        """Bytes of what callers of `layer` keep on devices, for all caches that share these moments."""
         return self._placed.nbytes
 
     # -- files ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ..kernels.decode_call import Binding
+from ..key_moments.placing import Kept
 from ..storage.padding import NONE
 from ..storage.store import TokenStore
 from .counters import Counters
@@ -51,6 +52,7 @@ class QAdALayer(DynamicLayer):
         incoming: the key tensor handed out by `update` and not yet seen by the attention function.
         counters: what it did.
         binding: what decode kernels keep between its steps.
+        kept_moments: what it keeps of another prompt's.
         following: the next such layer of the cache, whose heads may be fetched while this one computes; None: the last.
     """
 
@@ -74,7 +76,7 @@ class QAdALayer(DynamicLayer):
         self.seen = 0
         self.padding = NONE
         self.counters = Counters()
-        self.binding = Binding()
+        self.binding, self.kept_moments = Binding(), Kept()
 
     @property
     def options(self) -> Options:
