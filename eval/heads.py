@@ -26,7 +26,7 @@ from eval.sweep import task_manager
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.attention import by_torch, decide
 from qada_cache.criterion import current_score_moments, gaussian_log_bulk, log_mass
-from qada_cache.kernels.query_adaptive import Step
+from qada_cache.kernels.query_adaptive import Step, other_log_bulk
 from qada_cache.lm_eval import QAdALM
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.geometry import Geometry
@@ -72,7 +72,7 @@ class Recorder:
             "iid": _independent_gaussian(mean, variance, count),
         }
         for name, kept in self.moments.items():
-            columns[name] = decide.others_log_bulk(kept, layer, step, geometry)
+            columns[name] = other_log_bulk(step, decide.by_length(kept, layer, geometry))
         flat = {name: column.flatten(1, 2).cpu() for name, column in columns.items()}  # [rows, heads, queries]
         decided = geometry.decided.expand(shape[0], 1, shape[3]).squeeze(1).cpu()
         for row, query in decided.nonzero().tolist():

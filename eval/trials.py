@@ -54,7 +54,7 @@ def learn(model: PreTrainedModel, documents: list[Document]) -> tuple[Tensor, Te
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     errors, share, queries = torch.zeros(layers, heads), torch.zeros(layers, heads), 0
     estimates: dict[int, Tensor] = {}
-    original = decide.estimated_log_bulk
+    original = decide.estimate
 
     def keep(layer: QAdALayer, *args: Any, **kwargs: Any) -> Tensor:
         estimates[layer.index] = original(layer, *args, **kwargs)
@@ -66,7 +66,7 @@ def learn(model: PreTrainedModel, documents: list[Document]) -> tuple[Tensor, Te
         share[layer.index] += (torch.sigmoid(local - bulk) >= ORACLE).sum(dim=(0, 3)).flatten()
 
     with (
-        mock.patch.object(decide, "estimated_log_bulk", keep),
+        mock.patch.object(decide, "estimate", keep),
         mock.patch.object(by_torch, "audit", compare),
         mock.patch.object(QAdALayer, "is_audited", return_value=True),
     ):

@@ -155,7 +155,7 @@ def experiments(known: Knowledge) -> dict[str, Callable]:
 def deciding(way: Way, known: Knowledge) -> Iterator[None]:
     """Make caches that are used inside decide in a way that they cannot be asked for."""
     estimate = experiments(known).get(way.moments)
-    original, together = decide.estimated_log_bulk, query_adaptive.group_decision
+    original, together = decide.estimate, query_adaptive.group_decision
     alone = query_adaptive.long_context
     shares: list[Tensor] = []
 
@@ -174,7 +174,7 @@ def deciding(way: Way, known: Knowledge) -> Iterator[None]:
         return together(flags, rule)
 
     with (
-        mock.patch.object(decide, "estimated_log_bulk", replaced),
+        mock.patch.object(decide, "estimate", replaced),
         mock.patch.object(query_adaptive, "long_context", remembered),
         mock.patch.object(query_adaptive, "group_decision", agreed),
     ):

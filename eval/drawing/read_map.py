@@ -34,11 +34,11 @@ def counted(cache: QAdACache) -> Iterator[dict[int, Tensor]]:
     of_bulk = {id(store.bulk): index for index, store in stores.items()}
     original = reading.read_parts
 
-    def read(bulk: Any, whole: list[list[bool]], requests: Any = None) -> Any:
+    def read(bulk: Any, whole: list[list[bool]], requests: Any = None, **options: Any) -> Any:
         count = counts[of_bulk[id(bulk)]]
         for head, wanted in enumerate(whole[0]):
             count[head, : bulk.lengths[0]] += int(wanted)
-        for part in original(bulk, whole, requests):
+        for part in original(bulk, whole, requests, **options):
             if part.request is not None:
                 count[part.request.head, part.request.tokens.cpu()] += 1
             yield part

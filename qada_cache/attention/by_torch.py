@@ -36,7 +36,7 @@ def by_torch(
     )
     compute = partial(partial_attention, kernels=layer.options.kernels)
     every = [[True] * store.near_keys.shape[1]] * store.batch
-    read = _counting(layer, store)
+    read = _reader(layer, store)
     whole = None
     if step.rule.kind == "oracle":  # needs every score, so everything is read whatever it decides
         whole = over_whole_bulk(step, read, every, partial=compute)
@@ -44,30 +44,22 @@ def by_torch(
     found = attend(step, flags, read, partial=compute, whole=whole)
     _follow_up(layer, store, found.selecting)
     if audited:
-        whole = whole or over_whole_bulk(step, _auditing(layer, store), every, partial=compute)
+        whole = whole or over_whole_bulk(step, _reader(layer, store, audit=True), every, partial=compute)
         audit(layer, step, flags, whole[1], found.read_lse)
     out = found.out.unflatten(2, flags.shape[2:]).flatten(1, 2)
     return out.to(query.dtype), flags
 
 
-def _counting(layer: QAdALayer, store: TokenStore) -> Read:
-    """How a call reads the layer's bulk."""
+def _reader(layer: QAdALayer, store: TokenStore, *, audit: bool = False) -> Read:
+    """How a call reads the layer's bulk, or an audit, which decides nothing about what is kept on the device."""
 
     def read(whole: list[list[bool]], requests: Iterator[Request] | None) -> Iterator[Part]:
-        for part in reading.read_parts(store.bulk, whole, requests):
-            layer.counters.pulled_bytes += part.pulled
-            layer.counters.spared_bytes += part.spared
-            yield part
-
-    return read
-
-
-def _auditing(layer: QAdALayer, store: TokenStore) -> Read:
-    """How an audit does, which decides nothing about what is kept on the device."""
-
-    def read(whole: list[list[bool]], requests: Iterator[Request] | None) -> Iterator[Part]:
-        for part in reading.read_parts(store.bulk, whole, requests, learn=False):
-            layer.counters.audited_bytes += part.pulled + part.spared
+        for part in reading.read_parts(store.bulk, whole, requests, learn=not audit):
+            if audit:
+                layer.counters.audited_bytes += part.pulled + part.spared
+            else:
+                layer.counters.pulled_bytes += part.pulled
+                layer.counters.spared_bytes += part.spared
             yield part
 
     return read

@@ -5,19 +5,9 @@ import weakref
 import torch
 from torch import Tensor
 
-from ..criterion import (
-    StaticHeads,
-    current_score_moments,
-    fixed_log_bulk,
-    gaussian_log_bulk,
-    larger_estimate,
-    log_mass,
-    logit,
-    long_context,
-    score_moments,
-)
+from ..criterion import StaticHeads, fixed_log_bulk, log_mass, logit, long_context
 from ..kernels.decode_call import Rule
-from ..kernels.query_adaptive import Step
+from ..kernels.query_adaptive import Moments, Step, estimated_log_bulk
 from ..key_moments.key_moments import KeyMoments
 from ..state.layer import QAdALayer
 from ..storage.geometry import Geometry
@@ -63,7 +53,7 @@ def log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry
     if far_lse is not None:
         return true_log_bulk(step, far_lse)
     if step.rule.kind == "gaussian":
-        return estimated_log_bulk(layer, store, step, geometry)
+        return estimate(layer, store, step, geometry)
     return fixed_log_bulk(step.rule.criterion, step.scores[..., 0])
 
 
@@ -73,39 +63,24 @@ def true_log_bulk(step: Step, far_lse: Tensor) -> Tensor:
     return torch.logaddexp(log_staged, far_lse.view_as(log_staged))
 
 
-def estimated_log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry) -> Tensor:
+def estimate(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry) -> Tensor:
     """Eq. 7's, `+inf` where there are no moments yet."""
-    current, other, moments = None, None, store.moments
-    if moments is not None:
-        mean, variance, known = current_score_moments(
-            step.packed.float(),
-            step.scores,
-            moments.mean,
-            moments.covariance,
-            moments.known,
-            staged=geometry.staged if step.rule.pool_staged and geometry.any_staged else None,
-            scaling=step.rule.scaling,
-        )
-        current = gaussian_log_bulk(mean, variance, geometry.bulk_tokens.unsqueeze(2)).masked_fill(~known, torch.nan)
-    if layer.options.other_moments is not None:
-        other = others_log_bulk(layer.options.other_moments, layer, step, geometry)
-    return larger_estimate(current, other)
-
-
-def others_log_bulk(moments: KeyMoments, layer: QAdALayer, step: Step, geometry: Geometry) -> Tensor:
-    """Eq. 7's by another prompt's moments, for each query by those for its own bulk's length."""
-    query, tokens = step.packed.float(), geometry.bulk_tokens.unsqueeze(2)
-    found = step.scores.new_full(step.scores.shape[:-1], -torch.inf)
     if not geometry.moment_lengths:  # nothing is decided
-        return found
-    shortest = 0
-    kept = other_moments(moments, layer, geometry.moment_lengths, query.device)
-    for index, length in enumerate(geometry.moment_lengths):
-        pair = (part[index : index + 1] for part in kept)
-        mean, variance = (part.view_as(found) for part in score_moments(query, *pair, scaling=step.rule.scaling))
-        found = torch.where(tokens > shortest, gaussian_log_bulk(mean, variance, tokens), found)
-        shortest = length
-    return found
+        return torch.full_like(step.scores[..., 0], torch.inf)
+    moments, others = store.moments, layer.options.other_moments
+    return estimated_log_bulk(
+        step,
+        None if moments is None else (moments.mean, moments.covariance, moments.known),
+        [] if others is None else by_length(others, layer, geometry),
+        pool=step.rule.pool_staged and geometry.any_staged,
+    )
+
+
+def by_length(moments: KeyMoments, layer: QAdALayer, geometry: Geometry) -> list[Moments]:
+    """Another prompt's, as `query_adaptive.other_log_bulk` takes them: of each query those for its bulk's length."""
+    lengths = geometry.moment_lengths
+    means, covariances = other_moments(moments, layer, lengths, geometry.local.device)
+    return list(zip((0, *lengths), means.split(1), covariances.split(1), strict=False))
 
 
 def audit(layer: QAdALayer, step: Step, flags: Tensor, far_lse: Tensor, read_lse: Tensor) -> None:

@@ -2,19 +2,12 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
-from ..criterion import (
-    current_score_moments,
-    fixed_log_bulk,
-    gaussian_log_bulk,
-    larger_estimate,
-    score_moments,
-)
+from ..criterion import fixed_log_bulk
 from ..sketch import MIN_TOKENS
 from .decode_call import DecodeCall
-from .query_adaptive import Masks, Part, Request, Step, attend, decide
+from .query_adaptive import Masks, Part, Request, Step, attend, decide, estimated_log_bulk
 
 
 def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -70,18 +63,11 @@ def _part(call: DecodeCall, row: int, head: int, tokens: slice | Tensor, request
 
 def _log_bulk(call: DecodeCall, step: Step) -> Tensor:
     """`log A_bulk` `[batch, kv_heads, group, 1]`, as a call's rule has it."""
-    rule, query, tokens = call.rule, step.packed.float(), step.masks.bulk_tokens.unsqueeze(2)
-    like = step.scores[..., 0]
-    if rule.kind != "gaussian":
-        return fixed_log_bulk(rule.criterion, like)
-    current = other = None
+    if call.rule.kind != "gaussian":
+        return fixed_log_bulk(call.rule.criterion, step.scores[..., 0])
+    current, others = None, []
     if call.mean is not None and call.covariance is not None and call.count is not None:
-        mean, variance, known = current_score_moments(
-            query, step.scores, call.mean, call.covariance, call.count,
-            staged=step.masks.staged if rule.pool_staged else None, scaling=rule.scaling,
-        )  # fmt: skip
-        current = gaussian_log_bulk(mean, variance, tokens).masked_fill(~known, torch.nan)
+        current = call.mean, call.covariance, call.count
     if call.other_mean is not None and call.other_covariance is not None:
-        mean, variance = score_moments(query, call.other_mean, call.other_covariance, scaling=rule.scaling)
-        other = gaussian_log_bulk(mean.view_as(like), variance.view_as(like), tokens)
-    return larger_estimate(current, other)
+        others = [(0, call.other_mean, call.other_covariance)]
+    return estimated_log_bulk(step, current, others, pool=call.rule.pool_staged)

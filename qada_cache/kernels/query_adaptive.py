@@ -10,7 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..criterion import group_decision, log_mass, long_context
+from ..criterion import (
+    current_score_moments,
+    gaussian_log_bulk,
+    group_decision,
+    larger_estimate,
+    log_mass,
+    long_context,
+    score_moments,
+)
 from ..sketch import Selection, Sketch, select_tokens, unread_value, unreliable
 from .decode_call import Rule
 from .reference import merge_partials, partial_attention, softmax_average
@@ -100,6 +108,9 @@ class Part(NamedTuple):
 Read = Callable[[list[list[bool]], Iterator[Request] | None], Iterable[Part]]
 
 
+Moments = tuple[int, Tensor, Tensor]  # tokens, mean, covariance: of keys in bulks of more tokens
+
+
 class Attended(NamedTuple):
     """Attention of all heads `[batch, kv_heads, group * queries]`.
 
@@ -112,6 +123,37 @@ class Attended(NamedTuple):
     out: Tensor
     read_lse: Tensor
     selecting: list[list[bool]]
+
+
+def estimated_log_bulk(
+    step: Step, current: tuple[Tensor, Tensor, Tensor] | None, others: list[Moments], *, pool: bool
+) -> Tensor:
+    """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]`, of two estimates the larger.
+
+    Args:
+        step: the call.
+        current: by the prompt's own keys: mean, covariance and count, as for `current_score_moments`; or None.
+        others: by another prompt's, as for `other_log_bulk`, or nothing.
+        pool: take the staged tokens into the first.
+    """
+    found = None
+    if current is not None:
+        staged, scaling = step.masks.staged if pool else None, step.rule.scaling
+        mean, variance, known = current_score_moments(
+            step.packed.float(), step.scores, *current, staged=staged, scaling=scaling
+        )
+        found = gaussian_log_bulk(mean, variance, step.masks.bulk_tokens.unsqueeze(2)).masked_fill(~known, torch.nan)
+    return larger_estimate(found, other_log_bulk(step, others) if others else None)
+
+
+def other_log_bulk(step: Step, others: list[Moments]) -> Tensor:
+    """Eq. 7's by means and covariances `[batch or 1, kv_heads, ...]`, each for bulks of more tokens than it says."""
+    query, tokens = step.packed.float(), step.masks.bulk_tokens.unsqueeze(2)
+    found = step.scores.new_full(step.scores.shape[:-1], -torch.inf)
+    for length, *pair in others:
+        mean, variance = (part.view_as(found) for part in score_moments(query, *pair, scaling=step.rule.scaling))
+        found = torch.where(tokens > length, gaussian_log_bulk(mean, variance, tokens), found)
+    return found
 
 
 def decide(step: Step, log_bulk: Tensor) -> Tensor:

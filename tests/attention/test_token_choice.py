@@ -146,8 +146,8 @@ def test_what_is_not_chosen_is_not_read() -> None:
     original = reading.read_parts
     twin = Driver(copy.deepcopy(driver.layer), module=driver.module)
 
-    def spy(bulk: Any, whole: Any, requests: Any) -> Any:
-        return original(bulk, whole, (spied.append(request) or request for request in requests))
+    def spy(bulk: Any, whole: Any, requests: Any, **options: Any) -> Any:
+        return original(bulk, whole, (spied.append(request) or request for request in requests), **options)
 
     with mock.patch.object(reading, "read_parts", spy):
         expected = ask(twin, call)

@@ -11,7 +11,6 @@ from compilers import needs_compiler
 from small_sketch import small_sketch
 
 from qada_cache import KeyMoments, StaticHeads
-from qada_cache.key_moments.placing import KEPT
 
 
 def test_static_heads_from_the_oracle() -> None:
@@ -156,7 +155,7 @@ def test_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert float(row["last_host_mib"]) > float(row["first_host_mib"]) > 0
         moments = 4 * 4 * 64 * (1 + 64) * 4 / 2**20  # of layers, KV heads and dim: mean and covariance, float32
         more = float(row["last_device_mib"]) - float(row["first_device_mib"])
-        assert -0.1 < more < KEPT * moments + 0.1  # which the first step asks for, unless they are there
+        assert -0.1 < more < 2 * moments + 0.1  # of two rows at most, which the first step asks for
     with pytest.raises(SystemExit):
         soak.main([*arguments, "--tokens", "3"])
     assert "--tokens must be at least 20" in capsys.readouterr().err

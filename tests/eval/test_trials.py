@@ -152,10 +152,10 @@ def test_experiments_against_float64(model: PreTrainedModel, document: Document,
         if layer.index == 1:
             for name, estimate in ways.experiments(known).items():
                 call = layer, store, step, geometry
-                found[name] = estimate(ways.decide.estimated_log_bulk, *call)[0, :, :, 0]
+                found[name] = estimate(ways.decide.estimate, *call)[0, :, :, 0]
             seen.update(keys=store.bulk.keys[0, :, : store.bulk.lengths[0]].double(), query=step.packed[0].double())
             seen["tokens"] = geometry.bulk_tokens[0, 0, 0]
-            seen["current"] = ways.decide.estimated_log_bulk(*call)[0, :, :, 0]
+            seen["current"] = ways.decide.estimate(*call)[0, :, :, 0]
         return torch.full(step.scores.shape[:-1], -torch.inf)
 
     with pytest.MonkeyPatch.context() as patch:
