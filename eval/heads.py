@@ -24,9 +24,9 @@ from eval.models import language_model
 from eval.reporting.tables import write
 from eval.sweep import task_manager
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.attention import decide, decode
-from qada_cache.criterion import gaussian_log_bulk
-from qada_cache.kernels import decision
+from qada_cache.attention import by_torch, decide
+from qada_cache.criterion import current_score_moments, gaussian_log_bulk, log_mass
+from qada_cache.kernels.query_adaptive import Step, other_log_bulk
 from qada_cache.lm_eval import QAdALM
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.geometry import Geometry
@@ -47,47 +47,32 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Audit every layer of every query-adaptive call, and write down instead of adding up."""
-        seen: dict[str, Any] = {}
-        original = decode.needs_long_context
 
-        def remember(layer: QAdALayer, moments: Any, packed: Tensor, *rest: Any, scaling: float) -> Tensor:
-            seen.update(moments=moments, packed=packed, scaling=scaling)
-            return original(layer, moments, packed, *rest, scaling=scaling)
-
-        def write(
-            layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, read_lse: Tensor, geometry: Geometry
-        ) -> None:
-            self._write(layer, scores, far_lse, geometry, **seen)
+        def write(layer: QAdALayer, step: Step, flags: Tensor, far_lse: Tensor, read_lse: Tensor) -> None:
+            self._write(layer, step, far_lse)
 
         with (
-            mock.patch.object(decode, "needs_long_context", remember),
-            mock.patch.object(decode, "audit", write),
+            mock.patch.object(by_torch, "audit", write),
             mock.patch.object(QAdALayer, "is_audited", return_value=True),
         ):
             yield
 
-    def _write(
-        self,
-        layer: QAdALayer,
-        scores: Tensor,
-        far_lse: Tensor,
-        geometry: Geometry,
-        *,
-        moments: Any,
-        packed: Tensor,
-        scaling: float,
-    ) -> None:
-        shape, count = scores.shape[:-1], geometry.bulk_tokens.unsqueeze(2)
-        given = packed.float(), scores, moments.mean, moments.covariance, moments.known
-        mean, variance, _ = decision.current_score_moments(*given, staged=geometry.staged, scaling=scaling)
+    def _write(self, layer: QAdALayer, step: Step, far_lse: Tensor) -> None:
+        assert layer.store is not None
+        moments, geometry, scores = layer.store.moments, step.masks, step.scores
+        assert moments is not None
+        assert isinstance(geometry, Geometry)
+        shape, count, scaling = scores.shape[:-1], geometry.bulk_tokens.unsqueeze(2), step.rule.scaling
+        given = step.packed.float(), scores, moments.mean, moments.covariance, moments.known
+        mean, variance, _ = current_score_moments(*given, staged=geometry.staged, scaling=scaling)
         columns = {
-            "log_local": decision.log_mass(scores, geometry.local),
-            "log_bulk": decide.log_bulk_mass(scores, far_lse, geometry),
+            "log_local": log_mass(scores, geometry.local),
+            "log_bulk": decide.true_log_bulk(step, far_lse),
             "current": gaussian_log_bulk(mean, variance, count),
             "iid": _independent_gaussian(mean, variance, count),
         }
         for name, kept in self.moments.items():
-            columns[name] = decide.other_log_bulk(kept, layer, packed, scores, geometry, scaling=scaling)
+            columns[name] = other_log_bulk(step, decide.by_length(kept, layer, geometry))
         flat = {name: column.flatten(1, 2).cpu() for name, column in columns.items()}  # [rows, heads, queries]
         decided = geometry.decided.expand(shape[0], 1, shape[3]).squeeze(1).cpu()
         for row, query in decided.nonzero().tolist():

@@ -266,7 +266,7 @@ class QAdACache(WatchedCache):
         self._check_whole()
         for bulk in self._bulks():
             bulk.settle()
-        cache_file.write(path, self._shared, self.layers)
+        cache_file.write_cache(path, self._shared, self.layers)
 
     @classmethod
     @torch.inference_mode(False)  # as for deepcopy
@@ -290,8 +290,8 @@ class QAdACache(WatchedCache):
             NotImplementedError: processes share the model.
         """
         model = unwrapped(model)
-        support.text_config(model, config)  # errors of these are not the file's
-        saved = cache_file.read(path, model=model, config=config, mmap=mmap)
+        support.text_config(model, config)  # what is wrong with these is not the file's fault
+        saved = cache_file.read_cache(path, model=model, config=config, mmap=mmap)
         with cache_file.naming(path):
             cache = cls(model, config=config, **saved.options)
             saved.restore(cache.layers, torch.device("cpu") if model is None else inputs_device(model))

@@ -62,8 +62,8 @@ def _identity(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: getattr(config, name, None) for name in _IDENTITY}
 
 
-def write(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) -> None:
-    """Write the layers of a cache and their shared state; see `QAdACache.save`."""
+def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) -> None:
+    """Write what the layers of a cache hold, and share; see `QAdACache.save`."""
     options, served = shared.options, shared.model
     tensors: dict[str, tensor_file.Kept] = {}
     check_undivided(served.shard.size)
@@ -133,7 +133,7 @@ class Saved:
         check_alike(layers)
 
 
-def read(
+def read_cache(
     path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreTrainedConfig | None, mmap: bool
 ) -> Saved:
     """The inverse of `write`; see `QAdACache.load`.

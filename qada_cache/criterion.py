@@ -126,6 +126,71 @@ def gaussian_log_bulk(score_mean: Tensor, score_variance: Tensor, bulk_tokens: T
     return torch.log(bulk_tokens.float()) + score_mean + 0.5 * score_variance
 
 
+def current_score_moments(
+    query: Tensor,
+    scores: Tensor,
+    mean: Tensor,
+    covariance: Tensor,
+    count: Tensor,
+    *,
+    staged: Tensor | None,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance of each query's scores over its own bulk by the prompt's keys, and bool, where they are known.
+
+    Args:
+        query: as for `score_moments`.
+        scores: of them over the near buffer, `[batch, kv_heads, group, queries, columns]`.
+        mean, covariance: of the first `count` keys of the row's bulk.
+        count: int64 `[batch or 1]`.
+        staged: bool `[batch or 1, 1, 1 or queries, columns]`, tokens of the bulk that are still in the near buffer, to
+            be pooled with the others; None leaves them out.
+        scaling: multiplies the scores.
+
+    Returns:
+        three tensors `[batch, kv_heads, group, queries]`, the last broadcast to it.
+    """
+    shape, known = scores.shape[:-1], count.view(-1, 1, 1, 1)
+    mean, variance = (found.view(shape) for found in score_moments(query, mean, covariance, scaling=scaling))
+    if staged is not None:
+        staged = staged.unsqueeze(2)
+        tokens = staged.sum(dim=-1)
+        new = tokens.clamp_min(1).float()
+        staged_mean = scores.masked_fill(~staged, 0.0).sum(dim=-1) / new
+        deviation = (scores - staged_mean.unsqueeze(-1)).masked_fill(~staged, 0.0)
+        staged_variance = deviation.square().sum(dim=-1) / new
+        mean, variance = pool_score_moments(known.float(), mean, variance, tokens.float(), staged_mean, staged_variance)
+        known = known + tokens
+    return mean, variance, known > 0
+
+
+def larger_estimate(current: Tensor | None, other: Tensor | None) -> Tensor:
+    """The larger of two estimates of `log A_bulk`, at least one of them given, nan where one knows nothing.
+
+    `+inf` where neither knows anything: nothing can be said about the bulk, so read it.
+    """
+    if current is None or other is None:
+        only = other if current is None else current
+        assert only is not None
+        return only.masked_fill(only.isnan(), torch.inf)
+    return torch.fmax(current, other)  # which takes a number before a nan
+
+
+def fixed_log_bulk(criterion: str | Tensor, like: Tensor) -> Tensor:
+    """`log A_bulk` in the eyes of a criterion that compares no masses, in the shape of `like`.
+
+    `+inf` for long-context heads: all if it is "dense", none if "local", those of the table bool `[kv_heads, group]`.
+    """
+    if isinstance(criterion, Tensor):
+        return torch.where(criterion, torch.inf, -torch.inf).unsqueeze(-1).expand_as(like)
+    return torch.full_like(like, torch.inf if criterion == "dense" else -torch.inf)
+
+
+def log_mass(scores: Tensor, mask: Tensor) -> Tensor:
+    """The log of the sum of exponentials of the scores in `mask` (shapes as for `current_score_moments`)."""
+    return scores.masked_fill(~mask.unsqueeze(2), -torch.inf).logsumexp(dim=-1)
+
+
 def logit(threshold: float) -> float:
     """`log(threshold / (1 - threshold))`: the least `log A_local - log A_bulk` of a local head; infinite at both
     ends."""
@@ -134,15 +199,14 @@ def logit(threshold: float) -> float:
     return math.inf if threshold else -math.inf
 
 
-def long_context(log_local: Tensor, log_bulk: Tensor, threshold: float) -> Tensor:
+def long_context(log_local: Tensor, log_bulk: Tensor, limit: float) -> Tensor:
     """True where a head needs the long context: `A_local / (A_local + A_bulk) < threshold` (eq. 2, eq. 7).
 
-    As `log A_local - log A_bulk < logit(threshold)` it is exact at both ends: at 0 every head is local; at 1 no head
-    with a bulk (`log_bulk > -inf`) is.
+    Written with `limit = logit(threshold)`, which is exact at both ends: at 0 every head is local, at 1 no head with a
+    bulk (`log_bulk > -inf`) is, however small that bulk's share. Kernels have a copy of this line each, of the same
+    name, in `kernels/cpu/decide.h` and `kernels/triton/kernels.py`.
     """
-    if threshold >= 1.0:
-        return log_bulk > -torch.inf
-    return log_local - log_bulk < logit(threshold)
+    return log_local - log_bulk < limit
 
 
 def group_decision(flags: Tensor, rule: str) -> Tensor:

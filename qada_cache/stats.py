@@ -119,7 +119,7 @@ def layer_bytes(layer: object, *, offloading: bool) -> tuple[int, int]:
     store = layer.store if isinstance(layer, QAdALayer) else None
     on_device, bulk = _tensor_bytes(layer), 0
     if isinstance(layer, QAdALayer):
-        on_device += layer.counters.nbytes
+        on_device += layer.counters.nbytes + layer.kept_moments.nbytes
     if store is not None:
         on_device += _tensor_bytes(store) + (0 if store.moments is None else _tensor_bytes(store.moments))
         on_device += 0 if store.sketch is None else store.sketch.nbytes

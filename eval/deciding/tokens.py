@@ -6,7 +6,7 @@ knows.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -14,8 +14,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from qada_cache.attention import decode, far
-from qada_cache.kernels import softmax_average
+from qada_cache.attention import decode
+from qada_cache.kernels import query_adaptive, softmax_average
+from qada_cache.kernels.query_adaptive import Step
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.store import TokenStore
 
@@ -72,22 +73,26 @@ def token_options(tokens: str) -> dict[str, Any]:
 @contextmanager
 def reading(tokens: str) -> Iterator[None]:
     """Caches that are used inside read so much of a long-context head: see `split`. One row, on the model's device."""
-    original: Callable = far.long_context
+    compute, whole = decode.by_torch, query_adaptive.over_whole_bulk
+    stores: list[TokenStore] = []
 
-    def some(
-        layer: QAdALayer, store: TokenStore, packed: Tensor, flags: Tensor, *rest: Any, scaling: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        original(layer, store, packed, flags, *rest, scaling=scaling)  # which counts
-        kind, share = split(tokens)
-        length, group = store.bulk.lengths[0], flags.shape[2]
-        keys, values = store.bulk.keys[:, :, :length].float(), store.bulk.values[:, :, :length]
-        chosen = choose(estimated(kind, packed.float(), keys) * scaling, group, share)
-        scores = (packed.float() @ keys.mT * scaling).masked_fill(~chosen, -torch.inf)
-        out, lse = softmax_average(scores, values)
-        return out, lse, lse
+    def remembering(layer: QAdALayer, store: TokenStore, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        stores[:] = [store]
+        return compute(layer, store, *rest, **options)
+
+    def some(step: Step, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        whole(step, *rest, **options)  # which counts
+        (kind, share), bulk = split(tokens), stores[0].bulk
+        length, packed, scaling = bulk.lengths[0], step.packed.float(), step.rule.scaling
+        keys, values = bulk.keys[:, :, :length].float(), bulk.values[:, :, :length]
+        chosen = choose(estimated(kind, packed, keys) * scaling, step.scores.shape[2], share)
+        return softmax_average((packed @ keys.mT * scaling).masked_fill(~chosen, -torch.inf), values)
 
     if not tokens or tokens.startswith(OWN):
         yield
         return
-    with mock.patch.object(decode, "long_context", some):
+    with (
+        mock.patch.object(decode, "by_torch", remembering),
+        mock.patch.object(query_adaptive, "over_whole_bulk", some),
+    ):
         yield

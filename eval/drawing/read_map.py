@@ -17,8 +17,8 @@ from eval.drawing.canvas import canvas
 from eval.texts.conversation import Form
 from eval.texts.facts import Turn
 from qada_cache import QAdACache
-from qada_cache.attention import far
 from qada_cache.state.layer import QAdALayer
+from qada_cache.storage import reading
 
 ANSWER_TOKENS = 8
 COLUMNS = 1000  # of the map at most: further tokens share one, which shows the most that any of them was read
@@ -35,21 +35,19 @@ def counted(cache: QAdACache) -> Iterator[dict[int, Tensor]]:
         index: torch.zeros(store.near_keys.shape[1], store.bulk.capacity + store.near_keys.shape[2], dtype=torch.int64)
         for index, store in stores.items()
     }
-    of_sketch = {id(store.sketch): index for index, store in stores.items()}
-    select, whole = far._selections, far.whole_bulk
+    of_bulk = {id(store.bulk): index for index, store in stores.items()}
+    original = reading.read_parts
 
-    def selections(sketch: Any, at: tuple[int, int], *args: Any) -> Iterator[Any]:
-        for queries, selection in select(sketch, at, *args):
-            read = selection.tokens.any(dim=0)
-            counts[of_sketch[id(sketch)]][at[1], : len(read)] += read.cpu()
-            yield queries, selection
+    def read(bulk: Any, whole: list[list[bool]], requests: Any = None, **options: Any) -> Any:
+        count = counts[of_bulk[id(bulk)]]
+        for head, wanted in enumerate(whole[0]):
+            count[head, : bulk.lengths[0]] += int(wanted)
+        for part in original(bulk, whole, requests, **options):
+            if part.request is not None:
+                count[part.request.head, part.request.tokens.cpu()] += 1
+            yield part
 
-    def whole_bulk(layer: QAdALayer, store: Any, packed: Tensor, needed: list[list[bool]], **kwargs: Any) -> Any:
-        for head, read in enumerate(needed[0]):
-            counts[layer.index][head, : store.bulk.lengths[0]] += int(read)
-        return whole(layer, store, packed, needed, **kwargs)
-
-    with mock.patch.object(far, "_selections", selections), mock.patch.object(far, "whole_bulk", whole_bulk):
+    with mock.patch.object(reading, "read_parts", read):
         yield counts
 
 

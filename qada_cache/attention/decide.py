@@ -1,138 +1,98 @@
-"""Which heads need the long context for the queries of one call, and whether that was right."""
+"""What the heads of one layer decide by in one call, and whether that was right."""
 
-from collections.abc import Sequence
+import weakref
 
 import torch
 from torch import Tensor
 
-from ..criterion import StaticHeads, long_context
-from ..kernels import decision
+from ..criterion import StaticHeads, fixed_log_bulk, log_mass, logit, long_context
+from ..kernels.decode_call import Rule
+from ..kernels.query_adaptive import Moments, Step, estimated_log_bulk
 from ..key_moments.key_moments import KeyMoments
-from ..key_moments.running import RunningMoments
 from ..state.layer import QAdALayer
 from ..storage.geometry import Geometry
+from ..storage.store import TokenStore
 
 
-def needs_long_context(
-    layer: QAdALayer,
-    moments: RunningMoments | None,
-    packed: Tensor,
-    scores: Tensor,
-    far_lse: Tensor | None,
-    geometry: Geometry,
-    *,
-    scaling: float,
-) -> Tensor:
-    """Heads that need the long context, False where there is no bulk.
-
-    Args:
-        layer: whose options decide.
-        moments: running moments of its stored keys, if it keeps any.
-        packed: queries `[batch, kv_heads, group * queries, dim]`.
-        scores: of them over the near buffer, `[batch, kv_heads, group, queries, columns]` float32.
-        far_lse: log-sum-exp of their scores over the stored bulk `[batch, kv_heads, group * queries]`, for the
-            criterion that asks for it ("oracle"); else None.
-        geometry: of the call.
-        scaling: multiplies the scores.
-
-    Returns:
-        bool `[batch, kv_heads, group, queries]`.
-    """
-    options, log_bulk = layer.options, None
-    criterion: str | StaticHeads | Tensor = options.criterion
-    if isinstance(criterion, StaticHeads):
-        kv_heads, group = scores.shape[1:3]
-        criterion = static_heads(criterion, layer, kv_heads=kv_heads, group=group, device=scores.device)
-    if far_lse is not None:
-        log_bulk = log_bulk_mass(scores, far_lse, geometry)
-    elif options.criterion == "gaussian":
-        log_bulk = estimated_log_bulk(layer, moments, packed, scores, geometry, scaling=scaling)
-    return decision.needs_long_context(
-        scores,
-        log_bulk,
-        criterion=criterion,
-        local=geometry.local,
-        decided=geometry.decided,
-        threshold=options.threshold,
-        group_rule=options.group_rule,
-    )
-
-
-def static_heads(table: StaticHeads, layer: QAdALayer, *, kv_heads: int, group: int, device: torch.device) -> Tensor:
-    """A layer's row of the table, for the heads that this process has: bool `[kv_heads, group]`."""
-    shard = layer.shared.model.shard
-    return table.of_layer(layer.index, kv_heads=kv_heads, group=group, device=device, rank=shard.rank, ranks=shard.size)
+def rule_of(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float) -> Rule:
+    """How the layer decides, made once for as long as it is asked for the same."""
+    options = layer.options
+    asked = weakref.ref(options), scaling, query.shape[1], query.device
+    if layer.binding.rule is None or layer.binding.rule[0] != asked:
+        criterion: str | StaticHeads | Tensor = options.criterion
+        if isinstance(criterion, StaticHeads):
+            shard, kv_heads = layer.shared.model.shard, store.near_keys.shape[1]
+            group = query.shape[1] // kv_heads
+            sizes = {"kv_heads": kv_heads, "group": group, "rank": shard.rank, "ranks": shard.size}
+            criterion = criterion.of_layer(layer.index, **sizes, device=query.device)
+        rule = Rule(
+            scaling=scaling,
+            threshold=options.threshold,
+            group_rule=options.group_rule,
+            criterion=criterion,
+            pool_staged=options.update_moments,
+            token_threshold=options.token_threshold,
+        )
+        layer.binding.rule = asked, rule
+    return layer.binding.rule[1]
 
 
 def other_moments(
-    moments: KeyMoments, layer: QAdALayer, lengths: Sequence[int], device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
-    """A layer's moments for bulks of these lengths, as `KeyMoments.layer`, of the heads that this process has."""
-    own = layer.shared.model.shard.own
-    return [(own(mean, 1), own(covariance, 1)) for mean, covariance in moments.layer(layer.index, lengths, device)]
+    moments: KeyMoments, layer: QAdALayer, lengths: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Mean `[lengths, kv_heads, dim]` and covariance for bulks of these lengths, of the heads of this process."""
+    return layer.kept_moments.get(moments, layer.index, lengths, device, layer.shared.model.shard.own)
 
 
-def log_bulk_mass(scores: Tensor, far_lse: Tensor, geometry: Geometry) -> Tensor:
-    """The true `log A_bulk`: of what is stored (`far_lse`), and of what still lies in the near buffer."""
-    log_staged = decision.log_mass(scores, geometry.staged)
+def log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry, far_lse: Tensor | None) -> Tensor:
+    """The `log A_bulk` that the layer decides by, `[batch, kv_heads, group, queries]`.
+
+    `far_lse` is of the scores over the stored bulk `[batch, kv_heads, group * queries]`, for the criterion that asks
+    for it ("oracle"); else None.
+    """
+    if far_lse is not None:
+        return true_log_bulk(step, far_lse)
+    if step.rule.kind == "gaussian":
+        return estimate(layer, store, step, geometry)
+    return fixed_log_bulk(step.rule.criterion, step.scores[..., 0])
+
+
+def true_log_bulk(step: Step, far_lse: Tensor) -> Tensor:
+    """Of what is stored (`far_lse`), and of what still lies in the near buffer."""
+    log_staged = log_mass(step.scores, step.masks.staged)
     return torch.logaddexp(log_staged, far_lse.view_as(log_staged))
 
 
-def estimated_log_bulk(
-    layer: QAdALayer,
-    moments: RunningMoments | None,
-    packed: Tensor,
-    scores: Tensor,
-    geometry: Geometry,
-    *,
-    scaling: float,
-) -> Tensor:
-    """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]`, `+inf` where there are no moments yet."""
-    options, current, other = layer.options, None, None
-    if moments is not None:
-        current = decision.current_log_bulk(
-            packed.float(),
-            scores,
-            moments.mean,
-            moments.covariance,
-            moments.known,
-            staged=geometry.staged if options.update_moments and geometry.any_staged else None,
-            bulk_tokens=geometry.bulk_tokens,
-            scaling=scaling,
-        )
-    if options.other_moments is not None:
-        other = other_log_bulk(options.other_moments, layer, packed, scores, geometry, scaling=scaling)
-    return decision.larger(current, other)
+def estimate(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry) -> Tensor:
+    """Eq. 7's, `+inf` where there are no moments yet."""
+    if not geometry.moment_lengths:  # nothing is decided
+        return torch.full_like(step.scores[..., 0], torch.inf)
+    moments, others = store.moments, layer.options.other_moments
+    return estimated_log_bulk(
+        step,
+        None if moments is None else (moments.mean, moments.covariance, moments.known),
+        [] if others is None else by_length(others, layer, geometry),
+        pool=step.rule.pool_staged and geometry.any_staged,
+    )
 
 
-def other_log_bulk(
-    moments: KeyMoments, layer: QAdALayer, packed: Tensor, scores: Tensor, geometry: Geometry, *, scaling: float
-) -> Tensor:
-    """Eq. 7's `log A_bulk` by another prompt's moments, for each query by those for its own bulk's length."""
-    log_bulk = scores.new_full(scores.shape[:-1], -torch.inf)
-    shortest = 0
-    kept = other_moments(moments, layer, geometry.moment_lengths, packed.device)
-    for length, pair in zip(geometry.moment_lengths, kept, strict=True):
-        found = decision.other_log_bulk(
-            packed.float(), scores, *pair, bulk_tokens=geometry.bulk_tokens, scaling=scaling
-        )
-        log_bulk = torch.where((geometry.bulk_tokens > shortest).unsqueeze(2), found, log_bulk)
-        shortest = length
-    return log_bulk
+def by_length(moments: KeyMoments, layer: QAdALayer, geometry: Geometry) -> list[Moments]:
+    """Another prompt's, as `query_adaptive.other_log_bulk` takes them: of each query those for its bulk's length."""
+    lengths = geometry.moment_lengths
+    means, covariances = other_moments(moments, layer, lengths, geometry.local.device)
+    return list(zip((0, *lengths), means.split(1), covariances.split(1), strict=False))
 
 
-def audit(
-    layer: QAdALayer, flags: Tensor, scores: Tensor, far_lse: Tensor, read_lse: Tensor, geometry: Geometry
-) -> None:
+def audit(layer: QAdALayer, step: Step, flags: Tensor, far_lse: Tensor, read_lse: Tensor) -> None:
     """Count how one call's decisions compare with the truth, on the device: see `CacheStats.audit`.
 
     `far_lse` is over the whole stored bulk, for every head, and `read_lse` over all that a head read
-    `[batch, kv_heads, group * queries]`; the other arguments as for `needs_long_context`.
+    `[batch, kv_heads, group * queries]`.
     """
-    decided = geometry.decided.unsqueeze(2)
-    log_local, log_bulk = decision.log_mass(scores, geometry.local), log_bulk_mass(scores, far_lse, geometry)
-    needed = long_context(log_local, log_bulk, layer.options.threshold) & decided
-    all_lse = torch.logaddexp(log_local, log_bulk)
+    decided = step.masks.decided.unsqueeze(2)
+    log_local, log_far = log_mass(step.scores, step.masks.local), true_log_bulk(step, far_lse)
+    needed = long_context(log_local, log_far, logit(layer.options.threshold)) & decided
+    all_lse = torch.logaddexp(log_local, log_far)
     missed = -torch.expm1((read_lse.view_as(all_lse) - all_lse).clamp_max(0.0)).masked_fill(~decided, 0.0)
     tallies = (decided.expand_as(flags), needed, needed & flags, flags, missed)
     layer.counters.audit(torch.stack([tally.sum(dtype=torch.float64) for tally in tallies]))

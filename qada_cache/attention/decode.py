@@ -1,20 +1,16 @@
 """Attention of one layer over its cached tokens: query-adaptive for short calls, whole context for long ones."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from ..kernels import merge_partials, partial_attention, softmax_average
+from ..kernels import merge_partials, partial_attention
 from ..state.layer import QAdALayer
-from ..storage.geometry import Geometry
 from ..storage.padding import real_tokens
-from ..storage.reading import prefetch, stream
+from ..storage.reading import stream
 from ..storage.store import TokenStore
-from .decide import audit, needs_long_context
-from .far import long_context, whole_bulk
+from .by_torch import by_torch
 from .one_token import chosen_kernel, one_token
 
 
@@ -42,59 +38,20 @@ def query_adaptive(
     Returns:
         `[batch, heads, queries, value_dim]` in the query's dtype. Padding queries get finite, unused values.
     """
-    batch, heads, queries, dim = query.shape
-    kv_heads = store.near_keys.shape[1]
-    group = heads // kv_heads
+    queries, device = query.shape[2], query.device
     geometry = layer.shared.forward_pass.geometry(
-        lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=valid, device=query.device
+        lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=valid, device=device
     )
     audited = layer.is_audited()
-    if queries == 1 and not audited and sink_logits is None:
-        kernel = chosen_kernel(layer, store, query)
-        if kernel is not None:
-            out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
-            layer.counters.count(flags.unsqueeze(-1), geometry, kv_heads * store.bulk.token_bytes)
-            return out
-    columns = slice(0, store.sinks + store.end)
-    near_keys, near_values = store.near_keys[:, :, columns], store.near_values[:, :, columns]
-    # All query heads of a group share their KV head's keys: packed together, each key is read once.
-    packed = query.reshape(batch, kv_heads, group * queries, dim)
-    scores = torch.matmul(packed.float(), near_keys.float().transpose(-1, -2)) * scaling
-    scores = scores.unflatten(2, (group, queries))
-    if sink_logits is not None:
-        scores, near_values, geometry = _with_sink_column(scores, near_values, geometry, sink_logits)
-
-    far = None
-    if layer.options.criterion == "oracle":  # needs every score, so everything is read whatever it decides
-        far = whole_bulk(layer, store, packed, None, scaling=scaling)
-    far_lse = None if far is None else far[1]
-    flags = needs_long_context(layer, store.moments, packed, scores, far_lse, geometry, scaling=scaling)
-    layer.counters.count(flags, geometry, kv_heads * store.bulk.token_bytes)
-
-    visible = geometry.local.unsqueeze(1) | (geometry.staged.unsqueeze(1) & flags.unsqueeze(-1))
-    out, lse = softmax_average(scores.masked_fill(~visible, -torch.inf).flatten(2, 3), near_values)
-    read_lse = lse
-    if any(store.bulk.lengths):
-        found = far or long_context(layer, store, packed, flags, lse, geometry, scaling=scaling)
-        local = ~flags.flatten(2)
-        read_lse = torch.logaddexp(lse, found[-1].masked_fill(local, -torch.inf))
-        if layer.following is not None and layer.following.store is not None:
-            layer.following.counters.pulled_bytes += prefetch(layer.following.store.bulk)
-        out, lse = merge_partials(out, lse, found[0], found[1].masked_fill(local, -torch.inf))
-    if audited:
-        _, true_lse = far or whole_bulk(layer, store, packed, None, scaling=scaling, audit=True)
-        audit(layer, flags, scores, true_lse, read_lse, geometry)
-    return out.unflatten(2, (group, queries)).flatten(1, 2).to(query.dtype)
-
-
-def _with_sink_column(
-    scores: Tensor, values: Tensor, geometry: Geometry, sink_logits: Tensor
-) -> tuple[Tensor, Tensor, Geometry]:
-    """Near scores, values and geometry with one more column: a learned sink is a local token whose value is zero."""
-    column = sink_logits.float().view(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
-    local, staged = functional.pad(geometry.local, (0, 1), value=True), functional.pad(geometry.staged, (0, 1))
-    wider = replace(geometry, local=local, staged=staged)
-    return torch.cat([scores, column], dim=-1), functional.pad(values, (0, 0, 0, 1)), wider
+    fusable = queries == 1 and not audited and sink_logits is None
+    kernel = chosen_kernel(layer, store, query) if fusable else None
+    if kernel is None:
+        told: dict[str, Any] = {"scaling": scaling, "audited": audited, "sink_logits": sink_logits}
+        out, flags = by_torch(layer, store, query, geometry, **told)
+    else:
+        out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
+    layer.counters.count(flags, geometry, store.near_keys.shape[1] * store.bulk.token_bytes)
+    return out
 
 
 def whole_context(

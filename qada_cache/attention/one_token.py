@@ -3,17 +3,15 @@
 import weakref
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from ..criterion import StaticHeads
 from ..kernels import choice
-from ..kernels.decode_call import DecodeCall, Rule
+from ..kernels.decode_call import DecodeCall
 from ..state.layer import QAdALayer
 from ..storage.geometry import Geometry
 from ..storage.reading import learn
 from ..storage.store import TokenStore
-from .decide import other_moments, static_heads
+from .decide import other_moments, rule_of
 
 
 def chosen_kernel(layer: QAdALayer, store: TokenStore, query: Tensor) -> Callable | None:
@@ -35,7 +33,7 @@ def one_token(
     Nothing here waits for the device: small tensors of host numbers are copied to it without blocking.
 
     Returns:
-        `[batch, heads, 1, value_dim]` in the query's dtype, bool flags `[batch, kv_heads, group]`.
+        `[batch, heads, 1, value_dim]` in the query's dtype, bool flags `[batch, kv_heads, group, 1]`.
     """
     bulk, sketch, counters = store.bulk, store.sketch, layer.counters
     bulk_keys, bulk_values = bulk.in_place()
@@ -46,7 +44,7 @@ def one_token(
         bulk_keys,
         bulk_values,
         geometry.rows,
-        _rule(layer, store, query, scaling),
+        rule_of(layer, store, query, scaling),
         pulled=counters.on(query.device, "pulled_bytes"),
         binding=layer.binding,
     )
@@ -61,31 +59,7 @@ def one_token(
     out, flags = kernel(call)
     if elsewhere and (moved := learn(bulk, flags.any(dim=-1))):
         counters.pulled_bytes += moved
-    return out, flags
-
-
-def _rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float) -> Rule:
-    """How the layer decides, made once for as long as it is asked for the same."""
-    options = layer.options
-    asked = weakref.ref(options), scaling, query.shape[1], query.device
-    if layer.binding.rule is None or layer.binding.rule[0] != asked:
-        criterion: str | Tensor
-        if isinstance(options.criterion, StaticHeads):
-            kv_heads = store.near_keys.shape[1]
-            group = query.shape[1] // kv_heads
-            criterion = static_heads(options.criterion, layer, kv_heads=kv_heads, group=group, device=query.device)
-        else:
-            criterion = options.criterion
-        rule = Rule(
-            scaling=scaling,
-            threshold=options.threshold,
-            group_rule=options.group_rule,
-            criterion=criterion,
-            pool_staged=options.update_moments,
-            token_threshold=options.token_threshold,
-        )
-        layer.binding.rule = asked, rule
-    return layer.binding.rule[1]
+    return out, flags.unsqueeze(-1)
 
 
 def _add_moments(call: DecodeCall, layer: QAdALayer, store: TokenStore, geometry: Geometry) -> None:
@@ -93,10 +67,5 @@ def _add_moments(call: DecodeCall, layer: QAdALayer, store: TokenStore, geometry
     if (moments := store.moments) is not None:
         call.mean, call.covariance, call.count = moments.mean, moments.covariance, moments.known
     if (others := layer.options.other_moments) is not None:
-        asked = weakref.ref(others), geometry.row_lengths, call.query.device
-        if layer.binding.other is None or layer.binding.other[0] != asked:
-            layer.binding.other = asked, other_moments(others, layer, geometry.row_lengths, call.query.device)
-        kept = layer.binding.other[1]
-        # Rows of their own are put together; one row for all is not copied.
-        mean, covariance = kept[0] if len(kept) == 1 else (torch.cat(parts) for parts in zip(*kept, strict=True))
-        call.other_mean, call.other_covariance = mean, covariance
+        found = other_moments(others, layer, geometry.row_lengths, call.query.device)
+        call.other_mean, call.other_covariance = found

@@ -23,11 +23,11 @@ def partial_attention(
     Args and returns as `reference.partial_attention`, without a mask; `kernels` as `choice.KINDS`. `tokens` may be 0.
     """
     if kernels != "torch" and not causal and compiled.supports(query, key, value):
-        found = compiled.partial_attention(query, key, value, scaling=scaling)
+        found = compiled.compiled_partial_attention(query, key, value, scaling=scaling)
         if found is not None:
             return found
     if sdpa.supports(query, key, value):
-        return sdpa.partial_attention(query, key, value, scaling=scaling, causal=causal)
+        return sdpa.sdpa_partial_attention(query, key, value, scaling=scaling, causal=causal)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
     at_once, block = _blocks(query, key, value, causal)

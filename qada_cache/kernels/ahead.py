@@ -2,6 +2,7 @@
 
 import torch
 
+from ..sketch import BLOCK, Layout
 from . import choice, partial_attention
 from .cpu import compiled
 
@@ -17,7 +18,7 @@ def build(
     criterion: object,
     audited: bool,
     kernels: str,
-    sketch_bits: int | None,
+    sketch_bits: float | None,
     pinned: bool,
 ) -> None:
     """Build the kernels that a decode step of one token with a long bulk calls, by the very checks of such a step.
@@ -45,7 +46,8 @@ def build(
     )
     if pinned:
         keys, values = keys.pin_memory(), values.pin_memory()
-    fused = choice.decode_kernel(query, keys, values, criterion, kernels, sketch_bits=sketch_bits)
+    layout = None if sketch_bits is None or dim % BLOCK else Layout.of_bits(dim, sketch_bits)
+    fused = choice.decode_kernel(query, keys, values, criterion, kernels, layout=layout)
     if fused is None or audited:
         packed = query.view(1, kv_heads, group, dim)
         partial_attention(packed, keys.to(device), values.to(device), scaling=1.0, kernels=kernels)

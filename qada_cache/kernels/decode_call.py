@@ -77,7 +77,7 @@ class Rule:
         threshold: tau of eq. 2 and eq. 7, in [0, 1].
         group_rule: as in `criterion.group_decision`.
         criterion: "gaussian" (eq. 7), "dense" (no head is local), "local" (every head is), or the static table bool
-            `[kv_heads, group]`, True for a long-context head.
+            `[kv_heads, group]`, True for a long-context head; "oracle", which no kernel computes.
         pool_staged: pool the moments of stored keys, where there are any, with those of the staged tokens.
         token_threshold: as in `sketch.select_tokens`.
     """
@@ -100,14 +100,12 @@ class Rule:
         return self.criterion if isinstance(self.criterion, Tensor) else None
 
     @property
-    def agreement(self) -> str:
-        """The group rule, "head" where all heads of a group decide alike."""
-        return "head" if self.kind in ("dense", "local") else self.group_rule
-
-    @property
     def limit(self) -> float:
-        """The margin `log A_local - log A_bulk` below which a head is long-context, see `criterion.long_context`."""
-        return logit(self.threshold)
+        """The margin `log A_local - log A_bulk` below which a head is long-context, see `criterion.long_context`.
+
+        Criteria that compare no masses have infinite ones (`criterion.fixed_log_bulk`), which any finite limit serves.
+        """
+        return logit(self.threshold) if self.kind in ("gaussian", "oracle") else 0.0
 
 
 class Binding:
@@ -116,15 +114,14 @@ class Binding:
     It knows them by identity and keeps none of them. A copy of a layer has other tensors, and so begins with nothing.
 
     Attributes:
-        bound: a kernel's derived values; None once any tensor is another.
-        kernel, rule, other: the chosen kernel (None: none), the rule, and another prompt's moments; each with its key.
+        bound: what a kernel made of them; None once any of them is another.
+        kernel, rule: the kernel that was chosen, None for none, and the rule; each behind what it was asked for.
     """
 
     def __init__(self) -> None:
         self.bound: Any = None
         self.kernel: tuple[Any, Callable | None] | None = None
         self.rule: tuple[Any, Rule] | None = None
-        self.other: tuple[Any, list[tuple[Tensor, Tensor]]] | None = None
         self._query: Any = None
         self._parts: list[Callable[[], Any]] = []
 

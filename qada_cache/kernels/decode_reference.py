@@ -1,78 +1,73 @@
-"""One decode step of one layer in plain torch: the definition the fused kernel is tested against."""
+"""One decode step of one layer in plain torch: `query_adaptive.py` for a `DecodeCall`, as kernels are held to it."""
 
-import torch
+from collections.abc import Iterator
+
 from torch import Tensor
 
-from ..sketch import MIN_TOKENS, select_tokens, unread_value, unreliable
-from .decision import current_log_bulk, larger, needs_long_context, other_log_bulk
+from ..criterion import fixed_log_bulk
+from ..sketch import MIN_TOKENS
 from .decode_call import DecodeCall
-from .reference import merge_partials, partial_attention, softmax_average
+from .query_adaptive import Masks, Part, Request, Step, attend, decide, estimated_log_bulk
 
 
-def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """Query-adaptive attention of one query token a row: local attention, criterion, bulk where needed, merge.
+def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """What every `fused_decode` computes: attention of one query token a row.
 
     Returns:
         `[batch, heads, 1, value_dim]` in the query's dtype, and bool `[batch, kv_heads, group]`, True where a head
         read its bulk (there is one, and the query is decided).
     """
-    query, rows, rule, sketch, scaling = call.query, call.rows, call.rule, call.sketch, call.rule.scaling
+    query, rows, sketch = call.query, call.rows, call.sketch
     batch, heads, _, dim = query.shape
-    packed = query.reshape(batch, -1, call.group, dim)
-    local, staged, decided = (
-        mask[:, None, None] for mask in (rows.local, rows.staged, rows.decided)
-    )  # the same for every head
+    local, staged, decided = (mask[:, None, None] for mask in (rows.local, rows.staged, rows.decided))
     bulk_tokens = rows.bulk_lengths[:, None, None] + staged.sum(dim=-1)
     # Cleared, because a weight of 0 does not keep a nan out of a sum.
     near_keys, near_values = (
         near[:, :, : rows.columns].masked_fill(~(local | staged).mT, 0.0) for near in (call.near_keys, call.near_values)
     )
-    scores = torch.matmul(packed.float(), near_keys.float().mT) * scaling  # [batch, kv_heads, group, columns]
+    lengths = rows.bulk_lengths.expand(batch).tolist()
+    step = Step(
+        query.reshape(batch, -1, call.group, dim),
+        near_keys,
+        near_values,
+        Masks(local, staged, bulk_tokens, decided & (bulk_tokens > 0)),
+        call.rule,
+        lengths,
+        sketch,
+        [length if length >= MIN_TOKENS else 0 for length in lengths],
+    )
 
-    log_bulk = current = other = None
-    if rule.kind == "gaussian":
-        asked = packed.float(), scores.unsqueeze(3)
-        if call.mean is not None and call.covariance is not None and call.count is not None:
-            current = current_log_bulk(
-                *asked, call.mean, call.covariance, call.count, staged=staged if rule.pool_staged else None,
-                bulk_tokens=bulk_tokens, scaling=scaling,
-            )  # fmt: skip
-        if call.other_mean is not None and call.other_covariance is not None:
-            moments = call.other_mean, call.other_covariance
-            other = other_log_bulk(*asked, *moments, bulk_tokens=bulk_tokens, scaling=scaling)
-        log_bulk = larger(current, other)
-    flags = needs_long_context(
-        scores.unsqueeze(3), log_bulk, criterion=rule.criterion, local=local, decided=decided & (bulk_tokens > 0),
-        threshold=rule.threshold, group_rule=rule.group_rule,
-    ).squeeze(3)  # fmt: skip
+    def read(whole: list[list[bool]], requests: Iterator[Request] | None) -> Iterator[Part]:
+        for row, wanted in enumerate(whole):
+            for head in [head for head, does in enumerate(wanted) if does and lengths[row]]:
+                yield _part(call, row, head, slice(0, lengths[row]))
+        for request in requests or ():
+            yield _part(call, request.row, request.head, request.tokens.to(call.bulk_keys.device), request)
 
-    visible = local | (staged & flags.unsqueeze(-1))
-    out, lse = softmax_average(scores.masked_fill(~visible, -torch.inf), near_values)
-    needed = flags.any(dim=-1)  # [batch, kv_heads]
-    every, rough = bulk_tokens.expand(batch, 1, 1), torch.zeros_like(needed)
-    stored = rows.bulk_lengths.expand(batch).tolist()
-    if sketch is not None:
-        rough = (flags & unreliable(packed, sketch, scaling=scaling)).any(dim=-1)
-    for row, length in enumerate(stored):
-        for head in needed[row].nonzero()[:, 0].tolist():
-            keys, values = call.bulk_keys[row, head, :length], call.bulk_values[row, head, :length]
-            one, selection = packed[row, head, None, None], None
-            if sketch is not None and length >= MIN_TOKENS and not rough[row, head]:
-                selection = select_tokens(
-                    packed[row, head, :, None], sketch[row, head], length, log_near=lse[row, head, :, None],
-                    bulk_tokens=every[row, 0], flags=flags[row, head, :, None], scaling=scaling,
-                    token_threshold=rule.token_threshold,
-                )  # fmt: skip
-                keys, values = (part[selection.tokens[0].to(part.device)] for part in (keys, values))
-                if call.sketched is not None:
-                    call.sketched += sketch.read_bytes(length)
-            keys, values = keys.to(query.device), values.to(query.device)
-            far_out, far_lse = partial_attention(one, keys[None, None], values[None, None], scaling=scaling)
-            if sketch is not None and selection is not None:
-                rest = unread_value(packed[row, head], sketch[row, head], selection.tilt[:, 0], scaling=scaling)
-                far_out, far_lse = merge_partials(far_out, far_lse, rest[None, None], selection.log_unread.mT[None])
-            far_lse = far_lse[0, 0].masked_fill(~flags[row, head], -torch.inf)
-            out[row, head], lse[row, head] = merge_partials(out[row, head], lse[row, head], far_out[0, 0], far_lse)
-            if call.pulled is not None:
-                call.pulled += keys.nbytes + values.nbytes
-    return out.reshape(batch, heads, 1, -1).to(query.dtype), flags
+    flags = decide(step, _log_bulk(call, step))
+    out, _, selecting = attend(step, flags, read)
+    if sketch is not None and call.sketched is not None:
+        call.sketched += sum(sketch.read_bytes(lengths[row]) * sum(heads) for row, heads in enumerate(selecting))
+    return out.reshape(batch, heads, 1, -1).to(query.dtype), flags.squeeze(3)
+
+
+def _part(call: DecodeCall, row: int, head: int, tokens: slice | Tensor, request: Request | None = None) -> Part:
+    """Tokens of one head of a call's bulk, on the query's device, counted."""
+    keys, values = (
+        bulk[row, head][tokens].to(call.query.device)[None, None] for bulk in (call.bulk_keys, call.bulk_values)
+    )
+    if call.pulled is not None:
+        call.pulled += keys.nbytes + values.nbytes
+    return Part(slice(row, row + 1), slice(head, head + 1), keys, values, request)
+
+
+def _log_bulk(call: DecodeCall, step: Step) -> Tensor:
+    """`log A_bulk` `[batch, kv_heads, group, 1]`, as a call's rule has it."""
+    if call.rule.kind != "gaussian":
+        return fixed_log_bulk(call.rule.criterion, step.scores[..., 0])
+    current, others = None, []
+    if call.mean is not None and call.covariance is not None and call.count is not None:
+        current = call.mean, call.covariance, call.count
+    if call.other_mean is not None and call.other_covariance is not None:
+        others = [(0, call.other_mean, call.other_covariance)]
+    return estimated_log_bulk(step, current, others, pool=call.rule.pool_staged)

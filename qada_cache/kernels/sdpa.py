@@ -86,7 +86,7 @@ OPERATORS = {
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `partial_attention` of this module computes this call (shapes as there)."""
+    """Whether `sdpa_partial_attention` computes this call (shapes as there)."""
     return (
         query.dtype == key.dtype == value.dtype
         and query.device == key.device == value.device
@@ -98,7 +98,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def partial_attention(
+def sdpa_partial_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Same contract as `reference.partial_attention`, for the calls that `supports` admits.

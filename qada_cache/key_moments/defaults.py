@@ -133,7 +133,7 @@ def default_moments(
     with _remembering:
         kept = _remembered.get(path)
         if kept is None or (tokenizer is not None and kept.prompt != prompt):  # words can be had now
-            kept = _read(path)
+            kept = _read_moments(path)
         if not shard.everywhere(kept is not None):
             kept = _made(model, prompt, tokenizer, path, shard)
         assert kept is not None  # found or made above
@@ -173,7 +173,7 @@ def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
         if instead is not None:
             _say_tokens(prompt, f"no others are kept in {home()}")
         return instead
-    return _read(home() / FOLDER / found[0]) if len(found) == 1 else None
+    return _read_moments(home() / FOLDER / found[0]) if len(found) == 1 else None
 
 
 def _made(
@@ -215,14 +215,14 @@ def _remember(path: Path, kept: KeyMoments) -> None:
 
 
 def _known(path: Path) -> KeyMoments | None:
-    """The moments of a file, from memory or read; None if there is no file."""
-    kept = _remembered.get(path) or _read(path)
+    """What is remembered of a file, else what is in it; None if there is none."""
+    kept = _remembered.get(path) or _read_moments(path)
     if kept is not None:
         _remember(path, kept)
     return kept
 
 
-def _read(path: Path) -> KeyMoments | None:
+def _read_moments(path: Path) -> KeyMoments | None:
     try:
         with private.opened(FOLDER) as folder:
             try:

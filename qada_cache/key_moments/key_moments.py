@@ -110,9 +110,8 @@ class KeyMoments:
     def layer(self, layer: int, lengths: Sequence[int], device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Moments of one layer for bulks of these many tokens each, on `device`, float32.
 
-        The results of the latest calls are kept, so that two caches may take turns. Results that a caller holds are
-        found again as well: any number of caches may take turns if each holds its own. Callers round lengths
-        (`rotation.rounded`), so that few differ.
+        They are made once for all callers that keep them (`placing.Kept`), so any number of caches may take turns.
+        Callers round lengths (`rotation.rounded`), so that few different ones are ever asked for.
 
         Returns:
             for each length: mean `[1, kv_heads, dim]` and covariance `[1, kv_heads, dim, dim]`.
@@ -121,7 +120,7 @@ class KeyMoments:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of moments on devices, for all caches that share these moments."""
+        """Bytes of what callers of `layer` keep on devices, for all caches that share these moments."""
         return self._placed.nbytes
 
     # -- files ----------------------------------------------------------------------------------------------------

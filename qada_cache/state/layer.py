@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ..kernels.decode_call import Binding
+from ..key_moments.placing import Kept
 from ..storage.padding import NONE
 from ..storage.store import TokenStore
 from .counters import Counters
@@ -50,10 +51,10 @@ class QAdALayer(DynamicLayer):
         seen: logical tokens, padding included (what transformers calls the sequence length).
         padding: of these tokens; shared by the layers of a cache.
         incoming: the key tensor handed out by `update` and not yet seen by the attention function.
-        counters: decisions and bytes.
-        binding: of decode kernels, kept between steps.
-        following: the cache's next layer of this kind; its heads may be fetched while this one computes. None: this is
-            the last.
+        counters: what it did.
+        binding: what decode kernels keep between its steps.
+        kept_moments: what it keeps of another prompt's.
+        following: the next such layer of the cache, whose heads may be fetched while this one computes; None: the last.
     """
 
     supports_early_init = False  # nothing is preallocated by transformers' export path
@@ -76,7 +77,7 @@ class QAdALayer(DynamicLayer):
         self.seen = 0
         self.padding = NONE
         self.counters = Counters()
-        self.binding = Binding()
+        self.binding, self.kept_moments = Binding(), Kept()
 
     @property
     def options(self) -> Options:

@@ -46,13 +46,13 @@ def check_alike(layers: Sequence[Any]) -> None:
     texts = [(layer.seen, layer.store.lengths, layer.store.flushed) for layer in ours if layer.store is not None]
     if any(text != texts[0] for text in texts) or not all(layer.padding.equals(ours[0].padding) for layer in ours):
         raise ValueError(f"its layers hold different tokens: {texts}")
-    rows = {len(lengths) for _, lengths, _ in texts} | {len(state) for layer in layers for state in _states(layer)}
+    rows = {len(lengths) for _, lengths, _ in texts} | {len(state) for layer in layers for state in _held_states(layer)}
     seen = {layer.get_seq_length() for layer in layers if hasattr(layer, COUNTED)} | {seen for seen, _, _ in texts}
     if len(rows) > 1 or len(seen) > 1:
         raise ValueError(f"its layers hold different texts: {sorted(seen)} tokens in {sorted(rows)} rows")
 
 
-def _states(layer: Any) -> list[Tensor]:
+def _held_states(layer: Any) -> list[Tensor]:
     """Those of a layer of transformers' own, a row for each of the batch."""
     if isinstance(layer, QAdALayer):
         return []

@@ -267,8 +267,8 @@ class Bulk:
             for row in range(*rows.indices(len(self.lengths)))
             for head in range(*heads.indices(self.keys.shape[1]))
         ]
-        arrived = list(ahead(self.fetch(head, start, stop) for head in each))
-        keys, values = zip(*arrived, strict=True)
+        arrived = dict(ahead((head, self.fetch(head, start, stop)) for head in each))
+        keys, values = zip(*(arrived[head] for head in each), strict=True)
         return torch.cat(keys).view_as(part[0]), torch.cat(values).view_as(part[1])
 
     def spans(self, row: int, start: int = 0, *, heads: int = 1) -> list[tuple[int, int]]:

@@ -7,19 +7,16 @@ import torch
 from torch import Tensor
 
 from ..kernels.decode_call import Rows
+from ..kernels.query_adaptive import Masks
 from ..key_moments.rotation import rounded
 
 
-@dataclass(frozen=True)
-class Geometry:
+@dataclass(frozen=True, eq=False)
+class Geometry(Masks):
     """Masks over the near buffer for the queries of one call; `rows` is 1 when all rows are alike.
 
     Attributes:
-        local: bool `[rows, 1, queries, columns]`, the query's sinks and window (itself included).
-        staged: bool, same shape: tokens of the query's bulk that still lie in the near buffer.
-        bulk_tokens: int64 `[rows, 1, queries]`, the paper's `T_bulk` of each query.
-        stored: int64 `[rows, 1, queries]`, of those, the ones that have left the near buffer.
-        decided: bool `[rows, 1, queries]`, real queries that have a bulk: the ones a criterion decides about.
+        stored: int64 `[rows, 1, queries]`, of `bulk_tokens` the ones that have left the near buffer.
         moment_lengths: the bulk lengths that another prompt's moments are asked for (`rotation.rounded`): of the
             `decided` queries, each once, ascending, on the host; nearly always one.
         row_lengths: likewise of each row's last query, decided or not; one for all rows if they agree.
@@ -28,11 +25,7 @@ class Geometry:
         any_staged: whether `staged` holds anything.
     """
 
-    local: Tensor
-    staged: Tensor
-    bulk_tokens: Tensor
     stored: Tensor
-    decided: Tensor
     moment_lengths: tuple[int, ...]
     row_lengths: tuple[int, ...]
     decisions: int

@@ -1,13 +1,12 @@
 """What attention reads of a bulk: the heads that need it, or all of it block by block, and heads it may need next."""
 
 import functools
-from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from ..kernels.query_adaptive import Part, Request
 from .bulk import Bulk
 from .residents import Head, Resident
 from .transfers import Arrival, Note, ahead
@@ -15,34 +14,29 @@ from .transfers import Arrival, Note, ahead
 EARLY_SHARE = 4  # at most one in so many heads of a layer is fetched before it is asked for
 
 
-class Read(NamedTuple):
-    """A part of the bulk on the compute device, and the bytes read for it.
-
-    Attributes:
-        rows, heads: of the part.
-        keys, values: `[rows, heads, tokens, dim]` and `value_dim`.
-        pulled: bytes read from the bulk's own memory, but for those that `prefetch` has counted.
-        spared: bytes that were read from a resident instead.
-    """
-
-    rows: slice
-    heads: slice
-    keys: Tensor
-    values: Tensor
-    pulled: int
-    spared: int
-
-
-def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iterator[Read]:
-    """All tokens of the wanted heads of each row, for an adaptive call.
-
-    If the bulk is not offloaded, they are views of neighbouring heads. An offloaded bulk comes head by head: residents
-    first, while the others are copied to the device. Those copies may stay as residents.
+def read_parts(
+    bulk: Bulk, whole: list[list[bool]], requests: Iterator[Request] | None = None, *, learn: bool = True
+) -> Iterator[Part]:
+    """What an adaptive call reads, as `query_adaptive.Read` has it.
 
     Args:
         bulk: to read from.
-        wanted: of every row and KV head.
-        learn: False leaves residents and early copies as they are (for an audit).
+        whole: of every row and KV head, whether it is read whole.
+        requests: for selected tokens of others; None without a sketch.
+        learn: False leaves residents, and what is fetched early, as they are (for an audit).
+    """
+    if requests is None or any(map(any, whole)):  # residents count the calls that ask for some
+        yield from flagged(bulk, whole, learn=learn)
+    else:  # the next call is not expected to read any whole, and what was fetched for this one goes
+        bulk.flagged, bulk.early = [], {}
+    yield from _selected(bulk, requests or iter(()))
+
+
+def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iterator[Part]:
+    """All tokens of the wanted heads of each row, for an adaptive call (arguments as for `read_parts`).
+
+    If the bulk is not offloaded, they are views of neighbouring heads. If it is, one head comes at a time: residents
+    first, while the others are being copied to the device, where those copies may stay as residents.
     """
     if not bulk.offloaded:
         for row, flags in enumerate(wanted):
@@ -55,46 +49,35 @@ def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iter
         before = bulk.residents.flag(heads)
         bulk.flagged, bulk.early = heads, {}
     held = _held(bulk, heads)
-    missing = [head for head in heads if head not in held]
-    arrivals = ahead(early.get(head) or _fetch(bulk, head, 0, bulk.lengths[head[0]]) for head in missing)
+    missing = (head for head in heads if head not in held)
+    arrivals = ahead((head, early.get(head) or _fetch(bulk, head, 0, bulk.lengths[head[0]])) for head in missing)
     for head, resident in held.items():
         yield _of_head(head, resident.keys, resident.values, spared=True)
-    for head, (keys, values) in zip(missing, arrivals, strict=True):
+    for head, (keys, values) in arrivals:
         if learn:
             bulk.residents.keep(head, keys, values, before[head])
         yield _of_head(head, keys, values, pulled=head not in early)
 
 
-def none_whole(bulk: Bulk) -> None:
-    """Note that an adaptive call reads no head whole: copies started for it are dropped, and none start for the
-    next."""
-    bulk.flagged, bulk.early = [], {}
+def _selected(bulk: Bulk, requests: Iterator[Request]) -> Iterator[Part]:
+    """Some tokens of heads. Offloaded, they are put together on the host, or on the device for heads that are there;
+    the next ones are selected while these are on their way."""
 
-
-def chosen(bulk: Bulk, picks: Iterable[tuple[Head, Tensor]]) -> Iterator[Read]:
-    """Some tokens of heads, each of them int64 `[tokens]` on the device.
-
-    An offloaded bulk gathers them on the host, or on the device for residents; the next head's tokens are picked while
-    these are copied.
-    """
-    sources: deque[tuple[Head, bool]] = deque()
-
-    def arrivals() -> Iterator[Arrival]:
-        for head, index in picks:
-            held = _held(bulk, [head])
-            sources.append((head, head in held))
-            if head in held:
-                keys, values = held[head].keys, held[head].values
-                yield Arrival((keys[:, :, index], values[:, :, index]))
+    def arrivals() -> Iterator[tuple[tuple[Request, bool], Arrival]]:
+        for request in requests:
+            head = request.row, request.head
+            if (resident := _held(bulk, [head]).get(head)) is None:
+                yield (request, False), bulk.gather(head, request.tokens)
             else:
-                yield bulk.gather(head, index)
+                found = resident.keys[:, :, request.tokens], resident.values[:, :, request.tokens]
+                yield (request, True), Arrival(found)
 
-    for keys, values in ahead(arrivals()):
-        head, spared = sources.popleft()
-        yield _of_head(head, keys, values, pulled=not spared, spared=spared)
+    for (request, spared), (keys, values) in ahead(arrivals()):
+        head = request.row, request.head
+        yield _of_head(head, keys, values, request, pulled=not spared, spared=spared)
 
 
-def stream(bulk: Bulk, rows: slice) -> Iterator[Read]:
+def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
     """Everything that rows of equal length hold, for an exact call, in blocks of `bulk.STREAM_TOKENS` tokens.
 
     If the bulk is not offloaded, a block is a view of all heads. If it is, a block is one head of one row, copied
@@ -106,12 +89,12 @@ def stream(bulk: Bulk, rows: slice) -> Iterator[Read]:
         return
     every = [(row, head) for row in range(rows.start, rows.stop) for head in range(bulk.keys.shape[1])]
     held = _held(bulk, every)
-    missing = [(head, span) for head in every if head not in held for span in spans]
-    arrivals = ahead(_fetch(bulk, head, *span) for head, span in missing)
+    missing = ((head, span) for head in every if head not in held for span in spans)
+    arrivals = ahead((head, _fetch(bulk, head, *span)) for head, span in missing)
     for head, resident in held.items():
         for first, end in spans:
             yield _of_head(head, resident.keys[:, :, first:end], resident.values[:, :, first:end], spared=True)
-    for (head, _), (keys, values) in zip(missing, arrivals, strict=True):
+    for head, (keys, values) in arrivals:
         yield _of_head(head, keys, values, pulled=True)
 
 
@@ -186,14 +169,18 @@ def _fetch(bulk: Bulk, head: Head, start: int, stop: int) -> Arrival:
     return bulk.fetch(head, start, stop)
 
 
-def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> Read:
+def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> Part:
     keys, values = bulk.read(rows, heads, start, stop)
-    return Read(rows, heads, keys, values, keys.nbytes + values.nbytes, 0)
+    return Part(rows, heads, keys, values, pulled=keys.nbytes + values.nbytes)
 
 
-def _of_head(head: Head, keys: Tensor, values: Tensor, *, pulled: bool = False, spared: bool = False) -> Read:
+def _of_head(
+    head: Head, keys: Tensor, values: Tensor, request: Request | None = None, *, pulled: bool = False,
+    spared: bool = False,
+) -> Part:  # fmt: skip
     moved, (row, column) = keys.nbytes + values.nbytes, head
-    return Read(slice(row, row + 1), slice(column, column + 1), keys, values, moved * pulled, moved * spared)
+    at = slice(row, row + 1), slice(column, column + 1)
+    return Part(*at, keys, values, request, moved * pulled, moved * spared)
 
 
 def _runs(wanted: list[bool]) -> Iterator[slice]:

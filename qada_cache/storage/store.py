@@ -159,7 +159,10 @@ class TokenStore:
             self.sketch.truncate(self.bulk)
         self.decoded = self.decoded and any(stored)
         if self.moments is not None:
-            self._shorten_moments(self.moments, stored)
+            for row, (count, tokens) in enumerate(zip(self.moments.count, stored, strict=True)):
+                if count > tokens:  # taken anew rather than subtracted, which leaves errors that no later token heals
+                    self.moments.clear(slice(row, row + 1))
+                    self._catch_up(slice(row, row + 1))
 
     def keep_moments(self, *, track: bool, update: bool) -> None:
         """Keep running moments or not, as if `track_moments` and `update_moments` had been so from the start.
@@ -191,16 +194,6 @@ class TokenStore:
             if self.sketch is not None:
                 for row in self._single_rows():
                     self.sketch.follow(self.bulk, row)
-
-    def _shorten_moments(self, moments: RunningMoments, stored: list[int]) -> None:
-        for row, tokens in enumerate(stored):
-            if moments.count[row] <= tokens:
-                continue
-            # Taken anew rather than subtracted: cancellation would leave errors that no later token heals.
-            rows = slice(row, row + 1)
-            moments.clear(rows)
-            for keys, _ in self.bulk.blocks(rows):
-                moments.update(rows, keys)
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
     def select(self, index: list[int]) -> None:

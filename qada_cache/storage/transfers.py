@@ -8,7 +8,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import send_to_device
@@ -17,6 +17,7 @@ from torch import Tensor
 # At most so many bytes of copies to the host, or a single copy, are under way: the host waits for older ones. Without a
 # bound, a host that runs ahead of the device would find no layer's memory free again, and a prefill would need it all.
 IN_FLIGHT_BYTES = 32 * 2**20
+Name = TypeVar("Name")
 
 
 @functools.cache
@@ -79,22 +80,25 @@ class Note:
         return self._tensor.tolist() if self._event is None or self._event.query() else None
 
 
-def ahead(arrivals: Iterator[Arrival]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values as they arrive. Each copy is started before the one in front of it is used, the first at once.
+def ahead(arrivals: Iterator[tuple[Name, Arrival]]) -> Iterator[tuple[Name, tuple[Tensor, Tensor]]]:
+    """Keys and values as they arrive, each under its name. Each copy is started before the one in front of it is used,
+    the first at once.
 
     At most three are on the device: one in use, one waiting, one under way.
     """
     return _ahead(next(arrivals, None), arrivals)
 
 
-def _ahead(first: Arrival | None, arrivals: Iterator[Arrival]) -> Iterator[tuple[Tensor, Tensor]]:
+def _ahead(
+    first: tuple[Name, Arrival] | None, arrivals: Iterator[tuple[Name, Arrival]]
+) -> Iterator[tuple[Name, tuple[Tensor, Tensor]]]:
     used: deque[Any] = deque()
     while first is not None:
         if len(used) > 1:
             used.popleft().synchronize()  # a host that runs ahead would find no memory free that it has let go of
         following = next(arrivals, None)
-        tensors = first.wait()
-        yield tensors
+        name, tensors = first[0], first[1].wait()
+        yield name, tensors
         if tensors[0].is_cuda:
             used.append(torch.cuda.current_stream(tensors[0].device).record_event())
         first = following

@@ -7,7 +7,14 @@ import reference
 import torch
 
 from qada_cache import StaticHeads
-from qada_cache.criterion import gaussian_log_bulk, group_decision, long_context, pool_score_moments, score_moments
+from qada_cache.criterion import (
+    gaussian_log_bulk,
+    group_decision,
+    logit,
+    long_context,
+    pool_score_moments,
+    score_moments,
+)
 
 SCALING = 0.3
 EDGE_THRESHOLDS = (0.0, 1e-300, 1e-6, 0.1, 0.5, 0.6, 0.999, 1 - 1e-15, 1.0)
@@ -87,7 +94,7 @@ def test_decision_equals_reference(threshold: float) -> None:
             if 0 < threshold < 1 and abs(fraction - math.log(threshold)) < 1e-6:
                 continue
             local = reference.is_local(log_local=log_local, log_bulk=log_bulk, threshold=threshold)
-            found = long_context(torch.tensor(log_local), torch.tensor(log_bulk), threshold)
+            found = long_context(torch.tensor(log_local), torch.tensor(log_bulk), logit(threshold))
             assert bool(found) is not local, (log_local, log_bulk)
             compared += 1
     assert compared >= 60
@@ -96,9 +103,9 @@ def test_decision_equals_reference(threshold: float) -> None:
 def test_decision_at_the_threshold() -> None:
     """A head whose share is exactly the threshold is local (the paper's >=)."""
     half = torch.tensor(2.0)
-    assert not long_context(half, half, 0.5)
-    assert long_context(half, half, 0.5 + 1e-6)
-    assert not long_context(half, half, 0.5 - 1e-6)
+    assert not long_context(half, half, logit(0.5))
+    assert long_context(half, half, logit(0.5 + 1e-6))
+    assert not long_context(half, half, logit(0.5 - 1e-6))
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
@@ -109,7 +116,7 @@ def test_decisions_of_random_heads(scale: float) -> None:
             not reference.is_local(log_local=local, log_bulk=bulk, threshold=threshold)
             for local, bulk in zip(log_local.tolist(), log_bulk.tolist(), strict=True)
         ]
-        assert long_context(log_local, log_bulk, threshold).tolist() == expected
+        assert long_context(log_local, log_bulk, logit(threshold)).tolist() == expected
         assert 10 < sum(expected) < 490
 
 

@@ -19,9 +19,10 @@ from stand_in import accelerator
 from torch import Tensor
 
 from qada_cache import QAdACache, StaticHeads
-from qada_cache.attention import far
+from qada_cache.kernels import query_adaptive
 from qada_cache.sketch import selection
 from qada_cache.state.layer import QAdALayer
+from qada_cache.storage import reading
 from qada_cache.storage.reading import prefetch
 
 SCALING = 0.25
@@ -31,7 +32,7 @@ EVERY = StaticHeads(torch.ones(1, 4, dtype=torch.bool))
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Bulks of a few tokens have a sketch; few estimates are held at once."""
-    monkeypatch.setattr(far, "BLOCK_SCORES", 200)
+    monkeypatch.setattr(query_adaptive, "BLOCK_SCORES", 200)
     with small_buffers(), small_sketch():
         yield
 
@@ -142,22 +143,22 @@ def test_what_is_not_chosen_is_not_read() -> None:
     """A bulk whose tokens are nan but for the chosen ones."""
     driver, inputs = filled(token_threshold=3.0)
     call, spied = inputs(1), []
-    original = far.chosen
+    original = reading.read_parts
     twin = Driver(copy.deepcopy(driver.layer), module=driver.module)
 
-    def spy(bulk: Any, picks: Any) -> Any:
-        return original(bulk, (spied.append(pick) or pick for pick in picks))
+    def spy(bulk: Any, whole: Any, requests: Any, **options: Any) -> Any:
+        return original(bulk, whole, (spied.append(request) or request for request in requests), **options)
 
-    with mock.patch.object(far, "chosen", spy):
+    with mock.patch.object(reading, "read_parts", spy):
         expected = ask(twin, call)
     store = driver.layer.store
-    for head, index in spied:
+    for request in spied:
         unread = torch.ones(store.bulk.capacity, dtype=torch.bool)
-        unread[index] = False
+        unread[request.tokens] = False
         for buffer in (store.bulk.keys, store.bulk.values):
-            buffer[head][unread] = torch.nan
+            buffer[request.row, request.head][unread] = torch.nan
     assert torch.equal(ask(driver, call), expected)
-    bytes_read = 2 * 16 * 4 * sum(len(index) for _, index in spied)
+    bytes_read = 2 * 16 * 4 * sum(len(request.tokens) for request in spied)
     assert driver.layer.counters.pulled_bytes - (twin.layer.counters.pulled_bytes - bytes_read) == bytes_read
 
 

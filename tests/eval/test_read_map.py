@@ -10,7 +10,7 @@ from small_sketch import small_sketch
 pytest.importorskip("matplotlib")
 from eval.drawing import read_map
 from qada_cache import QAdACache
-from qada_cache.attention import far
+from qada_cache.kernels import query_adaptive
 
 SIZES = {"sink_tokens": 4, "local_tokens": 20, "moments": "current", "threshold": 0.99}
 
@@ -38,14 +38,14 @@ def test_what_reads_all_is_counted_whole(theta: float, segment: int) -> None:
 def test_some_tokens_are_those_that_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (ids, *_) = tiny(), prompt(300)
     chosen = []
-    select = far.select_tokens
+    select = query_adaptive.select_tokens
 
     def watched(*args: object, **kwargs: object) -> object:
         found = select(*args, **kwargs)  # type: ignore[arg-type]
         chosen.append(found.tokens.any(dim=0))
         return found
 
-    monkeypatch.setattr(far, "select_tokens", watched)
+    monkeypatch.setattr(query_adaptive, "select_tokens", watched)
     with small_sketch(32), torch.no_grad():
         cache = QAdACache(model, **SIZES, token_threshold=1.0)
         model(ids[:, :290], past_key_values=cache)

@@ -63,7 +63,7 @@ def test_what_is_different_is_bound_anew(name: str) -> None:
     out, flags = compiled_decode.fused_decode(call)
     found = {part: int(count) for part, count in counted.items()}
     counted = {part: count.zero_() for part, count in counted.items()}
-    wanted, wanted_flags = decode_reference.fused_decode(DecodeCall.of(**second))
+    wanted, wanted_flags = decode_reference.decode_step(DecodeCall.of(**second))
     assert torch.equal(flags, wanted_flags)
     assert torch.allclose(out, wanted, rtol=1e-4, atol=1e-5)
     assert found == {part: int(count) for part, count in counted.items()}
@@ -163,6 +163,21 @@ def test_caches_that_take_turns_make_no_moments_anew(monkeypatch: pytest.MonkeyP
     for cache in caches * 3:
         model(ids[:, :1], past_key_values=cache)
     assert not made
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_rows_of_several_lengths_are_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their moments are not put together in every step, so that what was bound holds."""
+    monkeypatch.setattr(compiled, "MIN_TOKENS", 1)
+    model, bound, original = tiny(num_hidden_layers=1), [], compiled_decode._Bound
+    monkeypatch.setattr(compiled_decode, "_Bound", lambda call: bound.append(call) or original(call))
+    ids, mask = prompt(400)[0].expand(2, -1), torch.ones(2, 400, dtype=torch.int64)
+    mask[0, :150] = 0
+    cache = QAdACache(model, moments="random-tokens", token_threshold=0.0)
+    for step in (390, *range(391, 401)):
+        model(ids[:, cache.get_seq_length() : step], attention_mask=mask[:, :step], past_key_values=cache)
+    assert len(bound) == 1
 
 
 @needs_compiler

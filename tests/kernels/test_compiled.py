@@ -59,7 +59,7 @@ def test_equals_float64(
         assert compiled.supports(query, key, value)
         for threads in (1, 5, 8):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-            found = compiled.partial_attention(query, key, value, scaling=SCALING)
+            found = compiled.compiled_partial_attention(query, key, value, scaling=SCALING)
             assert found is not None
             check(found, query, key, value, torch.ones(1, 1, queries, tokens, dtype=torch.bool))
 
@@ -72,7 +72,7 @@ def test_numbers_of_queries_share_builds(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(compiled, "build", lambda *sizes: built.add(sizes[3]) or original(*sizes))
     for queries in (1, 2, 3, 4):
         query, key, value = tensors(64, 64, queries, 70, torch.float32)
-        found = compiled.partial_attention(query, key, value, scaling=SCALING)
+        found = compiled.compiled_partial_attention(query, key, value, scaling=SCALING)
         check(found, query, key, value, torch.ones(1, 1, queries, 70, dtype=torch.bool))
     assert built == {1, 2, 4}
 
@@ -85,7 +85,7 @@ def test_what_is_not_finite_shows(bad: float) -> None:
     for poisoned in (key, value):
         before = poisoned[1, 2, 150, 5].clone()
         poisoned[1, 2, 150, 5] = bad
-        out, lse = compiled.partial_attention(query, key, value, scaling=SCALING)
+        out, lse = compiled.compiled_partial_attention(query, key, value, scaling=SCALING)
         expected, expected_lse = reference.partial_attention(query, key, value, scaling=SCALING)
         assert out.isfinite().equal(expected.isfinite())
         assert lse.isfinite().equal(expected_lse.isfinite())
@@ -100,7 +100,7 @@ def test_scores_far_apart() -> None:
     query, key, value = tensors(64, 64, 4, 200, torch.float32)
     for order in (key, key.flip(2)):
         ramp = torch.linspace(0, 40, 200)[None, None, :, None] * order.abs()
-        found = compiled.partial_attention(query.abs(), ramp, value.contiguous(), scaling=SCALING)
+        found = compiled.compiled_partial_attention(query.abs(), ramp, value.contiguous(), scaling=SCALING)
         check(found, query.abs(), ramp, value, torch.ones(1, 1, 4, 200, dtype=torch.bool))
 
 
@@ -122,7 +122,7 @@ def test_results_do_not_depend_on_torch_defaults(default: None) -> None:
     """The kernel writes float32 to the addresses that it is given: of anything else it would overrun the memory."""
     with torch.device("cpu"):
         query, key, value = tensors(64, 64, 4, 200, torch.float32)
-    out, lse = compiled.partial_attention(query, key, value, scaling=SCALING)
+    out, lse = compiled.compiled_partial_attention(query, key, value, scaling=SCALING)
     assert out.dtype == lse.dtype == torch.float32
     expected, expected_lse = reference.partial_attention(query, key, value, scaling=SCALING)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
@@ -146,8 +146,8 @@ def test_admits_only_what_it_computes() -> None:
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("scenario", ["turns", "holes", "crops_with_padding", "rows"])
 def test_cache_with_the_kernel_equals_reference(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token is decoded by `fused_decode`, a few by `partial_attention` over the bulk."""
-    calls = {"fused_decode": 0, "partial_attention": 0}
+    """One token is decoded by `fused_decode`, a few by `compiled_partial_attention` over the bulk."""
+    calls = {"fused_decode": 0, "compiled_partial_attention": 0}
 
     def spy(module: Any, name: str) -> None:
         original = getattr(module, name)
@@ -158,7 +158,7 @@ def test_cache_with_the_kernel_equals_reference(scenario: str, monkeypatch: pyte
 
         monkeypatch.setattr(module, name, counted)
 
-    spy(compiled, "partial_attention")
+    spy(compiled, "compiled_partial_attention")
     spy(compiled_decode, "fused_decode")
     with small_buffers():
         pair = play(scenario)
@@ -232,7 +232,7 @@ def test_a_compiler_that_fails(
 @needs_compiler
 def test_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = tensors(64, 64, 2, 1100, torch.float32)
-    assert compiled.partial_attention(query, key, value, scaling=SCALING) is not None
+    assert compiled.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
     assert len(list((fresh / "kernels").iterdir())) == 1
     compiled.build.cache_clear()  # another process
 
@@ -240,21 +240,21 @@ def test_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(command)
 
     monkeypatch.setattr(subprocess, "run", refuse)
-    assert compiled.partial_attention(query, key, value, scaling=SCALING) is not None
+    assert compiled.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
 
 
 @needs_compiler
 def test_a_folder_that_cannot_be_written_to(fresh: Path) -> None:
     fresh.write_text("in the way")
     query, key, value = tensors(64, 64, 2, 1100, torch.float32)
-    assert compiled.partial_attention(query, key, value, scaling=SCALING) is not None
+    assert compiled.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
 
 
 @needs_compiler
 @pytest.mark.parametrize(("name", "used"), [("auto", 1), ("torch", 0)])
 def test_chosen_by_name(name: str, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(compiled, "partial_attention", lambda *_, **__: calls.append(name))
+    monkeypatch.setattr(compiled, "compiled_partial_attention", lambda *_, **__: calls.append(name))
     query, key, value = tensors(64, 64, 4, 1100, torch.float32)
     kernels.partial_attention(query, key, value, scaling=SCALING, kernels=name)
     assert len(calls) == used

@@ -230,5 +230,5 @@ def test_operators_of_a_gpu(place: int, dim: int, dtype: torch.dtype, monkeypatc
     if not operator.serves(*there):
         pytest.skip("torch does not offer it for these")
     assert sdpa.supports(*there)
-    out, lse = sdpa.partial_attention(*there, scaling=SCALING)
+    out, lse = sdpa.sdpa_partial_attention(*there, scaling=SCALING)
     check((out.cpu(), lse.cpu()), *made, torch.ones(1, 1, 4, 5000, dtype=torch.bool))

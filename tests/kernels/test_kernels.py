@@ -37,7 +37,7 @@ def test_causal(tokens: int, value_dim: int, dtype: torch.dtype) -> None:
 def test_fused_equals_reference(causal: bool, dtype: torch.dtype) -> None:
     query, key, value = tensors(111, 111, dtype=dtype)
     assert sdpa.supports(query, key, value)
-    out, lse = sdpa.partial_attention(query, key, value, scaling=SCALING, causal=causal)
+    out, lse = sdpa.sdpa_partial_attention(query, key, value, scaling=SCALING, causal=causal)
     expected_out, expected_lse = reference.partial_attention(query, key, value, scaling=SCALING, causal=causal)
     ulp = torch.finfo(dtype).eps
     torch.testing.assert_close(out, expected_out, rtol=4 * ulp, atol=4 * ulp)
@@ -172,5 +172,5 @@ def test_keys_split_among_threads(
     key, value = key[:, :, :tokens], value[:, :, :tokens]
     splits = sdpa._splits(query, key, threads)
     assert splits == 1 if tokens < 64 else (heads * splits) % threads == 0
-    found = sdpa.partial_attention(query, key, value, scaling=SCALING)
+    found = sdpa.sdpa_partial_attention(query, key, value, scaling=SCALING)
     check(found, query, key, value, torch.ones(1, 1, 4, tokens, dtype=torch.bool))

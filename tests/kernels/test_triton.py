@@ -30,7 +30,7 @@ gpu = [
         INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device and TRITON_INTERPRET=0"
     ),
 ]
-REFERENCE = pytest.param((decode_reference.fused_decode, "cpu"), id="reference")
+REFERENCE = pytest.param((decode_reference.decode_step, "cpu"), id="reference")
 KERNEL = pytest.param((triton_decode.fused_decode, "cpu"), id="interpreter", marks=interpreter)
 COMPILED = pytest.param((compiled_decode.fused_decode, "cpu"), id="compiled", marks=needs_compiler)
 GPU = pytest.param((triton_decode.fused_decode, "cuda"), id="gpu", marks=gpu)

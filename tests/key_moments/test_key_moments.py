@@ -1,5 +1,6 @@
 """Another prompt's key moments as objects and files: validation, lengths, what a file must survive."""
 
+import copy
 import json
 import socket
 from pathlib import Path
@@ -15,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qada_cache import KeyMoments, QAdACache
+from qada_cache.key_moments.placing import Kept
 from qada_cache.key_moments.rotation import Rotation, rounded
+from qada_cache.key_moments.sharding import WHOLE
 
 CPU = torch.device("cpu")
 
@@ -81,29 +84,13 @@ def test_layer_is_at() -> None:
         assert made.layer(0, [length], CPU)[0][0] is mean  # kept, as every token asks again
 
 
-def test_what_stays_on_the_device() -> None:
-    """The call's own lengths, however many, and those of a cache that takes turns; a growing one leaves no trail."""
-    made = moments()
-    each = 3 * 8 * 4 + 3 * 8 * 8 * 4
-    for length in range(1, 2000):
-        made.layer(0, [rounded(length)], CPU)
-    assert made.device_bytes == 2 * each
-    one, other = made.layer(0, [5000], CPU)[0][0], made.layer(0, [9000], CPU)[0][0]
-    for _ in range(3):
-        assert made.layer(0, [5000], CPU)[0][0] is one
-        assert made.layer(0, [9000], CPU)[0][0] is other
-    rows = [100, 200, 300, 400, 500]
-    first = made.layer(0, rows, CPU)
-    assert all(again[0] is before[0] for again, before in zip(made.layer(0, rows, CPU), first, strict=True))
-    assert made.device_bytes == 5 * each
-    made.layer(1, [100], CPU)
-    assert made.device_bytes == 6 * each
-
-
 def test_what_callers_keep_is_not_made_again() -> None:
     """Any number of caches take turns, each of which keeps its own; what nobody has is let go of."""
     made = moments()
     each = 3 * 8 * 4 + 3 * 8 * 8 * 4
+    for length in range(1, 2000):  # a growing one leaves no trail
+        made.layer(0, [rounded(length)], CPU)
+    assert made.device_bytes == 0
     lengths = (100, 2000, 5000, 9000)
     turns = {length: made.layer(0, [length], CPU)[0] for length in lengths}
     assert made.device_bytes == 4 * each
@@ -111,8 +98,35 @@ def test_what_callers_keep_is_not_made_again() -> None:
         found = made.layer(0, [length], CPU)[0]
         assert all(again is before for again, before in zip(found, turns[length], strict=True))
     turns.clear()
+    assert made.device_bytes == each  # the last one found
     del found
-    assert made.device_bytes == 2 * each
+    assert made.device_bytes == 0
+
+
+def test_rows_of_several_lengths_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same tensors: a row whose length has changed is written anew, and no other."""
+    made, kept, asked, original = moments(), Kept(), [], KeyMoments._layer_at
+
+    def counted(self: KeyMoments, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(length)
+        return original(self, layer, length)
+
+    monkeypatch.setattr(KeyMoments, "_layer_at", counted)
+    first = kept.get(made, 1, (64, 128, 64), CPU, WHOLE.own)
+    for lengths, new in (((64, 128, 64), []), ((64, 192, 64), [192]), ((64, 192, 128), [128])):
+        asked.clear()
+        found = kept.get(made, 1, lengths, CPU, WHOLE.own)
+        assert asked == new
+        assert found is first
+        for row, length in enumerate(lengths):
+            for part, whole in zip(found, original(made, 1, length), strict=True):
+                torch.testing.assert_close(part[row], whole.float())
+    assert kept.nbytes == 3 * (3 * 8 * 4 + 3 * 8 * 8 * 4)
+    assert made.device_bytes == 0
+    (shared,), alone = made.layer(1, [64], CPU), kept.get(made, 1, (64,), CPU, WHOLE.own)
+    assert all(mine is theirs for mine, theirs in zip(alone, shared, strict=True))
+    assert kept.nbytes == 0
+    assert copy.deepcopy(kept).get(made, 1, (64,), CPU, WHOLE.own)[0] is shared[0]
 
 
 def test_rounding() -> None:

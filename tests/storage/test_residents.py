@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from uses import Use, beams, chunked, copied_and_saved, cropped, one_shot, padded, rows, used_again
 
 from qada_cache import QAdACache, StaticHeads
-from qada_cache.attention import decode, far
 from qada_cache.storage import bulk, reading, residents
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.residents import Residents
@@ -90,9 +89,11 @@ def test_out_of_memory_costs_residents_only(model: PreTrainedModel, monkeypatch:
 
         return wrapper
 
+    prefetched = reading.prefetch
+
     def prefetch(store: Bulk) -> int:
         early.append(store)
-        moved = reading.prefetch(store)
+        moved = prefetched(store)
         early.pop()
         return moved
 
@@ -106,7 +107,7 @@ def test_out_of_memory_costs_residents_only(model: PreTrainedModel, monkeypatch:
         wanted = one_shot(model, QAdACache(model, **options), Path())
         with accelerator() as copies:
             cache = QAdACache(model, **options)
-            monkeypatch.setattr(decode, "prefetch", prefetch)
+            monkeypatch.setattr(reading, "prefetch", prefetch)
             monkeypatch.setattr(bulk, "fetch", fails(fetching, copies.fetch))
             monkeypatch.setattr(torch, "cat", fails(growing, torch.cat))
             assert torch.equal(one_shot(model, cache, Path()), wanted)
@@ -131,13 +132,13 @@ def test_heads_fetched_early(model: PreTrainedModel, monkeypatch: pytest.MonkeyP
     """What the last step flagged in the next layer is under way before that layer asks for it, and counted once."""
     heads = torch.tensor([[False, True], [True, False], [False, False]])
     seen: dict[int, list[Any]] = {0: [], 1: [], 2: []}
-    original = far.flagged
+    original = reading.flagged
 
     def spy(store: Bulk, wanted: list[list[bool]], **kwargs: Any) -> Any:
         seen[store.residents.index].append(list(store.early))
         return original(store, wanted, **kwargs)
 
-    monkeypatch.setattr(far, "flagged", spy)
+    monkeypatch.setattr(reading, "flagged", spy)
     with accelerator() as copies:
         cache = QAdACache(model, criterion=StaticHeads(heads), token_threshold=0.0, **SMALL)
         one_shot(model, cache, Path())

@@ -94,9 +94,9 @@ def test_copies_to_the_device_are_one_ahead() -> None:
             log.append(f"wait {self.number}")
             return super().wait()
 
-    arrivals = transfers.ahead(Logged(number) for number in range(3))
+    arrivals = transfers.ahead((number, Logged(number)) for number in range(3))
     assert log == ["start 0"]
-    for number, _ in enumerate(arrivals):
+    for number, _ in arrivals:
         log.append(f"use {number}")
     assert log == ["start 0", "start 1", "wait 0", "use 0", "start 2", "wait 1", "use 1", "wait 2", "use 2"]
     assert not list(transfers.ahead(iter(())))

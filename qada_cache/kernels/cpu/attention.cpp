@@ -1,5 +1,5 @@
 // The CPU's kernels, each with the contract of its reference in Python, which it is tested against: `partial_attention`
-// (reference.py) and `fused_decode` (decode_reference.py). `compiled.py` builds this file once for every shape it meets.
+// (reference.py) and `decode_step` (decode_reference.py). `compiled.py` builds this file once for every shape it meets.
 
 #include "choose.h"
 #include "decide.h"

@@ -28,7 +28,7 @@ SOURCE = Path(__file__).with_name("attention.cpp")
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `partial_attention` computes this call, but for the build (shapes as there)."""
+    """Whether `compiled_partial_attention` computes this call, but for the build (shapes as there)."""
     return (
         query.device.type == key.device.type == value.device.type == "cpu"
         and query.dtype == key.dtype == value.dtype
@@ -44,7 +44,9 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def partial_attention(query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> tuple[Tensor, Tensor] | None:
+def compiled_partial_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float
+) -> tuple[Tensor, Tensor] | None:
     """Same contract as `reference.partial_attention`, for the calls that `supports` admits; None if it cannot be built.
 
     Threads share the work evenly for any number of heads, by splitting keys if needed.

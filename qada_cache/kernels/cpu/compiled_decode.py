@@ -31,7 +31,7 @@ def obstacle(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: o
 
 
 def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """Same contract as `decode_reference.fused_decode`, for the calls that have no `obstacle`."""
+    """Same contract as `decode_reference.decode_step`, for the calls that have no `obstacle`."""
     operands.check(call)
     bound = call.binding.bound
     if bound is None:
@@ -62,7 +62,7 @@ class _Bound:
             scaling=rule.scaling,
             limit=rule.limit,
             criterion=structs.CRITERIA[rule.kind],
-            group_rule=structs.GROUP_RULES[rule.agreement],
+            group_rule=structs.GROUP_RULES[rule.group_rule],
             pool_staged=rule.pool_staged,
         )
         if sketch is not None:

@@ -115,9 +115,16 @@ void score_moments(const Partial& local, const float* key_mean, const float* cov
     for (int q = 0; q < QUERIES; q++) variance[q] = std::max(variance[q], 0.0f);
 }
 
+// The copy of `criterion.gaussian_log_bulk`.
+float gaussian_log_bulk(float mean, float variance, float tokens) { return logf(tokens) + mean + 0.5f * variance; }
+
+// The copy of `criterion.long_context`.
+bool long_context(float log_local, float log_bulk, float limit) { return log_local - log_bulk < limit; }
+
 // Eq. 7's `log A_bulk` of every query of a head, of two prompts' moments the larger; +inf without any moments: then
 // nothing can be said about the bulk.
-void gaussian(const Decode& call, const Partial& local, int64_t row, int64_t head, float tokens, float* log_bulk) {
+void estimate_log_bulk(const Decode& call, const Partial& local, int64_t row, int64_t head, float tokens,
+                       float* log_bulk) {
     float mean[QUERIES], variance[QUERIES];
     std::fill(log_bulk, log_bulk + QUERIES, call.other_mean.data ? -INFINITY : INFINITY);
     if (call.mean.data) {
@@ -128,12 +135,12 @@ void gaussian(const Decode& call, const Partial& local, int64_t row, int64_t hea
             pool(call, local, row, head, known, staged, mean, variance);
             known += staged;
         }
-        for (int q = 0; q < QUERIES && known > 0; q++) log_bulk[q] = logf(tokens) + mean[q] + 0.5f * variance[q];
+        for (int q = 0; q < QUERIES && known > 0; q++) log_bulk[q] = gaussian_log_bulk(mean[q], variance[q], tokens);
     }
     if (call.other_mean.data) {
         score_moments(local, call.other_mean.at(row, head), call.other_covariance.at(row, head), mean, variance);
         for (int q = 0; q < QUERIES; q++)
-            log_bulk[q] = std::max(log_bulk[q], logf(tokens) + mean[q] + 0.5f * variance[q]);
+            log_bulk[q] = std::max(log_bulk[q], gaussian_log_bulk(mean[q], variance[q], tokens));
     }
 }
 
@@ -146,14 +153,14 @@ bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* ls
     local.finish(out, lse);
 
     int64_t tokens = call.bulk_tokens(row);
-    float log_bulk[QUERIES] = {};
-    bool decided = *call.rows.decided.at(row) && tokens > 0;
-    if (decided && call.criterion == GAUSSIAN) gaussian(call, local, row, head, (float)tokens, log_bulk);
-    bool any = false;
+    float log_bulk[QUERIES];
+    bool decided = *call.rows.decided.at(row) && tokens > 0, any = false;
+    for (int q = 0; q < QUERIES; q++)  // of criteria that compare no masses: `criterion.fixed_log_bulk`
+        log_bulk[q] = call.criterion == DENSE || (call.criterion == STATIC && call.table.at(0, head)[q]) ? INFINITY
+                                                                                                         : -INFINITY;
+    if (decided && call.criterion == GAUSSIAN) estimate_log_bulk(call, local, row, head, (float)tokens, log_bulk);
     for (int q = 0; q < QUERIES; q++) {
-        bool flag = call.criterion == DENSE || (call.criterion == STATIC && call.table.at(0, head)[q]);
-        if (call.criterion == GAUSSIAN) flag = lse[q] - log_bulk[q] < call.limit;
-        flags[q] = flag && decided;
+        flags[q] = decided && long_context(lse[q], log_bulk[q], call.limit);
         any = any || flags[q];
     }
     if (call.group_rule == ANY) std::fill(flags, flags + QUERIES, any);

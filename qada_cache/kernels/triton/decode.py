@@ -47,7 +47,7 @@ def _padded(size: int) -> int:
 
 
 def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """Same contract as `decode_reference.fused_decode`, for the calls that `choice.obstacle` admits.
+    """Same contract as `decode_reference.decode_step`, for the calls that `choice.obstacle` admits.
 
     Everything but the bulk buffers, and heads that lie elsewhere, lies on the query's device. The last dimension of the
     buffers is contiguous. Nothing waits for the device. A captured graph can be replayed as long as the tensors stay
@@ -92,7 +92,7 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
             *near_keys.stride()[:3], *near_values.stride()[:3], local.stride(0), staged.stride(0),
             bulk_lengths.stride(0), decided.stride(0), *row_strides, rows.columns, 1 + splits, rule.scaling,
             rule.limit, selection.UNRELIABLE,
-            CRITERION=rule.kind, GROUP_RULE=rule.agreement, POOL=rule.pool_staged and call.mean is not None,
+            CRITERION=rule.kind, GROUP_RULE=rule.group_rule, POOL=rule.pool_staged and call.mean is not None,
             TOKEN_BYTES=token_bytes,
             MIN_TOKENS=MIN_TOKENS, BLOCK_C=MOMENT_COLUMNS, **sizes,
         )  # fmt: skip

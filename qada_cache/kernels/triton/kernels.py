@@ -38,6 +38,18 @@ def _score_moments(
     return tl.sum(b_wide * b_mean[None, :], axis=1) * scaling, b_variance
 
 
+@triton.jit
+def _gaussian_log_bulk(b_mean, b_variance, bulk_tokens):
+    """The copy of `criterion.gaussian_log_bulk`; of a bulk of one token where there is none."""
+    return tl.log(tl.maximum(bulk_tokens, 1).to(tl.float32)) + b_mean + 0.5 * b_variance
+
+
+@triton.jit
+def _long_context(b_log_local, b_log_bulk, limit):
+    """The copy of `criterion.long_context`."""
+    return b_log_local - b_log_bulk < limit
+
+
 @triton.jit(do_not_specialize=["columns"])  # which changes with the number of tokens
 def near_kernel(
     p_query, p_keys, p_values, p_local, p_staged, p_lengths, p_decided, p_mean, p_covariance, p_count,
@@ -105,27 +117,26 @@ def near_kernel(
     if CRITERION == "gaussian":
         if POOL:
             b_variance = b_scatter / tl.maximum(known, 1.0)
-        log_tokens = tl.log(tl.maximum(bulk_tokens, 1).to(tl.float32))
-        b_bulk = tl.full([BLOCK_G], float("inf"), tl.float32)  # no moments yet: read the bulk
+        b_bulk = tl.full([BLOCK_G], float("inf"), tl.float32)  # without any moments nothing can be said: read it
         if p_other_mean is not None:
             b_other_mean, b_other_variance = _score_moments(
                 b_query, p_query, p_other_mean + i_row * s_other_mean + i_head * D,
                 p_other_covariance + i_row * s_other_covariance + i_head * D * D, scaling,
                 G, BLOCK_G, D, BLOCK_D, BLOCK_C,
             )  # fmt: skip
-            b_bulk = log_tokens + b_other_mean + 0.5 * b_other_variance
+            b_bulk = _gaussian_log_bulk(b_other_mean, b_other_variance, bulk_tokens)
         if p_mean is not None:
-            b_own = log_tokens + b_score_mean + 0.5 * b_variance
+            b_own = _gaussian_log_bulk(b_score_mean, b_variance, bulk_tokens)
             if p_other_mean is not None:
                 b_bulk = tl.where(known > 0.0, tl.maximum(b_bulk, b_own), b_bulk)
             else:
                 b_bulk = tl.where(known > 0.0, b_own, b_bulk)
-        b_margin = b_max + tl.log(tl.maximum(b_sum, 1.0)) - b_bulk  # log A_local - log A_bulk
-        b_flags = b_margin < limit
     elif CRITERION == "static":
-        b_flags = tl.load(p_table + i_head * G + o_head, mask=m_head, other=0)
+        b_table = tl.load(p_table + i_head * G + o_head, mask=m_head, other=0)
+        b_bulk = tl.where(b_table, float("inf"), float("-inf"))
     else:
-        b_flags = tl.full([BLOCK_G], CRITERION == "dense", tl.int1)
+        b_bulk = tl.full([BLOCK_G], float("inf") if CRITERION == "dense" else float("-inf"), tl.float32)
+    b_flags = _long_context(b_max + tl.log(tl.maximum(b_sum, 1.0)), b_bulk, limit)
     if GROUP_RULE == "any":
         b_flags = m_head & (tl.max(tl.where(m_head, b_flags.to(tl.int32), 0), axis=0) == 1)
     decided = tl.load(p_decided + i_row * s_decided) & (bulk_tokens > 0)

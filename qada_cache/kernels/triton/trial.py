@@ -50,7 +50,7 @@ def decode_fault(
         counted: dict[str, Any] = {
             name: torch.zeros((), dtype=torch.int64, device="cpu") for name in ("pulled", "sketched")
         }
-        out, flags = decode_reference.fused_decode(DecodeCall.of(**scene, **counted, group_rule=group_rule))
+        out, flags = decode_reference.decode_step(DecodeCall.of(**scene, **counted, group_rule=group_rule))
         for name in ("bulk_keys", "bulk_values"):
             scene[name] = scene[name].masked_fill(~flags.any(dim=-1)[..., None, None], torch.nan)
         compute = functools.partial(_compute, scene | {"group_rule": group_rule}, device, pinned, elsewhere)

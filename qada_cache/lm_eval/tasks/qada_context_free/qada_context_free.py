@@ -34,7 +34,7 @@ def documents(questions: Sequence[Mapping[str, Any]], texts: list[str], tokenize
     )
 
 
-def dataset(*, max_seq_lengths: Iterable[int], **model_arguments: Any) -> dict[str, Dataset]:
+def context_free_dataset(*, max_seq_lengths: Iterable[int], **model_arguments: Any) -> dict[str, Dataset]:
     """The split `test`: `input` and `gen_prefix` of every document.
 
     Args:

@@ -1,0 +1,268 @@
+"""Query-adaptive attention in plain torch: the definition that kernels are held to, and what serves without one.
+
+It knows nothing of where a bulk lies. What it reads it asks for, head by head, and gets back under the same name.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..criterion import (
+    current_score_moments,
+    gaussian_log_bulk,
+    group_decision,
+    larger_estimate,
+    log_mass,
+    long_context,
+    score_moments,
+)
+from ..sketch import Selection, Sketch, select_tokens, unread_value, unreliable
+from .decode_call import Rule
+from .reference import merge_partials, partial_attention, softmax_average
+
+BLOCK_SCORES = 1 << 22  # estimates of scores that are held at once
+
+
+@dataclass(frozen=True, eq=False)
+class Masks:
+    """What the queries of one call see; `rows` is their number, or 1 where all are alike.
+
+    Attributes:
+        local: bool `[rows, 1, queries, columns]` of the near buffer, the query's sinks and window (itself included).
+        staged: bool, same shape: tokens of the query's bulk that still lie in the near buffer.
+        bulk_tokens: int64 `[rows, 1, queries]`, the paper's `T_bulk` of each query.
+        decided: bool `[rows, 1, queries]`, real queries that have a bulk: the ones a criterion decides about.
+    """
+
+    local: Tensor
+    staged: Tensor
+    bulk_tokens: Tensor
+    decided: Tensor
+
+
+@dataclass(eq=False)
+class Step:
+    """One call of one layer: several queries a row.
+
+    Attributes:
+        packed: `[batch, kv_heads, group * queries, dim]`: the query heads of a KV head share its keys.
+        near_keys, near_values: `[batch, kv_heads, columns, dim]` and `value_dim`, finite.
+        masks: over them.
+        rule: how to decide, and what to read.
+        lengths: tokens of each row's bulk, all of which precede every query's window.
+        sketch: of the bulk; None: long-context heads read all of it.
+        sketched: tokens of each row in the sketch: all of the bulk's, or none.
+        scores: over the near buffer, `[batch, kv_heads, group, queries, columns]` float32.
+    """
+
+    packed: Tensor
+    near_keys: Tensor
+    near_values: Tensor
+    masks: Masks
+    rule: Rule
+    lengths: list[int]
+    sketch: Sketch | None = None
+    sketched: list[int] = field(default_factory=list)
+    scores: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        scores = torch.matmul(self.packed.float(), self.near_keys.float().mT) * self.rule.scaling
+        self.scores = scores.unflatten(2, (-1, self.masks.local.shape[2]))
+
+
+class Request(NamedTuple):
+    """Tokens of one KV head (int64, on the query's device), selected for some queries of the call."""
+
+    row: int
+    head: int
+    tokens: Tensor
+    queries: slice
+    selection: Selection
+
+
+class Part(NamedTuple):
+    """A part of the bulk on the query's device, and what it cost.
+
+    Attributes:
+        rows, heads: which.
+        keys, values: `[rows, heads, tokens, dim]` and `value_dim`.
+        request: what asked for it; None: a head is there whole, or the next block of it.
+        pulled: bytes read from where the bulk lives, not counting what was fetched early and so counted before.
+        spared: bytes that were read from a resident instead.
+    """
+
+    rows: slice
+    heads: slice
+    keys: Tensor
+    values: Tensor
+    request: Request | None = None
+    pulled: int = 0
+    spared: int = 0
+
+
+# Parts in any order: of rows and KV heads that are read whole, and of requests, which are made as they are asked for,
+# None without a sketch.
+Read = Callable[[list[list[bool]], Iterator[Request] | None], Iterable[Part]]
+
+
+Moments = tuple[int, Tensor, Tensor]  # tokens, mean, covariance: of keys in bulks of more tokens
+
+
+class Attended(NamedTuple):
+    """Attention of all heads `[batch, kv_heads, group * queries]`.
+
+    Attributes:
+        out: `[..., value_dim]` float32.
+        read_lse: log-sum-exp of the scores of all that was read, without what is estimated of the rest.
+        selecting: of every row and KV head, whether it read selected tokens.
+    """
+
+    out: Tensor
+    read_lse: Tensor
+    selecting: list[list[bool]]
+
+
+def estimated_log_bulk(
+    step: Step, current: tuple[Tensor, Tensor, Tensor] | None, others: list[Moments], *, pool: bool
+) -> Tensor:
+    """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]`, of two estimates the larger.
+
+    Args:
+        step: the call.
+        current: by the prompt's own keys: mean, covariance and count, as for `current_score_moments`; or None.
+        others: by another prompt's, as for `other_log_bulk`, or nothing.
+        pool: take the staged tokens into the first.
+    """
+    found = None
+    if current is not None:
+        staged, scaling = step.masks.staged if pool else None, step.rule.scaling
+        mean, variance, known = current_score_moments(
+            step.packed.float(), step.scores, *current, staged=staged, scaling=scaling
+        )
+        found = gaussian_log_bulk(mean, variance, step.masks.bulk_tokens.unsqueeze(2)).masked_fill(~known, torch.nan)
+    return larger_estimate(found, other_log_bulk(step, others) if others else None)
+
+
+def other_log_bulk(step: Step, others: list[Moments]) -> Tensor:
+    """Eq. 7's by means and covariances `[batch or 1, kv_heads, ...]`, each for bulks of more tokens than it says."""
+    query, tokens = step.packed.float(), step.masks.bulk_tokens.unsqueeze(2)
+    found = step.scores.new_full(step.scores.shape[:-1], -torch.inf)
+    for length, *pair in others:
+        mean, variance = (part.view_as(found) for part in score_moments(query, *pair, scaling=step.rule.scaling))
+        found = torch.where(tokens > length, gaussian_log_bulk(mean, variance, tokens), found)
+    return found
+
+
+def decide(step: Step, log_bulk: Tensor) -> Tensor:
+    """The long-context heads, bool `[batch, kv_heads, group, queries]`, by `log_bulk` of the same shape."""
+    flags = long_context(log_mass(step.scores, step.masks.local), log_bulk, step.rule.limit)
+    return group_decision(flags, step.rule.group_rule) & step.masks.decided.unsqueeze(2)
+
+
+def attend(
+    step: Step,
+    flags: Tensor,
+    read: Read,
+    *,
+    partial: Callable = partial_attention,
+    whole: tuple[Tensor, Tensor] | None = None,
+) -> Attended:
+    """Every head over its sinks and window, long-context heads over their bulk too, or what matters of it.
+
+    Args:
+        step: the call.
+        flags: as `decide` returns them; reading them on the host is where a step waits for the device.
+        read: brings what is asked for.
+        partial: `partial_attention`, or what computes the same.
+        whole: what `over_whole_bulk` says, if that is known.
+    """
+    local, staged = step.masks.local, step.masks.staged
+    visible = local.unsqueeze(1) | (staged.unsqueeze(1) & flags.unsqueeze(-1))
+    out, lse = softmax_average(step.scores.masked_fill(~visible, -torch.inf).flatten(2, 3), step.near_values)
+    if not any(step.lengths):
+        return Attended(out, lse, [])
+    selecting: list[list[bool]] = []
+    if whole is not None:
+        far_out, far_lse, read_lse = *whole, whole[1]
+    elif step.sketch is None:
+        far_out, far_lse = over_whole_bulk(step, read, flags.flatten(2).any(dim=-1).tolist(), partial=partial)
+        read_lse = far_lse
+    else:
+        far_out, far_lse, read_lse, selecting = _over_selected(step, step.sketch, flags, lse, read, partial)
+    local_heads = ~flags.flatten(2)
+    far_lse, read_lse = (found.masked_fill(local_heads, -torch.inf) for found in (far_lse, read_lse))
+    return Attended(merge_partials(out, lse, far_out, far_lse)[0], torch.logaddexp(lse, read_lse), selecting)
+
+
+def over_whole_bulk(
+    step: Step, read: Read, wanted: list[list[bool]], *, partial: Callable = partial_attention
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of all queries over the whole bulk of the wanted rows and KV heads, over nothing for others."""
+    out, lse = _over_nothing(step)
+    for part in read(wanted, None):
+        at = part.rows, part.heads
+        out[at], lse[at] = partial(step.packed[at], part.keys, part.values, scaling=step.rule.scaling)
+    return out, lse
+
+
+def _over_nothing(step: Step) -> tuple[Tensor, Tensor]:
+    shape = step.packed.shape[:-1]
+    out = step.packed.new_zeros(*shape, step.near_values.shape[-1], dtype=torch.float32)
+    return out, step.packed.new_full(shape, -torch.inf, dtype=torch.float32)
+
+
+def _over_selected(
+    step: Step, sketch: Sketch, flags: Tensor, near_lse: Tensor, read: Read, partial: Callable
+) -> tuple[Tensor, Tensor, Tensor, list[list[bool]]]:
+    """`(out, lse)` of the flagged heads over what they select of the bulk, what stands for the rest included; `lse` of
+    what was read alone; and who selects. `near_lse` is of the scores over the near buffer."""
+    scaling = step.rule.scaling
+    needed = flags.flatten(2).any(dim=-1)  # [batch, kv_heads]
+    # What one query finds too rough is read whole for all queries of the call.
+    rough = unreliable(step.packed, sketch, scaling=scaling) & flags.flatten(2)
+    selects = torch.tensor(step.sketched, device=flags.device)[:, None].bool() & ~rough.any(dim=-1)
+    selecting, whole = torch.stack([needed & selects, needed & ~selects]).tolist()
+    out, lse = _over_nothing(step)
+    read_lse = lse.clone()
+    queries, outs, masses, read_masses = (t.unflatten(2, flags.shape[2:]) for t in (step.packed, out, lse, read_lse))
+    for part in read(whole, _requests(step, sketch, flags, near_lse, selecting)):
+        if part.request is None:
+            place = part.rows, part.heads
+            out[place], lse[place] = partial(step.packed[place], part.keys, part.values, scaling=scaling)
+            read_lse[place] = lse[place]
+            continue
+        row, head, tokens, which, selection = part.request
+        at = row, head, slice(None), which
+        mask = selection.tokens[:, tokens]
+        found = partial_attention(queries[at], part.keys[0], part.values[0], scaling=scaling, mask=mask)
+        rest = unread_value(queries[at], sketch[row, head], selection.tilt, scaling=scaling)
+        read_masses[at] = found[1]
+        outs[at], masses[at] = merge_partials(*found, rest, selection.log_unread)
+    return out, lse, read_lse, selecting
+
+
+def _requests(
+    step: Step, sketch: Sketch, flags: Tensor, near_lse: Tensor, selecting: list[list[bool]]
+) -> Iterator[Request]:
+    """What the selecting KV heads ask for, some queries of one at a time."""
+    shape = flags.shape[2:]  # [group, queries]
+    bulk_tokens = step.masks.bulk_tokens.expand(len(flags), -1, -1)
+    for row, head in [(row, head) for row, heads in enumerate(selecting) for head, does in enumerate(heads) if does]:
+        query, log_near = (tensor[row, head].unflatten(0, shape) for tensor in (step.packed, near_lse))
+        block = max(1, BLOCK_SCORES // (shape[0] * step.sketched[row]))
+        for first in range(0, shape[1], block):
+            part = slice(first, first + block)
+            selection = select_tokens(
+                query[:, part],
+                sketch[row, head],
+                step.sketched[row],
+                log_near=log_near[:, part],
+                bulk_tokens=bulk_tokens[row, 0, part],
+                flags=flags[row, head, :, part],
+                scaling=step.rule.scaling,
+                token_threshold=step.rule.token_threshold,
+            )
+            yield Request(row, head, selection.tokens.any(dim=0).nonzero()[:, 0], part, selection)
