@@ -78,6 +78,7 @@ def _sketch_fits(sketch: Sketch, call: DecodeCall) -> bool:
         "order": (order_dtype(dim), (segments, dim)),
         "weights": (torch.bfloat16, (segments, dim)),
         "noise": (torch.float32, (dim,)),
+        "variances": (torch.float32, (dim,)),
         "mean_value": (torch.float32, (value_dim,)),
         "slopes": (torch.int8, (value_dim, dim)),
         "slope_units": (torch.float32, (dim,)),

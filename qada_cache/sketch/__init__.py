@@ -1,6 +1,6 @@
 """Keys in a few bits, coded in the metric of the queries, and the tokens that are selected by them."""
 
-from .codec import Sketch, encode_segments, mean_noise, order_dtype, rounded_slopes
+from .codec import Sketch, channel_means, encode_segments, order_dtype, rounded_slopes
 from .layout import BLOCK, LEAST_BITS, MOST_BITS, Layout
 from .segments import MIN_TOKENS, SEGMENT_TOKENS, segment_start, segments_of
 from .selection import Selection, select_tokens, unread_value, unreliable
@@ -14,8 +14,8 @@ __all__ = [
     "Layout",
     "Selection",
     "Sketch",
+    "channel_means",
     "encode_segments",
-    "mean_noise",
     "order_dtype",
     "rounded_slopes",
     "segment_start",

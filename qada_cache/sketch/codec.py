@@ -37,6 +37,7 @@ class Sketch:
         weights: bfloat16 `[..., segments, dim]`, `w` in this order.
         mean_squares: float32 `[..., segments]`, of the scales.
         noise: float32 `[..., dim]`, the squared error of each channel, the mean over the whole bulk.
+        variances: float32 `[..., dim]`, of each channel within segments, the mean over the whole bulk.
         mean_value: float32 `[..., value_dim]`, of the whole bulk.
         slopes: int8 `[..., value_dim, dim]`, the covariance of values and keys over the whole bulk, in units of:
         slope_units: float32 `[..., dim]`, of each channel of keys.
@@ -50,6 +51,7 @@ class Sketch:
     weights: Tensor
     mean_squares: Tensor
     noise: Tensor
+    variances: Tensor
     mean_value: Tensor
     slopes: Tensor
     slope_units: Tensor
@@ -72,7 +74,7 @@ class Sketch:
         """Bytes that one head reads of it for each token, for each segment, and once."""
         dim, value_dim = self.slopes.shape[-1], self.slopes.shape[-2]
         token = self.codes.shape[-2] * WORD_BITS // 8 + 1
-        return token, (2 + 2 + self.order.element_size()) * dim + 4, 4 * (value_dim + 2 * dim) + dim * value_dim
+        return token, (2 + 2 + self.order.element_size()) * dim + 4, 4 * (value_dim + 3 * dim) + dim * value_dim
 
     def read_bytes(self, length: int) -> int:
         """Bytes that one head of a bulk of `length` tokens reads of it."""
@@ -173,14 +175,19 @@ def encode_segments(keys: Tensor, energies: Tensor | None, layout: Layout, *, la
     return {name: torch.cat([part[name] for part in parts], dim=axes.get(name, -1)) for name in parts[0]}
 
 
-def mean_noise(made: dict[str, Tensor], layout: Layout, length: int) -> Tensor:
-    """`noise` of a sketch of `length` tokens with these tensors of segments, of all of which it has tokens."""
-    count = made["units"].shape[-1]
-    tokens = torch.full((count,), SEGMENT_TOKENS, dtype=torch.float32, device=made["units"].device)
+def channel_means(made: dict[str, Tensor], layout: Layout, length: int) -> dict[str, Tensor]:
+    """`noise` and `variances` of a sketch of `length` tokens, from its tensors of segments, none of them unused."""
+    count, device = made["units"].shape[-1], made["units"].device
+    tokens = torch.full((count,), SEGMENT_TOKENS, dtype=torch.float32, device=device)
     tokens[-1] = length - segment_start(length)
-    errors = layout.errors(tokens.device) / made["weights"].float().square()
-    errors = errors * (made["mean_squares"] * tokens / length).unsqueeze(-1)  # [..., segments, dim], in order
-    return torch.zeros_like(errors).scatter_(-1, made["order"].long(), errors).sum(dim=-2)
+    share, square = tokens / length, made["weights"].float().square()
+    noise = layout.errors(device) / square * (made["mean_squares"] * share).unsqueeze(-1)  # [..., segments, dim]
+    variances = share.unsqueeze(-1) / (square * layout.half_steps(device).square())
+    order = made["order"].long()
+    return {
+        name: torch.zeros_like(ordered).scatter_(-1, order, ordered).sum(dim=-2)
+        for name, ordered in (("noise", noise), ("variances", variances))
+    }
 
 
 def weighed_query(query: Tensor, sketch: Sketch) -> Tensor:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from .codec import Sketch, estimated_scores, half_variances
 
-# Half the variance of what estimates are off by, in nats: where it is more, on average over a bulk's tokens, they tell
-# too little of which tokens matter, and nothing would say so.
-UNRELIABLE = 20.0
+# Estimates tell too little of which tokens matter, and nothing would say so, where both are exceeded on average over a
+# bulk's tokens: half the variance of what they are off by, in nats, and its share of the variance of the scores.
+UNRELIABLE, NOISE_SHARE = 4.0, 0.15
 # Of the estimated attention to unread tokens, as much counts: estimates err, and the unread are those that seem light.
 UNREAD_WEIGHT = 0.9
 
@@ -34,14 +34,17 @@ def unreliable(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
     """The queries that estimates are too rough for, so that they read all: bool `[batch, kv_heads, queries]`.
 
     Scores that lie far apart are the ones that few tokens stand out by, and what stands out of estimates may be nothing
-    but their error; see `codec.half_variances`.
+    but their error: `half_variances` above `UNRELIABLE`, and `sum q_i^2 noise_i` above `NOISE_SHARE` times
+    `sum q_i^2 variances_i`.
 
     Args:
         query: `[batch, kv_heads, queries, dim]`.
         sketch: of the layer; the result says nothing of rows that are not in it.
         scaling: multiplies the scores.
     """
-    return half_variances(query, sketch, scaling=scaling) > UNRELIABLE
+    excess = (sketch.noise - NOISE_SHARE * sketch.variances).unsqueeze(-1)
+    shared = torch.matmul(query.float().square(), excess).squeeze(-1) > 0
+    return shared & (half_variances(query, sketch, scaling=scaling) > UNRELIABLE)
 
 
 def select_tokens(

@@ -15,8 +15,8 @@ from ..sketch import (
     SEGMENT_TOKENS,
     Layout,
     Sketch,
+    channel_means,
     encode_segments,
-    mean_noise,
     order_dtype,
     rounded_slopes,
     segment_start,
@@ -64,6 +64,7 @@ class BulkSketch:
                 weights=torch.ones(*heads, 0, dim, dtype=torch.bfloat16, device=device),
                 mean_squares=torch.zeros(*heads, 0, dtype=torch.float32, device=device),
                 noise=torch.zeros(*heads, dim, dtype=torch.float32, device=device),
+                variances=torch.zeros(*heads, dim, dtype=torch.float32, device=device),
                 mean_value=torch.zeros(*heads, value_dim, dtype=torch.float32, device=device),
                 **rounded_slopes(self.covariance),
             )
@@ -179,7 +180,7 @@ class BulkSketch:
         self.covariance.copy_(record["value_key_covariance"])
         self._round_slopes(slice(None))
         for row, length in enumerate(wanted):
-            self._sum_noise(slice(row, row + 1), length)
+            self._average_channels(slice(row, row + 1), length)
 
     def _take(self, rows: slice, known: int, length: int, read: Read) -> None:
         """Code rows of equal `length` from where their first `known` tokens leave the open segment on."""
@@ -201,18 +202,19 @@ class BulkSketch:
             for name in SEGMENTS:
                 kept[name][rows, :, segments] = made[name]
         self._round_slopes(rows)
-        self._sum_noise(rows, length)
+        self._average_channels(rows, length)
         self.lengths[rows] = [length] * len(self.lengths[rows])
 
     def _round_slopes(self, rows: slice) -> None:
         for name, rounded in rounded_slopes(self.covariance[rows]).items():
             getattr(self.tensors, name)[rows] = rounded
 
-    def _sum_noise(self, rows: slice, length: int) -> None:
+    def _average_channels(self, rows: slice, length: int) -> None:
         if length:
             kept = self.tensors.tensors()
             used = {name: kept[name][rows, :, : segments_of(length)] for name in SEGMENTS}
-            self.tensors.noise[rows] = mean_noise(used, self.layout, length)
+            for name, mean in channel_means(used, self.layout, length).items():
+                kept[name][rows] = mean
 
     def _correlate(self, rows: slice, keys: Tensor, values: Tensor, before: int) -> None:
         """Take tokens into the means and the covariance of `before` others, by Chan's merge."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import FAMILIES, exact, forced, prompt, tiny
+from models import EAGER, FAMILIES, exact, forced, prompt, tiny
 from test_families import SUPPORTED
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
@@ -67,6 +67,8 @@ def both(model: PreTrainedModel) -> Tensor:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_building_a_cache_changes_no_supported_model(family: str, attention: str) -> None:
+    if attention == "sdpa" and family in EAGER:
+        pytest.skip("transformers has no other attention for it")
     model = tiny(family, attention=attention)
     before = both(model)
     exact(model)

@@ -33,6 +33,7 @@ EVERY = StaticHeads(torch.ones(1, 4, dtype=torch.bool))
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Bulks of a few tokens have a sketch; few estimates are held at once."""
     monkeypatch.setattr(query_adaptive, "BLOCK_SCORES", 200)
+    monkeypatch.setattr(selection, "NOISE_SHARE", 0.0)  # the other limit alone decides who reads all
     with small_buffers(), small_sketch():
         yield
 
@@ -227,9 +228,9 @@ def test_stats_and_audit(monkeypatch: pytest.MonkeyPatch) -> None:
         lengths = [120 + step for step in range(1, 11)]  # at most: some are staged still
         heads = len(stats.layers) * 2 * store.near_keys.shape[1]
         assert 0 < stats.offered_bytes <= heads * head_bytes * sum(lengths)
-        # A word and a scale a token; a centre, an order, weights and a unit a segment; noise, a mean value, slopes and
-        # their units a head.
-        once = (2 + 1 + 2) * 8 + 4 + 4 * 8 + 4 * 8 + 8 * 8 + 4 * 8
+        # A word and a scale a token; a centre, an order, weights and a unit a segment; noise, variances, a mean value,
+        # slopes and their units a head.
+        once = (2 + 1 + 2) * 8 + 4 + 4 * 8 + 4 * 8 + 4 * 8 + 8 * 8 + 4 * 8
         assert stats.sketched_bytes == stats.offered_bytes // head_bytes * (4 + 1) + 10 * heads * once
         assert stats.read_share == (stats.pulled_bytes + stats.sketched_bytes) / stats.offered_bytes
         missed.append(stats.audit.missed)

@@ -19,6 +19,7 @@ from qada_cache.kernels import choice
 from qada_cache.kernels.cpu import compiled
 from qada_cache.key_moments import defaults, tokenizer
 from qada_cache.key_moments.tokenizer import find_tokenizer
+from qada_cache.sketch import Layout
 
 LONG = 1400  # tokens, of which enough are bulk for the CPU's kernel
 
@@ -185,7 +186,7 @@ def test_triton_is_tried_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice.compiled_decode, "obstacle", lambda *_: "not here")
     monkeypatch.setattr(trial, "decode_fault", lambda device, dtype, **told: tried.append(told))
     prepare(tiny(num_attention_heads=6, num_key_value_heads=2, hidden_size=48), moments="current")
-    assert tried == [{"group": 3, "dim": 8, "value_dim": 8, "sketch_bits": 2, "pinned": False}]
+    assert tried == [{"group": 3, "dim": 8, "value_dim": 8, "layout": Layout.of_bits(8, 1.5), "pinned": False}]
 
 
 def test_what_it_refuses(folder: Path) -> None:

@@ -64,15 +64,6 @@ def test_moments_are_placed_by_several_threads() -> None:
     moments = KeyMoments(mean, covariance, lengths=lengths, tokens=400, model_type="llama", prompt="test")
     device = torch.device("cpu")
 
-    class Slow(dict):
-        """Another thread comes between the choice of what is let go of and its end."""
-
-        def __delitem__(self, key: int) -> None:
-            threading.Event().wait(1e-4)
-            super().__delitem__(key)
-
-    moments._placed.kept[0, device] = Slow()
-
     def ask(index: int) -> None:
         for step in range(200):
             which = (index + step) % len(lengths)
@@ -81,7 +72,7 @@ def test_moments_are_placed_by_several_threads() -> None:
             assert moments.device_bytes >= 0
 
     at_once(ask)
-    assert len(moments._placed.kept[0, device]) <= 2
+    assert not moments.device_bytes  # nobody has any
 
 
 def test_moments_are_collected_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,7 @@ def sketch(*, kv_heads: int, dim: int, value_dim: int, capacity: int, bits: floa
         weights=torch.ones(*heads, segments, dim, dtype=torch.bfloat16),
         mean_squares=torch.zeros(*heads, segments),
         noise=torch.zeros(*heads, dim),
+        variances=torch.zeros(*heads, dim),
         mean_value=torch.zeros(*heads, value_dim),
         slopes=torch.zeros(*heads, value_dim, dim, dtype=torch.int8),
         slope_units=torch.zeros(*heads, dim),

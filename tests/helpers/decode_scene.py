@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from reference import decide, error_budget, key_moments, log_local_fraction, log_mass, log_masses, naive_attention
 from reference import visible_tokens as visible
-from sketch_reference import estimates, half_variance, log_shares, sketch_bytes, unread
+from sketch_reference import estimates, half_variance, is_unreliable, log_shares, sketch_bytes, unread
 from torch import Tensor
 
 from qada_cache import sketch
-from qada_cache.sketch import Layout, Sketch, encode_segments, mean_noise, rounded_slopes, segments_of, selection
+from qada_cache.sketch import Layout, Sketch, channel_means, encode_segments, rounded_slopes, segments_of
 from qada_cache.storage.geometry import call_geometry
 
 SINKS, WINDOW = 3, 8
@@ -98,10 +98,11 @@ class Scene:
             scales=torch.randint(0, 256, (*heads, capacity), generator=made).byte(),
             units=torch.full((*heads, segments), torch.nan),
             centres=torch.full((*heads, segments, self.dim), torch.nan, dtype=torch.bfloat16),
-            order=torch.full((*heads, segments, self.dim), 255, dtype=torch.uint8),
+            order=torch.full((*heads, segments, self.dim), self.dim - 1, dtype=torch.uint8),
             weights=torch.full((*heads, segments, self.dim), torch.nan, dtype=torch.bfloat16),
             mean_squares=torch.full((*heads, segments), torch.nan),
             noise=torch.full((*heads, self.dim), torch.nan),
+            variances=torch.full((*heads, self.dim), torch.nan),
             mean_value=torch.full((*heads, value_dim), torch.nan),
             slopes=torch.full((*heads, value_dim, self.dim), -128, dtype=torch.int8),
             slope_units=torch.full((*heads, self.dim), torch.nan),
@@ -110,10 +111,12 @@ class Scene:
         for row in self.sketched_rows():
             keys, values = (part[row][:, SINKS : SINKS + self.counts[row]] for part in (self.keys, self.values))
             coded = encode_segments(keys, energies, layout, last=True)
-            self.sketch.noise[row] = mean_noise(coded, layout, self.counts[row])
+            coded |= channel_means(coded, layout, self.counts[row])
             for name, part in coded.items():
                 if name == "codes":
                     self.sketch.codes[row, ..., : part.shape[-1]] = part
+                elif name in ("noise", "variances"):
+                    getattr(self.sketch, name)[row] = part
                 else:
                     getattr(self.sketch, name)[row, :, : part.shape[1]] = part
             keys, values = keys.double(), values.double()
@@ -173,7 +176,7 @@ class Scene:
         return {
             (row, head): (self.log_shares(row, head) >= math.log(token_threshold))[flags[row, head]].any(dim=0)
             for row in self.sketched_rows() for head in range(self.kv_heads)
-            if flags[row, head].any() and max(self.half_variance(row, head)[flags[row, head]]) <= selection.UNRELIABLE
+            if flags[row, head].any() and not is_unreliable(**self._told(row, head))[flags[row, head]].any()
         }  # fmt: skip
 
     def half_variance(self, row: int, head: int) -> Tensor:

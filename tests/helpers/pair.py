@@ -13,7 +13,7 @@ from reference_layer import ReferenceLayer
 from torch import Tensor
 
 from qada_cache import KeyMoments, StaticHeads
-from qada_cache.sketch import encode_segments, mean_noise
+from qada_cache.sketch import channel_means, encode_segments
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import bulk_sketch
 from qada_cache.storage.store import TokenStore
@@ -176,7 +176,7 @@ class Pair:
                 bulk = slice(store.sinks, store.sinks + length)
                 keys, values = (tokens[row][:, bulk] for tokens in (self.reference.keys, self.reference.values))
                 made = encode_segments(keys, energies, known.layout, last=True)
-                made["noise"] = mean_noise(made, known.layout, length)
+                made |= channel_means(made, known.layout, length)
                 for name, one in made.items():
                     found = kept[name][row].cpu()
                     found = found[..., :length] if name == "codes" else found[:, : one.shape[1]]

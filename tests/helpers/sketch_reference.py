@@ -26,8 +26,8 @@ def sketch_bytes(length: int, *, dim: int, value_dim: int, bits: float) -> int:
     """What one head reads of a sketch of so many tokens."""
     tokens = length * (4 * sum(Layout.of_bits(dim, bits).words) + 1)  # a code and a scale each
     segments = len(segment_spans(length)) * ((2 + 1 + 2) * dim + 4)  # centre, order and weights, and a unit
-    # Noise, mean value, units of slopes; slopes.
-    return tokens + segments + 4 * (dim + value_dim + dim) + dim * value_dim
+    # Noise, variances, mean value, units of slopes; slopes.
+    return tokens + segments + 4 * (3 * dim + value_dim) + dim * value_dim
 
 
 def layout_of(sketch: Sketch) -> Layout:
@@ -94,7 +94,7 @@ def squared_errors(sketch: Sketch) -> Tensor:
     return torch.tensor(found, dtype=torch.float64)
 
 
-def noise(sketch: Sketch, length: int) -> Tensor:
+def channel_noise(sketch: Sketch, length: int) -> Tensor:
     """The mean squared error `[dim]` of each channel of the keys."""
     total = torch.zeros(sketch.centres.shape[-1], dtype=torch.float64)
     scales = token_scales(sketch, length)
@@ -106,7 +106,27 @@ def noise(sketch: Sketch, length: int) -> Tensor:
 
 def half_variance(*, query: Tensor, sketch: Sketch, length: int, scaling: float) -> Tensor:
     """Half the variance `[heads]` of what estimates are off by, on average over tokens."""
-    return scaling**2 * query.double().square() @ noise(sketch, length) / 2
+    return scaling**2 * query.double().square() @ channel_noise(sketch, length) / 2
+
+
+def channel_variances(sketch: Sketch, length: int) -> Tensor:
+    """The mean over segments of the variance `[dim]` of each channel of the keys."""
+    steps = [layout.STEPS[bits] / 2 if bits else 1.0 for bits in value_bits(sketch)]
+    total = torch.zeros(sketch.centres.shape[-1], dtype=torch.float64)
+    for segment, (first, last) in enumerate(segment_spans(length)):
+        deviation = 1 / (sketch.weights[segment].double() * torch.tensor(steps, dtype=torch.float64))
+        total[sketch.order[segment].long()] += deviation.square() * (last - first)
+    return total / length
+
+
+def is_unreliable(*, query: Tensor, sketch: Sketch, length: int, scaling: float) -> Tensor:
+    """Bool `[heads]`."""
+    square = query.double().square()
+    shared = square @ channel_noise(sketch, length) > selection.NOISE_SHARE * (
+        square @ channel_variances(sketch, length)
+    )
+    half = half_variance(query=query, sketch=sketch, length=length, scaling=scaling)
+    return shared & (half > selection.UNRELIABLE)
 
 
 def log_shares(*, estimates: Tensor, log_near: Tensor, bulk_tokens: int) -> Tensor:

@@ -16,7 +16,7 @@ from qada_cache.kernels import decode_reference
 from qada_cache.kernels.cpu import compiled, compiled_decode
 from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.kernels.triton import decode as triton_decode
-from qada_cache.sketch import Layout, Sketch, encode_segments, mean_noise, rounded_slopes, selection
+from qada_cache.sketch import Layout, Sketch, channel_means, encode_segments, rounded_slopes, selection
 
 EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED, KERNEL, GPU])
 BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]
@@ -206,6 +206,7 @@ def test_a_sketch_that_is_too_rough(path: Path, group: int, group_rule: str, mon
     ]  # fmt: skip
     low, high = sorted(spreads)[len(spreads) // 2 - 1 :][:2]
     monkeypatch.setattr(selection, "UNRELIABLE", (low + high) / 2)
+    monkeypatch.setattr(selection, "NOISE_SHARE", 0.0)
     assert len(run(path, scene, token_threshold=1.0, **decision)) == len(spreads) // 2 > 0
 
 
@@ -221,6 +222,7 @@ WRONG: dict[str, list[Callable[[Tensor], Tensor]]] = {
     "centres": [Tensor.float, lambda t: t[..., 1:], lambda t: t[:, :, :0], lambda t: t[:-1], lambda t: t.to("meta")],
     "weights": [Tensor.float, lambda t: t[..., 1:], lambda t: t[:, :, :0], lambda t: t[:, :1], lambda t: t.to("meta")],
     "order": [Tensor.int, lambda t: t[..., 1:], lambda t: t[:, :, :0], lambda t: t[:, :1], lambda t: t.to("meta")],
+    "variances": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:, :1], lambda t: t.to("meta")],
     "noise": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:, :1], lambda t: t.to("meta")],
     "mean_value": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:, :1], lambda t: t.to("meta")],
     "slopes": [Tensor.float, lambda t: t[..., 1:], lambda t: t[:, :, 1:], lambda t: t.to("meta")],
@@ -255,7 +257,7 @@ def test_scores_far_apart(bits: float, deviation: float) -> None:
     slopes = centred.mT @ (keys - keys.mean(dim=2, keepdim=True)) / 2100
     layout = Layout.of_bits(64, bits)
     told = encode_segments(keys, None, layout, last=True)
-    told["noise"] = mean_noise(told, layout, 2100)
+    told |= channel_means(told, layout, 2100)
     coded = Sketch(**told, mean_value=values.mean(dim=2), **rounded_slopes(slopes))
     calls = (DecodeCall.of(**given, sketch=one, token_threshold=1.0) for one in (None, coded))
     whole, some = (decode_reference.decode_step(call)[0] for call in calls)

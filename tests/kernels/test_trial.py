@@ -136,7 +136,7 @@ WRONG_SKETCHES: dict[str, tuple[Changed, str]] = {
     "times the weights": (resketched(weights=torch.reciprocal), "off by"),
     "no centres": (resketched(centres=torch.zeros_like), "off by"),
     "one segment for another": (resketched(units=lambda units: units.flip(2)), "off by"),
-    "an unreliable sketch": (resketched(noise=torch.zeros_like), "off by"),
+    "an unreliable sketch": (resketched(noise=torch.zeros_like), "counts"),
     "all tokens read": (changed(sketch=lambda _: None), "off by"),
     "codes not counted": (lambda told: told | {"sketched": torch.zeros_like(told["sketched"])}, "counts"),
 }

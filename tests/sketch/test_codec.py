@@ -7,9 +7,11 @@ import pytest
 import torch
 from sketch_reference import (
     BITS,
+    channel_noise,
+    channel_variances,
     estimates,
     half_variance,
-    noise,
+    is_unreliable,
     odd_values,
     rotation,
     segment_spans,
@@ -22,10 +24,10 @@ from torch import Tensor
 from qada_cache.sketch import (
     Layout,
     Sketch,
+    channel_means,
     codec,
     encode_segments,
     layout,
-    mean_noise,
     rounded_slopes,
     selection,
 )
@@ -44,7 +46,7 @@ def sketch_of(keys: Tensor, energies: Tensor | None, bits: float) -> Sketch:
     dim = keys.shape[1]
     code = Layout.of_bits(dim, bits)
     made = encode_segments(keys, energies, code, last=True)
-    made["noise"] = mean_noise(made, code, len(keys))
+    made |= channel_means(made, code, len(keys))
     return Sketch(**made, mean_value=torch.zeros(4), **rounded_slopes(torch.zeros(4, dim)))
 
 
@@ -183,7 +185,8 @@ def test_what_is_kept_of_a_segment(bits: float, dim: int, with_energies: bool) -
         scales = sketch.scales[first:last].double() * unit
         assert ((scales - best).abs() <= (0.5 + 1e-2) * unit).all()
         assert float(sketch.mean_squares[index]) == pytest.approx(float(scales.square().mean()), rel=1e-5)
-    torch.testing.assert_close(sketch.noise.double(), noise(sketch, LENGTH), rtol=1e-4, atol=0)
+    torch.testing.assert_close(sketch.noise.double(), channel_noise(sketch, LENGTH), rtol=1e-4, atol=0)
+    torch.testing.assert_close(sketch.variances.double(), channel_variances(sketch, LENGTH), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -241,16 +244,20 @@ def test_unreliable_is_said_of_the_mean_over_tokens(bits: float, monkeypatch: py
     """Of rows of unlike lengths."""
     made, lengths = Unequal(16), [LENGTH, 1030]
     rows = [sketch_of(made.keys[:length], made.energies, bits) for length in lengths]
-    expected = [
-        half_variance(query=made.query, sketch=row, length=length, scaling=made.scaling)
+    told = [
+        {"query": made.query, "sketch": row, "length": length, "scaling": made.scaling}
         for row, length in zip(rows, lengths, strict=True)
     ]
-    limit = float(torch.cat(expected).median()) * 1.0001  # none lies there
-    monkeypatch.setattr(selection, "UNRELIABLE", limit)
-    for row, half in zip(rows, expected, strict=True):
-        found = selection.unreliable(made.query, row, scaling=made.scaling)
-        assert torch.equal(found, half > limit)
-        assert 0 < found.sum() < 100
+    half = torch.cat([half_variance(**one) for one in told])
+    monkeypatch.setattr(selection, "UNRELIABLE", float(half.median()) * 1.0001)  # none lies there
+    square = made.query.double().square()
+    shares = (square @ channel_noise(rows[0], LENGTH)) / (square @ channel_variances(rows[0], LENGTH))
+    for share in (0.0, float(shares.median()) * 1.0001):
+        monkeypatch.setattr(selection, "NOISE_SHARE", share)
+        for one in told:
+            found = selection.unreliable(made.query, one["sketch"], scaling=made.scaling)
+            assert torch.equal(found, is_unreliable(**one))
+            assert share or 0 < found.sum() < 100
 
 
 def test_keys_that_are_all_alike() -> None:

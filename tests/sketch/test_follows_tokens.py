@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from qada_cache import QAdACache, StaticHeads
-from qada_cache.sketch import Layout, encode_segments, mean_noise
+from qada_cache.sketch import Layout, channel_means, encode_segments
 
 SINKS, WINDOW = 3, 8
 TOKENS = 2300  # of which the bulk has four segments
@@ -67,7 +67,8 @@ class Scene:
                 found, of_tokens = kept[name][row], name in ("codes", "scales")
                 found = found[..., :length] if of_tokens else found[:, : len(segment_spans(length))]
                 assert torch.equal(found, made[name]), f"{name} of row {row}"
-            assert torch.equal(kept["noise"][row], mean_noise(made, known.layout, length))
+            for name, mean in channel_means(made, known.layout, length).items():
+                assert torch.equal(kept[name][row], mean)
             keys, values = keys.double(), values.double()
             mean_key, mean = (tokens.mean(dim=1, keepdim=True) for tokens in (keys, values))
             covariance = (values - mean).mT @ (keys - mean_key) / length

@@ -12,8 +12,8 @@ from qada_cache.sketch import (
     Layout,
     Selection,
     Sketch,
+    channel_means,
     encode_segments,
-    mean_noise,
     rounded_slopes,
     select_tokens,
     unread_value,
@@ -33,7 +33,7 @@ def sketch_of(keys: Tensor, values: Tensor, bits: float = 2) -> Sketch:
     slopes = (values - mean).mT @ (keys - keys.mean(dim=0)) / len(keys)
     layout = Layout.of_bits(keys.shape[1], bits)
     made = encode_segments(keys, None, layout, last=True)
-    made["noise"] = mean_noise(made, layout, len(keys))
+    made |= channel_means(made, layout, len(keys))
     return Sketch(**made, mean_value=mean, **rounded_slopes(slopes))
 
 

@@ -98,12 +98,14 @@ struct Step {
             if (!call.flags[head * QUERIES + q]) continue;
             Floats lanes[DIM / WIDTH];
             unpack<DIM>(call.query + (head * QUERIES + q) * DIM, lanes);
-            float query[DIM], half_variance = 0;
+            float query[DIM], noise = 0, variance = 0;
             for (int d = 0; d < DIM; d++) {
                 query[d] = unpacked_at<DIM>(lanes, d);
-                half_variance += query[d] * query[d] * call.noise.at(row, place)[d];
+                noise += query[d] * query[d] * call.noise.at(row, place)[d];
+                variance += query[d] * query[d] * call.variances.at(row, place)[d];
             }
-            if (0.5f * call.scaling * call.scaling * half_variance > call.unreliable) return false;
+            float half_variance = 0.5f * call.scaling * call.scaling * noise;
+            if (half_variance > call.unreliable && noise > call.noise_share * variance) return false;
             for (int64_t s = 0; s < segments; s++)
                 own.segments[s].add(query, call.centres.at(row, place) + s * DIM, call.order.at(row, place) + s * DIM,
                                     call.weights.at(row, place) + s * DIM, call.errors, words(),
@@ -145,7 +147,7 @@ struct Step {
                 add_part(head, &near_out[head * SIZE], &near_lse[head * QUERIES]);
                 *call.pulled += tokens * TOKEN_BYTES;
             } else if (call.sketched) {
-                int64_t segment = (4 + sizeof(Channel)) * DIM + 4, once = 4 * (VALUE_DIM + 2 * DIM) + VALUE_DIM * DIM;
+                int64_t segment = (4 + sizeof(Channel)) * DIM + 4, once = 4 * (VALUE_DIM + 3 * DIM) + VALUE_DIM * DIM;
                 *call.sketched += tokens * (4 * words().count() + 1) + call.segments_of(tokens) * segment + once;
             }
             for (int64_t split = 0; split < splits; split++) {

@@ -72,7 +72,7 @@ class _Bound:
             decode.errors, decode.words = self._errors.data_ptr(), sketch.layout.words
             decode.log_token_threshold = math.log(rule.token_threshold)
             decode.log_unread_weight = math.log(selection.UNREAD_WEIGHT)
-            decode.unreliable = selection.UNRELIABLE
+            decode.unreliable, decode.noise_share = selection.UNRELIABLE, selection.NOISE_SHARE
         for name, tensor in views.items():
             setattr(self._decode, name, structs.view(tensor))
         kernels = compiled.build(call.query.dtype, dim, value_dim, call.group)

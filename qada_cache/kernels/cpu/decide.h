@@ -38,7 +38,7 @@ struct Decode {
     View<const uint32_t> codes;
     View<const uint8_t> scales;
     View<const int8_t> slopes;
-    View<const float> units, noise, mean_value, slope_units;
+    View<const float> units, noise, variances, mean_value, slope_units;
     View<const uint16_t> centres, weights;
     View<const Channel> order;
     const float* errors;         // [DIM] of `Layout`, times half the squared scaling
@@ -47,7 +47,7 @@ struct Decode {
     int64_t min_sketched, segment_tokens;  // a bulk of fewer tokens than the first is read whole
     float scaling, limit;  // `log A_local - log A_bulk` below which a head is long-context
     float log_token_threshold, log_unread_weight;
-    float unreliable;  // see `unreliable` of selection.py
+    float unreliable, noise_share;  // see `unreliable` of selection.py
     int criterion, group_rule, pool_staged, threads;
     int words[3];  // of `Layout`
 

@@ -79,19 +79,20 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     if bulk_keys.shape[2] < MIN_TOKENS:
         sketch = None  # there is no room for a bulk that has one
     # What `near_kernel` leaves for the choice: the number of tokens in each bulk.
-    tokens = noise = rest = sums = mean_value = slopes = slope_units = None
+    tokens = noise = variances = rest = sums = mean_value = slopes = slope_units = None
     if sketch is not None:
         tokens = bulk_lengths.new_empty(batch, kv_heads)
-        noise, mean_value = sketch.noise, sketch.mean_value
+        noise, variances, mean_value = sketch.noise, sketch.variances, sketch.mean_value
         slopes, slope_units = sketch.slopes, sketch.slope_units
     far_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
     with torch.cuda.device_of(query):  # Triton launches on the current device
         near_kernel[(kv_heads, batch)](
             query, near_keys, near_values, local, staged, bulk_lengths, decided, *moments, rule.table,
             parts, lse, flags, call.pulled if sketch is None else None, call.places, call.spared, tokens, noise,
+            variances,
             *near_keys.stride()[:3], *near_values.stride()[:3], local.stride(0), staged.stride(0),
             bulk_lengths.stride(0), decided.stride(0), *row_strides, rows.columns, 1 + splits, rule.scaling,
-            rule.limit, selection.UNRELIABLE,
+            rule.limit, 2 * selection.UNRELIABLE / rule.scaling**2, selection.NOISE_SHARE,
             CRITERION=rule.kind, GROUP_RULE=rule.group_rule, POOL=rule.pool_staged and call.mean is not None,
             TOKEN_BYTES=token_bytes,
             MIN_TOKENS=MIN_TOKENS, BLOCK_C=MOMENT_COLUMNS, **sizes,

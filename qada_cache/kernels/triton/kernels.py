@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .blocks import attend, dot, placed, scores, store_part
-from .sketch_blocks import along, half_variance, tilt
+from .sketch_blocks import along, tilt, unreliable
 
 INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are decorated
 
@@ -54,10 +54,10 @@ def _long_context(b_log_local, b_log_bulk, limit):
 def near_kernel(
     p_query, p_keys, p_values, p_local, p_staged, p_lengths, p_decided, p_mean, p_covariance, p_count,
     p_other_mean, p_other_covariance, p_table, p_parts, p_lse, p_flags, p_pulled, p_places, p_spared,
-    p_tokens, p_noise,
+    p_tokens, p_noise, p_variances,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
     s_local, s_staged, s_length, s_decided, s_mean, s_covariance, s_count, s_other_mean,
-    s_other_covariance, columns, parts, scaling, limit, unreliable,
+    s_other_covariance, columns, parts, scaling, limit, noise_limit, noise_share,
     CRITERION: tl.constexpr, GROUP_RULE: tl.constexpr, POOL: tl.constexpr, TOKEN_BYTES: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -165,8 +165,10 @@ def near_kernel(
             if length < MIN_TOKENS:
                 selected = bulk_tokens * 0
             else:
-                b_half = half_variance(b_query, p_noise + i_group * D, D, BLOCK_D) * (0.5 * scaling * scaling)
-                rough = tl.max((b_flags & (b_half > unreliable)).to(tl.int32), axis=0)
+                p_noise += i_group * D
+                p_variances += i_group * D
+                b_rough = unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D, BLOCK_D)
+                rough = tl.max((b_flags & b_rough).to(tl.int32), axis=0)
                 selected = tl.where(rough == 1, 0, bulk_tokens)
             tl.store(p_tokens + i_group, selected)
 

@@ -11,11 +11,13 @@ def segments_of(length, SEGMENT: tl.constexpr):
 
 
 @triton.jit
-def half_variance(b_query, p_noise, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`sum_i q_i^2 noise_i` [BLOCK_G] of queries [BLOCK_G, BLOCK_D]."""
+def unreliable(b_query, p_noise, p_variances, limit, share, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The copy of `selection.unreliable` [BLOCK_G], queries [BLOCK_G, BLOCK_D]; `limit` is of `sum q_i^2 noise_i`."""
     o_dim = tl.arange(0, BLOCK_D)
-    b_wide = b_query.to(tl.float32)
-    return tl.sum(b_wide * b_wide * tl.load(p_noise + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
+    b_square = b_query.to(tl.float32) * b_query.to(tl.float32)
+    b_noise = tl.sum(b_square * tl.load(p_noise + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
+    b_variance = tl.sum(b_square * tl.load(p_variances + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
+    return (b_noise > limit) & (b_noise > share * b_variance)
 
 
 @triton.jit

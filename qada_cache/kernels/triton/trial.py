@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...sketch import MIN_TOKENS, Layout, Sketch, encode_segments, mean_noise, rounded_slopes
+from ...sketch import MIN_TOKENS, Layout, Sketch, channel_means, encode_segments, rounded_slopes
 from .. import decode_reference
 from ..decode_call import DecodeCall
 from ..first_use import fault
@@ -145,7 +145,7 @@ def _sketch(keys: Tensor, values: Tensor, layout: Layout) -> Sketch:
     energies = torch.logspace(-1, 1, keys.shape[3], dtype=torch.float32, device="cpu")
     made = encode_segments(keys, energies.expand(*keys.shape[:2], -1), layout, last=True)
     made["units"][:, :, 0] *= 0.7
-    made["noise"] = mean_noise(made, layout, keys.shape[2])
+    made |= channel_means(made, layout, keys.shape[2])
     made["noise"][0, 2] = 1e9
     mean = values.float().mean(dim=2, keepdim=True)
     slopes = (values.float() - mean).mT @ (keys.float() - keys.float().mean(dim=2, keepdim=True)) / keys.shape[2]
