@@ -23,6 +23,7 @@ from eval.deciding.ways import Way
 from eval.texts import code, documents
 from eval.texts.documents import Document
 from qada_cache import KeyMoments, QAdACache, needle
+from qada_cache.sketch import Layout
 
 Known = dict[str, KeyMoments]
 
@@ -106,7 +107,8 @@ def test_the_product_s_way_of_reading_tokens(model: PreTrainedModel, document: D
         )  # fmt: skip
     assert float(every["kl"]) == pytest.approx(0, abs=1e-6)
     dim, stored = model.config.head_dim, document.prompt.shape[1] - 1 - 128  # of which nothing is flushed later
-    sketched = stored * (dim // 4 + 1) + (4 * dim + 8) + dim * (4 + 4 + dim)  # tokens, one segment, unread values
+    words = Layout.of_bits(dim, 2).count
+    sketched = stored * (4 * words + 1) + (5 * dim + 4) + dim * (4 * 4 + dim)  # tokens, one segment, once
     assert float(every["bytes_read"]) == pytest.approx(1 + sketched / (stored * 4 * dim), abs=1e-3)
     assert float(some["bytes_read"]) < 0.5
     assert float(some["kl"]) > 0

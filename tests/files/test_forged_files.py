@@ -145,7 +145,7 @@ OPTIONS = {
     "threshold": (-1, 2, "0.9", None),
     "sink_tokens": (-1, 0, 3, 5, 10**30, 4.0),
     "local_tokens": (-1, 0, 3, 2000, 10**30),
-    "sketch_bits": (0, 0.5, 3, 4, 5, None),
+    "sketch_bits": (0, 5, None),
     "token_threshold": (-1, float("inf")),
     "audit_every": (-1, 1.5),
     "device_budget": (-1, 2.5),
