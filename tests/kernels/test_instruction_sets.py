@@ -1,0 +1,43 @@
+"""The C++ kernels as processors without the newest vectors build them: the same results on every path."""
+
+import platform
+from collections.abc import Iterator
+
+import pytest
+import torch
+from decode_scene import Scene
+from test_chosen_tokens import run, share, small  # noqa: F401 - a fixture
+from test_triton import COMPILED, needs_compiler
+
+from qada_cache.kernels.cpu import build, compiled
+
+SETS = {"x86-64": set(), "x86-64-v3": {"avx2", "fma"}, "x86-64-v4": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}}
+
+
+def supported() -> set[str]:
+    """Of the processor, as Linux names them."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            lines = [line for line in file if line.startswith("flags")]
+    except OSError:
+        return set()
+    return set(lines[0].split()) if lines else set()
+
+
+@pytest.fixture(params=SETS)
+def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if platform.machine() not in ("x86_64", "AMD64") or not SETS[request.param] <= supported():
+        pytest.skip("the processor cannot run it")
+    flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in build.FLAGS]
+    monkeypatch.setattr(build, "FLAGS", tuple(flags))
+    compiled.build.cache_clear()
+    yield
+    compiled.build.cache_clear()
+
+
+@needs_compiler
+@pytest.mark.usefixtures("built_for")
+@pytest.mark.parametrize(("dim", "bits", "dtype"), [(64, 1.5, torch.float32), (96, 4, torch.bfloat16)], ids=str)
+def test_selected_tokens(dim: int, bits: float, dtype: torch.dtype) -> None:
+    scene = Scene(bulk=[(257, 5), (63, 0), (39, 9)], short=(), dim=dim, value_dim=64, group=3, dtype=dtype, bits=bits)
+    assert 0.05 < share(run(COMPILED.values[0], scene, token_threshold=scene.token_threshold())) < 0.7
