@@ -12,7 +12,15 @@ from sketch_reference import estimates, half_variance, is_unreliable, log_shares
 from torch import Tensor
 
 from qada_cache import sketch
-from qada_cache.sketch import Layout, Sketch, channel_means, encode_segments, rounded_slopes, segments_of
+from qada_cache.sketch import (
+    Layout,
+    Sketch,
+    channel_means,
+    encode_segments,
+    order_dtype,
+    rounded_slopes,
+    segments_of,
+)
 from qada_cache.storage.geometry import call_geometry
 
 SINKS, WINDOW = 3, 8
@@ -98,7 +106,7 @@ class Scene:
             scales=torch.randint(0, 256, (*heads, capacity), generator=made).byte(),
             units=torch.full((*heads, segments), torch.nan),
             centres=torch.full((*heads, segments, self.dim), torch.nan, dtype=torch.bfloat16),
-            order=torch.full((*heads, segments, self.dim), self.dim - 1, dtype=torch.uint8),
+            order=torch.full((*heads, segments, self.dim), self.dim - 1, dtype=order_dtype(self.dim)),
             weights=torch.full((*heads, segments, self.dim), torch.nan, dtype=torch.bfloat16),
             mean_squares=torch.full((*heads, segments), torch.nan),
             noise=torch.full((*heads, self.dim), torch.nan),

@@ -65,6 +65,7 @@ def share(chosen: dict[tuple[int, int], Tensor]) -> float:
         (128, 128, torch.bfloat16),
         (96, 80, torch.bfloat16),
         (256, 256, torch.float16),
+        (512, 64, torch.float32),  # more channels than a byte numbers
     ],
 )
 def test_dtypes_dimensions_bits(path: Path, dim: int, value_dim: int, dtype: torch.dtype, bits: float) -> None:
