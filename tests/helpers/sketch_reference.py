@@ -27,8 +27,6 @@ def sketch_bytes(length: int, *, dim: int, value_dim: int, bits: float) -> int:
     tokens = length * (4 * sum(Layout.of_bits(dim, bits).words) + 1)  # a code and a scale each
     order = 1 if dim <= 256 else 2
     segments = len(segment_spans(length)) * ((2 + order + 2) * dim + 4)  # centre, order and weights, and a unit
-        (2 + (1 if dim <= 256 else 2) + 2) * dim + 4
-    )  # centre, order and weights, and a unit
     # Noise, variances, mean value, units of slopes; slopes.
     return tokens + segments + 4 * (3 * dim + value_dim) + dim * value_dim
 
