@@ -81,8 +81,7 @@ class QAdACache(WatchedCache):
         token_threshold: a long-context head reads the tokens of its bulk with at least so many times an even share of
             its attention, by the sketch. An estimate stands for unread tokens. 0: all are read, as in the paper; so
             they are under "dense", "oracle" and a threshold of 1. None: the setting kept by `qada tune`, else 4.4.
-        sketch_bits: bits a value of the sketch, a copy of the bulk's keys on the compute device: an average from 0.5 to
-            4, as near as 32-bit words come to it.
+        sketch_bits: bits a value, on average, of the sketch, a copy of the bulk's keys on the compute device: 0.5 to 4.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.

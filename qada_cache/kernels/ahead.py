@@ -2,7 +2,7 @@
 
 import torch
 
-from ..sketch import BLOCK, Layout
+from ..sketch import Layout
 from . import choice, partial_attention
 from .cpu import compiled
 
@@ -46,7 +46,7 @@ def build(
     )
     if pinned:
         keys, values = keys.pin_memory(), values.pin_memory()
-    layout = None if sketch_bits is None or dim % BLOCK else Layout.of_bits(dim, sketch_bits)
+    layout = Layout.if_any(dim, sketch_bits)
     fused = choice.decode_kernel(query, keys, values, criterion, kernels, layout=layout)
     if fused is None or audited:
         packed = query.view(1, kv_heads, group, dim)

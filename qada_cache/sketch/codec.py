@@ -190,13 +190,13 @@ def channel_means(made: dict[str, Tensor], layout: Layout, length: int) -> dict[
     }
 
 
-def weighed_query(query: Tensor, sketch: Sketch) -> Tensor:
-    """`q / w` of every segment, in its order of channels: float32 `[..., segments, queries, dim]`.
+def weighed_query(query: Tensor, sketch: Sketch, segments: int) -> Tensor:
+    """`q / w` of one head's first segments, in their order of channels: float32 `[segments, queries, dim]`.
 
-    `query` is `[..., queries, dim]`, with the leading dimensions of the sketch.
+    `query` is `[queries, dim]`.
     """
-    order = sketch.order.long().unsqueeze(-2).expand(*sketch.order.shape[:-1], query.shape[-2], -1)
-    return query.float().unsqueeze(-3).expand_as(order).gather(-1, order) / sketch.weights.float().unsqueeze(-2)
+    order = sketch.order[:segments, None].long().expand(-1, len(query), -1)
+    return query.float().expand_as(order).gather(-1, order) / sketch.weights[:segments, None].float()
 
 
 def rounded_query(weighed: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -204,15 +204,6 @@ def rounded_query(weighed: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     turned = rotated(weighed[..., : layout.coded])
     unit = turned.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / QUERY_LEVELS
     return torch.round(turned / unit), unit
-
-
-def half_variances(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
-    """Half the variance of what estimates are off by, in nats, on average over the bulk: float32 `[..., queries]`.
-
-    `query` is `[..., queries, dim]`, with the leading dimensions of the sketch. What a code leaves of a key is as
-    likely to point one way as another: the variance is `scaling^2 sum_i q_i^2 noise_i`.
-    """
-    return 0.5 * scaling**2 * torch.matmul(query.float().square(), sketch.noise.unsqueeze(-1)).squeeze(-1)
 
 
 def estimated_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: float) -> Tensor:
@@ -232,7 +223,7 @@ def estimated_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: flo
         `[queries, length]` float32.
     """
     start, layout = segment_start(length), sketch.layout
-    weighed = weighed_query(query, sketch)[: segments_of(length)]  # [segments, queries, dim]
+    weighed = weighed_query(query, sketch, segments_of(length))
     spread = 0.5 * scaling**2 * torch.matmul(weighed.square(), layout.errors(query.device)).unsqueeze(-1)
     integers, unit = rounded_query(weighed, layout)
     found = []

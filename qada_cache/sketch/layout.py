@@ -33,6 +33,11 @@ class Layout:
     words: tuple[int, int, int]
 
     @staticmethod
+    def if_any(dim: int, bits: float | None) -> "Layout | None":
+        """As `of_bits`; None if no bits are asked for, or keys are of no whole blocks: then all is read."""
+        return None if bits is None or dim % BLOCK else Layout.of_bits(dim, bits)
+
+    @staticmethod
     def of_bits(dim: int, bits: float) -> "Layout":
         """`bits` a value on average, as near as whole words come to it."""
         return Layout.of_words(dim, max(1, math.floor(dim * bits / WORD_BITS + 0.5)))
@@ -74,26 +79,25 @@ class Layout:
 
     def half_steps(self, device: torch.device) -> Tensor:
         """float32 `[dim]`: of a channel of deviation 1, half a quantizer's step; 1 of channels without bits."""
-        return _tensor([STEPS[bits] / 2 for bits in self.bits], self.dim, device)
+        return _by_channel(self.words, tuple(STEPS[bits] / 2 for bits in BITS), self.dim, device)
 
     def errors(self, device: torch.device) -> Tensor:
         """float32 `[dim]`: squared error of a value, in units of its squared half step."""
-        return _tensor([ERRORS[bits] / (STEPS[bits] / 2) ** 2 for bits in self.bits], self.dim, device)
+        return _by_channel(self.words, tuple(ERRORS[bits] / (STEPS[bits] / 2) ** 2 for bits in BITS), self.dim, device)
 
     def levels(self, device: torch.device) -> Tensor:
         """float32 `[coded]`: the number of a value's levels."""
-        return _tensor([2.0**bits for bits in self.bits], self.coded, device)
-
-
-@torch.inference_mode(False)  # tensors may be used outside of it as well
-def _tensor(values: list[float], size: int, device: torch.device) -> Tensor:
-    return _kept(tuple(values), size, device)
+        return _by_channel(self.words, tuple(2.0**bits for bits in BITS), self.coded, device)
 
 
 @functools.cache
-def _kept(values: tuple[float, ...], size: int, device: torch.device) -> Tensor:
-    filled = [*values, *[1.0] * (size - len(values))]
-    return torch.tensor(filled, dtype=torch.float32, device="cpu").to(device)
+@torch.inference_mode(False)  # tensors may be used outside of it as well
+def _by_channel(words: tuple[int, ...], values: tuple[float, ...], size: int, device: torch.device) -> Tensor:
+    """One value for the channels of each kind of words; 1 for channels without bits."""
+    channels = [
+        value for value, bits, count in zip(values, BITS, words, strict=True) for _ in range(count * WORD_BITS // bits)
+    ]
+    return torch.tensor([*channels, *[1.0] * (size - len(channels))], dtype=torch.float32, device="cpu").to(device)
 
 
 def rotated(values: Tensor) -> Tensor:

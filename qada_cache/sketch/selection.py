@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .codec import Sketch, estimated_scores, half_variances
+from .codec import Sketch, estimated_scores
 
 # Estimates tell too little of which tokens matter, and nothing would say so, where both are exceeded on average over a
 # bulk's tokens: half the variance of what they are off by, in nats, and its share of the variance of the scores.
@@ -34,17 +34,20 @@ def unreliable(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
     """The queries that estimates are too rough for, so that they read all: bool `[batch, kv_heads, queries]`.
 
     Scores that lie far apart are the ones that few tokens stand out by, and what stands out of estimates may be nothing
-    but their error: `half_variances` above `UNRELIABLE`, and `sum q_i^2 noise_i` above `NOISE_SHARE` times
-    `sum q_i^2 variances_i`.
+    but their error. What a code leaves of a key is as likely to point one way as another, so estimates are off by
+    `scaling^2 sum q_i^2 noise_i` in variance: half of it above `UNRELIABLE`, and above `NOISE_SHARE` of the scores' own
+    `scaling^2 sum q_i^2 variances_i`.
 
     Args:
         query: `[batch, kv_heads, queries, dim]`.
         sketch: of the layer; the result says nothing of rows that are not in it.
         scaling: multiplies the scores.
     """
-    excess = (sketch.noise - NOISE_SHARE * sketch.variances).unsqueeze(-1)
-    shared = torch.matmul(query.float().square(), excess).squeeze(-1) > 0
-    return shared & (half_variances(query, sketch, scaling=scaling) > UNRELIABLE)
+    square = query.float().square()
+    noise, variance = (
+        torch.matmul(square, each.unsqueeze(-1)).squeeze(-1) for each in (sketch.noise, sketch.variances)
+    )
+    return (0.5 * scaling**2 * noise > UNRELIABLE) & (noise > NOISE_SHARE * variance)
 
 
 def select_tokens(

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..kernels.autocast import without_autocast
 from ..sketch import (
-    BLOCK,
     MIN_TOKENS,
     SEGMENT_TOKENS,
     Layout,
@@ -45,10 +44,10 @@ class BulkSketch:
         lengths: tokens of each row that are in it: all of the bulk's, or none.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, bits: float, energies: Tensor | None) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, layout: Layout, energies: Tensor | None) -> None:
         """Empty, for keys like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`)."""
         batch, kv_heads, _, dim = keys.shape
-        self.layout, self.lengths = Layout.of_bits(dim, bits), [0] * batch
+        self.layout, self.lengths = layout, [0] * batch
         # Its own: those given are part of a tensor of all layers, which every copy would copy.
         self.energies = None if energies is None else energies.to(keys.device, copy=True)
         heads, value_dim, device = (batch, kv_heads), values.shape[3], keys.device
@@ -56,7 +55,7 @@ class BulkSketch:
             self.mean_key = torch.zeros(*heads, dim, dtype=torch.float32, device=device)
             self.covariance = torch.zeros(*heads, value_dim, dim, dtype=torch.float32, device=device)
             self.tensors = Sketch(
-                codes=_empty(device, (*heads, self.layout.count, 0), torch.int32),
+                codes=_empty(device, (*heads, layout.count, 0), torch.int32),
                 scales=_empty(device, (*heads, 0), torch.uint8),
                 units=torch.zeros(*heads, 0, dtype=torch.float32, device=device),
                 centres=torch.zeros(*heads, 0, dim, dtype=torch.bfloat16, device=device),
@@ -72,11 +71,12 @@ class BulkSketch:
     @classmethod
     def of(cls, keys: Tensor, values: Tensor, bits: float | None, energies: Tensor | None) -> "BulkSketch | None":
         """One for such tokens; None if none is asked for, or keys are of no whole blocks (then all is read)."""
-        return None if bits is None or keys.shape[3] % BLOCK else cls(keys, values, bits, energies)
+        layout = Layout.if_any(keys.shape[3], bits)
+        return None if layout is None else cls(keys, values, layout, energies)
 
     def is_of(self, bits: float | None, energies: Tensor | None) -> bool:
         """Whether it is one of such bits and energies."""
-        if bits is None or Layout.of_bits(self.layout.dim, bits) != self.layout:
+        if Layout.if_any(self.layout.dim, bits) != self.layout:
             return False
         if self.energies is None or energies is None:
             return self.energies is energies

@@ -110,10 +110,10 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
             # Products of 8-bit integers take at least 32 values.
             blocks = [max(bits, triton.next_power_of_2(words)) for bits, words in zip(BITS, layout.words, strict=True)]
             values = max(block * WORD_BITS // bits for block, bits in zip(blocks, BITS, strict=True))
-            errors = 0.5 * rule.scaling**2 * layout.errors(query.device)
             token, segment, head = sketch.byte_counts
             estimate_kernel[(splits, kv_heads, batch)](
-                query, errors, sketch.codes, sketch.scales, sketch.units, sketch.centres, sketch.order, sketch.weights,
+                query, layout.errors(query.device), sketch.codes, sketch.scales, sketch.units, sketch.centres,
+                sketch.order, sketch.weights,
                 bulk_lengths, tokens, flags, estimates, sums, call.sketched,
                 bulk_lengths.stride(0), sketch.scales.shape[2], sketch.units.shape[2], room, rule.scaling,
                 FOURS=fours, TWOS=twos, ONES=ones,

@@ -75,7 +75,7 @@ def estimate_kernel(
         b_weights = tl.load(p_weights + i_segment * D + o_dim, mask=m_dim, other=1.0).to(tl.float32)
         b_weighed = tl.div_rn(b_query, b_weights[None, :].broadcast_to(b_query.shape))
         b_errors = tl.load(p_errors + o_dim, mask=m_dim, other=0.0)
-        b_spread = tl.sum(b_weighed * b_weighed * b_errors[None, :], axis=1)
+        b_spread = tl.sum(b_weighed * b_weighed * b_errors[None, :], axis=1) * (0.5 * scaling * scaling)
         b_integers, b_unit = rounded(rotated(tl.where((o_dim < CODED)[None, :], b_weighed, 0.0)))
         if FOURS:
             b_fours = taken(b_integers, FOURS, 0, 4, BLOCK_FOURS)
