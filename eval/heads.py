@@ -24,7 +24,7 @@ from eval.models import language_model
 from eval.reporting.tables import write
 from eval.sweep import task_manager
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.attention import by_torch, decide
+from qada_cache.attention import by_torch
 from qada_cache.criterion import current_score_moments, gaussian_log_bulk, log_mass
 from qada_cache.kernels.query_adaptive import Step, other_log_bulk
 from qada_cache.lm_eval import QAdALM
@@ -67,12 +67,12 @@ class Recorder:
         mean, variance, _ = current_score_moments(*given, staged=geometry.staged, scaling=scaling)
         columns = {
             "log_local": log_mass(scores, geometry.local),
-            "log_bulk": decide.true_log_bulk(step, far_lse),
+            "log_bulk": by_torch.true_log_bulk(step, far_lse),
             "current": gaussian_log_bulk(mean, variance, count),
             "iid": _independent_gaussian(mean, variance, count),
         }
         for name, kept in self.moments.items():
-            columns[name] = other_log_bulk(step, decide.by_length(kept, layer, geometry))
+            columns[name] = other_log_bulk(step, by_torch.by_length(kept, layer, geometry))
         flat = {name: column.flatten(1, 2).cpu() for name, column in columns.items()}  # [rows, heads, queries]
         decided = geometry.decided.expand(shape[0], 1, shape[3]).squeeze(1).cpu()
         for row, query in decided.nonzero().tolist():

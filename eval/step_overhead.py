@@ -29,12 +29,12 @@ from eval.models.workloads import Work, fill
 from eval.timing.command import load_model, report, timing_parser
 from eval.timing.hardware import wait
 from qada_cache import QAdACache, restore_attention
+from qada_cache.attention import decode
 from qada_cache.attention import forward as attention
-from qada_cache.attention import one_token
 from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.state.counters import Counters
 from qada_cache.state.layer import QAdALayer
-from qada_cache.storage.forward_pass import ForwardPass
+from qada_cache.storage.geometry import ForwardPass
 from qada_cache.storage.store import TokenStore
 
 # Column, and what is timed for it.
@@ -42,7 +42,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "take_in": (QAdALayer, "update"),
     "store": (TokenStore, "append"),
     "masks": (ForwardPass, "geometry"),
-    "moments": (one_token, "_add_moments"),
+    "moments": (decode, "_add_moments"),
     "kernel": (compiled_decode, "fused_decode"),  # attention over sinks and window, and the decision
     "count": (Counters, "count"),
     "the_rest": (attention, "attention_forward"),  # checks, and everything between the parts above

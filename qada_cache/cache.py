@@ -22,8 +22,7 @@ from .key_moments.served import served_layers
 from .key_moments.sharding import WHOLE
 from .key_moments.wrapped import unwrapped
 from .state.layer import QAdALayer
-from .state.options import SKETCH_BITS, TOKEN_THRESHOLD, Options
-from .state.shared import Shared
+from .state.shared import SKETCH_BITS, TOKEN_THRESHOLD, Options, Shared
 from .stats import CacheStats, collect, layer_bytes, summary
 from .storage.sharing import share
 from .watched import WatchedCache

@@ -18,10 +18,9 @@ from .key_moments.key_moments import KeyMoments
 from .key_moments.served import served_config
 from .key_moments.sharding import check_undivided, processes
 from .state.layer import QAdALayer
-from .state.record import BULK, layer_record, restore_layer
+from .state.record import BULK, check_alike, check_stock, layer_record, restore_layer
 from .state.shared import Shared
-from .state.stock import check_alike, check_stock
-from .storage import pages
+from .storage import transfers
 from .storage.padding import NONE
 
 KIND = "qada-cache"
@@ -145,9 +144,9 @@ def read_cache(
         check_undivided(processes(model))
     source: PrivateMap | None = None
     if mmap:
-        tensors, state, source = tensor_file.mapped(path, KIND, pages.empty)
+        tensors, state, source = tensor_file.mapped(path, KIND, transfers.empty)
     else:
-        tensors, state = tensor_file.read(path, KIND, pages.empty)
+        tensors, state = tensor_file.read(path, KIND, transfers.empty)
     if source is not None:
         tensors = {name: tensor if name.endswith(BULK) else tensor.clone() for name, tensor in tensors.items()}
     _check_model(path, state, model, config)

@@ -2,16 +2,20 @@
 
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .attention.support import sizes
 from .cache import QAdACache
-from .kernels import ahead
+from .kernels import choice, partial_attention
+from .kernels.cpu.compiled import MIN_TOKENS
 from .key_moments.defaults import CURRENT, Moments, default_moments, sources
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.placement import inputs_device
 from .key_moments.prompts import PROMPTS
 from .key_moments.wrapped import unwrapped
+from .sketch import Layout
+from .state.shared import Options
 
 
 def prepare(
@@ -55,16 +59,45 @@ def prepare(
     for device in devices if shared.model.layers else ():
         if device.type in ("cpu", "cuda"):
             _, heads, kv_heads, dim = sizes(shared.model.config)
-            ahead.build(
+            _build_kernels(
                 device,
                 model.dtype,
+                shared.options,
                 kv_heads=kv_heads // shared.model.shard.size,
                 group=heads // kv_heads,
                 dim=dim,
                 value_dim=getattr(shared.model.config, "v_head_dim", None) or dim,
-                criterion=shared.options.criterion,
-                audited=shared.options.audit_every > 0,
-                kernels=shared.options.kernels,
-                sketch_bits=shared.options.kept_bits,
                 pinned=shared.options.offloading and device.type != "cpu",
             )
+
+
+def _build_kernels(
+    device: torch.device,
+    dtype: torch.dtype,
+    options: Options,
+    *,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    value_dim: int,
+    pinned: bool,
+) -> None:
+    """Build the kernels that a decode step of one token with a long bulk calls, by the very checks of such a step.
+
+    On a GPU "auto" compiles Triton's by trying them. Audits read the bulk by `partial_attention`.
+
+    Raises:
+        RuntimeError: as `choice.decode_kernel`.
+    """
+    query = torch.zeros(1, kv_heads * group, 1, dim, dtype=dtype, device=device)
+    keys, values = (
+        torch.zeros(1, kv_heads, MIN_TOKENS, size, dtype=dtype, device="cpu" if pinned else device)
+        for size in (dim, value_dim)
+    )
+    if pinned:
+        keys, values = keys.pin_memory(), values.pin_memory()
+    layout = Layout.if_any(dim, options.kept_bits)
+    fused = choice.decode_kernel(query, keys, values, options.criterion, options.kernels, layout=layout)
+    if fused is None or options.audit_every:
+        packed = query.view(1, kv_heads, group, dim)
+        partial_attention(packed, keys.to(device), values.to(device), scaling=1.0, kernels=options.kernels)

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache
 from .key_moments.sharding import HeadShard
 from .state.counters import Counters
 from .state.layer import QAdALayer
-from .state.options import Options
+from .state.shared import Options
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from .files import private, tensor_file
 from .key_moments import identity
 from .key_moments.defaults import CURRENT, FOLDER, sources
 from .key_moments.key_moments import KeyMoments
-from .state.options import Options
-from .state.shared import ServedModel
+from .state.shared import Options, ServedModel
 
 logger = logging.get_logger(__name__)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from qada_cache.criterion import GROUP_RULES
-from qada_cache.state.options import SKETCH_BITS, TOKEN_THRESHOLD
+from qada_cache.state.shared import SKETCH_BITS, TOKEN_THRESHOLD
 
 FEW = (0.1, 0.3, 0.6, 0.9)
 MOST = (0.1, 0.3, 0.6, 0.8, 0.9)

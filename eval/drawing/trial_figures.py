@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from eval.drawing.canvas import canvas
 from eval.reporting.tables import Rows, cells
 from eval.texts.documents import is_continued
-from qada_cache.state.options import SKETCH_BITS
+from qada_cache.state.shared import SKETCH_BITS
 
 Way = tuple[str, str, str, str]
 ABSENT = 1  # so many of the ways a panel may lack; where more were not tried there is nothing to compare

@@ -5,24 +5,24 @@ of ours, which remembers the original: for the keys of a QAdACache our function 
 passes straight through to what the model used before. `restore_attention` puts the old name back.
 """
 
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from ..kernels.autocast import without_autocast
+from ..kernels.reference import without_autocast
 from ..key_moments.query_energies import own_attention
 from ..key_moments.sharding import WHOLE, check_sharding
 from ..key_moments.wrapped import unwrapped
 from ..state.layer import QAdALayer
-from .chunks import reads_chunk
 from .decode import query_adaptive, whole_context
-from .readers import find_reader
+from .support import find_reader
 
 # The dispatcher treats names that hold "sdpa", "flash", "paged" or "/" specially, so ours hold none of them.
 # Flash attention is not among them: transformers' function for it loads its kernel by the name in the config.
@@ -178,7 +178,7 @@ def _attend(
     forward_pass, sink_logits = layer.shared.forward_pass, kwargs.get("s_aux")
     if layer.index == layer.shared.model.layers[0]:
         # After a decoded token the tail is longer than the window, and a single one is no chunk.
-        forward_pass.reads_chunk = (queries > 1 or layer.store.end <= layer.options.window) and reads_chunk()
+        forward_pass.reads_chunk = (queries > 1 or layer.store.end <= layer.options.window) and _reads_chunk()
     if layer.seen == queries:
         out, _ = _base(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
         layer.store.absorb(key, value, valid)
@@ -234,3 +234,17 @@ def _check_supported(
         raise RuntimeError(
             "this QAdACache already holds tokens of another model: build one QAdACache per model, or reset() it first"
         )
+
+
+def _reads_chunk() -> bool:
+    """Whether `generate` is on the stack, reading its prompt in chunks.
+
+    No argument of a forward pass tells: a last chunk looks like a short turn. A prompt that is read by other code is
+    taken for turns.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is GenerationMixin._prefill.__code__:
+            return getattr(frame.f_locals.get("generation_config"), "prefill_chunk_size", None) is not None
+        frame = frame.f_back
+    return False

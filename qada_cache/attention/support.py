@@ -1,12 +1,17 @@
 """Which models a QAdACache can serve, and whether tables of heads and moments are of that model."""
 
+import ast
+import functools
+import inspect
 import json
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import transformers
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 from transformers.utils import logging
@@ -18,8 +23,7 @@ from ..key_moments.prompts import PROMPTS
 from ..key_moments.rope import rope_settings
 from ..key_moments.served import served_config
 from ..key_moments.sharding import WHOLE, head_shard
-from ..state.options import Options
-from ..state.shared import ServedModel
+from ..state.shared import Options, ServedModel
 
 logger = logging.get_logger(__name__)
 
@@ -27,6 +31,18 @@ NEWEST = (5, 23)  # transformers that the tests run on: what is private there ma
 
 # What they keep there is of the text read last, whatever cache they are given: copies and files would miss it.
 _STATES_IN_MODEL = ("recurrent_gemma",)
+
+_NAME = "_attn_implementation"
+# Functions that read the name without effect here: `__init__` ran before it was replaced, and the other (Gemma 4's) is
+# of models whose layers share keys, which are refused for that.
+_HARMLESS = ("__init__", "_maybe_slice_kv_shared_inputs")
+_TABLES = ("ALL_ATTENTION_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS")  # of functions, where ours are registered
+_OPERATORS = {
+    ast.Eq: lambda name, other: name == other,
+    ast.NotEq: lambda name, other: name != other,
+    ast.In: lambda name, other: name in other,
+    ast.NotIn: lambda name, other: name not in other,
+}
 
 
 def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
@@ -155,3 +171,75 @@ def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return config.num_hidden_layers, heads, kv_heads, dim
+
+
+def find_reader(model: PreTrainedModel | None, config: PreTrainedConfig, name: str, instead: str) -> str | None:
+    """Where the model's code may go another way if its attention is called `instead` and not `name`; None: nowhere.
+
+    Some models do one thing under "sdpa" and another under any other name. The name of ours (`forward.py`) is another
+    one, and it stands in the config whatever cache is used. So such a model has to keep its own.
+
+    `config` is the model's text config. Without the model, its code is the whole modeling file that belongs to this
+    kind of config. Code whose source is not there is taken not to read the name.
+    """
+    for module, scope in _scopes(model, config):
+        for node in _readings(module).get(scope, ()):
+            if _differs(node, name, instead):
+                return f"{scope}, line {getattr(node, 'lineno', 0)} of {module}"
+    return None
+
+
+def _scopes(model: PreTrainedModel | None, config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
+    """Module and name of every class and function that may be asked for attention under this config."""
+    if model is None:
+        module = type(config).__module__.replace("configuration_", "modeling_")
+        yield from ((module, scope) for scope in _readings(module))
+        return
+    # Parts with a config of their own (of images, of sound) keep their name.
+    configs = (type(config), type(model.config))
+    parts = {type(part) for part in model.modules() if type(getattr(part, "config", config)) in configs}
+    foreign = {*PreTrainedModel.__mro__, *nn.Module.__mro__}
+    kinds = {kind for part in parts for kind in part.__mro__ if kind not in foreign}
+    yield from sorted({(kind.__module__, kind.__name__) for kind in kinds})
+
+
+@functools.cache
+def _readings(module: str) -> dict[str, list[ast.AST]]:
+    """Where a module's classes and functions read the name, other than to look a function up or to build the model."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError):
+        return {}
+    scopes = [scope for scope in tree.body if isinstance(scope, (ast.ClassDef, ast.FunctionDef))]
+    return {scope.name: list(_read_by(scope)) for scope in scopes}
+
+
+def _read_by(scope: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, ast.FunctionDef) and node.name in _HARMLESS:
+            continue
+        if any(map(_is_name, ast.iter_child_nodes(node))) and not _looks_up(node):
+            yield node
+        yield from _read_by(node)
+
+
+def _is_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == _NAME
+
+
+def _looks_up(node: ast.AST) -> bool:
+    """Whether this expression or statement reads the name for one of the tables, for a message, or to hand it on."""
+    if isinstance(node, (ast.Compare, ast.Call, ast.Subscript)):
+        return any(isinstance(part, ast.Name) and part.id in _TABLES for part in ast.walk(node))
+    return isinstance(node, ast.FormattedValue) or (isinstance(node, ast.Assign) and all(map(_is_name, node.targets)))
+
+
+def _differs(node: ast.AST, name: str, instead: str) -> bool:
+    """Whether this may have another value for the name `instead` than for `name`."""
+    if not isinstance(node, ast.Compare) or len(node.ops) > 1:
+        return True
+    compare, other = _OPERATORS[type(node.ops[0])], node.comparators[0]
+    try:
+        return compare(name, ast.literal_eval(other)) != compare(instead, ast.literal_eval(other))
+    except ValueError:
+        return True

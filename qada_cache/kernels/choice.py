@@ -4,9 +4,8 @@
 
 - "torch": torch's own operations alone, on any device.
 - "triton": the fused kernel for one token, or an error that says why not.
-- "auto", the default: on a GPU Triton's kernel, once it has been tried there against plain torch (`triton/trial.py`),
-  or torch, with a warning that says why; on the CPU the compiled kernel (`compiled.py`, `compiled_decode.py`), or torch
-  where it does not serve.
+- "auto", the default: on a GPU Triton's kernel, once it has been tried there (`decode_reference.py`), or torch, with a
+  warning that says why; on the CPU the compiled kernel (`compiled_decode.py`), or torch where it does not serve.
 """
 
 import functools
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..sketch import Layout
+from . import decode_reference
 from .cpu import compiled_decode
 
 logger = logging.get_logger(__name__)
@@ -98,10 +98,11 @@ def decode_kernel(
         return None
     reason = obstacle(*call)
     if reason is None:
-        from .triton import decode, trial
+        from .triton.decode import fused_decode
 
         if kernels == "auto":
-            reason = trial.decode_fault(
+            reason = decode_reference.decode_fault(
+                fused_decode,
                 query.device,
                 query.dtype,
                 group=query.shape[1] // bulk_keys.shape[1],
@@ -111,7 +112,7 @@ def decode_kernel(
                 pinned=bulk_keys.device != query.device,
             )
         if reason is None:
-            return decode.fused_decode
+            return fused_decode
     if kernels == "triton":
         raise RuntimeError(f"Triton's kernels were asked for, but {reason}")
     logger.warning_once(f"tokens are decoded on {query.device} by torch's operations, not by Triton's kernel: {reason}")

@@ -1,4 +1,4 @@
-"""The arguments of one decode step of one layer, in one place for all kernels."""
+"""The arguments of one decode step of one layer, for all kernels, and their checks before addresses are taken."""
 
 import weakref
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..criterion import logit
-from ..sketch import Sketch
+from ..sketch import BLOCK, Sketch, order_dtype, segments_of
 
 
 class MisfitError(ValueError):
@@ -129,24 +129,19 @@ class Binding:
         return Binding()
 
     def is_of(self, call: "DecodeCall") -> bool:
-        """Whether the last call that was checked was of the same tensors and rule, and of a query like this one."""
+        """Whether the last call was of these tensors and rule, and of a query like this one. If not, it goes."""
         query = call.query
-        if self._query != (query.shape, query.dtype, query.device):
-            return False
-        return all(known() is part for known, part in zip(self._parts, call.parts(), strict=True))
-
-    def forget(self) -> None:
-        """Nothing is checked and bound."""
-        self._query = self.bound = None
+        same = self._query == (query.shape, query.dtype, query.device) and all(
+            known() is part for known, part in zip(self._parts, call.parts(), strict=True)
+        )
+        if not same:
+            self._query = self.bound = None
+        return same
 
     def remember(self, call: "DecodeCall") -> None:
         """This call was checked."""
         self._query = call.query.shape, call.query.dtype, call.query.device
-        self._parts = [_nothing if part is None else weakref.ref(part) for part in call.parts()]
-
-
-def _nothing() -> None:
-    return None
+        self._parts = [(lambda: None) if part is None else weakref.ref(part) for part in call.parts()]
 
 
 @dataclass(eq=False)
@@ -219,3 +214,86 @@ class DecodeCall:
             *(self.mean, self.covariance, self.count, self.other_mean, self.other_covariance),
             *(self.sketch, self.pulled, self.sketched),
         )
+
+
+def check(call: DecodeCall) -> None:
+    """Raise ValueError unless a kernel that goes by the query's sizes and dtype reads within all tensors of a call.
+
+    Parts that are those of the layer's last call are known to be right. Each pass has rows of its own, checked when
+    they were made; here they have to fit the layer.
+    """
+    query, rows, binding = call.query, call.rows, call.binding
+    known = binding.is_of(call)
+    if not (
+        (known or _parts_fit(call))
+        and rows.number in (1, query.shape[0])
+        and rows.columns <= call.near_keys.shape[2]
+        and (rows.longest is None or rows.longest <= call.bulk_keys.shape[2])
+        and rows.device == query.device
+    ):
+        kept = () if call.sketch is None else call.sketch.tensors().values()
+        parts = (part for part in call.parts() if isinstance(part, Tensor))
+        raise MisfitError((query, rows.local, rows.bulk_lengths, rows.decided, *parts, *kept))
+    if not known:
+        binding.remember(call)
+
+
+Expected = tuple[Tensor | None, torch.dtype, tuple[int, ...]]  # a tensor, and what it has to be
+
+
+def _parts_fit(call: DecodeCall) -> bool:
+    """Whether all parts but the rows have the shapes, dtypes and layout that kernels expect at their addresses."""
+    query = call.query
+    batch, heads, queries, dim = query.shape
+    kv_heads, value_dim = call.near_keys.shape[1], call.near_values.shape[3]
+    if queries != 1 or not kv_heads or heads % kv_heads or call.near_keys.device != query.device:
+        return False
+    for keys, values in ((call.near_keys, call.near_values), (call.bulk_keys, call.bulk_values)):
+        shape = (batch, kv_heads, keys.shape[2])
+        if (tuple(keys.shape), tuple(values.shape)) != ((*shape, dim), (*shape, value_dim)):
+            return False
+        if not (keys.dtype == values.dtype == query.dtype and keys.stride(3) == values.stride(3) == 1):
+            return False
+        if keys.device != values.device:
+            return False
+    of_rows: list[Expected] = [(call.count, torch.int64, ())]
+    of_rows += [(mean, torch.float32, (kv_heads, dim)) for mean in (call.mean, call.other_mean)]
+    of_rows += [(part, torch.float32, (kv_heads, dim, dim)) for part in (call.covariance, call.other_covariance)]
+    if any(len(part) not in (1, batch) for part, *_ in of_rows if part is not None):
+        return False
+    expected: list[Expected] = [(None if part is None else part[0], dtype, shape) for part, dtype, shape in of_rows]
+    expected += [(call.rule.table, torch.bool, (kv_heads, heads // kv_heads))]
+    expected += [(counted, torch.int64, ()) for counted in (call.pulled, call.sketched)]
+    if call.sketch is not None:
+        capacity, words = call.sketch.scales.shape[2], call.sketch.codes.shape[2]
+        if dim % BLOCK or not 0 < words <= dim // BLOCK or capacity < call.bulk_keys.shape[2]:
+            return False
+        expected += _of_sketch(call.sketch, (batch, kv_heads), words, capacity, dim, value_dim)
+    return all(
+        (part.dtype, tuple(part.shape), part.device) == (dtype, shape, query.device) and part.is_contiguous()
+        for part, dtype, shape in expected
+        if part is not None
+    )
+
+
+def _of_sketch(
+    sketch: Sketch, heads: tuple[int, int], words: int, capacity: int, dim: int, value_dim: int
+) -> list[Expected]:
+    """The parts of a sketch that kernels read, with the dtypes and shapes that they are to have."""
+    segments = segments_of(capacity) if capacity else 0
+    return [
+        (part, dtype, heads + shape)
+        for part, dtype, shape in (
+            (sketch.codes, torch.int32, (words, capacity)),
+            (sketch.scales, torch.uint8, (capacity,)),
+            (sketch.units, torch.float32, (segments,)),
+            (sketch.centres, torch.bfloat16, (segments, dim)),
+            (sketch.order, order_dtype(dim), (segments, dim)),
+            (sketch.weights, torch.bfloat16, (segments, dim)),
+            (sketch.noise, torch.float32, (dim,)),
+            (sketch.variances, torch.float32, (dim,)),
+            (sketch.mean_value, torch.float32, (value_dim,)),
+            (sketch.slopes, torch.int8, (value_dim, dim)),
+            (sketch.slope_units, torch.float32, (dim,)),
+        )
+    ]

@@ -1,13 +1,22 @@
-"""One decode step of one layer in plain torch: `query_adaptive.py` for a `DecodeCall`, as kernels are held to it."""
+"""One decode step of one layer in plain torch, `query_adaptive.py` for a `DecodeCall`, and trials of kernels by it."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..criterion import fixed_log_bulk
-from ..sketch import MIN_TOKENS
+from ..sketch import MIN_TOKENS, Layout, Sketch, channel_means, encode_segments, rounded_slopes
 from .decode_call import DecodeCall
 from .query_adaptive import Masks, Part, Request, Step, attend, decide, estimated_log_bulk
+from .reference import fault
+
+KV_HEADS = 3
+LOCAL, STAGED, COLUMNS = 20, 5, 29  # columns of the near buffer; the others are neither
+SHORT = 300  # tokens in the bulk of all rows but the first
+ELSEWHERE = 0, 1  # the row and head that lie outside the buffers
 
 
 def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -71,3 +80,142 @@ def _log_bulk(call: DecodeCall, step: Step) -> Tensor:
     if call.other_mean is not None and call.other_covariance is not None:
         others = [(0, call.other_mean, call.other_covariance)]
     return estimated_log_bulk(step, current, others, pool=call.rule.pool_staged)
+
+
+@functools.cache
+def decode_fault(
+    kernel: Callable[[DecodeCall], tuple[Tensor, Tensor]],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    group: int,
+    dim: int,
+    value_dim: int,
+    layout: Layout | None,
+    pinned: bool,
+) -> str | None:
+    """The fault of a `fused_decode` on this device, in words for a warning; None without one.
+
+    The trial takes both group rules, with a default cache's moments, and once a head that lies elsewhere. Decisions are
+    clear, so that no rounding changes them, and tokens that are not to be read are nan. The answer is kept for the
+    process.
+
+    Args:
+        kernel: to try.
+        device, dtype: of queries.
+        group: query heads of each KV head.
+        dim, value_dim: of a head's keys and values.
+        layout: of the sketch that tokens are chosen by; None: all are read.
+        pinned: whether the bulk lies in pinned host memory.
+
+    Raises:
+        torch.OutOfMemoryError: memory ran out, which is no fault of the kernels.
+    """
+    scene = _scene(dtype, group, dim, value_dim, layout)
+    for group_rule, elsewhere in (("any", False), ("head", True)):
+        counted: dict[str, Any] = {
+            name: torch.zeros((), dtype=torch.int64, device="cpu") for name in ("pulled", "sketched")
+        }
+        out, flags = decode_step(DecodeCall.of(**scene, **counted, group_rule=group_rule))
+        for name in ("bulk_keys", "bulk_values"):
+            scene[name] = scene[name].masked_fill(~flags.any(dim=-1)[..., None, None], torch.nan)
+        compute = functools.partial(_compute, kernel, scene | {"group_rule": group_rule}, device, pinned, elsewhere)
+        if (wrong := fault(compute, (flags, out, *counted.values()))) is not None:
+            return wrong
+    return None
+
+
+def _compute(
+    kernel: Callable, scene: dict[str, Any], device: torch.device, pinned: bool, elsewhere: bool
+) -> tuple[Tensor, ...]:
+    """What the kernel makes of a scene, on the host: flags, outputs, and bytes of the bulk and of the sketch."""
+    told: dict[str, Any] = {name: part.to(device) if isinstance(part, Tensor) else part for name, part in scene.items()}
+    if "sketch" in told:
+        told["sketch"] = Sketch(**{name: part.to(device) for name, part in told["sketch"].tensors().items()})
+    pulled, spared, sketched = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
+    if elsewhere:
+        moved = [told[name][ELSEWHERE].clone() for name in ("bulk_keys", "bulk_values")]
+        told["places"] = torch.zeros(*scene["bulk_keys"].shape[:2], 2, dtype=torch.int64, device="cpu")
+        told["places"][ELSEWHERE] = torch.tensor([part.data_ptr() for part in moved], device="cpu")
+        told |= {"places": told["places"].to(device), "spared": spared}
+    for name in ("bulk_keys", "bulk_values"):
+        if elsewhere:
+            told[name] = told[name].clone()
+            told[name][ELSEWHERE] = torch.nan
+        if pinned:
+            told[name] = told[name].cpu().pin_memory()
+    out, flags = kernel(DecodeCall.of(**told, pulled=pulled, sketched=sketched))
+    # Here, as the host waits for the device: until then nothing that the kernels read may be let go of.
+    return tuple(part.cpu() for part in (flags, out, pulled + spared, sketched))
+
+
+def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, layout: Layout | None) -> dict[str, Any]:
+    """What `DecodeCall.of` takes, on the host, but for the group rule and what is counted.
+
+    Every KV head has a direction, in which its queries point, and keys lie along it or against it. Those of the first
+    KV head find their keys nearby, those of the second far away, most of all in every third token. In the group of the
+    third, every other query points the other way, and so finds its keys far away. The first row's bulk is long enough
+    to be split and coded, for the third head too roughly; the last row is padding. Where many tokens are read values
+    are large, so that one too many or too few shows.
+    """
+    made = torch.Generator("cpu").manual_seed(0)
+    length = MIN_TOKENS + 87
+    batch, capacity = 3, length + 41
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(batch, KV_HEADS, *shape, generator=made, dtype=torch.float32, device="cpu")
+
+    def along(*parts: float) -> Tensor:
+        return torch.tensor(parts, dtype=torch.float32, device="cpu").view(-1, 1, 1) * direction
+
+    direction = noise(1, dim)[:1].sign()
+    query = 0.1 * noise(group, dim) + direction
+    query[:, 2, ::2] -= along(0, 0, 2)[:, 2]
+    near_keys, near_values = 0.2 * noise(COLUMNS, dim), 5 * noise(COLUMNS, value_dim)
+    near_keys[:, :, :LOCAL] += along(1, 0.8, 1)
+    near_keys[:, :, LOCAL:] += along(-1, 1, -1)
+    near_values[:, :, LOCAL:] *= 8  # few among many
+    bulk_keys, bulk_values = 0.1 * noise(capacity, dim) + along(-1, 0.2, -1), 40 * noise(capacity, value_dim)
+    bulk_keys[:, :, ::3] += along(0, 0.8, 0)
+    bulk_values[:, 1] += 120
+    bulk_values[:, 1, ::3] -= 120  # values of selected tokens differ from the others'
+    near_keys, near_values, bulk_keys, bulk_values = (
+        part.to(dtype) for part in (near_keys, near_values, bulk_keys, bulk_values)
+    )
+
+    lengths = torch.tensor([length, SHORT, SHORT], device="cpu")
+    told: dict[str, Any] = {"scaling": 4 / dim, "threshold": 0.5, "bulk_lengths": lengths, "count": lengths}
+    told["decided"] = torch.tensor([True, True, False], device="cpu")
+    told["query"] = query.to(dtype).reshape(batch, KV_HEADS * group, 1, dim)
+    columns = torch.arange(COLUMNS, device="cpu")[None]
+    told["local"], told["staged"] = columns < LOCAL, (columns >= LOCAL) & (columns < LOCAL + STAGED)
+    rows = [bulk_keys[row, :, :tokens].float() for row, tokens in enumerate(lengths.tolist())]
+    told["mean"] = torch.stack([keys.mean(dim=1) for keys in rows])
+    centred = [keys - keys.mean(dim=1, keepdim=True) for keys in rows]
+    told["covariance"] = torch.stack([keys.mT @ keys / keys.shape[1] for keys in centred])
+    told |= {"other_mean": told["mean"][:1], "other_covariance": told["covariance"][:1], "pool_staged": True}
+    if layout is not None:
+        told["sketch"] = _sketch(bulk_keys, bulk_values, layout)
+        told["token_threshold"] = 0.8
+    near_keys[:, :, LOCAL + STAGED :] = near_values[:, :, LOCAL + STAGED :] = torch.nan
+    for row, tokens in enumerate(lengths.tolist()):
+        bulk_keys[row, :, tokens:] = bulk_values[row, :, tokens:] = torch.nan
+    told |= {"near_keys": near_keys, "near_values": near_values, "bulk_keys": bulk_keys, "bulk_values": bulk_values}
+    return told
+
+
+def _sketch(keys: Tensor, values: Tensor, layout: Layout) -> Sketch:
+    """Of all tokens, whatever is in use, for queries that are stronger in some channels.
+
+    The first segment has the scores of its tokens lie closer together than they do, so that no other segment's unit
+    will do for it. The third head of the first row tells too little, and says something absurd of unread tokens.
+    """
+    energies = torch.logspace(-1, 1, keys.shape[3], dtype=torch.float32, device="cpu")
+    made = encode_segments(keys, energies.expand(*keys.shape[:2], -1), layout, last=True)
+    made["units"][:, :, 0] *= 0.7
+    made |= channel_means(made, layout, keys.shape[2])
+    made["noise"][0, 2] = 1e9
+    mean = values.float().mean(dim=2, keepdim=True)
+    slopes = (values.float() - mean).mT @ (keys.float() - keys.float().mean(dim=2, keepdim=True)) / keys.shape[2]
+    mean[0, 2] = 1e4
+    return Sketch(**made, mean_value=mean.squeeze(2), **rounded_slopes(slopes))

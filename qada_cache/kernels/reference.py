@@ -1,7 +1,13 @@
-"""Partial attention in plain torch: the definition every faster path is tested against."""
+"""Partial attention in plain torch: the definition of every faster path, and its trial before its first use here."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+
+# Relative and absolute: a few roundings of a softmax average, far below the change by a missing part.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def partial_attention(
@@ -51,3 +57,38 @@ def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -
     total = weight_a + weight_b
     share = (weight_b / total.clamp_min(torch.finfo(torch.float32).tiny)).unsqueeze(-1)
     return out_a + (out_b - out_a) * share, torch.log(total) + highest
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Autocast switched off on devices of this type, which would lower float32 products: scores and moments."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def fault(compute: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor, ...]) -> str | None:
+    """A kernel's fault, in words for a warning; None without one.
+
+    Args:
+        compute: has the kernel compute; the results, on the host.
+        expected: the same shapes and dtypes; floating values within `TOLERANCE` of the dtype, others exactly.
+
+    Raises:
+        torch.OutOfMemoryError: as `compute` does: it says nothing of the kernel.
+    """
+    try:
+        found = compute()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler, a driver or an operator of another release may raise
+        return f"it raised {type(error).__name__}: {(str(error).strip().splitlines() or ['no word'])[0]}"
+    for one, other in zip(found, expected, strict=True):
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return f"it gave {one.dtype} {list(one.shape)}, not {other.dtype} {list(other.shape)}"
+        if not other.is_floating_point():
+            if not torch.equal(one, other):
+                return "its decisions or counts are not those of the same computation in plain torch"
+        elif not torch.allclose(one, other, rtol=TOLERANCE[other.dtype], atol=TOLERANCE[other.dtype]):
+            worst = float((one.double() - other.double()).abs().max())
+            return f"it is off by {worst:.2g} from the same computation in plain torch"
+    return None

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from transformers.utils import logging
 
-from .first_use import TOLERANCE, fault
-from .reference import merge_partials
+from .reference import TOLERANCE, fault, merge_partials
 
 logger = logging.get_logger(__name__)
 

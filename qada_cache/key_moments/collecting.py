@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..kernels.autocast import without_autocast
+from ..kernels.reference import without_autocast
 from .placement import inputs_device
 from .prompts import PROMPTS, prompt_ids, within_reach
 from .query_energies import QueryEnergies, observed

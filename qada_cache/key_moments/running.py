@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..kernels.autocast import without_autocast
+from ..kernels.reference import without_autocast
 
 BLOCK_TOKENS = 4096  # bounds the float32 copy of new keys
 

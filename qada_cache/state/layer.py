@@ -11,8 +11,7 @@ from ..key_moments.placing import Kept
 from ..storage.padding import NONE
 from ..storage.store import TokenStore
 from .counters import Counters
-from .options import Options
-from .shared import Shared
+from .shared import Options, Shared
 
 
 def _no_tensor(name: str) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..files.private_map import PrivateMap
-from . import pages
+from . import transfers
 from .residents import Head, Residents
 from .transfers import Arrival, Note, ahead, fetch, join, send
 
@@ -64,7 +64,7 @@ class Bulk:
         shape = (like.shape[0] if batch is None else batch, like.shape[1], capacity, like.shape[3])
         with torch.inference_mode(False):  # an inference tensor could not be appended to outside inference mode
             if self.device.type == "cpu":
-                return pages.empty(shape, like.dtype)
+                return transfers.empty(shape, like.dtype)
             if self.offloaded and capacity > 0:
                 try:
                     return torch.empty(shape, dtype=like.dtype, pin_memory=True)
@@ -130,7 +130,7 @@ class Bulk:
         """Bytes that the storage takes, unused capacity included."""
         if not self.offloaded:
             return self.keys.nbytes + self.values.nbytes
-        return pages.held_bytes(self.keys) + pages.held_bytes(self.values)
+        return transfers.held_bytes(self.keys) + transfers.held_bytes(self.values)
 
     def settle(self) -> None:
         """Wait for copies to the host that are still under way, before the host itself reads them."""
@@ -213,7 +213,7 @@ class Bulk:
                 sizes = [
                     len(self.lengths) * t.shape[1] * t.shape[3] * t.element_size() for t in (self.keys, self.values)
                 ]
-                room = min(pages.pinned_bytes(capacity * size) // size for size in sizes)
+                room = min(transfers.pinned_bytes(capacity * size) // size for size in sizes)
                 capacity = room // GRANULE * GRANULE
             self._rebuild(list(range(len(self.lengths))), capacity)
 

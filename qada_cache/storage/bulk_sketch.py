@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.autocast import without_autocast
+from ..kernels.reference import without_autocast
 from ..sketch import (
     MIN_TOKENS,
     SEGMENT_TOKENS,
@@ -21,7 +21,7 @@ from ..sketch import (
     segment_start,
     segments_of,
 )
-from . import pages
+from . import transfers
 from .bulk import Bulk
 
 TOKENS = ("codes", "scales")  # of a sketch, what every token has, in its last dimension
@@ -259,4 +259,4 @@ class BulkSketch:
 
 
 def _empty(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return pages.empty(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
+    return transfers.empty(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)

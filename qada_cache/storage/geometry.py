@@ -1,7 +1,9 @@
-"""Which tokens of the near buffer each query sees: the bookkeeping of one forward call, shared by all layers."""
+"""Which tokens of the near buffer each query sees, and padding: computed by the first layer of a pass for all."""
 
+import weakref
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from ..kernels.decode_call import Rows
 from ..kernels.query_adaptive import Masks
 from ..key_moments.rotation import rounded
+from .padding import Padding
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,3 +149,58 @@ def _of_one_query(
         offered=sum(n for n, there in zip(stored, decided, strict=True) if there),
         any_staged=1 in staged,
     )
+
+
+class ForwardPass:
+    """Padding and geometry of the pass under way.
+
+    Args:
+        sinks, window: tokens, as for `call_geometry`.
+
+    Attributes:
+        reads_chunk: whether the pass reads a chunk of `generate`'s prompt, which is exact whatever its length.
+    """
+
+    def __init__(self, sinks: int, window: int) -> None:
+        self.sinks, self.window = sinks, window
+        self.reads_chunk = False
+        self._mask: tuple[Any, Any, tuple[Padding, Tensor | None]] | None = None
+        self._geometry: tuple[Any, Geometry] | None = None
+
+    def padding_after(
+        self, padding: Padding, mask: Tensor | None, *, batch: int, seen: int, queries: int
+    ) -> tuple[Padding, Tensor | None]:
+        """`Padding.after`, once per mask: every layer of a forward pass is handed the same tensor."""
+        if mask is None:
+            return padding.after(mask, batch=batch, seen=seen, queries=queries)
+        call = (padding, batch, seen, queries)
+        if self._mask is None or self._mask[0]() is not mask or self._mask[1] != call:
+            self._mask = (weakref.ref(mask), call, padding.after(mask, batch=batch, seen=seen, queries=queries))
+        return self._mask[2]
+
+    def geometry(
+        self,
+        *,
+        lengths: list[int],
+        flushed: list[int],
+        end: int,
+        queries: int,
+        valid: Tensor | None,
+        device: torch.device,
+    ) -> Geometry:
+        """`call_geometry`, once per call: layers move in lockstep, so the first one's serves them all."""
+        # By content, not identity: a layer whose state differs must get its own masks.
+        key = (tuple(lengths), tuple(flushed), end, queries, None if valid is None else valid.numpy().tobytes(), device)
+        if self._geometry is None or self._geometry[0] != key:
+            made = call_geometry(
+                lengths=lengths,
+                flushed=flushed,
+                end=end,
+                queries=queries,
+                valid=valid,
+                sinks=self.sinks,
+                window=self.window,
+                device=device,
+            )
+            self._geometry = (key, made)
+        return self._geometry[1]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ..state.options import TOKEN_THRESHOLD
+from ..state.shared import TOKEN_THRESHOLD
 from .tune import Outcome
 
 

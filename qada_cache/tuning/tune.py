@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from .. import tuned_choice
 from ..cache import QAdACache
 from ..sketch.segments import MIN_TOKENS
-from ..state.options import TOKEN_THRESHOLD
+from ..state.shared import TOKEN_THRESHOLD
 from .choosing import Budget, Setting, together
 from .measuring import measure
 from .pieces import Piece

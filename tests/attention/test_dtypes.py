@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from qada_cache import QAdACache
-from qada_cache.kernels import operands
 from qada_cache.kernels.cpu import compiled, compiled_decode
-from qada_cache.kernels.decode_call import DecodeCall
+from qada_cache.kernels.decode_call import DecodeCall, check
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -110,11 +109,11 @@ WRONG = {
 def test_kernels_of_a_step_refuse_tensors_that_do_not_agree(name: str) -> None:
     scene = Scene(padding=(0,), moments="both")
     given = scene.arguments("cpu") | scene.moment_arguments("cpu")
-    operands.check(DecodeCall.of(**given, threshold=0.5))
+    check(DecodeCall.of(**given, threshold=0.5))
     for change in WRONG[name]:
         wrong = given | {name: change(given[name])}
         with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
-            operands.check(DecodeCall.of(**wrong, threshold=0.5))
+            check(DecodeCall.of(**wrong, threshold=0.5))
         with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
             compiled_decode.fused_decode(DecodeCall.of(**wrong, threshold=0.5))
 

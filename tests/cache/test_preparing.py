@@ -20,6 +20,7 @@ from qada_cache.kernels.cpu import compiled
 from qada_cache.key_moments import defaults, tokenizer
 from qada_cache.key_moments.tokenizer import find_tokenizer
 from qada_cache.sketch import Layout
+from qada_cache.state.shared import Options
 
 LONG = 1400  # tokens, of which enough are bulk for the CPU's kernel
 
@@ -164,7 +165,11 @@ def test_gpus_are_prepared_for_the_models_sizes(monkeypatch: pytest.MonkeyPatch)
     """Every device of the model, as caches will lie there."""
     built: dict[str, dict[str, Any]] = {}
     monkeypatch.setattr(preparing, "inputs_device", lambda _: torch.device("cuda", 1))
-    monkeypatch.setattr(preparing.ahead, "build", lambda device, dtype, **told: built.update({str(device): told}))
+
+    def build(device: torch.device, dtype: torch.dtype, options: Options, **sizes: Any) -> None:
+        built[str(device)] = {"sketch_bits": options.kept_bits, **sizes}
+
+    monkeypatch.setattr(preparing, "_build_kernels", build)
     model = tiny(num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
     prepare(model, moments="current", sketch_bits=4)
     assert built.keys() == {"cuda:1", "cpu"}
@@ -178,13 +183,13 @@ def test_gpus_are_prepared_for_the_models_sizes(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(not choice._installed(), reason="needs triton")
 def test_triton_is_tried_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the trial that the first step would make; here on a CPU, under Triton's interpreter."""
-    from qada_cache.kernels.triton import kernels, trial
+    from qada_cache.kernels.triton import kernels
 
     tried: list[dict[str, Any]] = []
     monkeypatch.setattr(kernels, "INTERPRETED", True)
     monkeypatch.setattr(choice, "AUTO_DEVICES", ("cpu",))
     monkeypatch.setattr(choice.compiled_decode, "obstacle", lambda *_: "not here")
-    monkeypatch.setattr(trial, "decode_fault", lambda device, dtype, **told: tried.append(told))
+    monkeypatch.setattr(choice.decode_reference, "decode_fault", lambda *_, **told: tried.append(told))
     prepare(tiny(num_attention_heads=6, num_key_value_heads=2, hidden_size=48), moments="current")
     assert tried == [{"group": 3, "dim": 8, "value_dim": 8, "layout": Layout.of_bits(8, 1.5), "pinned": False}]
 

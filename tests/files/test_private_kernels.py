@@ -18,7 +18,7 @@ from models import tiny
 from open_to_others import OPEN_TO_OTHERS, link_away
 
 from qada_cache import QAdACache
-from qada_cache.kernels.cpu import build, compiled
+from qada_cache.kernels.cpu import compiled
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +26,9 @@ def quick_builds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A process that has loaded no kernel, and that builds them quickly."""
     monkeypatch.setattr(compiled, "build", functools.cache(compiled.build.__wrapped__))
     (tmp_path / "session").mkdir(mode=0o700)
-    monkeypatch.setattr(build, "_session_folder", lambda: SimpleNamespace(name=tmp_path / "session"))
+    monkeypatch.setattr(compiled, "_session_folder", lambda: SimpleNamespace(name=tmp_path / "session"))
     # By a name of every test's own, as a process loads what goes by one name once.
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0", f"-DTEST={abs(hash(tmp_path))}"))
+    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-O0", f"-DTEST={abs(hash(tmp_path))}"))
 
 
 held: list[int] = []  # open files

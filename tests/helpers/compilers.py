@@ -2,13 +2,13 @@
 
 import pytest
 
-from qada_cache.kernels.cpu import build
+from qada_cache.kernels.cpu import compiled
 
 
 def compiler() -> str | None:
     """The one that would be used."""
     try:
-        return build._compiler()
+        return compiled._compiler()
     except OSError:
         return None
 

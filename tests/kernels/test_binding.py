@@ -11,8 +11,8 @@ from models import prompt, tiny
 from torch import Tensor
 
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.kernels import decode_reference, operands
-from qada_cache.kernels.cpu import compiled, compiled_decode, structs
+from qada_cache.kernels import decode_call, decode_reference
+from qada_cache.kernels.cpu import compiled, compiled_decode
 from qada_cache.kernels.decode_call import Binding, DecodeCall, MisfitError
 from qada_cache.sketch import Sketch
 
@@ -74,7 +74,7 @@ def test_nothing_is_kept_alive_nor_taken_for_another() -> None:
     """A tensor that is gone is not the one that lies at its place now."""
     first, binding = told(), Binding()
     call = DecodeCall.of(**first, binding=binding)
-    operands.check(call)
+    decode_call.check(call)
     assert binding.is_of(call)
     again = DecodeCall.of(**first, binding=binding)
     again.rule = call.rule
@@ -108,10 +108,10 @@ def test_nothing_is_kept_alive_nor_taken_for_another() -> None:
 def test_a_step_is_looked_at_whatever_is_bound(change: Any) -> None:
     first, binding = told(), Binding()
     call = DecodeCall.of(**first, binding=binding)
-    operands.check(call)
+    decode_call.check(call)
     with pytest.raises(MisfitError, match="cannot read these tensors as those of one layer"):
-        operands.check(DecodeCall.of(**first | change(first), binding=binding))
-    operands.check(call)
+        decode_call.check(DecodeCall.of(**first | change(first), binding=binding))
+    decode_call.check(call)
 
 
 @needs_compiler
@@ -184,13 +184,9 @@ def test_rows_of_several_lengths_are_bound_once(monkeypatch: pytest.MonkeyPatch)
 def test_sizes_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments that are laid out otherwise than C++ takes them are refused when the kernel is loaded."""
 
-    class Longer(structs.Decode):
-        _fields_ = (("more", structs.ctypes.c_int64),)
+    class Longer(compiled_decode.Decode):
+        _fields_ = (("more", compiled_decode.ctypes.c_int64),)
 
-    monkeypatch.setattr(structs, "Decode", Longer)
-    compiled.build.cache_clear()
-    try:
-        with pytest.raises(RuntimeError, match=r"decide\.h has a Decode of"):
-            compiled.build(torch.float32, 32, 32, 2)
-    finally:
-        compiled.build.cache_clear()
+    monkeypatch.setattr(compiled_decode, "Decode", Longer)
+    with pytest.raises(RuntimeError, match=r"decide\.h has a Decode of"):
+        compiled_decode.fused_decode(DecodeCall.of(**told()))

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.utils.logging import warning_once
 
 from qada_cache.kernels import partial_attention, sdpa
-from qada_cache.kernels.first_use import fault
+from qada_cache.kernels.reference import fault
 
 PLAIN = sdpa.OPERATORS["cpu"][0]
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]

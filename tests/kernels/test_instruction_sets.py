@@ -9,7 +9,7 @@ from decode_scene import Scene
 from test_chosen_tokens import run, share, small  # noqa: F401 - a fixture
 from test_triton import COMPILED, needs_compiler
 
-from qada_cache.kernels.cpu import build, compiled
+from qada_cache.kernels.cpu import compiled
 
 SETS = {"x86-64": set(), "x86-64-v3": {"avx2", "fma"}, "x86-64-v4": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}}
 
@@ -28,8 +28,8 @@ def supported() -> set[str]:
 def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if platform.machine() not in ("x86_64", "AMD64") or not SETS[request.param] <= supported():
         pytest.skip("the processor cannot run it")
-    flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in build.FLAGS]
-    monkeypatch.setattr(build, "FLAGS", tuple(flags))
+    flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in compiled.FLAGS]
+    monkeypatch.setattr(compiled, "FLAGS", tuple(flags))
     compiled.build.cache_clear()
     yield
     compiled.build.cache_clear()

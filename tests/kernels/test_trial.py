@@ -4,7 +4,6 @@ The kernel is Triton's under its interpreter, or a stand-in of the reference tha
 """
 
 import ctypes
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,12 +18,12 @@ from torch import Tensor
 from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache
-from qada_cache.kernels import choice, decode_reference
+from qada_cache.kernels import choice, decode_reference, reference
 from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.sketch import MIN_TOKENS, Layout, Sketch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from qada_cache.kernels.triton import decode, trial
+from qada_cache.kernels.triton import decode
 from qada_cache.kernels.triton.kernels import INTERPRETED
 
 CPU = torch.device("cpu")
@@ -44,10 +43,10 @@ on_gpu = [
 def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Of what other tests have found out nothing is known here, nor the reverse."""
     monkeypatch.delenv("QADA_KERNELS", raising=False)
-    trial.decode_fault.cache_clear()
+    decode_reference.decode_fault.cache_clear()
     warning_once.cache_clear()
     yield
-    trial.decode_fault.cache_clear()
+    decode_reference.decode_fault.cache_clear()
 
 
 @pytest.fixture
@@ -149,11 +148,11 @@ def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype, monkeypatch: p
     for layout in (LAYOUT,) if wrong in WRONG_SKETCHES else (None, LAYOUT):
         sizes = SIZES | {"layout": layout}
         plant(monkeypatch, lambda told: told)
-        assert trial.decode_fault(CPU, dtype, **sizes) is None
-        trial.decode_fault.cache_clear()
+        assert decode_reference.decode_fault(decode.fused_decode, CPU, dtype, **sizes) is None
+        decode_reference.decode_fault.cache_clear()
         plant(monkeypatch, change)
-        assert words in str(trial.decode_fault(CPU, dtype, **sizes))
-        trial.decode_fault.cache_clear()
+        assert words in str(decode_reference.decode_fault(decode.fused_decode, CPU, dtype, **sizes))
+        decode_reference.decode_fault.cache_clear()
 
 
 @interpreter
@@ -171,9 +170,8 @@ def test_nothing_is_wrong_with_the_kernels(
     dtype: torch.dtype, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By half of what is allowed."""
-    first_use = importlib.import_module("qada_cache.kernels.first_use")
-    monkeypatch.setattr(first_use, "TOLERANCE", {dtype: within / 2 for dtype, within in first_use.TOLERANCE.items()})
-    assert trial.decode_fault(CPU, dtype, **SIZES | sizes) is None
+    monkeypatch.setattr(reference, "TOLERANCE", {dtype: within / 2 for dtype, within in reference.TOLERANCE.items()})
+    assert decode_reference.decode_fault(decode.fused_decode, CPU, dtype, **SIZES | sizes) is None
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
@@ -186,7 +184,7 @@ def test_nothing_is_wrong_on_a_gpu(
 ) -> None:
     sizes = {"group": group, "dim": dim, "value_dim": dim, "pinned": pinned}
     sizes["layout"] = None if bits is None else Layout.of_bits(dim, bits)
-    assert trial.decode_fault(torch.device(device, 0), dtype, **sizes) is None
+    assert decode_reference.decode_fault(decode.fused_decode, torch.device(device, 0), dtype, **sizes) is None
 
 
 def test_other_defaults_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +192,10 @@ def test_other_defaults_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            assert trial.decode_fault(CPU, torch.bfloat16, **SIZES | {"layout": LAYOUT}) is None
+            assert (
+                decode_reference.decode_fault(decode.fused_decode, CPU, torch.bfloat16, **SIZES | {"layout": LAYOUT})
+                is None
+            )
     finally:
         torch.set_default_dtype(torch.float32)
 

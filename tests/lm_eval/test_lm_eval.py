@@ -20,7 +20,7 @@ from qada_cache import QAdACache, StaticHeads, needle, tuned_choice  # noqa: E40
 from qada_cache.lm_eval import QAdALM  # noqa: E402
 from qada_cache.lm_eval.options import split_arguments  # noqa: E402
 from qada_cache.lm_eval.scoring import rows  # noqa: E402
-from qada_cache.state.options import TOKEN_THRESHOLD  # noqa: E402
+from qada_cache.state.shared import TOKEN_THRESHOLD  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent

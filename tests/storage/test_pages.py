@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qada_cache.storage import pages
+from qada_cache.storage import transfers
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -25,7 +25,7 @@ def mapping(address: int) -> str:
 
 @pytest.mark.skipif(not SETTING.exists() or "[never]" in SETTING.read_text(), reason="needs huge pages")
 def test_large_tensors_lie_in_huge_pages() -> None:
-    made = pages.empty((2, 3, 1 << 20), torch.bfloat16).fill_(1)
+    made = transfers.empty((2, 3, 1 << 20), torch.bfloat16).fill_(1)
     assert made.shape == (2, 3, 1 << 20)
     assert made.is_contiguous()
     said = mapping(made.data_ptr() + made.nbytes // 2)
@@ -35,11 +35,11 @@ def test_large_tensors_lie_in_huge_pages() -> None:
 
 
 def test_memory_lives_as_long_as_a_view() -> None:
-    view = pages.empty((4, 1 << 20), torch.float32)[1:3]
+    view = transfers.empty((4, 1 << 20), torch.float32)[1:3]
     view.copy_(torch.arange(2 << 20).view(2, -1))
     assert view.flatten().equal(torch.arange(2 << 20).float())
 
 
 def test_small_and_empty_tensors() -> None:
-    assert pages.empty((2, 0, 8), torch.float16).shape == (2, 0, 8)
-    assert pages.empty((3, 5), torch.int64).dtype == torch.int64
+    assert transfers.empty((2, 0, 8), torch.float16).shape == (2, 0, 8)
+    assert transfers.empty((3, 5), torch.int64).dtype == torch.int64

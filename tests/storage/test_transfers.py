@@ -159,8 +159,8 @@ def test_pinned_blocks_are_filled(dims: tuple[int, int], fills: int, monkeypatch
         store = Bulk(*likes, offloading=True, residents=Residents(0), layer=layer)
         asked.clear()
         store.reserve(4096 - 128)  # a prompt of 4,096 tokens
-        needed = [bulk.pages.pinned_bytes(2 * 8 * (4096 - 127) * dim * 2) for dim in dims]
-        assert [bulk.pages.pinned_bytes(size) for size in asked] == needed
+        needed = [bulk.transfers.pinned_bytes(2 * 8 * (4096 - 127) * dim * 2) for dim in dims]
+        assert [bulk.transfers.pinned_bytes(size) for size in asked] == needed
         for tokens in range(4096, 4 * 4096 - 1, 128):
             store.reserve(tokens)
         assert len(asked) == 2 * fills  # keys' blocks are of 4,096 tokens, twice and four times as many

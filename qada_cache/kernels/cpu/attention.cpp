@@ -290,7 +290,7 @@ struct Step {
 
 }  // namespace
 
-// What structs.py says of the size of the arguments is compared with this before they are read.
+// What compiled_decode.py says of the size of the arguments is compared with this before they are read.
 extern "C" int64_t decode_size() { return sizeof(Decode); }
 
 // Heads are decided about first; then the bulks of those that need it are read, which is where the time goes, or their

@@ -9,9 +9,53 @@ import torch
 from torch import Tensor
 
 from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, selection
-from .. import operands
-from ..decode_call import DecodeCall
-from . import compiled, structs
+from ..decode_call import DecodeCall, check
+from . import compiled
+
+CRITERIA = {"local": 0, "dense": 1, "static": 2, "gaussian": 3}
+GROUP_RULES = {"head": 0, "any": 1}
+
+
+class View(ctypes.Structure):
+    """Address and strides of a tensor's rows and heads, in elements; stride 0 if all share one."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64))
+
+
+def view(tensor: Tensor | None) -> View:
+    """A view of `[rows, ...]` or `[rows, kv_heads, ...]`; one row stands for all."""
+    if tensor is None:
+        return View()
+    row = 0 if tensor.shape[0] == 1 else tensor.stride(0)
+    return View(tensor.data_ptr(), row, tensor.stride(1) if tensor.dim() > 1 else 0)
+
+
+class Rows(ctypes.Structure):
+    """`Rows` of decode_call.py."""
+
+    _fields_ = (
+        *((name, View) for name in ("local", "staged", "decided", "bulk_lengths")),
+        ("columns", ctypes.c_int64),
+    )
+
+
+class Decode(ctypes.Structure):
+    """`DecodeCall` of decode_call.py, its rule and sketch included."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "out", "flags")),
+        ("rows", Rows),
+        *((name, View) for name in ("near_keys", "near_values", "bulk_keys", "bulk_values", "table")),
+        *((name, View) for name in ("mean", "covariance", "other_mean", "other_covariance", "count")),
+        *((name, View) for name in ("codes", "scales", "slopes", "units", "noise", "variances", "mean_value")),
+        *((name, View) for name in ("slope_units", "centres", "weights", "order")),
+        *((name, ctypes.c_void_p) for name in ("errors", "pulled", "sketched")),
+        *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "split_tokens", "min_sketched", "segment_tokens")),
+        *((name, ctypes.c_float) for name in ("scaling", "limit", "log_token_threshold", "log_unread_weight")),
+        *((name, ctypes.c_float) for name in ("unreliable", "noise_share")),
+        *((name, ctypes.c_int) for name in ("criterion", "group_rule", "pool_staged", "threads")),
+        ("words", ctypes.c_int * 3),
+    )
 
 
 def obstacle(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> str | None:
@@ -32,7 +76,7 @@ def obstacle(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: o
 
 def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Same contract as `decode_reference.decode_step`, for the calls that have no `obstacle`."""
-    operands.check(call)
+    check(call)
     bound = call.binding.bound
     if bound is None:
         bound = call.binding.bound = _Bound(call)
@@ -51,7 +95,7 @@ class _Bound:
         self._pulled = call.pulled if call.pulled is not None else torch.zeros((), dtype=torch.int64, device="cpu")
         moments = ("mean", "covariance", "other_mean", "other_covariance", "count")
         views = buffers | {name: getattr(call, name) for name in moments} | {"table": self._table}
-        self._decode = structs.Decode(
+        self._decode = Decode(
             pulled=self._pulled.data_ptr(),
             sketched=None if call.sketched is None else call.sketched.data_ptr(),
             batch=call.query.shape[0],
@@ -61,8 +105,8 @@ class _Bound:
             segment_tokens=SEGMENT_TOKENS,
             scaling=rule.scaling,
             limit=rule.limit,
-            criterion=structs.CRITERIA[rule.kind],
-            group_rule=structs.GROUP_RULES[rule.group_rule],
+            criterion=CRITERIA[rule.kind],
+            group_rule=GROUP_RULES[rule.group_rule],
             pool_staged=rule.pool_staged,
         )
         if sketch is not None:
@@ -74,9 +118,11 @@ class _Bound:
             decode.log_unread_weight = math.log(selection.UNREAD_WEIGHT)
             decode.unreliable, decode.noise_share = selection.UNRELIABLE, selection.NOISE_SHARE
         for name, tensor in views.items():
-            setattr(self._decode, name, structs.view(tensor))
+            setattr(self._decode, name, view(tensor))
         kernels = compiled.build(call.query.dtype, dim, value_dim, call.group)
         assert kernels is not None
+        if (size := kernels.decode_size()) != ctypes.sizeof(Decode):
+            raise RuntimeError(f"decide.h has a Decode of {size} bytes, and this module of {ctypes.sizeof(Decode)}")
         self._run: Callable[[], None] = functools.partial(kernels.fused_decode, ctypes.byref(self._decode))
         self._out = (*call.query.shape[:3], value_dim)
         self._flags = (*call.near_keys.shape[:2], call.group)
@@ -85,8 +131,8 @@ class _Bound:
         """`fused_decode` for a call that differs from the one that was bound in its query and rows alone."""
         query, rows, decode = call.query.contiguous(), call.rows, self._decode
         if rows.bound is None:
-            views = {name: structs.view(getattr(rows, name)) for name in ("local", "staged", "decided", "bulk_lengths")}
-            rows.bound = structs.Rows(**views, columns=rows.columns)
+            views = {name: view(getattr(rows, name)) for name in ("local", "staged", "decided", "bulk_lengths")}
+            rows.bound = Rows(**views, columns=rows.columns)
         out = torch.empty(self._out, dtype=torch.float32, device=query.device)
         flags = torch.empty(self._flags, dtype=torch.bool, device=query.device)
         decode.query, decode.out, decode.flags = query.data_ptr(), out.data_ptr(), flags.data_ptr()

@@ -17,8 +17,8 @@ struct View {
     T* at(int64_t row, int64_t head = 0) const { return data + row * row_stride + head * head_stride; }
 };
 
-// `Rows` and `DecodeCall` of decode_call.py, which say what shapes these have; structs.py has the same fields. The data
-// of a view may be null where the criterion needs none.
+// `Rows` and `DecodeCall` of decode_call.py, which say what shapes these have; compiled_decode.py has the same fields.
+// The data of a view may be null where the criterion needs none.
 struct Rows {
     View<const uint8_t> local, staged, decided;
     View<const int64_t> bulk_lengths;

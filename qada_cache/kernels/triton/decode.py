@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, selection
 from ...sketch.layout import BITS, WORD_BITS
-from .. import operands
-from ..decode_call import DecodeCall
+from ..decode_call import DecodeCall, check
 from .kernels import bulk_kernel, merge_kernel, near_kernel
 from .sketch_kernels import chosen_kernel, estimate_kernel
 
@@ -53,7 +52,7 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     buffers is contiguous. Nothing waits for the device. A captured graph can be replayed as long as the tensors stay
     where they are, so until the bulk grows; lengths, masks and moments may be written to in place.
     """
-    operands.check(call)
+    check(call)
     query, rows, rule, sketch = call.query, call.rows, call.rule, call.sketch
     near_keys, near_values, bulk_keys, bulk_values = call.near_keys, call.near_values, call.bulk_keys, call.bulk_values
     batch, heads, _, dim = query.shape
