@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..kernels.query_adaptive import Part, Request
 from .bulk import Bulk
-from .residents import Head, Resident
+from .residents import Head
 from .transfers import Arrival, Note, ahead
 
 EARLY_SHARE = 4  # at most one in so many heads of a layer is fetched before it is asked for
@@ -52,11 +52,12 @@ def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iter
     missing = (head for head in heads if head not in held)
     arrivals = ahead((head, early.get(head) or _fetch(bulk, head, 0, bulk.lengths[head[0]])) for head in missing)
     for head, resident in held.items():
-        yield _of_head(head, resident.keys, resident.values, spared=True)
-    for head, (keys, values) in arrivals:
+        yield _of_head(head, resident.tensors, spared=True)
+    for head, tensors in arrivals:
         if learn:
-            bulk.residents.keep(head, keys, values, before[head])
-        yield _of_head(head, keys, values, pulled=head not in early)
+            nbytes = bulk.token_bytes * bulk.lengths[head[0]]
+            bulk.residents.keep(head, nbytes, before[head], functools.partial(Arrival, tensors))
+        yield _of_head(head, tensors, pulled=head not in early)
 
 
 def _selected(bulk: Bulk, requests: Iterator[Request]) -> Iterator[Part]:
@@ -69,12 +70,10 @@ def _selected(bulk: Bulk, requests: Iterator[Request]) -> Iterator[Part]:
             if (resident := _held(bulk, [head]).get(head)) is None:
                 yield (request, False), bulk.gather(head, request.tokens)
             else:
-                found = resident.keys[:, :, request.tokens], resident.values[:, :, request.tokens]
-                yield (request, True), Arrival(found)
+                yield (request, True), Arrival(tuple(part[:, :, request.tokens] for part in resident.tensors))
 
-    for (request, spared), (keys, values) in ahead(arrivals()):
-        head = request.row, request.head
-        yield _of_head(head, keys, values, request, pulled=not spared, spared=spared)
+    for (request, spared), tensors in ahead(arrivals()):
+        yield _of_head((request.row, request.head), tensors, request, pulled=not spared, spared=spared)
 
 
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
@@ -93,9 +92,9 @@ def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
     arrivals = ahead((head, _fetch(bulk, head, *span)) for head, span in missing)
     for head, resident in held.items():
         for first, end in spans:
-            yield _of_head(head, resident.keys[:, :, first:end], resident.values[:, :, first:end], spared=True)
-    for head, (keys, values) in arrivals:
-        yield _of_head(head, keys, values, pulled=True)
+            yield _of_head(head, tuple(part[:, :, first:end] for part in resident.tensors), spared=True)
+    for head, tensors in arrivals:
+        yield _of_head(head, tensors, pulled=True)
 
 
 def prefetch(bulk: Bulk) -> int:
@@ -141,7 +140,7 @@ def learn(bulk: Bulk, flags: Tensor) -> int:
             tokens = bulk.lengths[head[0]]
             if bulk.residents.get(head, tokens) is None:
                 nbytes, fetch = bulk.token_bytes * tokens, functools.partial(bulk.fetch, head, 0, tokens)
-                moved += nbytes * bulk.residents.bring(head, nbytes, before[head], fetch)
+                moved += nbytes * bulk.residents.keep(head, nbytes, before[head], fetch)
     return moved
 
 
@@ -150,7 +149,7 @@ def _heads(bulk: Bulk, wanted: list[list[bool]]) -> list[Head]:
     return [(row, head) for row, flags in enumerate(wanted) if bulk.lengths[row] for head, f in enumerate(flags) if f]
 
 
-def _held(bulk: Bulk, heads: list[Head]) -> dict[Head, Resident]:
+def _held(bulk: Bulk, heads: list[Head]) -> dict[Head, Arrival]:
     """Those of the heads that lie on the device, whole."""
     found = {head: bulk.residents.get(head, bulk.lengths[head[0]]) for head in heads}
     held = {head: resident for head, resident in found.items() if resident is not None}
@@ -175,12 +174,16 @@ def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> Part:
 
 
 def _of_head(
-    head: Head, keys: Tensor, values: Tensor, request: Request | None = None, *, pulled: bool = False,
+    head: Head,
+    tensors: tuple[Tensor, ...],
+    request: Request | None = None,
+    *,
+    pulled: bool = False,
     spared: bool = False,
-) -> Part:  # fmt: skip
-    moved, (row, column) = keys.nbytes + values.nbytes, head
-    at = slice(row, row + 1), slice(column, column + 1)
-    return Part(*at, keys, values, request, moved * pulled, moved * spared)
+) -> Part:
+    (row, column), (keys, values) = head, tensors
+    moved = keys.nbytes + values.nbytes
+    return Part(slice(row, row + 1), slice(column, column + 1), keys, values, request, moved * pulled, moved * spared)
 
 
 def _runs(wanted: list[bool]) -> Iterator[slice]:

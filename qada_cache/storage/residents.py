@@ -4,9 +4,9 @@ A resident is a copy that was made to be read, and kept. The host holds every bu
 dropped at any time.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from accelerate.utils import get_max_memory
@@ -38,41 +38,6 @@ def free_memory(device: torch.device) -> int:
     if hasattr(backend, "mem_get_info"):  # accelerate would ask every device, and so take memory on all of them
         return backend.mem_get_info(device)[0]
     return get_max_memory().get(device.type, 0)  # devices that use the host's memory, of which there is one
-
-
-@dataclass(eq=False)
-class Resident:
-    """Keys and values `[1, 1, tokens, dim]` of one head of one row; while its `arrival` is not None, on their way."""
-
-    keys: Tensor
-    values: Tensor
-    arrival: Arrival | None = None
-
-    def landed(self) -> bool:
-        """Whether they may be read; see `Arrival.landed`."""
-        if self.arrival is not None and self.arrival.landed():
-            self.wait()
-        return self.arrival is None
-
-    def wait(self) -> None:
-        """Make later computation on the device wait for them."""
-        if self.arrival is not None:
-            self.arrival.wait()
-            self.arrival = None
-
-    def __deepcopy__(self, memo: dict) -> "Resident":
-        self.wait()  # else the copy would be of older memory
-        return Resident(self.keys.clone(), self.values.clone())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.keys.nbytes + self.values.nbytes
-
-    @property
-    def tokens(self) -> int:
-        """How many it holds."""
-        return self.keys.shape[2]
 
 
 class Residents:
@@ -175,10 +140,10 @@ class LayerResidents:
 
     def __init__(self, shared: Residents, index: int, device: torch.device, batch: int, kv_heads: int) -> None:
         self.shared, self.index, self.device = shared, index, device
-        self.held: dict[Head, Resident] = {}
+        self.held: dict[Head, Arrival] = {}
         self.nbytes = self.bulk_bytes = self._calls = 0
         self.scores = [[-math.inf] * kv_heads for _ in range(batch)]
-        self._placed: dict[Head, tuple[int, int]] = {}
+        self._placed: dict[Head, tuple[int, ...]] = {}
         self._places: Tensor | None = None
 
     def flag(self, heads: list[Head]) -> dict[Head, float]:
@@ -194,32 +159,26 @@ class LayerResidents:
             self.scores[row][head] = now if old == -math.inf else max(old, now) + math.log2(1 + 2 ** -abs(old - now))
         return before
 
-    def keep(self, head: Head, keys: Tensor, values: Tensor, score: float) -> None:
-        """Keep this copy of a head's bulk if the budget, or a weaker resident, has the room for it."""
-        if self._makes_room(head, keys.nbytes + values.nbytes, score):
-            self._hold(head, Resident(keys, values))
+    def keep(self, head: Head, nbytes: int, score: float, fetch: Callable[[], Arrival]) -> bool:
+        """Keep a copy of a head's bulk, of `nbytes` bytes, if the budget, or a weaker resident, has the room for it.
 
-    def bring(self, head: Head, nbytes: int, score: float, fetch: Callable[[], Arrival]) -> bool:
-        """As `keep`, for a copy of `nbytes` bytes that `fetch` starts if it may stay; returns whether it does."""
-        if not self._makes_room(head, nbytes, score):
-            return False
-        try:
-            arrival = fetch()
-        except torch.OutOfMemoryError:  # then it is read where it lies
-            return False
-        self._hold(head, Resident(*arrival.tensors, arrival))
-        return True
-
-    def _makes_room(self, head: Head, nbytes: int, score: float) -> bool:
+        `fetch` then makes it, or starts to. Returns whether the copy stays.
+        """
         if head in self.held:  # with another number of tokens, else it would have been read instead
             self.drop(head)
-        return bool(self.shared.budget) and self.shared.admits(nbytes, score, self.device)
+        if not self.shared.budget or not self.shared.admits(nbytes, score, self.device):
+            return False
+        try:
+            self._hold(head, fetch())
+        except torch.OutOfMemoryError:  # then it is read where it lies
+            return False
+        return True
 
-    def _hold(self, head: Head, resident: Resident) -> None:
+    def _hold(self, head: Head, resident: Arrival) -> None:
         self.held[head] = resident
         self.nbytes += resident.nbytes
 
-    def get(self, head: Head, tokens: int) -> Resident | None:
+    def get(self, head: Head, tokens: int) -> Arrival | None:
         """The resident that holds all `tokens` of a head's bulk, if there is one."""
         resident = self.held.get(head)
         return resident if resident is not None and resident.tokens == tokens else None
@@ -231,7 +190,7 @@ class LayerResidents:
         before anything here changes: memory freed later is not used again before that work is done.
         """
         found = {
-            head: (resident.keys.data_ptr(), resident.values.data_ptr())
+            head: tuple(tensor.data_ptr() for tensor in resident.wait())
             for head, resident in self.held.items()
             if resident.tokens == lengths[head[0]] and resident.landed()
         }
@@ -253,32 +212,28 @@ class LayerResidents:
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Tokens `[rows, kv_heads, tokens, dim]` went into the bulk: residents get them too."""
 
-        def longer(old: Resident, row: int, head: int) -> Resident:
-            at = slice(row - rows.start, row - rows.start + 1), slice(head, head + 1)
-            return Resident(torch.cat([old.keys, keys[at]], dim=2), torch.cat([old.values, values[at]], dim=2))
+        def longer(old: tuple[Tensor, ...], head: Head) -> tuple[Tensor, ...]:
+            new = (part[None, None, head[0] - rows.start, head[1]] for part in (keys, values))
+            return tuple(torch.cat(pair, dim=2) for pair in zip(old, new, strict=True))
 
         self._replace([head for head in self.held if rows.start <= head[0] < rows.stop], longer)
-        self.shared.trim(self.device)
 
     def truncate(self, lengths: list[int]) -> None:
         """Row `r` of the bulk keeps its first `lengths[r]` tokens."""
 
-        def shorter(old: Resident, row: int, _: int) -> Resident:
-            return Resident(old.keys[:, :, : lengths[row]].clone(), old.values[:, :, : lengths[row]].clone())
+        def shorter(old: tuple[Tensor, ...], head: Head) -> tuple[Tensor, ...]:
+            return tuple(part[:, :, : lengths[head[0]]].clone() for part in old)
 
         self._replace([head for head, old in self.held.items() if old.tokens > lengths[head[0]]], shorter)
-        self.shared.trim(self.device)
 
-    def _replace(self, heads: list[Head], change: Callable[[Resident, int, int], Resident]) -> None:
+    def _replace(self, heads: list[Head], change: Callable[[tuple[Tensor, ...], Head], tuple[Tensor, ...]]) -> None:
+        """Put `change` of their keys and values in the place of these."""
         for head in heads:
-            old = self.held[head]
-            old.wait()
+            old = self.held[head].wait()
             self.drop(head)
-            try:
-                new = change(old, *head)
-            except torch.OutOfMemoryError:  # dropped, as the host has it
-                continue
-            self._hold(head, new)
+            with contextlib.suppress(torch.OutOfMemoryError):  # dropped, as the host has it
+                self._hold(head, Arrival(change(old, head)))
+        self.shared.trim(self.device)
 
     def select(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`. If a row is repeated, the first one keeps the residents."""

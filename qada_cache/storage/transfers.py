@@ -54,22 +54,36 @@ def _side_stream(device: torch.device, direction: str) -> Any:
 
 
 class Arrival:
-    """Keys and values on their way to the device; `tensors` are not to be read before `wait`."""
+    """Keys and values `[1, 1, tokens, dim]` on the device, or on their way: to be read after `wait`."""
 
-    def __init__(self, tensors: tuple[Tensor, Tensor], event: Any = None) -> None:
+    def __init__(self, tensors: tuple[Tensor, ...], event: Any = None) -> None:
         self.tensors, self._event = tensors, event
+
+    def __deepcopy__(self, memo: dict) -> "Arrival":
+        return Arrival(tuple(tensor.clone() for tensor in self.wait()))  # else it would be a copy of older memory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def tokens(self) -> int:
+        """How many it holds."""
+        return self.tensors[0].shape[2]
 
     def landed(self) -> bool:
         """Whether they are there, so that nothing would have to wait."""
         return self._event is None or self._event.query()
 
-    def wait(self) -> tuple[Tensor, Tensor]:
+    def wait(self) -> tuple[Tensor, ...]:
         """Keys and values, for later computation on the device."""
         if self._event is not None:
             device = self.tensors[0].device
             join(self._event, device)
             for tensor in self.tensors:  # else freed memory would be written to while it is still read
                 tensor.record_stream(torch.cuda.current_stream(device))
+            self._event = None
         return self.tensors
 
 
@@ -107,7 +121,7 @@ class Note:
         return self._tensor.tolist() if self._event is None or self._event.query() else None
 
 
-def ahead(arrivals: Iterator[tuple[Name, Arrival]]) -> Iterator[tuple[Name, tuple[Tensor, Tensor]]]:
+def ahead(arrivals: Iterator[tuple[Name, Arrival]]) -> Iterator[tuple[Name, tuple[Tensor, ...]]]:
     """Keys and values as they arrive, each under its name. Each copy is started before the one in front of it is used,
     the first at once.
 
@@ -118,7 +132,7 @@ def ahead(arrivals: Iterator[tuple[Name, Arrival]]) -> Iterator[tuple[Name, tupl
 
 def _ahead(
     first: tuple[Name, Arrival] | None, arrivals: Iterator[tuple[Name, Arrival]]
-) -> Iterator[tuple[Name, tuple[Tensor, Tensor]]]:
+) -> Iterator[tuple[Name, tuple[Tensor, ...]]]:
     used: deque[Any] = deque()
     while first is not None:
         if len(used) > 1:

@@ -133,7 +133,7 @@ def test_a_copy_has_residents_that_were_on_their_way() -> None:
         for first, end in ((0, 110), (110, 111)):
             model(ids[:, first:end], past_key_values=cache)
         residents = [layer.store.bulk.residents for layer in cache.layers]
-        assert any(resident.arrival is not None for own in residents for resident in own.held.values())
+        assert any(not resident.landed() for own in residents for resident in own.held.values())
         twins = copy.deepcopy(cache), cache.fork()
         expected, *logits = (model(ids[:, 111:112], past_key_values=one).logits for one in (cache, *twins))
     for found in logits:

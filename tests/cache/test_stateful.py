@@ -245,8 +245,8 @@ class CacheMachine(RuleBasedStateMachine):
             for (row, head), kept in layer.store.bulk.residents.held.items() if layer.store else ():
                 length = layer.store.bulk.lengths[row]
                 kept.wait()  # some are on their way
-                assert torch.equal(kept.keys[0, 0], layer.store.bulk.keys[row, head, :length])
-                assert torch.equal(kept.values[0, 0], layer.store.bulk.values[row, head, :length])
+                for part, host in zip(kept.tensors, (layer.store.bulk.keys, layer.store.bulk.values), strict=True):
+                    assert torch.equal(part[0, 0], host[row, head, :length])
 
 
 TestCache = CacheMachine.TestCase

@@ -66,7 +66,7 @@ def copied_and_saved(model: PreTrainedModel, cache: QAdACache, folder: Path) -> 
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
     held = [
-        {id(old.keys) for layer in each.layers for old in layer.store.bulk.residents.held.values()}
+        {id(old.tensors[0]) for layer in each.layers for old in layer.store.bulk.residents.held.values()}
         for each in (twin, cache)
     ]
     assert not held[0] & held[1]

@@ -95,15 +95,15 @@ def test_a_head_is_brought_once_and_used_when_it_is_whole() -> None:
         assert copies.count == 1
         assert not store.residents.places(store.lengths).any()  # on its way
         kept = store.residents.held[0, 0]
-        assert kept.keys.isnan().all()
+        assert kept.tensors[0].isnan().all()
         kept.wait()
         places = store.residents.places(store.lengths)
-        assert places.tolist() == [[[kept.keys.data_ptr(), kept.values.data_ptr()], [0, 0]]]
-        assert (kept.keys == 1).all()
+        assert places.tolist() == [[[part.data_ptr() for part in kept.tensors], [0, 0]]]
+        assert (kept.tensors[0] == 1).all()
         assert store.residents.places(store.lengths) is places
         assert not store.residents.places([7]).any()  # of another number of tokens
         store.append(slice(0, 1), torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
-        assert store.residents.places(store.lengths)[0, 0, 0] == store.residents.held[0, 0].keys.data_ptr()
+        assert store.residents.places(store.lengths)[0, 0, 0] == store.residents.held[0, 0].tensors[0].data_ptr()
 
 
 def test_a_head_that_may_not_stay_is_not_brought() -> None:

@@ -10,9 +10,14 @@ from stand_in import accelerator
 
 from qada_cache.storage import reading, residents
 from qada_cache.storage.bulk import Bulk
-from qada_cache.storage.residents import Residents
+from qada_cache.storage.residents import Head, LayerResidents, Residents
+from qada_cache.storage.transfers import Arrival
 
 CPU = torch.device("cpu")
+
+
+def keep(layer: LayerResidents, head: Head, keys: torch.Tensor, values: torch.Tensor, score: float) -> bool:
+    return layer.keep(head, keys.nbytes + values.nbytes, score, lambda: Arrival((keys, values)))
 
 
 class Heads:
@@ -33,7 +38,7 @@ class Heads:
             missing = [head for head in before if layer.get(head, self.tensors[0].shape[2]) is None]
             hits += len(heads) - len(missing)
             for head in missing:
-                layer.keep(head, *self.tensors, before[head])
+                keep(layer, head, *self.tensors, before[head])
             held = sum(resident.nbytes for each in self.layers for resident in each.held.values())
             assert held == sum(each.nbytes for each in self.layers) <= self.shared.limit(CPU)
         return hits
@@ -86,16 +91,16 @@ def test_others_give_way_to_a_larger_one_only_together() -> None:
     heads.step([0, 1])
     larger = torch.ones(1, 1, 10, 1)
     layer = heads.layers[0]
-    layer.keep((0, 2), larger, larger, -math.inf)  # never flagged before
+    keep(layer, (0, 2), larger, larger, -math.inf)  # never flagged before
     assert heads.kept() == [[0, 1]]
     layer.scores[0][1] = 5.0
-    layer.keep((0, 2), larger, larger, 4.0)  # one of the two is stronger
+    keep(layer, (0, 2), larger, larger, 4.0)  # one of the two is stronger
     assert heads.kept() == [[0, 1]]
-    layer.keep((0, 3), *heads.tensors, 4.0)
+    keep(layer, (0, 3), *heads.tensors, 4.0)
     assert heads.kept() == [[1, 3]]
-    layer.keep((0, 2), larger, larger, 6.0)
+    keep(layer, (0, 2), larger, larger, 6.0)
     assert heads.kept() == [[2]]
-    layer.keep((0, 0), torch.ones(1, 1, 11, 1), larger, 9.0)  # more than the budget
+    keep(layer, (0, 0), torch.ones(1, 1, 11, 1), larger, 9.0)  # more than the budget
     assert heads.kept() == [[2]]
 
 
@@ -106,7 +111,7 @@ def test_growth_spills_the_weakest() -> None:
     layer, new = heads.layers[0], torch.full((1, 4, 1, 1), 2.0)
     layer.append(slice(0, 1), new, new)
     assert heads.kept() == [[1]]
-    assert layer.held[0, 1].keys.flatten().tolist() == [1.0] * 5 + [2.0]
+    assert layer.held[0, 1].tensors[0].flatten().tolist() == [1.0] * 5 + [2.0]
     assert layer.nbytes == 48
 
 
@@ -137,7 +142,7 @@ def test_a_copy_that_lost_tokens_is_not_read() -> None:
         store.append(slice(0, 1), torch.ones(1, 1, 6, 4), torch.ones(1, 1, 6, 4))
         list(reading.flagged(store, [[True]]))
         kept = store.residents.held[0, 0]
-        kept.keys, kept.values = kept.keys[:, :, :5].clone(), kept.values[:, :, :5].clone()
+        kept.tensors = tuple(part[:, :, :5].clone() for part in kept.tensors)
         store.residents.nbytes = kept.nbytes
         (part,) = reading.flagged(store, [[True]])
         assert part.keys.shape[2] == 6
@@ -149,7 +154,7 @@ def test_devices_have_budgets_of_their_own() -> None:
     shared = Residents(40)
     layers = [shared.layer(index, torch.device(device), 1, 1) for index, device in enumerate(("cpu", "meta"))]
     for layer in layers:
-        layer.keep((0, 0), torch.ones(1, 1, 5, 1), torch.ones(1, 1, 5, 1), 0.0)
+        keep(layer, (0, 0), torch.ones(1, 1, 5, 1), torch.ones(1, 1, 5, 1), 0.0)
     assert [layer.nbytes for layer in layers] == [40, 40]
 
 
