@@ -25,33 +25,13 @@ from .storage.padding import NONE
 
 KIND = "qada-cache"
 _OPTIONS = (
-    "threshold",
-    "sink_tokens",
-    "local_tokens",
-    "group_rule",
-    "update_moments",
-    "token_threshold",
-    "sketch_bits",
-    "offloading",
-    "device_budget",
-    "audit_every",
+    *("threshold", "sink_tokens", "local_tokens", "group_rule", "update_moments", "token_threshold", "sketch_bits"),
+    *("offloading", "device_budget", "audit_every"),
 )
 _IDENTITY = (
-    "model_type",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_size",
-    "vocab_size",
-    "rope_parameters",
-    "layer_types",
-    "sliding_window",
-    "linear_conv_kernel_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
+    *("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"),
+    *("vocab_size", "rope_parameters", "layer_types", "sliding_window", "linear_conv_kernel_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
 )
 
 

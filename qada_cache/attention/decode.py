@@ -49,8 +49,7 @@ def query_adaptive(
     fusable = queries == 1 and not audited and sink_logits is None
     kernel = chosen_kernel(layer, store, query) if fusable else None
     if kernel is None:
-        told: dict[str, Any] = {"scaling": scaling, "audited": audited, "sink_logits": sink_logits}
-        out, flags = by_torch(layer, store, query, geometry, **told)
+        out, flags = by_torch(layer, store, query, geometry, scaling=scaling, audited=audited, sink_logits=sink_logits)
     else:
         out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
     layer.counters.count(flags, geometry, store.near_keys.shape[1] * store.bulk.token_bytes)

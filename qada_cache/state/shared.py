@@ -54,19 +54,16 @@ class Options:
     tuned: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, (int, float)):
-            raise TypeError(f"threshold must be a number in [0, 1], got {type(self.threshold).__name__}")
-        if not 0.0 <= self.threshold <= 1.0:  # also refuses nan
-            raise ValueError(f"threshold must be in [0, 1], got {self.threshold}")
-        if isinstance(self.token_threshold, bool) or not isinstance(self.token_threshold, (int, float)):
-            raise TypeError(f"token_threshold must be a number, got {type(self.token_threshold).__name__}")
-        if not 0.0 <= self.token_threshold <= sys.float_info.max:  # also refuses nan, and ints that no float holds
-            raise ValueError(f"token_threshold must be finite and not negative, got {self.token_threshold}")
-        bits = self.sketch_bits
-        if isinstance(bits, bool) or not isinstance(bits, (int, float)):
-            raise TypeError(f"sketch_bits must be a number, got {type(bits).__name__}")
-        if not LEAST_BITS <= bits <= MOST_BITS:  # also refuses nan
-            raise ValueError(f"sketch_bits must be from {LEAST_BITS} to {MOST_BITS}, got {bits}")
+        for name, least, most, allowed in (
+            ("threshold", 0.0, 1.0, "in [0, 1]"),
+            ("token_threshold", 0.0, sys.float_info.max, "finite and not negative"),
+            ("sketch_bits", LEAST_BITS, MOST_BITS, f"from {LEAST_BITS} to {MOST_BITS}"),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number, got {type(value).__name__}: it must be {allowed}")
+            if not least <= value <= most:  # also refuses nan, and ints that no float holds
+                raise ValueError(f"{name} must be {allowed}, got {value}")
         for name in ("sink_tokens", "local_tokens", "audit_every"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
@@ -204,9 +201,9 @@ class Shared:
 
     options: Options
     model: ServedModel
-    forward_pass: ForwardPass = field(init=False, repr=False)
-    progress: Progress = field(default_factory=Progress, repr=False)
-    residents: Residents = field(init=False, repr=False)
+    progress: Progress = field(default_factory=Progress)
+    forward_pass: ForwardPass = field(init=False)
+    residents: Residents = field(init=False)
 
     def __post_init__(self) -> None:
         self.forward_pass = ForwardPass(self.options.sink_tokens, self.options.window)

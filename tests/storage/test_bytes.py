@@ -47,7 +47,7 @@ def storages(holder: object, seen: dict[int, Tensor] | None = None) -> dict[int,
         for name, item in holder.items():
             if name not in ("shared", "bound_module", "following"):
                 storages(item, seen)
-    elif type(holder).__module__.startswith("qada_cache"):
+    elif any(kind.__module__.startswith("qada_cache") for kind in type(holder).__mro__):  # a stand-in as well
         storages(vars(holder), seen)
     return seen
 

@@ -4,6 +4,7 @@ Building takes a second and a C++ compiler; the library is kept in the user's ca
 fails, torch's own kernel serves, at a fraction of the memory's speed.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -133,20 +134,17 @@ def _kept(name: str) -> ctypes.CDLL | None:
 
     The digest of the library follows it in its file, where no loader looks.
     """
-    try:
-        with private.opened(FOLDER) as folder:
-            try:
-                content = private.read(folder, name)
-                if hashlib.sha256(content[:-DIGEST_BYTES]).digest() != content[-DIGEST_BYTES:]:
-                    raise OSError("it is damaged")
+    with contextlib.suppress(OSError), private.opened(FOLDER) as folder:  # a warning comes with the first write to it
+        try:
+            content = private.read(folder, name)
+            if hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]:
                 return _linked(folder, name)
-            except FileNotFoundError:
-                return None
-            except OSError as error:
-                logger.warning_once(f"the kernel {private.home() / FOLDER / name} is built again: {error}")
-                return None
-    except OSError:  # a warning comes with the first write to the folder
-        return None
+            raise OSError("it is damaged")
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning_once(f"the kernel {private.home() / FOLDER / name} is built again: {error}")
+    return None
 
 
 def _linked(folder: int, name: str) -> ctypes.CDLL:
