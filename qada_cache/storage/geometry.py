@@ -1,7 +1,7 @@
 """Which tokens of the near buffer each query sees, and padding: computed by the first layer of a pass for all."""
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -72,54 +72,54 @@ def call_geometry(
     batch = len(lengths)
     alike = valid is None and len(set(lengths)) == 1 and len(set(flushed)) == 1
     rows = 1 if alike else batch
-    if queries == 1:
-        real = [True] * rows if valid is None else valid[:, 0].tolist()
-        made = _of_one_query(lengths[:rows], flushed[:rows], real, end=end, sinks=sinks, window=window, device=device)
-        return replace(made, decisions=made.decisions * (batch // rows), offered=made.offered * (batch // rows))
-    total = torch.tensor(lengths[:rows])[:, None]
-    gone = torch.tensor(flushed[:rows])[:, None]
-    if valid is None:
-        position = total - queries + torch.arange(queries)
-        shown = torch.ones(rows, queries, dtype=torch.bool)
-    else:
-        # A padding query borrows the position of the real one before it: its output is finite and unused.
-        position = total - valid.sum(dim=-1, keepdim=True) + valid.cumsum(dim=-1) - 1
-        shown = valid
-    sink_column = torch.arange(sinks).expand(rows, sinks)
-    tail_column = total - end + torch.arange(end)
-    token = torch.cat([sink_column, tail_column], dim=-1)
-    held = torch.cat([sink_column < gone.clamp_max(sinks), tail_column >= gone], dim=-1)
-
-    token, position = token[:, None, None, :], position[:, None, :, None]
-    seen = held[:, None, None, :] & (token <= position)
-    local = seen & ((token < sinks) | (token > position - window))
-    staged = seen & ~local
-    bulk_tokens = (position.squeeze(-1) + 1 - sinks - window).clamp_min(0)
-    decided = (bulk_tokens > 0) & shown[:, None, :]
-    masks = {
-        "local": local,
-        "staged": staged,
-        "bulk_tokens": bulk_tokens,
-        "stored": bulk_tokens - staged.sum(dim=-1),
-        "decided": decided,
-    }
-    row_lengths = tuple(rounded(max(1, tokens)) for tokens in bulk_tokens[:, 0, -1].tolist())
+    see = _see_of_one if queries == 1 else _see_of_several
+    masks = see(lengths[:rows], flushed[:rows], valid, queries=queries, end=end, sinks=sinks, window=window)
+    bulk_tokens, stored, decided = (masks[name][:, 0].tolist() for name in ("bulk_tokens", "stored", "decided"))
+    deciding = [
+        [(tokens, gone) for tokens, gone, decides in zip(*row, strict=True) if decides]
+        for row in zip(bulk_tokens, stored, decided, strict=True)
+    ]
+    row_lengths = tuple(rounded(max(1, row[-1])) for row in bulk_tokens)
     # A blocking copy would wait for everything the accelerator still has to do.
     asynchronous = device.type == "cuda"
     return Geometry(
         **{name: mask.to(device, non_blocking=asynchronous) for name, mask in masks.items()},
-        moment_lengths=tuple(sorted(set(map(rounded, bulk_tokens[decided].tolist())))),
+        moment_lengths=tuple(sorted({rounded(tokens) for row in deciding for tokens, _ in row})),
         row_lengths=row_lengths[:1] if len(set(row_lengths)) == 1 else row_lengths,
-        decisions=int(decided.sum()) * (batch // rows),
-        offered=int((masks["stored"] * decided).amax(dim=-1).sum()) * (batch // rows),
-        any_staged=bool(staged.any()),
+        decisions=sum(map(len, deciding)) * (batch // rows),
+        offered=sum(max((gone for _, gone in row), default=0) for row in deciding) * (batch // rows),
+        any_staged=bulk_tokens != stored,
     )
 
 
-def _of_one_query(
-    lengths: list[int], flushed: list[int], real: list[bool], *, end: int, sinks: int, window: int, device: torch.device
-) -> Geometry:
-    """`call_geometry` of a call of one query, the newest token of each row, `real` or padding; of these rows alone."""
+def _see_of_several(
+    lengths: list[int], flushed: list[int], valid: Tensor | None, *, queries: int, end: int, sinks: int, window: int
+) -> dict[str, Tensor]:
+    """The tensors of `call_geometry`, for these rows alone, on the host."""
+    rows, total, gone = len(lengths), torch.tensor(lengths)[:, None], torch.tensor(flushed)[:, None]
+    if valid is None:
+        position, shown = total - queries + torch.arange(queries), torch.ones(rows, queries, dtype=torch.bool)
+    else:
+        # A padding query borrows the position of the real one before it: its output is finite and unused.
+        position, shown = total - valid.sum(dim=-1, keepdim=True) + valid.cumsum(dim=-1) - 1, valid
+    sink_column = torch.arange(sinks).expand(rows, sinks)
+    tail_column = total - end + torch.arange(end)
+    token = torch.cat([sink_column, tail_column], dim=-1)[:, None, None, :]
+    held = torch.cat([sink_column < gone.clamp_max(sinks), tail_column >= gone], dim=-1)[:, None, None, :]
+    position = position[:, None, :, None]
+    seen = held & (token <= position)
+    local = seen & ((token < sinks) | (token > position - window))
+    staged = seen & ~local
+    bulk_tokens = (position.squeeze(-1) + 1 - sinks - window).clamp_min(0)
+    decided = (bulk_tokens > 0) & shown[:, None, :]
+    stored = bulk_tokens - staged.sum(dim=-1)
+    return {"local": local, "staged": staged, "bulk_tokens": bulk_tokens, "stored": stored, "decided": decided}
+
+
+def _see_of_one(
+    lengths: list[int], flushed: list[int], valid: Tensor | None, *, queries: int, end: int, sinks: int, window: int
+) -> dict[str, Tensor]:
+    """As `_see_of_several`, faster, of one query, the newest token of each row."""
     local, staged = bytearray(), bytearray()
     bulk_tokens, stored = [], []
     for total, gone in zip(lengths, flushed, strict=True):
@@ -131,24 +131,16 @@ def _of_one_query(
         staged += bytes(sinks + start) + b"\1" * (stop - start) + bytes(end - stop)
         bulk_tokens.append(max(0, total - sinks - window))
         stored.append(bulk_tokens[-1] - (stop - start))
+    real = [True] * len(lengths) if valid is None else valid[:, 0].tolist()
     decided = [tokens > 0 and there for tokens, there in zip(bulk_tokens, real, strict=True)]
-    row_lengths = tuple(rounded(max(1, tokens)) for tokens in bulk_tokens)
-
-    def placed(part: Tensor) -> Tensor:
-        return part.view(len(lengths), 1, 1, -1).to(device, non_blocking=device.type == "cuda")
-
-    return Geometry(
-        local=placed(torch.frombuffer(local, dtype=torch.bool)),
-        staged=placed(torch.frombuffer(staged, dtype=torch.bool)),
-        bulk_tokens=placed(torch.tensor(bulk_tokens)).squeeze(-1),
-        stored=placed(torch.tensor(stored)).squeeze(-1),
-        decided=placed(torch.tensor(decided)).squeeze(-1),
-        moment_lengths=tuple(sorted({rounded(n) for n, there in zip(bulk_tokens, decided, strict=True) if there})),
-        row_lengths=row_lengths[:1] if len(set(row_lengths)) == 1 else row_lengths,
-        decisions=sum(decided),
-        offered=sum(n for n, there in zip(stored, decided, strict=True) if there),
-        any_staged=1 in staged,
-    )
+    shape = len(lengths), 1, queries
+    return {
+        "local": torch.frombuffer(local, dtype=torch.bool).view(*shape, -1),
+        "staged": torch.frombuffer(staged, dtype=torch.bool).view(*shape, -1),
+        "bulk_tokens": torch.tensor(bulk_tokens).view(shape),
+        "stored": torch.tensor(stored).view(shape),
+        "decided": torch.tensor(decided).view(shape),
+    }
 
 
 class ForwardPass:
