@@ -1,7 +1,6 @@
 // The CPU's kernels, each with the contract of its reference in Python, which it is tested against: `partial_attention`
 // (reference.py) and `decode_step` (decode_reference.py). `compiled.py` builds this file once for every shape it meets.
 
-#include "choose.h"
 #include "decide.h"
 
 // `query` [batch, heads, QUERIES, DIM] contiguous; `key` and `value` [batch, heads, tokens, *], whose rows of a head
@@ -38,14 +37,6 @@ struct Job {
     const Scan* scan;
 };
 
-// What a KV head with a sketch asks by, of each query that asks, as many as `segments[0].count`.
-struct Asking {
-    std::vector<Rounded> segments;
-    float log_near[QUERIES], least[QUERIES];  // near mass, least score by a sample
-    float along[SIZE];                        // the sketch's slopes times the query, scaled
-    float staged[SIZE], staged_lse[QUERIES];
-};
-
 // One decode step, in phases: what follows from a phase is planned by one thread, the rest is done by all.
 struct Step {
     const Decode& call;
@@ -65,62 +56,11 @@ struct Step {
 
     int64_t row_of(int64_t head) const { return head / call.kv_heads; }
     int64_t place_of(int64_t head) const { return head % call.kv_heads; }
-    // How much a token must weigh of a query's attention to be read.
-    float log_least_share(int64_t head) const {
-        return call.log_token_threshold - logf((float)call.bulk_tokens(row_of(head)));
-    }
-
     void decide_about(int64_t head) {
+        int64_t row = row_of(head), place = place_of(head);
         float* lse = &near_lse[head * QUERIES];
-        needed[head] = decide(call, row_of(head), place_of(head), &near_out[head * SIZE], lse);
-        int64_t row = row_of(head), place = place_of(head);
-        asks[head] = needed[head] && call.sketched_row(row) && round_queries(head);
-        if (!asks[head]) return;
-        Asking& own = asking[head];
-        Partial staged(call.query + head * QUERIES * DIM, call.scaling);
-        call.add_near(staged, call.rows.staged.at(row), row, place);
-        staged.finish(own.staged, own.staged_lse);
-        for (int q = 0, asked = 0; q < QUERIES; q++)
-            if (call.flags[head * QUERIES + q]) own.log_near[asked++] = log_sum(lse[q], own.staged_lse[q]);
-        Estimates found = estimates_of(head);
-        found.guess(call.stored(row), own.least);
-        for (int q = 0; q < found.count; q++)
-            own.least[q] = log_sum(own.log_near[q], own.least[q]) + log_least_share(head) - ROUNDING;
-    }
-
-    // Rounds the flagged queries of a head for each segment; false if its estimates are `unreliable` for one of them.
-    bool round_queries(int64_t head) {
-        Asking& own = asking[head];
-        int64_t row = row_of(head), place = place_of(head);
-        int64_t segments = call.segments_of(call.stored(row)), asked = 0;
-        own.segments.assign(segments, Rounded{});
-        for (int q = 0; q < QUERIES; q++) {
-            if (!call.flags[head * QUERIES + q]) continue;
-            Floats lanes[DIM / WIDTH];
-            unpack<DIM>(call.query + (head * QUERIES + q) * DIM, lanes);
-            float query[DIM], noise = 0, variance = 0;
-            for (int d = 0; d < DIM; d++) {
-                query[d] = unpacked_at<DIM>(lanes, d);
-                noise += query[d] * query[d] * call.noise.at(row, place)[d];
-                variance += query[d] * query[d] * call.variances.at(row, place)[d];
-            }
-            float half_variance = 0.5f * call.scaling * call.scaling * noise;
-            if (half_variance > call.unreliable && noise > call.noise_share * variance) return false;
-            for (int64_t s = 0; s < segments; s++)
-                own.segments[s].add(query, call.centres.at(row, place) + s * DIM, call.order.at(row, place) + s * DIM,
-                                    call.weights.at(row, place) + s * DIM, call.errors, words(),
-                                    call.units.at(row, place)[s], call.scaling);
-            for (int d = 0; d < DIM; d++) query[d] *= call.slope_units.at(row, place)[d];
-            for (int v = 0; v < VALUE_DIM; v++) {
-                const int8_t* slopes = call.slopes.at(row, place) + v * DIM;
-                float product = 0;
-#pragma omp simd reduction(+ : product)
-                for (int d = 0; d < DIM; d++) product += slopes[d] * query[d];
-                own.along[asked * VALUE_DIM + v] = call.scaling * product;
-            }
-            asked++;
-        }
-        return true;
+        needed[head] = decide(call, row, place, &near_out[head * SIZE], lse);
+        asks[head] = needed[head] && call.sketched_row(row) && asking[head].ask(call, row, place, lse);
     }
 
     void add_part(int64_t head, const float* out, const float* lse) {
@@ -148,7 +88,7 @@ struct Step {
                 *call.pulled += tokens * TOKEN_BYTES;
             } else if (call.sketched) {
                 int64_t segment = (4 + sizeof(Channel)) * DIM + 4, once = 4 * (VALUE_DIM + 3 * DIM) + VALUE_DIM * DIM;
-                *call.sketched += tokens * (4 * words().count() + 1) + call.segments_of(tokens) * segment + once;
+                *call.sketched += tokens * (4 * call.layout().count() + 1) + call.segments_of(tokens) * segment + once;
             }
             for (int64_t split = 0; split < splits; split++) {
                 int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
@@ -157,13 +97,6 @@ struct Step {
                 else jobs.push_back({head, start, stop, add_part(head), nullptr});
             }
         }
-    }
-
-    Words words() const { return {call.words[0], call.words[1], call.words[2]}; }
-    Estimates estimates_of(int64_t head) const {
-        int64_t row = row_of(head), place = place_of(head), room = call.codes.head_stride / words().count();
-        return {asking[head].segments, call.segment_tokens, call.codes.at(row, place), room, words(),
-                call.scales.at(row, place)};
     }
 
     void add_scan(int64_t head, int64_t start, int64_t stop) {
@@ -175,14 +108,15 @@ struct Step {
     }
 
     void scan(Scan& part, const float* least) {
-        Estimates found = estimates_of(part.head);
-        part.run(found, asking[part.head].log_near, least, log_least_share(part.head));
+        const Asking& own = asking[part.head];
+        Estimates found = own.estimates(call, row_of(part.head), place_of(part.head));
+        part.run(found, own.log_near, least, call.log_least_share(row_of(part.head)));
     }
 
     // Of what a scan has left, by the weight of all tokens of the head.
     void judge(Scan& part) {
         const Asking& own = asking[part.head];
-        float least[QUERIES], log_share = log_least_share(part.head);
+        float least[QUERIES], log_share = call.log_least_share(row_of(part.head));
         bool missed = false;
         for (int q = 0; q < own.segments[0].count; q++) {
             float log_all = own.log_near[q];

@@ -6,8 +6,6 @@
 
 #pragma once
 
-#include <utility>
-
 #include "sketch.h"
 
 namespace {
@@ -30,22 +28,18 @@ constexpr int WORTHWHILE = 64;   // spans from which on there is one
 constexpr float MARGIN = 0.5f;   // by which the logarithm of all weight may be below what the sample says
 constexpr int REFRESH = 16;      // spans after which the weight so far is looked at
 
-// 0, 1, 2...
-template <int... I>
-constexpr Integers counted(std::integer_sequence<int, I...>) {
-    return Integers{I...};
+template <typename Lanes>
+inline Lanes loaded(const void* from) {
+    Lanes lanes;
+    std::memcpy(&lanes, from, sizeof lanes);
+    return lanes;
 }
-const Integers numbered = counted(std::make_integer_sequence<int, TOKENS>());
 
-constexpr float ROUNDING = 1e-3f;  // of logarithms, at most
+constexpr int32_t NUMBERS[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+const Integers numbered = loaded<Integers>(NUMBERS);
+
 constexpr float LOWEST = -1e30f;
-constexpr float LOG2_E = 1.44269504f;
 constexpr float LIMIT = 1e9;  // of a weight: a score may be so much above what weights are relative to
-
-inline float log_sum(float a, float b) {  // nan if one is, which may not be the peak
-    float peak = std::max(a, b);
-    return peak == -INFINITY ? a + b : peak + logf(expf(a - peak) + expf(b - peak));
-}
 
 // 2^x but for an error of 3e-6: a whole power times a polynomial for what is left. Far above LIMIT, large or infinite.
 inline Singles power_of_two(Singles x) {
@@ -112,18 +106,13 @@ inline float largest(Singles lanes) {
 // segments of `segment_tokens`, for each of which the queries were rounded; the last one has what is left.
 struct Estimates {
     const std::vector<Rounded>& segments;
-    const int count;  // of queries
     const int64_t segment_tokens;
     const uint32_t* codes;
     const int64_t room;
     const Words words;
     const uint8_t* scales;
+    const int count = segments[0].count;  // of queries
     Singles scores[QUERIES][VECTORS];  // of the span that was computed last, -inf where there is no token
-
-    Estimates(const std::vector<Rounded>& segments, int64_t segment_tokens, const uint32_t* codes, int64_t room,
-              Words words, const uint8_t* scales)
-        : segments(segments), count(segments[0].count), segment_tokens(segment_tokens), codes(codes), room(room),
-          words(words), scales(scales) {}
 
     // Of `tokens` tokens from `first` on, all of one segment.
     void compute(int64_t first, int tokens) {
@@ -150,17 +139,13 @@ struct Estimates {
         alignas(CACHE_LINE) int32_t exact[QUERIES][SPAN];
         multiply(block, stride, words, queries, exact);
         Singles scale[VECTORS];
-        for (int v = 0; v < VECTORS; v++) {
-            Octets octets;
-            std::memcpy(&octets, block_scales + v * TOKENS, sizeof octets);
-            scale[v] = __builtin_convertvector(octets, Singles);
-        }
+        for (int v = 0; v < VECTORS; v++)
+            scale[v] = __builtin_convertvector(loaded<Octets>(block_scales + v * TOKENS), Singles);
         for (int q = 0; q < count; q++) {
             float step = queries.step[q], offset = queries.offset[q];
             float spread = queries.spread[q], middle = queries.middle[q];
             for (int v = 0; v < VECTORS; v++) {
-                Integers whole;
-                std::memcpy(&whole, &exact[q][v * TOKENS], sizeof whole);
+                Integers whole = loaded<Integers>(&exact[q][v * TOKENS]);
                 Singles along = step * __builtin_convertvector(whole, Singles) - offset;
                 scores[q][v] = middle + scale[v] * (along + spread * scale[v]);
             }
@@ -268,9 +253,7 @@ struct Scan {
             float peak = highest[q];
             for (int v = 0; v < VECTORS; v++) peak = std::max(peak, largest(scores[q][v]));
             float shrunk = ::exponential(highest[q] - peak);
-            mass[q] *= shrunk;
-            rest[q] *= shrunk;
-            lifted[q] *= shrunk;
+            for (Singles* part : {mass, rest, lifted}) part[q] *= shrunk;
             highest[q] = peak;
         }
     }
@@ -295,18 +278,12 @@ struct Scan {
     void judge(const float* least, int queries) {
         int64_t left = 0;
         for (int64_t i = 0; i < count; i += TOKENS) {  // within what there is room for
-            Integers asked = {}, token;
-            for (int q = 0; q < queries; q++) {
-                Singles scores;
-                std::memcpy(&scores, &estimates[q][i], sizeof scores);
-                asked |= scores >= least[q];
-            }
-            std::memcpy(&token, &tokens[i], sizeof token);
+            Integers asked = {}, token = loaded<Integers>(&tokens[i]);
+            for (int q = 0; q < queries; q++) asked |= loaded<Singles>(&estimates[q][i]) >= least[q];
             Integers held = numbered + (int32_t)i < (int32_t)count, dropped = held & ~asked;
             asked &= held;
             for (int q = 0; q < queries && bits_of(dropped); q++) {
-                Singles scores;
-                std::memcpy(&scores, &estimates[q][i], sizeof scores);
+                Singles scores = loaded<Singles>(&estimates[q][i]);
                 Singles left = dropped ? power_of_two((scores - highest[q]) * LOG2_E) : Singles{};
                 rest[q] += left;
                 lifted[q] += dropped ? left * (scores - middle[q]) : Singles{};

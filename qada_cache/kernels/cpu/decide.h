@@ -1,8 +1,9 @@
-// The arguments of `fused_decode`, and its first half: local attention, and which heads need the long context.
+// The arguments of `fused_decode`, and its first half: local attention, which heads need the long context, and what they
+// ask of it by a sketch.
 
 #pragma once
 
-#include "partial.h"
+#include "choose.h"
 
 namespace {
 
@@ -61,6 +62,9 @@ struct Decode {
         return std::max<int64_t>(1, (tokens + segment_tokens / 2) / segment_tokens);
     }
     bool sketched_row(int64_t row) const { return codes.data && stored(row) >= min_sketched; }
+    Words layout() const { return {words[0], words[1], words[2]}; }
+    // How much a token must weigh of a query's attention to be read.
+    float log_least_share(int64_t row) const { return log_token_threshold - logf((float)bulk_tokens(row)); }
 
     // Adds the near columns where `mask` is set, run by run.
     void add_near(Partial& partial, const uint8_t* mask, int64_t row, int64_t head) const {
@@ -166,5 +170,69 @@ bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* ls
     if (call.group_rule == ANY) std::fill(flags, flags + QUERIES, any);
     return any;
 }
+
+// What a KV head with a sketch asks by, of each query that asks, as many as `segments[0].count`.
+struct Asking {
+    std::vector<Rounded> segments;
+    float log_near[QUERIES], least[QUERIES];  // near mass, least score by a sample
+    float along[SIZE];                        // the sketch's slopes times the query, scaled
+    float staged[SIZE], staged_lse[QUERIES];
+
+    // Of a flagged head, by `lse` of its local attention; false if its estimates are `unreliable` for a query.
+    bool ask(const Decode& call, int64_t row, int64_t head, const float* lse) {
+        if (!round_queries(call, row, head)) return false;
+        int64_t first = (row * call.kv_heads + head) * QUERIES;
+        Partial beyond(call.query + first * DIM, call.scaling);
+        call.add_near(beyond, call.rows.staged.at(row), row, head);
+        beyond.finish(staged, staged_lse);
+        for (int q = 0, asked = 0; q < QUERIES; q++)
+            if (call.flags[first + q]) log_near[asked++] = log_sum(lse[q], staged_lse[q]);
+        Estimates found = estimates(call, row, head);
+        found.guess(call.stored(row), least);
+        for (int q = 0; q < found.count; q++)
+            least[q] = log_sum(log_near[q], least[q]) + call.log_least_share(row) - ROUNDING;
+        return true;
+    }
+
+    Estimates estimates(const Decode& call, int64_t row, int64_t head) const {
+        Words words = call.layout();
+        return {segments, call.segment_tokens, call.codes.at(row, head), call.codes.head_stride / words.count(), words,
+                call.scales.at(row, head)};
+    }
+
+    // Rounds the flagged queries for each segment.
+    bool round_queries(const Decode& call, int64_t row, int64_t head) {
+        int64_t first = (row * call.kv_heads + head) * QUERIES;
+        int64_t count = call.segments_of(call.stored(row)), asked = 0;
+        segments.assign(count, Rounded{});
+        for (int q = 0; q < QUERIES; q++) {
+            if (!call.flags[first + q]) continue;
+            Floats lanes[DIM / WIDTH];
+            unpack<DIM>(call.query + (first + q) * DIM, lanes);
+            float query[DIM], noise = 0, variance = 0;
+            for (int d = 0; d < DIM; d++) {
+                query[d] = unpacked_at<DIM>(lanes, d);
+                noise += query[d] * query[d] * call.noise.at(row, head)[d];
+                variance += query[d] * query[d] * call.variances.at(row, head)[d];
+            }
+            float half_variance = 0.5f * call.scaling * call.scaling * noise;
+            if (half_variance > call.unreliable && noise > call.noise_share * variance) return false;
+            for (int64_t s = 0; s < count; s++)
+                segments[s].add(query, call.centres.at(row, head) + s * DIM, call.order.at(row, head) + s * DIM,
+                                call.weights.at(row, head) + s * DIM, call.errors, call.layout(),
+                                call.units.at(row, head)[s], call.scaling);
+            for (int d = 0; d < DIM; d++) query[d] *= call.slope_units.at(row, head)[d];
+            for (int v = 0; v < VALUE_DIM; v++) {
+                const int8_t* slopes = call.slopes.at(row, head) + v * DIM;
+                float product = 0;
+#pragma omp simd reduction(+ : product)
+                for (int d = 0; d < DIM; d++) product += slopes[d] * query[d];
+                along[asked * VALUE_DIM + v] = call.scaling * product;
+            }
+            asked++;
+        }
+        return true;
+    }
+};
 
 }  // namespace

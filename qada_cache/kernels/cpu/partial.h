@@ -54,6 +54,8 @@ constexpr int REGISTERS = 24;      // vectors of sums that stay in registers whi
 #else
 constexpr int REGISTERS = 12;      // of 16
 #endif
+constexpr float LOG2_E = 1.44269504f;
+constexpr float ROUNDING = 1e-3f;  // of logarithms of sums, at most
 constexpr float NEGLIGIBLE = -87;  // the exponential of less is less than float32's smallest normal number
 
 inline float from_bits(uint32_t bits) {
@@ -158,7 +160,7 @@ inline float sum(Floats lanes) {
 // exp(x) for x <= 0 to float32 rounding: 2^n times the series of e^r, |r| <= ln(2)/2.
 inline float exponential(float x) {
     x = std::max(x, NEGLIGIBLE);
-    float n = floorf(x * 1.44269504f + 0.5f), r = x - n * 0.693147181f;
+    float n = floorf(x * LOG2_E + 0.5f), r = x - n * 0.693147181f;
     float p = 1.0f / 5040;
     p = p * r + 1.0f / 720;
     p = p * r + 1.0f / 120;
@@ -168,6 +170,11 @@ inline float exponential(float x) {
     p = p * r + 1.0f;
     p = p * r + 1.0f;
     return p * from_bits((uint32_t)((int32_t)n + 127) << 23);
+}
+
+inline float log_sum(float a, float b) {  // nan if one is, which may not be the peak
+    float peak = std::max(a, b);
+    return peak == -INFINITY ? a + b : peak + logf(expf(a - peak) + expf(b - peak));
 }
 
 constexpr int PARTS = DIM / WIDTH, VALUE_PARTS = VALUE_DIM / WIDTH;
