@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transformers import dynamic_module_utils
+from calling import Reads
+from models import tiny
+from transformers import PreTrainedModel, dynamic_module_utils
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +22,15 @@ def modules_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     for name in set(sys.modules) - before:
         if name.startswith("transformers_modules"):
             del sys.modules[name]
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny()
+
+
+@pytest.fixture
+def reads(model: PreTrainedModel) -> Iterator[Reads]:
+    counted = Reads(model)
+    yield counted
+    counted.handle.remove()

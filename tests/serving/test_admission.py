@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from calling import NEW, Reads, ours, said
 from models import prompt, tiny
-from test_generating import NEW, Reads, ours, said
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from qada_cache.serving import admission, counters, memory

@@ -2,73 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
-import weakref
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import SMALL, VOCABULARY, prompt, tiny
-from torch import Tensor
+from calling import DECIDING, EXACT, NEW, Reads, ours, said, stock
+from models import VOCABULARY, prompt, tiny
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
-from qada_cache import QAdACache, restore_attention
+from qada_cache import QAdACache
 from qada_cache.serving import CONVERSATIONS, FOLDER
-
-NEW = 12
-EXACT = {"threshold": 1.0, "moments": "current", **SMALL}
-DECIDING = {**EXACT, "threshold": 0.4}
-
-
-def stock(model: PreTrainedModel, ids: Tensor, cache: Any, **options: Any) -> Tensor:
-    """`generate` as it is, with this cache."""
-    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW, **options}
-    return model.generate(ids, past_key_values=cache, **settings)
-
-
-def ours(model: PreTrainedModel, ids: Tensor, cache_options: dict[str, Any] = EXACT, **options: Any) -> Any:
-    """`generate` by the folder."""
-    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW, **options}
-    return model.generate(ids, custom_generate=FOLDER, trust_remote_code=True, cache_options=cache_options, **settings)
-
-
-def said(*parts: Tensor | int) -> Tensor:
-    """Token ids `[1, tokens]`: parts one after the other, a number standing for that many random ones."""
-    rows = [prompt(part, seed=100 + place)[0] if isinstance(part, int) else part for place, part in enumerate(parts)]
-    return torch.cat(rows, dim=1)
-
-
-class Reads(list):
-    """How many tokens a model was given, call by call."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.handle = model.get_input_embeddings().register_forward_hook(
-            lambda module, inputs, output: self.append(output.shape[1])
-        )
-
-    def first(self) -> int:
-        """Of the prompt, since this was last asked."""
-        read = self[0]
-        self.clear()
-        return read
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return tiny()
-
-
-@pytest.fixture
-def reads(model: PreTrainedModel) -> Iterator[Reads]:
-    counted = Reads(model)
-    yield counted
-    counted.handle.remove()
 
 
 @pytest.mark.parametrize("options", [EXACT, DECIDING, {}], ids=["exact", "deciding", "default"])
@@ -230,147 +175,10 @@ def test_a_cache_that_is_brought_is_used(model: PreTrainedModel, reads: Reads) -
         ours(model, ids, cache_implementation="static")
 
 
-class Stop(Exception):  # noqa: N818  # no error
-    pass
-
-
-class StoppingStreamer(BaseStreamer):
-    """Raises after so many tokens, as `transformers serve` does when the client is gone."""
-
-    def __init__(self, tokens: int) -> None:
-        self.left = tokens + 1  # the prompt comes first
-
-    def put(self, value: Tensor) -> None:
-        if not self.left:
-            raise Stop
-        self.left -= 1
-
-    def end(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("tokens", "kept"), [(0, True), (5, True), (-1, False)])
-def test_a_client_that_goes_leaves_the_prompt(model: PreTrainedModel, reads: Reads, tokens: int, kept: bool) -> None:
-    """Between two tokens the cache is whole; before the first there is none."""
-    ids = said(120)
-    wanted = stock(model, ids, DynamicCache(config=model.config))
-    with pytest.raises(Stop):
-        ours(model, ids, streamer=StoppingStreamer(tokens))
-    reads.clear()
-    assert torch.equal(ours(model, ids), wanted)
-    assert reads.first() == (1 if kept else 120)
-
-
-@pytest.mark.parametrize("call", [0, 4], ids=["prefill", "decoding"])
-@pytest.mark.parametrize("place", ["before attention", "after attention"])
-def test_a_forward_pass_that_fails_leaves_nothing(model: PreTrainedModel, reads: Reads, call: int, place: str) -> None:
-    ids, failing = said(120), model.model.layers[-1 if place == "before attention" else 0]
-
-    def fail(*_: Any) -> None:
-        if len(reads) > call:
-            raise Stop
-
-    ours(model, ids)
-    reads.clear()
-    module = failing if place == "before attention" else failing.mlp
-    hook = module.register_forward_pre_hook(fail)
-    with pytest.raises(Stop):
-        ours(model, said(120, 4))
-    hook.remove()
-    reads.clear()
-    assert torch.equal(ours(model, ids), stock(model, ids, DynamicCache(config=model.config)))
-    assert reads[0] == 120
-
-
-def test_a_cache_of_other_weights_is_passed_over(model: PreTrainedModel, reads: Reads) -> None:
-    ids = said(120)
-    ours(model, ids)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight.mul_(-1)
-    reads.clear()
-    assert torch.equal(ours(model, ids), stock(model, ids, DynamicCache(config=model.config)))
-    assert reads[0] == 120
-
-
-def test_a_cache_under_other_options_is_passed_over(model: PreTrainedModel, reads: Reads) -> None:
-    ids = said(120)
-    ours(model, ids, EXACT)
-    wanted = stock(model, ids, QAdACache(model, **DECIDING))
-    reads.clear()
-    assert torch.equal(ours(model, ids, DECIDING), wanted)
-    assert reads.first() == 120
-    ours(model, said(wanted, 3), dict(DECIDING))
-    assert reads.first() == 4
-
-
-def test_attention_that_was_restored(model: PreTrainedModel) -> None:
-    ids = said(120)
-    first = ours(model, ids)
-    restore_attention(model)
-    assert torch.equal(ours(model, ids), first)
-
-
 def test_continuous_batching_is_refused_by_name(model: PreTrainedModel) -> None:
     ours(model, said(20))
     with pytest.raises(ValueError, match=r"qada_over_torch.* is not supported"):
         model.generate_batch([[5, 6, 7]], max_new_tokens=2)
-
-
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
-def test_layers_without_a_way_back(family: str) -> None:
-    """A text is gone on with; one that differs is read again from the start."""
-    model = tiny(family)
-    reads, carried, ids = Reads(model), QAdACache(model, **EXACT), said(60)
-    for _ in range(2):
-        wanted = stock(model, ids, carried)
-        new = reads.first()
-        assert torch.equal(ours(model, ids), wanted)
-        assert reads.first() == new
-        ids = said(wanted, 9)
-    other = said(wanted[:, :70], (wanted[:, 70:71] + 1) % VOCABULARY)
-    assert torch.equal(ours(model, other), stock(model, other, QAdACache(model, **EXACT)))
-    assert reads[0] == 71
-    with pytest.raises(Stop):
-        ours(model, other, streamer=StoppingStreamer(3))
-    reads.clear()
-    ours(model, other)
-    assert reads.first() == 71
-
-
-def test_threads(model: PreTrainedModel) -> None:
-    """Conversations at the same time, each of which has its cache alone."""
-
-    def talk(seed: int) -> Tensor:
-        ids = prompt(60 + 10 * seed, seed=seed)[0]
-        for _ in range(3):
-            ids = said(ours(model, ids, DECIDING, conversations=3), 5)
-        return ids
-
-    alone = [talk(seed) for seed in range(4)]
-    ours(model, said(20), conversations=0)
-    with ThreadPoolExecutor(4) as pool:
-        for got, wanted in zip(pool.map(talk, range(4)), alone, strict=True):
-            assert torch.equal(got, wanted)
-
-
-def test_inference_mode_comes_and_goes(model: PreTrainedModel) -> None:
-    ids = said(120)
-    with torch.inference_mode():
-        answered = ours(model, ids)
-    ids = said(answered.clone(), 5)
-    wanted = stock(model, ids, DynamicCache(config=model.config))
-    assert torch.equal(ours(model, ids), wanted)
-    with torch.inference_mode():
-        ours(model, said(wanted, 60))
-
-
-def test_caches_go_with_their_model() -> None:
-    model = tiny()
-    ours(model, said(60))
-    gone = weakref.ref(model), weakref.ref(model.config)
-    del model
-    gc.collect()
-    assert [reference() for reference in gone] == [None, None]
 
 
 def test_a_models_folder(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from calling import EXACT, NEW, Reads, ours, said
 from models import tiny
-from test_generating import EXACT, NEW, Reads, ours, said
 from transformers import GenerationConfig, PreTrainedModel
 
 from qada_cache.serving import FOLDER, counters
