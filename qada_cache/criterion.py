@@ -4,6 +4,7 @@ Notation of the paper: `A_local` and `A_bulk` are the sums of `exp(score)` over 
 and over every other token. All functions work on logarithms, so no score can overflow.
 """
 
+import functools
 import math
 import os
 from dataclasses import dataclass
@@ -164,16 +165,13 @@ def current_score_moments(
     return mean, variance, known > 0
 
 
-def larger_estimate(current: Tensor | None, other: Tensor | None) -> Tensor:
-    """The larger of two estimates of `log A_bulk`, at least one of them given, nan where one knows nothing.
+def larger_estimate(*estimates: Tensor) -> Tensor:
+    """The largest of these estimates of `log A_bulk`, nan where one knows nothing.
 
-    `+inf` where neither knows anything: nothing can be said about the bulk, so read it.
+    `+inf` where none knows anything: nothing can be said about the bulk, so read it.
     """
-    if current is None or other is None:
-        only = other if current is None else current
-        assert only is not None
-        return only.masked_fill(only.isnan(), torch.inf)
-    return torch.fmax(current, other)  # which takes a number before a nan
+    largest = functools.reduce(torch.fmax, estimates)  # which takes a number before a nan
+    return largest.masked_fill(largest.isnan(), torch.inf)
 
 
 def fixed_log_bulk(criterion: str | Tensor, like: Tensor) -> Tensor:

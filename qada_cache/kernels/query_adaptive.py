@@ -136,14 +136,15 @@ def estimated_log_bulk(
         others: by another prompt's, as for `other_log_bulk`, or nothing.
         pool: take the staged tokens into the first.
     """
-    found = None
+    estimates = [other_log_bulk(step, others)] if others else []
     if current is not None:
         staged, scaling = step.masks.staged if pool else None, step.rule.scaling
         mean, variance, known = current_score_moments(
             step.packed.float(), step.scores, *current, staged=staged, scaling=scaling
         )
-        found = gaussian_log_bulk(mean, variance, step.masks.bulk_tokens.unsqueeze(2)).masked_fill(~known, torch.nan)
-    return larger_estimate(found, other_log_bulk(step, others) if others else None)
+        own = gaussian_log_bulk(mean, variance, step.masks.bulk_tokens.unsqueeze(2))
+        estimates.append(own.masked_fill(~known, torch.nan))
+    return larger_estimate(*estimates)
 
 
 def other_log_bulk(step: Step, others: list[Moments]) -> Tensor:
