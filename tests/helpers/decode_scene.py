@@ -12,21 +12,19 @@ from sketch_reference import estimates, half_variance, is_unreliable, log_shares
 from torch import Tensor
 
 from qada_cache import sketch
-from qada_cache.sketch import (
-    Layout,
-    Sketch,
-    channel_means,
-    encode_segments,
-    order_dtype,
-    rounded_slopes,
-    segments_of,
-)
+from qada_cache.sketch import Layout, Sketch, channel_means, encode_segments, order_dtype, rounded_slopes, segments_of
 from qada_cache.storage.geometry import call_geometry
 
 SINKS, WINDOW = 3, 8
 SIZES = {"sink_tokens": SINKS, "local_tokens": SINKS + WINDOW}
 # (tokens in the bulk buffers, tokens staged) of a row with a bulk.
 RAGGED = [(257, 5), (0, 1), (63, 0), (1, 9), (111, 70)]
+
+
+def within_widest_gap(ranked: list[float], least: float) -> float:
+    gap, middle = max((high - low, (high + low) / 2) for low, high in itertools.pairwise(ranked))
+    assert gap > least
+    return middle
 
 
 @dataclass
@@ -172,9 +170,7 @@ class Scene:
             for value in self.log_shares(row, head).flatten().tolist()
         )  # fmt: skip
         middle = ranked[int((1 - 1.5 * share) * len(ranked)) : int((1 - 0.5 * share) * len(ranked))]
-        gap, threshold = max((high - low, (high + low) / 2) for low, high in itertools.pairwise(middle))
-        assert gap > 1e-4
-        return math.exp(threshold)
+        return math.exp(within_widest_gap(middle, least=1e-4))
 
     def chosen(self, flags: Tensor, token_threshold: float) -> dict[tuple[int, int], Tensor]:
         """Of KV heads with a flagged head, by row and head: bool `[tokens]`, what they read of a sketched bulk.
@@ -245,12 +241,7 @@ class Scene:
             share = torch.tensor([log_local_fraction(log_local=a, log_bulk=b) for a, b in masses], dtype=torch.float64)
             grouped = share.exp().unflatten(0, (self.kv_heads, self.group))
             shares += {"head": grouped, "any": grouped.amin(1)}[group_rule].flatten().tolist()
-        ranked = sorted(shares)
-        middle = ranked[len(ranked) // 4 : -(len(ranked) // 4)]
-        gaps = [(high - low, (high + low) / 2) for low, high in itertools.pairwise(middle)]
-        gap, threshold = max(gaps)
-        assert gap > 1e-3
-        return threshold
+        return within_widest_gap(sorted(shares)[len(shares) // 4 : -(len(shares) // 4)], least=1e-3)
 
     def flags(self, **decision: Any) -> Tensor:
         """Bool `[batch, kv_heads, group]`, what the reference decides; `decision` as for `reference.decide`."""

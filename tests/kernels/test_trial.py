@@ -31,12 +31,8 @@ LAYOUT = Layout.of_bits(32, 2)
 SIZES: dict[str, Any] = {"group": 2, "dim": 32, "value_dim": 32, "layout": None, "pinned": False}
 Changed = Callable[[dict[str, Any]], dict[str, Any]]
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device and TRITON_INTERPRET=0"
-    ),
-]
+no_gpu = INTERPRETED or not torch.cuda.is_available()
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(no_gpu, reason="needs a CUDA device and TRITON_INTERPRET=0")]
 
 
 @pytest.fixture(autouse=True)

@@ -181,32 +181,6 @@ def test_splits_do_not_matter(path: Path, bits: int, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(out, outputs[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("bits", [0, 2])
-def test_nothing_is_compiled_anew_when_the_bulk_grows(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels are compiled for, their constants, does not follow the capacity."""
-    constants: dict[str, set[str]] = {}
-
-    class Launched:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *_, **told: constants.setdefault(self.name, set()).add(repr(sorted(told.items())))
-
-    names = ("near_kernel", "bulk_kernel", "merge_kernel", "estimate_kernel", "chosen_kernel")
-    for name in names:
-        monkeypatch.setattr(triton_decode, name, Launched(name))
-    monkeypatch.setattr(triton_decode, "MIN_TOKENS", 1)
-    for stored in (40, 300, 1500, 5000):
-        scene = Scene(bulk=[(stored, 9)] * 3, short=(), bits=bits)
-        arguments = scene.arguments("cpu") | scene.moment_arguments("cpu") | {"threshold": 0.5}
-        if bits:
-            arguments |= scene.sketch_arguments("cpu", 0.5)
-        triton_decode.fused_decode(DecodeCall.of(**arguments))
-    assert len(constants) == (4 if bits else 3)
-    assert {name: len(found) for name, found in constants.items()} == dict.fromkeys(constants, 1)
-
-
 @pytest.mark.parametrize("path", [KERNEL, GPU])
 @pytest.mark.parametrize("bits", [0, 2])
 def test_rows_do_not_matter(path: Path, bits: int) -> None:

@@ -1,15 +1,23 @@
-"""The decode kernels compile for CUDA, which their interpreter does not show, and needs no device."""
+"""What the decode kernels are compiled for, and that they compile for CUDA, which needs no device."""
 
 import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from decode_scene import Scene
+
+from qada_cache.kernels.decode_call import DecodeCall
+
+needs_triton = pytest.mark.skipif(
+    not importlib.util.find_spec("triton"), reason="triton is not installed: pip install triton"
+)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed: pip install triton")
+@needs_triton
 def test_kernels_compile_for_cuda(tmp_path: Path) -> None:
     """In a process of its own: in this one they may be bound to the interpreter already."""
     script = Path(__file__).parents[1] / "helpers" / "compile_for_cuda.py"
@@ -21,3 +29,32 @@ def test_kernels_compile_for_cuda(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count("bytes of shared memory") == 38
+
+
+@needs_triton
+@pytest.mark.parametrize("bits", [0, 2])
+def test_nothing_is_compiled_anew_when_the_bulk_grows(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels are compiled for, their constants, does not follow the capacity."""
+    from qada_cache.kernels.triton import decode as triton_decode
+
+    constants: dict[str, set[str]] = {}
+
+    class Launched:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *_, **told: constants.setdefault(self.name, set()).add(repr(sorted(told.items())))
+
+    names = ("near_kernel", "bulk_kernel", "merge_kernel", "estimate_kernel", "chosen_kernel")
+    for name in names:
+        monkeypatch.setattr(triton_decode, name, Launched(name))
+    monkeypatch.setattr(triton_decode, "MIN_TOKENS", 1)
+    for stored in (40, 300, 1500, 5000):
+        scene = Scene(bulk=[(stored, 9)] * 3, short=(), bits=bits)
+        arguments = scene.arguments("cpu") | scene.moment_arguments("cpu") | {"threshold": 0.5}
+        if bits:
+            arguments |= scene.sketch_arguments("cpu", 0.5)
+        triton_decode.fused_decode(DecodeCall.of(**arguments))
+    assert len(constants) == (4 if bits else 3)
+    assert {name: len(found) for name, found in constants.items()} == dict.fromkeys(constants, 1)
