@@ -169,8 +169,7 @@ class Progress:
 
     def begins_anew(self, layer: int, event: Hashable) -> bool:
         """Whether this call can only belong to a new pass."""
-        again = self.told is None or event in self.told
-        return layer < self.reached or (layer == self.reached and again)
+        return layer <= self.reached and self.arrives(layer, event)
 
     def arrives(self, layer: int, event: Hashable) -> bool:
         """Whether this is the first call of the layer in its pass."""
