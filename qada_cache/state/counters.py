@@ -1,6 +1,7 @@
 """What one layer did since the last reset: decisions taken, bytes read, audits."""
 
 import itertools
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -10,12 +11,9 @@ from ..storage.geometry import Geometry
 
 PENDING = 32  # flags of so many calls are summed at once: a sum for each would cost more than its decision
 AUDITED = 5  # sums of an audit
-PLAIN = (
-    *("decisions", "steps", "pulled_bytes", "spared_bytes", "sketched_bytes", "offered_bytes"),
-    *("streamed_bytes", "audited", "audited_bytes"),
-)
 
 
+@dataclass(eq=False)
 class Counters:
     """Counting never waits for the device.
 
@@ -28,15 +26,18 @@ class Counters:
         audited_bytes: bulk bytes read for audits.
     """
 
-    def __init__(self) -> None:
-        self.decisions = self.steps = self.offered_bytes = self.streamed_bytes = self.audited_bytes = 0
-        self.pulled_bytes: int | Tensor = 0
-        self.spared_bytes: int | Tensor = 0
-        self.sketched_bytes: int | Tensor = 0
-        self.audited: Tensor | None = None
-        self._local_heads: Tensor | None = None
-        self._local_groups: Tensor | None = None
-        self._pending: list[tuple[Tensor, Tensor]] = []
+    decisions: int = 0
+    steps: int = 0
+    pulled_bytes: int | Tensor = 0
+    spared_bytes: int | Tensor = 0
+    sketched_bytes: int | Tensor = 0
+    offered_bytes: int = 0
+    streamed_bytes: int = 0
+    audited: Tensor | None = None
+    audited_bytes: int = 0
+    _local_heads: Tensor | None = None
+    _local_groups: Tensor | None = None
+    _pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def count(self, flags: Tensor, geometry: Geometry, token_bytes: int) -> None:
         """Count one call's decisions, bool `[batch, kv_heads, group, queries]`, True for long-context.
@@ -92,11 +93,8 @@ class Counters:
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Counters":
         """The inverse of `record`, which may hold other things as well."""
-        made = cls()
-        for name in PLAIN:
-            setattr(made, name, record[name])
-        made._local_heads, made._local_groups = record["local_heads"], record["local_groups"]
-        return made
+        plain = {name: record[name] for name in PLAIN}
+        return cls(**plain, _local_heads=record["local_heads"], _local_groups=record["local_groups"])
 
     def _sum(self) -> None:
         for shape, calls in itertools.groupby(self._pending, key=lambda call: call[0].shape):
@@ -108,3 +106,6 @@ class Counters:
             self._local_heads = heads if self._local_heads is None else self._local_heads.to(heads) + heads
             self._local_groups = groups if self._local_groups is None else self._local_groups.to(groups) + groups
         self._pending.clear()
+
+
+PLAIN = tuple(part.name for part in fields(Counters) if not part.name.startswith("_"))

@@ -22,21 +22,14 @@ def _no_tensor(name: str) -> Any:
     would lack the padding. An empty layer returns None.
     """
 
-    def refuse(layer: "QAdALayer") -> None:
-        raise NotImplementedError(
-            f"something reads or sets the {name} of a QAdACache layer, which are no single tensor. If it is the model, "
-            f"use transformers.DynamicCache for {layer.shared.model.model_type}; save() keeps a cache"
-        )
+    def refuse(layer: "QAdALayer", *given: Tensor | None) -> None:
+        if any(part is not None for part in given) if given else layer.is_initialized:
+            raise NotImplementedError(
+                f"something reads or sets the {name} of a QAdACache layer, which are no single tensor. If it is the "
+                f"model, use transformers.DynamicCache for {layer.shared.model.model_type}; save() keeps a cache"
+            )
 
-    def read(layer: "QAdALayer") -> None:
-        if layer.is_initialized:
-            refuse(layer)
-
-    def write(layer: "QAdALayer", given: Tensor | None) -> None:
-        if given is not None:
-            refuse(layer)
-
-    return property(read, write)
+    return property(refuse, refuse)
 
 
 class QAdALayer(DynamicLayer):
