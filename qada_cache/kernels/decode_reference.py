@@ -13,11 +13,6 @@ from .decode_call import DecodeCall
 from .query_adaptive import Masks, Part, Request, Step, attend, decide, estimated_log_bulk
 from .reference import fault
 
-KV_HEADS = 3
-LOCAL, STAGED, COLUMNS = 20, 5, 29  # columns of the near buffer; the others are neither
-SHORT = 300  # tokens in the bulk of all rows but the first
-ELSEWHERE = 0, 1  # the row and head that lie outside the buffers
-
 
 def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """What every `fused_decode` computes: attention of one query token a row.
@@ -80,6 +75,13 @@ def _log_bulk(call: DecodeCall, step: Step) -> Tensor:
     if call.other_mean is not None and call.other_covariance is not None:
         others = [(0, call.other_mean, call.other_covariance)]
     return estimated_log_bulk(step, current, others, pool=call.rule.pool_staged)
+
+
+# Of a trial.
+KV_HEADS = 3
+LOCAL, STAGED, COLUMNS = 20, 5, 29  # columns of the near buffer; the others are neither
+SHORT = 300  # tokens in the bulk of all rows but the first
+ELSEWHERE = 0, 1  # the row and head that lie outside the buffers
 
 
 @functools.cache
