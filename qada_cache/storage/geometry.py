@@ -73,17 +73,22 @@ def call_geometry(
     alike = valid is None and len(set(lengths)) == 1 and len(set(flushed)) == 1
     rows = 1 if alike else batch
     see = _see_of_one if queries == 1 else _see_of_several
-    masks = see(lengths[:rows], flushed[:rows], valid, queries=queries, end=end, sinks=sinks, window=window)
-    bulk_tokens, stored, decided = (masks[name][:, 0].tolist() for name in ("bulk_tokens", "stored", "decided"))
+    masks, counts = see(lengths[:rows], flushed[:rows], valid, queries=queries, end=end, sinks=sinks, window=window)
+    bulk_tokens, stored, decided = counts
     deciding = [
         [(tokens, gone) for tokens, gone, decides in zip(*row, strict=True) if decides]
         for row in zip(bulk_tokens, stored, decided, strict=True)
     ]
     row_lengths = tuple(rounded(max(1, row[-1])) for row in bulk_tokens)
+    tensors = [*masks, *(torch.tensor(count).unsqueeze(1) for count in counts)]
     # A blocking copy would wait for everything the accelerator still has to do.
-    asynchronous = device.type == "cuda"
+    local, staged, *placed = (tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors)
     return Geometry(
-        **{name: mask.to(device, non_blocking=asynchronous) for name, mask in masks.items()},
+        local,
+        staged,
+        bulk_tokens=placed[0],
+        stored=placed[1],
+        decided=placed[2],
         moment_lengths=tuple(sorted({rounded(tokens) for row in deciding for tokens, _ in row})),
         row_lengths=row_lengths[:1] if len(set(row_lengths)) == 1 else row_lengths,
         decisions=sum(map(len, deciding)) * (batch // rows),
@@ -92,10 +97,14 @@ def call_geometry(
     )
 
 
+# Masks `[rows, 1, queries, columns]`, local and staged; of each row and query `bulk_tokens`, `stored` and `decided`.
+Seen = tuple[tuple[Tensor, ...], tuple[list[list[int]], ...]]
+
+
 def _see_of_several(
     lengths: list[int], flushed: list[int], valid: Tensor | None, *, queries: int, end: int, sinks: int, window: int
-) -> dict[str, Tensor]:
-    """The tensors of `call_geometry`, for these rows alone, on the host."""
+) -> Seen:
+    """What the queries of these rows see, on the host."""
     rows, total, gone = len(lengths), torch.tensor(lengths)[:, None], torch.tensor(flushed)[:, None]
     if valid is None:
         position, shown = total - queries + torch.arange(queries), torch.ones(rows, queries, dtype=torch.bool)
@@ -111,17 +120,17 @@ def _see_of_several(
     local = seen & ((token < sinks) | (token > position - window))
     staged = seen & ~local
     bulk_tokens = (position.squeeze(-1) + 1 - sinks - window).clamp_min(0)
-    decided = (bulk_tokens > 0) & shown[:, None, :]
-    stored = bulk_tokens - staged.sum(dim=-1)
-    return {"local": local, "staged": staged, "bulk_tokens": bulk_tokens, "stored": stored, "decided": decided}
+    counts = bulk_tokens, bulk_tokens - staged.sum(dim=-1), (bulk_tokens > 0) & shown[:, None, :]
+    return (local, staged), tuple(count.squeeze(1).tolist() for count in counts)
 
 
 def _see_of_one(
     lengths: list[int], flushed: list[int], valid: Tensor | None, *, queries: int, end: int, sinks: int, window: int
-) -> dict[str, Tensor]:
+) -> Seen:
     """As `_see_of_several`, faster, of one query, the newest token of each row."""
     local, staged = bytearray(), bytearray()
-    bulk_tokens, stored = [], []
+    bulk_tokens: list[list[int]] = []
+    stored: list[list[int]] = []
     for total, gone in zip(lengths, flushed, strict=True):
         held, first = min(gone, sinks), end - (total - gone)  # sinks that left the tail; the tail's first column in use
         start = min(max(first, end - total + sinks), end)  # of its tokens that are no sinks
@@ -129,18 +138,13 @@ def _see_of_one(
         local += b"\1" * held + bytes(sinks - held + first) + b"\1" * (start - first)
         local += bytes(stop - start) + b"\1" * (end - stop)
         staged += bytes(sinks + start) + b"\1" * (stop - start) + bytes(end - stop)
-        bulk_tokens.append(max(0, total - sinks - window))
-        stored.append(bulk_tokens[-1] - (stop - start))
+        tokens = max(0, total - sinks - window)
+        bulk_tokens.append([tokens])
+        stored.append([tokens - (stop - start)])
     real = [True] * len(lengths) if valid is None else valid[:, 0].tolist()
-    decided = [tokens > 0 and there for tokens, there in zip(bulk_tokens, real, strict=True)]
-    shape = len(lengths), 1, queries
-    return {
-        "local": torch.frombuffer(local, dtype=torch.bool).view(*shape, -1),
-        "staged": torch.frombuffer(staged, dtype=torch.bool).view(*shape, -1),
-        "bulk_tokens": torch.tensor(bulk_tokens).view(shape),
-        "stored": torch.tensor(stored).view(shape),
-        "decided": torch.tensor(decided).view(shape),
-    }
+    decided = [[tokens > 0 and there] for (tokens,), there in zip(bulk_tokens, real, strict=True)]
+    masks = (torch.frombuffer(mask, dtype=torch.bool).view(len(lengths), 1, queries, -1) for mask in (local, staged))
+    return tuple(masks), (bulk_tokens, stored, decided)
 
 
 class ForwardPass:
