@@ -84,9 +84,15 @@ def build(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -> ctypes.
         )
         return None
     arguments: list[Any] = [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 8, ctypes.c_int, ctypes.c_float]
-    kernels.partial_attention.argtypes, kernels.partial_attention.restype = arguments, None
-    kernels.fused_decode.argtypes, kernels.fused_decode.restype = [ctypes.c_void_p], None
+    kernels.partial_attention.argtypes, kernels.fused_decode.argtypes = arguments, [ctypes.c_void_p]
+    kernels.partial_attention.errcheck = kernels.fused_decode.errcheck = _check
     kernels.decode_size.argtypes, kernels.decode_size.restype = [], ctypes.c_int64
     if (size := kernels.decode_size()) != ctypes.sizeof(structs.Decode):
         raise RuntimeError(f"decide.h has a Decode of {size} bytes, structs.py of {ctypes.sizeof(structs.Decode)}")
     return kernels
+
+
+def _check(failed: Any, *_: Any) -> Any:
+    if failed:
+        raise MemoryError("there is no memory for the temporaries of attention on the CPU")
+    return failed
