@@ -66,6 +66,21 @@ def fetch(keys: Tensor, values: Tensor, device: torch.device, *, after: Any = No
     return Arrival(tensors, side.record_event())
 
 
+def reader(device: torch.device) -> Any:
+    """The stream that kernels read host memory on from now on; None where none does."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def outlive(stream: Any, keys: Tensor, values: Tensor) -> None:
+    """Let go of host tensors `[batch, heads, tokens, dim]` that kernels on `stream` may still read in place.
+
+    Torch keeps pinned memory until copies of it have ended, and knows nothing of kernels: one token is copied after
+    them.
+    """
+    if stream is not None and not stream.query():
+        fetch(keys[:1, :1, :1], values[:1, :1, :1], stream.device, after=stream.record_event())
+
+
 class Note:
     """A small tensor on its way to the host."""
 
