@@ -7,6 +7,7 @@ passes straight through to what the model used before. `restore_attention` puts 
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -175,7 +176,8 @@ def _attend(
         layer.abandon(queries)
         raise
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    forward_pass, sink_logits = layer.shared.forward_pass, kwargs.get("s_aux")
+    how: dict[str, Any] = {"scaling": scaling, "valid": valid, "sink_logits": kwargs.get("s_aux")}
+    forward_pass = layer.shared.forward_pass
     if layer.index == layer.shared.model.layers[0]:
         # After a decoded token the tail is longer than the window, and a single one is no chunk.
         forward_pass.reads_chunk = (queries > 1 or layer.store.end <= layer.options.window) and reads_chunk()
@@ -183,16 +185,15 @@ def _attend(
         out, _ = _base(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
         layer.store.absorb(key, value, valid)
     elif queries > layer.options.window or forward_pass.reads_chunk:
+        work = partial(whole_context, layer, layer.store, query, key, value, **how)
         with without_autocast(query.device):
-            out = whole_context(
-                layer, layer.store, query, key, value, scaling=scaling, valid=valid, sink_logits=sink_logits
-            )
+            out = layer.shared.residents.retried(work)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
         layer.store.absorb(key, value, valid)
     else:
         layer.store.append(key, value, valid)
         with without_autocast(query.device):
-            out = query_adaptive(layer, layer.store, query, scaling=scaling, valid=valid, sink_logits=sink_logits)
+            out = layer.shared.residents.retried(partial(query_adaptive, layer, layer.store, query, **how))
         out = out.transpose(1, 2).contiguous()
     layer.incoming = None
     return out, None

@@ -10,7 +10,6 @@ from ..kernels import choice
 from ..key_moments.defaults import CURRENT, Moments, sources
 from ..key_moments.key_moments import KeyMoments
 from ..sketch import LEAST_BITS, MOST_BITS
-from ..storage.residents import check_budget
 
 TOKEN_THRESHOLD = 4.4  # the default of models without a tuned setting
 SKETCH_BITS = 1.5
@@ -83,7 +82,7 @@ class Options:
             raise TypeError(f"criterion must be a str or StaticHeads, got {type(self.criterion).__name__}")
         if self.group_rule not in GROUP_RULES:
             raise ValueError(f"unknown group_rule {self.group_rule!r}: use one of {', '.join(GROUP_RULES)}")
-        check_budget(self.device_budget)
+        _check_budget(self.device_budget)
         choice.requested(self.kernels)
         sources(self.moments)
 
@@ -110,3 +109,15 @@ class Options:
     def tracks_moments(self) -> bool:
         """Whether layers keep running moments of the prompt being read."""
         return self.criterion == "gaussian" and self.current_moments
+
+
+def _check_budget(budget: int | float | str) -> None:
+    """Raise unless `budget` is a `device_budget` of `QAdACache`."""
+    way_out = '0 (keep none), a number of bytes (an int), a share of the bulk (a float in [0, 1]) or "auto"'
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        raise TypeError(f"device_budget must be {way_out}, got {type(budget).__name__}")
+    share = isinstance(budget, float) and not 0.0 <= budget <= 1.0  # also nan
+    # One byte is of no use, and likely meant as the share.
+    count = isinstance(budget, int) and (budget < 0 or budget == 1)
+    if share or count or (isinstance(budget, str) and budget != "auto"):
+        raise ValueError(f"device_budget must be {way_out}, got {budget!r}")

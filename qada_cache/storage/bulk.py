@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..files.private_map import PrivateMap
 from . import pages
-from .residents import Head, Residents
+from .residents import ROOM, Head, Residents
 from .transfers import Arrival, Note, ahead, fetch, join, outlive, reader, send
 
 logger = logging.get_logger(__name__)
@@ -156,7 +156,7 @@ class Bulk:
         """Row `r` holds `lengths[r]` tokens from now on."""
         self.lengths = lengths
         self.early.clear()  # early copies hold another number of tokens
-        self.residents.bulk_bytes = self.stored_bytes
+        self.residents.bulk_bytes = int(self.stored_bytes * (1 + ROOM))
 
     def _moved(self, old: Tensor, index: list[int] | range, capacity: int) -> Tensor:
         """A new storage whose row `i` is the row `index[i]` of the old one."""

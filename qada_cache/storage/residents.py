@@ -7,6 +7,7 @@ dropped at any time.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate.utils import get_max_memory
@@ -15,21 +16,10 @@ from torch import Tensor
 from .transfers import Arrival
 
 HALF_LIFE = 32  # adaptive calls after which a flag counts half
+ROOM = 1 / 8  # of a resident's tokens: so many more fit before it moves, as a copy for every flush would be quadratic
 RESERVE_BYTES, RESERVE_SHARE = 2**30, 0.1  # of free memory; "auto" leaves the larger of the two
 
 Head = tuple[int, int]  # row, KV head
-
-
-def check_budget(budget: int | float | str) -> None:
-    """Raise unless `budget` is a `device_budget` of `QAdACache`."""
-    way_out = '0 (keep none), a number of bytes (an int), a share of the bulk (a float in [0, 1]) or "auto"'
-    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
-        raise TypeError(f"device_budget must be {way_out}, got {type(budget).__name__}")
-    share = isinstance(budget, float) and not 0.0 <= budget <= 1.0  # also nan
-    # One byte is of no use, and likely meant as the share.
-    count = isinstance(budget, int) and (budget < 0 or budget == 1)
-    if share or count or (isinstance(budget, str) and budget != "auto"):
-        raise ValueError(f"device_budget must be {way_out}, got {budget!r}")
 
 
 def free_memory(device: torch.device) -> int:
@@ -42,11 +32,13 @@ def free_memory(device: torch.device) -> int:
 
 @dataclass(eq=False)
 class Resident:
-    """Keys and values `[1, 1, tokens, dim]` of one head of one row; while its `arrival` is not None, on their way."""
+    """Keys and values `[1, 1, tokens, dim]` of one head of one row; while its `arrival` is not None, on their way. They
+    are the first tokens of `room`, if there is any."""
 
     keys: Tensor
     values: Tensor
     arrival: Arrival | None = None
+    room: tuple[Tensor, ...] = ()
 
     def landed(self) -> bool:
         """Whether they may be read; see `Arrival.landed`."""
@@ -64,10 +56,21 @@ class Resident:
         self.wait()  # else the copy would be of older memory
         return Resident(self.keys.clone(), self.values.clone())
 
+    @torch.inference_mode(False)  # the room is written to later, perhaps outside inference mode
+    def longer(self, keys: Tensor, values: Tensor) -> "Resident":
+        """One with these tokens as well, in the same memory if they fit."""
+        room, known, tokens = self.room, self.tokens, self.tokens + keys.shape[2]
+        if not room or room[0].shape[2] < tokens:
+            size = int(tokens * (1 + ROOM))
+            room = tuple(old.new_empty(1, 1, size, old.shape[3]) for old in (self.keys, self.values))
+            room[0][:, :, :known], room[1][:, :, :known] = self.keys, self.values
+        room[0][:, :, known:tokens], room[1][:, :, known:tokens] = keys, values
+        return Resident(room[0][:, :, :tokens], room[1][:, :, :tokens], room=room)
+
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self.keys.nbytes + self.values.nbytes
+        return sum(tensor.nbytes for tensor in self.room or (self.keys, self.values))
 
     @property
     def tokens(self) -> int:
@@ -137,6 +140,15 @@ class Residents:
                 if over <= 0:
                     break
 
+    def retried(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns, done again without residents if device memory runs out."""
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            if not self.clear():
+                raise
+        return work()  # not in the handler, whose traceback keeps what the first try held
+
     def clear(self) -> bool:
         """Drop all; whether there were any."""
         held = any(layer.held for layer in self.layers.values())
@@ -168,7 +180,7 @@ class LayerResidents:
         shared, index, device: of all layers, this layer's, and its own.
         held: by row and KV head.
         nbytes: bytes held.
-        bulk_bytes: bytes of the tokens in the layer's bulk.
+        bulk_bytes: what the layer's bulk would take if all of it were resident, `ROOM` included.
         scores: of every row and KV head, log2 of the sum of `2 ** (call / HALF_LIFE)` over the calls that flagged it.
             Recent flags weigh more, and a score changes only with a flag.
     """
@@ -255,7 +267,7 @@ class LayerResidents:
 
         def longer(old: Resident, row: int, head: int) -> Resident:
             at = slice(row - rows.start, row - rows.start + 1), slice(head, head + 1)
-            return Resident(torch.cat([old.keys, keys[at]], dim=2), torch.cat([old.values, values[at]], dim=2))
+            return old.longer(keys[at], values[at])
 
         self._replace([head for head in self.held if rows.start <= head[0] < rows.stop], longer)
         self.shared.trim(self.device)
