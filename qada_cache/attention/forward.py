@@ -13,14 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import AttentionInterface
 
 from ..kernels.autocast import without_autocast
 from ..key_moments.query_energies import own_attention
 from ..key_moments.sharding import WHOLE, check_sharding
 from ..key_moments.wrapped import unwrapped
-from ..state.layer import QAdALayer
+from ..state.layer import QAdALayer, Seen
 from .chunks import reads_chunk
 from .decode import query_adaptive, whole_context
 from .readers import find_reader
@@ -97,7 +97,7 @@ def switch_on(config: PreTrainedConfig) -> None:
         return
     current, ours = config._attn_implementation, our_name(config)
     AttentionInterface.register(ours, attention_forward)
-    AttentionMaskInterface.register(ours, ALL_MASK_ATTENTION_FUNCTIONS[current])
+    AttentionMaskInterface.register(ours, partial(_mask, ALL_MASK_ATTENTION_FUNCTIONS[current]))
     config._attn_implementation = ours
 
 
@@ -141,6 +141,17 @@ def attention_forward(
     if (layer := getattr(key, "_qada_layer", None)) is None:
         return _base(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     return _attend(layer, module, query, key, value, attention_mask, scaling, dropout, kwargs)
+
+
+def _mask(base: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
+    """The mask that `base` makes; of a call that continues a QAdACache only what it says of tokens, None or bool
+    `[batch, tokens]`: `[queries, tokens]` would be the largest tensor of a long turn."""
+    seen, told = kwargs["kv_length"], kwargs.get("attention_mask")
+    plain = kwargs.get("mask_function") is causal_mask_function and kwargs.get("allow_is_causal_skip", False)
+    fits = told is None or told.shape[1:] == (seen,)
+    if isinstance(seen, Seen) and plain and fits and 1 < kwargs.get("q_length", 1) < seen:
+        return told
+    return base(**kwargs)
 
 
 def _base(module: torch.nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
