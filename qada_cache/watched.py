@@ -161,10 +161,12 @@ class WatchedCache(DynamicCache):
     def _change(self, verb: str, *arguments: Any) -> None:
         """Have every layer do this; an interruption in between is noticed."""
         self._check_whole()
+        # Our layers read indices on the host, and each would wait for the device.
+        here = [given.cpu() if isinstance(given, Tensor) else given for given in arguments]
         self._shared.progress.changing = verb
         for index, layer in enumerate(self.layers):
             try:
-                getattr(layer, verb)(*arguments)
+                getattr(layer, verb)(*(here if isinstance(layer, QAdALayer) else arguments))
             except Exception as error:
                 if not index and _refuses(layer, error):
                     self._shared.progress.changing = ""

@@ -8,19 +8,20 @@ passes straight through to what the model used before. `restore_attention` puts 
 import inspect
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import AttentionInterface
 
 from ..kernels.reference import without_autocast
 from ..key_moments.query_energies import own_attention
 from ..key_moments.sharding import WHOLE, check_sharding
 from ..key_moments.wrapped import unwrapped
-from ..state.layer import QAdALayer
+from ..state.layer import QAdALayer, Seen
 from .decode import query_adaptive, whole_context
 from .support import find_reader
 
@@ -96,7 +97,7 @@ def switch_on(config: PreTrainedConfig) -> None:
         return
     current, ours = config._attn_implementation, our_name(config)
     AttentionInterface.register(ours, attention_forward)
-    AttentionMaskInterface.register(ours, ALL_MASK_ATTENTION_FUNCTIONS[current])
+    AttentionMaskInterface.register(ours, partial(_mask, ALL_MASK_ATTENTION_FUNCTIONS[current]))
     config._attn_implementation = ours
 
 
@@ -142,6 +143,17 @@ def attention_forward(
     return _attend(layer, module, query, key, value, attention_mask, scaling, dropout, kwargs)
 
 
+def _mask(base: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
+    """The mask that `base` makes; of a call that continues a QAdACache only what it says of tokens, None or bool
+    `[batch, tokens]`: `[queries, tokens]` would be the largest tensor of a long turn."""
+    seen, told = kwargs["kv_length"], kwargs.get("attention_mask")
+    plain = kwargs.get("mask_function") is causal_mask_function and kwargs.get("allow_is_causal_skip", False)
+    fits = told is None or told.shape[1:] == (seen,)
+    if isinstance(seen, Seen) and plain and fits and 1 < kwargs.get("q_length", 1) < seen:
+        return told
+    return base(**kwargs)
+
+
 def _base(module: torch.nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The model's own attention."""
     return own_attention(module, _BASES[cast(PreTrainedConfig, module.config)._attn_implementation])
@@ -175,7 +187,8 @@ def _attend(
         layer.abandon(queries)
         raise
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    forward_pass, sink_logits = layer.shared.forward_pass, kwargs.get("s_aux")
+    how: dict[str, Any] = {"scaling": scaling, "valid": valid, "sink_logits": kwargs.get("s_aux")}
+    forward_pass = layer.shared.forward_pass
     if layer.index == layer.shared.model.layers[0]:
         # After a decoded token the tail is longer than the window, and a single one is no chunk.
         forward_pass.reads_chunk = (queries > 1 or layer.store.end <= layer.options.window) and _reads_chunk()
@@ -183,16 +196,15 @@ def _attend(
         out, _ = _base(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
         layer.store.absorb(key, value, valid)
     elif queries > layer.options.window or forward_pass.reads_chunk:
+        work = partial(whole_context, layer, layer.store, query, key, value, **how)
         with without_autocast(query.device):
-            out = whole_context(
-                layer, layer.store, query, key, value, scaling=scaling, valid=valid, sink_logits=sink_logits
-            )
+            out = layer.shared.residents.retried(work)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
         layer.store.absorb(key, value, valid)
     else:
         layer.store.append(key, value, valid)
         with without_autocast(query.device):
-            out = query_adaptive(layer, layer.store, query, scaling=scaling, valid=valid, sink_logits=sink_logits)
+            out = layer.shared.residents.retried(partial(query_adaptive, layer, layer.store, query, **how))
         out = out.transpose(1, 2).contiguous()
     layer.incoming = None
     return out, None

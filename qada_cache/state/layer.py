@@ -32,6 +32,10 @@ def _no_tensor(name: str) -> Any:
     return property(refuse, refuse)
 
 
+class Seen(int):
+    """Tokens that a mask is asked for to attend to in a `QAdALayer`: attention there needs no mask of every pair."""
+
+
 class QAdALayer(DynamicLayer):
     """One full-attention layer: its tokens, padding and counters.
 
@@ -187,6 +191,11 @@ class QAdALayer(DynamicLayer):
             self.padding, mask, batch=batch, seen=self.seen, queries=tokens
         )
         return new
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The tokens that a mask of a call of `query_length` is for, and the first of them."""
+        tokens = self.seen + query_length
+        return (tokens if torch.compiler.is_compiling() else Seen(tokens)), 0  # graphs know no such class
 
     def get_seq_length(self) -> int:
         """Logical tokens held, padding included."""

@@ -3,6 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from transformers.utils import logging
 
 from ..files.private_map import PrivateMap
 from . import transfers
-from .residents import Head, Residents
-from .transfers import Arrival, Note, ahead, fetch, join, send
+from .residents import ROOM, Head, Residents
+from .transfers import Arrival, Note, ahead, fetch, join, outlive, reader, send
 
 logger = logging.get_logger(__name__)
 
@@ -41,6 +42,8 @@ class Bulk:
         noted: flags `[batch, kv_heads]` of kernels that read heads in place, not yet counted for residents.
     """
 
+    _reader: Any = None  # stream of the last kernel that read it in place
+
     def __init__(self, keys: Tensor, values: Tensor, *, offloading: bool, residents: Residents, layer: int) -> None:
         """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`).
 
@@ -60,6 +63,10 @@ class Bulk:
         self.noted: deque[Note] = deque(maxlen=NOTES)
         self._written: Any = None  # event of the last copy to the host
 
+    def __del__(self) -> None:
+        if self._reader is not None:
+            outlive(self._reader, self.keys, self.values)
+
     def _allocate(self, like: Tensor, capacity: int, batch: int | None = None) -> Tensor:
         shape = (like.shape[0] if batch is None else batch, like.shape[1], capacity, like.shape[3])
         with torch.inference_mode(False):  # an inference tensor could not be appended to outside inference mode
@@ -72,8 +79,7 @@ class Bulk:
                     logger.warning_once(
                         f"the bulk lies in host memory that is not pinned, so that copies of it wait: {error}"
                     )
-            device = torch.device("cpu") if self.offloaded else self.device
-            return torch.empty(shape, dtype=like.dtype, device=device)
+            return torch.empty(shape, dtype=like.dtype, device="cpu" if self.offloaded else self.device)
 
     def __deepcopy__(self, memo: dict) -> "Bulk":
         twin = memo[id(self)] = copy.copy(self)
@@ -128,8 +134,6 @@ class Bulk:
     @property
     def nbytes(self) -> int:
         """Bytes that the storage takes, unused capacity included."""
-        if not self.offloaded:
-            return self.keys.nbytes + self.values.nbytes
         return transfers.held_bytes(self.keys) + transfers.held_bytes(self.values)
 
     def settle(self) -> None:
@@ -145,13 +149,14 @@ class Bulk:
         self.early.clear()  # a kernel has no use for early copies
         if self._written is not None and not self._written.query():
             join(self._written, self.device)
+        self._reader = reader(self.device) if self.offloaded else None
         return self.keys, self.values
 
     def _holds(self, lengths: list[int]) -> None:
         """Row `r` holds `lengths[r]` tokens from now on."""
         self.lengths = lengths
         self.early.clear()  # early copies hold another number of tokens
-        self.residents.bulk_bytes = self.stored_bytes
+        self.residents.bulk_bytes = int(self.stored_bytes * (1 + ROOM))
 
     def _moved(self, old: Tensor, index: list[int] | range, capacity: int) -> Tensor:
         """A new storage whose row `i` is the row `index[i]` of the old one."""
@@ -227,8 +232,7 @@ class Bulk:
             copies = [
                 (store[row, head, start:stop], new[row - rows.start, head])
                 for store, new in ((self.keys, keys), (self.values, values))
-                for row in range(rows.start, rows.stop)
-                for head in range(new.shape[1])
+                for row, head in product(range(rows.start, rows.stop), range(new.shape[1]))
             ]
             self._written = send(copies, self.device)
         else:
@@ -262,13 +266,9 @@ class Bulk:
         part = self.keys[rows, heads, start:stop], self.values[rows, heads, start:stop]
         if not self.offloaded:
             return part
-        each = [
-            (row, head)
-            for row in range(*rows.indices(len(self.lengths)))
-            for head in range(*heads.indices(self.keys.shape[1]))
-        ]
-        arrived = dict(ahead((head, self.fetch(head, start, stop)) for head in each))
-        keys, values = zip(*(arrived[head] for head in each), strict=True)
+        each = product(range(*rows.indices(len(self.lengths))), range(*heads.indices(self.keys.shape[1])))
+        arrived = ahead((head, self.fetch(head, start, stop)) for head in each)
+        keys, values = zip(*(pair for _, pair in arrived), strict=True)
         return torch.cat(keys).view_as(part[0]), torch.cat(values).view_as(part[1])
 
     def spans(self, row: int, start: int = 0, *, heads: int = 1) -> list[tuple[int, int]]:

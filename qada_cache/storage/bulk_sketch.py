@@ -110,7 +110,7 @@ class BulkSketch:
             keys, values = (part[:, :, start - older : stop - older] for part in newest)
             return keys, values
 
-        self._reserve(bulk.capacity)
+        bulk.residents.shared.retried(partial(self._reserve, bulk.capacity))
         self._take(rows, known, length, read)
 
     def truncate(self, bulk: Bulk) -> None:

@@ -50,7 +50,7 @@ def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iter
         bulk.flagged, bulk.early = heads, {}
     held = _held(bulk, heads)
     missing = (head for head in heads if head not in held)
-    arrivals = ahead((head, early.get(head) or _fetch(bulk, head, 0, bulk.lengths[head[0]])) for head in missing)
+    arrivals = ahead((head, early.get(head) or bulk.fetch(head, 0, bulk.lengths[head[0]])) for head in missing)
     for head, resident in held.items():
         yield _of_head(head, resident.tensors, spared=True)
     for head, tensors in arrivals:
@@ -89,7 +89,7 @@ def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
     every = [(row, head) for row in range(rows.start, rows.stop) for head in range(bulk.keys.shape[1])]
     held = _held(bulk, every)
     missing = ((head, span) for head in every if head not in held for span in spans)
-    arrivals = ahead((head, _fetch(bulk, head, *span)) for head, span in missing)
+    arrivals = ahead((head, bulk.fetch(head, *span)) for head, span in missing)
     for head, resident in held.items():
         for first, end in spans:
             yield _of_head(head, tuple(part[:, :, first:end] for part in resident.tensors), spared=True)
@@ -156,16 +156,6 @@ def _held(bulk: Bulk, heads: list[Head]) -> dict[Head, Arrival]:
     for resident in held.values():
         resident.wait()
     return held
-
-
-def _fetch(bulk: Bulk, head: Head, start: int, stop: int) -> Arrival:
-    """`bulk.fetch`; if memory runs out, residents are dropped and it is tried again."""
-    try:
-        return bulk.fetch(head, start, stop)
-    except torch.OutOfMemoryError:
-        if not bulk.residents.shared.clear():
-            raise
-    return bulk.fetch(head, start, stop)
 
 
 def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> Part:

@@ -7,6 +7,7 @@ dropped at any time.
 import contextlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from accelerate.utils import get_max_memory
@@ -15,6 +16,7 @@ from torch import Tensor
 from .transfers import Arrival
 
 HALF_LIFE = 32  # adaptive calls after which a flag counts half
+ROOM = 1 / 8  # of a resident's tokens: so many more fit before it moves, as a copy for every flush would be quadratic
 RESERVE_BYTES, RESERVE_SHARE = 2**30, 0.1  # of free memory; "auto" leaves the larger of the two
 
 Head = tuple[int, int]  # row, KV head
@@ -38,6 +40,20 @@ def free_memory(device: torch.device) -> int:
     if hasattr(backend, "mem_get_info"):  # accelerate would ask every device, and so take memory on all of them
         return backend.mem_get_info(device)[0]
     return get_max_memory().get(device.type, 0)  # devices that use the host's memory, of which there is one
+
+
+@torch.inference_mode(False)  # the room is written to later, perhaps outside inference mode
+def _longer(old: Arrival, keys: Tensor, values: Tensor) -> Arrival:
+    """One with these tokens as well, in the same memory if they fit; `old` has been waited for."""
+    room, known, tokens = old.room, old.tokens, old.tokens + keys.shape[2]
+    if not room or room[0].shape[2] < tokens:
+        size = int(tokens * (1 + ROOM))
+        room = tuple(part.new_empty(1, 1, size, part.shape[3]) for part in old.tensors)
+        for part, held in zip(room, old.tensors, strict=True):
+            part[:, :, :known] = held
+    for part, new in zip(room, (keys, values), strict=True):
+        part[:, :, known:tokens] = new
+    return Arrival(tuple(part[:, :, :tokens] for part in room), room=room)
 
 
 class Residents:
@@ -102,6 +118,15 @@ class Residents:
                 if over <= 0:
                     break
 
+    def retried(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns, done again without residents if device memory runs out."""
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            if not self.clear():
+                raise
+        return work()  # not in the handler, whose traceback keeps what the first try held
+
     def clear(self) -> bool:
         """Drop all; whether there were any."""
         held = any(layer.held for layer in self.layers.values())
@@ -133,7 +158,7 @@ class LayerResidents:
         shared, index, device: of all layers, this layer's, and its own.
         held: by row and KV head.
         nbytes: bytes held.
-        bulk_bytes: bytes of the tokens in the layer's bulk.
+        bulk_bytes: what the layer's bulk would take if all of it were resident, `ROOM` included.
         scores: of every row and KV head, log2 of the sum of `2 ** (call / HALF_LIFE)` over the calls that flagged it.
             Recent flags weigh more, and a score changes only with a flag.
     """
@@ -212,27 +237,27 @@ class LayerResidents:
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Tokens `[rows, kv_heads, tokens, dim]` went into the bulk: residents get them too."""
 
-        def longer(old: tuple[Tensor, ...], head: Head) -> tuple[Tensor, ...]:
-            new = (part[None, None, head[0] - rows.start, head[1]] for part in (keys, values))
-            return tuple(torch.cat(pair, dim=2) for pair in zip(old, new, strict=True))
+        def longer(old: Arrival, head: Head) -> Arrival:
+            return _longer(old, *(part[None, None, head[0] - rows.start, head[1]] for part in (keys, values)))
 
         self._replace([head for head in self.held if rows.start <= head[0] < rows.stop], longer)
 
     def truncate(self, lengths: list[int]) -> None:
         """Row `r` of the bulk keeps its first `lengths[r]` tokens."""
 
-        def shorter(old: tuple[Tensor, ...], head: Head) -> tuple[Tensor, ...]:
-            return tuple(part[:, :, : lengths[head[0]]].clone() for part in old)
+        def shorter(old: Arrival, head: Head) -> Arrival:
+            return Arrival(tuple(part[:, :, : lengths[head[0]]].clone() for part in old.tensors))
 
         self._replace([head for head, old in self.held.items() if old.tokens > lengths[head[0]]], shorter)
 
-    def _replace(self, heads: list[Head], change: Callable[[tuple[Tensor, ...], Head], tuple[Tensor, ...]]) -> None:
-        """Put `change` of their keys and values in the place of these."""
+    def _replace(self, heads: list[Head], change: Callable[[Arrival, Head], Arrival]) -> None:
+        """Put `change` of them, once they are there, in the place of these."""
         for head in heads:
-            old = self.held[head].wait()
+            old = self.held[head]
+            old.wait()
             self.drop(head)
             with contextlib.suppress(torch.OutOfMemoryError):  # dropped, as the host has it
-                self._hold(head, Arrival(change(old, head)))
+                self._hold(head, change(old, head))
         self.shared.trim(self.device)
 
     def select(self, index: list[int]) -> None:

@@ -54,10 +54,13 @@ def _side_stream(device: torch.device, direction: str) -> Any:
 
 
 class Arrival:
-    """Keys and values `[1, 1, tokens, dim]` on the device, or on their way: to be read after `wait`."""
+    """Keys and values `[1, 1, tokens, dim]` on the device, or on their way: to be read after `wait`.
 
-    def __init__(self, tensors: tuple[Tensor, ...], event: Any = None) -> None:
-        self.tensors, self._event = tensors, event
+    They are the first tokens of `room`, if there is any.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...], event: Any = None, room: tuple[Tensor, ...] = ()) -> None:
+        self.tensors, self.room, self._event = tensors, room, event
 
     def __deepcopy__(self, memo: dict) -> "Arrival":
         return Arrival(tuple(tensor.clone() for tensor in self.wait()))  # else it would be a copy of older memory
@@ -65,7 +68,7 @@ class Arrival:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.room or self.tensors)
 
     @property
     def tokens(self) -> int:
@@ -105,6 +108,21 @@ def fetch(keys: Tensor, values: Tensor, device: torch.device, *, after: Any = No
     with torch.cuda.stream(side):
         tensors = send_to_device((keys, values), device, non_blocking=True)
     return Arrival(tensors, side.record_event())
+
+
+def reader(device: torch.device) -> Any:
+    """The stream that kernels read host memory on from now on; None where none does."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def outlive(stream: Any, keys: Tensor, values: Tensor) -> None:
+    """Let go of host tensors `[batch, heads, tokens, dim]` that kernels on `stream` may still read in place.
+
+    Torch keeps pinned memory until copies of it have ended, and knows nothing of kernels: one token is copied after
+    them.
+    """
+    if stream is not None and not stream.query():
+        fetch(keys[:1, :1, :1], values[:1, :1, :1], stream.device, after=stream.record_event())
 
 
 class Note:

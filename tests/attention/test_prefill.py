@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import SINKS, WINDOW, Inputs, new_layer
-from models import tiny
+from models import SMALL, tiny
 from scenarios import left_padded
 from stand_in import accelerator, on_gpu, strided
 from torch import Tensor
@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from qada_cache import QAdACache
+from qada_cache import QAdACache, kernels
 from qada_cache.attention.decode import whole_context
+from qada_cache.kernels import sdpa
 from qada_cache.key_moments import running
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import bulk, transfers
@@ -29,6 +30,47 @@ from qada_cache.storage.reading import flagged
 
 TOKENS = 3000
 TOKEN_BYTES = 2 * (16 + 16) * 4  # heads, dimensions, bytes
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that was made under it."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [leaf.numel() * leaf.element_size() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.bytes = max(self.bytes, *made, 0)
+        return out
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("operators", [True, False])
+def test_no_tensor_of_a_long_turn_is_of_queries_times_keys(
+    operators: bool, attention: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn of as many tokens as the cache holds, by torch's operators and without: twice as many, twice the bytes.
+
+    Masks as transformers makes them are of queries times keys.
+    """
+    if not operators:
+        monkeypatch.setattr(sdpa, "supports", lambda *_: False)
+        monkeypatch.setattr(kernels, "QUERY_BLOCK", 32)
+        monkeypatch.setattr(kernels, "HELD", 1 << 12)
+    model, largest = tiny(vocab_size=8, num_hidden_layers=1), []
+    model.set_attn_implementation(attention)
+    for tokens in (160, 320):
+        ids = torch.arange(4 * tokens).view(2, -1) % 8
+        mask = torch.ones_like(ids)
+        mask[0, : 9 * padded] = 0
+        cache = QAdACache(model, moments="current", **SMALL)
+        with torch.no_grad(), accelerator():
+            model(ids[:, :tokens], attention_mask=mask[:, :tokens], past_key_values=cache)
+            with Largest() as made:
+                model(ids[:, tokens:], attention_mask=mask, past_key_values=cache)
+        largest.append(made.bytes)
+    assert largest[1] <= 2 * largest[0]
 
 
 class Live(TorchDispatchMode):

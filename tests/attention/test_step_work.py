@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from compilers import needs_compiler
+from devices import KIND, Placed, devices
 from models import prompt, tiny
 from stand_in import accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -169,6 +170,23 @@ def stored_and_loaded(cache: QAdACache, model: PreTrainedModel) -> QAdACache:
     with tempfile.TemporaryDirectory() as folder:
         cache.save(os.path.join(folder, "cache"))
         return QAdACache.load(os.path.join(folder, "cache"), model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("verb", ["reorder_cache", "batch_select_indices"])
+def test_indices_come_to_the_host_once_for_all_layers(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, transfers = tiny(num_hidden_layers=6), []
+    cache, ids = QAdACache(model, moments="current"), prompt(40, 40)[0]
+    model(ids, past_key_values=cache)
+    for name in ("cpu", "tolist"):
+        transfer = getattr(Placed, name)
+        told = lambda given, transfer=transfer: transfers.append(transfer) or transfer(given)  # noqa: E731
+        monkeypatch.setattr(Placed, name, told)
+    with devices():
+        index = torch.tensor([1, 0], device=f"{KIND}:0")
+        getattr(cache, verb)(index)
+    assert len(transfers) == 1
+    assert cache.layers[5].store.batch == 2
 
 
 def reordered(cache: QAdACache, model: PreTrainedModel) -> QAdACache:

@@ -11,16 +11,32 @@ import pytest
 import torch
 from models import SMALL, generate, prompt, tiny
 from scenarios import small_buffers
+from small_sketch import small_sketch
 from stand_in import accelerator, on_gpu
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from uses import Use, beams, chunked, copied_and_saved, cropped, one_shot, padded, rows, used_again
 
 from qada_cache import QAdACache, StaticHeads
+from qada_cache.attention import by_torch, decode
 from qada_cache.storage import bulk, reading, residents
 from qada_cache.storage.bulk import Bulk
+from qada_cache.storage.bulk_sketch import BulkSketch
 from qada_cache.storage.residents import Residents
 
 BUDGETS: list[int | float | str] = [0, 16_000, 0.4, "auto", 1.0]
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Bytes that operations write."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        found = function(*args, **kwargs or {})
+        if function in (torch.ops.aten.copy_.default, torch.ops.aten.cat.default, torch.ops.aten.clone.default):
+            self.bytes += found.nbytes
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -100,16 +116,13 @@ def test_out_of_memory_costs_residents_only(model: PreTrainedModel, monkeypatch:
     def fetching(*_: Any) -> str:
         return "prefetch" if early else "read" if cache.stats().resident_bytes else ""
 
-    def growing(parts: Any, *_: Any) -> str:
-        return "grow" if len(parts) == 2 and parts[0].dim() == 4 and parts[0].shape[1] == 1 else ""
-
     with small_buffers():
         wanted = one_shot(model, QAdACache(model, **options), Path())
         with accelerator() as copies:
             cache = QAdACache(model, **options)
             monkeypatch.setattr(reading, "prefetch", prefetch)
             monkeypatch.setattr(bulk, "fetch", fails(fetching, copies.fetch))
-            monkeypatch.setattr(torch, "cat", fails(growing, torch.cat))
+            monkeypatch.setattr(residents, "_longer", fails(lambda *_: "grow", residents._longer))
             assert torch.equal(one_shot(model, cache, Path()), wanted)
     assert failures == {"grow": 2, "read": 2, "prefetch": 2}
 
@@ -123,6 +136,58 @@ def test_out_of_memory_without_residents_is_raised(model: PreTrainedModel) -> No
             generate(model, prompt(95)[0], cache, tokens=2)
         with pytest.raises(RuntimeError, match=r"interrupted.*reset\(\)"):
             generate(model, prompt(100)[0], cache, tokens=2)
+
+
+@pytest.mark.parametrize("place", ["attend", "whole_context", "sketch"])
+def test_an_allocation_that_fails_is_tried_again_without_residents(
+    place: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: in a decode step, in a second turn of many tokens, when the sketch grows."""
+    options: dict[str, Any] = {"threshold": 0.04, "moments": "current", "token_threshold": 4.4, **SMALL}
+    module, name = {
+        "attend": (by_torch, "attend"),
+        "whole_context": (decode, "stream"),
+        "sketch": (BulkSketch, "_reserve"),
+    }[place]
+    original, failed = getattr(module, name), []
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if cache.stats().resident_bytes:
+            failed.append(cache)
+            raise torch.OutOfMemoryError("no room")
+        return original(*args, **kwargs)
+
+    def turns(cache: QAdACache) -> torch.Tensor:
+        generate(model, prompt(90)[0], cache, tokens=4)
+        return generate(model, prompt(150)[0], cache, tokens=12).sequences
+
+    with small_buffers(), small_sketch(40), accelerator():
+        wanted = turns(QAdACache(model, **options))
+        cache = QAdACache(model, device_budget=1.0, **options)
+        monkeypatch.setattr(module, name, fails)
+        assert torch.equal(turns(cache), wanted)
+    assert failed
+
+
+def test_residents_grow_in_place() -> None:
+    """Bytes copied on the device grow with the tokens, not with tokens times flushes."""
+    keys, values = torch.randn(2, 1, 2, 4000, 4).unbind()
+    shared, flush = Residents(1.0), 16
+    with accelerator(), small_buffers():
+        store = Bulk(keys[:, :, :0], values[:, :, :0], offloading=True, residents=shared, layer=0)
+        store.append(slice(0, 1), keys[:, :, :400], values[:, :, :400])
+        list(reading.flagged(store, [[True, True]]))
+        with CopiedBytes() as copied:
+            for start in range(400, 4000, flush):
+                stop = start + flush
+                store._holds([stop])
+                store.residents.append(slice(0, 1), keys[:, :, start:stop], values[:, :, start:stop])
+                assert shared.limit(store.device) >= store.residents.nbytes
+    assert len(store.residents.held) == 2
+    for (_, head), kept in store.residents.held.items():
+        assert torch.equal(kept.keys[0, 0], keys[0, head])
+        assert torch.equal(kept.values[0, 0], values[0, head])
+    assert copied.bytes < 12 * (keys.nbytes + values.nbytes)
 
 
 # -- heads fetched early ------------------------------------------------------------------------------------------

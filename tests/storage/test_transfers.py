@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from harness import SINKS, WINDOW, Inputs, new_layer
+from models import SMALL, generate, prompt, tiny
 from stand_in import accelerator, on_gpu, strided
 from torch import Tensor
 from transformers.utils.logging import warning_once
 
+from qada_cache import QAdACache
+from qada_cache.serving.conversations import Conversations, Limits
 from qada_cache.storage import bulk, transfers
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.reading import flagged
@@ -139,6 +144,52 @@ def test_layers_grow_one_after_the_other() -> None:
     assert sum(grown) >= 2 * 32
     assert max(grown) <= 5
     assert all(store.capacity <= 1.3 * store.lengths[0] for store in stores)
+
+
+class Stream:
+    """With a kernel under way, unless it is done."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, done: bool) -> None:
+        self.query, self.event = lambda: done, Event()
+
+    def record_event(self) -> Event:
+        return self.event
+
+
+def drop(cache: QAdACache) -> None:
+    """The last that knew of it."""
+
+
+def evict(cache: QAdACache) -> None:
+    model, text = tiny(), torch.arange(90)
+    conversations, limits = Conversations(), Limits(1)
+    for kept in (cache, QAdACache(model, moments="current", **SMALL)):
+        conversations.keep(model, text, kept, key=None, options={}, limits=limits)
+
+
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("leave", [drop, QAdACache.reset, evict])
+def test_host_memory_outlives_the_kernels_that_read_it(
+    leave: Callable[[QAdACache], None], done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch holds pinned memory until copies of it have ended: a copy of every layer's comes after the last kernel."""
+    stream, held = Stream(done), []
+    monkeypatch.setattr(bulk, "reader", lambda _: stream)
+    monkeypatch.setattr(transfers, "fetch", lambda keys, values, _, after: held.append(((keys, values), after)))
+    with accelerator():
+        model = tiny(num_hidden_layers=3)
+        cache = QAdACache(model, moments="current", **SMALL)
+        generate(model, prompt(90)[0], cache, tokens=2)
+        memory = [tensor.data_ptr() for layer in cache.layers for tensor in layer.store.bulk.in_place()]
+        caches = [cache]
+        del cache
+        leave(caches.pop())
+        gc.collect()
+    pointers = sorted(tensor.data_ptr() for tensors, _ in held for tensor in tensors)
+    assert pointers == ([] if done else sorted(memory))
+    assert all(event is stream.event for _, event in held)
 
 
 @pytest.mark.parametrize(("dims", "fills"), [((4, 4), 3), ((4, 3), 5)], ids=str)

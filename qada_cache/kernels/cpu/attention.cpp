@@ -1,15 +1,17 @@
 // The CPU's kernels, each with the contract of its reference in Python, which it is tested against: `partial_attention`
 // (reference.py) and `decode_step` (decode_reference.py). `compiled.py` builds this file once for every shape it meets.
 
+#include <atomic>
+
 #include "decide.h"
 
 // `query` [batch, heads, QUERIES, DIM] contiguous; `key` and `value` [batch, heads, tokens, *], whose rows of a head
 // are contiguous and whose batches and heads are so many elements apart; `out` [batch, heads, QUERIES, VALUE_DIM] and
-// `lse` [batch, heads, QUERIES].
-extern "C" void partial_attention(const Element* query, const Element* key, const Element* value, float* out,
-                                  float* lse, int64_t batch, int64_t heads, int64_t tokens, int64_t key_batch,
-                                  int64_t key_head, int64_t value_batch, int64_t value_head, int64_t split_tokens,
-                                  int threads, float scaling) {
+// `lse` [batch, heads, QUERIES]. Returns 1 if memory ran out.
+extern "C" int partial_attention(const Element* query, const Element* key, const Element* value, float* out,
+                                 float* lse, int64_t batch, int64_t heads, int64_t tokens, int64_t key_batch,
+                                 int64_t key_head, int64_t value_batch, int64_t value_head, int64_t split_tokens,
+                                 int threads, float scaling) try {
     int64_t splits = splits_of(tokens, batch * heads, threads, split_tokens);
     std::vector<float> parts(batch * heads * splits * SIZE), part_lse(batch * heads * splits * QUERIES);
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
@@ -25,6 +27,9 @@ extern "C" void partial_attention(const Element* query, const Element* key, cons
         for (int q = 0; q < QUERIES; q++)
             merge(&parts[head * splits * SIZE], &part_lse[head * splits * QUERIES], splits, q,
                   out + (head * QUERIES + q) * VALUE_DIM, lse + head * QUERIES + q);
+    return 0;
+} catch (...) {
+    return 1;
 }
 
 namespace {
@@ -47,7 +52,7 @@ struct Step {
     std::vector<Job> jobs;
     std::vector<Asking> asking;
     std::vector<Scan>& pool;  // which keeps its memory, as that of a step comes page by page, slower than it is used
-    int64_t scan_count = 0;
+    int64_t scan_count = 0, pulled = 0, sketched = 0;  // bytes for the call's counters
 
     Step(const Decode& call, std::vector<Scan>& pool)
         : call(call), pool(pool), kv_heads(call.batch * call.kv_heads), near_out(kv_heads * SIZE),
@@ -85,10 +90,10 @@ struct Step {
             if (!asks[head]) {
                 first_part[head] = (int64_t)part_lse.size() / QUERIES;
                 add_part(head, &near_out[head * SIZE], &near_lse[head * QUERIES]);
-                *call.pulled += tokens * TOKEN_BYTES;
-            } else if (call.sketched) {
+                pulled += tokens * TOKEN_BYTES;
+            } else {
                 int64_t segment = (4 + sizeof(Channel)) * DIM + 4, once = 4 * (VALUE_DIM + 3 * DIM) + VALUE_DIM * DIM;
-                *call.sketched += tokens * (4 * call.layout().count() + 1) + call.segments_of(tokens) * segment + once;
+                sketched += tokens * (4 * call.layout().count() + 1) + call.segments_of(tokens) * segment + once;
             }
             for (int64_t split = 0; split < splits; split++) {
                 int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
@@ -192,7 +197,7 @@ struct Step {
             for (int64_t split = 0; split < splits; split++)
                 jobs.push_back({head, tokens * split / splits, tokens * (split + 1) / splits, add_part(head), &part});
         }
-        *call.pulled += chosen * TOKEN_BYTES;
+        pulled += chosen * TOKEN_BYTES;
     }
 
     void read(const Job& job) {
@@ -222,37 +227,60 @@ struct Step {
     }
 };
 
+// No exception may leave a thread of a parallel region: the first one ends all work that is tried after it.
+struct Attempt {
+    std::atomic<bool> failed{false};
+    template <typename Work>
+    void operator()(Work work) {
+        if (failed) return;
+        try {
+            work();
+        } catch (...) {
+            failed = true;
+        }
+    }
+};
+
+// Heads are decided about first; then the bulks of those that need it are read, which is where the time goes, or their
+// sketches and what these leave, by all threads alike.
+void decode(const Decode& call, std::vector<Scan>& pool, Attempt& attempt) {
+    Step step(call, pool);
+#pragma omp parallel num_threads(call.threads)
+    {
+#pragma omp for schedule(dynamic)
+        for (int64_t head = 0; head < step.kv_heads; head++) attempt([&] { step.decide_about(head); });
+#pragma omp single
+        attempt([&] { step.plan_reading(); });
+#pragma omp for schedule(dynamic) nowait
+        for (size_t index = 0; index < step.jobs.size(); index++) attempt([&] { step.read(step.jobs[index]); });
+#pragma omp for schedule(dynamic)
+        for (int64_t index = 0; index < step.scan_count; index++)
+            attempt([&] { step.scan(pool[index], step.asking[pool[index].head].least); });
+        if (step.scan_count) {
+#pragma omp for schedule(dynamic)
+            for (int64_t index = 0; index < step.scan_count; index++) attempt([&] { step.judge(pool[index]); });
+#pragma omp single
+            attempt([&] { step.plan_chosen(); });
+#pragma omp for schedule(dynamic)
+            for (size_t index = 0; index < step.jobs.size(); index++) attempt([&] { step.read(step.jobs[index]); });
+        }
+    }
+    if (attempt.failed) return;
+    for (int64_t head = 0; head < step.kv_heads; head++) step.merge_parts(head);
+    *call.pulled += step.pulled;
+    if (call.sketched) *call.sketched += step.sketched;
+}
+
 }  // namespace
 
 // What compiled_decode.py says of the size of the arguments is compared with this before they are read.
 extern "C" int64_t decode_size() { return sizeof(Decode); }
 
-// Heads are decided about first; then the bulks of those that need it are read, which is where the time goes, or their
-// sketches and what these leave, by all threads alike.
-extern "C" void fused_decode(const Decode* given) {
+// Returns 1 if memory ran out: `out` and `flags` are then of no use, and nothing is counted.
+extern "C" int fused_decode(const Decode* given) {
     static thread_local std::vector<Scan> pool;
-    Step step(*given, pool);
-#pragma omp parallel num_threads(given->threads)
-    {
-#pragma omp for schedule(dynamic)
-        for (int64_t head = 0; head < step.kv_heads; head++) step.decide_about(head);
-#pragma omp single
-        step.plan_reading();
-#pragma omp for schedule(dynamic) nowait
-        for (size_t index = 0; index < step.jobs.size(); index++) step.read(step.jobs[index]);
-#pragma omp for schedule(dynamic)
-        for (int64_t index = 0; index < step.scan_count; index++) {
-            Scan& part = step.pool[index];
-            step.scan(part, step.asking[part.head].least);
-        }
-        if (step.scan_count) {
-#pragma omp for schedule(dynamic)
-            for (int64_t index = 0; index < step.scan_count; index++) step.judge(step.pool[index]);
-#pragma omp single
-            step.plan_chosen();
-#pragma omp for schedule(dynamic)
-            for (size_t index = 0; index < step.jobs.size(); index++) step.read(step.jobs[index]);
-        }
-    }
-    for (int64_t head = 0; head < step.kv_heads; head++) step.merge_parts(head);
+    Attempt attempt;
+    attempt([&] { decode(*given, pool, attempt); });
+    if (attempt.failed) pool.clear();  // parts that could not grow are half as long as they say
+    return attempt.failed;
 }

@@ -97,8 +97,15 @@ def build(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -> ctypes.
         )
         return None
     arguments: list[Any] = [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 8, ctypes.c_int, ctypes.c_float]
-    kernels.partial_attention.argtypes, kernels.partial_attention.restype = arguments, None
+    kernels.partial_attention.argtypes = arguments
+    kernels.partial_attention.errcheck = kernels.fused_decode.errcheck = _check
     return kernels
+
+
+def _check(failed: Any, *_: Any) -> Any:
+    if failed:
+        raise MemoryError("there is no memory for the temporaries of attention on the CPU")
+    return failed
 
 
 def _load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:

@@ -1,0 +1,95 @@
+"""C++ kernels that run out of memory, at any of their allocations: an error in Python, and the next call is right."""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from compilers import needs_compiler
+from decode_scene import Scene
+from test_chosen_tokens import BULK, small  # noqa: F401 - a fixture
+from test_compiled import SCALING, check, tensors
+from torch import Tensor
+
+from qada_cache.kernels.cpu import build, compiled, compiled_decode
+from qada_cache.kernels.decode_call import DecodeCall
+
+ALLOCATOR = """
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+static std::atomic<int64_t> left{1ll << 60};
+extern "C" void fail_after(int64_t allocations) { left = allocations; }
+void* operator new(std::size_t size) {
+    if (left-- <= 0) throw std::bad_alloc();
+    if (void* found = std::malloc(size)) return found;
+    throw std::bad_alloc();
+}
+"""
+
+
+@pytest.fixture(params=[1, 3], ids="{} threads".format)
+def fail_after(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[[ctypes.CDLL, int], None]:
+    """Kernels are built with an allocator that fails after so many allocations."""
+    header = tmp_path / "allocator.h"
+    header.write_text(ALLOCATOR)
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-include", str(header), "-Wl,-Bsymbolic"))
+    monkeypatch.setattr(compiled, "build", functools.cache(compiled.build.__wrapped__))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+
+    def set_limit(kernels: ctypes.CDLL, allocations: int) -> None:
+        kernels.fail_after.argtypes, kernels.fail_after.restype = [ctypes.c_int64], None
+        kernels.fail_after(allocations)
+
+    return set_limit
+
+
+@needs_compiler
+def test_a_decode_step(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
+    """By moments with staged tokens, by a sketch and by whole bulks; nothing is counted for a step that failed."""
+    scene = Scene(bulk=BULK, group=2, bits=1.5)
+    decision = {"criterion": "gaussian", "group_rule": "head", "threshold": scene.threshold("head")}
+    flags, threshold = scene.flags(**decision), scene.token_threshold()
+    chosen = scene.chosen(flags, threshold)
+    needed = scene.forget_unneeded(flags, chosen)
+    arguments = scene.arguments("cpu") | decision | scene.moment_arguments("cpu")
+    call = DecodeCall.of(**arguments, **scene.sketch_arguments("cpu", threshold))
+    assert call.pulled is not None
+    kernels = compiled.build(torch.float32, scene.dim, scene.dim, scene.group)
+    assert kernels is not None
+    for allocations in range(1000):
+        fail_after(kernels, allocations)
+        try:
+            out, found = compiled_decode.fused_decode(call)
+            break
+        except MemoryError:
+            counted = call.pulled.item(), call.sketched.item()
+            assert counted == (0, 0)
+    assert allocations > 20
+    assert torch.equal(found, flags)
+    scene.check(out, flags, chosen)
+    assert call.pulled.item() == needed
+    assert call.sketched.item() == scene.sketched_bytes(chosen)
+
+
+@needs_compiler
+def test_partial_attention(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
+    query, key, value = tensors(64, 64, 4, 1100, torch.float32)
+    kernels = compiled.build(torch.float32, 64, 64, 4)
+    assert kernels is not None
+
+    def attend(allocations: int) -> tuple[Tensor, Tensor] | None:
+        fail_after(kernels, allocations)
+        return compiled.compiled_partial_attention(query, key, value, scaling=SCALING)
+
+    for allocations in (0, 1):
+        with pytest.raises(MemoryError, match="no memory"):
+            attend(allocations)
+    found = attend(2)
+    assert found is not None
+    check(found, query, key, value, torch.ones(1, 1, 4, 1100, dtype=torch.bool))
