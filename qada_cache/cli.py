@@ -238,7 +238,7 @@ def _print_table(rows: list[dict[str, str]]) -> None:
 
 
 def _moments(options: argparse.Namespace) -> int:
-    from .key_moments.key_moments import KeyMoments
+    from .key_moments import KeyMoments
 
     _check_folder("--out", options.out)
     text = _text(options)

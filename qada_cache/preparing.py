@@ -9,9 +9,8 @@ from .cache import QAdACache
 from .kernels import ahead
 from .key_moments.defaults import CURRENT, Moments, default_moments, sources
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
-from .key_moments.placement import inputs_device
 from .key_moments.prompts import PROMPTS
-from .key_moments.wrapped import unwrapped
+from .key_moments.served import inputs_device, unwrapped
 
 
 def prepare(

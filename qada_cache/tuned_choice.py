@@ -14,9 +14,8 @@ from transformers.utils import logging
 
 from .criterion import StaticHeads
 from .files import private, tensor_file
-from .key_moments import identity
+from .key_moments import KeyMoments, identity
 from .key_moments.defaults import CURRENT, FOLDER, sources
-from .key_moments.key_moments import KeyMoments
 from .state.options import Options
 from .state.shared import ServedModel
 

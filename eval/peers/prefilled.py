@@ -18,7 +18,7 @@ from eval.deciding.ways import Way
 from eval.peers.evicting import kept
 from eval.peers.queries import Queries
 from eval.texts.documents import Document
-from qada_cache.key_moments.query_energies import observed
+from qada_cache.key_moments.served import observed
 from qada_cache.tuning.measuring import VALUE_BITS
 
 EVICTED, QUANTIZED = "evicted", "quantized"

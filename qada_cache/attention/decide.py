@@ -8,7 +8,7 @@ from torch import Tensor
 from ..criterion import StaticHeads, fixed_log_bulk, log_mass, logit, long_context
 from ..kernels.decode_call import Rule
 from ..kernels.query_adaptive import Moments, Step, estimated_log_bulk
-from ..key_moments.key_moments import KeyMoments
+from ..key_moments import KeyMoments
 from ..state.layer import QAdALayer
 from ..storage.geometry import Geometry
 from ..storage.store import TokenStore

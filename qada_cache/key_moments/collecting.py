@@ -13,15 +13,11 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..kernels.autocast import without_autocast
-from .placement import inputs_device
 from .prompts import PROMPTS, prompt_ids, within_reach
-from .query_energies import QueryEnergies, observed
-from .rope import find_rotations, frequencies_by_length, layer_keys, rope_settings, takes_positions
-from .rotation import Rotation
-from .running import RunningMoments
-from .served import served_layers
+from .rotation import Rotation, find_rotations, frequencies_by_length, rope_settings, takes_positions
+from .running import QueryEnergies, RunningMoments
+from .served import inputs_device, layer_keys, observed, served_layers, unwrapped
 from .sharding import HeadShard, head_shard
-from .wrapped import unwrapped
 
 SCHEMES = ("auto", "analytic", "spread", "prompt")
 TOKENS = 1024
@@ -206,7 +202,7 @@ def read_keys(model: PreTrainedModel, ids: Tensor, positions: Tensor, bar: tqdm,
     served = served_layers(cache)
     if not served:
         raise ValueError(f"{config.model_type} has no full-attention layers, so there are no key moments to collect")
-    return {index: layer_keys(cache, index, config, shard) for index in served}
+    return {index: shard.gather(layer_keys(cache, index, config), 1) for index in served}
 
 
 def _moments(keys: dict[int, Tensor], part: slice) -> tuple[dict[int, Tensor], dict[int, Tensor]]:

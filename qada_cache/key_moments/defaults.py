@@ -10,11 +10,10 @@ from transformers.utils import logging
 
 from ..files import private, tensor_file
 from ..files.private import home
-from . import identity
-from .key_moments import KIND, KeyMoments
+from . import KIND, KeyMoments, identity
+from .identity import find_tokenizer
 from .prompts import PROMPTS, TOKENS_FOR_WORDS, within_reach
 from .sharding import WHOLE, HeadShard
-from .tokenizer import find_tokenizer
 
 logger = logging.get_logger(__name__)
 
@@ -123,7 +122,7 @@ def default_moments(
     Args:
         model: the model.
         prompt: one of `prompts.PROMPTS`.
-        tokenizer: the model's; without it, the one beside the model (`tokenizer.find_tokenizer`) if one is needed.
+        tokenizer: the model's; without it, the one beside the model (`identity.find_tokenizer`) if one is needed.
         shard: the heads of this process.
 
     Raises:

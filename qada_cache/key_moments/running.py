@@ -1,9 +1,10 @@
-"""Mean and covariance of keys, running over the prompt being read."""
+"""Statistics that are gathered while a model reads: mean and covariance of its keys, energies of its queries."""
 
 import torch
 from torch import Tensor
 
 from ..kernels.autocast import without_autocast
+from .rotation import Rotation
 
 BLOCK_TOKENS = 4096  # bounds the float32 copy of new keys
 
@@ -68,3 +69,29 @@ class RunningMoments:
         """Take over another one's moments."""
         self.count, self.mean, self.covariance = count, mean, covariance
         self.known = torch.tensor(count, device=mean.device)
+
+
+class QueryEnergies:
+    """The mean square of every channel of a model's queries, gathered while it reads; an observer of `observed`."""
+
+    def __init__(self) -> None:
+        self.sums: dict[int, Tensor] = {}
+        self.tokens: dict[int, int] = {}
+
+    def __call__(self, layer: int, query: Tensor) -> None:
+        """Take in a layer's queries `[batch, heads, tokens, dim]`."""
+        squares = query.detach().float().square().sum(dim=(0, 2)).double().cpu()  # [heads, dim]
+        self.sums[layer] = squares + self.sums[layer] if layer in self.sums else squares
+        self.tokens[layer] = self.tokens.get(layer, 0) + query.shape[0] * query.shape[2]
+
+    def by_head(self, layer: int, kv_heads: int, rotation: Rotation | None) -> Tensor | None:
+        """Energies float32 `[kv_heads, dim]` of a layer: means over its query heads and over each rotary pair.
+
+        None if its queries were not seen, or are not of that many KV heads. Channels without a rotation keep their own.
+        """
+        if layer not in self.sums or len(self.sums[layer]) % kv_heads:
+            return None
+        found = (self.sums[layer] / self.tokens[layer]).unflatten(0, (kv_heads, -1)).mean(dim=1)
+        if rotation is not None and rotation.dim == found.shape[-1]:
+            found = (found + found[:, rotation.partners]) / 2
+        return found.float()

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ..criterion import CRITERIA, GROUP_RULES, StaticHeads
 from ..kernels import choice
+from ..key_moments import KeyMoments
 from ..key_moments.defaults import CURRENT, Moments, sources
-from ..key_moments.key_moments import KeyMoments
 from ..sketch import LEAST_BITS, MOST_BITS
 from ..storage.residents import check_budget
 

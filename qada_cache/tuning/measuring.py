@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import QAdACache
-from ..key_moments.placement import inputs_device
+from ..key_moments.served import inputs_device
 from ..stats import CacheStats
 from .pieces import Piece
 
