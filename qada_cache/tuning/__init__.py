@@ -1,1 +1,193 @@
-"""`qada tune`: the cost of settings on a user's own model and text, and a choice by a budget."""
+"""`qada tune`: a curve of settings, a choice by a budget, and its confirmation on other text."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from .. import tuned_choice
+from ..cache import QAdACache
+from ..sketch.segments import MIN_TOKENS
+from ..state.options import TOKEN_THRESHOLD
+from .measuring import Figures, Piece, measure
+
+# 95% quantiles of Student's t, by degrees of freedom from 1 on; beyond the table the last one serves, which is larger.
+_T_95 = (
+    *(6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812),
+    *(1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725),
+)
+TOKEN_THRESHOLDS = (1.0, 2.0, 3.0, TOKEN_THRESHOLD, 8.0, 12.0, 20.0)  # the more careful, the smaller
+LEAST_TOKENS = MIN_TOKENS + 256  # of a prompt: with fewer the bulk is read whole
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean over a text, estimated from pieces of it by Student's t.
+
+    Attributes:
+        mean: of the pieces.
+        low, high: the true mean lies below either with a probability of 5%, and of 95%: an interval of 90%.
+    """
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting, or reading everything, over all pieces.
+
+    Attributes:
+        token_threshold: None: everything is read.
+        kl, bytes_read: as in `Figures`.
+        same, seconds: means over pieces, as in `Figures`.
+    """
+
+    token_threshold: float | None
+    kl: Estimate
+    bytes_read: Estimate
+    same: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most that a setting may cost; one of both is given.
+
+    Attributes:
+        kl: mean KL divergence from reading everything, in nats.
+        bytes_read: share of the bulk's bytes.
+
+    Raises:
+        ValueError: it is not positive, or more than all bytes.
+    """
+
+    kl: float | None = None
+    bytes_read: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kl is not None and not 0 < self.kl < math.inf:  # also refuses nan
+            raise ValueError(f"--kl must be positive and finite, got {self.kl}")
+        if self.bytes_read is not None and not 0 < self.bytes_read <= 1:
+            raise ValueError(f"--bytes must be a share in (0, 1], got {self.bytes_read}")
+
+    def __str__(self) -> str:
+        return f"KL {self.kl:g}" if self.kl is not None else f"{self.bytes_read:.1%} of the bytes"
+
+    def chosen(self, settings: Sequence[Setting]) -> Setting | None:
+        """The best setting surely within the budget, by the figure without a budget; None if there is none.
+
+        That is: the upper end of the interval is within. Bytes are least for a KL budget, KL is for one of bytes.
+        """
+        if self.kl is not None:
+            within = [setting for setting in settings if setting.kl.high <= self.kl]
+            return min(within, key=lambda setting: setting.bytes_read.mean, default=None)
+        assert self.bytes_read is not None
+        within = [setting for setting in settings if setting.bytes_read.high <= self.bytes_read]
+        return min(within, key=lambda setting: setting.kl.mean, default=None)
+
+    def confirmed(self, setting: Setting) -> bool:
+        """Whether the figures on held-out text are within the budget on average."""
+        if self.kl is not None:
+            return setting.kl.mean <= self.kl
+        assert self.bytes_read is not None
+        return setting.bytes_read.mean <= self.bytes_read
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean over a text, not negative, from one value a piece; one piece says nothing of the error."""
+    mean = fmean(values)
+    if len(values) < 2:
+        return Estimate(mean, 0.0, math.inf)
+    error = _T_95[min(len(values) - 2, len(_T_95) - 1)] * stdev(values) / math.sqrt(len(values))
+    return Estimate(mean, max(0.0, mean - error), mean + error)
+
+
+def together(token_threshold: float | None, figures: Sequence[Figures]) -> Setting:
+    """One setting's figures of all pieces."""
+    return Setting(
+        token_threshold,
+        kl=estimate([one.kl for one in figures]),
+        bytes_read=estimate([one.bytes_read for one in figures]),
+        same=fmean(one.same for one in figures),
+        seconds=fmean(one.seconds for one in figures),
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The curve, the choice and its confirmation.
+
+    Attributes:
+        everything: reading everything, on the pieces that were chosen by.
+        settings: each of `TOKEN_THRESHOLDS`, on the same.
+        budget: what a setting may cost.
+        chosen: one of them; None: none is surely within the budget.
+        again: the chosen one, on the pieces that were held out.
+        pieces, held_out: numbers of pieces.
+        tokens, following: tokens of each piece, and after it.
+    """
+
+    everything: Setting
+    settings: list[Setting]
+    budget: Budget
+    chosen: Setting | None
+    again: Setting | None
+    pieces: int
+    held_out: int
+    tokens: int
+    following: int
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether there is a choice and the pieces that were held out bear it out."""
+        return self.again is not None and self.budget.confirmed(self.again)
+
+
+def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Piece], budget: Budget) -> Outcome:
+    """Measure every setting on `pieces`, choose one, and measure that again on `held_out`.
+
+    Args:
+        model: in eval mode.
+        pieces: to choose by; two or more, as one says nothing of how sure its figures are.
+        held_out: to confirm by.
+        budget: what a setting may cost.
+    """
+    steps = len(pieces) * (2 + len(TOKEN_THRESHOLDS)) + len(held_out) * 3
+    with tqdm(total=steps, unit="step") as bar:
+
+        def measured(places: Sequence[Piece], token_thresholds: Sequence[float], what: str) -> list[Setting]:
+            found = []
+            for place, piece in enumerate(places):
+                said = f"{what} {place + 1} of {len(places)}"
+                bar.set_postfix_str(said)
+                everything, figures = measure(model, piece, token_thresholds, bar.update)
+                found.append([everything, *figures])
+            columns = zip((None, *token_thresholds), zip(*found, strict=True), strict=True)
+            return [together(token_threshold, column) for token_threshold, column in columns]
+
+        everything, *settings = measured(pieces, TOKEN_THRESHOLDS, "piece")
+        chosen, again = budget.chosen(settings), None
+        if chosen is not None and chosen.token_threshold is not None:
+            again = measured(held_out, [chosen.token_threshold], "held-out piece")[1]
+    sizes = {"tokens": pieces[0].prompt.shape[1], "following": pieces[0].following.shape[1]}
+    counts = {"pieces": len(pieces), "held_out": len(held_out)}
+    return Outcome(everything, settings, budget, chosen, again, **counts, **sizes)
+
+
+def keep(model: PreTrainedModel, outcome: Outcome) -> Path:
+    """Keep the choice with the model's key moments; the file.
+
+    Raises:
+        OSError: as `tuned_choice.keep`.
+    """
+    assert outcome.chosen is not None
+    assert outcome.chosen.token_threshold is not None
+    options = replace(QAdACache(model, tuned=False).options, token_threshold=outcome.chosen.token_threshold)
+    figures = asdict(outcome)
+    return tuned_choice.keep(model, options, {name: figures[name] for name in figures if name != "settings"})

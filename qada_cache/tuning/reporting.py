@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ..state.options import TOKEN_THRESHOLD
-from .tune import Outcome
+from . import Outcome
 
 
 def rows(outcome: Outcome) -> list[dict[str, str]]:

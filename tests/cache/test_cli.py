@@ -11,7 +11,7 @@ import torch
 from readable import readable_model
 
 from qada_cache import KeyMoments, QAdACache, __version__, needle
-from qada_cache.cli import main
+from qada_cache.__main__ import main
 
 MODEL = str(needle.FOLDER)
 

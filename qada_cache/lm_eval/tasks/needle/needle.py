@@ -4,8 +4,7 @@ from typing import Any
 
 from datasets import Dataset, Split
 
-from qada_cache.needle import make_prompt
-from qada_cache.needle.words import SENTENCES
+from qada_cache.needle import SENTENCES, make_prompt
 
 PROMPTS = 4  # texts per length, of sixteen questions each
 BEGUN = 4  # words of a sentence that is to be continued
