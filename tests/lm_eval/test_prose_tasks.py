@@ -16,7 +16,7 @@ from lm_eval.api.task import ConfigurableTask  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 import qada_cache  # noqa: E402
-from eval.models import language_model  # noqa: E402
+from eval.shared import language_model  # noqa: E402
 from qada_cache import needle  # noqa: E402
 from qada_cache.lm_eval import QAdALM, startup  # noqa: E402
 from qada_cache.lm_eval.tasks.prose import haystack, prose, questions  # noqa: E402
