@@ -139,8 +139,7 @@ def _profile(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     model, tokenizer = _load(options)
     _check_positions(model, {"--prompt-tokens": options.prompt_tokens, "--new-tokens": options.new_tokens})
-    given = {"moments": options.moments, "threshold": options.threshold}
-    given["token_threshold"] = options.token_threshold
+    given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold")}
     cache = {name: value for name, value in given.items() if value is not None}
     prepare(model, tokenizer, **cache)
     words = within_reach("random-words", tokenizer)
@@ -182,7 +181,7 @@ def _add_tune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def _tune(options: argparse.Namespace) -> int:
     from . import prepare, tuning
-    from .tuning import measuring, reporting
+    from .tuning import measuring
 
     budget = tuning.Budget(0.002 if options.kl is None and options.bytes is None else options.kl, options.bytes)
     _check_folder("--plot", options.plot)
@@ -202,10 +201,10 @@ def _tune(options: argparse.Namespace) -> int:
         held_out = measuring.cut(other, tokenizer, count=apart, **sizes)
     prepare(model, tokenizer)
     found = tuning.tune(model, chosen_by, held_out, budget)
-    _print_table(reporting.rows(found))
-    print(*reporting.sentences(found), sep="\n")
+    _print_table(tuning.rows(found))
+    print(*tuning.sentences(found), sep="\n")
     if options.plot:
-        reporting.plot(found, options.plot)
+        tuning.plot(found, options.plot)
     by_hand = "A setting of the table can be given by hand: QAdACache(model, token_threshold=...)"
     if not found.confirmed:
         print(f"Nothing was kept. {by_hand}")
@@ -224,10 +223,8 @@ def _tune(options: argparse.Namespace) -> int:
 
 def _check_positions(model: Any, tokens: dict[str, int]) -> None:
     """Raise ValueError if the model has fewer positions than these options take together."""
-    longest, together = (
-        getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),
-        sum(tokens.values()),
-    )
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    together = sum(tokens.values())
     if longest and together > longest:
         raise ValueError(f"{' and '.join(tokens)} come to {together} tokens, and the model has {longest} positions")
 
@@ -244,15 +241,8 @@ def _moments(options: argparse.Namespace) -> int:
     _check_folder("--out", options.out)
     text = _text(options)
     model, tokenizer = _load(options)
-    moments = KeyMoments.collect(
-        model,
-        tokenizer,
-        options.prompt,
-        tokens=options.tokens,
-        seed=options.seed,
-        text=text,
-        scheme=options.scheme,
-    )
+    given = {name: getattr(options, name) for name in ("tokens", "seed", "scheme")}
+    moments = KeyMoments.collect(model, tokenizer, options.prompt, text=text, **given)
     moments.save(options.out)
     layers, kv_heads, dim = moments.shape
     lengths = f"bulks of {', '.join(map(str, moments.lengths))} tokens" if moments.lengths else "bulks of any length"

@@ -105,7 +105,10 @@ def _run(
         token = forward(token)
         _wait(device)
         found.token_seconds.append(time.perf_counter() - begin)
-        layers = _layer_bytes(cache)
+        if isinstance(cache, QAdACache):
+            layers = cache.layer_bytes()
+        else:
+            layers = [layer_bytes(layer, offloading=False) for layer in cache.layers]
         found.device_bytes.append(sum(on_device for on_device, _ in layers))
         found.host_bytes.append(sum(on_host for _, on_host in layers))
         bar.update()
@@ -124,13 +127,6 @@ def _run(
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def _layer_bytes(cache: DynamicCache) -> list[tuple[int, int]]:
-    """Bytes of every layer on the device and on the host."""
-    if isinstance(cache, QAdACache):
-        return cache.layer_bytes()
-    return [layer_bytes(layer, offloading=False) for layer in cache.layers]
 
 
 def layer_table(profiles: list[Profile]) -> list[dict[str, str]]:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import tensor_file
 from . import collecting
-from .placing import Placed
 from .rotation import Rotation, rotation_at
+from .running import Placed
 
 KIND = "qada-moments"
 HUB = "hf://"
@@ -39,7 +39,7 @@ class KeyMoments:
         sink_tokens: first tokens left out; a bulk begins after as many.
         rope: the model's rotary settings (`rotation.rope_settings`).
         query_energies: `[layers, kv_heads, dim]` float32, mean squares of the channels of the queries, see
-            `running.QueryEnergies`; None if unknown.
+            `collecting.QueryEnergies`; None if unknown.
         origin: seed, dtype, model's name, library versions.
 
     Raises:
@@ -109,7 +109,7 @@ class KeyMoments:
     def layer(self, layer: int, lengths: Sequence[int], device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Moments of one layer for bulks of these many tokens each, on `device`, float32.
 
-        They are made once for all callers that keep them (`placing.Kept`), so any number of caches may take turns.
+        They are made once for all callers that keep them (`running.Kept`), so any number of caches may take turns.
         Callers round lengths (`rotation.rounded`), so that few different ones are ever asked for.
 
         Returns:
@@ -220,15 +220,14 @@ class KeyMoments:
             path = os.path.join(folder, HUB_FILE)
             self.save(path)
             message = f"Key moments of {self.origin.get('model') or self.model_type}, {self.prompt}"
-            return str(
-                api.upload_file(
-                    path_or_fileobj=path,
-                    path_in_repo=HUB_FILE,
-                    repo_id=repository,
-                    revision=revision,
-                    commit_message=message,
-                )
+            commit = api.upload_file(
+                path_or_fileobj=path,
+                path_in_repo=HUB_FILE,
+                repo_id=repository,
+                revision=revision,
+                commit_message=message,
             )
+        return str(commit)
 
     # -- collecting -----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 from ..kernels.autocast import without_autocast
 from .prompts import PROMPTS, prompt_ids, within_reach
 from .rotation import Rotation, find_rotations, frequencies_by_length, rope_settings, takes_positions
-from .running import QueryEnergies, RunningMoments
+from .running import RunningMoments
 from .served import inputs_device, layer_keys, observed, served_layers, unwrapped
 from .sharding import HeadShard, head_shard
 
@@ -25,6 +25,32 @@ PROBE_TOKENS = 4
 SHORTEST_PREFIX = 256
 CHUNK_TOKENS = 512  # of one forward pass
 LONGEST_SPREAD = 131072  # longer bulks get the moments of this one
+
+
+class QueryEnergies:
+    """The mean square of every channel of a model's queries, gathered while it reads; an observer of `observed`."""
+
+    def __init__(self) -> None:
+        self.sums: dict[int, Tensor] = {}
+        self.tokens: dict[int, int] = {}
+
+    def __call__(self, layer: int, query: Tensor) -> None:
+        """Take in a layer's queries `[batch, heads, tokens, dim]`."""
+        squares = query.detach().float().square().sum(dim=(0, 2)).double().cpu()  # [heads, dim]
+        self.sums[layer] = squares + self.sums[layer] if layer in self.sums else squares
+        self.tokens[layer] = self.tokens.get(layer, 0) + query.shape[0] * query.shape[2]
+
+    def by_head(self, layer: int, kv_heads: int, rotation: Rotation | None) -> Tensor | None:
+        """Energies float32 `[kv_heads, dim]` of a layer: means over its query heads and over each rotary pair.
+
+        None if its queries were not seen, or are not of that many KV heads. Channels without a rotation keep their own.
+        """
+        if layer not in self.sums or len(self.sums[layer]) % kv_heads:
+            return None
+        found = (self.sums[layer] / self.tokens[layer]).unflatten(0, (kv_heads, -1)).mean(dim=1)
+        if rotation is not None and rotation.dim == found.shape[-1]:
+            found = (found + found[:, rotation.partners]) / 2
+        return found.float()
 
 
 def collect(

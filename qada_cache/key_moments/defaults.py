@@ -146,8 +146,10 @@ def kept_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Te
     if model is None:
         kept = find_moments(config, prompt)
     else:
+        path = _path(model, prompt)
         with _remembering:
-            kept = _known(_path(model, prompt))
+            if (kept := _remembered.get(path) or _read_moments(path)) is not None:
+                _remember(path, kept)
     return None if kept is None else kept.query_energies
 
 
@@ -211,14 +213,6 @@ def _remember(path: Path, kept: KeyMoments) -> None:
     if path not in _remembered and len(_remembered) >= REMEMBERED:
         del _remembered[next(iter(_remembered))]
     _remembered[path] = kept
-
-
-def _known(path: Path) -> KeyMoments | None:
-    """What is remembered of a file, else what is in it; None if there is none."""
-    kept = _remembered.get(path) or _read_moments(path)
-    if kept is not None:
-        _remember(path, kept)
-    return kept
 
 
 def _read_moments(path: Path) -> KeyMoments | None:

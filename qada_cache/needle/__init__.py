@@ -117,7 +117,12 @@ def make_prompt(*, tokens: int = 16384, facts: int = 48, questions: int = 16, se
     if tokens < 1 + facts * FACT_WORDS:
         raise ValueError(f"{facts} facts need at least {1 + facts * FACT_WORDS} tokens, got {tokens}")
     generator = random.Random(f"needle {seed}")
-    words, pairs = needle_words(generator, tokens - 1, facts)
+    pairs = list(zip(generator.sample(KEYS, facts), generator.sample(VALUES, facts), strict=True))
+    words = _noise_words(generator, tokens - 1 - facts * FACT_WORDS)
+    sentences = len(words) // _SENTENCE_WORDS
+    starts = sorted((generator.randint(0, sentences) * _SENTENCE_WORDS for _ in pairs), reverse=True)
+    for start, (key, value) in zip(starts, pairs, strict=True):  # from the back, so that earlier starts stay valid
+        words[start:start] = [NOTE, key, value, STOP]
     asked = generator.sample(pairs, questions)
     return NeedlePrompt(
         context=" ".join(words),
@@ -139,22 +144,6 @@ def random_words(*, tokens: int = 16384, seed: int = 0) -> str:
 def single_word(*, tokens: int = 16384, seed: int = 0) -> str:
     """One noise word, repeated."""
     return " ".join([random.Random(f"single word {seed}").choice(NOISE)] * (tokens - 1))
-
-
-def needle_words(generator: random.Random, count: int, facts: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """`count` words of haystack with `facts` facts between its sentences, and those facts as (key, value) pairs.
-
-    Keys are distinct, values are distinct. The trainer draws its texts from here as well, so the model is trained
-    on the very format that it is asked about.
-    """
-    pairs = list(zip(generator.sample(KEYS, facts), generator.sample(VALUES, facts), strict=True))
-    noise = _noise_words(generator, count - facts * FACT_WORDS)
-    sentences = len(noise) // _SENTENCE_WORDS
-    starts = sorted((generator.randint(0, sentences) * _SENTENCE_WORDS for _ in pairs), reverse=True)
-    words = noise
-    for start, (key, value) in zip(starts, pairs, strict=True):  # from the back, so that earlier starts stay valid
-        words[start:start] = [NOTE, key, value, STOP]
-    return words, pairs
 
 
 def _noise_words(generator: random.Random, count: int) -> list[str]:

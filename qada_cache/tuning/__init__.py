@@ -1,4 +1,4 @@
-"""`qada tune`: a curve of settings, a choice by a budget, and its confirmation on other text."""
+"""`qada tune`: a curve of settings, a choice by a budget, its confirmation on other text, and what is said of them."""
 
 import math
 from collections.abc import Sequence
@@ -79,24 +79,26 @@ class Budget:
     def __str__(self) -> str:
         return f"KL {self.kl:g}" if self.kl is not None else f"{self.bytes_read:.1%} of the bytes"
 
+    def _spent(self, setting: Setting) -> Estimate:
+        return setting.bytes_read if self.kl is None else setting.kl
+
+    @property
+    def _most(self) -> float:
+        found = self.bytes_read if self.kl is None else self.kl
+        assert found is not None
+        return found
+
     def chosen(self, settings: Sequence[Setting]) -> Setting | None:
         """The best setting surely within the budget, by the figure without a budget; None if there is none.
 
         That is: the upper end of the interval is within. Bytes are least for a KL budget, KL is for one of bytes.
         """
-        if self.kl is not None:
-            within = [setting for setting in settings if setting.kl.high <= self.kl]
-            return min(within, key=lambda setting: setting.bytes_read.mean, default=None)
-        assert self.bytes_read is not None
-        within = [setting for setting in settings if setting.bytes_read.high <= self.bytes_read]
-        return min(within, key=lambda setting: setting.kl.mean, default=None)
+        within = [setting for setting in settings if self._spent(setting).high <= self._most]
+        return min(within, key=lambda one: (one.kl if self.kl is None else one.bytes_read).mean, default=None)
 
     def confirmed(self, setting: Setting) -> bool:
         """Whether the figures on held-out text are within the budget on average."""
-        if self.kl is not None:
-            return setting.kl.mean <= self.kl
-        assert self.bytes_read is not None
-        return setting.bytes_read.mean <= self.bytes_read
+        return self._spent(setting).mean <= self._most
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -191,3 +193,77 @@ def keep(model: PreTrainedModel, outcome: Outcome) -> Path:
     options = replace(QAdACache(model, tuned=False).options, token_threshold=outcome.chosen.token_threshold)
     figures = asdict(outcome)
     return tuned_choice.keep(model, options, {name: figures[name] for name in figures if name != "settings"})
+
+
+def rows(outcome: Outcome) -> list[dict[str, str]]:
+    """The curve as a table; its first row reads everything."""
+    names = {None: "all is read", TOKEN_THRESHOLD: f"{TOKEN_THRESHOLD:g}, the default"}
+    return [
+        {
+            "token_threshold": names.get(one.token_threshold, f"{one.token_threshold or 0:g}"),
+            "KL": f"{one.kl.mean:.5f}",
+            "KL interval": f"{one.kl.low:.5f} - {one.kl.high:.5f}",
+            "likeliest same": f"{one.same:.3f}",
+            "bytes read": f"{one.bytes_read.mean:.1%}",
+            "bytes interval": f"{one.bytes_read.low:.1%} - {one.bytes_read.high:.1%}",
+            "ms/token": f"{1e3 * one.seconds:.1f}",
+        }
+        for one in (outcome.everything, *outcome.settings)
+    ]
+
+
+def sentences(outcome: Outcome) -> list[str]:
+    """Sentences on the measurement, the choice, and its confirmation by other text."""
+    lines = [
+        f"Means of {outcome.pieces} pieces of {outcome.tokens} tokens, over the {outcome.following} tokens after each. "
+        f"Intervals are of 90%, by Student's t over {outcome.pieces} pieces: in 1 of 20 cases the mean over all such "
+        "text lies above the upper end. Bytes are those of keys and values outside sinks and window, in 16 bits a "
+        "value, the sketch included."
+    ]
+    if outcome.chosen is None:
+        return [*lines, f"No setting is surely within {outcome.budget}: the interval of none ends there."]
+    assert outcome.again is not None
+    found = outcome.again
+    return [
+        *lines,
+        f"Chosen for {outcome.budget}: token_threshold={outcome.chosen.token_threshold:g}.",
+        f"On {outcome.held_out} pieces that were held out: KL {found.kl.mean:.5f}, likeliest token the same "
+        f"{found.same:.3f}, {found.bytes_read.mean:.1%} of the bytes. "
+        + (
+            "The choice is confirmed." if outcome.confirmed else "That exceeds the budget: the choice is not confirmed."
+        ),
+    ]
+
+
+def plot(outcome: Outcome, path: Path) -> None:
+    """KL against bytes, with intervals, the budget and the choice.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib: pip install 'qada-cache[plot]'") from error
+    figure = Figure(figsize=(5.2, 3.6), layout="constrained")
+    axes = figure.subplots()
+    means = [one.kl.mean for one in outcome.settings]
+    shares = [100 * one.bytes_read.mean for one in outcome.settings]
+    below = [one.kl.mean - one.kl.low for one in outcome.settings]
+    above = [one.kl.high - one.kl.mean for one in outcome.settings]
+    axes.errorbar(shares, means, yerr=(below, above), marker="o", capsize=3, label="token_threshold, 90% interval")
+    for one, share, mean in zip(outcome.settings, shares, means, strict=True):
+        axes.annotate(f"{one.token_threshold:g}", (share, mean), textcoords="offset points", xytext=(5, 5))
+    if outcome.budget.kl is not None:
+        axes.axhline(outcome.budget.kl, color="grey", linestyle="--", label="budget")
+    elif outcome.budget.bytes_read is not None:
+        axes.axvline(100 * outcome.budget.bytes_read, color="grey", linestyle="--", label="budget")
+    if outcome.chosen is not None:
+        place = 100 * outcome.chosen.bytes_read.mean, outcome.chosen.kl.mean
+        axes.scatter(*place, s=140, facecolors="none", edgecolors="tab:red", label="chosen", zorder=3)
+    if outcome.again is not None:
+        place = 100 * outcome.again.bytes_read.mean, outcome.again.kl.mean
+        axes.scatter(*place, marker="x", color="tab:red", label="held out", zorder=3)
+    axes.set(xlabel="bytes read, % of the bulk", ylabel="KL from reading everything, nats", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path)

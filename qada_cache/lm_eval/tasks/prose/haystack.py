@@ -77,10 +77,8 @@ def hide(draw: Random, passage: str, sentences: list[str]) -> str:
     """
     if len(sentences) > DEPTHS:
         raise ValueError(f"{len(sentences)} sentences to hide, there are {DEPTHS} depths")
-    ends = [
-        0,
-        *(match.end() for match in SENTENCE_END.finditer(passage)),
-    ]  # not the passage's end, where a sentence may be cut
+    # Not the passage's end, where a sentence may be cut.
+    ends = [0, *(match.end() for match in SENTENCE_END.finditer(passage))]
     depths = sorted(draw.sample(range(DEPTHS), len(sentences)))
     made, done = [], 0
     for depth, sentence in zip(depths, sentences, strict=True):

@@ -5,7 +5,6 @@ maker takes the document's own random numbers `draw`, the `size` of the text aro
 same arguments give the same question; another size changes the surrounding text alone.
 """
 
-from collections.abc import Iterable
 from math import pi
 from random import Random
 from string import ascii_lowercase, ascii_uppercase
@@ -152,7 +151,8 @@ def frequent_words(draw: Random, size: int, prose: Haystack, **_: object) -> Que
     counts: list[int] = []
     while not counts or counts[-1]:
         counts.append(int(size * 6 / pi**2 / (len(counts) + 1) ** 2))
-    coded = ["...", *dict.fromkeys("".join(letters) for letters in grouped(draw, len(counts) + FREQUENT))]
+    drawn = ("".join(draw.choices(ascii_lowercase, k=6)) for _ in range(len(counts) + FREQUENT))
+    coded = ["...", *dict.fromkeys(drawn)]
     entries = [word for word, count in zip(coded, counts, strict=False) for _ in range(count)]
     draw.shuffle(entries)
     return Question(
@@ -162,11 +162,6 @@ def frequent_words(draw: Random, size: int, prose: Haystack, **_: object) -> Que
         "Answer: According to the coded text above, the three most frequently appeared words are:",
         coded[1 : FREQUENT + 1],
     )
-
-
-def grouped(draw: Random, count: int) -> Iterable[list[str]]:
-    """Six random letters at a time."""
-    return (draw.choices(ascii_lowercase, k=6) for _ in range(count))
 
 
 def classes(draw: Random, size: int, prose: Haystack, **_: object) -> Question:
