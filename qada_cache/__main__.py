@@ -1,6 +1,7 @@
 """The command `qada`, and `python -m qada_cache`."""
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,12 @@ def _check_folder(option: str, path: Path | None) -> None:
         raise FileNotFoundError(f"{option}: there is no folder {path.parent}")
 
 
+def _check_plot(path: Path | None) -> None:
+    _check_folder("--plot", path)
+    if path is not None and importlib.util.find_spec("matplotlib") is None:  # said before minutes of measuring
+        raise ValueError("--plot needs matplotlib: pip install 'qada-cache[plot]'")
+
+
 def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "profile",
@@ -133,7 +140,7 @@ def _profile(options: argparse.Namespace) -> int:
     from .key_moments.prompts import prompt_ids, within_reach
 
     _check_folder("--out", options.out)
-    _check_folder("--plot", options.plot)
+    _check_plot(options.plot)
     for name in ("prompt_tokens", "new_tokens", "chunk"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
@@ -184,7 +191,7 @@ def _tune(options: argparse.Namespace) -> int:
     from .tuning import measuring
 
     budget = tuning.Budget(0.002 if options.kl is None and options.bytes is None else options.kl, options.bytes)
-    _check_folder("--plot", options.plot)
+    _check_plot(options.plot)
     for name, least in (("tokens", tuning.LEAST_TOKENS), ("following", 1), ("pieces", 2)):
         if getattr(options, name) < least:
             raise ValueError(f"--{name} must be at least {least}, got {getattr(options, name)}")

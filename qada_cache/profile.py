@@ -155,15 +155,9 @@ def write_tokens(profiles: list[Profile], path: Path) -> None:
 
 
 def plot(profiles: list[Profile], path: Path) -> None:
-    """Device bytes and time of every token.
+    """Device bytes and time of every token."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install 'qada-cache[plot]'") from error
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     memory, speed = figure.subplots(1, 2)
     for found in profiles:

@@ -236,15 +236,9 @@ def sentences(outcome: Outcome) -> list[str]:
 
 
 def plot(outcome: Outcome, path: Path) -> None:
-    """KL against bytes, with intervals, the budget and the choice.
+    """KL against bytes, with intervals, the budget and the choice."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install 'qada-cache[plot]'") from error
     figure = Figure(figsize=(5.2, 3.6), layout="constrained")
     axes = figure.subplots()
     means = [one.kl.mean for one in outcome.settings]
