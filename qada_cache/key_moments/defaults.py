@@ -2,6 +2,7 @@
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -163,8 +164,7 @@ def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     source, found = identity.source(config, **VERSIONS), []
     try:
         with private.opened(FOLDER) as folder:
-            start = f"{source}-{prompt}-"
-            found = [name for name in os.listdir(folder) if source and name.startswith(start)]
+            found = [name for name in os.listdir(folder) if source and name.startswith(f"{source}-{prompt}-")]
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -216,18 +216,15 @@ def _remember(path: Path, kept: KeyMoments) -> None:
 
 
 def _read_moments(path: Path) -> KeyMoments | None:
-    try:
-        with private.opened(FOLDER) as folder:
-            try:
-                content = private.read(folder, path.name)
-                return KeyMoments.from_file(*tensor_file.decoded(content, KIND, path))
-            except FileNotFoundError:
-                return None
-            except (OSError, ValueError) as error:
-                logger.warning("%s; collecting the moments again", error)
-                return None
-    except OSError:  # a warning comes with the first write to the folder
-        return None
+    with suppress(OSError), private.opened(FOLDER) as folder:  # a warning comes with the first write to the folder
+        try:
+            content = private.read(folder, path.name)
+            return KeyMoments.from_file(*tensor_file.decoded(content, KIND, path))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            logger.warning("%s; collecting the moments again", error)
+    return None
 
 
 def _collect(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: str, path: Path) -> KeyMoments:
