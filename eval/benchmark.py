@@ -15,7 +15,9 @@ import contextlib
 import gc
 import os
 import sys
+import textwrap
 import time
+from pathlib import Path
 from statistics import median_high
 from typing import Any
 
@@ -24,13 +26,57 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, StaticCache
 
-from eval.drawing import speed_figure
-from eval.models.workloads import TOKEN_SHARE, TOKENS, Work, fill, flagged, methods, token_threshold
-from eval.timing.command import load_model, report, timing_parser
-from eval.timing.hardware import Peak, speeds, wait
+from eval.shared.tables import read
+from eval.shared.timing import Peak, load_model, report, speeds, timing_parser, wait
+from eval.shared.workloads import TOKEN_SHARE, TOKENS, Work, fill, flagged, methods, token_threshold
 from qada_cache import QAdACache, restore_attention
 
+PREFIX = "QAdACache f="
+OWN = {"QAdACache tokens=0.05": "--", "QAdACache": "--", "QAdACache, whole heads": "-."}
+OTHERS = {"DynamicCache": "C3", "StaticCache": "C1", "no context": "0.5"}
 SHORTEST = 256  # tokens: of a context that hardly exceeds sinks and window, every method makes the same
+
+
+def draw(table: Path) -> None:
+    """Write a PNG beside the table, with one panel for each context length and batch.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from eval.shared.drawing import canvas, write
+
+    rows = read(table)
+    panels = sorted({(int(row["batch"]), int(row["tokens"])) for row in rows})
+    figure, grid = canvas(len(panels), width=4.2, height=3.6)
+    for axes, (batch, tokens) in zip(grid[0], panels, strict=True):
+        times = {
+            row["method"]: float(row["p50_ms"])
+            for row in rows
+            if (int(row["batch"]), int(row["tokens"])) == (batch, tokens)
+        }
+        forced = sorted((float(name[len(PREFIX) :]), ms) for name, ms in times.items() if name.startswith(PREFIX))
+        axes.plot(*zip(*forced, strict=True), "o-", color="C0", label="QAdACache, share forced")
+        nothing, static = times["no context"], times["StaticCache"]
+        shares = [step / 100 for step in range(101)]  # straight, but not on this scale
+        line = [nothing + share * (static - nothing) for share in shares]
+        axes.plot(shares, line, ":", color="C1", label="StaticCache's share of the reading")
+        for name, colour in OTHERS.items():
+            axes.axhline(times[name], color=colour, linewidth=1, label=name)
+        for name, style in OWN.items():
+            if name in times:
+                axes.axhline(times[name], color="C0", linestyle=style, linewidth=1, label=name)
+        axes.set(
+            title=f"{tokens:,} tokens, batch {batch}",
+            xlabel="share of KV heads that read the long context",
+            ylabel="ms per token",
+            yscale="log",
+        )
+        axes.yaxis.set_major_formatter("{x:.0f}")
+        axes.yaxis.set_minor_formatter("{x:.0f}")
+        axes.tick_params(which="both", labelsize=7)
+    figure.legend(*axes.get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=2 * len(panels))
+    note = "{model}, {dtype}; {machine}".format(**rows[0])
+    write(table.parent, table.stem, figure, textwrap.fill(note, 70 * len(panels)))
 
 
 @torch.inference_mode()
@@ -195,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
     table = report(options, rows, name, kernels=kernels, **speed)
     if table:
         with contextlib.suppress(ImportError):  # no picture without matplotlib
-            speed_figure.draw(table)
+            draw(table)
     return 0
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from eval.models.language_model import DEFAULT, HELP, load
+from eval.shared.language_model import DEFAULT, HELP, load
 
 
 def plain(model: PreTrainedModel) -> PreTrainedModel:

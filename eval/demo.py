@@ -19,12 +19,10 @@ import transformers
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from eval.drawing import read_map
-from eval.models import language_model
-from eval.reporting.tables import machine, plain, write
-from eval.texts import conversation
-from eval.texts.conversation import Form, Told, converse, fitted
-from eval.texts.facts import ABOUT_THE_REFERENCE, Turn, planted, reference
+from eval.shared import conversation, language_model, read_map
+from eval.shared.conversation import Form, Told, converse, fitted
+from eval.shared.tables import machine, plain, write
+from eval.shared.texts import ABOUT_THE_REFERENCE, Turn, planted, reference
 from qada_cache import QAdACache, restore_attention
 
 TOKENS = 6000  # of the default document: what four prefills on two cores read in a minute or so

@@ -22,15 +22,94 @@ from tqdm import tqdm
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
 
-from eval.models.tiny_configs import tiny_config
-from eval.reporting.tables import plain, write
+from eval.shared.tables import plain, write
 from qada_cache import QAdACache
 from qada_cache.state.layer import QAdALayer
 
+LAYERS, HEADS, DIM = 6, 4, 16  # most kinds of layers that a model has are among its first six
+
+# Sizes by the names that configs have for them. A name that a config does not have is not given to it.
+_SIZES: dict[int, tuple[str, ...]] = {
+    0: ("pad_token_id", "bos_token_id"),
+    1: ("eos_token_id", "first_k_dense_replace", "n_group", "topk_group", "num_expert_group", "limited_topk_group"),
+    2: ("num_key_value_heads", "num_kv_heads", "num_query_groups", "num_experts_per_tok", "num_experts_per_token",
+        "mamba_n_groups", "n_groups", "num_kv_shared_layers", "moe_k"),
+    HEADS: ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads",
+            "encoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads",
+            "linear_num_key_heads", "linear_num_value_heads", "linear_num_heads", "swa_num_attention_heads",
+            "swa_num_key_value_heads", "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts",
+            "index_n_heads"),
+    LAYERS: ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers",
+             "encoder_layers", "num_encoder_layers"),
+    8: ("mamba_n_heads", "mamba_num_heads", "rotary_dim"),
+    DIM: ("head_dim", "d_head", "dim_head", "kv_channels", "qk_nope_head_dim", "qk_rope_head_dim",
+          "v_head_dim", "kv_lora_rank",
+          "q_lora_rank", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "swa_head_dim",
+          "mamba_d_head", "mamba_head_dim", "index_head_dim", "index_topk", "mamba_d_state", "ssm_state_size",
+          "hidden_size_per_layer_input", "chunk_size", "mamba_chunk_size", "attention_head_size"),
+    2 * DIM: ("qk_head_dim",),
+    HEADS * DIM: ("hidden_size", "d_model", "n_embd", "embedding_size", "emb_dim", "word_embed_proj_dim",
+                  "intermediate_size", "ffn_dim", "n_inner", "d_inner", "decoder_ffn_dim", "encoder_ffn_dim",
+                  "ffn_hidden_size", "dim_ff", "dff", "lru_width", "moe_intermediate_size", "mamba_d_ssm",
+                  "shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size",
+                  "dense_intermediate_size", "intermediate_size_mlp", "attention_hidden_size", "sliding_window"),
+    96: ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size"),
+    1024: ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len"),
+}  # fmt: skip
+_OPTIONAL = ("num_kv_shared_layers", "hidden_size_per_layer_input", "bos_token_id", "eos_token_id")  # 0 stays 0
+_UNSET = ("num_key_value_heads", "head_dim", "pad_token_id", "bos_token_id", "eos_token_id")  # None in some classes
+
+
+# What a type needs beside them, or instead.
+_OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [3]},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 3},
+    "gpt_neo": {"attention_types": [[["global", "local"], 3]]},
+    "granitemoehybrid": {"layer_types": ["mamba", "mamba", "attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8},
+    "reformer": {"axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {
+        "layers_block_type": ["mamba", "mamba", "hybrid"] * 2,
+        "hybrid_layer_ids": [2, 5],
+        "mamba_headdim": 16,
+        "attention_hidden_size": 128,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+}
 CALLS = (150, 9, 40, 1, 1, 1)  # tokens: a prompt, a short and a long second turn, and single ones
 ROUNDING = 1e-4  # of the largest logit: float32's, many times over
 LONGEST = 400  # characters of a message
 VERDICTS = ("served", "nothing to do", "refused", "differs", "not run")
+
+
+def tiny_config(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """A config of this class with small sizes, as a decoder's; its parts likewise."""
+    return kind(**_settings(kind))
+
+
+def _settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    default = kind()
+    set_ = vars(default)
+    found: dict[str, Any] = {}
+    for size, names in _SIZES.items():
+        for name in names:
+            given = isinstance(set_.get(name), int) and (set_[name] != 0 or name not in _OPTIONAL)
+            if given or (name in _UNSET and name in set_):
+                found[name] = size
+    if getattr(default, "is_decoder", None) is False and not default.sub_configs:
+        found["is_decoder"] = True  # of models that are encoders as well
+    if "kv_lora_rank" in found and "num_key_value_heads" in found:  # latent attention has keys for every head
+        found["num_key_value_heads"] = HEADS
+    for name, part in default.sub_configs.items():
+        if getattr(default, name, None) is not None and isinstance(part, type):
+            part = type(getattr(default, name))
+            found[name] = _settings(part)
+    return found | _OWN.get(kind.model_type, {})
 
 
 def logits(model: PreTrainedModel, cache: DynamicCache) -> torch.Tensor:

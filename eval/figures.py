@@ -13,12 +13,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from eval.deciding.trial_summary import summary
-from eval.drawing.canvas import canvas, write
-from eval.drawing.head_figures import HEADS_FIGURES, Heads, error_table
-from eval.drawing.trial_figures import TRIAL_FIGURES
-from eval.reporting import tables
-from eval.reporting.tables import Rows, cells, read
+from eval.shared import tables
+from eval.shared.deciding import summary
+from eval.shared.drawing import HEADS_FIGURES, TRIAL_FIGURES, Heads, canvas, error_table, write
+from eval.shared.tables import Rows, cells, read
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = {

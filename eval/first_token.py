@@ -19,8 +19,7 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from eval.timing.command import load_model, report, timing_parser
-from eval.timing.hardware import Peak, wait
+from eval.shared.timing import Peak, load_model, report, timing_parser, wait
 from qada_cache import QAdACache, restore_attention
 from qada_cache.kernels.cpu import compiled
 

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.deciding.ways import token_ways
-from eval.models.geometries import GEOMETRIES
-from eval.models.workloads import fill, random_work
-from eval.reporting.tables import plain, read, write
+from eval.shared.deciding import token_ways
+from eval.shared.tables import plain, read, write
+from eval.shared.workloads import GEOMETRIES, fill, random_work
 from qada_cache import QAdACache
 
 MODELS = ("llama-3-8b", "qwen2-7b")

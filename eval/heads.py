@@ -20,8 +20,8 @@ import lm_eval
 import torch
 from torch import Tensor
 
-from eval.models import language_model
-from eval.reporting.tables import write
+from eval.shared import language_model
+from eval.shared.tables import write
 from eval.sweep import task_manager
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.attention import by_torch

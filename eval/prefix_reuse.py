@@ -29,11 +29,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from eval.models import language_model
-from eval.reporting.tables import machine, plain, write
+from eval.shared import language_model
+from eval.shared.tables import machine, plain, write
 from qada_cache import QAdACache, prepare
 from qada_cache.files import private_map
-from qada_cache.tuning.pieces import default_text
+from qada_cache.tuning.measuring import default_text
 
 AGAIN = 1  # of the questions, those for which the document is read again: it takes as long every time
 COPIED = "DynamicCache, deepcopy"

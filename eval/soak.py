@@ -18,8 +18,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from eval.timing.command import load_model, report, timing_parser
-from eval.timing.hardware import wait
+from eval.shared.timing import load_model, report, timing_parser, wait
 from qada_cache import QAdACache, prepare
 
 PART = 10  # the first and the last tenth of the steps are compared

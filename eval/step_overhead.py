@@ -25,9 +25,8 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
 from eval import benchmark
-from eval.models.workloads import Work, fill
-from eval.timing.command import load_model, report, timing_parser
-from eval.timing.hardware import wait
+from eval.shared.timing import load_model, report, timing_parser, wait
+from eval.shared.workloads import Work, fill
 from qada_cache import QAdACache, restore_attention
 from qada_cache.attention import decode
 from qada_cache.attention import forward as attention

@@ -23,8 +23,8 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.models import language_model
-from eval.reporting.tables import machine, read, write
+from eval.shared import language_model
+from eval.shared.tables import machine, read, write
 from qada_cache import KeyMoments, QAdACache, StaticHeads, needle
 from qada_cache.criterion import GROUP_RULES
 from qada_cache.key_moments.defaults import DEFAULT as DEFAULT_MOMENTS

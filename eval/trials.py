@@ -7,7 +7,7 @@ attention gives, greedily, as far as the expected one) is then fed to a copy of 
 with teacher forcing: KL divergence from full attention's next-token distributions, whether the likeliest token is the
 same, and what was read. Where they are not all the same, the answer is generated, greedily, to see whether the expected
 one is in it. One row a document and way; rows that the table holds are not measured again.
-With `--peers`, so are caches that other methods made smaller (`eval/peers`), which take part in nothing else.
+With `--peers`, so are caches that other methods made smaller (`eval/shared/peers.py`), which take part in nothing else.
 """
 
 import argparse
@@ -24,16 +24,30 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.deciding.following import compare, follow, generate, prefill, spoken
-from eval.deciding.tokens import OWN, reading, sketch_share, split, token_options
-from eval.deciding.trial_summary import summary
-from eval.deciding.ways import PROMPTS, Way, all_ways, few_ways, peer_ways, token_ways
-from eval.models.language_model import DEFAULT, HELP, hflm_source, label, load
-from eval.peers.prefilled import PEERS, Prefilled
-from eval.reporting.tables import machine, plain, read, write
+from eval.shared.deciding import (
+    OWN,
+    PROMPTS,
+    Way,
+    all_ways,
+    compare,
+    few_ways,
+    follow,
+    generate,
+    peer_ways,
+    prefill,
+    reading,
+    sketch_share,
+    split,
+    spoken,
+    summary,
+    token_options,
+    token_ways,
+)
+from eval.shared.language_model import DEFAULT, HELP, hflm_source, label, load
+from eval.shared.peers import PEERS, Prefilled
+from eval.shared.tables import machine, plain, read, write
+from eval.shared.texts import CODE, PROSE, Document, code, is_continued, prose, task_documents, with_dense_question
 from eval.sweep import task_manager
-from eval.texts.code import code
-from eval.texts.documents import CODE, PROSE, Document, is_continued, prose, task_documents, with_dense_question
 from qada_cache import CacheStats, KeyMoments, QAdACache
 from qada_cache.key_moments.defaults import sources
 from qada_cache.state.layer import QAdALayer

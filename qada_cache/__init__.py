@@ -3,7 +3,7 @@
 from .attention.forward import restore_attention
 from .cache import QAdACache
 from .criterion import StaticHeads
-from .key_moments.key_moments import KeyMoments
+from .key_moments import KeyMoments
 from .preparing import prepare
 from .stats import CacheStats
 

@@ -1,7 +1,300 @@
-"""`python -m qada_cache` is the command `qada`."""
+"""The command `qada`, and `python -m qada_cache`."""
 
+import argparse
+import importlib.util
 import sys
+from pathlib import Path
+from typing import Any
 
-from .cli import main
+from . import __version__
+from .key_moments.collecting import SCHEMES
+from .key_moments.prompts import PROMPTS
 
-sys.exit(main())
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run `qada`; returns the exit status.
+
+    User errors are one line on stderr and status 1. In `tune` they are status 2, as 1 says that no setting was kept.
+    """
+    parser = argparse.ArgumentParser(
+        prog="qada", description="QAdACache: attention heads that read the long context only when they need it."
+    )
+    parser.add_argument("--version", action="version", version=f"qada-cache {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_moments(commands)
+    _add_profile(commands)
+    _add_tune(commands)
+    _add_serve_folder(commands)
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except (OSError, ValueError, NotImplementedError, ImportError) as error:
+        print(f"qada {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if options.command == "tune" else 1
+    except KeyboardInterrupt:
+        print(f"qada {options.command}: interrupted, nothing was written", file=sys.stderr)
+        return 130
+
+
+def _add_moments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "moments",
+        help="collect a model's key moments",
+        description="Collect the key moments of a model on a prompt, for QAdACache(moments=FILE). QAdACache(model, "
+        "moments=NAME) does so by itself; this is for other texts, and for files to hand on.",
+    )
+    _add_model(command)
+    command.add_argument(
+        "--prompt", choices=PROMPTS, default="random-words", help="what the model reads (default: %(default)s)"
+    )
+    command.add_argument("--text", type=Path, help="text file to take real text or words from, instead of our article")
+    command.add_argument("--dataset", help="dataset to take the text from, of the Hub or a path")
+    command.add_argument("--subset", help="of the dataset, e.g. wikitext-103-raw-v1")
+    command.add_argument("--split", default="train", help="of the dataset (default: %(default)s)")
+    command.add_argument("--column", default="text", help="of the dataset (default: %(default)s)")
+    command.add_argument("--tokens", type=int, help="how many to read (default: 1024)")
+    command.add_argument("--seed", type=int, default=0, help="of the random words (default: %(default)s)")
+    command.add_argument(
+        "--scheme", choices=SCHEMES, default="auto", help="how moments become length-free (default: %(default)s)"
+    )
+    command.add_argument("--out", type=Path, required=True, help="safetensors file to write")
+    command.set_defaults(run=_moments)
+
+
+def _add_serve_folder(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "serve-folder",
+        help="make a folder of a model's for transformers serve",
+        description="Make a folder for `transformers serve --trust-remote-code` that links to a model's files and "
+        "holds no code but our generate.py, and do ahead what the first request would otherwise wait for.",
+    )
+    command.add_argument("--model", required=True, help="the model's folder")
+    command.add_argument("--dtype", default="auto", help="that it will be served in (default: the checkpoint's)")
+    command.add_argument("--device-map", default=None, help="where it will be served, e.g. auto, cuda, cpu")
+    command.add_argument("--out", type=Path, required=True, help="folder to make")
+    command.set_defaults(run=_serve_folder, revision=None, trust_remote_code=False)
+
+
+def _add_model(command: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    meaning = "path, Hugging Face Hub id, or GGUF file"
+    if positional:
+        command.add_argument("model", metavar="MODEL", help=meaning)
+    else:
+        command.add_argument("--model", required=True, help=meaning)
+    command.add_argument("--revision", help="of a model of the Hub")
+    command.add_argument("--dtype", default="auto", help="of the model (default: the checkpoint's)")
+    command.add_argument("--device-map", default=None, help="where the model goes, e.g. auto, cuda, cpu")
+    command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def _load(options: argparse.Namespace) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    name, dtype = options.model, options.dtype
+    if name.endswith(".gguf") and Path(name).is_file():
+        name, where["gguf_file"] = str(Path(name).parent), Path(name).name
+        dtype = "float32" if dtype == "auto" else dtype  # the weights' own type is none that can be computed in
+    tokenizer = AutoTokenizer.from_pretrained(name, **where)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=options.device_map, **where)
+    return model, tokenizer
+
+
+def _check_folder(option: str, path: Path | None) -> None:
+    if path is not None and not path.parent.is_dir():
+        raise FileNotFoundError(f"{option}: there is no folder {path.parent}")
+
+
+def _check_plot(path: Path | None) -> None:
+    _check_folder("--plot", path)
+    if path is not None and importlib.util.find_spec("matplotlib") is None:  # said before minutes of measuring
+        raise ValueError("--plot needs matplotlib: pip install 'qada-cache[plot]'")
+
+
+def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "profile",
+        help="measure a long prompt",
+        description="Memory and time of a long prompt of random words, layer by layer and token by token: "
+        "DynamicCache, then QAdACache.",
+    )
+    _add_model(command)
+    command.add_argument("--prompt-tokens", type=int, default=32768, help="of the prompt (default: %(default)s)")
+    command.add_argument("--new-tokens", type=int, default=32, help="to decode (default: %(default)s)")
+    command.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill pass (default: %(default)s)")
+    command.add_argument("--threshold", type=float, help="QAdACache's (default: its own)")
+    command.add_argument("--token-threshold", type=float, help="QAdACache's (default: its own)")
+    command.add_argument(
+        "--moments",
+        help=f"QAdACache's: current, {', '.join(PROMPTS)}, a file, or current+ one of the others (default: its own)",
+    )
+    command.add_argument("--seed", type=int, default=0, help="of the prompt (default: %(default)s)")
+    command.add_argument("--layers", action="store_true", help="print a table of the layers as well")
+    command.add_argument("--out", type=Path, help="CSV file to write every token to")
+    command.add_argument("--plot", type=Path, help="picture to draw, e.g. profile.png")
+    command.set_defaults(run=_profile)
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from . import QAdACache, prepare, profile
+    from .key_moments.prompts import prompt_ids, within_reach
+
+    _check_folder("--out", options.out)
+    _check_plot(options.plot)
+    for name in ("prompt_tokens", "new_tokens", "chunk"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    model, tokenizer = _load(options)
+    _check_positions(model, {"--prompt-tokens": options.prompt_tokens, "--new-tokens": options.new_tokens})
+    given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold")}
+    cache = {name: value for name, value in given.items() if value is not None}
+    prepare(model, tokenizer, **cache)
+    words = within_reach("random-words", tokenizer)
+    ids = prompt_ids(words, model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[None]
+    if (asked := QAdACache(model, **cache).options).tuned:
+        print(f"QAdACache takes the setting that qada tune kept: token_threshold={asked.token_threshold:g}")
+    found = profile.profile(model, ids, new_tokens=options.new_tokens, chunk=options.chunk, **cache)
+    _print_table([each.summary() for each in found])
+    if options.layers:
+        _print_table(profile.layer_table(found))
+    if options.out:
+        profile.write_tokens(found, options.out)
+    if options.plot:
+        profile.plot(found, options.plot)
+    return 0
+
+
+def _add_tune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "tune",
+        help="choose a model's token_threshold by what it costs",
+        description="Measure on a model and a text what settings of token_threshold lose and read. Choose one within a "
+        "budget, confirm it on other text, and keep it: QAdACache(model) then goes by it.",
+    )
+    _add_model(command, positional=True)
+    command.add_argument("--text", type=Path, help="text file to choose by (default: Python's help topics)")
+    command.add_argument("--confirm-text", type=Path, help="text file to confirm by (default: other parts of the same)")
+    budget = command.add_mutually_exclusive_group()
+    budget.add_argument("--kl", type=float, help="most KL divergence from reading everything, in nats (default: 0.002)")
+    budget.add_argument("--bytes", type=float, help="instead: most of the bulk's bytes that may be read, e.g. 0.08")
+    command.add_argument("--tokens", type=int, default=4096, help="of each piece of text (default: %(default)s)")
+    command.add_argument("--following", type=int, default=32, help="to decode after each (default: %(default)s)")
+    command.add_argument(
+        "--pieces", type=int, default=4, help="to choose by; half as many confirm (default: %(default)s)"
+    )
+    command.add_argument("--plot", type=Path, help="picture to draw, e.g. tune.png")
+    command.set_defaults(run=_tune)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from . import prepare, tuning
+    from .tuning import measuring
+
+    budget = tuning.Budget(0.002 if options.kl is None and options.bytes is None else options.kl, options.bytes)
+    _check_plot(options.plot)
+    for name, least in (("tokens", tuning.LEAST_TOKENS), ("following", 1), ("pieces", 2)):
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name} must be at least {least}, got {getattr(options, name)}")
+    files = [path and path.read_text(encoding="utf-8") for path in (options.text, options.confirm_text)]
+    text, other = files[0] or measuring.default_text(), files[1]
+    model, tokenizer = _load(options)
+    _check_positions(model, {"--tokens": options.tokens, "--following": options.following})
+    sizes, apart = {"tokens": options.tokens, "following": options.following}, options.pieces // 2
+    if other is None:
+        cut = measuring.cut(text, tokenizer, count=options.pieces + apart, **sizes)
+        chosen_by, held_out = measuring.held_out(cut, apart)
+    else:
+        chosen_by = measuring.cut(text, tokenizer, count=options.pieces, **sizes)
+        held_out = measuring.cut(other, tokenizer, count=apart, **sizes)
+    prepare(model, tokenizer)
+    found = tuning.tune(model, chosen_by, held_out, budget)
+    _print_table(tuning.rows(found))
+    print(*tuning.sentences(found), sep="\n")
+    if options.plot:
+        tuning.plot(found, options.plot)
+    by_hand = "A setting of the table can be given by hand: QAdACache(model, token_threshold=...)"
+    if not found.confirmed:
+        print(f"Nothing was kept. {by_hand}")
+        return 1
+    try:
+        path = tuning.keep(model, found)
+    except OSError as error:  # a failure after minutes of measuring is no user error
+        print(f"The choice cannot be kept ({error}). {by_hand}")
+        return 1
+    print(
+        f"Kept in {path} for {options.model} in {model.dtype}: QAdACache(model) goes by it. A token_threshold of your "
+        "own wins, tuned=False switches it off."
+    )
+    return 0
+
+
+def _check_positions(model: Any, tokens: dict[str, int]) -> None:
+    """Raise ValueError if the model has fewer positions than these options take together."""
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    together = sum(tokens.values())
+    if longest and together > longest:
+        raise ValueError(f"{' and '.join(tokens)} come to {together} tokens, and the model has {longest} positions")
+
+
+def _print_table(rows: list[dict[str, str]]) -> None:
+    widths = [max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]]
+    for line in (list(rows[0]), *(list(row.values()) for row in rows)):
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def _moments(options: argparse.Namespace) -> int:
+    from .key_moments import KeyMoments
+
+    _check_folder("--out", options.out)
+    text = _text(options)
+    model, tokenizer = _load(options)
+    given = {name: getattr(options, name) for name in ("tokens", "seed", "scheme")}
+    moments = KeyMoments.collect(model, tokenizer, options.prompt, text=text, **given)
+    moments.save(options.out)
+    layers, kv_heads, dim = moments.shape
+    lengths = f"bulks of {', '.join(map(str, moments.lengths))} tokens" if moments.lengths else "bulks of any length"
+    print(
+        f"wrote {options.out}: {layers} layers, {kv_heads} KV heads, {dim} dims, for {lengths}, from {moments.tokens} "
+        f"tokens ({moments.prompt})"
+    )
+    return 0
+
+
+def _serve_folder(options: argparse.Namespace) -> int:
+    from .preparing import prepare
+    from .serving import make_folder
+
+    _check_folder("--out", options.out)
+    make_folder(options.model, options.out)
+    options.model = str(options.out)
+    prepare(*_load(options))
+    print(f"made {options.out}: transformers serve {options.out} --trust-remote-code --log-level info")
+    return 0
+
+
+def _text(options: argparse.Namespace) -> str | None:
+    """The text the user named, if any."""
+    if options.text and options.dataset:
+        raise ValueError("give --text or --dataset, not both")
+    if options.text:
+        return options.text.read_text(encoding="utf-8")
+    if not options.dataset:
+        return None
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError("--dataset needs the package datasets: pip install datasets") from error
+    rows = load_dataset(options.dataset, options.subset, split=options.split, streaming=True)
+    wanted = 16 * (options.tokens or 1024)  # characters: more than enough for as many tokens
+    text = ""
+    for row in rows:
+        if options.column not in row:
+            raise ValueError(f"{options.dataset} has no column {options.column!r}, it has {', '.join(row)}")
+        text += row[options.column] + "\n"
+        if len(text) >= wanted:
+            break
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

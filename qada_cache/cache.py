@@ -17,10 +17,8 @@ from .criterion import StaticHeads
 from .kernels import choice
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.defaults import Moments
-from .key_moments.placement import inputs_device
-from .key_moments.served import served_layers
+from .key_moments.served import inputs_device, served_layers, unwrapped
 from .key_moments.sharding import WHOLE
-from .key_moments.wrapped import unwrapped
 from .state.layer import QAdALayer
 from .state.shared import SKETCH_BITS, TOKEN_THRESHOLD, Options, Shared
 from .stats import CacheStats, collect, layer_bytes, summary

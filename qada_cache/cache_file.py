@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .criterion import StaticHeads
-from .files import tensor_file, weights
+from .files import tensor_file
 from .files.private_map import PrivateMap
+from .key_moments import KeyMoments, identity
 from .key_moments.defaults import together
-from .key_moments.key_moments import KeyMoments
 from .key_moments.served import served_config
 from .key_moments.sharding import check_undivided, processes
 from .state.layer import QAdALayer
@@ -49,7 +49,7 @@ def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) 
     state: dict[str, Any] = {"options": {name: getattr(options, name) for name in _OPTIONS}}
     state["model"] = _identity(served.config)
     model = served.get()
-    state["weights"] = None if model is None else weights.sample(model)
+    state["weights"] = None if model is None else identity.sample(model)
     if isinstance(options.criterion, StaticHeads):
         tensors["static_heads"] = options.criterion.long_context
     else:
@@ -157,7 +157,7 @@ def _check_model(
             f"{path} was saved for a model in {' or '.join(dtypes)}, this model is in {dtype}: load it with a model of "
             "that dtype"
         )
-    if state["weights"] is not None and not weights.same(state["weights"], weights.sample(model)):
+    if state["weights"] is not None and not identity.same(state["weights"], identity.sample(model)):
         raise ValueError(f"{path} was saved for another model: its config is this model's, and its weights are not")
 
 

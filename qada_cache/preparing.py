@@ -11,9 +11,8 @@ from .kernels import choice, partial_attention
 from .kernels.cpu.compiled import MIN_TOKENS
 from .key_moments.defaults import CURRENT, Moments, default_moments, sources
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
-from .key_moments.placement import inputs_device
 from .key_moments.prompts import PROMPTS
-from .key_moments.wrapped import unwrapped
+from .key_moments.served import inputs_device, unwrapped
 from .sketch import Layout
 from .state.shared import Options
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from .cache import QAdACache
-from .key_moments.placement import inputs_device
+from .key_moments.served import inputs_device
 from .stats import layer_bytes
 
 
@@ -105,7 +105,10 @@ def _run(
         token = forward(token)
         _wait(device)
         found.token_seconds.append(time.perf_counter() - begin)
-        layers = _layer_bytes(cache)
+        if isinstance(cache, QAdACache):
+            layers = cache.layer_bytes()
+        else:
+            layers = [layer_bytes(layer, offloading=False) for layer in cache.layers]
         found.device_bytes.append(sum(on_device for on_device, _ in layers))
         found.host_bytes.append(sum(on_host for _, on_host in layers))
         bar.update()
@@ -124,13 +127,6 @@ def _run(
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def _layer_bytes(cache: DynamicCache) -> list[tuple[int, int]]:
-    """Bytes of every layer on the device and on the host."""
-    if isinstance(cache, QAdACache):
-        return cache.layer_bytes()
-    return [layer_bytes(layer, offloading=False) for layer in cache.layers]
 
 
 def layer_table(profiles: list[Profile]) -> list[dict[str, str]]:
@@ -159,15 +155,9 @@ def write_tokens(profiles: list[Profile], path: Path) -> None:
 
 
 def plot(profiles: list[Profile], path: Path) -> None:
-    """Device bytes and time of every token.
+    """Device bytes and time of every token."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install 'qada-cache[plot]'") from error
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     memory, speed = figure.subplots(1, 2)
     for found in profiles:

@@ -14,9 +14,8 @@ from transformers.utils import logging
 
 from .criterion import StaticHeads
 from .files import private, tensor_file
-from .key_moments import identity
+from .key_moments import KeyMoments, identity
 from .key_moments.defaults import CURRENT, FOLDER, sources
-from .key_moments.key_moments import KeyMoments
 from .state.shared import Options, ServedModel
 
 logger = logging.get_logger(__name__)
@@ -58,9 +57,11 @@ def applied(options: Options, served: ServedModel) -> Options:
     if not (options.tuned and options.chooses_tokens and served.layers) or model is None or served.shard.size > 1:
         return without
     try:
-        kept = _read(model)
-        if kept is None:
+        path = _path(model)
+        if not path.exists():  # then it is no matter whether the folder is the user's alone
             return without
+        with private.opened(FOLDER) as folder:
+            kept = tensor_file.decoded(private.read(folder, path.name), KIND, path)[1]
         taken = replace(options, token_threshold=kept["token_threshold"])
         differing = [name for name, value in _conditions(options).items() if kept["under"][name] != value]
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -93,16 +94,3 @@ def _conditions(options: Options) -> dict[str, Any]:
 
 def _path(model: PreTrainedModel) -> Path:
     return private.home() / FOLDER / f"{model.config.model_type}-tuned-{identity.digest(model)}.safetensors"
-
-
-def _read(model: PreTrainedModel) -> dict[str, Any] | None:
-    """The kept state of the model; None if there is none.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or is truncated, altered or of another format.
-    """
-    path = _path(model)
-    if not path.exists():  # then it is no matter whether the folder is the user's alone
-        return None
-    with private.opened(FOLDER) as folder:
-        return tensor_file.decoded(private.read(folder, path.name), KIND, path)[1]

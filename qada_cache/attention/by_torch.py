@@ -23,7 +23,7 @@ from ..kernels.query_adaptive import (
     estimated_log_bulk,
     over_whole_bulk,
 )
-from ..key_moments.key_moments import KeyMoments
+from ..key_moments import KeyMoments
 from ..state.layer import QAdALayer
 from ..storage import reading
 from ..storage.geometry import Geometry

@@ -18,9 +18,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from ..kernels.reference import without_autocast
-from ..key_moments.query_energies import own_attention
+from ..key_moments.served import own_attention, unwrapped
 from ..key_moments.sharding import WHOLE, check_sharding
-from ..key_moments.wrapped import unwrapped
 from ..state.layer import QAdALayer, Seen
 from .decode import query_adaptive, whole_context
 from .support import find_reader

@@ -17,10 +17,10 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 from transformers.utils import logging
 
 from ..criterion import StaticHeads
+from ..key_moments import KeyMoments
 from ..key_moments.defaults import kept_energies, resolve_moments, sources, together
-from ..key_moments.key_moments import KeyMoments
 from ..key_moments.prompts import PROMPTS
-from ..key_moments.rope import rope_settings
+from ..key_moments.rotation import rope_settings
 from ..key_moments.served import served_config
 from ..key_moments.sharding import WHOLE, head_shard
 from ..state.shared import Options, ServedModel

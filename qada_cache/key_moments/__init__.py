@@ -1,1 +1,286 @@
-"""What is known of distant keys without reading them: their mean and covariance."""
+"""Key moments of a whole model, kept from a prompt other than the one being read, for bulks of any length."""
+
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..files import tensor_file
+from . import collecting
+from .rotation import Rotation, rotation_at
+from .running import Placed
+
+KIND = "qada-moments"
+HUB = "hf://"
+HUB_FILE = "moments.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class KeyMoments:
+    """Mean and covariance of every layer's keys, from another prompt (the paper's option 2).
+
+    Made by `collect`. The moments of a bulk depend on its length, because keys turn with position: `at(length)` gives
+    them for any. They are kept either as those of keys turned back to position 0, with the rotation of every layer, or
+    for a list of lengths.
+
+    Args:
+        mean: `[lengths, layers, kv_heads, dim]` float32; zeros for layers that are not full attention.
+        covariance: `[lengths, layers, kv_heads, dim, dim]` float32, population covariance.
+        lengths: of the first dim, ascending, in tokens of bulk; empty (first dim 1) with `rotations`.
+        rotations: of every layer, if `mean` and `covariance` are of keys turned back to position 0; else empty.
+        model_type: the `model_type` of the config.
+        prompt: one of `prompts.PROMPTS`, or "custom".
+        tokens: how many tokens were read.
+        sink_tokens: first tokens left out; a bulk begins after as many.
+        rope: the model's rotary settings (`rotation.rope_settings`).
+        query_energies: `[layers, kv_heads, dim]` float32, mean squares of the channels of the queries, see
+            `collecting.QueryEnergies`; None if unknown.
+        origin: seed, dtype, model's name, library versions.
+
+    Raises:
+        ValueError: shapes that do not fit each other, nan or infinity, or lengths that do not ascend.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    lengths: tuple[int, ...]
+    model_type: str
+    prompt: str
+    tokens: int
+    rotations: tuple[Rotation, ...] = ()
+    sink_tokens: int = 16
+    rope: dict[str, Any] = field(default_factory=dict)
+    query_energies: Tensor | None = None
+    origin: dict[str, Any] = field(default_factory=dict)
+    _placed: Placed = field(default_factory=Placed, repr=False)
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.mean.shape)
+        if len(shape) != 4 or self.covariance.shape != (*shape, shape[-1]):
+            raise ValueError(
+                "KeyMoments takes mean [lengths, layers, kv_heads, dim] and covariance [lengths, layers, kv_heads, "
+                f"dim, dim], got {list(self.mean.shape)} and {list(self.covariance.shape)}"
+            )
+        if not (torch.isfinite(self.mean).all() and torch.isfinite(self.covariance).all()):
+            raise ValueError("KeyMoments: mean or covariance holds nan or infinity")
+        energies = self.query_energies
+        if energies is not None and (
+            tuple(energies.shape) != shape[1:] or not torch.isfinite(energies).all() or (energies < 0).any()
+        ):
+            raise ValueError(f"KeyMoments: query energies must be finite, not negative and {list(shape[1:])}")
+        if self.rotations:
+            if self.lengths or shape[0] != 1 or [rotation.dim for rotation in self.rotations] != [shape[3]] * shape[1]:
+                raise ValueError("KeyMoments with rotations take one for each layer, and no lengths")
+        elif len(self.lengths) != shape[0] or list(self.lengths) != sorted(set(self.lengths)) or self.lengths[0] < 1:
+            raise ValueError(f"KeyMoments take {shape[0]} ascending lengths, got {list(self.lengths)}")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """`(layers, kv_heads, dim)`."""
+        return tuple(self.mean.shape[1:])  # type: ignore[return-value]  # it has four dimensions, checked when made
+
+    def at(self, length: int) -> tuple[Tensor, Tensor]:
+        """Moments of a bulk of `length` tokens: mean `[layers, kv_heads, dim]` and covariance `[..., dim, dim]`.
+
+        With known rotations they are averaged over the bulk's `length` positions. Otherwise they are those of the
+        greatest of `lengths` up to `length`: moments of a shorter bulk do little harm, of a longer one much. float64 on
+        the CPU.
+
+        Raises:
+            ValueError: `length` is below 1.
+        """
+        layers = [self._layer_at(layer, length) for layer in range(self.mean.shape[1])]
+        return torch.stack([mean for mean, _ in layers]), torch.stack([covariance for _, covariance in layers])
+
+    def _layer_at(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        if length < 1:
+            raise ValueError(f"moments are of a bulk of at least 1 token, got length {length}")
+        if not self.rotations:
+            index = max(0, bisect_right(self.lengths, length) - 1)
+            return self.mean[index, layer].double(), self.covariance[index, layer].double()
+        rotation = rotation_at(self.rotations[layer], self.rope, layer, length)
+        return rotation.average(self.mean[0, layer], self.covariance[0, layer], first=self.sink_tokens, length=length)
+
+    def layer(self, layer: int, lengths: Sequence[int], device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        """Moments of one layer for bulks of these many tokens each, on `device`, float32.
+
+        They are made once for all callers that keep them (`running.Kept`), so any number of caches may take turns.
+        Callers round lengths (`rotation.rounded`), so that few different ones are ever asked for.
+
+        Returns:
+            for each length: mean `[1, kv_heads, dim]` and covariance `[1, kv_heads, dim, dim]`.
+        """
+        return self._placed.get(layer, lengths, device, self._layer_at)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of what callers of `layer` keep on devices, for all caches that share these moments."""
+        return self._placed.nbytes
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of a file, under the names that `from_file` reads."""
+        kept = {"moments.mean": self.mean, "moments.covariance": self.covariance}
+        return kept if self.query_energies is None else kept | {"moments.query_energies": self.query_energies}
+
+    def header(self) -> dict[str, Any]:
+        """Everything else a file keeps, JSON-able."""
+        frequencies = list(dict.fromkeys(rotation.frequencies for rotation in self.rotations))
+        return {
+            "lengths": list(self.lengths),
+            "model_type": self.model_type,
+            "prompt": self.prompt,
+            "tokens": self.tokens,
+            "sink_tokens": self.sink_tokens,
+            "rope": self.rope,
+            "origin": self.origin,
+            "frequencies": frequencies,  # layers share them
+            "rotations": [[rotation.layout, frequencies.index(rotation.frequencies)] for rotation in self.rotations],
+        }
+
+    @classmethod
+    def from_file(cls, tensors: dict[str, Tensor], header: dict[str, Any]) -> "KeyMoments":
+        """The inverse of `tensors` and `header`.
+
+        Raises:
+            ValueError: they do not fit each other.
+        """
+        header = dict(header)
+        mean, frequencies, turned = tensors["moments.mean"], header.pop("frequencies"), header.pop("rotations")
+        if any(index not in range(len(frequencies)) for _, index in turned):
+            raise ValueError(f"KeyMoments: rotations {turned} go by {len(frequencies)} lists of frequencies")
+        rotations = tuple(Rotation(mean.shape[-1], tuple(frequencies[index]), layout) for layout, index in turned)
+        lengths = tuple(header.pop("lengths"))
+        return cls(
+            mean,
+            tensors["moments.covariance"],
+            lengths=lengths,
+            rotations=rotations,
+            query_energies=tensors.get("moments.query_energies"),
+            **header,
+        )
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write to one safetensors file, whole or not at all."""
+        tensor_file.write(path, KIND, self.tensors(), self.header())
+
+    @classmethod
+    def load(cls, source: str | os.PathLike, *, revision: str | None = None) -> "KeyMoments":
+        """Read a file of `save`, or a repository of the Hugging Face Hub by `push_to_hub`.
+
+        Args:
+            source: a path, or "hf://owner/name", a repository; nothing is asked of the network for a path.
+            revision: of the repository: a branch, tag or commit.
+
+        Raises:
+            FileNotFoundError: there is no such file or repository.
+            ValueError: the file is truncated, altered, not a moments file, or of another format.
+        """
+        text = os.fspath(source)
+        if not text.startswith(HUB):
+            if revision is not None:
+                raise ValueError(f"revision is for a repository of the Hub, {HUB}owner/name, and {text} is a path")
+            if not os.path.exists(text):
+                raise FileNotFoundError(
+                    f"no {KIND} file at {text}, nor a prompt of that name; a repository of the Hugging Face Hub is "
+                    f"written {HUB}owner/name"
+                )
+            return cls.from_file(*tensor_file.read(text, KIND))
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+        try:
+            path = hf_hub_download(text.removeprefix(HUB), HUB_FILE, revision=revision)
+        except LocalEntryNotFoundError as error:
+            raise FileNotFoundError(f"no file at {text}, and the Hugging Face Hub cannot be reached") from error
+        except (RepositoryNotFoundError, EntryNotFoundError) as error:
+            raise FileNotFoundError(f"no file at {text}, and no {HUB_FILE} in a Hub repository of that name") from error
+        return cls.from_file(*tensor_file.read(path, KIND))
+
+    def push_to_hub(self, repository: str, *, revision: str | None = None, private: bool | None = None) -> str:
+        """Put the moments into the repository "owner/name" of the Hugging Face Hub, made if it does not exist; they are
+        loaded from "hf://owner/name".
+
+        Returns:
+            the address of the commit.
+        """
+        import tempfile
+
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        api.create_repo(repository, exist_ok=True, private=private)
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, HUB_FILE)
+            self.save(path)
+            message = f"Key moments of {self.origin.get('model') or self.model_type}, {self.prompt}"
+            commit = api.upload_file(
+                path_or_fileobj=path,
+                path_in_repo=HUB_FILE,
+                repo_id=repository,
+                revision=revision,
+                commit_message=message,
+            )
+        return str(commit)
+
+    # -- collecting -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def collect(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        prompt: str | Tensor = "random-words",
+        *,
+        tokens: int | None = None,
+        seed: int = 0,
+        text: str | None = None,
+        scheme: str = "auto",
+        sink_tokens: int = 16,
+        progress: bool = True,
+    ) -> "KeyMoments":
+        """Moments of a model's keys on a prompt, from forward passes over `tokens` tokens.
+
+        The keys of the first `sink_tokens` tokens are left out: they are never part of a bulk, and a sink's key is
+        unlike all others.
+
+        Args:
+            model: any decoder that a `QAdACache` serves.
+            tokenizer: the model's. Without it, or with one that does not know our article's words, "random-words" and
+                "single-word" become "random-tokens" and "single-token", and `prompt` of the result says so.
+            prompt: "random-words" (the paper's most robust choice), "wiki", "single-word", "random-tokens",
+                "single-token", a text, or token ids; see `prompts.prompt_ids`.
+            tokens: how many to read; 1,024 if not given, or as many as the token ids, our article or the model's
+                positions are.
+            seed: of everything random.
+            text: for "random-words", "wiki" and "single-word", instead of the article that comes with this package.
+            scheme: "analytic": keys turned back to position 0, averaged later over the positions of any bulk. "spread":
+                the same tokens read at positions spread over bulks of doubling length, without knowledge of the model's
+                positions. "prompt", the paper's: keys as they are read, for bulks of up to `tokens`. "auto": analytic
+                if the rotation of every layer was found, else spread.
+            sink_tokens: see above.
+            progress: whether to show a progress bar.
+
+        Raises:
+            ValueError: an argument outside its range, a prompt too short, scheme "analytic" without a known rotation,
+                or no layer with keys for a QAdACache.
+        """
+        return cls(
+            **collecting.collect(
+                model,
+                tokenizer,
+                prompt,
+                tokens=tokens,
+                seed=seed,
+                text=text,
+                scheme=scheme,
+                sink_tokens=sink_tokens,
+                progress=progress,
+            )
+        )

@@ -13,15 +13,11 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..kernels.reference import without_autocast
-from .placement import inputs_device
 from .prompts import PROMPTS, prompt_ids, within_reach
-from .query_energies import QueryEnergies, observed
-from .rope import find_rotations, frequencies_by_length, layer_keys, rope_settings, takes_positions
-from .rotation import Rotation
+from .rotation import Rotation, find_rotations, frequencies_by_length, rope_settings, takes_positions
 from .running import RunningMoments
-from .served import served_layers
+from .served import inputs_device, layer_keys, observed, served_layers, unwrapped
 from .sharding import HeadShard, head_shard
-from .wrapped import unwrapped
 
 SCHEMES = ("auto", "analytic", "spread", "prompt")
 TOKENS = 1024
@@ -29,6 +25,32 @@ PROBE_TOKENS = 4
 SHORTEST_PREFIX = 256
 CHUNK_TOKENS = 512  # of one forward pass
 LONGEST_SPREAD = 131072  # longer bulks get the moments of this one
+
+
+class QueryEnergies:
+    """The mean square of every channel of a model's queries, gathered while it reads; an observer of `observed`."""
+
+    def __init__(self) -> None:
+        self.sums: dict[int, Tensor] = {}
+        self.tokens: dict[int, int] = {}
+
+    def __call__(self, layer: int, query: Tensor) -> None:
+        """Take in a layer's queries `[batch, heads, tokens, dim]`."""
+        squares = query.detach().float().square().sum(dim=(0, 2)).double().cpu()  # [heads, dim]
+        self.sums[layer] = squares + self.sums[layer] if layer in self.sums else squares
+        self.tokens[layer] = self.tokens.get(layer, 0) + query.shape[0] * query.shape[2]
+
+    def by_head(self, layer: int, kv_heads: int, rotation: Rotation | None) -> Tensor | None:
+        """Energies float32 `[kv_heads, dim]` of a layer: means over its query heads and over each rotary pair.
+
+        None if its queries were not seen, or are not of that many KV heads. Channels without a rotation keep their own.
+        """
+        if layer not in self.sums or len(self.sums[layer]) % kv_heads:
+            return None
+        found = (self.sums[layer] / self.tokens[layer]).unflatten(0, (kv_heads, -1)).mean(dim=1)
+        if rotation is not None and rotation.dim == found.shape[-1]:
+            found = (found + found[:, rotation.partners]) / 2
+        return found.float()
 
 
 def collect(
@@ -206,7 +228,7 @@ def read_keys(model: PreTrainedModel, ids: Tensor, positions: Tensor, bar: tqdm,
     served = served_layers(cache)
     if not served:
         raise ValueError(f"{config.model_type} has no full-attention layers, so there are no key moments to collect")
-    return {index: layer_keys(cache, index, config, shard) for index in served}
+    return {index: shard.gather(layer_keys(cache, index, config), 1) for index in served}
 
 
 def _moments(keys: dict[int, Tensor], part: slice) -> tuple[dict[int, Tensor], dict[int, Tensor]]:

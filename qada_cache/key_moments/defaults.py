@@ -2,6 +2,7 @@
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -10,11 +11,10 @@ from transformers.utils import logging
 
 from ..files import private, tensor_file
 from ..files.private import home
-from . import identity
-from .key_moments import KIND, KeyMoments
+from . import KIND, KeyMoments, identity
+from .identity import find_tokenizer
 from .prompts import PROMPTS, TOKENS_FOR_WORDS, within_reach
 from .sharding import WHOLE, HeadShard
-from .tokenizer import find_tokenizer
 
 logger = logging.get_logger(__name__)
 
@@ -123,7 +123,7 @@ def default_moments(
     Args:
         model: the model.
         prompt: one of `prompts.PROMPTS`.
-        tokenizer: the model's; without it, the one beside the model (`tokenizer.find_tokenizer`) if one is needed.
+        tokenizer: the model's; without it, the one beside the model (`identity.find_tokenizer`) if one is needed.
         shard: the heads of this process.
 
     Raises:
@@ -147,8 +147,10 @@ def kept_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Te
     if model is None:
         kept = find_moments(config, prompt)
     else:
+        path = _path(model, prompt)
         with _remembering:
-            kept = _known(_path(model, prompt))
+            if (kept := _remembered.get(path) or _read_moments(path)) is not None:
+                _remember(path, kept)
     return None if kept is None else kept.query_energies
 
 
@@ -162,8 +164,7 @@ def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     source, found = identity.source(config, **VERSIONS), []
     try:
         with private.opened(FOLDER) as folder:
-            start = f"{source}-{prompt}-"
-            found = [name for name in os.listdir(folder) if source and name.startswith(start)]
+            found = [name for name in os.listdir(folder) if source and name.startswith(f"{source}-{prompt}-")]
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -214,27 +215,16 @@ def _remember(path: Path, kept: KeyMoments) -> None:
     _remembered[path] = kept
 
 
-def _known(path: Path) -> KeyMoments | None:
-    """What is remembered of a file, else what is in it; None if there is none."""
-    kept = _remembered.get(path) or _read_moments(path)
-    if kept is not None:
-        _remember(path, kept)
-    return kept
-
-
 def _read_moments(path: Path) -> KeyMoments | None:
-    try:
-        with private.opened(FOLDER) as folder:
-            try:
-                content = private.read(folder, path.name)
-                return KeyMoments.from_file(*tensor_file.decoded(content, KIND, path))
-            except FileNotFoundError:
-                return None
-            except (OSError, ValueError) as error:
-                logger.warning("%s; collecting the moments again", error)
-                return None
-    except OSError:  # a warning comes with the first write to the folder
-        return None
+    with suppress(OSError), private.opened(FOLDER) as folder:  # a warning comes with the first write to the folder
+        try:
+            content = private.read(folder, path.name)
+            return KeyMoments.from_file(*tensor_file.decoded(content, KIND, path))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            logger.warning("%s; collecting the moments again", error)
+    return None
 
 
 def _collect(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: str, path: Path) -> KeyMoments:

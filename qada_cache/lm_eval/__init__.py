@@ -1,5 +1,210 @@
-"""lm-eval on a QAdACache: `lm_eval --model hf --model_args pretrained=...,cache=qada`, or `--model hf-qada`."""
+"""lm-eval's `HFLM` with every token it scores or generates read through a QAdACache.
 
-from .model import QAdALM
+`lm_eval --model hf --model_args pretrained=...,cache=qada`, or `--model hf-qada`.
+"""
 
-__all__ = ["QAdALM"]
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from tqdm import tqdm
+
+from qada_cache import CacheStats, QAdACache, StaticHeads, prepare
+
+from . import report, scoring
+
+CRITERIA = {"qada": "gaussian", "oracle": "oracle", "static": "static", "local": "local", "dense": "dense"}
+# `QAdACache`'s own keywords, so that an option added there is one here; the criterion is what `cache=` names.
+KEYWORDS = tuple(
+    name
+    for name, parameter in inspect.signature(QAdACache).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("config", "criterion")
+)
+
+
+def split_arguments(cache: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split model arguments into keywords of `QAdACache` and those of `HFLM`.
+
+    Args:
+        cache: "qada", "oracle", "static", "local" or "dense".
+        arguments: all others; those that start with `cache_` are the cache's, but for transformers' `cache_dir`.
+
+    Raises:
+        ValueError: an unknown `cache` or `cache_*`, or `cache_heads` missing or out of place.
+        FileNotFoundError: `cache_heads` is not there.
+    """
+    if cache not in CRITERIA:
+        raise ValueError(f"unknown cache={cache}: use one of {', '.join(CRITERIA)}")
+    ours = {name for name in arguments if name.startswith("cache_") and name != "cache_dir"}
+    rest = {name: value for name, value in arguments.items() if name not in ours}
+    options = {name.removeprefix("cache_"): arguments[name] for name in sorted(ours)}
+    for name in options:
+        if name not in (*KEYWORDS, "heads"):
+            known = ", ".join(f"cache_{keyword}" for keyword in (*KEYWORDS, "heads"))
+            raise ValueError(f"unknown cache_{name}={options[name]}: use one of {known}")
+    heads = options.pop("heads", None)
+    if (cache == "static") != (heads is not None):
+        raise ValueError("cache=static needs cache_heads=FILE, written by StaticHeads.save, and only it takes one")
+    criterion = CRITERIA[cache] if heads is None else StaticHeads.load(heads)
+    return {"criterion": criterion, **options}, rest
+
+
+def _repeated(requests: list[Instance]) -> dict[int, int]:
+    """Places of requests that fill up where other processes have more, and the place where each was first."""
+    places: dict[int, list[int]] = {}
+    for place, request in enumerate(requests):
+        places.setdefault(id(request), []).append(place)
+    return {place: same[0] for same in places.values() for place in same[requests[same[0]].repeats or len(same) :]}
+
+
+class QAdALM(HFLM):
+    """An `HFLM` that prefills prompts exactly, and decodes or scores answers query-adaptively.
+
+    The last token of a prompt counts as part of the answer: its query yields the answer's first token. Otherwise that
+    token, and a whole one-token answer, would be full attention's. A text scored from its start
+    (`loglikelihood_rolling`) has no prompt: all of it is query-adaptive. (By the current prompt's moments alone, not
+    updated, nothing is known then: every head reads everything.)
+
+    Args:
+        pretrained: as for `HFLM`.
+        cache: "qada", "oracle", "static", "local" or "dense".
+        keywords: `cache_*` are the cache's (see `options`); all others are `HFLM`'s.
+
+    Attributes:
+        cache_totals: statistics of the caches of each task, in this process.
+        cache_tuned: the tuned setting that these caches take; "" if they take none.
+
+    Raises:
+        ValueError, TypeError: an argument the cache cannot take.
+        RuntimeError: one of several processes on CPUs, and accelerate was not told so.
+        NotImplementedError: a model the cache does not support.
+    """
+
+    def __init__(self, pretrained: Any, *positional: Any, cache: str = "qada", **keywords: Any) -> None:
+        options, keywords = split_arguments(cache, keywords)
+        super().__init__(pretrained, *positional, **keywords)
+        self._take_rank()
+        # A wrong option or model is refused before any request. The tokenizer need not be the one beside the model.
+        prepare(self.model, self.tokenizer, **options)
+        taken = QAdACache(self.model, **options).options
+        self.cache_tuned = f"token_threshold={taken.token_threshold:g}" if taken.tuned else ""
+        # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
+        self._cache_options = options | {"token_threshold": taken.token_threshold}
+        self.cache_totals: dict[str, report.Totals] = {}
+        self._task = "none"
+        report.install()
+
+    def _take_rank(self) -> None:
+        """Share requests with the other processes of a launcher on CPUs, as `HFLM` does on GPUs alone."""
+        if self.device.type != "cpu":
+            return
+        if hasattr(self, "accelerator"):  # there are others
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        elif int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise RuntimeError(
+                "every process would run all requests, as accelerate takes this one to be alone: on CPUs, set "
+                "ACCELERATE_USE_CPU=true for all of them"
+            )
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """As `HFLM`'s, task by task."""
+        return self._by_task(super().loglikelihood, requests, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """As `HFLM`'s, task by task."""
+        return self._by_task(super().loglikelihood_rolling, requests, disable_tqdm)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """As `HFLM`'s, task by task."""
+        return self._by_task(super().generate_until, requests, disable_tqdm)
+
+    def _by_task(self, run: Callable[..., list], requests: list[Instance], disable_tqdm: bool) -> list:
+        """`run(requests)`, one task after the other: no cache serves two tasks, so its counters are one task's.
+
+        A process that shares requests with others runs its own requests alone, and not the repeated ones that lm-eval
+        adds: those are for models that compute together, and would be counted.
+        """
+        results: list[Any] = [None] * len(requests)
+        repeated = _repeated(requests)
+        processes, self._world_size = self._world_size, 1
+        try:
+            for task in dict.fromkeys(request.task_name for request in requests):
+                self._task = task or "none"  # requests made by hand need not name one
+                own = [place for place, request in enumerate(requests) if request.task_name == task]
+                own = [place for place in own if place not in repeated]
+                done = run([requests[place] for place in own], disable_tqdm=disable_tqdm)
+                for place, result in zip(own, done, strict=True):
+                    results[place] = result
+        finally:
+            self._world_size = processes
+        return [results[repeated.get(place, place)] for place in range(len(requests))]
+
+    def _new_cache(self) -> QAdACache:
+        return QAdACache(self.model, **self._cache_options)
+
+    def _count(self, stats: CacheStats) -> None:
+        self.cache_totals.setdefault(self._task, report.Totals()).add(stats)
+
+    def _forward(self, cache: QAdACache, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
+        """Log-probabilities `[rows, tokens, vocabulary]` after each of the new tokens `ids` `[rows, tokens]`.
+
+        `mask` `[rows, cached + tokens]` is 0 at padding. Positions are handed over: by itself the model counts padding.
+        """
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        with (
+            torch.no_grad(),
+            torch.autocast(
+                self.device.type, dtype=self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
+            ),
+        ):
+            logits = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                **options,
+            ).logits
+        return torch.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
+        cache = self._new_cache()
+        if context.shape[1] > 1:  # generate() itself decodes the one token that is left
+            mask = generation_kwargs["attention_mask"]
+            self._forward(cache, context[:, :-1], mask[:, :-1], logits_to_keep=1)
+            beams = generation_kwargs.get("num_beams") or self.model.generation_config.num_beams or 1
+            if beams > 1:  # generate() repeats the rows of a prompt, not those of a cache
+                cache.reorder_cache(torch.LongTensor([row for row in range(len(context)) for _ in range(beams)]))
+        tokens = super()._model_generate(context, max_length, stop, past_key_values=cache, **generation_kwargs)
+        self._count(cache.stats(gather=True))
+        return tokens
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        rows = scoring.rows([(context, continuation) for _, context, continuation in requests], self.max_length)
+        size = override_bs or self.batch_size
+        if size == "auto":
+            longest = max(requests, key=lambda request: len(request[1]) + len(request[2]))
+            size = self._detect_batch_size([longest])
+        batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        answers: list[Any] = [None] * len(requests)
+        with tqdm(
+            total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
+        ) as bar:
+            for stats, scores in scoring.score(batches, self._forward, self._new_cache, self.device):
+                self._count(stats)
+                for index, log_likelihood, greedy in scores:
+                    answers[index] = (log_likelihood, greedy)
+                    if requests[index][0] is not None:  # None for the windows of a longer text
+                        self.cache_hook.add_partial("loglikelihood", requests[index][0], answers[index])
+                bar.update(len(scores))
+        return answers

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..attention import forward as attention
 from ..cache import QAdACache
-from ..files import weights
+from ..key_moments import identity
 from ..state.layer import QAdALayer
 from .memory import host_memory
 
@@ -138,7 +138,7 @@ class Conversations:
             TypeError, ValueError, FileNotFoundError, NotImplementedError: as `QAdACache`.
         """
         switched_on = attention.is_switched_on(model.config.get_text_config(decoder=True))
-        now = weights.sample(model)
+        now = identity.sample(model)
         with self._lock:
             shared = [
                 _shared(kept, prompt) if switched_on and kept.fits(options, now, key) else 0 for kept in self._kept
@@ -169,7 +169,7 @@ class Conversations:
         key: str | None = None,
     ) -> None:
         """Keep a cache that holds `tokens` `[tokens]`, on the host; arguments as for `take`."""
-        sample, size = weights.sample(model), sum(map(sum, cache.layer_bytes()))
+        sample, size = identity.sample(model), sum(map(sum, cache.layer_bytes()))
         with self._lock:
             continued = cache in self._taken
             self._kept.append(_Kept(tokens, cache, dict(options), sample, key, continued, size, time.monotonic()))

@@ -10,8 +10,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from ..cache import QAdACache
-from .admission import needed_bytes, promised
 from .conversations import CONVERSATIONS, MEMORY, SECONDS, Limits, conversations_of
+from .memory import needed_bytes, promised
 
 # One of transformers' own loggers: `transformers serve --log-level info` shows what it says.
 logger = logging.get_logger("transformers.qada_cache")

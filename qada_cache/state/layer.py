@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ..kernels.decode_call import Binding
-from ..key_moments.placing import Kept
+from ..key_moments.running import Kept
 from ..storage.padding import NONE
 from ..storage.store import TokenStore
 from .counters import Counters

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..criterion import CRITERIA, GROUP_RULES, StaticHeads
 from ..kernels import choice
 from ..key_moments.defaults import CURRENT, Moments, sources
-from ..key_moments.key_moments import KeyMoments
+from ..key_moments import KeyMoments
 from ..key_moments.sharding import WHOLE, HeadShard
 from ..sketch import LEAST_BITS, MOST_BITS
 from ..storage.geometry import ForwardPass

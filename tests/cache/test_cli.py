@@ -11,7 +11,7 @@ import torch
 from readable import readable_model
 
 from qada_cache import KeyMoments, QAdACache, __version__, needle
-from qada_cache.cli import main
+from qada_cache.__main__ import main
 
 MODEL = str(needle.FOLDER)
 
@@ -97,3 +97,12 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 def test_as_a_module() -> None:
     run = subprocess.run([sys.executable, "-m", "qada_cache", "--version"], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == f"qada-cache {__version__}"
+
+
+@pytest.mark.parametrize(("command", "status"), [(["profile", "--model"], 1), (["tune"], 2)])
+def test_a_picture_without_matplotlib_is_refused_before_the_model_is_read(
+    command: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*command, str(tmp_path / "no model"), "--plot", str(tmp_path / "made.png")]) == status
+    assert "--plot needs matplotlib: pip install 'qada-cache[plot]'" in capsys.readouterr().err

@@ -17,8 +17,8 @@ from transformers.utils.quantization_config import GgufConfig
 from qada_cache import QAdACache, needle, prepare, preparing
 from qada_cache.kernels import choice
 from qada_cache.kernels.cpu import compiled
-from qada_cache.key_moments import defaults, tokenizer
-from qada_cache.key_moments.tokenizer import find_tokenizer
+from qada_cache.key_moments import defaults, identity
+from qada_cache.key_moments.identity import find_tokenizer
 from qada_cache.sketch import Layout
 from qada_cache.state.shared import Options
 
@@ -107,7 +107,7 @@ def test_where_it_is_looked_for(form: Any, tmp_path: Path, monkeypatch: pytest.M
         asked.append({"name": name, **where})
         raise OSError("nothing there\nand more")
 
-    monkeypatch.setattr(tokenizer.AutoTokenizer, "from_pretrained", look)
+    monkeypatch.setattr(identity.AutoTokenizer, "from_pretrained", look)
     model = without_tokenizer(tmp_path)
     model.config.quantization_config = form(gguf_file="model.gguf")
     with pytest.raises(LookupError, match=rf"none was found at {tmp_path} \(nothing there\)$"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qada_cache import needle
-from qada_cache.cli import main
+from qada_cache.__main__ import main
 
 ARGUMENTS = ["profile", "--model", str(needle.FOLDER), "--prompt-tokens", "600", "--new-tokens", "3"]
 

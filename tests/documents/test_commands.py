@@ -70,7 +70,7 @@ def read_by(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Argum
         raise Parsed(parse(self, *args, **keywords))  # type: ignore[arg-type]
 
     if words[0] == "qada":
-        from qada_cache.cli import main
+        from qada_cache.__main__ import main
     elif words[0] == "lm_eval":
         pytest.importorskip("lm_eval", reason="the command line is lm-eval's")
         from lm_eval.__main__ import cli_evaluate as main
@@ -190,7 +190,7 @@ def test_tasks_and_moments_exist(all_tasks: Any) -> None:
 
 def test_model_arguments_are_options_of_a_cache() -> None:
     """`cache=` and `cache_*=` of lm-eval's documents."""
-    options = pytest.importorskip("qada_cache.lm_eval.options", reason="needs lm-eval")
+    options = pytest.importorskip("qada_cache.lm_eval", reason="needs lm-eval")
     text = DOCUMENTS["docs/lm-eval.md"]
     assert set(re.findall(r"[,`\[]cache=(\w+)", text)) <= set(options.CRITERIA)
     named = set(re.findall(r"[,`\[]cache_(\w+)=", text))

@@ -7,7 +7,7 @@ import re
 import pytest
 from documents import DOCUMENTS, ROOT
 
-from eval.reporting.tables import read
+from eval.shared.tables import read
 
 ROWS = read(ROOT / "eval/results/families.csv")
 BY_VERDICT = {

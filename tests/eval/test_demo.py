@@ -14,10 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from eval import demo
-from eval.reporting import tables
-from eval.texts import conversation
-from eval.texts.conversation import WITH_FACTS, Form, Told, converse, fitted
-from eval.texts.facts import Turn, plant, planted, reference
+from eval.shared import conversation, tables
+from eval.shared.conversation import WITH_FACTS, Form, Told, converse, fitted
+from eval.shared.texts import Turn, plant, planted, reference
 from qada_cache import QAdACache, needle
 
 NEEDLE = str(needle.FOLDER)

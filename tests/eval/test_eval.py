@@ -87,10 +87,9 @@ def test_haystack_moments_are_the_needle_models() -> None:
 def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method has its row, and nothing is timed that is not right."""
     from eval import benchmark
-    from eval.models import workloads
-    from eval.timing import hardware
+    from eval.shared import timing, workloads
 
-    monkeypatch.setattr(hardware, "SIZE", 1 << 20)
+    monkeypatch.setattr(timing, "SIZE", 1 << 20)
     arguments = ["--model", "tiny", "--tokens", "300", "--steps", "2", "--rounds", "1", "--device", "cpu"]
     with small_sketch(64):
         assert benchmark.main([*arguments, "--out", str(tmp_path)]) == 0
@@ -138,10 +137,10 @@ def test_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_benchmark_of_a_model_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads a context of its own, so its own flags are timed; a path without a model is an error that says so."""
     from eval import benchmark
-    from eval.models.geometries import make_model
-    from eval.timing import hardware
+    from eval.shared import timing
+    from eval.shared.workloads import make_model
 
-    monkeypatch.setattr(hardware, "SIZE", 1 << 20)
+    monkeypatch.setattr(timing, "SIZE", 1 << 20)
     model = make_model("tiny", dtype=torch.float32, device=torch.device("cpu"), positions=400)
     model.save_pretrained(tmp_path / "mine")
     arguments = ["--tokens", "300x2", "--steps", "2", "--rounds", "1", "--dtype", "float32", "--device", "cpu"]
@@ -197,8 +196,8 @@ def test_step_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_flagged_share_of_heads() -> None:
-    from eval.models import workloads
-    from eval.models.geometries import make_model
+    from eval.shared import workloads
+    from eval.shared.workloads import make_model
 
     model = make_model("tiny", dtype=torch.float32, device=torch.device("cpu"), positions=64)
     work = workloads.random_work(model, tokens=10, batch=1, steps=1, warm_up=0, seed=0)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from eval import convert
-from eval.models import language_model
-from eval.reporting.tables import read, write
+from eval.shared import language_model
+from eval.shared.tables import read, write
 from qada_cache import needle
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="the ways of deciding take documents from lm-eval")
 from eval import gpu_plan
-from eval.models.workloads import fill, load, random_work
-from eval.reporting.tables import read
+from eval.shared.tables import read
+from eval.shared.workloads import fill, load, random_work
 from qada_cache import QAdACache
 
 OPTIONS = ["--models", "tiny", "--tokens", "3000", "--batches", "1", "2", "--bus", "10", "--memory", "100"]

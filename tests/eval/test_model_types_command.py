@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from eval import families
-from eval.models import tiny_configs
 
 FOUND = {"llama": "served", "gemma2": "refused", "mistral": "nothing to do", "dbrx": "not run"}
 
@@ -63,7 +62,7 @@ def test_wrong_types_are_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_latent_attention_is_latent() -> None:
     """A tiny config keeps what makes its type one of its own."""
-    config = tiny_configs.tiny_config(families.CONFIG_MAPPING["deepseek_v3"])
+    config = families.tiny_config(families.CONFIG_MAPPING["deepseek_v3"])
     assert config.num_key_value_heads == config.num_attention_heads == 4
     assert config.kv_lora_rank < config.hidden_size
     assert torch.get_num_threads() == 1

@@ -22,13 +22,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 pytest.importorskip("lm_eval", reason="trials take documents from lm-eval")
 from eval import trials
-from eval.deciding.following import SPARE
-from eval.deciding.ways import Way, peer_ways
-from eval.peers import prefilled
-from eval.peers.evicting import METHODS, kept
-from eval.peers.prefilled import Prefilled
-from eval.peers.queries import AHEAD
-from eval.texts.documents import Document
+from eval.shared import peers
+from eval.shared.deciding import SPARE, Way, peer_ways
+from eval.shared.peers import AHEAD, METHODS, Prefilled, kept
+from eval.shared.texts import Document
 from qada_cache import needle
 
 TOKENS, NEAR = 300, 20
@@ -212,20 +209,20 @@ def test_quantizer(dim: int, size: int) -> None:
     """Every group's values are among its own 2^bits, evenly spaced from its least to its greatest, and the nearest."""
     values = torch.randn(1, 2, 5, dim, generator=torch.Generator().manual_seed(3)) * 3 + 1
     for bits in (2, 4):
-        found = prefilled.quantized(values, bits).view(-1, size)
+        found = peers.quantized(values, bits).view(-1, size)
         for group, got in zip(values.view(-1, size).double(), found, strict=True):
             levels = torch.linspace(0, 1, 2**bits).double() * (group.max() - group.min()) + group.min()
             nearest = levels[(group[:, None] - levels).abs().argmin(dim=1)]
             torch.testing.assert_close(got.double(), nearest, rtol=0, atol=1e-5)
     constant = torch.full((1, 1, 3, dim), 2.5)
-    assert torch.equal(prefilled.quantized(constant, 4), constant)
+    assert torch.equal(peers.quantized(constant, 4), constant)
 
 
 def test_bytes(state: Prefilled) -> None:
-    assert prefilled.share(4, 64) == (4 * 64 + 2 * 16) / (16 * 64) == 0.28125
-    assert prefilled.share(2, 128) == (2 * 64 + 2 * 16) / (16 * 64)
-    assert prefilled.share(4, 80) == (4 * 80 + 2 * 16) / (16 * 80)
-    assert state.bytes_read(Way("quantized", read="4 bits")) == prefilled.share(4, 8)
+    assert peers.share(4, 64) == (4 * 64 + 2 * 16) / (16 * 64) == 0.28125
+    assert peers.share(2, 128) == (2 * 64 + 2 * 16) / (16 * 64)
+    assert peers.share(4, 80) == (4 * 80 + 2 * 16) / (16 * 80)
+    assert state.bytes_read(Way("quantized", read="4 bits")) == peers.share(4, 8)
     assert state.bytes_read(Way("evicted", read="TOVA, 0.05")) == 14 / 280
     assert state.bytes_read(Way("evicted", read="TOVA, 1.0")) == 1
     assert state.count(0.051) == NEAR + 15
@@ -246,7 +243,7 @@ def test_rows(ids: Tensor) -> None:
         assert [by[f"{method}, {share}"]["bytes_read"] for share in (0.05, 0.1, 0.2)] == [
             f"{math.ceil(share * bulk) / bulk:.4f}" for share in (0.05, 0.1, 0.2)
         ]
-    assert by["4 bits"]["bytes_read"] == f"{prefilled.share(4, 8):.4f}"
+    assert by["4 bits"]["bytes_read"] == f"{peers.share(4, 8):.4f}"
 
 
 @pytest.mark.parametrize("others", [{}, {"few": True}, {"tokens": True}, {"tokens": True, "few": True}])

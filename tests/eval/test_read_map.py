@@ -8,7 +8,7 @@ from models import prompt, tiny
 from small_sketch import small_sketch
 
 pytest.importorskip("matplotlib")
-from eval.drawing import read_map
+from eval.shared import read_map
 from qada_cache import QAdACache
 from qada_cache.kernels import query_adaptive
 

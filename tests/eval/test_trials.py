@@ -18,10 +18,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 pytest.importorskip("lm_eval", reason="trials take documents from lm-eval")
 from eval import trials
-from eval.deciding import following, trial_summary
-from eval.deciding.ways import Way
-from eval.texts import code, documents
-from eval.texts.documents import Document
+from eval.shared import deciding, texts
+from eval.shared.deciding import Way
+from eval.shared.texts import Document
 from qada_cache import KeyMoments, QAdACache, needle
 from qada_cache.sketch import Layout
 
@@ -127,10 +126,10 @@ def test_answers_are_those_of_full_attention(model: PreTrainedModel, document: D
     assert (local["right"], local["same"], local["found"], exact["found"]) == ("1", "0", "0", "1")
     wrong = Document("task", 290, 0, document.prompt, given[:, 2:4], "nothing of the kind")
     (row,) = rows_of(model, wrong, known, Way("qada", "current", "any", 1.0))
-    assert (row["right"], row["same"], row["tokens"]) == ("0", "1", str(2 + following.SPARE))
+    assert (row["right"], row["same"], row["tokens"]) == ("0", "1", str(2 + deciding.SPARE))
     place = {"model": "m", "task": "task", "length": "290"} | {k: str(v) for k, v in asdict(Way("local")).items()}
     made = [place | {"document": str(index)} | measured for index, measured in enumerate((exact, local, row))]
-    (summed,) = trial_summary.summary([line | {"criterion": "local", "moments": "", "threshold": "0"} for line in made])
+    (summed,) = deciding.summary([line | {"criterion": "local", "moments": "", "threshold": "0"} for line in made])
     assert (summed["documents"], summed["found"]) == (3, "1/2")  # full attention is wrong about the third
 
 
@@ -152,7 +151,7 @@ def test_pieces_of_prose_do_not_overlap(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(needle.make_prompt(tokens=1000, seed=1).context)
     tokenizer = needle.load_tokenizer()
-    pieces = list(documents.prose(tokenizer, length=200, following=20, text=text))
+    pieces = list(texts.prose(tokenizer, length=200, following=20, text=text))
     assert [piece.index for piece in pieces] == [0, 1, 2, 3]
     whole = tokenizer(text.read_text(), return_tensors="pt").input_ids  # begun by one token, as every piece is
     assert all(piece.prompt[0, 0] == tokenizer.bos_token_id for piece in pieces)
@@ -173,7 +172,7 @@ class PerByte:
 
 def test_code_follows_what_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole modules of this Python: what is continued stands last, what it imports first stands nearest."""
-    monkeypatch.setattr(code, "MODULES", ("no_such_module", "sys", "json.decoder", "this"))  # the last is too short
+    monkeypatch.setattr(texts, "MODULES", ("no_such_module", "sys", "json.decoder", "this"))  # the last is too short
     options = SimpleNamespace(following=30, documents=2, text=None)
     (piece,) = trials.documents_of(options, PerByte(), "code", 40000)  # type: ignore[arg-type]
     assert (piece.index, piece.prompt.shape, piece.answer.shape) == (2, (1, 40000), (1, 30))
@@ -197,7 +196,7 @@ def test_question_read_after_the_text(model: PreTrainedModel, known: Known) -> N
         instances=[instance], build_all_requests=lambda limit: None, doc_to_target=lambda doc: [" ".join(words)]
     )
     manager = SimpleNamespace(load=lambda names: {"tasks": {names[0]: made}})
-    (asked,) = documents.task_documents("asked", tokenizer, length=300, count=1, manager=manager)  # type: ignore[arg-type]
+    (asked,) = texts.task_documents("asked", tokenizer, length=300, count=1, manager=manager)  # type: ignore[arg-type]
     parted, whole = trials.asked_as(asked, ["dense", "sparse"])
     assert trials.asked_as(asked, ["dense"]) == [whole]
     assert (whole.task, whole.question, parted.task) == ("asked", 1, "asked, sparse question")

@@ -14,7 +14,7 @@ from open_to_others import OPEN_TO_OTHERS, link_away
 
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.files import private
-from qada_cache.key_moments import defaults, key_moments
+from qada_cache.key_moments import collecting, defaults
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.usefixtures("folder")
 def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The prompts that moments were collected on, while the test runs."""
     prompts: list[str] = []
-    original = key_moments.collecting.collect
+    original = collecting.collect
 
     def counting(*positional: object, **named: object) -> dict:
         prompts.append("collected")
         return original(*positional, **named)
 
-    monkeypatch.setattr(key_moments.collecting, "collect", counting)
+    monkeypatch.setattr(collecting, "collect", counting)
     return prompts
 
 

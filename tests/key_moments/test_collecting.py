@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.key_moments.rope import find_rotations
+from qada_cache.key_moments.rotation import find_rotations
 
 PROBE = torch.tensor([5, 9, 23, 50])
 

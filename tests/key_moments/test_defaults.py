@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.utils.logging import warning_once
 
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.key_moments import defaults, key_moments
+from qada_cache.key_moments import collecting, defaults
 from qada_cache.key_moments.collecting import collect
 
 
@@ -38,7 +38,7 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         prompts.append(prompt)
         return collect(model, tokenizer, prompt, **options)
 
-    monkeypatch.setattr(key_moments.collecting, "collect", counting)
+    monkeypatch.setattr(collecting, "collect", counting)
     return prompts
 
 

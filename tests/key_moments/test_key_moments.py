@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.key_moments.placing import Kept
 from qada_cache.key_moments.rotation import Rotation, rounded
+from qada_cache.key_moments.running import Kept
 from qada_cache.key_moments.sharding import WHOLE
 
 CPU = torch.device("cpu")

@@ -8,8 +8,7 @@ from reference import key_moments, rotary_matrix
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from qada_cache.key_moments.rope import rope_settings, rotation_at
-from qada_cache.key_moments.rotation import Rotation
+from qada_cache.key_moments.rotation import Rotation, rope_settings, rotation_at
 
 SCHEMES = {
     "default": {"rope_type": "default", "rope_theta": 1e4},

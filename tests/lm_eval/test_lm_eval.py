@@ -17,8 +17,7 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from qada_cache import QAdACache, StaticHeads, needle, tuned_choice  # noqa: E402
-from qada_cache.lm_eval import QAdALM  # noqa: E402
-from qada_cache.lm_eval.options import split_arguments  # noqa: E402
+from qada_cache.lm_eval import QAdALM, split_arguments  # noqa: E402
 from qada_cache.lm_eval.scoring import rows  # noqa: E402
 from qada_cache.state.shared import TOKEN_THRESHOLD  # noqa: E402
 

@@ -16,11 +16,11 @@ from lm_eval.api.task import ConfigurableTask  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 import qada_cache  # noqa: E402
-from eval.models import language_model  # noqa: E402
+from eval.shared import language_model  # noqa: E402
 from qada_cache import needle  # noqa: E402
 from qada_cache.lm_eval import QAdALM, startup  # noqa: E402
-from qada_cache.lm_eval.tasks.prose import fitting, haystack, prose, questions  # noqa: E402
-from qada_cache.lm_eval.tasks.prose.words import ADJECTIVES, KINDS, NOUNS  # noqa: E402
+from qada_cache.lm_eval.tasks.prose import haystack, prose, questions  # noqa: E402
+from qada_cache.lm_eval.tasks.prose.haystack import ADJECTIVES, KINDS, NOUNS  # noqa: E402
 
 startup.install()  # for an environment in which the package is not installed
 
@@ -233,14 +233,14 @@ def test_fitting_takes_few_measurements() -> None:
 
     for room in (1000, 5000, 100_000):
         measured.clear()
-        question, size = fitting.fit(make, measure, room, fitting.SMALLEST)
+        question, size = prose.fit(make, measure, room, prose.SMALLEST)
         assert 0.95 * room <= measure(question) <= room
         assert len(measured) < 15
         measured.clear()
-        assert fitting.fit(make, measure, room, size)[1] >= size
+        assert prose.fit(make, measure, room, size)[1] >= size
         assert len(measured) <= 3
     with pytest.raises(ValueError, match="has no more tokens"):
-        fitting.fit(lambda size: make(8), measure, 1000, 8)
+        prose.fit(lambda size: make(8), measure, 1000, 8)
 
 
 def test_a_run_from_documents_to_scores() -> None:
@@ -264,7 +264,7 @@ def test_a_gguf_files_tokenizer_measures() -> None:
         pytest.skip(str(error))
     pytest.importorskip("gguf", reason="gguf is not installed")
     model = {"pretrained": where["pretrained_model_name_or_path"], "gguf_file": where["gguf_file"]}
-    measure = fitting.ruler_of(model)
+    measure = prose.ruler_of(model)
     (document,) = prose.dataset(form="needles", answer_tokens=16, max_seq_lengths=[2048], documents=1, **model)["test"]
     used = measure(questions.Question(document["input"], document["gen_prefix"], []))
     assert 0.95 * 2048 <= used + 16 <= 2048

@@ -13,7 +13,7 @@ from calling import NEW, Reads, ours, said
 from models import prompt, tiny
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
-from qada_cache.serving import admission, counters, memory
+from qada_cache.serving import counters, memory
 
 MIB = 2**20
 BURST = """
@@ -89,7 +89,7 @@ def leave(monkeypatch: pytest.MonkeyPatch, megabytes: float, model: PreTrainedMo
     """So much memory beside what the model's conversations take now."""
     held = counters(model)["bytes"] if model else 0
     left = lambda: int(megabytes * MIB) + (held - counters(model)["bytes"] if model else 0)  # noqa: E731
-    monkeypatch.setattr(admission, "memory_left", left)
+    monkeypatch.setattr(memory, "memory_left", left)
 
 
 def test_conversations_make_room_and_a_call_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_conversations_make_room_and_a_call_too_long_is_refused(monkeypatch: pyt
     reads, ids = Reads(model), said(120)
     ours(model, prompt(110, seed=7)[0])
     answered = ours(model, ids)
-    needed = admission.needed_bytes(model, 500 + NEW, 500) / MIB
+    needed = memory.needed_bytes(model, 500 + NEW, 500) / MIB
     leave(monkeypatch, needed, model)
     assert ours(model, prompt(500, seed=8)[0]).shape[1] == 500 + NEW
     assert counters(model)["evicted"] == 0
@@ -120,7 +120,7 @@ def test_conversations_make_room_and_a_call_too_long_is_refused(monkeypatch: pyt
 def test_calls_that_are_not_kept_are_refused_too(how: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny(), said(500)
     reads = Reads(model)
-    leave(monkeypatch, 1.9 * admission.needed_bytes(model, 500 + NEW, 500) / MIB / (1 if "num_beams" in how else 2))
+    leave(monkeypatch, 1.9 * memory.needed_bytes(model, 500 + NEW, 500) / MIB / (1 if "num_beams" in how else 2))
     with pytest.raises(MemoryError, match="to read 500 tokens"):
         ours(model, ids, **how)
     assert not reads
@@ -128,11 +128,11 @@ def test_calls_that_are_not_kept_are_refused_too(how: dict, monkeypatch: pytest.
 
 def test_calls_under_way_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     leave(monkeypatch, 10)
-    second = admission.promised(1, 6 * MIB, forget=lambda: False)
+    second = memory.promised(1, 6 * MIB, forget=lambda: False)
     message = "about 6 MiB of host memory and 4 MiB are left"
-    with admission.promised(1, 6 * MIB, forget=lambda: False), pytest.raises(MemoryError, match=message):
+    with memory.promised(1, 6 * MIB, forget=lambda: False), pytest.raises(MemoryError, match=message):
         second.__enter__()
-    with admission.promised(1, 10 * MIB, forget=lambda: False):
+    with memory.promised(1, 10 * MIB, forget=lambda: False):
         pass
 
 
@@ -141,10 +141,10 @@ def test_what_is_needed_follows_the_tokens_and_chunks(chunk: int | None) -> None
     model: PreTrainedModel = tiny()
     kept = 1.5 * 2 * 2 * 2 * 8 * 4  # half as much again as keys and values: layers, heads, dim, bytes
     passing = (3 * 48 + 8 * 32) * 4 + 8 * 4 * 8 * 4
-    assert admission.needed_bytes(model, 1000, chunk or 900) == int(1000 * kept + (chunk or 900) * passing)
-    assert admission.needed_bytes(model.to(torch.bfloat16), 1000, 0) == int(1000 * kept / 2)
+    assert memory.needed_bytes(model, 1000, chunk or 900) == int(1000 * kept + (chunk or 900) * passing)
+    assert memory.needed_bytes(model.to(torch.bfloat16), 1000, 0) == int(1000 * kept / 2)
     mamba = MambaForCausalLM._from_config(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1))
-    assert admission.needed_bytes(mamba, 1000, 1000) == 0  # states do not grow
+    assert memory.needed_bytes(mamba, 1000, 1000) == 0  # states do not grow
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and limits its own address space")

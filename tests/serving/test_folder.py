@@ -11,7 +11,8 @@ import torch
 from models import prompt, tiny
 from transformers import AutoModelForCausalLM
 
-from qada_cache import QAdACache, cli, needle
+from qada_cache import QAdACache, needle
+from qada_cache.__main__ import main
 from qada_cache.key_moments import defaults
 from qada_cache.serving import counters, make_folder
 
@@ -64,7 +65,7 @@ def test_the_first_request_finds_everything_done(
     monkeypatch.setattr(defaults, "_remembered", {})
     source, out = tmp_path / "model", tmp_path / "served"
     shutil.copytree(needle.FOLDER, source, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    assert cli.main(["serve-folder", "--model", str(source), "--out", str(out)]) == 0
+    assert main(["serve-folder", "--model", str(source), "--out", str(out)]) == 0
     assert f"transformers serve {out} --trust-remote-code" in capsys.readouterr().out
     monkeypatch.setattr(defaults, "_remembered", {})  # as in another process
 
@@ -73,5 +74,5 @@ def test_the_first_request_finds_everything_done(
 
     monkeypatch.setattr(defaults, "_collect", collect)
     QAdACache(AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True))
-    assert cli.main(["serve-folder", "--model", str(source), "--out", str(out)]) == 1
+    assert main(["serve-folder", "--model", str(source), "--out", str(out)]) == 1
     assert "qada serve-folder: " in capsys.readouterr().err

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from qada_cache.tuning.choosing import _T_95, Budget, Estimate, Setting, estimate, together
+from qada_cache.tuning import _T_95, Budget, Estimate, Setting, estimate, together
 from qada_cache.tuning.measuring import Figures
 
 

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from qada_cache import QAdACache, restore_attention
 from qada_cache.key_moments.prompts import ARTICLE
-from qada_cache.tuning.measuring import Figures, compared, measure
-from qada_cache.tuning.pieces import Piece, cut, default_text, held_out
+from qada_cache.tuning.measuring import Figures, Piece, compared, cut, default_text, held_out, measure
 
 TOKENS, FOLLOWING = 1400, 6
 THRESHOLDS = (1e-30, 1.0, 20.0)

@@ -11,10 +11,9 @@ import pytest
 from readable import readable_model
 from transformers import AutoModelForCausalLM
 
-from qada_cache import QAdACache
-from qada_cache.cli import main
+from qada_cache import QAdACache, tuning
+from qada_cache.__main__ import main
 from qada_cache.key_moments.prompts import ARTICLE
-from qada_cache.tuning import tune
 
 SIZES = ["--tokens", "1400", "--following", "3", "--pieces", "2"]
 
@@ -52,7 +51,7 @@ def test_a_choice_is_said_kept_and_taken(
     picture = tmp_path / "tune.png"
     assert run(named, "--kl", "50", "--plot", str(picture)) == 0  # so that any will do, and the one that reads least
     said = capsys.readouterr().out
-    settings = [f"{value:g}" for value in tune.TOKEN_THRESHOLDS]
+    settings = [f"{value:g}" for value in tuning.TOKEN_THRESHOLDS]
     assert [line.split()[0].rstrip(",") for line in said.splitlines()[2 : 2 + len(settings)]] == settings
     chosen = re.search(r"Chosen for KL 50: token_threshold=(\S+)\.", said)
     assert chosen is not None
@@ -89,7 +88,7 @@ def test_nothing_that_fits_keeps_nothing(
 def test_what_is_not_confirmed_is_not_kept(
     named: tuple[str, str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tune.Budget, "confirmed", lambda self, setting: False)
+    monkeypatch.setattr(tuning.Budget, "confirmed", lambda self, setting: False)
     assert run(named, "--kl", "50") == 1
     assert "That exceeds the budget: the choice is not confirmed." in capsys.readouterr().out
     assert kept(home) == []
@@ -101,7 +100,7 @@ def test_what_cannot_be_kept_is_said(
     def refuse(*given: Any) -> Path:
         raise PermissionError("the folder belongs to another user")
 
-    monkeypatch.setattr(tune.tuned_choice, "keep", refuse)
+    monkeypatch.setattr(tuning.tuned_choice, "keep", refuse)
     assert run(named, "--kl", "50") == 1
     assert "The choice cannot be kept (the folder belongs to another user)." in capsys.readouterr().out
 
@@ -112,7 +111,7 @@ def test_an_interrupted_run_keeps_nothing(
     def interrupted(*given: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tune, "measure", interrupted)
+    monkeypatch.setattr(tuning, "measure", interrupted)
     assert run(named) == 130
     assert "qada tune: interrupted, nothing was written" in capsys.readouterr().err
     assert kept(home) == []

@@ -2,8 +2,7 @@
 
 from datasets import Dataset, Split
 
-from qada_cache.needle import make_prompt
-from qada_cache.needle.words import SENTENCES, VALUES
+from qada_cache.needle import SENTENCES, VALUES, make_prompt
 
 
 def documents(**metadata) -> dict[str, Dataset]:

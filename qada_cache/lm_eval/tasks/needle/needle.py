@@ -1,17 +1,17 @@
 """Documents of the `needle` tasks, made as they are asked for: a long synthetic text, and something to say after it."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from datasets import Dataset, Split
 
-from qada_cache.needle import make_prompt
-from qada_cache.needle.words import SENTENCES
+from qada_cache.needle import SENTENCES, NeedlePrompt, make_prompt
 
 PROMPTS = 4  # texts per length, of sixteen questions each
 BEGUN = 4  # words of a sentence that is to be continued
 
 
-def dataset(*, max_seq_lengths: list[int] | tuple[int, ...] = (4096,), **metadata: Any) -> dict[str, Dataset]:
+def dataset(*, max_seq_lengths: Iterable[int] = (4096,), **metadata: Any) -> dict[str, Dataset]:
     """The split `test`: `context`, `question`, `answer` and `max_length` of every document.
 
     Args:
@@ -21,33 +21,26 @@ def dataset(*, max_seq_lengths: list[int] | tuple[int, ...] = (4096,), **metadat
     Raises:
         ValueError: a length too short for the facts.
     """
-    documents = []
-    for tokens in max_seq_lengths:
-        for seed in range(PROMPTS):
-            prompt = make_prompt(tokens=tokens, seed=seed)
-            documents += [
-                {"context": prompt.context, "question": question, "answer": answer, "max_length": tokens}
-                for question, answer in zip(prompt.questions, prompt.answers, strict=True)
-            ]
-    return {"test": Dataset.from_list(documents, split=Split.TEST)}
+    return _documents(max_seq_lengths, lambda prompt: zip(prompt.questions, prompt.answers, strict=True))
 
 
-def noise_dataset(*, max_seq_lengths: list[int] | tuple[int, ...] = (4096,), **metadata: Any) -> dict[str, Dataset]:
+def noise_dataset(*, max_seq_lengths: Iterable[int] = (4096,), **metadata: Any) -> dict[str, Dataset]:
     """As `dataset`, but the same texts end in the middle of one of their twelve noise sentences.
 
     The last few words are enough to finish it, so this needs nothing of the long context.
     """
-    documents = []
-    for tokens in max_seq_lengths:
-        for seed in range(PROMPTS):
-            context = make_prompt(tokens=tokens, seed=seed).context
-            documents += [
-                {
-                    "context": context,
-                    "question": " ".join(sentence[:BEGUN]),
-                    "answer": " ".join(sentence[BEGUN:]),
-                    "max_length": tokens,
-                }
-                for sentence in SENTENCES
-            ]
-    return {"test": Dataset.from_list(documents, split=Split.TEST)}
+    halves = [(" ".join(sentence[:BEGUN]), " ".join(sentence[BEGUN:])) for sentence in SENTENCES]
+    return _documents(max_seq_lengths, lambda prompt: halves)
+
+
+def _documents(
+    lengths: Iterable[int], asked: Callable[[NeedlePrompt], Iterable[tuple[str, str]]]
+) -> dict[str, Dataset]:
+    """The split, of what is `asked` about each prompt: questions with their answers."""
+    prompts = ((tokens, make_prompt(tokens=tokens, seed=seed)) for tokens in lengths for seed in range(PROMPTS))
+    rows = [
+        {"context": prompt.context, "question": question, "answer": answer, "max_length": tokens}
+        for tokens, prompt in prompts
+        for question, answer in asked(prompt)
+    ]
+    return {"test": Dataset.from_list(rows, split=Split.TEST)}

@@ -1,4 +1,4 @@
-"""The prose of documents: the Python language reference, part of every Python, or a file."""
+"""What documents are made of: the Python language reference, part of every Python, or a file; and words for keys."""
 
 import re
 from bisect import bisect_left
@@ -9,6 +9,32 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from random import Random
 
+ADJECTIVES = (
+    *("amber", "ancient", "bitter", "brave", "brisk", "calm", "clever", "cosmic", "crimson", "curious"),
+    *("distant", "eager", "faded", "gentle", "gloomy", "golden", "hidden", "hollow", "humble", "icy"),
+    *("jolly", "lively", "lonely", "loyal", "mellow", "misty", "noisy", "polite", "proud", "quiet"),
+    *("rapid", "rusty", "silent", "sleepy", "smooth", "stormy", "tidy", "velvet", "wild", "young"),
+)
+NOUNS = (
+    *("anchor", "badger", "bakery", "basket", "beacon", "blanket", "bridge", "button", "candle", "canyon"),
+    *("castle", "comet", "compass", "cottage", "dolphin", "engine", "falcon", "feather", "forest", "garden"),
+    *("hammer", "harbor", "island", "kettle", "ladder", "lantern", "library", "marble", "meadow", "mirror"),
+    *("orchard", "pebble", "pillow", "puzzle", "river", "saddle", "teapot", "tunnel", "violin", "window"),
+)
+KINDS = {
+    "animal": "badger bear camel cat cow deer dog donkey elephant fox frog goat hamster horse lion monkey mouse otter "
+    "rabbit sheep squirrel tiger wolf zebra",
+    "food": "apple bacon banana bread butter cake carrot cheese cherry cookie grape honey lemon onion orange pancake "
+    "peach pizza potato rice salad sausage soup tomato",
+    "clothing": "apron belt blouse boots cap cardigan coat dress gloves hat hoodie jacket jeans mittens pajamas robe "
+    "sandals scarf shirt shorts skirt socks sweater trousers",
+    "vehicle": "airplane ambulance bicycle boat bus canoe car ferry helicopter jeep kayak limousine lorry motorcycle "
+    "rocket scooter ship submarine taxi tractor train tram truck van",
+    "body": "ankle arm cheek chin ear elbow eye finger foot forehead hand heel hip jaw knee leg lip neck nose shoulder "
+    "stomach thumb tongue wrist",
+    "country": "Argentina Australia Austria Brazil Canada Chile China Cuba Denmark Egypt Finland France Germany Greece "
+    "India Ireland Italy Japan Kenya Mexico Norway Peru Poland Spain",
+}
 # The language reference has curved quotation marks too.
 SENTENCE_END = re.compile("[.!?:][\"')\u2019\u201d]*\\s+(?=[A-Z\"'(\u2018\u201c*])|\\n\\s*\\n")
 BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
@@ -51,10 +77,8 @@ def hide(draw: Random, passage: str, sentences: list[str]) -> str:
     """
     if len(sentences) > DEPTHS:
         raise ValueError(f"{len(sentences)} sentences to hide, there are {DEPTHS} depths")
-    ends = [
-        0,
-        *(match.end() for match in SENTENCE_END.finditer(passage)),
-    ]  # not the passage's end, where a sentence may be cut
+    # Not the passage's end, where a sentence may be cut.
+    ends = [0, *(match.end() for match in SENTENCE_END.finditer(passage))]
     depths = sorted(draw.sample(range(DEPTHS), len(sentences)))
     made, done = [], 0
     for depth, sentence in zip(depths, sentences, strict=True):

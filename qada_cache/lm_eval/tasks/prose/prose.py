@@ -1,20 +1,100 @@
-"""Documents of the `prose` tasks and their scores; see `questions` for what they ask."""
+"""Documents of the `prose` tasks, as long as they may be in tokens of the model's own tokenizer, and their scores."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from random import Random
 from typing import Any
 
 from datasets import Dataset, Split
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qada_cache.lm_eval.tasks.prose import classes, fitting, haystack, questions
+from qada_cache.lm_eval.tasks.prose import haystack, questions
+from qada_cache.lm_eval.tasks.prose.questions import Question
 
+SMALLEST = 8  # a document's size, whatever that counts, when nothing is known
+FULL = 0.985  # of the room: a document that fills it to here is not made longer
 FORMS: dict[str, Callable[..., questions.Question]] = {
     "needles": questions.needles,
     "variables": questions.variables,
     "common_words": questions.common_words,
     "frequent_words": questions.frequent_words,
-    "classes": classes.classes,
+    "classes": questions.classes,
 }
+
+
+def fit(
+    make: Callable[[int], Question], measure: Callable[[Question], int], room: int, guess: int
+) -> tuple[Question, int]:
+    """The largest question, or nearly, of at most `room` tokens, and its size.
+
+    Sizes are interpolated, so that a few measurements do, and two when `guess` is that of a similar document.
+
+    Raises:
+        ValueError: even the smallest is too long, or a larger one is no longer.
+    """
+    low, high = SMALLEST, 0
+    best = make(low)
+    least = used = measure(best)
+    if used > room:
+        raise ValueError(f"{room} tokens are too few: the prompt alone takes {used}, set larger max_seq_lengths")
+    size = max(guess, 2 * low)
+    while used < FULL * room and high != low + 1:
+        question = make(size)
+        tokens = measure(question)
+        if tokens <= least:
+            raise ValueError(f"a prompt of size {size} has no more tokens, {tokens}, than one of {SMALLEST}")
+        slope = (tokens - least) / (size - SMALLEST)
+        if tokens <= room:
+            best, low, used = question, size, tokens
+        else:
+            high = size
+        size = SMALLEST + int(((FULL + 1) / 2 * room - least) / slope)
+        size = max(low + 1, min(size, high - 1) if high else size)
+    return best, low
+
+
+def ruler_of(model_arguments: Mapping[str, Any]) -> Callable[[Question], int]:
+    """What measures a question in tokens: with the answer's prefix, and in the chat template if there is one.
+
+    Args:
+        model_arguments: lm-eval's, with the tokenizer as RULER's tasks take it, `tokenizer`, `pretrained` or `model`,
+            and `gguf_file` where the model is one.
+
+    Raises:
+        OSError, ValueError: no tokenizer is named, or it cannot be loaded.
+    """
+    name = next(
+        (model_arguments[key] for key in ("tokenizer", "pretrained", "model") if model_arguments.get(key)), None
+    )
+    if not isinstance(name, str):
+        raise ValueError(
+            "no tokenizer to measure lengths with: it comes from --model_args pretrained=... or tokenizer=..., or from "
+            "the metadata of a TaskManager"
+        )
+    gguf = None if model_arguments.get("tokenizer") else model_arguments.get("gguf_file")
+    tokenizer = load_tokenizer(name, gguf, bool(model_arguments.get("trust_remote_code")))
+    around = template_tokens(tokenizer)
+    return lambda question: around + count(tokenizer, f"{question.prompt} {question.prefix}")
+
+
+@cache
+def load_tokenizer(name: str, gguf_file: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """As `AutoTokenizer.from_pretrained`, once: of a GGUF file it takes seconds."""
+    given = {} if gguf_file is None else {"gguf_file": gguf_file}
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **given)
+
+
+def template_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many tokens the chat template puts around a prompt: kept free, whether or not it is applied."""
+    if not tokenizer.chat_template:
+        return 0
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "A"}], tokenize=False, add_generation_prompt=True)
+    return count(tokenizer, str(chat)) - count(tokenizer, "A")
+
+
+def count(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """Tokens of a text, those that the tokenizer adds included."""
+    return len(tokenizer(text, verbose=False).input_ids)
 
 
 def dataset(
@@ -45,10 +125,10 @@ def dataset(
     Raises:
         OSError, ValueError: the text or the tokenizer cannot be used, or a length is too short.
     """
-    prose, ruler = haystack.load(text), fitting.ruler_of(model_arguments)
+    prose, ruler = haystack.load(text), ruler_of(model_arguments)
     rows = []
     for length in max_seq_lengths:
-        settings, size = dict(options or {}), fitting.SMALLEST
+        settings, size = dict(options or {}), SMALLEST
         if form == "common_words" and length < 4096:
             settings = {"often": 6, "seldom": 1, **settings}  # RULER's, for short lists
         for number in range(documents):
@@ -57,7 +137,7 @@ def dataset(
                 draw = Random(f"{form} {settings} {seed} {number}")
                 return FORMS[form](draw, size, prose, where=haystack.whereabouts(seed, number), **settings)
 
-            question, size = fitting.fit(make, ruler, length - answer_tokens, size)
+            question, size = fit(make, ruler, length - answer_tokens, size)
             rows.append(
                 {
                     "input": question.prompt,

@@ -1,18 +1,16 @@
-"""What a prompt of each form asks: numbers for keys, the variables of a value, frequent words.
+"""What a prompt of each form asks: numbers for keys, the variables of a value, frequent words, labels of words.
 
-The forms, the prompts' wording and the answers' prefixes are those of RULER (Hsieh et al., 2024). Every maker takes the
-document's own random numbers `draw`, the `size` of the text around the question, and the prose. The same arguments give
-the same question; another size changes the surrounding text alone.
+The forms but the last, the prompts' wording and the answers' prefixes are those of RULER (Hsieh et al., 2024). Every
+maker takes the document's own random numbers `draw`, the `size` of the text around the question, and the prose. The
+same arguments give the same question; another size changes the surrounding text alone.
 """
 
-from collections.abc import Iterable
 from math import pi
 from random import Random
 from string import ascii_lowercase, ascii_uppercase
 from typing import NamedTuple
 
-from qada_cache.lm_eval.tasks.prose.haystack import Haystack, hide
-from qada_cache.lm_eval.tasks.prose.words import ADJECTIVES, NOUNS
+from qada_cache.lm_eval.tasks.prose.haystack import ADJECTIVES, KINDS, NOUNS, Haystack, hide
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 HOPS = 4  # of a chain of variables
@@ -153,7 +151,8 @@ def frequent_words(draw: Random, size: int, prose: Haystack, **_: object) -> Que
     counts: list[int] = []
     while not counts or counts[-1]:
         counts.append(int(size * 6 / pi**2 / (len(counts) + 1) ** 2))
-    coded = ["...", *dict.fromkeys("".join(letters) for letters in grouped(draw, len(counts) + FREQUENT))]
+    drawn = ("".join(draw.choices(ascii_lowercase, k=6)) for _ in range(len(counts) + FREQUENT))
+    coded = ["...", *dict.fromkeys(drawn)]
     entries = [word for word, count in zip(coded, counts, strict=False) for _ in range(count)]
     draw.shuffle(entries)
     return Question(
@@ -165,6 +164,19 @@ def frequent_words(draw: Random, size: int, prose: Haystack, **_: object) -> Que
     )
 
 
-def grouped(draw: Random, count: int) -> Iterable[list[str]]:
-    """Six random letters at a time."""
-    return (draw.choices(ascii_lowercase, k=6) for _ in range(count))
+def classes(draw: Random, size: int, prose: Haystack, **_: object) -> Question:
+    """The label of a word that is not among `size` examples, though others of its kind are.
+
+    Labels are two-digit numbers, another for every kind of thing in every document. An example comes again when all
+    words have been used. `draw` and `size` are as in `questions`; the prose is not used.
+    """
+    labels = dict(zip(KINDS, draw.sample(range(10, 100), len(KINDS)), strict=True))
+    words = {word: kind for kind, listed in KINDS.items() for word in listed.split()}
+    asked = draw.choice(list(words))
+    label = labels[words.pop(asked)]
+    examples: list[str] = []
+    while len(examples) < size:
+        again = list(words)
+        draw.shuffle(again)
+        examples += [f"Word: {word}\nLabel: {labels[words[word]]}\n" for word in again]
+    return Question("\n".join([*examples[:size], f"Word: {asked}"]), "Label:", [str(label)])

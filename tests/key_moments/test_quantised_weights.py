@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from qada_cache import QAdACache, prepare
-from qada_cache.files import weights
+from qada_cache.key_moments import identity
 from qada_cache.key_moments.prompts import prompt_ids
 
 
@@ -132,20 +132,20 @@ def test_caches_of_quantised_models(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantised_checkpoints_are_told_apart(kind: str) -> None:
     """By the values of their parts. A closed one's are not known: by its name, shape and dtype."""
-    sampled = weights.sample(quantised(kind))
-    assert sampled == weights.sample(quantised(kind))
-    assert weights.same(sampled, weights.sample(quantised(kind, seed=1))) == (kind == "closed")
-    assert not weights.same(sampled, weights.sample(quantised(kind, hidden_size=64)))
+    sampled = identity.sample(quantised(kind))
+    assert sampled == identity.sample(quantised(kind))
+    assert identity.same(sampled, identity.sample(quantised(kind, seed=1))) == (kind == "closed")
+    assert not identity.same(sampled, identity.sample(quantised(kind, hidden_size=64)))
 
 
 @pytest.mark.parametrize("kind", ["torchao", "quanto", "bitsandbytes"])
 def test_a_change_in_a_part_is_noticed(kind: str) -> None:
     model = quantised(kind)
-    before = weights.sample(model)
+    before = identity.sample(model)
     weight = model.lm_head.weight
     with torch.no_grad():
         (weight.view(-1) if kind == "bitsandbytes" else weight.values_).add_(1)
-    assert not weights.same(weights.sample(model), before)
+    assert not identity.same(identity.sample(model), before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,8 +164,8 @@ def test_dtypes_that_torch_cannot_index(dtype: torch.dtype) -> None:
     """Told by name, shape and dtype."""
     model = tiny()
     model.register_buffer("packed", torch.zeros(8, 4, dtype=torch.uint8).view(dtype))
-    sampled = weights.sample(model)
+    sampled = identity.sample(model)
     model.packed = torch.ones(8, 4, dtype=torch.uint8).view(dtype)
-    assert weights.same(weights.sample(model), sampled)
+    assert identity.same(identity.sample(model), sampled)
     model.packed = torch.zeros(8, 5, dtype=torch.uint8).view(dtype)
-    assert not weights.same(weights.sample(model), sampled)
+    assert not identity.same(identity.sample(model), sampled)

@@ -15,21 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache
-from qada_cache.files import weights
-from qada_cache.key_moments import defaults
+from qada_cache.key_moments import defaults, identity
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many weights were read each time, while the test runs."""
     reads: list[int] = []
-    original = weights._sample
+    original = identity._sample
 
     def counting(given: dict[str, torch.Tensor]) -> list[str]:
         reads.append(len(given))
         return original(given)
 
-    monkeypatch.setattr(weights, "_sample", counting)
+    monkeypatch.setattr(identity, "_sample", counting)
     monkeypatch.setattr(defaults, "_remembered", {})
     return reads
 
@@ -65,10 +64,10 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Any]] = {
 @torch.no_grad()
 def test_changed_weights_are_noticed(change: str, read: list[int]) -> None:
     model = tiny()
-    before = weights.sample(model)
-    assert weights.sample(model) == before
+    before = identity.sample(model)
+    assert identity.sample(model) == before
     CHANGES[change](model)
-    assert not weights.same(weights.sample(model), before)
+    assert not identity.same(identity.sample(model), before)
     assert len(read) == 2
 
 
@@ -76,22 +75,22 @@ def test_models_made_under_inference_mode(read: list[int]) -> None:
     """Their weights do not count what is written to them."""
     with torch.inference_mode():
         model = tiny()
-        before = weights.sample(model)
+        before = identity.sample(model)
         model.lm_head.weight.mul_(2)
-        assert not weights.same(weights.sample(model), before)
-    assert before == weights.sample(tiny())
+        assert not identity.same(identity.sample(model), before)
+    assert before == identity.sample(tiny())
     assert len(read) == 3
 
 
 def test_models_are_not_kept() -> None:
     gc.collect()
-    before = len(weights._known)
+    before = len(identity._known)
     model = tiny()
-    weights.sample(model)
-    assert len(weights._known) == before + 1
+    identity.sample(model)
+    assert len(identity._known) == before + 1
     del model
     gc.collect()
-    assert len(weights._known) == before
+    assert len(identity._known) == before
 
 
 def test_repr_asks_the_device_for_nothing() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from eval.texts.facts import Turn, plant
+from eval.shared.texts import Turn, plant
 from qada_cache import QAdACache
 from qada_cache.stats import CacheStats, layer_bytes
 

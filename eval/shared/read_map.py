@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.drawing.canvas import canvas
-from eval.texts.conversation import Form
-from eval.texts.facts import Turn
+from eval.shared.conversation import Form
+from eval.shared.drawing import canvas
+from eval.shared.texts import Turn
 from qada_cache import QAdACache
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import reading

@@ -1,0 +1,264 @@
+"""Ways of deciding and of reading, tried on documents against full attention: what `eval.trials` measures.
+
+Ways are those of `QAdACache`, and others to compare with. Of these, a fixed share of a long-context head's tokens is
+chosen for a KV head by an estimate of their scores, for all query heads of the group together; what is chosen is read
+exactly, and the rest is left out. The estimate is made from bounds of pages; "true" knows.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import mean, stdev
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from eval.shared.tables import Rows
+from eval.shared.texts import Document
+from qada_cache import QAdACache
+from qada_cache.attention import decode
+from qada_cache.criterion import GROUP_RULES
+from qada_cache.kernels import query_adaptive, softmax_average
+from qada_cache.kernels.query_adaptive import Step
+from qada_cache.state.layer import QAdALayer
+from qada_cache.state.shared import SKETCH_BITS, TOKEN_THRESHOLD
+from qada_cache.storage.store import TokenStore
+from qada_cache.tuning.measuring import compared
+
+FEW = (0.1, 0.3, 0.6, 0.9)
+MOST = (0.1, 0.3, 0.6, 0.8, 0.9)
+BOTH = ("current+random-tokens", "current+random-words")
+PROMPTS = ("random-words", "random-tokens", "wiki", "single-word")
+DEFAULT_THETA = TOKEN_THRESHOLD  # of `QAdACache`
+ECONOMICAL = 12.0
+OWN = "sketch"  # ways of reading that start so are the product's
+SPARE = 8  # tokens that an answer may have beside the expected ones: quotation marks, a word or two
+WAY = ("model", "task", "length", "criterion", "moments", "rule", "threshold", "read")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of deciding.
+
+    Args:
+        criterion: "qada", "oracle", "dense", "local"; or "evicted" or "quantized", as other methods do.
+        moments: for "qada", and for the query energies of a sketch.
+        rule: a group rule of `QAdACache`.
+        threshold: tau; nothing to "dense" and "local".
+        read: what a long-context head reads: "" for everything, or as in `split`; or what another method keeps.
+    """
+
+    criterion: str
+    moments: str = ""
+    rule: str = "any"
+    threshold: float = 0.0
+    read: str = ""
+
+
+def few_ways() -> list[Way]:
+    """Sinks and window, the default at several thresholds, the paper's rule and the oracle: to compare models by."""
+    ours = [Way("qada", BOTH[0], "any", tau) for tau in (0.5, 0.6, 0.7, 0.8, 0.9)]
+    others = [Way("qada", "current", "any", tau) for tau in (0.6, 0.7, 0.8, 0.9)]
+    return [Way("local"), *ours, *others, Way("qada", "current", "head", 0.6), Way("oracle", "", "any", 0.6)]
+
+
+def all_ways() -> list[Way]:
+    """Every way that there is something to learn from, the few first."""
+    ways = [*few_ways(), *(Way("qada", "current", "any", tau) for tau in FEW)]
+    ways += [Way("qada", "current", "head", tau) for tau in MOST]
+    ways += [Way("oracle", "", rule, tau) for rule in GROUP_RULES for tau in MOST]
+    ways += [Way("qada", prompt, rule, tau) for prompt in PROMPTS[:2] for rule in GROUP_RULES for tau in FEW]
+    ways += [Way("qada", moments, "any", tau) for moments in (*PROMPTS[2:], *BOTH) for tau in FEW]
+    return list(dict.fromkeys(ways))
+
+
+def token_ways(*, few: bool = False, own: bool = False) -> list[Way]:
+    """Reading some of the tokens, in those heads that the default calls long-context, or in every head.
+
+    The `few` are compared on every model; `own` are the default and the economical setting alone.
+    """
+
+    def product(theta: float, bits: float = SKETCH_BITS, threshold: float = 0.95, rule: str = "any") -> Way:
+        return Way("qada", BOTH[0], rule, threshold, f"sketch of {bits} bits, {theta}")
+
+    shares = [Way("dense", read="true, 0.05")]
+    default = [product(DEFAULT_THETA), product(ECONOMICAL, threshold=0.7)]
+    if own:
+        return default
+    default.append(product(ECONOMICAL))
+    # The Gaussian's part: no head is local; or each query head decides for itself whether it looks at the sketch.
+    default += [Way("dense", BOTH[0], read=product(DEFAULT_THETA).read), product(DEFAULT_THETA, rule="head")]
+    if few:
+        return [*default, *shares]
+    default += [product(theta) for theta in (1.0, 2.0, 3.0, 8.0)] + [product(DEFAULT_THETA, threshold=0.8)]
+    default += [product(theta, bits) for bits in (1, 2) for theta in (2.0, DEFAULT_THETA)]
+    more = {"true": (0.1,), "pages of 16": (0.05, 0.1)}
+    shares += [Way("dense", read=f"{kind}, {share}") for kind, found in more.items() for share in found]
+    return [*default, *shares]
+
+
+def peer_ways() -> list[Way]:
+    """Other methods: a share of the bulk's tokens that each keeps, and everything in few bits."""
+    methods, shares = ("SnapKV", "ExpectedAttention", "TOVA", "KeyDiff"), (0.05, 0.1, 0.2)
+    evicted = [Way("evicted", read=f"{method}, {share}") for method in methods for share in shares]
+    return [*evicted, *(Way("quantized", read=f"{bits} bits") for bits in (4, 2))]
+
+
+def by_pages(packed: Tensor, keys: Tensor, size: int) -> Tensor:
+    """The most that a token of each page can score, as Quest has it; arguments as for `estimated`."""
+    tokens, pages = keys.shape[2], -(-keys.shape[2] // size)
+    low, high = (
+        torch.nn.functional.pad(keys, (0, 0, 0, pages * size - tokens), value=value).unflatten(2, (pages, size))
+        for value in (math.inf, -math.inf)
+    )
+    bound = packed.clamp_min(0) @ high.amax(dim=3).mT + packed.clamp_max(0) @ low.amin(dim=3).mT
+    return bound.repeat_interleave(size, dim=-1)[..., :tokens]
+
+
+def estimated(kind: str, packed: Tensor, keys: Tensor) -> Tensor:
+    """Scores `[batch, kv_heads, queries, tokens]` of `packed` `[batch, kv_heads, queries, dim]`, before scaling."""
+    return packed @ keys.mT if kind == "true" else by_pages(packed, keys, int(kind.split()[-1]))
+
+
+def sketch_share(kind: str) -> float:
+    """Bytes of what estimates are made from, over those of the keys and values."""
+    return 0.0 if kind == "true" else 1 / int(kind.split()[-1])  # a least and a greatest key a page
+
+
+def choose(scores: Tensor, group: int, share: float) -> Tensor:
+    """Bool, the shape of `scores` `[batch, kv_heads, group * queries, tokens]`: this share of the tokens of each group.
+
+    Those that get most of its heads' attention, all together.
+    """
+    together = scores.unflatten(2, (group, -1)).softmax(dim=-1).sum(dim=2)
+    best = together.topk(math.ceil(share * scores.shape[-1]), dim=-1).indices
+    chosen = torch.zeros_like(together, dtype=torch.bool).scatter_(-1, best, True)
+    return chosen.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3)
+
+
+def split(tokens: str) -> tuple[str, float]:
+    """Of "pages of 16, 0.05": how scores are estimated, and the share of the bulk that is read; whole if empty.
+
+    Of one of the product's ways, as "sketch of 1.5 bits, 1.0", it is the token threshold.
+    """
+    kind, _, share = tokens.partition(", ")
+    return kind, float(share or 1)
+
+
+def token_options(tokens: str) -> dict[str, Any]:
+    """Of `QAdACache`, for one of the product's ways of reading."""
+    kind, theta = split(tokens)
+    return {"token_threshold": theta, "sketch_bits": float(kind.split()[2])} if kind.startswith(OWN) else {}
+
+
+@contextmanager
+def reading(tokens: str) -> Iterator[None]:
+    """Caches that are used inside read so much of a long-context head: see `split`. One row, on the model's device."""
+    compute, whole = decode.by_torch, query_adaptive.over_whole_bulk
+    stores: list[TokenStore] = []
+
+    def remembering(layer: QAdALayer, store: TokenStore, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        stores[:] = [store]
+        return compute(layer, store, *rest, **options)
+
+    def some(step: Step, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        whole(step, *rest, **options)  # which counts
+        (kind, share), bulk = split(tokens), stores[0].bulk
+        length, packed, scaling = bulk.lengths[0], step.packed.float(), step.rule.scaling
+        keys, values = bulk.keys[:, :, :length].float(), bulk.values[:, :, :length]
+        chosen = choose(estimated(kind, packed, keys) * scaling, step.scores.shape[2], share)
+        return softmax_average((packed @ keys.mT * scaling).masked_fill(~chosen, -torch.inf), values)
+
+    if not tokens or tokens.startswith(OWN):
+        yield
+        return
+    with (
+        mock.patch.object(decode, "by_torch", remembering),
+        mock.patch.object(query_adaptive, "over_whole_bulk", some),
+    ):
+        yield
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, document: Document, cache: QAdACache) -> None:
+    """Read what `cache` lacks of the text, exactly."""
+    left = document.text[:, cache.get_seq_length() :]
+    if left.shape[1]:
+        model(left.to(model.device), past_key_values=cache, logits_to_keep=1)
+
+
+@torch.no_grad()
+def follow(model: PreTrainedModel, document: Document, cache: QAdACache, *, at_once: bool = True) -> Tensor:
+    """Log-probabilities `[tokens, vocabulary]` of what follows a prompt that `cache` holds.
+
+    The question in one call; the rest with it, or token by token, as in decoding: the queries of one call share the
+    tokens that they read.
+    """
+    ids, question = document.following.to(model.device), document.question
+    parts = [ids] if at_once else [ids[:, :question], *ids[:, question:].split(1, dim=1)]
+    logits = [model(part, past_key_values=cache).logits[0] for part in parts if part.shape[1]]
+    return torch.cat(logits)[question - 1 :].float().log_softmax(dim=-1)
+
+
+def compare(full: Tensor, found: Tensor) -> dict[str, str]:
+    """Log-probabilities `[tokens, vocabulary]` of a way against those of full attention."""
+    kl, same = compared(full, found)
+    return {"tokens": str(len(full)), "kl": f"{kl:.6f}", "top1": f"{same:.4f}", "same": str(int(same == 1))}
+
+
+def generate(model: PreTrainedModel, document: Document, cache: QAdACache) -> Tensor:
+    """An answer `[1, tokens]`, greedily, somewhat longer than the right one."""
+    ids = document.prompt.to(model.device)
+    most = document.answer.shape[1] + SPARE
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=most, do_sample=False
+    )
+    return out[:, ids.shape[1] :].cpu()
+
+
+def spoken(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: Document, cache: QAdACache
+) -> tuple[Document, bool]:
+    """The document with full attention's own answer, up to the expected one if that is in it, and whether it is.
+
+    `cache` holds all of the prompt but its question, and reads everything.
+    """
+    said = generate(model, document, cache)
+    for tokens in range(1, said.shape[1] + 1):
+        if document.expected in tokenizer.decode(said[0, :tokens]):
+            return replace(document, answer=said[:, :tokens]), True
+    return replace(document, answer=said), False
+
+
+def summary(rows: Rows) -> list[dict[str, Any]]:
+    """One row for each model, task, length and way: means over documents, `±` their standard errors.
+
+    `found` counts the right answers, of the questions that full attention answers rightly; prose has none.
+    """
+    groups = defaultdict(list)
+    for row in rows:
+        groups[tuple(row.get(name, "") for name in WAY)].append(row)
+    made = []
+    for way, group in groups.items():
+        asked = [row for row in group if row["right"] == "1"]
+        made.append({
+            **dict(zip(WAY, way, strict=True)),
+            "documents": len(group),
+            "kl": _with_error([float(row["kl"]) for row in group], 4),
+            "top1": _with_error([float(row["top1"]) for row in group], 3),
+            "found": f"{sum(row['found'] == '1' for row in asked)}/{len(asked)}" if asked else "",
+            "kv_read": f"{mean(float(row['kv_read']) for row in group):.3f}",
+            "bytes_read": f"{mean(float(row.get('bytes_read') or row['kv_read']) for row in group):.3f}",
+            "q_local": f"{mean(float(row['q_local']) for row in group):.3f}",
+        })  # fmt: skip
+    return made
+
+
+def _with_error(values: list[float], digits: int) -> str:
+    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return f"{mean(values):.{digits}f} ± {error:.{digits}f}"
