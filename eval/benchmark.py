@@ -146,9 +146,9 @@ def read_bytes(cache: Cache, name: str, steps: int) -> float:
         return 0.0
     if not isinstance(cache, QAdACache):
         return float(sum(held(cache)))
-    near = sum(layer.store.near_keys.nbytes + layer.store.near_values.nbytes for layer in cache.layers)
+    near = sum(layer.store.local_keys.nbytes + layer.store.local_values.nbytes for layer in cache.layers)
     stats = cache.stats()
-    return near + (stats.pulled_bytes + stats.spared_bytes + stats.sketched_bytes) / steps
+    return near + (stats.bulk_read_bytes + stats.resident_hit_bytes + stats.sketch_read_bytes) / steps
 
 
 def measure(work: Work, rounds: int, read: float) -> list[dict[str, Any]]:

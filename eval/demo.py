@@ -68,10 +68,10 @@ def table(turns: list[Turn], told: dict[str, Told]) -> list[dict[str, str]]:
     for method, one in told.items():
         same = sum(ours == full for ours, full in zip(one.answers, told[FULL].answers, strict=True))
         # DynamicCache keeps everything on the device, and every head reads it for every token.
-        read, local, pulled = 1.0, 0.0, 0.0
+        read, local, bulk_read_bytes = 1.0, 0.0, 0.0
         if one.stats is not None:
             read, local = one.stats.read_share, one.stats.sparsity
-            pulled = one.stats.pulled_bytes / one.generated
+            bulk_read_bytes = one.stats.bulk_read_bytes / one.generated
         rows.append(
             {
                 "method": method,
@@ -81,7 +81,7 @@ def table(turns: list[Turn], told: dict[str, Told]) -> list[dict[str, str]]:
                 "q heads local": _share(local),
                 "device MiB": f"{one.device_bytes / 2**20:.1f}",
                 "host MiB": f"{one.host_bytes / 2**20:.1f}",
-                "pulled MiB/token": f"{pulled / 2**20:.2f}",
+                "read MiB/token": f"{bulk_read_bytes / 2**20:.2f}",
                 "prefill s": f"{one.prefill_seconds:.1f}",
                 "tokens/s": f"{one.decoded / one.decode_seconds:.1f}" if one.decoded else "-",
             }

@@ -83,8 +83,8 @@ def plan(model: str, tokens: int, batch: int, share: float, options: argparse.Na
     ]
     for budget in BUDGETS:
         name = f"QAdACache, offloading=True, device_budget={budget:g}"
-        pulled = (1 - budget) * share * bulk
-        caches.append((name, device + budget * bulk, bulk, sketch + budget * share * bulk, pulled))
+        bulk_read_bytes = (1 - budget) * share * bulk
+        caches.append((name, device + budget * bulk, bulk, sketch + budget * share * bulk, bulk_read_bytes))
     return [
         {
             "model": model,

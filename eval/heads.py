@@ -48,8 +48,8 @@ class Recorder:
     def recording(self) -> Iterator[None]:
         """Audit every layer of every query-adaptive call, and write down instead of adding up."""
 
-        def write(layer: QAdALayer, step: Step, flags: Tensor, far_lse: Tensor, read_lse: Tensor) -> None:
-            self._write(layer, step, far_lse)
+        def write(layer: QAdALayer, step: Step, flags: Tensor, bulk_lse: Tensor, read_lse: Tensor) -> None:
+            self._write(layer, step, bulk_lse)
 
         with (
             mock.patch.object(by_torch, "audit", write),
@@ -57,22 +57,22 @@ class Recorder:
         ):
             yield
 
-    def _write(self, layer: QAdALayer, step: Step, far_lse: Tensor) -> None:
+    def _write(self, layer: QAdALayer, step: Step, bulk_lse: Tensor) -> None:
         assert layer.store is not None
         moments, geometry, scores = layer.store.moments, step.masks, step.scores
         assert moments is not None
         assert isinstance(geometry, Geometry)
         shape, count, scaling = scores.shape[:-1], geometry.bulk_tokens.unsqueeze(2), step.rule.scaling
-        given = step.packed.float(), scores, moments.mean, moments.covariance, moments.known
-        mean, variance, _ = current_score_moments(*given, staged=geometry.staged, scaling=scaling)
+        given = step.grouped_queries.float(), scores, moments.mean, moments.covariance, moments.known
+        mean, variance, _ = current_score_moments(*given, pending=geometry.pending, scaling=scaling)
         columns = {
             "log_local": log_mass(scores, geometry.local),
-            "log_bulk": by_torch.true_log_bulk(step, far_lse),
+            "log_bulk": by_torch.true_log_bulk(step, bulk_lse),
             "current": gaussian_log_bulk(mean, variance, count),
             "iid": _independent_gaussian(mean, variance, count),
         }
         for name, kept in self.moments.items():
-            columns[name] = other_log_bulk(step, by_torch.by_length(kept, layer, geometry))
+            columns[name] = other_log_bulk(step, by_torch.split_by_length(kept, layer, geometry))
         flat = {name: column.flatten(1, 2).cpu() for name, column in columns.items()}  # [rows, heads, queries]
         decided = geometry.decided.expand(shape[0], 1, shape[3]).squeeze(1).cpu()
         for row, query in decided.nonzero().tolist():

@@ -116,7 +116,7 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
         with watch.watching():
             cache = fill(make(), work)
             ours += steps(work, cache, watch)
-        assert cache.stats().pulled_bytes == 0
+        assert cache.stats().bulk_read_bytes == 0
         assert cache.stats().decisions > 0
     restore_attention(work.model)
     whole, nothing = median_high(step["step"] for step in ours), median_high(without)

@@ -102,7 +102,7 @@ def trial(
     if following > cache.options.window:
         raise ValueError(f"{following} tokens follow the text: more than one query-adaptive call takes")
     prefill(model, document, cache)
-    keys = next(layer.store.near_keys for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store)
+    keys = next(layer.store.local_keys for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store)
     value_bytes = keys.element_size()
     right = False
     if document.expected:

@@ -137,7 +137,7 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def _profile(options: argparse.Namespace) -> int:
     from . import QAdACache, prepare, profile
-    from .key_moments.prompts import prompt_ids, within_reach
+    from .key_moments.prompts import choose_prompt, prompt_ids
 
     _check_folder("--out", options.out)
     _check_plot(options.plot)
@@ -149,7 +149,7 @@ def _profile(options: argparse.Namespace) -> int:
     given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold")}
     cache = {name: value for name, value in given.items() if value is not None}
     prepare(model, tokenizer, **cache)
-    words = within_reach("random-words", tokenizer)
+    words = choose_prompt("random-words", tokenizer)
     ids = prompt_ids(words, model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[None]
     if (asked := QAdACache(model, **cache).options).tuned:
         print(f"QAdACache takes the setting that qada tune kept: token_threshold={asked.token_threshold:g}")
@@ -192,7 +192,7 @@ def _tune(options: argparse.Namespace) -> int:
 
     budget = tuning.Budget(0.002 if options.kl is None and options.bytes is None else options.kl, options.bytes)
     _check_plot(options.plot)
-    for name, least in (("tokens", tuning.LEAST_TOKENS), ("following", 1), ("pieces", 2)):
+    for name, least in (("tokens", tuning.MIN_PROMPT_TOKENS), ("following", 1), ("pieces", 2)):
         if getattr(options, name) < least:
             raise ValueError(f"--{name} must be at least {least}, got {getattr(options, name)}")
     files = [path and path.read_text(encoding="utf-8") for path in (options.text, options.confirm_text)]

@@ -16,13 +16,13 @@ from .attention import support
 from .criterion import StaticHeads
 from .kernels import choice
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
-from .key_moments.defaults import Moments
-from .key_moments.served import inputs_device, served_layers, unwrapped
-from .key_moments.sharding import WHOLE
+from .key_moments.defaults import MomentsSource
+from .key_moments.full_attention import full_attention_layers, inputs_device, unwrap_model
+from .key_moments.sharding import UNSHARDED
 from .state.layer import QAdALayer
 from .state.shared import SKETCH_BITS, TOKEN_THRESHOLD, Options, Shared
 from .stats import CacheStats, collect, layer_bytes, summary
-from .storage.sharing import share
+from .storage.shared_memory import move_to_shared_memory
 from .watched import WatchedCache
 
 _DECIDING = (
@@ -110,7 +110,7 @@ class QAdACache(WatchedCache):
         local_tokens: int = 128,
         criterion: str | StaticHeads = "gaussian",
         group_rule: str = "any",
-        moments: Moments = DEFAULT_MOMENTS,
+        moments: MomentsSource = DEFAULT_MOMENTS,
         token_threshold: float | None = None,
         sketch_bits: float = SKETCH_BITS,
         update_moments: bool = True,
@@ -120,7 +120,7 @@ class QAdACache(WatchedCache):
         kernels: str | None = None,
         tuned: bool = True,
     ) -> None:
-        model = unwrapped(model)
+        model = unwrap_model(model)
         text_config = support.text_config(model, config)
         options = Options(
             threshold=threshold,
@@ -135,22 +135,22 @@ class QAdACache(WatchedCache):
             offloading=offloading,
             device_budget=device_budget,
             audit_every=audit_every,
-            kernels=choice.requested(kernels),
+            kernels=choice.resolve_kernels(kernels),
             tuned=tuned if token_threshold is None else False,
         )
         support.check_model(model, text_config)
         attention.check_readers(model, text_config)
         super().__init__(config=text_config)
-        ours = served_layers(self)
-        served = support.served_model(model, config, ours)
-        self._shared = Shared(support.resolved(tuned_choice.applied(options, served), served), served)
+        ours = full_attention_layers(self)
+        managed = support.describe_model(model, config, ours)
+        self._shared = Shared(support.resolve_options(tuned_choice.apply_tuned(options, managed), managed), managed)
         made = [QAdALayer(self._shared, index) for index in ours]
-        for layer, following in itertools.pairwise(made):
-            layer.following = following
+        for layer, next_layer in itertools.pairwise(made):
+            layer.next_layer = next_layer
         for layer in made:
             self.layers[layer.index] = layer
         if not ours:
-            support.warn_of_nothing_to_do(self.layers, text_config)
+            support.warn_of_no_layers(self.layers, text_config)
         attention.switch_on(text_config)
 
     @property
@@ -173,7 +173,7 @@ class QAdACache(WatchedCache):
             )
         self._check_order(layer_idx, "keys")
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self._come(layer_idx, "keys")
+        self._record_call(layer_idx, "keys")
         return states
 
     def fork(self, **options: Any) -> "QAdACache":
@@ -203,12 +203,12 @@ class QAdACache(WatchedCache):
                     "was laid out by it: build another QAdACache and read the prompt again"
                 )
         tuned = self.options.tuned and not options.keys() & tuned_choice.CONDITIONS
-        decided = support.resolved(replace(self.options, **options, tuned=tuned), self._shared.model)
+        decided = support.resolve_options(replace(self.options, **options, tuned=tuned), self._shared.model)
         twin = copy.deepcopy(self)
         twin._shared.options = decided
         for layer in twin.layers:
             if isinstance(layer, QAdALayer):
-                layer.follow_options()
+                layer.apply_options()
         return twin
 
     def __iter__(self):
@@ -219,9 +219,9 @@ class QAdACache(WatchedCache):
 
     @torch.inference_mode(False)  # the copies are written to later, perhaps outside inference mode
     def __deepcopy__(self, memo: dict) -> "QAdACache":
-        self._conclude()
+        self._finish_pass()
         self._check_files()
-        share(self._bulks())
+        move_to_shared_memory(self._bulks())
         twin = memo[id(self)] = type(self).__new__(type(self))
         for layer in reversed(self.layers):  # each refers to the next, which is copied first: no deep recursion
             copy.deepcopy(layer, memo)
@@ -245,7 +245,9 @@ class QAdACache(WatchedCache):
     def stats(self, *, gather: bool = False) -> CacheStats:
         """Sparsity, bytes held and bytes pulled so far. `gather` counts the heads of all processes that split a model;
         all of them call it together."""
-        return collect(self, offloading=self.options.offloading, shard=self._shared.model.shard if gather else WHOLE)
+        return collect(
+            self, offloading=self.options.offloading, shard=self._shared.model.shard if gather else UNSHARDED
+        )
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the whole state to one safetensors file, so that a long prompt is prefilled once and reused.
@@ -261,7 +263,7 @@ class QAdACache(WatchedCache):
         """
         self._check_whole()
         for bulk in self._bulks():
-            bulk.settle()
+            bulk.synchronize()
         cache_file.write_cache(path, self._shared, self.layers)
 
     @classmethod
@@ -285,7 +287,7 @@ class QAdACache(WatchedCache):
             ValueError: it is truncated, altered, contradicts itself, or is no such file or of another format or model.
             NotImplementedError: processes share the model.
         """
-        model = unwrapped(model)
+        model = unwrap_model(model)
         support.text_config(model, config)  # what is wrong with these is not the file's fault
         saved = cache_file.read_cache(path, model=model, config=config, mmap=mmap)
         with cache_file.naming(path):

@@ -14,9 +14,9 @@ from .criterion import StaticHeads
 from .files import tensor_file
 from .files.private_map import PrivateMap
 from .key_moments import KeyMoments, identity
-from .key_moments.defaults import together
-from .key_moments.served import served_config
-from .key_moments.sharding import check_undivided, processes
+from .key_moments.defaults import combine_sources
+from .key_moments.full_attention import full_attention_config
+from .key_moments.sharding import check_unsharded, processes
 from .state.layer import QAdALayer
 from .state.record import BULK, check_alike, check_stock, layer_record, restore_layer
 from .state.shared import Shared
@@ -37,18 +37,18 @@ _IDENTITY = (
 
 def _identity(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a config that have to agree for a cache to fit a model."""
-    config = served_config(config)
+    config = full_attention_config(config)
     return {name: getattr(config, name, None) for name in _IDENTITY}
 
 
 def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) -> None:
     """Write what the layers of a cache hold, and share; see `QAdACache.save`."""
-    options, served = shared.options, shared.model
-    tensors: dict[str, tensor_file.Kept] = {}
-    check_undivided(served.shard.size)
+    options, managed = shared.options, shared.model
+    tensors: dict[str, tensor_file.FileTensor] = {}
+    check_unsharded(managed.shard.size)
     state: dict[str, Any] = {"options": {name: getattr(options, name) for name in _OPTIONS}}
-    state["model"] = _identity(served.config)
-    model = served.get()
+    state["model"] = _identity(managed.config)
+    model = managed.get()
     state["weights"] = None if model is None else identity.sample(model)
     if isinstance(options.criterion, StaticHeads):
         tensors["static_heads"] = options.criterion.long_context
@@ -59,7 +59,7 @@ def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) 
         tensors |= options.other_moments.tensors()
         state["moments"] = options.other_moments.header()
     stores = [layer.store for layer in layers if isinstance(layer, QAdALayer) and layer.store is not None]
-    dtypes = {dtype for store in stores for dtype in store.dtypes} | {served.dtype} - {None}
+    dtypes = {dtype for store in stores for dtype in store.dtypes} | {managed.dtype} - {None}
     state["dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)  # of tokens, and of their model
     state["layers"] = []
     for index, layer in enumerate(layers):
@@ -121,7 +121,7 @@ def read_cache(
         FileNotFoundError, ValueError, NotImplementedError: as there. What is not given of the model is not compared.
     """
     if model is not None:
-        check_undivided(processes(model))
+        check_unsharded(processes(model))
     source: PrivateMap | None = None
     if mmap:
         tensors, state, source = tensor_file.mapped(path, KIND, transfers.empty)
@@ -133,7 +133,7 @@ def read_cache(
     with naming(path):
         criterion = state["criterion"] if "criterion" in state else StaticHeads(tensors["static_heads"])
         other = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else None
-    moments = together(state["current_moments"], other)
+    moments = combine_sources(state["current_moments"], other)
     return Saved({"criterion": criterion, "moments": moments, **state["options"]}, state["layers"], tensors, source)
 
 
@@ -161,11 +161,11 @@ def _check_model(
         raise ValueError(f"{path} was saved for another model: its config is this model's, and its weights are not")
 
 
-def _encode(value: Any, path: str, tensors: dict[str, tensor_file.Kept]) -> Any:
+def _encode(value: Any, path: str, tensors: dict[str, tensor_file.FileTensor]) -> Any:
     """`value` as JSON, its tensors moved to `tensors` under names that start with `path`."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, (Tensor, tensor_file.Spaced)):
+    if isinstance(value, (Tensor, tensor_file.PaddedTensor)):
         tensors[path] = value
         return {"tensor": path, **_look(value)}
     if isinstance(value, (list, tuple)):
@@ -177,7 +177,7 @@ def _encode(value: Any, path: str, tensors: dict[str, tensor_file.Kept]) -> Any:
     raise NotImplementedError(f"QAdACache.save cannot write {path}, a {type(value).__name__}")
 
 
-def _look(tensor: tensor_file.Kept) -> dict[str, Any]:
+def _look(tensor: tensor_file.FileTensor) -> dict[str, Any]:
     """What a file says of a tensor, beside the tensor itself."""
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 

@@ -134,17 +134,17 @@ def current_score_moments(
     covariance: Tensor,
     count: Tensor,
     *,
-    staged: Tensor | None,
+    pending: Tensor | None,
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance of each query's scores over its own bulk by the prompt's keys, and bool, where they are known.
 
     Args:
         query: as for `score_moments`.
-        scores: of them over the near buffer, `[batch, kv_heads, group, queries, columns]`.
+        scores: of them over the local buffer, `[batch, kv_heads, group, queries, columns]`.
         mean, covariance: of the first `count` keys of the row's bulk.
         count: int64 `[batch or 1]`.
-        staged: bool `[batch or 1, 1, 1 or queries, columns]`, tokens of the bulk that are still in the near buffer, to
+        pending: bool `[batch or 1, 1, 1 or queries, columns]`, tokens of the bulk that are still in the local buffer, to
             be pooled with the others; None leaves them out.
         scaling: multiplies the scores.
 
@@ -153,14 +153,16 @@ def current_score_moments(
     """
     shape, known = scores.shape[:-1], count.view(-1, 1, 1, 1)
     mean, variance = (found.view(shape) for found in score_moments(query, mean, covariance, scaling=scaling))
-    if staged is not None:
-        staged = staged.unsqueeze(2)
-        tokens = staged.sum(dim=-1)
+    if pending is not None:
+        pending = pending.unsqueeze(2)
+        tokens = pending.sum(dim=-1)
         new = tokens.clamp_min(1).float()
-        staged_mean = scores.masked_fill(~staged, 0.0).sum(dim=-1) / new
-        deviation = (scores - staged_mean.unsqueeze(-1)).masked_fill(~staged, 0.0)
-        staged_variance = deviation.square().sum(dim=-1) / new
-        mean, variance = pool_score_moments(known.float(), mean, variance, tokens.float(), staged_mean, staged_variance)
+        pending_mean = scores.masked_fill(~pending, 0.0).sum(dim=-1) / new
+        deviation = (scores - pending_mean.unsqueeze(-1)).masked_fill(~pending, 0.0)
+        pending_variance = deviation.square().sum(dim=-1) / new
+        mean, variance = pool_score_moments(
+            known.float(), mean, variance, tokens.float(), pending_mean, pending_variance
+        )
         known = known + tokens
     return mean, variance, known > 0
 
@@ -197,14 +199,14 @@ def logit(threshold: float) -> float:
     return math.inf if threshold else -math.inf
 
 
-def long_context(log_local: Tensor, log_bulk: Tensor, limit: float) -> Tensor:
+def long_context(log_local: Tensor, log_bulk: Tensor, logit_threshold: float) -> Tensor:
     """True where a head needs the long context: `A_local / (A_local + A_bulk) < threshold` (eq. 2, eq. 7).
 
-    Written with `limit = logit(threshold)`, which is exact at both ends: at 0 every head is local, at 1 no head with a
+    Written with `logit_threshold = logit(threshold)`, which is exact at both ends: at 0 every head is local, at 1 no head with a
     bulk (`log_bulk > -inf`) is, however small that bulk's share. Kernels have a copy of this line each, of the same
     name, in `kernels/cpu/decide.h` and `kernels/triton/kernels.py`.
     """
-    return log_local - log_bulk < limit
+    return log_local - log_bulk < logit_threshold
 
 
 def group_decision(flags: Tensor, rule: str) -> Tensor:

@@ -9,10 +9,10 @@ from .attention.support import sizes
 from .cache import QAdACache
 from .kernels import choice, partial_attention
 from .kernels.cpu.compiled import MIN_TOKENS
-from .key_moments.defaults import CURRENT, Moments, default_moments, sources
+from .key_moments.defaults import CURRENT, MomentsSource, default_moments, sources
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
+from .key_moments.full_attention import inputs_device, unwrap_model
 from .key_moments.prompts import PROMPTS
-from .key_moments.served import inputs_device, unwrapped
 from .sketch import Layout
 from .state.shared import Options
 
@@ -21,7 +21,7 @@ def prepare(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    moments: Moments = DEFAULT_MOMENTS,
+    moments: MomentsSource = DEFAULT_MOMENTS,
     **options: Any,
 ) -> None:
     """Collect moments and compile kernels ahead, before this model's caches need them.
@@ -47,7 +47,7 @@ def prepare(
         TypeError, ValueError, NotImplementedError, FileNotFoundError: as `QAdACache`.
         RuntimeError: `kernels="triton"`, and this model's decode steps on the CPU cannot go by Triton.
     """
-    model = unwrapped(model)
+    model = unwrap_model(model)
     # Wrong options are refused before anything is read.
     shared = QAdACache(model, moments=CURRENT, **{**options, "tuned": False})._shared
     _, other = sources(moments)
@@ -95,8 +95,8 @@ def _build_kernels(
     )
     if pinned:
         keys, values = keys.pin_memory(), values.pin_memory()
-    layout = Layout.if_any(dim, options.kept_bits)
+    layout = Layout.from_bits_or_none(dim, options.stored_sketch_bits)
     fused = choice.decode_kernel(query, keys, values, options.criterion, options.kernels, layout=layout)
     if fused is None or options.audit_every:
-        packed = query.view(1, kv_heads, group, dim)
-        partial_attention(packed, keys.to(device), values.to(device), scaling=1.0, kernels=options.kernels)
+        grouped_queries = query.view(1, kv_heads, group, dim)
+        partial_attention(grouped_queries, keys.to(device), values.to(device), scaling=1.0, kernels=options.kernels)

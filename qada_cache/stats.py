@@ -23,7 +23,7 @@ class AuditStats:
         recall: share of the needed ones that were called long-context; nan if none was needed.
         excess: share of those called long-context that were not needed; nan if none was called so.
         missed: mean share of attention on unread tokens, over all decisions.
-        read_bytes: bulk bytes read for the audit, not part of `CacheStats.pulled_bytes`.
+        read_bytes: bulk bytes read for the audit, not part of `CacheStats.bulk_read_bytes`.
     """
 
     decisions: int
@@ -58,11 +58,11 @@ class CacheStats:
         shared_bytes: part of the bulk's bytes: tokens in memory shared with copies of the cache, or in a mapped file.
             Every cache counts them, and they take memory once.
         resident_bytes: part of `device_bytes`, heads of an offloaded bulk that are kept on the device as well.
-        pulled_bytes: bulk bytes read by query-adaptive calls from the bulk's own memory, since the last reset. Heads
+        bulk_read_bytes: bulk bytes read by query-adaptive calls from the bulk's own memory, since the last reset. Heads
             fetched early count, needed or not.
-        spared_bytes: bulk bytes read from residents instead.
-        sketched_bytes: bytes of the key sketch read by query-adaptive calls.
-        offered_bytes: bulk bytes of the same calls if every head had read all of its own.
+        resident_hit_bytes: bulk bytes read from residents instead.
+        sketch_read_bytes: bytes of the key sketch read by query-adaptive calls.
+        dense_bulk_bytes: bulk bytes of the same calls if every head had read all of its own.
         streamed_bytes: bulk bytes read for exact calls on a filled cache (long second turns, chunked prefill).
         audit: results of audits, None if there were none.
     """
@@ -77,10 +77,10 @@ class CacheStats:
     host_bytes: int
     shared_bytes: int
     resident_bytes: int
-    pulled_bytes: int
-    spared_bytes: int
-    sketched_bytes: int
-    offered_bytes: int
+    bulk_read_bytes: int
+    resident_hit_bytes: int
+    sketch_read_bytes: int
+    dense_bulk_bytes: int
     streamed_bytes: int
     audit: AuditStats | None
 
@@ -96,16 +96,16 @@ class CacheStats:
 
     @property
     def read_share(self) -> float:
-        """Bytes read, the sketch included, over `offered_bytes`; nan if none were offered (a bulk that is staged)."""
-        read = self.pulled_bytes + self.spared_bytes + self.sketched_bytes
-        return read / self.offered_bytes if self.offered_bytes else math.nan
+        """Bytes read, the sketch included, over `dense_bulk_bytes`; nan if none were offered (a bulk that is pending)."""
+        read = self.bulk_read_bytes + self.resident_hit_bytes + self.sketch_read_bytes
+        return read / self.dense_bulk_bytes if self.dense_bulk_bytes else math.nan
 
     def __str__(self) -> str:
         return (
             f"{self.tokens} tokens, {self.steps} adaptive steps: query heads local {self.sparsity:.1%}, KV heads "
             f"local {self.kv_sparsity:.1%}, {self.read_share:.1%} of the bulk's bytes read; device "
             f"{self.device_bytes / 2**20:.1f} MiB, host {self.host_bytes / 2**20:.1f} MiB, pulled "
-            f"{self.pulled_bytes / 2**20:.1f} MiB"
+            f"{self.bulk_read_bytes / 2**20:.1f} MiB"
         )
 
 
@@ -151,10 +151,10 @@ def collect(cache: DynamicCache, *, offloading: bool, shard: HeadShard) -> Cache
         "host_bytes": sum(on_host for _, on_host in bytes_held),
         "shared_bytes": sum(layer.store.bulk.shared_bytes for layer in ours if layer.store is not None),
         "resident_bytes": sum(layer.store.bulk.residents.nbytes for layer in ours if layer.store is not None),
-        "pulled_bytes": sum(int(counters.pulled_bytes) for counters in counted),
-        "spared_bytes": sum(int(counters.spared_bytes) for counters in counted),
-        "sketched_bytes": sum(int(counters.sketched_bytes) for counters in counted),
-        "offered_bytes": sum(counters.offered_bytes for counters in counted),
+        "bulk_read_bytes": sum(int(counters.bulk_read_bytes) for counters in counted),
+        "resident_hit_bytes": sum(int(counters.resident_hit_bytes) for counters in counted),
+        "sketch_read_bytes": sum(int(counters.sketch_read_bytes) for counters in counted),
+        "dense_bulk_bytes": sum(counters.dense_bulk_bytes for counters in counted),
         "streamed_bytes": sum(counters.streamed_bytes for counters in counted),
     }
     summed = shard.gather(torch.tensor([list(held.values())]), 0).sum(dim=0).tolist()
@@ -193,7 +193,7 @@ def summary(cache: DynamicCache, options: Options, model_type: str, held: list[t
     other = [] if options.other_moments is None else [f"of {options.other_moments.prompt}"]
     moments = " and ".join(["current"] * options.current_moments + other)
     tuned = " (tuned)" if options.tuned else ""
-    tokens = f"token threshold {options.token_threshold:g}{tuned}, " if options.chooses_tokens else ""
+    tokens = f"token threshold {options.token_threshold:g}{tuned}, " if options.selects_tokens else ""
     ours = sum(isinstance(layer, QAdALayer) for layer in cache.layers)
     bytes_held = [sum(part) / 2**20 for part in zip(*held, strict=True)] or [0.0, 0.0]
     return (

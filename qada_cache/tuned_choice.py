@@ -16,7 +16,7 @@ from .criterion import StaticHeads
 from .files import private, tensor_file
 from .key_moments import KeyMoments, identity
 from .key_moments.defaults import CURRENT, FOLDER, sources
-from .state.shared import Options, ServedModel
+from .state.shared import ManagedModel, Options
 
 logger = logging.get_logger(__name__)
 
@@ -47,14 +47,14 @@ def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> P
     return path
 
 
-def applied(options: Options, served: ServedModel) -> Options:
+def apply_tuned(options: Options, managed: ManagedModel) -> Options:
     """The options with the model's tuned setting; without, if they do not ask for it, or none is kept that counts.
 
     A setting that is kept and does not count is warned of, once.
     """
     without = replace(options, tuned=False)
-    model = served.get()
-    if not (options.tuned and options.chooses_tokens and served.layers) or model is None or served.shard.size > 1:
+    model = managed.get()
+    if not (options.tuned and options.selects_tokens and managed.layers) or model is None or managed.shard.size > 1:
         return without
     try:
         path = _path(model)
@@ -75,7 +75,7 @@ def applied(options: Options, served: ServedModel) -> Options:
         )
         reason = f"it was measured with {theirs}, and this cache has {ours}"
     logger.warning_once(
-        f"the tuned setting of this {served.model_type} model is not used: {reason}. This cache goes by "
+        f"the tuned setting of this {managed.model_type} model is not used: {reason}. This cache goes by "
         f"token_threshold={options.token_threshold:g}; run qada tune again, or give token_threshold or tuned=False"
     )
     return without

@@ -25,34 +25,34 @@ class WatchedCache(DynamicCache):
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """As `DynamicCache`, and watched."""
-        self._comes_to(layer_idx, ("conv begun", state_idx))
+        self._enter_layer(layer_idx, ("conv begun", state_idx))
         states = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-        self._come(layer_idx, ("conv", state_idx))
+        self._record_call(layer_idx, ("conv", state_idx))
         return states
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """As `DynamicCache`, and watched."""
-        self._comes_to(layer_idx, ("recurrent begun", state_idx))
+        self._enter_layer(layer_idx, ("recurrent begun", state_idx))
         states = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
-        self._come(layer_idx, ("recurrent", state_idx))
+        self._record_call(layer_idx, ("recurrent", state_idx))
         return states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """As `DynamicCache`, and watched."""
-        self._comes_to(layer_idx, ("conv asked for", state_idx))
+        self._enter_layer(layer_idx, ("conv asked for", state_idx))
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """As `DynamicCache`, and watched."""
-        self._comes_to(layer_idx, ("recurrent asked for", state_idx))
+        self._enter_layer(layer_idx, ("recurrent asked for", state_idx))
         return super().get_recurrent_state(layer_idx, state_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """As `DynamicCache`, and watched."""
         if layer_idx is not None and state_idx is None:
-            self._comes_to(layer_idx, "previous asked for")
+            self._enter_layer(layer_idx, "previous asked for")
         return super().has_previous_state(layer_idx, state_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -81,30 +81,30 @@ class WatchedCache(DynamicCache):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
         super().reset()
-        self._shared.progress.back_to(-1)
+        self._shared.progress.rewind_to(-1)
         self._shared.progress.changing = ""
 
-    def _comes_to(self, layer_idx: int, event: Hashable) -> None:
+    def _enter_layer(self, layer_idx: int, event: Hashable) -> None:
         self._check_order(layer_idx, event)
-        self._come(layer_idx, event)
+        self._record_call(layer_idx, event)
 
-    def _come(self, layer_idx: int, event: Hashable) -> None:
+    def _record_call(self, layer_idx: int, event: Hashable) -> None:
         """Note that the layer has made this call."""
         progress = self._shared.progress
-        if progress.arrives(layer_idx, event):
+        if progress.is_first_call(layer_idx, event):
             left = progress.reached
             if layer_idx <= left:
                 progress.written = {}
             elif left >= 0 and _is_linear(self.layers[left]):
                 progress.written[self._kind(left)] = self._written()
             progress.versions = _versions(self.layers[layer_idx])
-        progress.come(layer_idx, event)
+        progress.record_call(layer_idx, event)
 
     def _written(self) -> set[Hashable]:
         """The states that the linear layer reached last has visibly written in this pass."""
         progress, layer = self._shared.progress, self.layers[self._shared.progress.reached]
         in_place = {name for name, now in _versions(layer).items() if progress.versions.get(name, now) != now}
-        return in_place | ((progress.told or set()) & {"keys", *_states(layer)})
+        return in_place | ((progress.calls or set()) & {"keys", *_states(layer)})
 
     def _kind(self, layer_idx: int) -> Hashable:
         """A key that is the same for layers that write the same states."""
@@ -114,7 +114,7 @@ class WatchedCache(DynamicCache):
     def _check_order(self, layer_idx: int, event: Hashable) -> None:
         """Raise if a forward pass that comes to this layer left something undone before it."""
         progress = self._shared.progress
-        if progress.changing or progress.begins_anew(layer_idx, event):
+        if progress.changing or progress.starts_new_pass(layer_idx, event):
             self._check_whole()
         elif layer_idx > progress.reached:
             self._check_handed_back()
@@ -125,12 +125,12 @@ class WatchedCache(DynamicCache):
         """Raise if keys handed out by the layer reached last did not come to our attention function."""
         reached = self._shared.progress.reached
         if reached >= 0 and isinstance(layer := self.layers[reached], QAdALayer):
-            layer.check_settled()
+            layer.check_attended()
 
     def _check_whole(self) -> None:
         """Raise unless the last forward pass, or change, came through all layers: else they hold different tokens."""
         self._check_handed_back()
-        self._conclude()
+        self._finish_pass()
         self._check_files()
         progress, interrupted = self._shared.progress, ""
         if 0 <= progress.reached < self._last_layer():
@@ -151,12 +151,12 @@ class WatchedCache(DynamicCache):
                     "changed: reset() or load it again, and replace such files by save() or a rename"
                 )
 
-    def _conclude(self) -> None:
+    def _finish_pass(self) -> None:
         """Note whether the last layer wrote all its states, while they are still as it left them."""
         progress, last = self._shared.progress, self._last_layer()
-        if progress.told is not None and progress.reached == last >= 0 and _is_linear(self.layers[last]):
+        if progress.calls is not None and progress.reached == last >= 0 and _is_linear(self.layers[last]):
             whole = progress.written.get(self._kind(last), set()) <= self._written()
-            progress.back_to(last if whole else last - 1)
+            progress.rewind_to(last if whole else last - 1)
 
     def _change(self, verb: str, *arguments: Any) -> None:
         """Have every layer do this; an interruption in between is noticed."""

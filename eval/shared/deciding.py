@@ -109,20 +109,20 @@ def peer_ways() -> list[Way]:
     return [*evicted, *(Way("quantized", read=f"{bits} bits") for bits in (4, 2))]
 
 
-def by_pages(packed: Tensor, keys: Tensor, size: int) -> Tensor:
+def by_pages(grouped_queries: Tensor, keys: Tensor, size: int) -> Tensor:
     """The most that a token of each page can score, as Quest has it; arguments as for `estimated`."""
     tokens, pages = keys.shape[2], -(-keys.shape[2] // size)
     low, high = (
         torch.nn.functional.pad(keys, (0, 0, 0, pages * size - tokens), value=value).unflatten(2, (pages, size))
         for value in (math.inf, -math.inf)
     )
-    bound = packed.clamp_min(0) @ high.amax(dim=3).mT + packed.clamp_max(0) @ low.amin(dim=3).mT
+    bound = grouped_queries.clamp_min(0) @ high.amax(dim=3).mT + grouped_queries.clamp_max(0) @ low.amin(dim=3).mT
     return bound.repeat_interleave(size, dim=-1)[..., :tokens]
 
 
-def estimated(kind: str, packed: Tensor, keys: Tensor) -> Tensor:
-    """Scores `[batch, kv_heads, queries, tokens]` of `packed` `[batch, kv_heads, queries, dim]`, before scaling."""
-    return packed @ keys.mT if kind == "true" else by_pages(packed, keys, int(kind.split()[-1]))
+def estimated(kind: str, grouped_queries: Tensor, keys: Tensor) -> Tensor:
+    """Scores `[batch, kv_heads, queries, tokens]` of `grouped_queries` `[batch, kv_heads, queries, dim]`, before scaling."""
+    return grouped_queries @ keys.mT if kind == "true" else by_pages(grouped_queries, keys, int(kind.split()[-1]))
 
 
 def sketch_share(kind: str) -> float:
@@ -137,8 +137,8 @@ def choose(scores: Tensor, group: int, share: float) -> Tensor:
     """
     together = scores.unflatten(2, (group, -1)).softmax(dim=-1).sum(dim=2)
     best = together.topk(math.ceil(share * scores.shape[-1]), dim=-1).indices
-    chosen = torch.zeros_like(together, dtype=torch.bool).scatter_(-1, best, True)
-    return chosen.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3)
+    selected = torch.zeros_like(together, dtype=torch.bool).scatter_(-1, best, True)
+    return selected.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3)
 
 
 def split(tokens: str) -> tuple[str, float]:
@@ -159,7 +159,7 @@ def token_options(tokens: str) -> dict[str, Any]:
 @contextmanager
 def reading(tokens: str) -> Iterator[None]:
     """Caches that are used inside read so much of a long-context head: see `split`. One row, on the model's device."""
-    compute, whole = decode.by_torch, query_adaptive.over_whole_bulk
+    compute, whole = decode.attend_by_torch, query_adaptive.attend_whole_bulk
     stores: list[TokenStore] = []
 
     def remembering(layer: QAdALayer, store: TokenStore, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -169,17 +169,17 @@ def reading(tokens: str) -> Iterator[None]:
     def some(step: Step, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
         whole(step, *rest, **options)  # which counts
         (kind, share), bulk = split(tokens), stores[0].bulk
-        length, packed, scaling = bulk.lengths[0], step.packed.float(), step.rule.scaling
+        length, grouped_queries, scaling = bulk.lengths[0], step.grouped_queries.float(), step.rule.scaling
         keys, values = bulk.keys[:, :, :length].float(), bulk.values[:, :, :length]
-        chosen = choose(estimated(kind, packed, keys) * scaling, step.scores.shape[2], share)
-        return softmax_average((packed @ keys.mT * scaling).masked_fill(~chosen, -torch.inf), values)
+        selected = choose(estimated(kind, grouped_queries, keys) * scaling, step.scores.shape[2], share)
+        return softmax_average((grouped_queries @ keys.mT * scaling).masked_fill(~selected, -torch.inf), values)
 
     if not tokens or tokens.startswith(OWN):
         yield
         return
     with (
-        mock.patch.object(decode, "by_torch", remembering),
-        mock.patch.object(query_adaptive, "over_whole_bulk", some),
+        mock.patch.object(decode, "attend_by_torch", remembering),
+        mock.patch.object(query_adaptive, "attend_whole_bulk", some),
     ):
         yield
 

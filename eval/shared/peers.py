@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eval.shared.deciding import SPARE, Way, split
 from eval.shared.texts import Document
-from qada_cache.key_moments.served import observed
+from qada_cache.key_moments.full_attention import observed
 from qada_cache.tuning.measuring import VALUE_BITS
 
 WINDOW = 64  # queries at the end that vote in SnapKV, as in its authors' code
@@ -86,8 +86,8 @@ def attention(queries: Tensor, keys: Tensor) -> Tensor:
     Returns:
         float32 `[1, kv_heads, group, queries, tokens]`.
     """
-    packed = queries.unflatten(1, (keys.shape[1], -1)).float()
-    scores = packed @ keys.unsqueeze(2).float().mT * keys.shape[-1] ** -0.5
+    grouped_queries = queries.unflatten(1, (keys.shape[1], -1)).float()
+    scores = grouped_queries @ keys.unsqueeze(2).float().mT * keys.shape[-1] ** -0.5
     later = torch.ones_like(scores, dtype=torch.bool).triu(diagonal=scores.shape[-1] - scores.shape[-2] + 1)
     return scores.masked_fill(later, -torch.inf).softmax(dim=-1)
 

@@ -58,17 +58,17 @@ def _zero_copy(host: torch.Tensor, data: torch.Tensor) -> float:
     tokens = host.numel() * 2 // (2 * heads * dim)  # keys and values as half-precision numbers
     keys, values = host.view(torch.bfloat16).view(2, 1, heads, tokens, dim)
     near = torch.zeros(1, heads, 16, dim, dtype=torch.bfloat16, device=data.device)
-    told = {
+    kwargs = {
         "local": torch.ones(1, 16, dtype=torch.bool, device=data.device),
-        "staged": torch.zeros(1, 16, dtype=torch.bool, device=data.device),
+        "pending": torch.zeros(1, 16, dtype=torch.bool, device=data.device),
         "bulk_lengths": torch.tensor([tokens], device=data.device),
         "decided": torch.ones(1, dtype=torch.bool, device=data.device),
-        "pulled": torch.zeros((), dtype=torch.int64, device=data.device),
+        "bulk_read_bytes": torch.zeros((), dtype=torch.int64, device=data.device),
         "query": torch.ones(1, 4 * heads, 1, dim, dtype=torch.bfloat16, device=data.device),
-        "near_keys": near, "near_values": near, "bulk_keys": keys, "bulk_values": values,
+        "local_keys": near, "local_values": near, "bulk_keys": keys, "bulk_values": values,
         "scaling": 0.1, "threshold": 0.5, "criterion": "dense",
     }  # fmt: skip
-    call = DecodeCall.of(**told)
+    call = DecodeCall.of(**kwargs)
     return _best(lambda: fused_decode(call), data.device, host.nbytes)
 
 

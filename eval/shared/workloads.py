@@ -231,7 +231,7 @@ def token_threshold(work: Work, share: float) -> float:
         probe = cache.fork(token_threshold=math.exp(middle))
         work.model(input_ids=work.inputs[:, :1], past_key_values=probe)
         stats = probe.stats()
-        low, high = (middle, high) if stats.pulled_bytes > share * stats.offered_bytes else (low, middle)
+        low, high = (middle, high) if stats.bulk_read_bytes > share * stats.dense_bulk_bytes else (low, middle)
     return math.exp((low + high) / 2)
 
 

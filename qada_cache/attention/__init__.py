@@ -1,1 +1,1 @@
-"""Attention of served layers: the function that transformers calls, and the computation of each call."""
+"""Attention of managed layers: the function that transformers calls, and the computation of each call."""

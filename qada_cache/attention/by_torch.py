@@ -12,16 +12,16 @@ from ..criterion import StaticHeads, fixed_log_bulk, log_mass, logit, long_conte
 from ..kernels import partial_attention
 from ..kernels.decode_call import Rule
 from ..kernels.query_adaptive import (
+    LengthMoments,
     Masks,
-    Moments,
     Part,
     Read,
     Request,
     Step,
     attend,
+    attend_whole_bulk,
     decide,
     estimated_log_bulk,
-    over_whole_bulk,
 )
 from ..key_moments import KeyMoments
 from ..state.layer import QAdALayer
@@ -30,14 +30,14 @@ from ..storage.geometry import Geometry
 from ..storage.store import TokenStore
 
 
-def rule_of(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float) -> Rule:
+def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float) -> Rule:
     """How the layer decides, made once for as long as it is asked for the same."""
     options = layer.options
-    asked = weakref.ref(options), scaling, query.shape[1], query.device
-    if layer.binding.rule is None or layer.binding.rule[0] != asked:
+    key = weakref.ref(options), scaling, query.shape[1], query.device
+    if layer.binding.rule is None or layer.binding.rule[0] != key:
         criterion: str | StaticHeads | Tensor = options.criterion
         if isinstance(criterion, StaticHeads):
-            shard, kv_heads = layer.shared.model.shard, store.near_keys.shape[1]
+            shard, kv_heads = layer.shared.model.shard, store.local_keys.shape[1]
             group = query.shape[1] // kv_heads
             sizes = {"kv_heads": kv_heads, "group": group, "rank": shard.rank, "ranks": shard.size}
             criterion = criterion.of_layer(layer.index, **sizes, device=query.device)
@@ -46,10 +46,10 @@ def rule_of(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float) 
             threshold=options.threshold,
             group_rule=options.group_rule,
             criterion=criterion,
-            pool_staged=options.update_moments,
+            pool_pending=options.update_moments,
             token_threshold=options.token_threshold,
         )
-        layer.binding.rule = asked, rule
+        layer.binding.rule = key, rule
     return layer.binding.rule[1]
 
 
@@ -60,56 +60,56 @@ def other_moments(
     return layer.kept_moments.get(moments, layer.index, lengths, device, layer.shared.model.shard.own)
 
 
-def log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry, far_lse: Tensor | None) -> Tensor:
+def log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry, bulk_lse: Tensor | None) -> Tensor:
     """The `log A_bulk` that the layer decides by, `[batch, kv_heads, group, queries]`; `+inf` without moments.
 
-    `far_lse` is of the scores over the stored bulk `[batch, kv_heads, group * queries]`, for the criterion that asks
+    `bulk_lse` is of the scores over the stored bulk `[batch, kv_heads, group * queries]`, for the criterion that asks
     for it ("oracle"); else None.
     """
-    if far_lse is not None:
-        return true_log_bulk(step, far_lse)
+    if bulk_lse is not None:
+        return true_log_bulk(step, bulk_lse)
     if step.rule.kind != "gaussian":
         return fixed_log_bulk(step.rule.criterion, step.scores[..., 0])
-    if not geometry.moment_lengths:  # nothing is decided
+    if not geometry.distinct_moment_lengths:  # nothing is decided
         return torch.full_like(step.scores[..., 0], torch.inf)
     moments, others = store.moments, layer.options.other_moments
     return estimated_log_bulk(
         step,
         None if moments is None else (moments.mean, moments.covariance, moments.known),
-        [] if others is None else by_length(others, layer, geometry),
-        pool=step.rule.pool_staged and geometry.any_staged,
+        [] if others is None else split_by_length(others, layer, geometry),
+        pool=step.rule.pool_pending and geometry.any_pending,
     )
 
 
-def true_log_bulk(step: Step, far_lse: Tensor) -> Tensor:
-    """Of what is stored (`far_lse`), and of what still lies in the near buffer."""
-    log_staged = log_mass(step.scores, step.masks.staged)
-    return torch.logaddexp(log_staged, far_lse.view_as(log_staged))
+def true_log_bulk(step: Step, bulk_lse: Tensor) -> Tensor:
+    """Of what is stored (`bulk_lse`), and of what still lies in the local buffer."""
+    log_pending = log_mass(step.scores, step.masks.pending)
+    return torch.logaddexp(log_pending, bulk_lse.view_as(log_pending))
 
 
-def by_length(moments: KeyMoments, layer: QAdALayer, geometry: Geometry) -> list[Moments]:
+def split_by_length(moments: KeyMoments, layer: QAdALayer, geometry: Geometry) -> list[LengthMoments]:
     """Another prompt's, as `query_adaptive.other_log_bulk` takes them: of each query those for its bulk's length."""
-    lengths = geometry.moment_lengths
+    lengths = geometry.distinct_moment_lengths
     means, covariances = other_moments(moments, layer, lengths, geometry.local.device)
     return list(zip((0, *lengths), means.split(1), covariances.split(1), strict=False))
 
 
-def audit(layer: QAdALayer, step: Step, flags: Tensor, far_lse: Tensor, read_lse: Tensor) -> None:
+def audit(layer: QAdALayer, step: Step, flags: Tensor, bulk_lse: Tensor, read_lse: Tensor) -> None:
     """Count how one call's decisions compare with the truth, on the device: see `CacheStats.audit`.
 
-    `far_lse` is over the whole stored bulk, for every head, and `read_lse` over all that a head read
+    `bulk_lse` is over the whole stored bulk, for every head, and `read_lse` over all that a head read
     `[batch, kv_heads, group * queries]`.
     """
     decided = step.masks.decided.unsqueeze(2)
-    log_local, log_far = log_mass(step.scores, step.masks.local), true_log_bulk(step, far_lse)
-    needed = long_context(log_local, log_far, logit(layer.options.threshold)) & decided
-    all_lse = torch.logaddexp(log_local, log_far)
+    log_local, log_true_bulk = log_mass(step.scores, step.masks.local), true_log_bulk(step, bulk_lse)
+    needed = long_context(log_local, log_true_bulk, logit(layer.options.threshold)) & decided
+    all_lse = torch.logaddexp(log_local, log_true_bulk)
     missed = -torch.expm1((read_lse.view_as(all_lse) - all_lse).clamp_max(0.0)).masked_fill(~decided, 0.0)
     tallies = (decided.expand_as(flags), needed, needed & flags, flags, missed)
     layer.counters.audit(torch.stack([tally.sum(dtype=torch.float64) for tally in tallies]))
 
 
-def by_torch(
+def attend_by_torch(
     layer: QAdALayer,
     store: TokenStore,
     query: Tensor,
@@ -119,18 +119,18 @@ def by_torch(
     audited: bool,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute a call for `decode.query_adaptive` (arguments as there), and compare it with the truth if `audited`.
+    """Compute a call for `decode.attend_adaptively` (arguments as there), and compare it with the truth if `audited`.
 
     Returns:
         `[batch, heads, queries, value_dim]` in the query's dtype, bool flags `[batch, kv_heads, group, queries]`.
     """
     bulk, columns = store.bulk, slice(0, store.sinks + store.end)
     step = Step(
-        query.reshape(*query.shape[:1], store.near_keys.shape[1], -1, query.shape[3]),
-        store.near_keys[:, :, columns],
-        store.near_values[:, :, columns],
+        query.reshape(*query.shape[:1], store.local_keys.shape[1], -1, query.shape[3]),
+        store.local_keys[:, :, columns],
+        store.local_values[:, :, columns],
         geometry,
-        rule_of(layer, store, query, scaling),
+        get_rule(layer, store, query, scaling),
         bulk.lengths,
         None if store.sketch is None else store.sketch.tensors,
         [] if store.sketch is None else store.sketch.lengths,
@@ -138,53 +138,53 @@ def by_torch(
     if sink_logits is not None:
         _add_sink(step, sink_logits)
     compute = partial(partial_attention, kernels=layer.options.kernels)
-    every = [[True] * store.near_keys.shape[1]] * store.batch
+    every = [[True] * store.local_keys.shape[1]] * store.batch
     read = _reader(layer, store)
     whole = None
     if step.rule.kind == "oracle":  # needs every score, so everything is read whatever it decides
-        whole = over_whole_bulk(step, read, every, partial=compute)
+        whole = attend_whole_bulk(step, read, every, partial=compute)
     flags = decide(step, log_bulk(layer, store, step, geometry, None if whole is None else whole[1]))
     found = attend(step, flags, read, partial=compute, whole=whole)
-    _follow_up(layer, store, found.selecting)
+    _count_and_prefetch(layer, store, found.selecting)
     if audited:
-        whole = whole or over_whole_bulk(step, _reader(layer, store, audit=True), every, partial=compute)
+        whole = whole or attend_whole_bulk(step, _reader(layer, store, audit=True), every, partial=compute)
         audit(layer, step, flags, whole[1], found.read_lse)
     out = found.out.unflatten(2, flags.shape[2:]).flatten(1, 2)
     return out.to(query.dtype), flags
 
 
 def _add_sink(step: Step, sink_logits: Tensor) -> None:
-    """Let a learned sink be one more column of the near buffer: a local token whose value is zero."""
+    """Let a learned sink be one more column of the local buffer: a local token whose value is zero."""
     scores, masks = step.scores, step.masks
     column = sink_logits.float().view(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
     step.scores = torch.cat([scores, column], dim=-1)
-    step.near_values = functional.pad(step.near_values, (0, 0, 0, 1))
-    local, staged = functional.pad(masks.local, (0, 1), value=True), functional.pad(masks.staged, (0, 1))
-    step.masks = Masks(local, staged, masks.bulk_tokens, masks.decided)
+    step.local_values = functional.pad(step.local_values, (0, 0, 0, 1))
+    local, pending = functional.pad(masks.local, (0, 1), value=True), functional.pad(masks.pending, (0, 1))
+    step.masks = Masks(local, pending, masks.bulk_tokens, masks.decided)
 
 
 def _reader(layer: QAdALayer, store: TokenStore, *, audit: bool = False) -> Read:
     """How a call reads the layer's bulk, or an audit, which decides nothing about what is kept on the device."""
 
     def read(whole: list[list[bool]], requests: Iterator[Request] | None) -> Iterator[Part]:
-        for part in reading.read_parts(store.bulk, whole, requests, learn=not audit):
+        for part in reading.read_parts(store.bulk, whole, requests, update_residency=not audit):
             if audit:
-                layer.counters.audited_bytes += part.pulled + part.spared
+                layer.counters.audited_bytes += part.bulk_read_bytes + part.resident_hit_bytes
             else:
-                layer.counters.pulled_bytes += part.pulled
-                layer.counters.spared_bytes += part.spared
+                layer.counters.bulk_read_bytes += part.bulk_read_bytes
+                layer.counters.resident_hit_bytes += part.resident_hit_bytes
             yield part
 
     return read
 
 
-def _follow_up(layer: QAdALayer, store: TokenStore, selecting: list[list[bool]]) -> None:
+def _count_and_prefetch(layer: QAdALayer, store: TokenStore, selecting: list[list[bool]]) -> None:
     """Count what was read of the sketch, choose residents, and fetch early what the next layer may need."""
     bulk, counters = store.bulk, layer.counters
     if selecting and store.sketch is not None:
         for length, heads in zip(store.sketch.lengths, selecting, strict=True):
-            counters.sketched_bytes += store.sketch.tensors.read_bytes(length) * sum(heads)
+            counters.sketch_read_bytes += store.sketch.tensors.read_bytes(length) * sum(heads)
         if bulk.offloaded and layer.options.device_budget:
-            counters.pulled_bytes += reading.learn(bulk, torch.tensor(selecting))
-    if any(bulk.lengths) and layer.following is not None and layer.following.store is not None:
-        layer.following.counters.pulled_bytes += reading.prefetch(layer.following.store.bulk)
+            counters.bulk_read_bytes += reading.update_residency(bulk, torch.tensor(selecting))
+    if any(bulk.lengths) and layer.next_layer is not None and layer.next_layer.store is not None:
+        layer.next_layer.counters.bulk_read_bytes += reading.prefetch(layer.next_layer.store.bulk)

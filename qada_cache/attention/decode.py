@@ -12,12 +12,12 @@ from ..kernels.decode_call import DecodeCall
 from ..state.layer import QAdALayer
 from ..storage.geometry import Geometry
 from ..storage.padding import real_tokens
-from ..storage.reading import learn, stream
+from ..storage.reading import stream, update_residency
 from ..storage.store import TokenStore
-from .by_torch import by_torch, other_moments, rule_of
+from .by_torch import attend_by_torch, get_rule, other_moments
 
 
-def query_adaptive(
+def attend_adaptively(
     layer: QAdALayer,
     store: TokenStore,
     query: Tensor,
@@ -47,30 +47,32 @@ def query_adaptive(
     )
     audited = layer.is_audited()
     fusable = queries == 1 and not audited and sink_logits is None
-    kernel = chosen_kernel(layer, store, query) if fusable else None
+    kernel = find_kernel(layer, store, query) if fusable else None
     if kernel is None:
-        out, flags = by_torch(layer, store, query, geometry, scaling=scaling, audited=audited, sink_logits=sink_logits)
+        out, flags = attend_by_torch(
+            layer, store, query, geometry, scaling=scaling, audited=audited, sink_logits=sink_logits
+        )
     else:
-        out, flags = one_token(layer, store, query, geometry, kernel, scaling=scaling)
-    layer.counters.count(flags, geometry, store.near_keys.shape[1] * store.bulk.token_bytes)
+        out, flags = decode_one_token(layer, store, query, geometry, kernel, scaling=scaling)
+    layer.counters.count(flags, geometry, store.local_keys.shape[1] * store.bulk.token_bytes)
     return out
 
 
-def chosen_kernel(layer: QAdALayer, store: TokenStore, query: Tensor) -> Callable | None:
+def find_kernel(layer: QAdALayer, store: TokenStore, query: Tensor) -> Callable | None:
     """What `choice.decode_kernel` says of a query `[batch, heads, 1, dim]`, asked again when anything is different."""
     bulk, sketch, options = store.bulk, store.sketch, layer.options
     layout = sketch.layout if sketch is not None and sketch.in_use else None
-    asked = weakref.ref(options), layout, bulk.capacity, query.shape, query.dtype, query.device
-    if layer.binding.kernel is None or layer.binding.kernel[0] != asked:
+    key = weakref.ref(options), layout, bulk.capacity, query.shape, query.dtype, query.device
+    if layer.binding.kernel is None or layer.binding.kernel[0] != key:
         kernel = choice.decode_kernel(query, bulk.keys, bulk.values, options.criterion, options.kernels, layout=layout)
-        layer.binding.kernel = asked, kernel
+        layer.binding.kernel = key, kernel
     return layer.binding.kernel[1]
 
 
-def one_token(
+def decode_one_token(
     layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry, kernel: Callable, *, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Call `kernel`, a `fused_decode`, for `decode.query_adaptive` with one query a row (arguments as there).
+    """Call `kernel`, a `fused_decode`, for `decode.attend_adaptively` with one query a row (arguments as there).
 
     Nothing here waits for the device: small tensors of host numbers are copied to it without blocking.
 
@@ -81,26 +83,26 @@ def one_token(
     bulk_keys, bulk_values = bulk.in_place()
     call = DecodeCall(
         query,
-        store.near_keys,
-        store.near_values,
+        store.local_keys,
+        store.local_values,
         bulk_keys,
         bulk_values,
         geometry.rows,
-        rule_of(layer, store, query, scaling),
-        pulled=counters.on(query.device, "pulled_bytes"),
+        get_rule(layer, store, query, scaling),
+        bulk_read_bytes=counters.on(query.device, "bulk_read_bytes"),
         binding=layer.binding,
     )
     if call.rule.kind == "gaussian":
         _add_moments(call, layer, store, geometry)
     if sketch is not None and sketch.in_use:
-        call.sketch, call.sketched = sketch.tensors, counters.on(query.device, "sketched_bytes")
+        call.sketch, call.sketch_read_bytes = sketch.tensors, counters.on(query.device, "sketch_read_bytes")
     elsewhere = bulk.offloaded and layer.options.device_budget
     if elsewhere:
-        call.places = bulk.residents.places(bulk.lengths)
-        call.spared = counters.on(query.device, "spared_bytes")
+        call.resident_pointers = bulk.residents.resident_pointers(bulk.lengths)
+        call.resident_hit_bytes = counters.on(query.device, "resident_hit_bytes")
     out, flags = kernel(call)
-    if elsewhere and (moved := learn(bulk, flags.any(dim=-1))):
-        counters.pulled_bytes += moved
+    if elsewhere and (moved := update_residency(bulk, flags.any(dim=-1))):
+        counters.bulk_read_bytes += moved
     return out, flags.unsqueeze(-1)
 
 
@@ -113,7 +115,7 @@ def _add_moments(call: DecodeCall, layer: QAdALayer, store: TokenStore, geometry
         call.other_mean, call.other_covariance = found
 
 
-def whole_context(
+def attend_exactly(
     layer: QAdALayer,
     store: TokenStore,
     query: Tensor,
@@ -136,7 +138,7 @@ def whole_context(
         key, value: the new tokens' own, `[batch, kv_heads, tokens, dim]`.
         scaling: multiplies the scores.
         valid: bool `[batch, tokens]` on the host, False for padding; None without padding.
-        sink_logits: as for `query_adaptive`.
+        sink_logits: as for `attend_adaptively`.
 
     Returns:
         `[batch, heads, tokens, value_dim]` in the query's dtype; zeros for padding.
@@ -144,7 +146,7 @@ def whole_context(
     result = query.new_zeros(*query.shape[:-1], value.shape[-1])
     alike = valid is None and len(set(zip(store.lengths, store.flushed, strict=True))) == 1
     batch = query.shape[0]
-    how: dict[str, Any] = {"scaling": scaling, "kernels": layer.options.kernels}
+    kwargs: dict[str, Any] = {"scaling": scaling, "kernels": layer.options.kernels}
     for rows in [slice(0, batch)] if alike else [slice(row, row + 1) for row in range(batch)]:
         real = slice(None) if valid is None else real_tokens(valid[rows.start], query.device)
         new_query, new_key, new_value = query[rows][:, :, real], key[rows][:, :, real], value[rows][:, :, real]
@@ -152,24 +154,24 @@ def whole_context(
         group = query.shape[1] // kv_heads
         if not tokens:  # this row is padding from end to end of the call
             continue
-        packed = new_query.reshape(-1, kv_heads, group * tokens, new_query.shape[-1])
+        grouped_queries = new_query.reshape(-1, kv_heads, group * tokens, new_query.shape[-1])
         out, lse = partial_attention(
             new_query,
             new_key.repeat_interleave(group, dim=1),
             new_value.repeat_interleave(group, dim=1),
             causal=True,
-            **how,
+            **kwargs,
         )
         if sink_logits is not None:
             out, lse = merge_partials(out, lse, torch.zeros_like(out), sink_logits.float()[:, None].expand_as(lse))
-        out, lse = out.reshape(*packed.shape[:3], -1), lse.reshape(packed.shape[:3])
-        for keys, values in store.near(rows):
-            out, lse = merge_partials(out, lse, *partial_attention(packed, keys, values, **how))
+        out, lse = out.reshape(*grouped_queries.shape[:3], -1), lse.reshape(grouped_queries.shape[:3])
+        for keys, values in store.local_views(rows):
+            out, lse = merge_partials(out, lse, *partial_attention(grouped_queries, keys, values, **kwargs))
         for part in stream(store.bulk, rows):
             at = slice(part.rows.start - rows.start, part.rows.stop - rows.start), part.heads
-            far = partial_attention(packed[at], part.keys, part.values, **how)
+            far = partial_attention(grouped_queries[at], part.keys, part.values, **kwargs)
             out[at], lse[at] = merge_partials(out[at], lse[at], *far)
-            layer.counters.streamed_bytes += part.pulled
-            layer.counters.spared_bytes += part.spared
+            layer.counters.streamed_bytes += part.bulk_read_bytes
+            layer.counters.resident_hit_bytes += part.resident_hit_bytes
         result[rows, :, real] = out.reshape(*new_query.shape[:3], -1).to(query.dtype)
     return result

@@ -18,10 +18,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from ..kernels.reference import without_autocast
-from ..key_moments.served import own_attention, unwrapped
-from ..key_moments.sharding import WHOLE, check_sharding
+from ..key_moments.full_attention import own_attention, unwrap_model
+from ..key_moments.sharding import UNSHARDED, check_sharding
 from ..state.layer import QAdALayer, Seen
-from .decode import query_adaptive, whole_context
+from .decode import attend_adaptively, attend_exactly
 from .support import find_reader
 
 # The dispatcher treats names that hold "sdpa", "flash", "paged" or "/" specially, so ours hold none of them.
@@ -110,7 +110,7 @@ def restore_attention(model: PreTrainedModel | PreTrainedConfig) -> None:
 
     Caches built for the model stop working (they say so when used) until a new QAdACache is built.
     """
-    model = unwrapped(model)
+    model = unwrap_model(model)
     config = model.config if isinstance(model, PreTrainedModel) else model
     config = config.get_text_config(decoder=True)
     config._attn_implementation = _BASES.get(config._attn_implementation, config._attn_implementation)
@@ -186,16 +186,16 @@ def _attend(
         layer.abandon(queries)
         raise
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    how: dict[str, Any] = {"scaling": scaling, "valid": valid, "sink_logits": kwargs.get("s_aux")}
+    arguments: dict[str, Any] = {"scaling": scaling, "valid": valid, "sink_logits": kwargs.get("s_aux")}
     forward_pass = layer.shared.forward_pass
     if layer.index == layer.shared.model.layers[0]:
-        # After a decoded token the tail is longer than the window, and a single one is no chunk.
-        forward_pass.reads_chunk = (queries > 1 or layer.store.end <= layer.options.window) and _reads_chunk()
+        # After a decoded token the recent tokens are more than the window, and a single one is no chunk.
+        forward_pass.is_prefill_chunk = (queries > 1 or layer.store.end <= layer.options.window) and _reads_chunk()
     if layer.seen == queries:
         out, _ = _base(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
         layer.store.absorb(key, value, valid)
-    elif queries > layer.options.window or forward_pass.reads_chunk:
-        work = partial(whole_context, layer, layer.store, query, key, value, **how)
+    elif queries > layer.options.window or forward_pass.is_prefill_chunk:
+        work = partial(attend_exactly, layer, layer.store, query, key, value, **arguments)
         with without_autocast(query.device):
             out = layer.shared.residents.retried(work)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
@@ -203,7 +203,7 @@ def _attend(
     else:
         layer.store.append(key, value, valid)
         with without_autocast(query.device):
-            out = layer.shared.residents.retried(partial(query_adaptive, layer, layer.store, query, **how))
+            out = layer.shared.residents.retried(partial(attend_adaptively, layer, layer.store, query, **arguments))
         out = out.transpose(1, 2).contiguous()
     layer.incoming = None
     return out, None
@@ -212,8 +212,8 @@ def _attend(
 def _check_supported(
     module: torch.nn.Module, layer: QAdALayer, tokens: int, dropout: float, kwargs: dict[str, Any]
 ) -> None:
-    served = layer.shared.model
-    name = served.model_type
+    managed = layer.shared.model
+    name = managed.model_type
     way_out = "use transformers.DynamicCache for this model"
     for argument in kwargs.keys() & _UNSUPPORTED.keys():
         if kwargs[argument] is not None:
@@ -225,7 +225,7 @@ def _check_supported(
         )
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"QAdACache supports causal attention only, {name} asks for bidirectional: {way_out}")
-    first = layer.index == served.layers[0]  # once a pass: a look into the config takes as long as the other checks
+    first = layer.index == managed.layers[0]  # once a pass: a look into the config takes as long as the other checks
     if kwargs.get("output_attentions") or (first and cast(PreTrainedConfig, module.config).output_attentions):
         raise NotImplementedError(
             "QAdACache cannot return attention weights, as it never computes most of them: "
@@ -233,12 +233,12 @@ def _check_supported(
         )
     if module.training or dropout:
         raise RuntimeError("QAdACache serves inference only: call model.eval(), or train without a cache")
-    if served.config is not None and served.config is not module.config:
+    if managed.config is not None and managed.config is not module.config:
         raise RuntimeError(
             f"this QAdACache was built for another model (of type {name}): build one QAdACache per model"
         )
     if layer.bound_module is None or layer.seen == tokens:  # nothing cached yet: another module may have it
-        if served.shard is WHOLE:  # as far as is known, of a cache that was built from a config alone
+        if managed.shard is UNSHARDED:  # as far as is known, of a cache that was built from a config alone
             check_sharding(module, name)
         layer.bound_module = weakref.ref(module)
     elif layer.bound_module() is not module:

@@ -18,12 +18,12 @@ from transformers.utils import logging
 
 from ..criterion import StaticHeads
 from ..key_moments import KeyMoments
-from ..key_moments.defaults import kept_energies, resolve_moments, sources, together
+from ..key_moments.defaults import combine_sources, kept_energies, resolve_moments, sources
+from ..key_moments.full_attention import full_attention_config
 from ..key_moments.prompts import PROMPTS
 from ..key_moments.rotation import rope_settings
-from ..key_moments.served import served_config
-from ..key_moments.sharding import WHOLE, head_shard
-from ..state.shared import Options, ServedModel
+from ..key_moments.sharding import UNSHARDED, head_shard
+from ..state.shared import ManagedModel, Options
 
 logger = logging.get_logger(__name__)
 
@@ -79,7 +79,7 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         raise NotImplementedError(f"QAdACache does not support layers that attend to images' keys: {way_out}")
     if config.model_type in _STATES_IN_MODEL:
         raise NotImplementedError(f"{config.model_type} keeps its states in the model and not in a cache: {way_out}")
-    served_config(config)
+    full_attention_config(config)
     if model is not None and not all(part._can_set_attn_implementation() for part in _decoders(model, config)):
         raise NotImplementedError(f"this model computes attention without transformers' AttentionInterface: {way_out}")
 
@@ -90,7 +90,7 @@ def _decoders(model: PreTrainedModel, config: PreTrainedConfig) -> list[PreTrain
     return found or [model]
 
 
-def warn_of_nothing_to_do(layers: Sequence[Any], config: PreTrainedConfig) -> None:
+def warn_of_no_layers(layers: Sequence[Any], config: PreTrainedConfig) -> None:
     """Log why a cache serves none of these layers."""
     found = "has no full-attention layers"
     if any(isinstance(layer, LinearAttentionAndFullAttentionLayer) for layer in layers):
@@ -98,41 +98,43 @@ def warn_of_nothing_to_do(layers: Sequence[Any], config: PreTrainedConfig) -> No
     logger.warning("%s %s: QAdACache has nothing to do and acts as DynamicCache", config.model_type, found)
 
 
-def served_model(model: PreTrainedModel | None, config: PreTrainedConfig | None, layers: Sequence[int]) -> ServedModel:
+def describe_model(
+    model: PreTrainedModel | None, config: PreTrainedConfig | None, layers: Sequence[int]
+) -> ManagedModel:
     """What a cache that serves these layers knows of its model, of which there may be the config alone.
 
     Raises:
         NotImplementedError: as `head_shard`.
     """
     decoder = text_config(model, config)
-    return ServedModel(
+    return ManagedModel(
         model_type=decoder.model_type,
         config=decoder,
         whole_config=config if model is None else model.config,
         dtype=None if model is None else model.dtype,
         reference=None if model is None else weakref.ref(model),
         layers=tuple(layers),
-        shard=WHOLE if model is None else head_shard(model, decoder, layers),
+        shard=UNSHARDED if model is None else head_shard(model, decoder, layers),
     )
 
 
-def resolved(options: Options, served: ServedModel) -> Options:
+def resolve_options(options: Options, managed: ManagedModel) -> Options:
     """These options with the moments that they ask for, loaded or collected if they are needed.
 
     Raises:
         TypeError, FileNotFoundError, ValueError: as `resolve_moments`; moments or static heads are not of this model.
     """
-    used = options.criterion == "gaussian" and bool(served.layers)
+    used = options.criterion == "gaussian" and bool(managed.layers)
     current, other = resolve_moments(
-        options.moments, model=served.get(), config=served.whole_config, used=used, shard=served.shard
+        options.moments, model=managed.get(), config=managed.whole_config, used=used, shard=managed.shard
     )
-    _check_heads(options.criterion, served.config)
+    _check_heads(options.criterion, managed.config)
     if other is not None and sources(options.moments)[1] not in PROMPTS:  # else they are of this very model
-        _check_moments(other, served.config)
-    asked = together(current, other) if used else options.moments  # files are not read again
+        _check_moments(other, managed.config)
+    asked = combine_sources(current, other) if used else options.moments  # files are not read again
     energies = None if other is None else other.query_energies
-    if energies is None and options.chooses_tokens and served.layers:
-        energies = kept_energies(served.get(), served.whole_config)
+    if energies is None and options.selects_tokens and managed.layers:
+        energies = kept_energies(managed.get(), managed.whole_config)
     return replace(options, moments=asked, current_moments=current, other_moments=other, query_energies=energies)
 
 
@@ -166,7 +168,7 @@ def _check_moments(moments: KeyMoments, config: PreTrainedConfig) -> None:
 
 def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
     """`(layers, heads, kv_heads, dim)`, the last of a head's keys; of the layers that are served."""
-    config = served_config(config)
+    config = full_attention_config(config)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads

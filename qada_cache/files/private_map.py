@@ -113,7 +113,7 @@ def opened(path: str | os.PathLike) -> OpenFile:
     return OpenFile(os.open(path, os.O_RDONLY), os.fspath(path))
 
 
-def nameless(size: int) -> OpenFile:
+def create_anonymous(size: int) -> OpenFile:
     """A file of `size` zeros in memory alone; it takes memory for its written pages.
 
     Raises:

@@ -38,7 +38,7 @@ Empty = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Spaced:
+class PaddedTensor:
     """A tensor as a file holds it, `[rows, heads, room, dim]`: of each row its first `lengths[row]` tokens, then zeros.
 
     Attributes:
@@ -71,10 +71,10 @@ class Spaced:
                 yield (self.room - length) * token
 
 
-Kept = Tensor | Spaced
+FileTensor = Tensor | PaddedTensor
 
 
-def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, Kept], state: dict[str, Any]) -> None:
+def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any]) -> None:
     """Write `tensors` and the JSON-able `state` to `path`, whole or not at all; a symbolic link is written through.
 
     `kind` names what the file is, e.g. "qada-cache"; `read` asks for it.
@@ -92,7 +92,7 @@ def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, Kept], state
         raise OSError(error.errno, error.strerror or str(error), os.fspath(path)) from error
 
 
-def encoded(kind: str, tensors: Mapping[str, Kept], state: dict[str, Any]) -> Iterator[bytes | memoryview | int]:
+def encoded(kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any]) -> Iterator[bytes | memoryview | int]:
     """The bytes of a file, piece by piece, numbers standing for that many zeros. Tensors on a device are copied to the
     host twice, as the checksum stands before them. (safetensors' own function copies all first, and ignores the umask.)
 
@@ -235,7 +235,7 @@ def _check_kind(path: Path, kind: str, about: dict[str, str]) -> None:
         raise ValueError(f"{path} has format version {version!r}, this qada-cache reads {FORMAT_VERSION}: {way_out}")
 
 
-def _digest(state: str, tensors: Mapping[str, Kept]) -> str:
+def _digest(state: str, tensors: Mapping[str, FileTensor]) -> str:
     digest = hashlib.sha256(state.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -249,8 +249,8 @@ def _digest(state: str, tensors: Mapping[str, Kept]) -> str:
     return digest.hexdigest()
 
 
-def _pieces(tensor: Kept) -> Iterator[memoryview | int]:
-    for piece in tensor.pieces() if isinstance(tensor, Spaced) else (tensor,):
+def _pieces(tensor: FileTensor) -> Iterator[memoryview | int]:
+    for piece in tensor.pieces() if isinstance(tensor, PaddedTensor) else (tensor,):
         yield piece if isinstance(piece, int) else _content(piece.detach().cpu().contiguous())
 
 

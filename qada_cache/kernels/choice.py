@@ -34,7 +34,7 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def obstacle(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> str | None:
+def unsupported_reason(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> str | None:
     """Why the Triton kernel cannot compute this call, in words for an error message; None if it can.
 
     Args:
@@ -62,7 +62,7 @@ def obstacle(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: o
     return None
 
 
-def requested(kernels: str | None) -> str:
+def resolve_kernels(kernels: str | None) -> str:
     """What is asked for: `kernels`, or without it the environment's `QADA_KERNELS`.
 
     Raises:
@@ -85,23 +85,23 @@ def decode_kernel(
 ) -> Callable | None:
     """The `fused_decode` that is to compute such calls, None for the torch path of attention/decode.py.
 
-    Arguments as for `obstacle`; `kernels` is one of `KINDS`, `layout` that of the sketch that the call chooses
+    Arguments as for `unsupported_reason`; `kernels` is one of `KINDS`, `layout` that of the sketch that the call chooses
     tokens by, None if it reads all of them.
 
     Raises:
         RuntimeError: it is "triton", and the kernel cannot compute the call.
     """
     call = (query, bulk_keys, bulk_values, criterion)
-    if kernels == "auto" and compiled_decode.obstacle(*call) is None:
+    if kernels == "auto" and compiled_decode.unsupported_reason(*call) is None:
         return compiled_decode.fused_decode
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
         return None
-    reason = obstacle(*call)
+    reason = unsupported_reason(*call)
     if reason is None:
         from .triton.decode import fused_decode
 
         if kernels == "auto":
-            reason = decode_reference.decode_fault(
+            reason = decode_reference.find_decode_fault(
                 fused_decode,
                 query.device,
                 query.dtype,

@@ -12,7 +12,7 @@ from ..criterion import logit
 from ..sketch import BLOCK, Sketch, order_dtype, segments_of
 
 
-class MisfitError(ValueError):
+class OperandError(ValueError):
     """Tensors that a kernel would misread, or read out of bounds."""
 
     def __init__(self, tensors: tuple[Tensor | None, ...]) -> None:
@@ -27,10 +27,10 @@ class Rows:
     "`rows`" below is the number of rows, or 1 if all are alike.
 
     Attributes:
-        local, staged: bool `[rows, columns]`, disjoint, of the first columns of the near buffers.
+        local, pending: bool `[rows, columns]`, disjoint, of the first columns of the local buffers.
         bulk_lengths: int64 `[rows]`.
         decided: bool `[rows]`, False for a padding query: its heads are local, its output finite and unused.
-        columns, number: of the near buffers; the greatest `rows`.
+        columns, number: of the local buffers; the greatest `rows`.
         longest: the greatest length; None where to look would be to wait for the device.
         bound: derived values of a kernel.
 
@@ -39,7 +39,7 @@ class Rows:
     """
 
     local: Tensor
-    staged: Tensor
+    pending: Tensor
     bulk_lengths: Tensor
     decided: Tensor
     columns: int = field(init=False)
@@ -48,19 +48,19 @@ class Rows:
     bound: Any = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
-        parts = self.local, self.staged, self.bulk_lengths, self.decided
+        parts = self.local, self.pending, self.bulk_lengths, self.decided
         self.number = max(len(part) for part in parts)
         self.columns = self.local.shape[1]
         fits = (self.bulk_lengths.dtype, self.decided.dtype) == (torch.int64, torch.bool)
         fits = fits and self.bulk_lengths.dim() == self.decided.dim() == 1
-        for mask in (self.local, self.staged):
+        for mask in (self.local, self.pending):
             fits = fits and mask.dtype == torch.bool and mask.shape[1:] == (self.columns,) and mask.stride(1) == 1
         fits = fits and all(len(part) in (1, self.number) and part.device == self.device for part in parts)
         if fits and self.bulk_lengths.is_cpu:
             lengths = self.bulk_lengths.tolist()
             self.longest, fits = max(lengths), min(lengths) >= 0
         if not fits:
-            raise MisfitError(parts)
+            raise OperandError(parts)
 
     @property
     def device(self) -> torch.device:
@@ -78,7 +78,7 @@ class Rule:
         group_rule: as in `criterion.group_decision`.
         criterion: "gaussian" (eq. 7), "dense" (no head is local), "local" (every head is), or the static table bool
             `[kv_heads, group]`, True for a long-context head; "oracle", which no kernel computes.
-        pool_staged: pool the moments of stored keys, where there are any, with those of the staged tokens.
+        pool_pending: pool the moments of stored keys, where there are any, with those of the pending tokens.
         token_threshold: as in `sketch.select_tokens`.
     """
 
@@ -86,7 +86,7 @@ class Rule:
     threshold: float
     group_rule: str = "head"
     criterion: str | Tensor = "gaussian"
-    pool_staged: bool = False
+    pool_pending: bool = False
     token_threshold: float = 0.0
 
     @property
@@ -100,7 +100,7 @@ class Rule:
         return self.criterion if isinstance(self.criterion, Tensor) else None
 
     @property
-    def limit(self) -> float:
+    def logit_threshold(self) -> float:
         """The margin `log A_local - log A_bulk` below which a head is long-context, see `criterion.long_context`.
 
         Criteria that compare no masses have infinite ones (`criterion.fixed_log_bulk`), which any finite limit serves.
@@ -128,7 +128,7 @@ class Binding:
     def __deepcopy__(self, memo: dict) -> "Binding":
         return Binding()
 
-    def is_of(self, call: "DecodeCall") -> bool:
+    def matches(self, call: "DecodeCall") -> bool:
         """Whether the last call was of these tensors and rule, and of a query like this one. If not, it goes."""
         query = call.query
         same = self._query == (query.shape, query.dtype, query.device) and all(
@@ -149,13 +149,13 @@ class DecodeCall:
     """One decode step of one layer, query-adaptive attention of one query token a row, as every kernel is told of it.
 
     A query's tokens are its local ones (sinks and window, itself included) and its bulk, which is the first
-    `bulk_lengths` tokens of the bulk buffers and the `staged` columns of the near buffers. Columns of the near
+    `bulk_lengths` tokens of the bulk buffers and the `pending` columns of the local buffers. Columns of the near
     buffers that are neither, tokens past `bulk_lengths`, and the bulk buffers of KV heads without a flagged head are
     not read and may hold anything, nan included. "`batch` or 1" below means that one row may stand for all.
 
     Attributes:
         query: `[batch, heads, 1, dim]`; all tensors below share its dtype unless one is given.
-        near_keys, near_values: `[batch, kv_heads, columns or more, dim]` and `value_dim`.
+        local_keys, local_values: `[batch, kv_heads, columns or more, dim]` and `value_dim`.
         bulk_keys, bulk_values: `[batch, kv_heads, capacity, dim]` and `value_dim`.
         rows: the tokens of each row.
         rule: of decisions and selections.
@@ -167,18 +167,18 @@ class DecodeCall:
         sketch: of the bulk's keys, with room for as many tokens. With it, a KV head reads the tokens of `select_tokens`
             if the bulk has `MIN_TOKENS` and more. A group reads all if one of its long-context heads finds the sketch
             `unreliable`, and so does every group without a sketch.
-        pulled: int64 `[]`; the bytes of needed bulk keys and values are added to it.
-        sketched: int64 `[]`; the needed bytes of the sketch are added to it.
-        places: int64 `[batch, kv_heads, 2]`, contiguous, for a kernel that reads heads elsewhere than in the bulk
+        bulk_read_bytes: int64 `[]`; the bytes of needed bulk keys and values are added to it.
+        sketch_read_bytes: int64 `[]`; the needed bytes of the sketch are added to it.
+        resident_pointers: int64 `[batch, kv_heads, 2]`, contiguous, for a kernel that reads heads elsewhere than in the bulk
             buffers: the addresses of a head's keys and values, laid out token by token as there and a multiple of 16
             bytes; 0 for a head that is in the buffers.
-        spared: int64 `[]`, given with `places`: bytes of heads that lie elsewhere are added to it, not to `pulled`.
+        resident_hit_bytes: int64 `[]`, given with `resident_pointers`: bytes of heads that lie elsewhere are added to it, not to `bulk_read_bytes`.
         binding: of the layer's calls.
     """
 
     query: Tensor
-    near_keys: Tensor
-    near_values: Tensor
+    local_keys: Tensor
+    local_values: Tensor
     bulk_keys: Tensor
     bulk_values: Tensor
     rows: Rows
@@ -189,30 +189,30 @@ class DecodeCall:
     other_mean: Tensor | None = None
     other_covariance: Tensor | None = None
     sketch: Sketch | None = None
-    pulled: Tensor | None = None
-    sketched: Tensor | None = None
-    places: Tensor | None = None
-    spared: Tensor | None = None
+    bulk_read_bytes: Tensor | None = None
+    sketch_read_bytes: Tensor | None = None
+    resident_pointers: Tensor | None = None
+    resident_hit_bytes: Tensor | None = None
     binding: Binding = field(default_factory=Binding)
 
     @classmethod
-    def of(cls, **told: Any) -> "DecodeCall":
+    def of(cls, **kwargs: Any) -> "DecodeCall":
         """A call by the fields of `Rows` and `Rule` beside its own."""
-        taken = {kind: {part.name for part in fields(kind) if part.init} & told.keys() for kind in (Rows, Rule)}
-        rows, rule = ({name: told.pop(name) for name in names} for names in taken.values())
-        return cls(**told, rows=Rows(**rows), rule=Rule(**rule))
+        taken = {kind: {part.name for part in fields(kind) if part.init} & kwargs.keys() for kind in (Rows, Rule)}
+        rows, rule = ({name: kwargs.pop(name) for name in names} for names in taken.values())
+        return cls(**kwargs, rows=Rows(**rows), rule=Rule(**rule))
 
     @property
     def group(self) -> int:
         """Query heads of a KV head."""
-        return self.query.shape[1] // self.near_keys.shape[1]
+        return self.query.shape[1] // self.local_keys.shape[1]
 
     def parts(self) -> tuple[Any, ...]:
         """The parts that change with storage or options alone."""
         return (
-            *(self.near_keys, self.near_values, self.bulk_keys, self.bulk_values, self.rule),
+            *(self.local_keys, self.local_values, self.bulk_keys, self.bulk_values, self.rule),
             *(self.mean, self.covariance, self.count, self.other_mean, self.other_covariance),
-            *(self.sketch, self.pulled, self.sketched),
+            *(self.sketch, self.bulk_read_bytes, self.sketch_read_bytes),
         )
 
 
@@ -223,17 +223,17 @@ def check(call: DecodeCall) -> None:
     they were made; here they have to fit the layer.
     """
     query, rows, binding = call.query, call.rows, call.binding
-    known = binding.is_of(call)
+    known = binding.matches(call)
     if not (
         (known or _parts_fit(call))
         and rows.number in (1, query.shape[0])
-        and rows.columns <= call.near_keys.shape[2]
+        and rows.columns <= call.local_keys.shape[2]
         and (rows.longest is None or rows.longest <= call.bulk_keys.shape[2])
         and rows.device == query.device
     ):
         kept = () if call.sketch is None else call.sketch.tensors().values()
         parts = (part for part in call.parts() if isinstance(part, Tensor))
-        raise MisfitError((query, rows.local, rows.bulk_lengths, rows.decided, *parts, *kept))
+        raise OperandError((query, rows.local, rows.bulk_lengths, rows.decided, *parts, *kept))
     if not known:
         binding.remember(call)
 
@@ -245,10 +245,10 @@ def _parts_fit(call: DecodeCall) -> bool:
     """Whether all parts but the rows have the shapes, dtypes and layout that kernels expect at their addresses."""
     query = call.query
     batch, heads, queries, dim = query.shape
-    kv_heads, value_dim = call.near_keys.shape[1], call.near_values.shape[3]
-    if queries != 1 or not kv_heads or heads % kv_heads or call.near_keys.device != query.device:
+    kv_heads, value_dim = call.local_keys.shape[1], call.local_values.shape[3]
+    if queries != 1 or not kv_heads or heads % kv_heads or call.local_keys.device != query.device:
         return False
-    for keys, values in ((call.near_keys, call.near_values), (call.bulk_keys, call.bulk_values)):
+    for keys, values in ((call.local_keys, call.local_values), (call.bulk_keys, call.bulk_values)):
         shape = (batch, kv_heads, keys.shape[2])
         if (tuple(keys.shape), tuple(values.shape)) != ((*shape, dim), (*shape, value_dim)):
             return False
@@ -263,7 +263,7 @@ def _parts_fit(call: DecodeCall) -> bool:
         return False
     expected: list[Expected] = [(None if part is None else part[0], dtype, shape) for part, dtype, shape in of_rows]
     expected += [(call.rule.table, torch.bool, (kv_heads, heads // kv_heads))]
-    expected += [(counted, torch.int64, ()) for counted in (call.pulled, call.sketched)]
+    expected += [(counted, torch.int64, ()) for counted in (call.bulk_read_bytes, call.sketch_read_bytes)]
     if call.sketch is not None:
         capacity, words = call.sketch.scales.shape[2], call.sketch.codes.shape[2]
         if dim % BLOCK or not 0 < words <= dim // BLOCK or capacity < call.bulk_keys.shape[2]:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ..criterion import fixed_log_bulk
-from ..sketch import MIN_TOKENS, Layout, Sketch, channel_means, encode_segments, rounded_slopes
+from ..sketch import MIN_TOKENS, Layout, Sketch, channel_means, quantize_segments, round_slopes
 from .decode_call import DecodeCall
 from .query_adaptive import Masks, Part, Request, Step, attend, decide, estimated_log_bulk
-from .reference import fault
 
 
 def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -23,18 +22,19 @@ def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """
     query, rows, sketch = call.query, call.rows, call.sketch
     batch, heads, _, dim = query.shape
-    local, staged, decided = (mask[:, None, None] for mask in (rows.local, rows.staged, rows.decided))
-    bulk_tokens = rows.bulk_lengths[:, None, None] + staged.sum(dim=-1)
+    local, pending, decided = (mask[:, None, None] for mask in (rows.local, rows.pending, rows.decided))
+    bulk_tokens = rows.bulk_lengths[:, None, None] + pending.sum(dim=-1)
     # Cleared, because a weight of 0 does not keep a nan out of a sum.
-    near_keys, near_values = (
-        near[:, :, : rows.columns].masked_fill(~(local | staged).mT, 0.0) for near in (call.near_keys, call.near_values)
+    local_keys, local_values = (
+        near[:, :, : rows.columns].masked_fill(~(local | pending).mT, 0.0)
+        for near in (call.local_keys, call.local_values)
     )
     lengths = rows.bulk_lengths.expand(batch).tolist()
     step = Step(
         query.reshape(batch, -1, call.group, dim),
-        near_keys,
-        near_values,
-        Masks(local, staged, bulk_tokens, decided & (bulk_tokens > 0)),
+        local_keys,
+        local_values,
+        Masks(local, pending, bulk_tokens, decided & (bulk_tokens > 0)),
         call.rule,
         lengths,
         sketch,
@@ -50,8 +50,10 @@ def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
     flags = decide(step, _log_bulk(call, step))
     out, _, selecting = attend(step, flags, read)
-    if sketch is not None and call.sketched is not None:
-        call.sketched += sum(sketch.read_bytes(lengths[row]) * sum(heads) for row, heads in enumerate(selecting))
+    if sketch is not None and call.sketch_read_bytes is not None:
+        call.sketch_read_bytes += sum(
+            sketch.read_bytes(lengths[row]) * sum(heads) for row, heads in enumerate(selecting)
+        )
     return out.reshape(batch, heads, 1, -1).to(query.dtype), flags.squeeze(3)
 
 
@@ -60,8 +62,8 @@ def _part(call: DecodeCall, row: int, head: int, tokens: slice | Tensor, request
     keys, values = (
         bulk[row, head][tokens].to(call.query.device)[None, None] for bulk in (call.bulk_keys, call.bulk_values)
     )
-    if call.pulled is not None:
-        call.pulled += keys.nbytes + values.nbytes
+    if call.bulk_read_bytes is not None:
+        call.bulk_read_bytes += keys.nbytes + values.nbytes
     return Part(slice(row, row + 1), slice(head, head + 1), keys, values, request)
 
 
@@ -74,18 +76,18 @@ def _log_bulk(call: DecodeCall, step: Step) -> Tensor:
         current = call.mean, call.covariance, call.count
     if call.other_mean is not None and call.other_covariance is not None:
         others = [(0, call.other_mean, call.other_covariance)]
-    return estimated_log_bulk(step, current, others, pool=call.rule.pool_staged)
+    return estimated_log_bulk(step, current, others, pool=call.rule.pool_pending)
 
 
 # Of a trial.
 KV_HEADS = 3
-LOCAL, STAGED, COLUMNS = 20, 5, 29  # columns of the near buffer; the others are neither
+LOCAL, PENDING_COLUMNS, COLUMNS = 20, 5, 29  # columns of the local buffer; the others are neither
 SHORT = 300  # tokens in the bulk of all rows but the first
 ELSEWHERE = 0, 1  # the row and head that lie outside the buffers
 
 
 @functools.cache
-def decode_fault(
+def find_decode_fault(
     kernel: Callable[[DecodeCall], tuple[Tensor, Tensor]],
     device: torch.device,
     dtype: torch.dtype,
@@ -116,13 +118,13 @@ def decode_fault(
     scene = _scene(dtype, group, dim, value_dim, layout)
     for group_rule, elsewhere in (("any", False), ("head", True)):
         counted: dict[str, Any] = {
-            name: torch.zeros((), dtype=torch.int64, device="cpu") for name in ("pulled", "sketched")
+            name: torch.zeros((), dtype=torch.int64, device="cpu") for name in ("bulk_read_bytes", "sketch_read_bytes")
         }
         out, flags = decode_step(DecodeCall.of(**scene, **counted, group_rule=group_rule))
         for name in ("bulk_keys", "bulk_values"):
             scene[name] = scene[name].masked_fill(~flags.any(dim=-1)[..., None, None], torch.nan)
         compute = functools.partial(_compute, kernel, scene | {"group_rule": group_rule}, device, pinned, elsewhere)
-        if (wrong := fault(compute, (flags, out, *counted.values()))) is not None:
+        if (wrong := find_fault(compute, (flags, out, *counted.values()))) is not None:
             return wrong
     return None
 
@@ -131,24 +133,31 @@ def _compute(
     kernel: Callable, scene: dict[str, Any], device: torch.device, pinned: bool, elsewhere: bool
 ) -> tuple[Tensor, ...]:
     """What the kernel makes of a scene, on the host: flags, outputs, and bytes of the bulk and of the sketch."""
-    told: dict[str, Any] = {name: part.to(device) if isinstance(part, Tensor) else part for name, part in scene.items()}
-    if "sketch" in told:
-        told["sketch"] = Sketch(**{name: part.to(device) for name, part in told["sketch"].tensors().items()})
-    pulled, spared, sketched = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
+    kwargs: dict[str, Any] = {
+        name: part.to(device) if isinstance(part, Tensor) else part for name, part in scene.items()
+    }
+    if "sketch" in kwargs:
+        kwargs["sketch"] = Sketch(**{name: part.to(device) for name, part in kwargs["sketch"].tensors().items()})
+    bulk_read_bytes, resident_hit_bytes, sketch_read_bytes = (
+        torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)
+    )
     if elsewhere:
-        moved = [told[name][ELSEWHERE].clone() for name in ("bulk_keys", "bulk_values")]
-        told["places"] = torch.zeros(*scene["bulk_keys"].shape[:2], 2, dtype=torch.int64, device="cpu")
-        told["places"][ELSEWHERE] = torch.tensor([part.data_ptr() for part in moved], device="cpu")
-        told |= {"places": told["places"].to(device), "spared": spared}
+        moved = [kwargs[name][ELSEWHERE].clone() for name in ("bulk_keys", "bulk_values")]
+        kwargs["resident_pointers"] = torch.zeros(*scene["bulk_keys"].shape[:2], 2, dtype=torch.int64, device="cpu")
+        kwargs["resident_pointers"][ELSEWHERE] = torch.tensor([part.data_ptr() for part in moved], device="cpu")
+        kwargs |= {
+            "resident_pointers": kwargs["resident_pointers"].to(device),
+            "resident_hit_bytes": resident_hit_bytes,
+        }
     for name in ("bulk_keys", "bulk_values"):
         if elsewhere:
-            told[name] = told[name].clone()
-            told[name][ELSEWHERE] = torch.nan
+            kwargs[name] = kwargs[name].clone()
+            kwargs[name][ELSEWHERE] = torch.nan
         if pinned:
-            told[name] = told[name].cpu().pin_memory()
-    out, flags = kernel(DecodeCall.of(**told, pulled=pulled, sketched=sketched))
+            kwargs[name] = kwargs[name].cpu().pin_memory()
+    out, flags = kernel(DecodeCall.of(**kwargs, bulk_read_bytes=bulk_read_bytes, sketch_read_bytes=sketch_read_bytes))
     # Here, as the host waits for the device: until then nothing that the kernels read may be let go of.
-    return tuple(part.cpu() for part in (flags, out, pulled + spared, sketched))
+    return tuple(part.cpu() for part in (flags, out, bulk_read_bytes + resident_hit_bytes, sketch_read_bytes))
 
 
 def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, layout: Layout | None) -> dict[str, Any]:
@@ -173,37 +182,42 @@ def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, layout: Lay
     direction = noise(1, dim)[:1].sign()
     query = 0.1 * noise(group, dim) + direction
     query[:, 2, ::2] -= along(0, 0, 2)[:, 2]
-    near_keys, near_values = 0.2 * noise(COLUMNS, dim), 5 * noise(COLUMNS, value_dim)
-    near_keys[:, :, :LOCAL] += along(1, 0.8, 1)
-    near_keys[:, :, LOCAL:] += along(-1, 1, -1)
-    near_values[:, :, LOCAL:] *= 8  # few among many
+    local_keys, local_values = 0.2 * noise(COLUMNS, dim), 5 * noise(COLUMNS, value_dim)
+    local_keys[:, :, :LOCAL] += along(1, 0.8, 1)
+    local_keys[:, :, LOCAL:] += along(-1, 1, -1)
+    local_values[:, :, LOCAL:] *= 8  # few among many
     bulk_keys, bulk_values = 0.1 * noise(capacity, dim) + along(-1, 0.2, -1), 40 * noise(capacity, value_dim)
     bulk_keys[:, :, ::3] += along(0, 0.8, 0)
     bulk_values[:, 1] += 120
     bulk_values[:, 1, ::3] -= 120  # values of selected tokens differ from the others'
-    near_keys, near_values, bulk_keys, bulk_values = (
-        part.to(dtype) for part in (near_keys, near_values, bulk_keys, bulk_values)
+    local_keys, local_values, bulk_keys, bulk_values = (
+        part.to(dtype) for part in (local_keys, local_values, bulk_keys, bulk_values)
     )
 
     lengths = torch.tensor([length, SHORT, SHORT], device="cpu")
-    told: dict[str, Any] = {"scaling": 4 / dim, "threshold": 0.5, "bulk_lengths": lengths, "count": lengths}
-    told["decided"] = torch.tensor([True, True, False], device="cpu")
-    told["query"] = query.to(dtype).reshape(batch, KV_HEADS * group, 1, dim)
+    kwargs: dict[str, Any] = {"scaling": 4 / dim, "threshold": 0.5, "bulk_lengths": lengths, "count": lengths}
+    kwargs["decided"] = torch.tensor([True, True, False], device="cpu")
+    kwargs["query"] = query.to(dtype).reshape(batch, KV_HEADS * group, 1, dim)
     columns = torch.arange(COLUMNS, device="cpu")[None]
-    told["local"], told["staged"] = columns < LOCAL, (columns >= LOCAL) & (columns < LOCAL + STAGED)
+    kwargs["local"], kwargs["pending"] = columns < LOCAL, (columns >= LOCAL) & (columns < LOCAL + PENDING_COLUMNS)
     rows = [bulk_keys[row, :, :tokens].float() for row, tokens in enumerate(lengths.tolist())]
-    told["mean"] = torch.stack([keys.mean(dim=1) for keys in rows])
+    kwargs["mean"] = torch.stack([keys.mean(dim=1) for keys in rows])
     centred = [keys - keys.mean(dim=1, keepdim=True) for keys in rows]
-    told["covariance"] = torch.stack([keys.mT @ keys / keys.shape[1] for keys in centred])
-    told |= {"other_mean": told["mean"][:1], "other_covariance": told["covariance"][:1], "pool_staged": True}
+    kwargs["covariance"] = torch.stack([keys.mT @ keys / keys.shape[1] for keys in centred])
+    kwargs |= {"other_mean": kwargs["mean"][:1], "other_covariance": kwargs["covariance"][:1], "pool_pending": True}
     if layout is not None:
-        told["sketch"] = _sketch(bulk_keys, bulk_values, layout)
-        told["token_threshold"] = 0.8
-    near_keys[:, :, LOCAL + STAGED :] = near_values[:, :, LOCAL + STAGED :] = torch.nan
+        kwargs["sketch"] = _sketch(bulk_keys, bulk_values, layout)
+        kwargs["token_threshold"] = 0.8
+    local_keys[:, :, LOCAL + PENDING_COLUMNS :] = local_values[:, :, LOCAL + PENDING_COLUMNS :] = torch.nan
     for row, tokens in enumerate(lengths.tolist()):
         bulk_keys[row, :, tokens:] = bulk_values[row, :, tokens:] = torch.nan
-    told |= {"near_keys": near_keys, "near_values": near_values, "bulk_keys": bulk_keys, "bulk_values": bulk_values}
-    return told
+    kwargs |= {
+        "local_keys": local_keys,
+        "local_values": local_values,
+        "bulk_keys": bulk_keys,
+        "bulk_values": bulk_values,
+    }
+    return kwargs
 
 
 def _sketch(keys: Tensor, values: Tensor, layout: Layout) -> Sketch:
@@ -213,11 +227,11 @@ def _sketch(keys: Tensor, values: Tensor, layout: Layout) -> Sketch:
     will do for it. The third head of the first row tells too little, and says something absurd of unread tokens.
     """
     energies = torch.logspace(-1, 1, keys.shape[3], dtype=torch.float32, device="cpu")
-    made = encode_segments(keys, energies.expand(*keys.shape[:2], -1), layout, last=True)
+    made = quantize_segments(keys, energies.expand(*keys.shape[:2], -1), layout, last=True)
     made["units"][:, :, 0] *= 0.7
     made |= channel_means(made, layout, keys.shape[2])
     made["noise"][0, 2] = 1e9
     mean = values.float().mean(dim=2, keepdim=True)
     slopes = (values.float() - mean).mT @ (keys.float() - keys.float().mean(dim=2, keepdim=True)) / keys.shape[2]
     mean[0, 2] = 1e4
-    return Sketch(**made, mean_value=mean.squeeze(2), **rounded_slopes(slopes))
+    return Sketch(**made, mean_value=mean.squeeze(2), **round_slopes(slopes))

@@ -31,14 +31,14 @@ class Masks:
     """What the queries of one call see; `rows` is their number, or 1 where all are alike.
 
     Attributes:
-        local: bool `[rows, 1, queries, columns]` of the near buffer, the query's sinks and window (itself included).
-        staged: bool, same shape: tokens of the query's bulk that still lie in the near buffer.
+        local: bool `[rows, 1, queries, columns]` of the local buffer, the query's sinks and window (itself included).
+        pending: bool, same shape: tokens of the query's bulk that still lie in the local buffer.
         bulk_tokens: int64 `[rows, 1, queries]`, the paper's `T_bulk` of each query.
         decided: bool `[rows, 1, queries]`, real queries that have a bulk: the ones a criterion decides about.
     """
 
     local: Tensor
-    staged: Tensor
+    pending: Tensor
     bulk_tokens: Tensor
     decided: Tensor
 
@@ -48,28 +48,28 @@ class Step:
     """One call of one layer: several queries a row.
 
     Attributes:
-        packed: `[batch, kv_heads, group * queries, dim]`: the query heads of a KV head share its keys.
-        near_keys, near_values: `[batch, kv_heads, columns, dim]` and `value_dim`, finite.
+        grouped_queries: `[batch, kv_heads, group * queries, dim]`: the query heads of a KV head share its keys.
+        local_keys, local_values: `[batch, kv_heads, columns, dim]` and `value_dim`, finite.
         masks: over them.
         rule: how to decide, and what to read.
         lengths: tokens of each row's bulk, all of which precede every query's window.
         sketch: of the bulk; None: long-context heads read all of it.
-        sketched: tokens of each row in the sketch: all of the bulk's, or none.
-        scores: over the near buffer, `[batch, kv_heads, group, queries, columns]` float32.
+        sketch_lengths: tokens of each row in the sketch: all of the bulk's, or none.
+        scores: over the local buffer, `[batch, kv_heads, group, queries, columns]` float32.
     """
 
-    packed: Tensor
-    near_keys: Tensor
-    near_values: Tensor
+    grouped_queries: Tensor
+    local_keys: Tensor
+    local_values: Tensor
     masks: Masks
     rule: Rule
     lengths: list[int]
     sketch: Sketch | None = None
-    sketched: list[int] = field(default_factory=list)
+    sketch_lengths: list[int] = field(default_factory=list)
     scores: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        scores = torch.matmul(self.packed.float(), self.near_keys.float().mT) * self.rule.scaling
+        scores = torch.matmul(self.grouped_queries.float(), self.local_keys.float().mT) * self.rule.scaling
         self.scores = scores.unflatten(2, (-1, self.masks.local.shape[2]))
 
 
@@ -90,8 +90,8 @@ class Part(NamedTuple):
         rows, heads: which.
         keys, values: `[rows, heads, tokens, dim]` and `value_dim`.
         request: what asked for it; None: a head is there whole, or the next block of it.
-        pulled: bytes read from where the bulk lives, not counting what was fetched early and so counted before.
-        spared: bytes that were read from a resident instead.
+        bulk_read_bytes: bytes read from where the bulk lives, not counting what was fetched early and so counted before.
+        resident_hit_bytes: bytes that were read from a resident instead.
     """
 
     rows: slice
@@ -99,8 +99,8 @@ class Part(NamedTuple):
     keys: Tensor
     values: Tensor
     request: Request | None = None
-    pulled: int = 0
-    spared: int = 0
+    bulk_read_bytes: int = 0
+    resident_hit_bytes: int = 0
 
 
 # Parts in any order: of rows and KV heads that are read whole, and of requests, which are made as they are asked for,
@@ -108,10 +108,10 @@ class Part(NamedTuple):
 Read = Callable[[list[list[bool]], Iterator[Request] | None], Iterable[Part]]
 
 
-Moments = tuple[int, Tensor, Tensor]  # tokens, mean, covariance: of keys in bulks of more tokens
+LengthMoments = tuple[int, Tensor, Tensor]  # tokens, mean, covariance: of keys in bulks of more tokens
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     """Attention of all heads `[batch, kv_heads, group * queries]`.
 
     Attributes:
@@ -126,7 +126,7 @@ class Attended(NamedTuple):
 
 
 def estimated_log_bulk(
-    step: Step, current: tuple[Tensor, Tensor, Tensor] | None, others: list[Moments], *, pool: bool
+    step: Step, current: tuple[Tensor, Tensor, Tensor] | None, others: list[LengthMoments], *, pool: bool
 ) -> Tensor:
     """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]`, of two estimates the larger.
 
@@ -134,22 +134,22 @@ def estimated_log_bulk(
         step: the call.
         current: by the prompt's own keys: mean, covariance and count, as for `current_score_moments`; or None.
         others: by another prompt's, as for `other_log_bulk`, or nothing.
-        pool: take the staged tokens into the first.
+        pool: take the pending tokens into the first.
     """
     estimates = [other_log_bulk(step, others)] if others else []
     if current is not None:
-        staged, scaling = step.masks.staged if pool else None, step.rule.scaling
+        pending, scaling = step.masks.pending if pool else None, step.rule.scaling
         mean, variance, known = current_score_moments(
-            step.packed.float(), step.scores, *current, staged=staged, scaling=scaling
+            step.grouped_queries.float(), step.scores, *current, pending=pending, scaling=scaling
         )
         own = gaussian_log_bulk(mean, variance, step.masks.bulk_tokens.unsqueeze(2))
         estimates.append(own.masked_fill(~known, torch.nan))
     return larger_estimate(*estimates)
 
 
-def other_log_bulk(step: Step, others: list[Moments]) -> Tensor:
+def other_log_bulk(step: Step, others: list[LengthMoments]) -> Tensor:
     """Eq. 7's by means and covariances `[batch or 1, kv_heads, ...]`, each for bulks of more tokens than it says."""
-    query, tokens = step.packed.float(), step.masks.bulk_tokens.unsqueeze(2)
+    query, tokens = step.grouped_queries.float(), step.masks.bulk_tokens.unsqueeze(2)
     found = step.scores.new_full(step.scores.shape[:-1], -torch.inf)
     for length, *pair in others:
         mean, variance = (part.view_as(found) for part in score_moments(query, *pair, scaling=step.rule.scaling))
@@ -159,7 +159,7 @@ def other_log_bulk(step: Step, others: list[Moments]) -> Tensor:
 
 def decide(step: Step, log_bulk: Tensor) -> Tensor:
     """The long-context heads, bool `[batch, kv_heads, group, queries]`, by `log_bulk` of the same shape."""
-    flags = long_context(log_mass(step.scores, step.masks.local), log_bulk, step.rule.limit)
+    flags = long_context(log_mass(step.scores, step.masks.local), log_bulk, step.rule.logit_threshold)
     return group_decision(flags, step.rule.group_rule) & step.masks.decided.unsqueeze(2)
 
 
@@ -170,7 +170,7 @@ def attend(
     *,
     partial: Callable = partial_attention,
     whole: tuple[Tensor, Tensor] | None = None,
-) -> Attended:
+) -> AttentionOutput:
     """Every head over its sinks and window, long-context heads over their bulk too, or what matters of it.
 
     Args:
@@ -178,61 +178,63 @@ def attend(
         flags: as `decide` returns them; reading them on the host is where a step waits for the device.
         read: brings what is asked for.
         partial: `partial_attention`, or what computes the same.
-        whole: what `over_whole_bulk` says, if that is known.
+        whole: what `attend_whole_bulk` says, if that is known.
     """
-    local, staged = step.masks.local, step.masks.staged
-    visible = local.unsqueeze(1) | (staged.unsqueeze(1) & flags.unsqueeze(-1))
-    out, lse = softmax_average(step.scores.masked_fill(~visible, -torch.inf).flatten(2, 3), step.near_values)
+    local, pending = step.masks.local, step.masks.pending
+    visible = local.unsqueeze(1) | (pending.unsqueeze(1) & flags.unsqueeze(-1))
+    out, lse = softmax_average(step.scores.masked_fill(~visible, -torch.inf).flatten(2, 3), step.local_values)
     if not any(step.lengths):
-        return Attended(out, lse, [])
+        return AttentionOutput(out, lse, [])
     selecting: list[list[bool]] = []
     if whole is not None:
-        far_out, far_lse, read_lse = *whole, whole[1]
+        bulk_out, bulk_lse, read_lse = *whole, whole[1]
     elif step.sketch is None:
-        far_out, far_lse = over_whole_bulk(step, read, flags.flatten(2).any(dim=-1).tolist(), partial=partial)
-        read_lse = far_lse
+        bulk_out, bulk_lse = attend_whole_bulk(step, read, flags.flatten(2).any(dim=-1).tolist(), partial=partial)
+        read_lse = bulk_lse
     else:
-        far_out, far_lse, read_lse, selecting = _over_selected(step, step.sketch, flags, lse, read, partial)
+        bulk_out, bulk_lse, read_lse, selecting = _attend_selected(step, step.sketch, flags, lse, read, partial)
     local_heads = ~flags.flatten(2)
-    far_lse, read_lse = (found.masked_fill(local_heads, -torch.inf) for found in (far_lse, read_lse))
-    return Attended(merge_partials(out, lse, far_out, far_lse)[0], torch.logaddexp(lse, read_lse), selecting)
+    bulk_lse, read_lse = (found.masked_fill(local_heads, -torch.inf) for found in (bulk_lse, read_lse))
+    return AttentionOutput(merge_partials(out, lse, bulk_out, bulk_lse)[0], torch.logaddexp(lse, read_lse), selecting)
 
 
-def over_whole_bulk(
+def attend_whole_bulk(
     step: Step, read: Read, wanted: list[list[bool]], *, partial: Callable = partial_attention
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of all queries over the whole bulk of the wanted rows and KV heads, over nothing for others."""
-    out, lse = _over_nothing(step)
+    out, lse = _empty_attention(step)
     for part in read(wanted, None):
         at = part.rows, part.heads
-        out[at], lse[at] = partial(step.packed[at], part.keys, part.values, scaling=step.rule.scaling)
+        out[at], lse[at] = partial(step.grouped_queries[at], part.keys, part.values, scaling=step.rule.scaling)
     return out, lse
 
 
-def _over_nothing(step: Step) -> tuple[Tensor, Tensor]:
-    shape = step.packed.shape[:-1]
-    out = step.packed.new_zeros(*shape, step.near_values.shape[-1], dtype=torch.float32)
-    return out, step.packed.new_full(shape, -torch.inf, dtype=torch.float32)
+def _empty_attention(step: Step) -> tuple[Tensor, Tensor]:
+    shape = step.grouped_queries.shape[:-1]
+    out = step.grouped_queries.new_zeros(*shape, step.local_values.shape[-1], dtype=torch.float32)
+    return out, step.grouped_queries.new_full(shape, -torch.inf, dtype=torch.float32)
 
 
-def _over_selected(
-    step: Step, sketch: Sketch, flags: Tensor, near_lse: Tensor, read: Read, partial: Callable
+def _attend_selected(
+    step: Step, sketch: Sketch, flags: Tensor, buffer_lse: Tensor, read: Read, partial: Callable
 ) -> tuple[Tensor, Tensor, Tensor, list[list[bool]]]:
     """`(out, lse)` of the flagged heads over what they select of the bulk, what stands for the rest included; `lse` of
-    what was read alone; and who selects. `near_lse` is of the scores over the near buffer."""
+    what was read alone; and who selects. `buffer_lse` is of the scores over the local buffer."""
     scaling = step.rule.scaling
     needed = flags.flatten(2).any(dim=-1)  # [batch, kv_heads]
     # What one query finds too rough is read whole for all queries of the call.
-    rough = unreliable(step.packed, sketch, scaling=scaling) & flags.flatten(2)
-    selects = torch.tensor(step.sketched, device=flags.device)[:, None].bool() & ~rough.any(dim=-1)
+    unreliable_flags = unreliable(step.grouped_queries, sketch, scaling=scaling) & flags.flatten(2)
+    selects = torch.tensor(step.sketch_lengths, device=flags.device)[:, None].bool() & ~unreliable_flags.any(dim=-1)
     selecting, whole = torch.stack([needed & selects, needed & ~selects]).tolist()
-    out, lse = _over_nothing(step)
+    out, lse = _empty_attention(step)
     read_lse = lse.clone()
-    queries, outs, masses, read_masses = (t.unflatten(2, flags.shape[2:]) for t in (step.packed, out, lse, read_lse))
-    for part in read(whole, _requests(step, sketch, flags, near_lse, selecting)):
+    queries, outs, masses, read_masses = (
+        t.unflatten(2, flags.shape[2:]) for t in (step.grouped_queries, out, lse, read_lse)
+    )
+    for part in read(whole, _requests(step, sketch, flags, buffer_lse, selecting)):
         if part.request is None:
             place = part.rows, part.heads
-            out[place], lse[place] = partial(step.packed[place], part.keys, part.values, scaling=scaling)
+            out[place], lse[place] = partial(step.grouped_queries[place], part.keys, part.values, scaling=scaling)
             read_lse[place] = lse[place]
             continue
         row, head, tokens, which, selection = part.request
@@ -246,21 +248,21 @@ def _over_selected(
 
 
 def _requests(
-    step: Step, sketch: Sketch, flags: Tensor, near_lse: Tensor, selecting: list[list[bool]]
+    step: Step, sketch: Sketch, flags: Tensor, buffer_lse: Tensor, selecting: list[list[bool]]
 ) -> Iterator[Request]:
     """What the selecting KV heads ask for, some queries of one at a time."""
     shape = flags.shape[2:]  # [group, queries]
     bulk_tokens = step.masks.bulk_tokens.expand(len(flags), -1, -1)
     for row, head in [(row, head) for row, heads in enumerate(selecting) for head, does in enumerate(heads) if does]:
-        query, log_near = (tensor[row, head].unflatten(0, shape) for tensor in (step.packed, near_lse))
-        block = max(1, BLOCK_SCORES // (shape[0] * step.sketched[row]))
+        query, log_buffer = (tensor[row, head].unflatten(0, shape) for tensor in (step.grouped_queries, buffer_lse))
+        block = max(1, BLOCK_SCORES // (shape[0] * step.sketch_lengths[row]))
         for first in range(0, shape[1], block):
             part = slice(first, first + block)
             selection = select_tokens(
                 query[:, part],
                 sketch[row, head],
-                step.sketched[row],
-                log_near=log_near[:, part],
+                step.sketch_lengths[row],
+                log_buffer=log_buffer[:, part],
                 bulk_tokens=bulk_tokens[row, 0, part],
                 flags=flags[row, head, :, part],
                 scaling=step.rule.scaling,

@@ -66,7 +66,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def fault(compute: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor, ...]) -> str | None:
+def find_fault(compute: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor, ...]) -> str | None:
     """A kernel's fault, in words for a warning; None without one.
 
     Args:

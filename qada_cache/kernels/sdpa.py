@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from transformers.utils import logging
 
-from .reference import TOLERANCE, fault, merge_partials
+from .reference import TOLERANCE, find_fault, merge_partials
 
 logger = logging.get_logger(__name__)
 
@@ -146,7 +146,7 @@ def _operator(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int
     for operator in OPERATORS.get(device.type, ()):
         if not operator.serves(*(tensor.to(device) for tensor in sample)):
             continue
-        if (wrong := _fault(operator, sample, device)) is None:
+        if (wrong := _find_fault(operator, sample, device)) is None:
             return operator
         logger.warning_once(
             f"torch's {operator.name} is not used on {device} for {dtype} and head dimensions {dim} and {value_dim}, "
@@ -171,8 +171,8 @@ def _sample(dtype: torch.dtype, dim: int, value_dim: int) -> tuple[Tensor, Tenso
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def _fault(operator: Operator, sample: tuple[Tensor, Tensor, Tensor], device: torch.device) -> str | None:
-    """An operator's fault over the keys of a sample, and causally over fewer of them (see `fault`)."""
+def _find_fault(operator: Operator, sample: tuple[Tensor, Tensor, Tensor], device: torch.device) -> str | None:
+    """An operator's fault over the keys of a sample, and causally over fewer of them (see `find_fault`)."""
     scaling = 8 / sample[0].shape[3]  # the score of a query and its own token is then about 8
 
     def calls(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, float, bool]]:
@@ -183,7 +183,7 @@ def _fault(operator: Operator, sample: tuple[Tensor, Tensor, Tensor], device: to
         found = [_split(operator, *call) for call in calls(*(tensor.to(device) for tensor in sample))]
         return tuple(part.cpu() for out, lse in found for part in (out.to(sample[0].dtype), lse))
 
-    return fault(compute, tuple(part for call in calls(*sample) for part in _plain(*call)))
+    return find_fault(compute, tuple(part for call in calls(*sample) for part in _plain(*call)))
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..files import tensor_file
 from . import collecting
 from .rotation import Rotation, rotation_at
-from .running import Placed
+from .running import DeviceMoments
 
 KIND = "qada-moments"
 HUB = "hf://"
@@ -57,7 +57,7 @@ class KeyMoments:
     rope: dict[str, Any] = field(default_factory=dict)
     query_energies: Tensor | None = None
     origin: dict[str, Any] = field(default_factory=dict)
-    _placed: Placed = field(default_factory=Placed, repr=False)
+    _device_moments: DeviceMoments = field(default_factory=DeviceMoments, repr=False)
 
     def __post_init__(self) -> None:
         shape = tuple(self.mean.shape)
@@ -110,17 +110,17 @@ class KeyMoments:
         """Moments of one layer for bulks of these many tokens each, on `device`, float32.
 
         They are made once for all callers that keep them (`running.Kept`), so any number of caches may take turns.
-        Callers round lengths (`rotation.rounded`), so that few different ones are ever asked for.
+        Callers round lengths (`rotation.round_length`), so that few different ones are ever asked for.
 
         Returns:
             for each length: mean `[1, kv_heads, dim]` and covariance `[1, kv_heads, dim, dim]`.
         """
-        return self._placed.get(layer, lengths, device, self._layer_at)
+        return self._device_moments.get(layer, lengths, device, self._layer_at)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of what callers of `layer` keep on devices, for all caches that share these moments."""
-        return self._placed.nbytes
+        return self._device_moments.nbytes
 
     # -- files ----------------------------------------------------------------------------------------------------
 
@@ -152,10 +152,10 @@ class KeyMoments:
             ValueError: they do not fit each other.
         """
         header = dict(header)
-        mean, frequencies, turned = tensors["moments.mean"], header.pop("frequencies"), header.pop("rotations")
-        if any(index not in range(len(frequencies)) for _, index in turned):
-            raise ValueError(f"KeyMoments: rotations {turned} go by {len(frequencies)} lists of frequencies")
-        rotations = tuple(Rotation(mean.shape[-1], tuple(frequencies[index]), layout) for layout, index in turned)
+        mean, frequencies, rotated = tensors["moments.mean"], header.pop("frequencies"), header.pop("rotations")
+        if any(index not in range(len(frequencies)) for _, index in rotated):
+            raise ValueError(f"KeyMoments: rotations {rotated} go by {len(frequencies)} lists of frequencies")
+        rotations = tuple(Rotation(mean.shape[-1], tuple(frequencies[index]), layout) for layout, index in rotated)
         lengths = tuple(header.pop("lengths"))
         return cls(
             mean,

@@ -13,10 +13,10 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..kernels.reference import without_autocast
-from .prompts import PROMPTS, prompt_ids, within_reach
+from .full_attention import full_attention_layers, inputs_device, layer_keys, observed, unwrap_model
+from .prompts import PROMPTS, choose_prompt, prompt_ids
 from .rotation import Rotation, find_rotations, frequencies_by_length, rope_settings, takes_positions
 from .running import RunningMoments
-from .served import inputs_device, layer_keys, observed, served_layers, unwrapped
 from .sharding import HeadShard, head_shard
 
 SCHEMES = ("auto", "analytic", "spread", "prompt")
@@ -66,7 +66,7 @@ def collect(
     progress: bool,
 ) -> dict[str, Any]:
     """The fields of `KeyMoments`; arguments as for `KeyMoments.collect`."""
-    model = unwrapped(model)
+    model = unwrap_model(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"key moments are collected from a transformers model, got {type(model).__name__}")
     if isinstance(tokenizer, Tensor):
@@ -74,9 +74,9 @@ def collect(
     if scheme not in SCHEMES:
         raise ValueError(f"unknown scheme {scheme!r}: use one of {', '.join(SCHEMES)}")
     config = model.config.get_text_config(decoder=True)
-    shard = head_shard(model, config, served_layers(DynamicCache(config=config)))
+    shard = head_shard(model, config, full_attention_layers(DynamicCache(config=config)))
     longest = _longest(model, config)
-    kind = within_reach(prompt, tokenizer, text) if isinstance(prompt, str) and prompt in PROMPTS else "custom"
+    kind = choose_prompt(prompt, tokenizer, text) if isinstance(prompt, str) and prompt in PROMPTS else "custom"
     # Our article is long enough, but for a tokenizer that puts several words into a token: then it is read as it is.
     fewer = tokens is None and text is None and kind != "custom"
     if tokens is None:
@@ -118,7 +118,7 @@ def collect(
                     continue
                 if scheme == "analytic":
                     keys = {
-                        index: rotations[index].turn(kept.cpu().double(), -positions) for index, kept in keys.items()
+                        index: rotations[index].rotate(kept.cpu().double(), -positions) for index, kept in keys.items()
                     }
                 grid.append(_moments(keys, slice(sink_tokens, None)))
     layers, name = config.num_hidden_layers, model.config._name_or_path
@@ -225,10 +225,10 @@ def read_keys(model: PreTrainedModel, ids: Tensor, positions: Tensor, bar: tqdm,
         place = {} if contiguous else {"position_ids": where[None].to(device)}
         model(input_ids=part[None].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1, **place)
         bar.update(len(part))
-    served = served_layers(cache)
-    if not served:
+    managed = full_attention_layers(cache)
+    if not managed:
         raise ValueError(f"{config.model_type} has no full-attention layers, so there are no key moments to collect")
-    return {index: shard.gather(layer_keys(cache, index, config), 1) for index in served}
+    return {index: shard.gather(layer_keys(cache, index, config), 1) for index in managed}
 
 
 def _moments(keys: dict[int, Tensor], part: slice) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
@@ -244,13 +244,13 @@ def _moments(keys: dict[int, Tensor], part: slice) -> tuple[dict[int, Tensor], d
 def _energies(
     energies: QueryEnergies,
     shape: tuple[int, ...],
-    served: Iterable[int],
+    managed: Iterable[int],
     rotations: dict[int, Rotation],
     shard: HeadShard,
 ) -> Tensor | None:
-    """Query energies `[layers, kv_heads, dim]` of the layers that are `served`; None if a layer's were not seen."""
-    found = {index: energies.by_head(index, shape[1] // shard.size, rotations.get(index)) for index in served}
-    if shard.everywhere(all(each is not None and each.shape[-1] == shape[2] for each in found.values())):
+    """Query energies `[layers, kv_heads, dim]` of the layers that are `managed`; None if a layer's were not seen."""
+    found = {index: energies.by_head(index, shape[1] // shard.size, rotations.get(index)) for index in managed}
+    if shard.all_true(all(each is not None and each.shape[-1] == shape[2] for each in found.values())):
         return _by_layer({index: shard.gather(each, 0) for index, each in found.items() if each is not None}, shape[0])
     return None
 

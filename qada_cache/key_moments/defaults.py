@@ -13,8 +13,8 @@ from ..files import private, tensor_file
 from ..files.private import home
 from . import KIND, KeyMoments, identity
 from .identity import find_tokenizer
-from .prompts import PROMPTS, TOKENS_FOR_WORDS, within_reach
-from .sharding import WHOLE, HeadShard
+from .prompts import PROMPTS, TOKENS_FOR_WORDS, choose_prompt
+from .sharding import UNSHARDED, HeadShard
 
 logger = logging.get_logger(__name__)
 
@@ -29,10 +29,10 @@ _remembered: dict[Path, KeyMoments] = {}
 _remembering = threading.RLock()  # one thread collects, others that ask for the same moments wait
 
 
-Moments = str | os.PathLike | KeyMoments | tuple[str, str | os.PathLike | KeyMoments]
+MomentsSource = str | os.PathLike | KeyMoments | tuple[str, str | os.PathLike | KeyMoments]
 
 
-def sources(moments: Moments) -> tuple[bool, str | os.PathLike | KeyMoments | None]:
+def sources(moments: MomentsSource) -> tuple[bool, str | os.PathLike | KeyMoments | None]:
     """The parts of `QAdACache(moments=...)`: whether the current prompt's count, and the other prompt (None: no other).
 
     Raises:
@@ -58,12 +58,12 @@ def sources(moments: Moments) -> tuple[bool, str | os.PathLike | KeyMoments | No
 
 
 def resolve_moments(
-    moments: Moments,
+    moments: MomentsSource,
     *,
     model: PreTrainedModel | None,
     config: PreTrainedConfig,
     used: bool,
-    shard: HeadShard = WHOLE,
+    shard: HeadShard = UNSHARDED,
 ) -> tuple[bool, KeyMoments | None]:
     """Load or collect `QAdACache(moments=...)`: whether the current prompt's count, and another prompt's moments.
 
@@ -98,7 +98,7 @@ def resolve_moments(
     return current or found is None, found
 
 
-def together(current: bool, other: KeyMoments | None) -> Moments:
+def combine_sources(current: bool, other: KeyMoments | None) -> MomentsSource:
     """The inverse of `resolve_moments`."""
     if other is None:
         return CURRENT
@@ -110,13 +110,13 @@ def default_moments(
     prompt: str,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    shard: HeadShard = WHOLE,
+    shard: HeadShard = UNSHARDED,
 ) -> KeyMoments:
     """This model's moments on one of `prompts.PROMPTS`: remembered, else read from the file, else collected and kept.
 
     The file's name holds all that determines the moments: the weights (a sample of every one), the config, the dtype,
     the prompt, and the format. A folder that cannot be written to, or is not the user's alone (`private.opened`), costs
-    a warning, not the moments. Words without a tokenizer (`prompts.within_reach`) become tokens, with a warning, and
+    a warning, not the moments. Words without a tokenizer (`prompts.choose_prompt`) become tokens, with a warning, and
     are kept under the tokens' name. Processes that share a model collect together: each keeps a file named by its part
     of the weights, and if one finds none, all collect.
 
@@ -134,7 +134,7 @@ def default_moments(
         kept = _remembered.get(path)
         if kept is None or (tokenizer is not None and kept.prompt != prompt):  # words can be had now
             kept = _read_moments(path)
-        if not shard.everywhere(kept is not None):
+        if not shard.all_true(kept is not None):
             kept = _made(model, prompt, tokenizer, path, shard)
         assert kept is not None  # found or made above
         _remember(path, kept)
@@ -195,7 +195,7 @@ def _made(
                     f"qada_cache.prepare(model, tokenizer, moments={prompt!r}) first, or give moments="
                     f"KeyMoments.collect(model, tokenizer, prompt={prompt!r})"
                 ) from error
-    if shard.everywhere(within_reach(prompt, tokenizer) == prompt):
+    if shard.all_true(choose_prompt(prompt, tokenizer) == prompt):
         return _collect(model, tokenizer, prompt, path)
     _say_tokens(prompt, reason)
     return default_moments(model, TOKENS_FOR_WORDS[prompt], shard=shard)

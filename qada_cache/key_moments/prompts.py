@@ -15,7 +15,7 @@ ROWS = 65536  # of a vocabulary that are read at a time
 UNKNOWN_SHARE = 0.1  # of a text's tokens: beyond it the tokenizer does not know the language
 
 
-def within_reach(prompt: str, tokenizer: PreTrainedTokenizerBase | None, text: str | None = None) -> str:
+def choose_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase | None, text: str | None = None) -> str:
     """`prompt`, or its counterpart of tokens if there can be no words.
 
     "random-words" and "single-word" of our article (no `text` given) take a tokenizer that knows its words. Without one

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .served import inputs_device, layer_keys, served_config, served_layers
-from .sharding import WHOLE, HeadShard
+from .full_attention import full_attention_config, full_attention_layers, inputs_device, layer_keys
+from .sharding import UNSHARDED, HeadShard
 
 LAYOUTS = ("half", "interleaved")
 PROBE_POSITIONS = (1, 17, 331)
@@ -52,7 +52,7 @@ class Rotation:
         """The index of every dim's partner int64 `[dim]`; unturned dims are their own partners."""
         return _by_dim(self)[1]
 
-    def turn(self, keys: Tensor, positions: Tensor) -> Tensor:
+    def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys `[..., tokens, dim]` of position 0 at `positions` `[tokens]`; negative positions turn back."""
         frequency, partner, sign = (tensor.to(keys.device) for tensor in _by_dim(self))
         angle = positions.to(keys.device, torch.float64)[:, None] * frequency
@@ -74,10 +74,10 @@ class Rotation:
         mean = mean.double().cpu()
         second = covariance.double().cpu() + mean[..., :, None] * mean[..., None, :]
         columns = second[..., partner]
-        turned = cos_cos * second + cos_sin * columns + (cos_sin * columns).transpose(-1, -2)
-        turned += sin_sin * columns[..., partner, :]
+        rotated = cos_cos * second + cos_sin * columns + (cos_sin * columns).transpose(-1, -2)
+        rotated += sin_sin * columns[..., partner, :]
         mean = cos * mean + sin * mean[..., partner]
-        return mean, turned - mean[..., :, None] * mean[..., None, :]
+        return mean, rotated - mean[..., :, None] * mean[..., None, :]
 
 
 @lru_cache(maxsize=64)
@@ -121,7 +121,7 @@ def _mean_cos_sin(frequency: Tensor, first: int, length: int) -> tuple[Tensor, T
     return ratio * middle.cos(), ratio * middle.sin()
 
 
-def rounded(length: int) -> int:
+def round_length(length: int) -> int:
     """`length` rounded up by at most 64 tokens or one part in 32, for moments. A growing sequence seldom needs new
     moments then, and a row gets the same ones in any batch.
     """
@@ -136,7 +136,7 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def find_rotations(
-    model: PreTrainedModel, tokens: Tensor, length: int, shard: HeadShard = WHOLE
+    model: PreTrainedModel, tokens: Tensor, length: int, shard: HeadShard = UNSHARDED
 ) -> dict[int, Rotation | None]:
     """How each full-attention layer turns its keys with position; None where that was not found out.
 
@@ -154,7 +154,7 @@ def find_rotations(
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
     if not takes_positions(model):
-        return dict.fromkeys(served_layers(cache))
+        return dict.fromkeys(full_attention_layers(cache))
     ids = tokens[:, None].expand(-1, len(positions)).reshape(-1, 1)
     position_ids = positions.repeat(len(tokens))[:, None]
     device = inputs_device(model)
@@ -166,7 +166,7 @@ def find_rotations(
         if name.endswith("inv_freq") and buffer.dim() == 1 and not buffer.is_meta
     )
     found = {}
-    for index in served_layers(cache):
+    for index in full_attention_layers(cache):
         keys = shard.gather(layer_keys(cache, index, config), 1)[:, :, 0].unflatten(0, (len(tokens), -1))
         # [kv_heads, tokens, positions, dim]
         found[index] = _best_rotation(keys.permute(2, 0, 1, 3).double().cpu(), positions, list(candidates))
@@ -179,8 +179,8 @@ def _best_rotation(keys: Tensor, positions: Tensor, candidates: list[tuple[float
     rotations += [Rotation(dim, found, layout) for found in candidates for layout in LAYOUTS if 2 * len(found) <= dim]
 
     def error(rotation: Rotation) -> float:
-        turned = rotation.turn(keys[:, :, :1].expand_as(keys), positions)
-        return float((turned - keys).norm() / keys.norm().clamp_min(1e-30))
+        rotated = rotation.rotate(keys[:, :, :1].expand_as(keys), positions)
+        return float((rotated - keys).norm() / keys.norm().clamp_min(1e-30))
 
     errors = [error(rotation) for rotation in rotations]
     best = min(range(len(rotations)), key=errors.__getitem__)
@@ -192,7 +192,7 @@ def rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
         return {}
-    config = served_config(config)
+    config = full_attention_config(config)
     names = ("max_position_embeddings", "hidden_size", "num_attention_heads", "head_dim")
     known = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
     if set(parameters) <= set(getattr(config, "layer_types", None) or []):  # parameters by layer type

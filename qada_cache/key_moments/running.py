@@ -79,7 +79,7 @@ class RunningMoments:
         self.known = torch.tensor(count, device=mean.device)
 
 
-class Placed:
+class DeviceMoments:
     """Means and covariances by layer, device and length, for as long as anyone has them."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Placed:
         return None if mean is None or covariance is None else (mean, covariance)
 
 
-class Kept:
+class LayerMoments:
     """What one layer keeps of another prompt's moments, from step to step.
 
     The pair for bulks of one length is shared by all caches. Rows of several lengths lie in tensors of the layer's own:
@@ -120,7 +120,7 @@ class Kept:
     """
 
     def __init__(self) -> None:
-        self._asked: Any = None
+        self._key: Any = None
         self._lengths: tuple[int, ...] = ()
         self._shared: list[Pair] = []
         self._pair: Pair | None = None
@@ -134,8 +134,8 @@ class Kept:
         own: Callable[[Tensor, int], Tensor],
     ) -> Pair:
         """Mean `[lengths, kv_heads, dim]` and covariance, those heads of `moments` (`KeyMoments`) that `own` leaves."""
-        asked = weakref.ref(moments), len(lengths), device
-        if self._pair is None or self._asked != asked or (self._lengths != lengths and len(lengths) == 1):
+        key = weakref.ref(moments), len(lengths), device
+        if self._pair is None or self._key != key or (self._lengths != lengths and len(lengths) == 1):
             shared = moments.layer(layer, lengths, device)
             pairs = [(own(mean, 1), own(covariance, 1)) for mean, covariance in shared]
             if len(lengths) == 1:
@@ -149,7 +149,7 @@ class Kept:
                 if old != new:
                     for mine, made in zip(self._pair, moments.layer(layer, [new], device)[0], strict=True):
                         mine[row] = own(made, 1)[0]
-        self._asked, self._lengths = asked, lengths
+        self._key, self._lengths = key, lengths
         return self._pair
 
     @property
@@ -157,5 +157,5 @@ class Kept:
         """Bytes of the layer's own tensors."""
         return 0 if self._pair is None or self._shared else sum(part.nbytes for part in self._pair)
 
-    def __deepcopy__(self, memo: dict) -> "Kept":
-        return Kept()  # a copy asks for the same, and so finds it
+    def __deepcopy__(self, memo: dict) -> "LayerMoments":
+        return LayerMoments()  # a copy asks for the same, and so finds it

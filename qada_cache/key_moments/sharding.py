@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .served import served_config
+from .full_attention import full_attention_config
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
@@ -48,12 +48,12 @@ class HeadShard:
         distributed.all_gather(parts, sent, group=self.group)
         return torch.cat(parts, dim).to(part.device)
 
-    def everywhere(self, here: bool) -> bool:
+    def all_true(self, here: bool) -> bool:
         """Whether it is so in every process; every process calls it."""
         return bool(self.gather(torch.tensor([here]), 0).all())
 
 
-WHOLE = HeadShard(0, 1, None, torch.device("cpu"))  # of a model that is in one process
+UNSHARDED = HeadShard(0, 1, None, torch.device("cpu"))  # of a model that is in one process
 
 
 def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int]) -> HeadShard:
@@ -66,7 +66,7 @@ def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequenc
         _refuse(config.model_type, found)
     if (size := processes(model)) == 1:
         check_sharding(model, config.model_type)
-        return WHOLE
+        return UNSHARDED
     if (found := _not_by_heads(model, config, layers, size)) is not None:
         _refuse(config.model_type, f"tensor parallelism over {size}, where {found}")
     weight = next(_attention(model))[1].k_proj.weight
@@ -79,7 +79,7 @@ def processes(model: PreTrainedModel) -> int:
     return getattr(model, "_tp_size", None) or 1
 
 
-def check_undivided(size: int) -> None:
+def check_unsharded(size: int) -> None:
     """Raise NotImplementedError if a cache is in `size` processes and not in one."""
     if size > 1:
         raise NotImplementedError(
@@ -142,7 +142,7 @@ def _attention(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 def _not_by_heads(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int], size: int) -> str | None:
     """Why a process has no equal part of the KV heads, and of the query heads that share them, in words; or None."""
-    config = served_config(config)
+    config = full_attention_config(config)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if kv_heads % size or heads % size:

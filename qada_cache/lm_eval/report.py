@@ -20,17 +20,17 @@ class Totals:
         decisions: decisions taken per layer, the weight of a cache's sparsity.
         local, kv_local: of those, how many called a query head local, or did not need a KV head's bulk; the mean
             over heads.
-        pulled_bytes: bulk bytes read by query-adaptive calls.
-        read_bytes, offered_bytes: their ratio is `CacheStats.read_share`.
+        bulk_read_bytes: bulk bytes read by query-adaptive calls.
+        read_bytes, dense_bulk_bytes: their ratio is `CacheStats.read_share`.
         device_bytes, host_bytes: the most that one batch's cache held, of each kind.
     """
 
     decisions: int = 0
     local: float = 0.0
     kv_local: float = 0.0
-    pulled_bytes: int = 0
+    bulk_read_bytes: int = 0
     read_bytes: int = 0
-    offered_bytes: int = 0
+    dense_bulk_bytes: int = 0
     device_bytes: int = 0
     host_bytes: int = 0
 
@@ -40,9 +40,9 @@ class Totals:
             self.decisions += stats.decisions
             self.local += stats.sparsity * stats.decisions
             self.kv_local += stats.kv_sparsity * stats.decisions
-        self.pulled_bytes += stats.pulled_bytes
-        self.read_bytes += stats.pulled_bytes + stats.spared_bytes + stats.sketched_bytes
-        self.offered_bytes += stats.offered_bytes
+        self.bulk_read_bytes += stats.bulk_read_bytes
+        self.read_bytes += stats.bulk_read_bytes + stats.resident_hit_bytes + stats.sketch_read_bytes
+        self.dense_bulk_bytes += stats.dense_bulk_bytes
         self.device_bytes = max(self.device_bytes, stats.device_bytes)
         self.host_bytes = max(self.host_bytes, stats.host_bytes)
 
@@ -57,8 +57,8 @@ class Totals:
         return {
             "cache_sparsity,none": self.local / self.decisions if self.decisions else NOT_MEASURED,
             "cache_kv_sparsity,none": self.kv_local / self.decisions if self.decisions else NOT_MEASURED,
-            "cache_read_share,none": self.read_bytes / self.offered_bytes if self.offered_bytes else NOT_MEASURED,
-            "cache_pulled_bytes,none": self.pulled_bytes,
+            "cache_read_share,none": self.read_bytes / self.dense_bulk_bytes if self.dense_bulk_bytes else NOT_MEASURED,
+            "cache_bulk_read_bytes,none": self.bulk_read_bytes,
             "cache_device_bytes,none": self.device_bytes,
             "cache_host_bytes,none": self.host_bytes,
         }

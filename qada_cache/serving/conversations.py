@@ -62,7 +62,7 @@ class Counters:
     Attributes:
         requests: calls with a cache that can be kept.
         continued: of these, the ones that went on with a conversation.
-        prompt_tokens, kept_tokens: of all these calls; of these, the ones that were not read again.
+        prompt_tokens, cached_tokens: of all these calls; of these, the ones that were not read again.
         evicted, expired: conversations that went for want of room; that nobody had gone on with for too long.
         conversations, bytes: that are kept now.
     """
@@ -70,7 +70,7 @@ class Counters:
     requests: int = 0
     continued: int = 0
     prompt_tokens: int = 0
-    kept_tokens: int = 0
+    cached_tokens: int = 0
     evicted: int = 0
     expired: int = 0
     conversations: int = 0
@@ -78,7 +78,7 @@ class Counters:
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
+class _Conversation:
     tokens: Tensor  # [tokens] on the host: the cache's tokens, from the first
     cache: QAdACache
     options: dict[str, Any]  # of its cache
@@ -100,7 +100,7 @@ class Conversations:
     """
 
     def __init__(self) -> None:
-        self._kept: list[_Kept] = []
+        self._kept: list[_Conversation] = []
         self._taken: weakref.WeakSet[QAdACache] = weakref.WeakSet()  # caches of continued conversations
         self._counters = Counters()
         self._lock = threading.Lock()
@@ -148,7 +148,7 @@ class Conversations:
             self._counters.requests += 1
             self._counters.continued += taken is not None
             self._counters.prompt_tokens += len(prompt)
-            self._counters.kept_tokens += length
+            self._counters.cached_tokens += length
             if taken is not None:
                 self._taken.add(taken.cache)
             self._make_room(limits, conversations=1, taken=0 if taken is None else taken.bytes)
@@ -172,7 +172,9 @@ class Conversations:
         sample, size = identity.sample(model), sum(map(sum, cache.layer_bytes()))
         with self._lock:
             continued = cache in self._taken
-            self._kept.append(_Kept(tokens, cache, dict(options), sample, key, continued, size, time.monotonic()))
+            self._kept.append(
+                _Conversation(tokens, cache, dict(options), sample, key, continued, size, time.monotonic())
+            )
             self._make_room(limits)
 
     def forget(self) -> None:
@@ -207,7 +209,7 @@ class Conversations:
             self._counters.evicted += 1
 
 
-def _shared(kept: _Kept, prompt: Tensor) -> int:
+def _shared(kept: _Conversation, prompt: Tensor) -> int:
     """Tokens of `prompt` that need not be read again if this cache is taken for it; 0 if it is not to be."""
     held = len(kept.tokens)
     beginning = min(held, len(prompt) - 1)

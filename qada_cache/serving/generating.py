@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..cache import QAdACache
 from .conversations import CONVERSATIONS, MEMORY, SECONDS, Limits, conversations_of
-from .memory import needed_bytes, promised
+from .memory import needed_bytes, reserve_memory
 
 # One of transformers' own loggers: `transformers serve --log-level info` shows what it says.
 logger = logging.get_logger("transformers.qada_cache")
@@ -95,7 +95,7 @@ def generate(
         """Memory to read so many tokens of every row, and to add new ones."""
         at_once = rows * min(tokens, settings.prefill_chunk_size or tokens)
         needed = needed_bytes(model, rows * (tokens + (settings.max_new_tokens or 0)), at_once)
-        return promised(tokens, needed, forget=kept.forget_one)
+        return reserve_memory(tokens, needed, forget=kept.forget_one)
 
     if prompt is None or not conversations or (key is None and not one_user):
         given_rows, tokens = ids.shape[:2] if isinstance(ids, Tensor) and ids.dim() == 2 else (1, 0)

@@ -20,7 +20,7 @@ _FILES = {  # by name of the hierarchy: the limit, what is taken, and the parts 
     "": ("memory.max", "memory.current", ("inactive_file", "active_file")),  # version 2
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
-_promised: dict[object, int] = {}  # bytes, by call under way
+_reserved: dict[object, int] = {}  # bytes, by call under way
 _lock = threading.Lock()
 
 
@@ -99,7 +99,7 @@ def needed_bytes(model: PreTrainedModel, tokens: int, at_once: int) -> int:
 
 
 @contextlib.contextmanager
-def promised(tokens: int, needed: int, *, forget: Callable[[], int]) -> Iterator[None]:
+def reserve_memory(tokens: int, needed: int, *, forget: Callable[[], int]) -> Iterator[None]:
     """Set `needed` bytes aside while a call that reads `tokens` tokens is under way.
 
     What calls have taken already counts as well as what they were promised, so that together they take less.
@@ -113,7 +113,7 @@ def promised(tokens: int, needed: int, *, forget: Callable[[], int]) -> Iterator
     call = object()
     with _lock:
         # Measured anew after each: what a cache took need not have gone back to the system.
-        while (left := memory_left() - sum(_promised.values())) < needed and forget():
+        while (left := memory_left() - sum(_reserved.values())) < needed and forget():
             pass
         if left < needed:
             raise MemoryError(
@@ -121,9 +121,9 @@ def promised(tokens: int, needed: int, *, forget: Callable[[], int]) -> Iterator
                 f"{max(left, 0) / 2**20:,.0f} MiB are left for it: shorten the prompt, set prefill_chunk_size, or ask "
                 "again when other calls are done"
             )
-        _promised[call] = needed
+        _reserved[call] = needed
     try:
         yield
     finally:
         with _lock:
-            del _promised[call]
+            del _reserved[call]

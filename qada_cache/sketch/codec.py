@@ -2,7 +2,7 @@
 
 Channels are ordered by their need, `m v`: the energy `m` of the queries times the variance `v` of the segment's keys.
 The first ones have four bits, the next two, then one, the last none (`layout.py`). A key is centred, ordered, weighed,
-rotated and quantized with a scale of its own: `R (w * (k - c)) ~ scale * odd`, where `odd` are odd integers and `w`
+rotated and quantized with a scale of its own: `R (w * (k - c)) ~ scale * odd_levels`, where `odd_levels` are odd integers and `w`
 gives every channel the deviation that its quantizer is made for. A query is turned alike, `R (q / w)`, and rounded to 8
 bits, so that a score takes integer products alone and every implementation finds the same. `c`, `w`, the order and the
 unit of the scales belong to a segment (`segments.py`) and follow from its keys.
@@ -13,15 +13,15 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from .layout import BLOCK, WORD_BITS, Layout, pack, rotated, unpack
+from .layout import BLOCK, WORD_BITS, Layout, pack, rotate, unpack
 from .segments import SEGMENT_TOKENS, segment_start, segments_of
 
 QUERY_LEVELS = 127  # a rounded query's largest value
 SCALE_LEVELS = 255  # a rounded scale's largest value
 SLOPE_LEVELS = 127  # a rounded slope's largest value
 ROUNDINGS = 4  # of a key; more gain nothing
-LEAST_ENERGY = 0.03  # of the mean of the channels: a guard against queries unlike those that were seen
-LEAST_VARIANCE = 1e-4  # likewise
+MIN_ENERGY = 0.03  # of the mean of the channels: a guard against queries unlike those that were seen
+MIN_VARIANCE = 1e-4  # likewise
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class Sketch:
     @property
     def layout(self) -> Layout:
         """Of its codes."""
-        return Layout.of_words(self.centres.shape[-1], self.codes.shape[-2])
+        return Layout.from_words(self.centres.shape[-1], self.codes.shape[-2])
 
     @property
     def byte_counts(self) -> tuple[int, int, int]:
@@ -93,7 +93,7 @@ def _floored(values: Tensor, share: float) -> Tensor:
     return torch.where(floored > 0, floored, 1.0)
 
 
-def rounded_slopes(covariance: Tensor) -> dict[str, Tensor]:
+def round_slopes(covariance: Tensor) -> dict[str, Tensor]:
     """The `slopes` and `slope_units` of a sketch, for the covariance float32 `[..., value_dim, dim]` that they round.
 
     Channels of keys have a unit each: where keys vary little, queries may be large, and count as much.
@@ -103,7 +103,7 @@ def rounded_slopes(covariance: Tensor) -> dict[str, Tensor]:
     return {"slopes": slopes.to(torch.int8), "slope_units": units}
 
 
-def encode(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, Tensor]:
+def quantize(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, Tensor]:
     """Code segments of keys.
 
     Args:
@@ -118,9 +118,9 @@ def encode(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, T
     wide = keys.float()
     centre = wide.mean(dim=-2).to(torch.bfloat16)
     centred = wide - centre.float().unsqueeze(-2)
-    variances = _floored(centred.square().mean(dim=-2), LEAST_VARIANCE)
+    variances = _floored(centred.square().mean(dim=-2), MIN_VARIANCE)
     energies = torch.ones_like(variances) if energies is None else energies.float().expand_as(variances)
-    energies = _floored(energies, LEAST_ENERGY)
+    energies = _floored(energies, MIN_ENERGY)
     tiny = torch.finfo(torch.float32).tiny
     order = (energies * variances).argsort(dim=-1, descending=True, stable=True)
     half_steps = layout.half_steps(keys.device)
@@ -130,13 +130,13 @@ def encode(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, T
     importance = importance.unflatten(-1, (-1, BLOCK)).mean(dim=-1).repeat_interleave(BLOCK, dim=-1)
     coded = slice(layout.coded)
     index = order[..., None, coded].expand(*centred.shape[:-1], -1)
-    turned = rotated(centred.gather(-1, index) * weights[..., None, coded].float())
+    rotated = rotate(centred.gather(-1, index) * weights[..., None, coded].float())
     importance, half = importance[..., None, coded], layout.levels(keys.device) / 2
-    scale = (turned * half_steps[coded]).square().mean(dim=-1).sqrt()
+    scale = (rotated * half_steps[coded]).square().mean(dim=-1).sqrt()
     for _ in range(ROUNDINGS):  # each to the nearest levels, then the scale that leaves these the least error
-        level = torch.floor(turned / (2 * scale.unsqueeze(-1)).clamp_min(tiny)).clamp(-half, half - 1)
-        odd = 2 * level + 1
-        scale = (importance * turned * odd).sum(dim=-1) / (importance * odd.square()).sum(dim=-1)
+        level = torch.floor(rotated / (2 * scale.unsqueeze(-1)).clamp_min(tiny)).clamp(-half, half - 1)
+        odd_levels = 2 * level + 1
+        scale = (importance * rotated * odd_levels).sum(dim=-1) / (importance * odd_levels.square()).sum(dim=-1)
     unit = scale.amax(dim=-1) / SCALE_LEVELS
     scales = torch.round(scale / unit.clamp_min(tiny).unsqueeze(-1)).clamp(0, SCALE_LEVELS)
     return {
@@ -150,17 +150,17 @@ def encode(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, T
     }
 
 
-def encode_segments(keys: Tensor, energies: Tensor | None, layout: Layout, *, last: bool) -> dict[str, Tensor]:
-    """Code tokens `[..., tokens, dim]` that begin a segment, in segments of their own; arguments as for `encode`.
+def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout, *, last: bool) -> dict[str, Tensor]:
+    """Code tokens `[..., tokens, dim]` that begin a segment, in segments of their own; arguments as for `quantize`.
 
     Args:
-        keys: see `encode`.
+        keys: see `quantize`.
         energies: float32, of the leading dimensions and `[dim]`.
-        layout: see `encode`.
+        layout: see `quantize`.
         last: whether the bulk ends with them; else they fill their segments.
 
     Returns:
-        as `encode`, with the dimension of segments behind the leading ones, and all tokens side by side.
+        as `quantize`, with the dimension of segments behind the leading ones, and all tokens side by side.
     """
     tokens = keys.shape[-2]
     start = segment_start(tokens) if last else tokens
@@ -168,7 +168,7 @@ def encode_segments(keys: Tensor, energies: Tensor | None, layout: Layout, *, la
     for part in (keys[..., :start, :], keys[..., start:, :]):
         if part.shape[-2]:
             segments = part.unflatten(-2, (-1, SEGMENT_TOKENS)) if part.shape[-2] == start else part.unsqueeze(-3)
-            made = encode(segments, None if energies is None else energies.unsqueeze(-2), layout)
+            made = quantize(segments, None if energies is None else energies.unsqueeze(-2), layout)
             made["codes"] = made["codes"].transpose(-3, -2).flatten(-2)  # all tokens of a word side by side
             parts.append(made | {"scales": made["scales"].flatten(-2)})
     axes = {"centres": -2, "order": -2, "weights": -2}
@@ -190,7 +190,7 @@ def channel_means(made: dict[str, Tensor], layout: Layout, length: int) -> dict[
     }
 
 
-def weighed_query(query: Tensor, sketch: Sketch, segments: int) -> Tensor:
+def weigh_query(query: Tensor, sketch: Sketch, segments: int) -> Tensor:
     """`q / w` of one head's first segments, in their order of channels: float32 `[segments, queries, dim]`.
 
     `query` is `[queries, dim]`.
@@ -199,11 +199,11 @@ def weighed_query(query: Tensor, sketch: Sketch, segments: int) -> Tensor:
     return query.float().expand_as(order).gather(-1, order) / sketch.weights[:segments, None].float()
 
 
-def rounded_query(weighed: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def round_query(weighed: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Weighed queries, rotated, in whole numbers of at most 127 `[..., coded]` float32; and their unit `[..., 1]`."""
-    turned = rotated(weighed[..., : layout.coded])
-    unit = turned.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / QUERY_LEVELS
-    return torch.round(turned / unit), unit
+    rotated = rotate(weighed[..., : layout.coded])
+    unit = rotated.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / QUERY_LEVELS
+    return torch.round(rotated / unit), unit
 
 
 def estimated_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: float) -> Tensor:
@@ -223,16 +223,16 @@ def estimated_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: flo
         `[queries, length]` float32.
     """
     start, layout = segment_start(length), sketch.layout
-    weighed = weighed_query(query, sketch, segments_of(length))
+    weighed = weigh_query(query, sketch, segments_of(length))
     spread = 0.5 * scaling**2 * torch.matmul(weighed.square(), layout.errors(query.device)).unsqueeze(-1)
-    integers, unit = rounded_query(weighed, layout)
+    integers, unit = round_query(weighed, layout)
     found = []
     for first, stop, segments in ((0, start, start // SEGMENT_TOKENS), (start, length, 1)):
         if first == stop:
             continue
         which = slice(first // SEGMENT_TOKENS, first // SEGMENT_TOKENS + segments)
-        odd = unpack(sketch.codes[:, first:stop], layout).unflatten(0, (segments, -1))
-        products = torch.matmul(integers[which], odd.mT)  # exact: integers below 2 ** 24
+        odd_levels = unpack(sketch.codes[:, first:stop], layout).unflatten(0, (segments, -1))
+        products = torch.matmul(integers[which], odd_levels.mT)  # exact: integers below 2 ** 24
         middle = torch.matmul(sketch.centres[which].float(), query.mT).unsqueeze(-1) * scaling
         scale = sketch.scales[first:stop].float().unflatten(0, (segments, 1, -1)) * sketch.units[which, None, None]
         scores = middle + scale * (scaling * unit[which] * products + spread[which] * scale)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 WORD_BITS = 32
 BITS = (4, 2, 1)  # of a value, in the order in which a key's words hold them
-LEAST_BITS, MOST_BITS = 0.5, 4.0  # of a value, on average
+MIN_BITS, MAX_BITS = 0.5, 4.0  # of a value, on average
 # For a Gaussian of deviation 1: the step of the uniform quantizer that is best, and the squared error it leaves.
 STEPS = {4: 0.3352, 2: 0.9957, 1: 1.5958}
 ERRORS = {4: 0.01154, 2: 0.1188, 1: 0.3634}
@@ -33,18 +33,18 @@ class Layout:
     words: tuple[int, int, int]
 
     @staticmethod
-    def if_any(dim: int, bits: float | None) -> "Layout | None":
-        """As `of_bits`; None if no bits are asked for, or keys are of no whole blocks: then all is read."""
-        return None if bits is None or dim % BLOCK else Layout.of_bits(dim, bits)
+    def from_bits_or_none(dim: int, bits: float | None) -> "Layout | None":
+        """As `from_bits`; None if no bits are asked for, or keys are of no whole blocks: then all is read."""
+        return None if bits is None or dim % BLOCK else Layout.from_bits(dim, bits)
 
     @staticmethod
-    def of_bits(dim: int, bits: float) -> "Layout":
+    def from_bits(dim: int, bits: float) -> "Layout":
         """`bits` a value on average, as near as whole words come to it."""
-        return Layout.of_words(dim, max(1, math.floor(dim * bits / WORD_BITS + 0.5)))
+        return Layout.from_words(dim, max(1, math.floor(dim * bits / WORD_BITS + 0.5)))
 
     @staticmethod
     @functools.cache
-    def of_words(dim: int, count: int) -> "Layout":
+    def from_words(dim: int, count: int) -> "Layout":
         """The best one of so many words, from 1 to `dim / 8`.
 
         Raises:
@@ -100,7 +100,7 @@ def _by_channel(words: tuple[int, ...], values: tuple[float, ...], size: int, de
     return torch.tensor([*channels, *[1.0] * (size - len(channels))], dtype=torch.float32, device="cpu").to(device)
 
 
-def rotated(values: Tensor) -> Tensor:
+def rotate(values: Tensor) -> Tensor:
     """`R` of `[..., channels]`: orthonormal Hadamard blocks of 8, each its own inverse.
 
     By sums and differences of neighbours, then of pairs, then of fours, as all kernels compute it.

@@ -55,7 +55,7 @@ def select_tokens(
     sketch: Sketch,
     length: int,
     *,
-    log_near: Tensor,
+    log_buffer: Tensor,
     bulk_tokens: Tensor,
     flags: Tensor,
     scaling: float,
@@ -64,7 +64,7 @@ def select_tokens(
     """The tokens of a KV head's bulk that are read for each query: any that one of its long-context heads asks for.
 
     A head asks for what gets at least `token_threshold` times as much of its attention as if the bulk got all of it,
-    evenly: `exp(s_t) / (A_near + sum_t exp(s_t)) >= token_threshold / T_bulk`, by estimates of the scores `s_t`.
+    evenly: `exp(s_t) / (A_buffer + sum_t exp(s_t)) >= token_threshold / T_bulk`, by estimates of the scores `s_t`.
 
     Unread tokens are those of low scores, so their mean value is not that of the bulk. Values follow scores along the
     line of regression: a score of `s` says `mean_value + Cov(v, s) (s - mean(s)) / Var(s)`, `Cov(v, s) = scaling
@@ -74,7 +74,7 @@ def select_tokens(
         query: `[group, queries, dim]`.
         sketch: one head's.
         length: tokens of its bulk.
-        log_near: `[group, queries]` float32, log-sum-exp of a query's scores of what is near: `log A_near`.
+        log_buffer: `[group, queries]` float32, log-sum-exp of a query's scores of what is near: `log A_buffer`.
         bulk_tokens: int64 `[queries]`, `T_bulk`.
         flags: bool `[group, queries]`, the long-context heads.
         scaling: multiplies the scores.
@@ -82,9 +82,9 @@ def select_tokens(
     """
     scores = estimated_scores(query.flatten(0, 1).float(), sketch, length, scaling=scaling)
     scores = scores.unflatten(0, query.shape[:2])
-    log_all = torch.logaddexp(log_near, scores.logsumexp(dim=-1))
-    cut = log_all + math.log(token_threshold) - torch.log(bulk_tokens.float())
-    tokens = ((scores >= cut.unsqueeze(-1)) & flags.unsqueeze(-1)).any(dim=0)
+    log_all = torch.logaddexp(log_buffer, scores.logsumexp(dim=-1))
+    score_cut = log_all + math.log(token_threshold) - torch.log(bulk_tokens.float())
+    tokens = ((scores >= score_cut.unsqueeze(-1)) & flags.unsqueeze(-1)).any(dim=0)
     unread = scores.masked_fill(tokens, -torch.inf)
     variance, mean = torch.var_mean(scores, dim=-1, correction=0)
     lifted = (unread.softmax(dim=-1).masked_fill(tokens, 0.0) * (scores - mean.unsqueeze(-1))).sum(dim=-1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..storage.geometry import Geometry
 
-PENDING = 32  # flags of so many calls are summed at once: a sum for each would cost more than its decision
+UNSUMMED_CALLS = 32  # flags of so many calls are summed at once: a sum for each would cost more than its decision
 AUDITED = 5  # sums of an audit
 
 
@@ -18,8 +18,8 @@ class Counters:
     """Counting never waits for the device.
 
     Attributes:
-        decisions, steps, pulled_bytes, spared_bytes, sketched_bytes, offered_bytes, streamed_bytes: see `CacheStats`;
-            `pulled_bytes`, `spared_bytes` and `sketched_bytes` become int64 tensors `[]` on the device once a kernel
+        decisions, steps, bulk_read_bytes, resident_hit_bytes, sketch_read_bytes, dense_bulk_bytes, streamed_bytes: see `CacheStats`;
+            `bulk_read_bytes`, `resident_hit_bytes` and `sketch_read_bytes` become int64 tensors `[]` on the device once a kernel
             counts them there.
         audited: float64 `[5]`, sums over audited decisions of query heads: all; truly long-context; of these, found;
             called long-context; missed attention. None before the first.
@@ -28,16 +28,16 @@ class Counters:
 
     decisions: int = 0
     steps: int = 0
-    pulled_bytes: int | Tensor = 0
-    spared_bytes: int | Tensor = 0
-    sketched_bytes: int | Tensor = 0
-    offered_bytes: int = 0
+    bulk_read_bytes: int | Tensor = 0
+    resident_hit_bytes: int | Tensor = 0
+    sketch_read_bytes: int | Tensor = 0
+    dense_bulk_bytes: int = 0
     streamed_bytes: int = 0
     audited: Tensor | None = None
     audited_bytes: int = 0
     _local_heads: Tensor | None = None
     _local_groups: Tensor | None = None
-    _pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _unsummed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def count(self, flags: Tensor, geometry: Geometry, token_bytes: int) -> None:
         """Count one call's decisions, bool `[batch, kv_heads, group, queries]`, True for long-context.
@@ -48,9 +48,9 @@ class Counters:
         if not geometry.decisions:
             return
         self.decisions += geometry.decisions
-        self.offered_bytes += geometry.offered * token_bytes
-        self._pending.append((flags, geometry.decided))
-        if len(self._pending) == PENDING or flags.shape[-1] > 1:
+        self.dense_bulk_bytes += geometry.dense_tokens * token_bytes
+        self._unsummed.append((flags, geometry.decided))
+        if len(self._unsummed) == UNSUMMED_CALLS or flags.shape[-1] > 1:
             self._sum()
 
     def audit(self, sums: Tensor) -> None:
@@ -58,7 +58,7 @@ class Counters:
         self.audited = sums if self.audited is None else self.audited.to(sums) + sums
 
     def on(self, device: torch.device, name: str) -> Tensor:
-        """`pulled_bytes`, `spared_bytes` or `sketched_bytes`, for kernels on `device` to add to in place."""
+        """`bulk_read_bytes`, `resident_hit_bytes` or `sketch_read_bytes`, for kernels on `device` to add to in place."""
         count = getattr(self, name)
         if not isinstance(count, Tensor) or count.device != device:
             with torch.inference_mode(False):  # it may be added to outside inference mode
@@ -81,23 +81,23 @@ class Counters:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
-        held = [*vars(self).values(), *(flags for flags, _ in self._pending)]
+        held = [*vars(self).values(), *(flags for flags, _ in self._unsummed)]
         return sum(value.nbytes for value in held if isinstance(value, Tensor))
 
     @property
     def record(self) -> dict[str, Any]:
         """The counters of a file, by name."""
-        plain = {name: getattr(self, name) for name in PLAIN}
+        plain = {name: getattr(self, name) for name in COUNTER_NAMES}
         return plain | {"local_heads": self.local_heads, "local_groups": self.local_groups}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Counters":
         """The inverse of `record`, which may hold other things as well."""
-        plain = {name: record[name] for name in PLAIN}
+        plain = {name: record[name] for name in COUNTER_NAMES}
         return cls(**plain, _local_heads=record["local_heads"], _local_groups=record["local_groups"])
 
     def _sum(self) -> None:
-        for shape, calls in itertools.groupby(self._pending, key=lambda call: call[0].shape):
+        for shape, calls in itertools.groupby(self._unsummed, key=lambda call: call[0].shape):
             flags, decided = zip(*calls, strict=True)
             real = torch.stack([where.expand(shape[0], 1, shape[3]) for where in decided]).unsqueeze(3)
             local = ~torch.stack(flags) & real  # [calls, batch, kv_heads, group, queries]
@@ -105,7 +105,7 @@ class Counters:
             # Counts from a file may lie on another device than the model.
             self._local_heads = heads if self._local_heads is None else self._local_heads.to(heads) + heads
             self._local_groups = groups if self._local_groups is None else self._local_groups.to(groups) + groups
-        self._pending.clear()
+        self._unsummed.clear()
 
 
-PLAIN = tuple(part.name for part in fields(Counters) if not part.name.startswith("_"))
+COUNTER_NAMES = tuple(part.name for part in fields(Counters) if not part.name.startswith("_"))

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ..kernels.decode_call import Binding
-from ..key_moments.running import Kept
+from ..key_moments.running import LayerMoments
 from ..storage.padding import NONE
 from ..storage.store import TokenStore
 from .counters import Counters
@@ -50,7 +50,7 @@ class QAdALayer(DynamicLayer):
         counters: what it did.
         binding: what decode kernels keep between its steps.
         kept_moments: what it keeps of another prompt's.
-        following: the next such layer of the cache, whose heads may be fetched while this one computes; None: the last.
+        next_layer: the next such layer of the cache, whose heads may be fetched while this one computes; None: the last.
     """
 
     supports_early_init = False  # nothing is preallocated by transformers' export path
@@ -60,7 +60,7 @@ class QAdALayer(DynamicLayer):
         super().__init__()
         self.shared = shared
         self.index = index
-        self.following: QAdALayer | None = None
+        self.next_layer: QAdALayer | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -73,14 +73,14 @@ class QAdALayer(DynamicLayer):
         self.seen = 0
         self.padding = NONE
         self.counters = Counters()
-        self.binding, self.kept_moments = Binding(), Kept()
+        self.binding, self.kept_moments = Binding(), LayerMoments()
 
     @property
     def options(self) -> Options:
         """The cache's options."""
         return self.shared.options
 
-    def follow_options(self) -> None:
+    def apply_options(self) -> None:
         """Begin to decide and count by options that are new.
 
         Raises:
@@ -89,7 +89,7 @@ class QAdALayer(DynamicLayer):
         self.counters = Counters()
         if self.store is not None:
             self.store.keep_moments(track=self.options.tracks_moments, update=self.options.update_moments)
-            self.store.keep_sketch(self.options.kept_bits, self._energies())
+            self.store.keep_sketch(self.options.stored_sketch_bits, self._energies())
 
     def _energies(self) -> Tensor | None:
         """Query energies of this process's heads `[kv_heads, dim]`; None if they are not known."""
@@ -98,8 +98,8 @@ class QAdALayer(DynamicLayer):
 
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""
-        every, served, steps = self.options.audit_every, self.shared.model.layers, self.counters.steps
-        return bool(every) and steps % every == 0 and served[steps // every % len(served)] == self.index
+        every, managed, steps = self.options.audit_every, self.shared.model.layers, self.counters.steps
+        return bool(every) and steps % every == 0 and managed[steps // every % len(managed)] == self.index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """An empty store for tensors like these `[batch, kv_heads, tokens, dim]`."""
@@ -112,7 +112,7 @@ class QAdALayer(DynamicLayer):
             offloading=self.options.offloading,
             track_moments=self.options.tracks_moments,
             update_moments=self.options.update_moments,
-            sketch_bits=self.options.kept_bits,
+            sketch_bits=self.options.stored_sketch_bits,
             energies=self._energies(),
             residents=self.shared.residents,
             layer=self.index,
@@ -125,7 +125,7 @@ class QAdALayer(DynamicLayer):
         Raises:
             RuntimeError: gradients are recorded, the batch size or dtype changed, or the last tokens never reached us.
         """
-        self.check_settled()
+        self.check_attended()
         if key_states.requires_grad or value_states.requires_grad:
             raise RuntimeError(
                 "QAdACache serves inference only: call the model under torch.no_grad() (generate() does), "
@@ -156,7 +156,7 @@ class QAdALayer(DynamicLayer):
         self.seen += key_states.shape[-2]
         return tagged, value_states
 
-    def check_settled(self) -> None:
+    def check_attended(self) -> None:
         """Raise if tokens were taken in that never came back through our attention function."""
         if self.incoming is not None:
             raise RuntimeError(
@@ -171,7 +171,7 @@ class QAdALayer(DynamicLayer):
         """Undo `update`: its tokens were refused before anything was stored."""
         self.incoming = None
         self.seen -= tokens
-        self.shared.progress.back_to(self.index - 1)
+        self.shared.progress.rewind_to(self.index - 1)
 
     def read_mask(self, mask: Tensor | None, *, batch: int, tokens: int) -> Tensor | None:
         """Compare a mask with the stored tokens, and note new padding.
@@ -205,7 +205,7 @@ class QAdALayer(DynamicLayer):
         """Remove the newest `-tokens_to_remove` logical tokens of every row, as if they had never been seen."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative count of tokens to remove, got {tokens_to_remove}")
-        self.check_settled()
+        self.check_attended()
         if tokens_to_remove == 0 or self.store is None:
             return
         seen = max(self.seen + tokens_to_remove, 0)
@@ -216,7 +216,7 @@ class QAdALayer(DynamicLayer):
 
     def select(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
-        self.check_settled()
+        self.check_attended()
         if self.store is None or index == list(range(self.store.batch)):
             return
         self.store.select(index)

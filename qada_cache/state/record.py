@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from ..files.private_map import PrivateMap
-from ..files.tensor_file import Spaced
+from ..files.tensor_file import PaddedTensor
 from ..storage.padding import Padding
-from ..storage.store import STAGING_TOKENS
-from .counters import AUDITED, PLAIN, Counters
+from ..storage.store import PENDING_TOKENS
+from .counters import AUDITED, COUNTER_NAMES, Counters
 from .layer import QAdALayer
 
 BULK = ("bulk_keys", "bulk_values")
 _SHAPES = {  # the same word is the same size wherever it stands
-    "near_keys": "batch kv_heads columns dim",
-    "near_values": "batch kv_heads columns value_dim",
+    "local_keys": "batch kv_heads columns dim",
+    "local_values": "batch kv_heads columns value_dim",
     "bulk_keys": "batch kv_heads room dim",
     "bulk_values": "batch kv_heads room value_dim",
     "mean": "batch kv_heads dim",
@@ -24,23 +24,25 @@ _SHAPES = {  # the same word is the same size wherever it stands
     "local_heads": "kv_heads group",
     "local_groups": "kv_heads",
 }
-_ALIKE = (("near_keys", "bulk_keys"), ("near_values", "bulk_values"))  # of one dtype
+_ALIKE = (("local_keys", "bulk_keys"), ("local_values", "bulk_values"))  # of one dtype
 _DTYPES = {"mean": torch.float32, "covariance": torch.float32, "local_heads": torch.int64, "local_groups": torch.int64}
 
 
 def layer_record(layer: QAdALayer) -> dict[str, Any]:
     """Everything `restore_layer` needs. Unused room of buffers is left out. The bulk keeps its room, as its tokens are
     used in the file itself, and others may follow them."""
-    layer.check_settled()
+    layer.check_attended()
     if layer.store is None:
         return {}
     store = layer.store
     record = {"seen": layer.seen, "padding": layer.padding.records, **layer.counters.record}
     used = slice(0, store.sinks + store.end)
-    record |= {"near_keys": store.near_keys[:, :, used], "near_values": store.near_values[:, :, used]}
+    record |= {"local_keys": store.local_keys[:, :, used], "local_values": store.local_values[:, :, used]}
     bulk = store.bulk
     room = bulk.capacity if any(bulk.lengths) else 0
-    record |= {name: Spaced(t, bulk.lengths, room) for name, t in zip(BULK, (bulk.keys, bulk.values), strict=True)}
+    record |= {
+        name: PaddedTensor(t, bulk.lengths, room) for name, t in zip(BULK, (bulk.keys, bulk.values), strict=True)
+    }
     record |= {"lengths": store.lengths, "flushed": store.flushed, "stored": bulk.lengths, "decoded": store.decoded}
     if store.moments is not None:
         record |= {"count": store.moments.count, "mean": store.moments.mean, "covariance": store.moments.covariance}
@@ -62,13 +64,13 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
         padding = _check(layer, record)
     except (KeyError, TypeError, AttributeError) as error:  # a field is missing, or of another kind
         raise ValueError(f"layer {layer.index} is no record of a layer: {error!r}") from error
-    layer.lazy_initialization(record["near_keys"], record["near_values"])
+    layer.lazy_initialization(record["local_keys"], record["local_values"])
     store = layer.store
     assert store is not None
-    columns = record["near_keys"].shape[2]
+    columns = record["local_keys"].shape[2]
     store.reserve(columns - store.sinks)
-    store.near_keys[:, :, :columns] = record["near_keys"]
-    store.near_values[:, :, :columns] = record["near_values"]
+    store.local_keys[:, :, :columns] = record["local_keys"]
+    store.local_values[:, :, :columns] = record["local_values"]
     store.end = columns - store.sinks
     store.lengths, store.flushed = record["lengths"], record["flushed"]
     store.decoded = record["decoded"]
@@ -106,7 +108,7 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     tracked = ("mean", "covariance") if options.tracks_moments else ()
     counted = [name for name in ("local_heads", "local_groups") if record[name] is not None]
     sizes = {"batch": len(lengths)}
-    for name in ("near_keys", "near_values", *BULK, *tracked, *counted):
+    for name in ("local_keys", "local_values", *BULK, *tracked, *counted):
         shape, axes = list(record[name].shape), _SHAPES[name].split()
         fits = len(shape) == len(axes)
         fits = fits and all(sizes.setdefault(axis, size) == size for axis, size in zip(axes, shape, strict=True))
@@ -114,7 +116,7 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
         require(record[name].dtype == _DTYPES.get(name, record[name].dtype), f"{name} in {record[name].dtype}")
     for near, far in _ALIKE:
         require(record[near].dtype == record[far].dtype and record[near].is_floating_point(), f"{far} of another dtype")
-    for name in PLAIN:
+    for name in COUNTER_NAMES:
         count = record[name]
         require(_are_audits(count) if name == "audited" else _is_count(count), f"{name} of {count}")
 
@@ -125,11 +127,11 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
         rows.append(record["count"])
     whole = all(isinstance(row, list) and len(row) == len(lengths) and all(map(_is_int, row)) for row in rows)
     require(lengths and whole and _is_int(seen), f"{seen} tokens seen, in rows of {rows}")
-    require(0 <= end <= window + max(window, STAGING_TOKENS), f"{end} tokens beside {sinks} sinks")
+    require(0 <= end <= window + max(window, PENDING_TOKENS), f"{end} tokens beside {sinks} sinks")
     require(rows[2] == stored and max(stored) <= sizes["room"], f"{rows[2]} tokens in a bulk of {sizes['room']}")
-    tails = [length - gone for length, gone in zip(lengths, flushed, strict=True)]
-    kept = all(gone >= 0 and tail >= (window if gone else 0) for gone, tail in zip(flushed, tails, strict=True))
-    require(kept and max(tails) == end, f"{lengths} tokens, {flushed} of them flushed, in {end} columns")
+    recents = [length - gone for length, gone in zip(lengths, flushed, strict=True)]
+    kept = all(gone >= 0 and recent >= (window if gone else 0) for gone, recent in zip(flushed, recents, strict=True))
+    require(kept and max(recents) == end, f"{lengths} tokens, {flushed} of them flushed, in {end} columns")
     if options.tracks_moments:
         behind = not options.update_moments and record["decoded"]  # frozen moments leave out decoded tokens
         pairs = zip(record["count"], stored, strict=True)

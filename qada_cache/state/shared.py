@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from ..criterion import CRITERIA, GROUP_RULES, StaticHeads
 from ..kernels import choice
-from ..key_moments.defaults import CURRENT, Moments, sources
 from ..key_moments import KeyMoments
-from ..key_moments.sharding import WHOLE, HeadShard
-from ..sketch import LEAST_BITS, MOST_BITS
+from ..key_moments.defaults import CURRENT, MomentsSource, sources
+from ..key_moments.sharding import UNSHARDED, HeadShard
+from ..sketch import MAX_BITS, MIN_BITS
 from ..storage.geometry import ForwardPass
 from ..storage.residents import Residents, check_budget
 
@@ -47,7 +47,7 @@ class Options:
     kernels: str = "auto"
     token_threshold: float = TOKEN_THRESHOLD
     sketch_bits: float = SKETCH_BITS
-    moments: Moments = CURRENT
+    moments: MomentsSource = CURRENT
     current_moments: bool = True
     other_moments: KeyMoments | None = None
     query_energies: Tensor | None = None
@@ -57,7 +57,7 @@ class Options:
         for name, least, most, allowed in (
             ("threshold", 0.0, 1.0, "in [0, 1]"),
             ("token_threshold", 0.0, sys.float_info.max, "finite and not negative"),
-            ("sketch_bits", LEAST_BITS, MOST_BITS, f"from {LEAST_BITS} to {MOST_BITS}"),
+            ("sketch_bits", MIN_BITS, MAX_BITS, f"from {MIN_BITS} to {MAX_BITS}"),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -88,7 +88,7 @@ class Options:
         if self.group_rule not in GROUP_RULES:
             raise ValueError(f"unknown group_rule {self.group_rule!r}: use one of {', '.join(GROUP_RULES)}")
         check_budget(self.device_budget)
-        choice.requested(self.kernels)
+        choice.resolve_kernels(self.kernels)
         sources(self.moments)
 
     def __deepcopy__(self, memo: dict) -> "Options":
@@ -100,15 +100,15 @@ class Options:
         return self.local_tokens - self.sink_tokens
 
     @property
-    def chooses_tokens(self) -> bool:
+    def selects_tokens(self) -> bool:
         """Whether a long-context head reads some of its tokens, and not all."""
         some = self.criterion == "gaussian" and self.threshold < 1.0
         return self.token_threshold > 0.0 and (some or isinstance(self.criterion, StaticHeads))
 
     @property
-    def kept_bits(self) -> float | None:
+    def stored_sketch_bits(self) -> float | None:
         """Bits a value of the sketch that layers keep; None: they keep none."""
-        return self.sketch_bits if self.chooses_tokens else None
+        return self.sketch_bits if self.selects_tokens else None
 
     @property
     def tracks_moments(self) -> bool:
@@ -117,7 +117,7 @@ class Options:
 
 
 @dataclass(frozen=True, eq=False)
-class ServedModel:
+class ManagedModel:
     """The model that a cache is for.
 
     Attributes:
@@ -136,9 +136,9 @@ class ServedModel:
     dtype: torch.dtype | None = None
     reference: "weakref.ref[PreTrainedModel] | None" = None
     layers: tuple[int, ...] = ()
-    shard: HeadShard = WHOLE
+    shard: HeadShard = UNSHARDED
 
-    def __deepcopy__(self, memo: dict) -> "ServedModel":
+    def __deepcopy__(self, memo: dict) -> "ManagedModel":
         return self  # a copied config would not be the model's
 
     def get(self) -> PreTrainedModel | None:
@@ -155,35 +155,35 @@ class Progress:
 
     Attributes:
         reached: the layer that called last; -1 before the first call.
-        told: calls of that layer in this pass; None: it has made all of them.
+        calls: calls of that layer in this pass; None: it has made all of them.
         versions: of that layer's states (`watched._versions`), at its first call.
         written: by kind of layer, the states that layers before it wrote in this pass.
         changing: the verb ("crop") that all layers are going through, one after the other; empty if there is none.
     """
 
     reached: int = -1
-    told: set[Hashable] | None = field(default_factory=set)
+    calls: set[Hashable] | None = field(default_factory=set)
     versions: dict[Hashable, int] = field(default_factory=dict)
     written: dict[Hashable, set[Hashable]] = field(default_factory=dict)
     changing: str = ""
 
-    def begins_anew(self, layer: int, event: Hashable) -> bool:
+    def starts_new_pass(self, layer: int, event: Hashable) -> bool:
         """Whether this call can only belong to a new pass."""
-        return layer <= self.reached and self.arrives(layer, event)
+        return layer <= self.reached and self.is_first_call(layer, event)
 
-    def arrives(self, layer: int, event: Hashable) -> bool:
+    def is_first_call(self, layer: int, event: Hashable) -> bool:
         """Whether this is the first call of the layer in its pass."""
-        return self.told is None or layer != self.reached or event in self.told
+        return self.calls is None or layer != self.reached or event in self.calls
 
-    def come(self, layer: int, event: Hashable) -> None:
+    def record_call(self, layer: int, event: Hashable) -> None:
         """Note a call of the layer."""
-        if self.told is None or self.arrives(layer, event):
-            self.reached, self.told = layer, set()
-        self.told.add(event)
+        if self.calls is None or self.is_first_call(layer, event):
+            self.reached, self.calls = layer, set()
+        self.calls.add(event)
 
-    def back_to(self, layer: int) -> None:
+    def rewind_to(self, layer: int) -> None:
         """Forget calls of later layers; this one has made all its calls in this pass."""
-        self.reached, self.told = layer, None
+        self.reached, self.calls = layer, None
 
 
 @dataclass(eq=False)
@@ -199,7 +199,7 @@ class Shared:
     """
 
     options: Options
-    model: ServedModel
+    model: ManagedModel
     progress: Progress = field(default_factory=Progress)
     forward_pass: ForwardPass = field(init=False)
     residents: Residents = field(init=False)

@@ -13,14 +13,14 @@ from transformers.utils import logging
 from ..files.private_map import PrivateMap
 from . import transfers
 from .residents import ROOM, Head, Residents
-from .transfers import Arrival, Note, ahead, fetch, join, outlive, reader, send
+from .transfers import AsyncCopy, HostCopy, double_buffer, fetch, outlive, reader, send, wait_event
 
 logger = logging.get_logger(__name__)
 
 GRANULE = 256  # tokens; capacities are multiples of it
 GROWTH = 1.25  # a full store grows to this multiple of the need, so that copying is amortised over many tokens
 GOLDEN = 0.618034  # multiples of it, modulo 1, are spread evenly over [0, 1), however many there are
-NOTES = 8  # a host that runs further ahead of the device forgets the flags of older calls
+FLAG_COPIES = 8  # a host that runs further ahead of the device forgets the flags of older calls
 STREAM_TOKENS = 32768  # tokens of one head in a block that is streamed through the device
 
 
@@ -38,8 +38,8 @@ class Bulk:
         unwritten: leading tokens of each row that still lie in `source`, the same in every copy.
         residents: the heads that are on the device as well.
         flagged: heads that the last adaptive call read.
-        early: copies of heads, started before they are asked for.
-        noted: flags `[batch, kv_heads]` of kernels that read heads in place, not yet counted for residents.
+        prefetched: copies of heads, started before they are asked for.
+        flag_copies: flags `[batch, kv_heads]` of kernels that read heads in place, not yet counted for residents.
     """
 
     _reader: Any = None  # stream of the last kernel that read it in place
@@ -59,8 +59,8 @@ class Bulk:
         self.values = self._allocate(values, 0)
         self.token_bytes = sum(t.shape[3] * t.element_size() for t in (keys, values))
         self.flagged: list[Head] = []
-        self.early: dict[Head, Arrival] = {}
-        self.noted: deque[Note] = deque(maxlen=NOTES)
+        self.prefetched: dict[Head, AsyncCopy] = {}
+        self.flag_copies: deque[HostCopy] = deque(maxlen=FLAG_COPIES)
         self._written: Any = None  # event of the last copy to the host
 
     def __del__(self) -> None:
@@ -83,9 +83,9 @@ class Bulk:
 
     def __deepcopy__(self, memo: dict) -> "Bulk":
         twin = memo[id(self)] = copy.copy(self)
-        self.settle()
-        twin.lengths, twin.flagged, twin.early = list(self.lengths), list(self.flagged), {}
-        twin.noted = deque(maxlen=NOTES)
+        self.synchronize()
+        twin.lengths, twin.flagged, twin.prefetched = list(self.lengths), list(self.flagged), {}
+        twin.flag_copies = deque(maxlen=FLAG_COPIES)
         twin.residents = copy.deepcopy(self.residents, memo)
         twin.source, twin.unwritten = copy.deepcopy(self.source, memo), list(self.unwritten)
         for name in ("keys", "values"):
@@ -109,7 +109,7 @@ class Bulk:
         `source`, or nobody else's if that is None."""
         self.source, self.keys, self.values = source, keys, values
         self.unwritten = [0] * len(lengths) if source is None else list(lengths)
-        self._holds(list(lengths))
+        self._set_lengths(list(lengths))
 
     def _written_from(self, start: int, rows: Iterable[int]) -> None:
         """From token `start` on, rows no longer lie in `source`."""
@@ -136,7 +136,7 @@ class Bulk:
         """Bytes that the storage takes, unused capacity included."""
         return transfers.held_bytes(self.keys) + transfers.held_bytes(self.values)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for copies to the host that are still under way, before the host itself reads them."""
         if self._written is not None:
             self._written.synchronize()
@@ -146,16 +146,16 @@ class Bulk:
 
     def in_place(self) -> tuple[Tensor, Tensor]:
         """Keys and values where they lie, for a kernel that reads them there; it is made to wait for their copies."""
-        self.early.clear()  # a kernel has no use for early copies
+        self.prefetched.clear()  # a kernel has no use for early copies
         if self._written is not None and not self._written.query():
-            join(self._written, self.device)
+            wait_event(self._written, self.device)
         self._reader = reader(self.device) if self.offloaded else None
         return self.keys, self.values
 
-    def _holds(self, lengths: list[int]) -> None:
+    def _set_lengths(self, lengths: list[int]) -> None:
         """Row `r` holds `lengths[r]` tokens from now on."""
         self.lengths = lengths
-        self.early.clear()  # early copies hold another number of tokens
+        self.prefetched.clear()  # early copies hold another number of tokens
         self.residents.bulk_bytes = int(self.stored_bytes * (1 + ROOM))
 
     def _moved(self, old: Tensor, index: list[int] | range, capacity: int) -> Tensor:
@@ -171,7 +171,7 @@ class Bulk:
 
     def _wait_for_readers(self) -> None:
         """Before the host writes to the storage, or lets go of it: copies of it, and kernels that read it in place."""
-        self.settle()
+        self.synchronize()
         if self.offloaded and self.capacity:
             torch.accelerator.synchronize(self.device)
 
@@ -186,14 +186,14 @@ class Bulk:
             for row, source in changed.items():
                 length = self.lengths[source]
                 store[row, :, :length] = held[source] if source in held else store[source, :, :length]
-        self._holds([self.lengths[row] for row in index])
+        self._set_lengths([self.lengths[row] for row in index])
 
     def _rebuild(self, index: list[int], capacity: int) -> None:
         """Move to a new storage whose row `i` is the old row `index[i]`."""
         self._wait_for_readers()
         self.keys, self.values = (self._moved(old, index, capacity) for old in (self.keys, self.values))
         self.source, self.unwritten = None, [0] * len(index)
-        self._holds([self.lengths[row] for row in index])
+        self._set_lengths([self.lengths[row] for row in index])
 
     def take(self, other: "Bulk") -> None:
         """Take over another one's tokens for this device; the other is not to be used again."""
@@ -204,7 +204,7 @@ class Bulk:
             rows = range(len(other.lengths))
             self.lengths = other.lengths
             self.keys, self.values = (self._moved(old, rows, other.capacity) for old in (other.keys, other.values))
-        self._holds(other.lengths)
+        self._set_lengths(other.lengths)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row."""
@@ -238,26 +238,26 @@ class Bulk:
         else:
             self.keys[rows, :, start:stop] = keys
             self.values[rows, :, start:stop] = values
-        self._holds([*self.lengths[: rows.start], *[stop] * len(self.lengths[rows]), *self.lengths[rows.stop :]])
+        self._set_lengths([*self.lengths[: rows.start], *[stop] * len(self.lengths[rows]), *self.lengths[rows.stop :]])
         self.residents.append(rows, keys, values)
 
-    def fetch(self, head: Head, start: int, stop: int) -> Arrival:
+    def fetch(self, head: Head, start: int, stop: int) -> AsyncCopy:
         """Start to copy tokens `start..stop` of one head of one row from the host to the device."""
         at = (slice(head[0], head[0] + 1), slice(head[1], head[1] + 1), slice(start, stop))
         return fetch(self.keys[at], self.values[at], self.device, after=self._written)
 
-    def gather(self, head: Head, index: Tensor) -> Arrival:
+    def gather(self, head: Head, index: Tensor) -> AsyncCopy:
         """Keys and values `[1, 1, tokens, dim]` of some tokens of one head of one row, on their way to the device.
 
         `index` int64 `[tokens]` lies on the device; reading it on the host waits for it.
         """
         if not self.offloaded:
-            return Arrival((self.keys[head][index][None, None], self.values[head][index][None, None]))
-        self.settle()
-        chosen, found = index.cpu(), []
+            return AsyncCopy((self.keys[head][index][None, None], self.values[head][index][None, None]))
+        self.synchronize()
+        selected, found = index.cpu(), []
         for store in (self.keys, self.values):
-            room = torch.empty(len(chosen), store.shape[3], dtype=store.dtype, pin_memory=store.is_pinned())
-            found.append(torch.index_select(store[head], 0, chosen, out=room)[None, None])
+            room = torch.empty(len(selected), store.shape[3], dtype=store.dtype, pin_memory=store.is_pinned())
+            found.append(torch.index_select(store[head], 0, selected, out=room)[None, None])
         keys, values = found
         return fetch(keys, values, self.device, after=None)
 
@@ -267,7 +267,7 @@ class Bulk:
         if not self.offloaded:
             return part
         each = product(range(*rows.indices(len(self.lengths))), range(*heads.indices(self.keys.shape[1])))
-        arrived = ahead((head, self.fetch(head, start, stop)) for head in each)
+        arrived = double_buffer((head, self.fetch(head, start, stop)) for head in each)
         keys, values = zip(*(pair for _, pair in arrived), strict=True)
         return torch.cat(keys).view_as(part[0]), torch.cat(values).view_as(part[1])
 
@@ -285,7 +285,7 @@ class Bulk:
     def truncate(self, lengths: list[int]) -> None:
         """Forget the newest tokens: row `r` keeps its first `lengths[r]`."""
         if lengths != self.lengths:
-            self._holds(lengths)
+            self._set_lengths(lengths)
             self.residents.truncate(lengths)
 
     def select(self, index: list[int]) -> None:
@@ -297,4 +297,4 @@ class Bulk:
             self._rebuild(index, self.capacity if used else 0)
         self.residents.select(index)
         self.flagged = []
-        self.noted.clear()
+        self.flag_copies.clear()

@@ -15,9 +15,9 @@ from ..sketch import (
     Layout,
     Sketch,
     channel_means,
-    encode_segments,
     order_dtype,
-    rounded_slopes,
+    quantize_segments,
+    round_slopes,
     segment_start,
     segments_of,
 )
@@ -65,18 +65,18 @@ class BulkSketch:
                 noise=torch.zeros(*heads, dim, dtype=torch.float32, device=device),
                 variances=torch.zeros(*heads, dim, dtype=torch.float32, device=device),
                 mean_value=torch.zeros(*heads, value_dim, dtype=torch.float32, device=device),
-                **rounded_slopes(self.covariance),
+                **round_slopes(self.covariance),
             )
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor, bits: float | None, energies: Tensor | None) -> "BulkSketch | None":
         """One for such tokens; None if none is asked for, or keys are of no whole blocks (then all is read)."""
-        layout = Layout.if_any(keys.shape[3], bits)
+        layout = Layout.from_bits_or_none(keys.shape[3], bits)
         return None if layout is None else cls(keys, values, layout, energies)
 
-    def is_of(self, bits: float | None, energies: Tensor | None) -> bool:
+    def matches(self, bits: float | None, energies: Tensor | None) -> bool:
         """Whether it is one of such bits and energies."""
-        if Layout.if_any(self.layout.dim, bits) != self.layout:
+        if Layout.from_bits_or_none(self.layout.dim, bits) != self.layout:
             return False
         if self.energies is None or energies is None:
             return self.energies is energies
@@ -93,7 +93,7 @@ class BulkSketch:
         kept = (*self.tensors.tensors().values(), self.mean_key, self.covariance, self.energies)
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
-    def follow(self, bulk: Bulk, rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
+    def append_from(self, bulk: Bulk, rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
         """Take in what rows of equal length lack of the bulk.
 
         `newest` are keys and values that were appended to it last `[rows, kv_heads, tokens, dim]`: what lies in them is
@@ -141,7 +141,7 @@ class BulkSketch:
         found = {name: kept[name][..., :tokens] for name in TOKENS}
         found |= {name: kept[name][:, :, :segments] for name in SEGMENTS}
         found |= {"mean_value": kept["mean_value"], "mean_key": self.mean_key, "value_key_covariance": self.covariance}
-        return found | {"sketched": self.lengths, "query_energies": self.energies}
+        return found | {"sketch_lengths": self.lengths, "query_energies": self.energies}
 
     def restore(self, record: dict[str, Any], bulk: Bulk) -> None:
         """The inverse of `record`, which may hold other things as well, for an empty one of `bulk`.
@@ -165,8 +165,8 @@ class BulkSketch:
             if list(found.shape) != shape or found.dtype != like.dtype:
                 found = f"{found.dtype} {list(found.shape)}"
                 raise ValueError(f"its sketch of {wanted} tokens in {self.layout} has {name} {found}")
-        if record["sketched"] != wanted:
-            raise ValueError(f"its sketch is of {record['sketched']} tokens, and should be of {wanted}")
+        if record["sketch_lengths"] != wanted:
+            raise ValueError(f"its sketch is of {record['sketch_lengths']} tokens, and should be of {wanted}")
         self.lengths, self.energies = wanted, energies  # other energies may be known now
         if self.in_use:
             self._reserve(bulk.capacity)
@@ -192,7 +192,7 @@ class BulkSketch:
             keys, values = read(start, stop)
             with without_autocast(keys.device):
                 energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
-                made = encode_segments(keys, energies, self.layout, last=stop == length)
+                made = quantize_segments(keys, energies, self.layout, last=stop == length)
                 new = max(0, known - start)
                 if new < stop - start:
                     self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
@@ -206,7 +206,7 @@ class BulkSketch:
         self.lengths[rows] = [length] * len(self.lengths[rows])
 
     def _round_slopes(self, rows: slice) -> None:
-        for name, rounded in rounded_slopes(self.covariance[rows]).items():
+        for name, rounded in round_slopes(self.covariance[rows]).items():
             getattr(self.tensors, name)[rows] = rounded
 
     def _average_channels(self, rows: slice, length: int) -> None:

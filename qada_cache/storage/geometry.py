@@ -1,4 +1,4 @@
-"""Which tokens of the near buffer each query sees, and padding: computed by the first layer of a pass for all."""
+"""Which tokens of the local buffer each query sees, and padding: computed by the first layer of a pass for all."""
 
 import weakref
 from dataclasses import dataclass
@@ -10,30 +10,30 @@ from torch import Tensor
 
 from ..kernels.decode_call import Rows
 from ..kernels.query_adaptive import Masks
-from ..key_moments.rotation import rounded
+from ..key_moments.rotation import round_length
 from .padding import Padding
 
 
 @dataclass(frozen=True, eq=False)
 class Geometry(Masks):
-    """Masks over the near buffer for the queries of one call; `rows` is 1 when all rows are alike.
+    """Masks over the local buffer for the queries of one call; `rows` is 1 when all rows are alike.
 
     Attributes:
-        stored: int64 `[rows, 1, queries]`, of `bulk_tokens` the ones that have left the near buffer.
-        moment_lengths: the bulk lengths that another prompt's moments are asked for (`rotation.rounded`): of the
+        stored: int64 `[rows, 1, queries]`, of `bulk_tokens` the ones that have left the local buffer.
+        distinct_moment_lengths: the bulk lengths that another prompt's moments are asked for (`rotation.round_length`): of the
             `decided` queries, each once, ascending, on the host; nearly always one.
         row_lengths: likewise of each row's last query, decided or not; one for all rows if they agree.
         decisions: how many (row, query) pairs `decided` holds over the whole batch.
-        offered: tokens in the bulks of rows with such a query, over the whole batch.
-        any_staged: whether `staged` holds anything.
+        dense_tokens: tokens in the bulks of rows with such a query, over the whole batch.
+        any_pending: whether `pending` holds anything.
     """
 
     stored: Tensor
-    moment_lengths: tuple[int, ...]
+    distinct_moment_lengths: tuple[int, ...]
     row_lengths: tuple[int, ...]
     decisions: int
-    offered: int
-    any_staged: bool
+    dense_tokens: int
+    any_pending: bool
 
     def __deepcopy__(self, memo: dict) -> "Geometry":
         return self  # nothing in it ever changes
@@ -41,10 +41,10 @@ class Geometry(Masks):
     @cached_property
     def rows(self) -> Rows:
         """The part of a call of one query a row that decode kernels take, for all layers."""
-        return Rows(self.local.flatten(1), self.staged.flatten(1), self.stored.flatten(), self.decided.flatten())
+        return Rows(self.local.flatten(1), self.pending.flatten(1), self.stored.flatten(), self.decided.flatten())
 
 
-def call_geometry(
+def make_geometry(
     *,
     lengths: list[int],
     flushed: list[int],
@@ -65,7 +65,7 @@ def call_geometry(
         end: staging columns in use; they are right-aligned, so column `end - 1` is every row's newest token.
         queries: tokens of the call, padding included.
         valid: bool `[batch, queries]` on the host, False for padding; None when every token is real.
-        sinks: sink tokens, which are also the first columns of the near buffer.
+        sinks: sink tokens, which are also the first columns of the local buffer.
         window: tokens of the sliding window.
         device: where the masks go.
     """
@@ -79,25 +79,25 @@ def call_geometry(
         [(tokens, gone) for tokens, gone, decides in zip(*row, strict=True) if decides]
         for row in zip(bulk_tokens, stored, decided, strict=True)
     ]
-    row_lengths = tuple(rounded(max(1, row[-1])) for row in bulk_tokens)
+    row_lengths = tuple(round_length(max(1, row[-1])) for row in bulk_tokens)
     tensors = [*masks, *(torch.tensor(count).unsqueeze(1) for count in counts)]
     # A blocking copy would wait for everything the accelerator still has to do.
-    local, staged, *placed = (tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors)
+    local, pending, *placed = (tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors)
     return Geometry(
         local,
-        staged,
+        pending,
         bulk_tokens=placed[0],
         stored=placed[1],
         decided=placed[2],
-        moment_lengths=tuple(sorted({rounded(tokens) for row in deciding for tokens, _ in row})),
+        distinct_moment_lengths=tuple(sorted({round_length(tokens) for row in deciding for tokens, _ in row})),
         row_lengths=row_lengths[:1] if len(set(row_lengths)) == 1 else row_lengths,
         decisions=sum(map(len, deciding)) * (batch // rows),
-        offered=sum(max((gone for _, gone in row), default=0) for row in deciding) * (batch // rows),
-        any_staged=bulk_tokens != stored,
+        dense_tokens=sum(max((gone for _, gone in row), default=0) for row in deciding) * (batch // rows),
+        any_pending=bulk_tokens != stored,
     )
 
 
-# Masks `[rows, 1, queries, columns]`, local and staged; of each row and query `bulk_tokens`, `stored` and `decided`.
+# Masks `[rows, 1, queries, columns]`, local and pending; of each row and query `bulk_tokens`, `stored` and `decided`.
 Seen = tuple[tuple[Tensor, ...], tuple[list[list[int]], ...]]
 
 
@@ -112,23 +112,23 @@ def _see_of_several(
         # A padding query borrows the position of the real one before it: its output is finite and unused.
         position, shown = total - valid.sum(dim=-1, keepdim=True) + valid.cumsum(dim=-1) - 1, valid
     sink_column = torch.arange(sinks).expand(rows, sinks)
-    tail_column = total - end + torch.arange(end)
-    token = torch.cat([sink_column, tail_column], dim=-1)[:, None, None, :]
-    held = torch.cat([sink_column < gone.clamp_max(sinks), tail_column >= gone], dim=-1)[:, None, None, :]
+    recent_column = total - end + torch.arange(end)
+    token = torch.cat([sink_column, recent_column], dim=-1)[:, None, None, :]
+    held = torch.cat([sink_column < gone.clamp_max(sinks), recent_column >= gone], dim=-1)[:, None, None, :]
     position = position[:, None, :, None]
     seen = held & (token <= position)
     local = seen & ((token < sinks) | (token > position - window))
-    staged = seen & ~local
+    pending = seen & ~local
     bulk_tokens = (position.squeeze(-1) + 1 - sinks - window).clamp_min(0)
-    counts = bulk_tokens, bulk_tokens - staged.sum(dim=-1), (bulk_tokens > 0) & shown[:, None, :]
-    return (local, staged), tuple(count.squeeze(1).tolist() for count in counts)
+    counts = bulk_tokens, bulk_tokens - pending.sum(dim=-1), (bulk_tokens > 0) & shown[:, None, :]
+    return (local, pending), tuple(count.squeeze(1).tolist() for count in counts)
 
 
 def _see_of_one(
     lengths: list[int], flushed: list[int], valid: Tensor | None, *, queries: int, end: int, sinks: int, window: int
 ) -> Seen:
     """As `_see_of_several`, faster, of one query, the newest token of each row."""
-    local, staged = bytearray(), bytearray()
+    local, pending = bytearray(), bytearray()
     bulk_tokens: list[list[int]] = []
     stored: list[list[int]] = []
     for total, gone in zip(lengths, flushed, strict=True):
@@ -137,13 +137,13 @@ def _see_of_one(
         stop = max(start, end - window)  # where its window begins
         local += b"\1" * held + bytes(sinks - held + first) + b"\1" * (start - first)
         local += bytes(stop - start) + b"\1" * (end - stop)
-        staged += bytes(sinks + start) + b"\1" * (stop - start) + bytes(end - stop)
+        pending += bytes(sinks + start) + b"\1" * (stop - start) + bytes(end - stop)
         tokens = max(0, total - sinks - window)
         bulk_tokens.append([tokens])
         stored.append([tokens - (stop - start)])
     real = [True] * len(lengths) if valid is None else valid[:, 0].tolist()
     decided = [[tokens > 0 and there] for (tokens,), there in zip(bulk_tokens, real, strict=True)]
-    masks = (torch.frombuffer(mask, dtype=torch.bool).view(len(lengths), 1, queries, -1) for mask in (local, staged))
+    masks = (torch.frombuffer(mask, dtype=torch.bool).view(len(lengths), 1, queries, -1) for mask in (local, pending))
     return tuple(masks), (bulk_tokens, stored, decided)
 
 
@@ -151,15 +151,15 @@ class ForwardPass:
     """Padding and geometry of the pass under way.
 
     Args:
-        sinks, window: tokens, as for `call_geometry`.
+        sinks, window: tokens, as for `make_geometry`.
 
     Attributes:
-        reads_chunk: whether the pass reads a chunk of `generate`'s prompt, which is exact whatever its length.
+        is_prefill_chunk: whether the pass reads a chunk of `generate`'s prompt, which is exact whatever its length.
     """
 
     def __init__(self, sinks: int, window: int) -> None:
         self.sinks, self.window = sinks, window
-        self.reads_chunk = False
+        self.is_prefill_chunk = False
         self._mask: tuple[Any, Any, tuple[Padding, Tensor | None]] | None = None
         self._geometry: tuple[Any, Geometry] | None = None
 
@@ -184,11 +184,11 @@ class ForwardPass:
         valid: Tensor | None,
         device: torch.device,
     ) -> Geometry:
-        """`call_geometry`, once per call: layers move in lockstep, so the first one's serves them all."""
+        """`make_geometry`, once per call: layers move in lockstep, so the first one's serves them all."""
         # By content, not identity: a layer whose state differs must get its own masks.
         key = (tuple(lengths), tuple(flushed), end, queries, None if valid is None else valid.numpy().tobytes(), device)
         if self._geometry is None or self._geometry[0] != key:
-            made = call_geometry(
+            made = make_geometry(
                 lengths=lengths,
                 flushed=flushed,
                 end=end,

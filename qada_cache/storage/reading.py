@@ -9,13 +9,13 @@ from torch import Tensor
 from ..kernels.query_adaptive import Part, Request
 from .bulk import Bulk
 from .residents import Head
-from .transfers import Arrival, Note, ahead
+from .transfers import AsyncCopy, HostCopy, double_buffer
 
-EARLY_SHARE = 4  # at most one in so many heads of a layer is fetched before it is asked for
+PREFETCH_SHARE = 4  # at most one in so many heads of a layer is fetched before it is asked for
 
 
 def read_parts(
-    bulk: Bulk, whole: list[list[bool]], requests: Iterator[Request] | None = None, *, learn: bool = True
+    bulk: Bulk, whole: list[list[bool]], requests: Iterator[Request] | None = None, *, update_residency: bool = True
 ) -> Iterator[Part]:
     """What an adaptive call reads, as `query_adaptive.Read` has it.
 
@@ -23,16 +23,16 @@ def read_parts(
         bulk: to read from.
         whole: of every row and KV head, whether it is read whole.
         requests: for selected tokens of others; None without a sketch.
-        learn: False leaves residents, and what is fetched early, as they are (for an audit).
+        update_residency: False leaves residents, and what is fetched early, as they are (for an audit).
     """
     if requests is None or any(map(any, whole)):  # residents count the calls that ask for some
-        yield from flagged(bulk, whole, learn=learn)
+        yield from read_flagged(bulk, whole, update_residency=update_residency)
     else:  # the next call is not expected to read any whole, and what was fetched for this one goes
-        bulk.flagged, bulk.early = [], {}
+        bulk.flagged, bulk.prefetched = [], {}
     yield from _selected(bulk, requests or iter(()))
 
 
-def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iterator[Part]:
+def read_flagged(bulk: Bulk, wanted: list[list[bool]], *, update_residency: bool = True) -> Iterator[Part]:
     """All tokens of the wanted heads of each row, for an adaptive call (arguments as for `read_parts`).
 
     If the bulk is not offloaded, they are views of neighbouring heads. If it is, one head comes at a time: residents
@@ -44,36 +44,40 @@ def flagged(bulk: Bulk, wanted: list[list[bool]], *, learn: bool = True) -> Iter
                 yield _view(bulk, slice(row, row + 1), run, 0, bulk.lengths[row])
         return
     heads = _heads(bulk, wanted)
-    early, before = bulk.early, {}
-    if learn:
+    prefetched, before = bulk.prefetched, {}
+    if update_residency:
         before = bulk.residents.flag(heads)
-        bulk.flagged, bulk.early = heads, {}
+        bulk.flagged, bulk.prefetched = heads, {}
     held = _held(bulk, heads)
     missing = (head for head in heads if head not in held)
-    arrivals = ahead((head, early.get(head) or bulk.fetch(head, 0, bulk.lengths[head[0]])) for head in missing)
+    async_copies = double_buffer(
+        (head, prefetched.get(head) or bulk.fetch(head, 0, bulk.lengths[head[0]])) for head in missing
+    )
     for head, resident in held.items():
-        yield _of_head(head, resident.tensors, spared=True)
-    for head, tensors in arrivals:
-        if learn:
+        yield _make_part(head, resident.tensors, from_resident=True)
+    for head, tensors in async_copies:
+        if update_residency:
             nbytes = bulk.token_bytes * bulk.lengths[head[0]]
-            bulk.residents.keep(head, nbytes, before[head], functools.partial(Arrival, tensors))
-        yield _of_head(head, tensors, pulled=head not in early)
+            bulk.residents.keep(head, nbytes, before[head], functools.partial(AsyncCopy, tensors))
+        yield _make_part(head, tensors, from_bulk=head not in prefetched)
 
 
 def _selected(bulk: Bulk, requests: Iterator[Request]) -> Iterator[Part]:
     """Some tokens of heads. Offloaded, they are put together on the host, or on the device for heads that are there;
     the next ones are selected while these are on their way."""
 
-    def arrivals() -> Iterator[tuple[tuple[Request, bool], Arrival]]:
+    def async_copies() -> Iterator[tuple[tuple[Request, bool], AsyncCopy]]:
         for request in requests:
             head = request.row, request.head
             if (resident := _held(bulk, [head]).get(head)) is None:
                 yield (request, False), bulk.gather(head, request.tokens)
             else:
-                yield (request, True), Arrival(tuple(part[:, :, request.tokens] for part in resident.tensors))
+                yield (request, True), AsyncCopy(tuple(part[:, :, request.tokens] for part in resident.tensors))
 
-    for (request, spared), tensors in ahead(arrivals()):
-        yield _of_head((request.row, request.head), tensors, request, pulled=not spared, spared=spared)
+    for (request, resident_hit), tensors in double_buffer(async_copies()):
+        yield _make_part(
+            (request.row, request.head), tensors, request, from_bulk=not resident_hit, from_resident=resident_hit
+        )
 
 
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
@@ -89,12 +93,12 @@ def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
     every = [(row, head) for row in range(rows.start, rows.stop) for head in range(bulk.keys.shape[1])]
     held = _held(bulk, every)
     missing = ((head, span) for head in every if head not in held for span in spans)
-    arrivals = ahead((head, bulk.fetch(head, *span)) for head, span in missing)
+    async_copies = double_buffer((head, bulk.fetch(head, *span)) for head, span in missing)
     for head, resident in held.items():
         for first, end in spans:
-            yield _of_head(head, tuple(part[:, :, first:end] for part in resident.tensors), spared=True)
-    for head, tensors in arrivals:
-        yield _of_head(head, tensors, pulled=True)
+            yield _make_part(head, tuple(part[:, :, first:end] for part in resident.tensors), from_resident=True)
+    for head, tensors in async_copies:
+        yield _make_part(head, tensors, from_bulk=True)
 
 
 def prefetch(bulk: Bulk) -> int:
@@ -105,19 +109,19 @@ def prefetch(bulk: Bulk) -> int:
     if not bulk.offloaded:
         return 0
     scores, moved = bulk.residents.scores, 0
-    missing = [head for head in bulk.flagged if head not in bulk.residents.held and head not in bulk.early]
+    missing = [head for head in bulk.flagged if head not in bulk.residents.held and head not in bulk.prefetched]
     missing.sort(key=lambda head: -scores[head[0]][head[1]])
-    for head in missing[: max(1, len(bulk.lengths) * bulk.keys.shape[1] // EARLY_SHARE)]:
+    for head in missing[: max(1, len(bulk.lengths) * bulk.keys.shape[1] // PREFETCH_SHARE)]:
         tokens = bulk.lengths[head[0]]
         try:
-            bulk.early[head] = bulk.fetch(head, 0, tokens)
+            bulk.prefetched[head] = bulk.fetch(head, 0, tokens)
         except torch.OutOfMemoryError:  # it will be copied when it is needed
             break
         moved += bulk.token_bytes * tokens
     return moved
 
 
-def learn(bulk: Bulk, flags: Tensor) -> int:
+def update_residency(bulk: Bulk, flags: Tensor) -> int:
     """Choose residents by the flags of a kernel that reads heads where they lie, on the host or on the device.
 
     Nothing here waits for the device. Flags count once they have reached the host, in this call or a later one. A head
@@ -130,10 +134,10 @@ def learn(bulk: Bulk, flags: Tensor) -> int:
     Returns:
         bytes of the copies that were started.
     """
-    bulk.noted.append(Note(flags))
+    bulk.flag_copies.append(HostCopy(flags))
     moved = 0
-    while bulk.noted and (wanted := bulk.noted[0].read()) is not None:
-        bulk.noted.popleft()
+    while bulk.flag_copies and (wanted := bulk.flag_copies[0].read()) is not None:
+        bulk.flag_copies.popleft()
         heads = _heads(bulk, wanted)
         before = bulk.residents.flag(heads)
         for head in heads:
@@ -149,7 +153,7 @@ def _heads(bulk: Bulk, wanted: list[list[bool]]) -> list[Head]:
     return [(row, head) for row, flags in enumerate(wanted) if bulk.lengths[row] for head, f in enumerate(flags) if f]
 
 
-def _held(bulk: Bulk, heads: list[Head]) -> dict[Head, Arrival]:
+def _held(bulk: Bulk, heads: list[Head]) -> dict[Head, AsyncCopy]:
     """Those of the heads that lie on the device, whole."""
     found = {head: bulk.residents.get(head, bulk.lengths[head[0]]) for head in heads}
     held = {head: resident for head, resident in found.items() if resident is not None}
@@ -160,20 +164,22 @@ def _held(bulk: Bulk, heads: list[Head]) -> dict[Head, Arrival]:
 
 def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> Part:
     keys, values = bulk.read(rows, heads, start, stop)
-    return Part(rows, heads, keys, values, pulled=keys.nbytes + values.nbytes)
+    return Part(rows, heads, keys, values, bulk_read_bytes=keys.nbytes + values.nbytes)
 
 
-def _of_head(
+def _make_part(
     head: Head,
     tensors: tuple[Tensor, ...],
     request: Request | None = None,
     *,
-    pulled: bool = False,
-    spared: bool = False,
+    from_bulk: bool = False,
+    from_resident: bool = False,
 ) -> Part:
     (row, column), (keys, values) = head, tensors
     moved = keys.nbytes + values.nbytes
-    return Part(slice(row, row + 1), slice(column, column + 1), keys, values, request, moved * pulled, moved * spared)
+    return Part(
+        slice(row, row + 1), slice(column, column + 1), keys, values, request, moved * from_bulk, moved * from_resident
+    )
 
 
 def _runs(wanted: list[bool]) -> Iterator[slice]:

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import get_max_memory
 from torch import Tensor
 
-from .transfers import Arrival
+from .transfers import AsyncCopy
 
 HALF_LIFE = 32  # adaptive calls after which a flag counts half
 ROOM = 1 / 8  # of a resident's tokens: so many more fit before it moves, as a copy for every flush would be quadratic
@@ -43,7 +43,7 @@ def free_memory(device: torch.device) -> int:
 
 
 @torch.inference_mode(False)  # the room is written to later, perhaps outside inference mode
-def _longer(old: Arrival, keys: Tensor, values: Tensor) -> Arrival:
+def _longer(old: AsyncCopy, keys: Tensor, values: Tensor) -> AsyncCopy:
     """One with these tokens as well, in the same memory if they fit; `old` has been waited for."""
     room, known, tokens = old.room, old.tokens, old.tokens + keys.shape[2]
     if not room or room[0].shape[2] < tokens:
@@ -53,7 +53,7 @@ def _longer(old: Arrival, keys: Tensor, values: Tensor) -> Arrival:
             part[:, :, :known] = held
     for part, new in zip(room, (keys, values), strict=True):
         part[:, :, known:tokens] = new
-    return Arrival(tuple(part[:, :, :tokens] for part in room), room=room)
+    return AsyncCopy(tuple(part[:, :, :tokens] for part in room), room=room)
 
 
 class Residents:
@@ -73,7 +73,7 @@ class Residents:
         self.layers[index] = LayerResidents(self, index, device, batch, kv_heads)
         return self.layers[index]
 
-    def limit(self, device: torch.device) -> int:
+    def budget_bytes(self, device: torch.device) -> int:
         """Bytes that may be kept on `device`."""
         if isinstance(self.budget, int):
             return self.budget
@@ -89,7 +89,7 @@ class Residents:
 
         Residents give way only to a head with a higher score.
         """
-        limit = self.limit(device)
+        limit = self.budget_bytes(device)
         if nbytes > limit:
             return False
         over, leaving = self._held_on(device) + nbytes - limit, []
@@ -110,7 +110,7 @@ class Residents:
 
     def trim(self, device: torch.device) -> None:
         """Spill the weakest until the budget holds again, after residents have grown."""
-        over = self._held_on(device) - self.limit(device)
+        over = self._held_on(device) - self.budget_bytes(device)
         if over > 0:
             for _, layer, head in self._ranked(device):
                 over -= layer.held[head].nbytes
@@ -165,11 +165,11 @@ class LayerResidents:
 
     def __init__(self, shared: Residents, index: int, device: torch.device, batch: int, kv_heads: int) -> None:
         self.shared, self.index, self.device = shared, index, device
-        self.held: dict[Head, Arrival] = {}
+        self.held: dict[Head, AsyncCopy] = {}
         self.nbytes = self.bulk_bytes = self._calls = 0
         self.scores = [[-math.inf] * kv_heads for _ in range(batch)]
-        self._placed: dict[Head, tuple[int, ...]] = {}
-        self._places: Tensor | None = None
+        self._addresses: dict[Head, tuple[int, ...]] = {}
+        self._resident_pointers: Tensor | None = None
 
     def flag(self, heads: list[Head]) -> dict[Head, float]:
         """Count one call that flagged `heads`; returns their scores before it.
@@ -184,7 +184,7 @@ class LayerResidents:
             self.scores[row][head] = now if old == -math.inf else max(old, now) + math.log2(1 + 2 ** -abs(old - now))
         return before
 
-    def keep(self, head: Head, nbytes: int, score: float, fetch: Callable[[], Arrival]) -> bool:
+    def keep(self, head: Head, nbytes: int, score: float, fetch: Callable[[], AsyncCopy]) -> bool:
         """Keep a copy of a head's bulk, of `nbytes` bytes, if the budget, or a weaker resident, has the room for it.
 
         `fetch` then makes it, or starts to. Returns whether the copy stays.
@@ -199,16 +199,16 @@ class LayerResidents:
             return False
         return True
 
-    def _hold(self, head: Head, resident: Arrival) -> None:
+    def _hold(self, head: Head, resident: AsyncCopy) -> None:
         self.held[head] = resident
         self.nbytes += resident.nbytes
 
-    def get(self, head: Head, tokens: int) -> Arrival | None:
+    def get(self, head: Head, tokens: int) -> AsyncCopy | None:
         """The resident that holds all `tokens` of a head's bulk, if there is one."""
         resident = self.held.get(head)
         return resident if resident is not None and resident.tokens == tokens else None
 
-    def places(self, lengths: list[int]) -> Tensor:
+    def resident_pointers(self, lengths: list[int]) -> Tensor:
         """Addresses of resident keys and values, for kernels: int64 `[batch, kv_heads, 2]` on the device.
 
         A head without a resident of `lengths[row]` tokens has 0. Addresses are valid for work given to the device
@@ -217,13 +217,13 @@ class LayerResidents:
         found = {
             head: tuple(tensor.data_ptr() for tensor in resident.wait())
             for head, resident in self.held.items()
-            if resident.tokens == lengths[head[0]] and resident.landed()
+            if resident.tokens == lengths[head[0]] and resident.ready()
         }
-        if self._places is None or self._placed != found:
+        if self._resident_pointers is None or self._addresses != found:
             rows, kv_heads = range(len(self.scores)), range(len(self.scores[0]))
             table = [[found.get((row, head), (0, 0)) for head in kv_heads] for row in rows]
-            self._placed, self._places = found, torch.tensor(table).to(self.device, non_blocking=True)
-        return self._places
+            self._addresses, self._resident_pointers = found, torch.tensor(table).to(self.device, non_blocking=True)
+        return self._resident_pointers
 
     def drop(self, head: Head) -> None:
         """Let one go."""
@@ -237,7 +237,7 @@ class LayerResidents:
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Tokens `[rows, kv_heads, tokens, dim]` went into the bulk: residents get them too."""
 
-        def longer(old: Arrival, head: Head) -> Arrival:
+        def longer(old: AsyncCopy, head: Head) -> AsyncCopy:
             return _longer(old, *(part[None, None, head[0] - rows.start, head[1]] for part in (keys, values)))
 
         self._replace([head for head in self.held if rows.start <= head[0] < rows.stop], longer)
@@ -245,12 +245,12 @@ class LayerResidents:
     def truncate(self, lengths: list[int]) -> None:
         """Row `r` of the bulk keeps its first `lengths[r]` tokens."""
 
-        def shorter(old: Arrival, head: Head) -> Arrival:
-            return Arrival(tuple(part[:, :, : lengths[head[0]]].clone() for part in old.tensors))
+        def shorter(old: AsyncCopy, head: Head) -> AsyncCopy:
+            return AsyncCopy(tuple(part[:, :, : lengths[head[0]]].clone() for part in old.tensors))
 
         self._replace([head for head, old in self.held.items() if old.tokens > lengths[head[0]]], shorter)
 
-    def _replace(self, heads: list[Head], change: Callable[[Arrival, Head], Arrival]) -> None:
+    def _replace(self, heads: list[Head], change: Callable[[AsyncCopy, Head], AsyncCopy]) -> None:
         """Put `change` of them, once they are there, in the place of these."""
         for head in heads:
             old = self.held[head]
@@ -264,5 +264,5 @@ class LayerResidents:
         """Row `i` becomes the old row `index[i]`. If a row is repeated, the first one keeps the residents."""
         held = {(index.index(row), head): resident for (row, head), resident in self.held.items() if row in index}
         self.held, self.nbytes = held, sum(resident.nbytes for resident in held.values())
-        self.scores, self._places = [list(self.scores[row]) for row in index], None
+        self.scores, self._resident_pointers = [list(self.scores[row]) for row in index], None
         self.shared.trim(self.device)

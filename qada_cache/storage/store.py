@@ -12,21 +12,21 @@ from .bulk_sketch import BulkSketch
 from .padding import real_tokens
 from .residents import Residents
 
-STAGING_TOKENS = 128  # tokens leave the device in chunks of about this many
+PENDING_TOKENS = 128  # tokens leave the device in chunks of about this many
 ROOM_TOKENS = 1024  # a tail of at most so many has room for all of them from the start; a longer one grows
 
 
 class TokenStore:
-    """Keys and values of one layer, every row kept as `sinks | bulk | tail`, oldest first.
+    """Keys and values of one layer, every row kept as `sinks | bulk | recent`, oldest first.
 
-    The tail is the sliding window plus staged tokens. These have left the window and wait on the compute device, to
+    The tail is the sliding window plus pending tokens. These have left the window and wait on the compute device, to
     move on in chunks. It is right-aligned in its columns, so the newest tokens of all rows share columns; padding is
     never stored, so rows may differ in length. Tokens leave the tail first into the sinks until those are full, then
     into the bulk and the running moments. Whatever has left the tail precedes the window of every query of the next
     call of at most `window` tokens.
 
     Attributes:
-        near_keys, near_values: `[batch, kv_heads, columns, dim]`, sink columns first, then the tail's.
+        local_keys, local_values: `[batch, kv_heads, columns, dim]`, sink columns first, then the tail's.
         capacity: columns that the tail may have; there are as many as have been needed.
         end: tail columns in use.
         lengths: tokens of each row.
@@ -63,16 +63,16 @@ class TokenStore:
         self.end, self.decoded = 0, False
         self.lengths, self.flushed = [0] * batch, [0] * batch
         # A call appends at most `window` tokens to at most `window` kept ones; the rest is the staging chunk.
-        self.capacity = window + max(window, STAGING_TOKENS)
+        self.capacity = window + max(window, PENDING_TOKENS)
         columns = sinks + min(self.capacity, ROOM_TOKENS)
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
             # Zeros, not empty: masked columns meet a weight of 0, and 0 times garbage could be nan.
-            self.near_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
+            self.local_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
             # Of a dtype of their own: models under autocast may hand out float32 keys beside bfloat16 values.
-            self.near_values = self.near_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
+            self.local_values = self.local_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
             self.moments = RunningMoments(batch, kv_heads, keys.shape[3], keys.device) if track_moments else None
-        self.bulk = Bulk(self.near_keys, self.near_values, offloading=offloading, residents=residents, layer=layer)
-        self.sketch = BulkSketch.of(self.near_keys, self.near_values, sketch_bits, energies)
+        self.bulk = Bulk(self.local_keys, self.local_values, offloading=offloading, residents=residents, layer=layer)
+        self.sketch = BulkSketch.of(self.local_keys, self.local_values, sketch_bits, energies)
 
     @property
     def batch(self) -> int:
@@ -82,45 +82,45 @@ class TokenStore:
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         """The dtypes of keys and of values."""
-        return self.near_keys.dtype, self.near_values.dtype
+        return self.local_keys.dtype, self.local_values.dtype
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens in the tail."""
-        columns = self.near_keys.shape[2]
+        columns = self.local_keys.shape[2]
         if self.sinks + tokens > columns:
             # A window may be much longer than the texts that are read.
             more = self.sinks + min(int(GROWTH * tokens), self.capacity) - columns
             with torch.inference_mode(False):  # as in __init__
-                self.near_keys, self.near_values = (
+                self.local_keys, self.local_values = (
                     torch.cat([near, near.new_zeros(*near.shape[:2], more, near.shape[3])], dim=2)
-                    for near in (self.near_keys, self.near_values)
+                    for near in (self.local_keys, self.local_values)
                 )
 
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Add at most `window` tokens to every row's tail; `valid` `[batch, tokens]` is None without padding."""
         tokens = keys.shape[2]
         if self.end + tokens > self.capacity:
-            self._keep_window()
+            self._flush_pending()
         if valid is None:
             self.reserve(self.end + tokens)
             start = self.sinks + self.end
-            self.near_keys.narrow(2, start, tokens).copy_(keys)
-            self.near_values.narrow(2, start, tokens).copy_(values)
+            self.local_keys.narrow(2, start, tokens).copy_(keys)
+            self.local_values.narrow(2, start, tokens).copy_(values)
             self.end += tokens
             self.lengths = [length + tokens for length in self.lengths]
             return
-        groups, tails = self._single_rows(), []
+        groups, recents = self._single_rows(), []
         for rows in groups:
             real = real_tokens(valid[rows.start], keys.device)
-            pairs = zip(self._tail(rows), (keys[rows][:, :, real], values[rows][:, :, real]), strict=True)
-            tails.append(tuple(torch.cat(pair, dim=2) for pair in pairs))
-        self._set_tail(groups, tails)
+            pairs = zip(self._recent(rows), (keys[rows][:, :, real], values[rows][:, :, real]), strict=True)
+            recents.append(tuple(torch.cat(pair, dim=2) for pair in pairs))
+        self._set_recent(groups, recents)
         self.lengths = [length + int(new) for length, new in zip(self.lengths, valid.sum(dim=-1), strict=True)]
 
     def absorb(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Add any number of tokens: each row keeps its window in the tail, everything older goes on at once."""
         groups = self._alike(self.lengths, self.flushed) if valid is None else self._single_rows()
-        tails, lengths = [], []
+        recents, lengths = [], []
         for rows in groups:
             self._catch_up(rows)
             new_keys, new_values = keys[rows], values[rows]
@@ -128,20 +128,20 @@ class TokenStore:
                 real = real_tokens(valid[rows.start], keys.device)
                 new_keys, new_values = new_keys[:, :, real], new_values[:, :, real]
             if self.lengths[rows.start] > self.flushed[rows.start]:
-                pairs = zip(self._tail(rows), (new_keys, new_values), strict=True)
+                pairs = zip(self._recent(rows), (new_keys, new_values), strict=True)
                 new_keys, new_values = (torch.cat(pair, dim=2) for pair in pairs)
             older = max(new_keys.shape[2] - self.window, 0)
             self._flush(rows, new_keys[:, :, :older], new_values[:, :, :older], exact=True)
             # Not views: those would keep all of this row's new tokens until the last row is done.
-            tails.append((new_keys[:, :, older:].clone(), new_values[:, :, older:].clone()))
-            lengths += [self.flushed[rows.start] + tails[-1][0].shape[2]] * len(self.lengths[rows])
-        self._set_tail(groups, tails)
+            recents.append((new_keys[:, :, older:].clone(), new_values[:, :, older:].clone()))
+            lengths += [self.flushed[rows.start] + recents[-1][0].shape[2]] * len(self.lengths[rows])
+        self._set_recent(groups, recents)
         self.lengths, self.decoded = lengths, False
 
-    def near(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
+    def local_views(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
         """Views of sinks and tail of rows alike, `[rows, kv_heads, tokens, dim]` each."""
         sinks = slice(0, min(self.flushed[rows.start], self.sinks))
-        return [(self.near_keys[rows, :, sinks], self.near_values[rows, :, sinks]), self._tail(rows)]
+        return [(self.local_keys[rows, :, sinks], self.local_values[rows, :, sinks]), self._recent(rows)]
 
     def crop(self, lengths: list[int]) -> None:
         """Row `r` keeps its first `lengths[r]` tokens; the rest is as if it had never been seen, moments included."""
@@ -151,7 +151,7 @@ class TokenStore:
             self.end -= removed[0]
         else:  # the window reaches back into what has left the tail, or rows lose different numbers of tokens
             groups = self._alike(flushed, lengths, self.flushed, self.lengths)
-            self._set_tail(groups, [self._tokens(rows, flushed[rows.start], lengths[rows.start]) for rows in groups])
+            self._set_recent(groups, [self._tokens(rows, flushed[rows.start], lengths[rows.start]) for rows in groups])
         self.lengths, self.flushed = lengths, flushed
         stored = [max(gone - self.sinks, 0) for gone in flushed]
         self.bulk.truncate(stored)
@@ -181,40 +181,40 @@ class TokenStore:
             self.moments = None
             return
         if self.moments is None:
-            batch, kv_heads, _, dim = self.near_keys.shape
+            batch, kv_heads, _, dim = self.local_keys.shape
             with torch.inference_mode(False):  # as in __init__
-                self.moments = RunningMoments(batch, kv_heads, dim, self.near_keys.device)
+                self.moments = RunningMoments(batch, kv_heads, dim, self.local_keys.device)
         if update or not frozen:
             self._catch_up(slice(0, self.batch))
 
     def keep_sketch(self, bits: float | None, energies: Tensor | None) -> None:
         """Keep a sketch or none, as if `sketch_bits` and `energies` had been these from the start."""
-        if self.sketch is None or not self.sketch.is_of(bits, energies):
-            self.sketch = BulkSketch.of(self.near_keys, self.near_values, bits, energies)
+        if self.sketch is None or not self.sketch.matches(bits, energies):
+            self.sketch = BulkSketch.of(self.local_keys, self.local_values, bits, energies)
             if self.sketch is not None:
                 for row in self._single_rows():
-                    self.sketch.follow(self.bulk, row)
+                    self.sketch.append_from(self.bulk, row)
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
     def select(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
-        self.near_keys, self.near_values = self.near_keys[index], self.near_values[index]
+        self.local_keys, self.local_values = self.local_keys[index], self.local_values[index]
         self.bulk.select(index)
         for known in (self.moments, self.sketch):
             if known is not None:
                 known.select(index)
         self.lengths, self.flushed = ([counts[row] for row in index] for counts in (self.lengths, self.flushed))
-        if max(map(sub, self.lengths, self.flushed), default=0) < self.end:  # rows with longer tails are gone
+        if max(map(sub, self.lengths, self.flushed), default=0) < self.end:  # rows with longer recents are gone
             rows = self._single_rows()
-            self._set_tail(rows, [tuple(part.clone() for part in self._tail(row)) for row in rows])
+            self._set_recent(rows, [tuple(part.clone() for part in self._recent(row)) for row in rows])
 
     @torch.inference_mode(False)  # as for select
     def move(self, device: torch.device) -> None:
         """Serve keys on another device (a loaded cache does not know where its model lives until it is used)."""
-        self.near_keys, self.near_values = self.near_keys.to(device), self.near_values.to(device)
+        self.local_keys, self.local_values = self.local_keys.to(device), self.local_values.to(device)
         old = self.bulk
         shared, layer = old.residents.shared, old.residents.index
-        self.bulk = Bulk(self.near_keys, self.near_values, offloading=self.offloading, residents=shared, layer=layer)
+        self.bulk = Bulk(self.local_keys, self.local_values, offloading=self.offloading, residents=shared, layer=layer)
         self.bulk.take(old)
         for known in (self.moments, self.sketch):
             if known is not None:
@@ -236,11 +236,11 @@ class TokenStore:
             for keys, _ in self.bulk.blocks(own, self.moments.count[row]):
                 self.moments.update(own, keys)
 
-    def _tail(self, rows: slice) -> tuple[Tensor, Tensor]:
+    def _recent(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Views of the tail tokens of rows alike."""
         stop = self.sinks + self.end
         start = stop - (self.lengths[rows.start] - self.flushed[rows.start])
-        return self.near_keys[rows, :, start:stop], self.near_values[rows, :, start:stop]
+        return self.local_keys[rows, :, start:stop], self.local_values[rows, :, start:stop]
 
     def _tokens(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Copies of real tokens `start..stop` of rows alike, wherever they lie, on the compute device."""
@@ -248,46 +248,46 @@ class TokenStore:
         gone = self.flushed[row]
         parts = []
         for first, last, read in (
-            (0, min(gone, sinks), lambda a, b: (self.near_keys[rows, :, a:b], self.near_values[rows, :, a:b])),
+            (0, min(gone, sinks), lambda a, b: (self.local_keys[rows, :, a:b], self.local_values[rows, :, a:b])),
             (sinks, gone, lambda a, b: self.bulk.read(rows, slice(None), a - sinks, b - sinks)),
-            (gone, self.lengths[row], lambda a, b: tuple(t[:, :, a - gone : b - gone] for t in self._tail(rows))),
+            (gone, self.lengths[row], lambda a, b: tuple(t[:, :, a - gone : b - gone] for t in self._recent(rows))),
         ):
             if max(first, start) < min(last, stop):
                 parts.append(read(max(first, start), min(last, stop)))
         if not parts:
-            parts.append(tuple(tensor[rows, :, :0] for tensor in (self.near_keys, self.near_values)))
+            parts.append(tuple(tensor[rows, :, :0] for tensor in (self.local_keys, self.local_values)))
         return torch.cat([keys for keys, _ in parts], dim=2), torch.cat([values for _, values in parts], dim=2)
 
-    def _set_tail(self, groups: list[slice], tails: Sequence[tuple[Tensor, ...]]) -> None:
+    def _set_recent(self, groups: list[slice], recents: Sequence[tuple[Tensor, ...]]) -> None:
         """Replace the tail of every group of rows by these tokens, right-aligned (copies, not views of it)."""
-        self.end = max(keys.shape[2] for keys, _ in tails)
+        self.end = max(keys.shape[2] for keys, _ in recents)
         self.reserve(self.end)
         stop = self.sinks + self.end
-        for rows, (keys, values) in zip(groups, tails, strict=True):
-            self.near_keys[rows, :, stop - keys.shape[2] : stop] = keys
-            self.near_values[rows, :, stop - values.shape[2] : stop] = values
+        for rows, (keys, values) in zip(groups, recents, strict=True):
+            self.local_keys[rows, :, stop - keys.shape[2] : stop] = keys
+            self.local_values[rows, :, stop - values.shape[2] : stop] = values
 
     def _flush(self, rows: slice, keys: Tensor, values: Tensor, *, exact: bool) -> None:
         """Rows alike lose their oldest tail tokens, these: to the sinks until they are full, then to the bulk."""
         gone = self.flushed[rows.start]
         missing = min(max(self.sinks - gone, 0), keys.shape[2])
-        self.near_keys[rows, :, gone : gone + missing] = keys[:, :, :missing]
-        self.near_values[rows, :, gone : gone + missing] = values[:, :, :missing]
+        self.local_keys[rows, :, gone : gone + missing] = keys[:, :, :missing]
+        self.local_values[rows, :, gone : gone + missing] = values[:, :, :missing]
         if keys.shape[2] > missing:
             self.bulk.append(rows, keys[:, :, missing:], values[:, :, missing:])
             if self.sketch is not None:
-                self.sketch.follow(self.bulk, rows, (keys[:, :, missing:], values[:, :, missing:]))
+                self.sketch.append_from(self.bulk, rows, (keys[:, :, missing:], values[:, :, missing:]))
             self.decoded |= not exact
             if self.moments is not None and (self.update_moments or exact):
                 self.moments.update(rows, keys[:, :, missing:])
         self.flushed[rows] = [gone + keys.shape[2]] * len(self.flushed[rows])
 
-    def _keep_window(self) -> None:
-        """Flush every staged token, so that each row's tail is at most its window."""
-        groups, tails = self._alike(self.lengths, self.flushed), []
+    def _flush_pending(self) -> None:
+        """Flush every pending token, so that each row's tail is at most its window."""
+        groups, recents = self._alike(self.lengths, self.flushed), []
         for rows in groups:
-            keys, values = (tensor.clone() for tensor in self._tail(rows))
-            staged = max(keys.shape[2] - self.window, 0)
-            self._flush(rows, keys[:, :, :staged], values[:, :, :staged], exact=False)
-            tails.append((keys[:, :, staged:], values[:, :, staged:]))
-        self._set_tail(groups, tails)
+            keys, values = (tensor.clone() for tensor in self._recent(rows))
+            pending = max(keys.shape[2] - self.window, 0)
+            self._flush(rows, keys[:, :, :pending], values[:, :, :pending], exact=False)
+            recents.append((keys[:, :, pending:], values[:, :, pending:]))
+        self._set_recent(groups, recents)

@@ -53,7 +53,7 @@ def _side_stream(device: torch.device, direction: str) -> Any:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
-class Arrival:
+class AsyncCopy:
     """Keys and values `[1, 1, tokens, dim]` on the device, or on their way: to be read after `wait`.
 
     They are the first tokens of `room`, if there is any.
@@ -62,8 +62,8 @@ class Arrival:
     def __init__(self, tensors: tuple[Tensor, ...], event: Any = None, room: tuple[Tensor, ...] = ()) -> None:
         self.tensors, self.room, self._event = tensors, room, event
 
-    def __deepcopy__(self, memo: dict) -> "Arrival":
-        return Arrival(tuple(tensor.clone() for tensor in self.wait()))  # else it would be a copy of older memory
+    def __deepcopy__(self, memo: dict) -> "AsyncCopy":
+        return AsyncCopy(tuple(tensor.clone() for tensor in self.wait()))  # else it would be a copy of older memory
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +75,7 @@ class Arrival:
         """How many it holds."""
         return self.tensors[0].shape[2]
 
-    def landed(self) -> bool:
+    def ready(self) -> bool:
         """Whether they are there, so that nothing would have to wait."""
         return self._event is None or self._event.query()
 
@@ -83,31 +83,31 @@ class Arrival:
         """Keys and values, for later computation on the device."""
         if self._event is not None:
             device = self.tensors[0].device
-            join(self._event, device)
+            wait_event(self._event, device)
             for tensor in self.tensors:  # else freed memory would be written to while it is still read
                 tensor.record_stream(torch.cuda.current_stream(device))
             self._event = None
         return self.tensors
 
 
-def join(event: Any, device: torch.device) -> None:
+def wait_event(event: Any, device: torch.device) -> None:
     """Make later computation on `device` wait for `event`; the host does not wait."""
     torch.cuda.current_stream(device).wait_event(event)
 
 
-def fetch(keys: Tensor, values: Tensor, device: torch.device, *, after: Any = None) -> Arrival:
+def fetch(keys: Tensor, values: Tensor, device: torch.device, *, after: Any = None) -> AsyncCopy:
     """Start to copy `keys` and `values`, contiguous host tensors, to `device`.
 
     `after`: the event of `send` for the last copy into them, None if nothing is under way.
     """
     side = _side_stream(device, "in")
     if side is None:
-        return Arrival(send_to_device((keys, values), device, non_blocking=True))
+        return AsyncCopy(send_to_device((keys, values), device, non_blocking=True))
     if after is not None:
         side.wait_event(after)
     with torch.cuda.stream(side):
         tensors = send_to_device((keys, values), device, non_blocking=True)
-    return Arrival(tensors, side.record_event())
+    return AsyncCopy(tensors, side.record_event())
 
 
 def reader(device: torch.device) -> Any:
@@ -125,7 +125,7 @@ def outlive(stream: Any, keys: Tensor, values: Tensor) -> None:
         fetch(keys[:1, :1, :1], values[:1, :1, :1], stream.device, after=stream.record_event())
 
 
-class Note:
+class HostCopy:
     """A small tensor on its way to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -139,28 +139,28 @@ class Note:
         return self._tensor.tolist() if self._event is None or self._event.query() else None
 
 
-def ahead(arrivals: Iterator[tuple[Name, Arrival]]) -> Iterator[tuple[Name, tuple[Tensor, ...]]]:
+def double_buffer(async_copies: Iterator[tuple[Name, AsyncCopy]]) -> Iterator[tuple[Name, tuple[Tensor, ...]]]:
     """Keys and values as they arrive, each under its name. Each copy is started before the one in front of it is used,
     the first at once.
 
     At most three are on the device: one in use, one waiting, one under way.
     """
-    return _ahead(next(arrivals, None), arrivals)
+    return _double_buffer(next(async_copies, None), async_copies)
 
 
-def _ahead(
-    first: tuple[Name, Arrival] | None, arrivals: Iterator[tuple[Name, Arrival]]
+def _double_buffer(
+    first: tuple[Name, AsyncCopy] | None, async_copies: Iterator[tuple[Name, AsyncCopy]]
 ) -> Iterator[tuple[Name, tuple[Tensor, ...]]]:
     used: deque[Any] = deque()
     while first is not None:
         if len(used) > 1:
             used.popleft().synchronize()  # a host that runs ahead would find no memory free that it has let go of
-        following = next(arrivals, None)
+        upcoming = next(async_copies, None)
         name, tensors = first[0], first[1].wait()
         yield name, tensors
         if tensors[0].is_cuda:
             used.append(torch.cuda.current_stream(tensors[0].device).record_event())
-        first = following
+        first = upcoming
 
 
 _outgoing: dict[torch.device, deque[tuple[Any, int]]] = {}
@@ -187,11 +187,11 @@ def send(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Any:
                 source.record_stream(side)
             sent += source.nbytes
     event = side.record_event()
-    hold_back(_outgoing.setdefault(device, deque()), event, sent)
+    limit_in_flight(_outgoing.setdefault(device, deque()), event, sent)
     return event
 
 
-def hold_back(outgoing: deque[tuple[Any, int]], event: Any, sent: int) -> None:
+def limit_in_flight(outgoing: deque[tuple[Any, int]], event: Any, sent: int) -> None:
     """Book a copy of `sent` bytes that ends with `event`; wait for the oldest ones until `IN_FLIGHT_BYTES` holds."""
     with _booking:
         older = sum(bytes_sent for _, bytes_sent in outgoing)

@@ -21,7 +21,7 @@ _T_95 = (
     *(1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725),
 )
 TOKEN_THRESHOLDS = (1.0, 2.0, 3.0, TOKEN_THRESHOLD, 8.0, 12.0, 20.0)  # the more careful, the smaller
-LEAST_TOKENS = MIN_TOKENS + 256  # of a prompt: with fewer the bulk is read whole
+MIN_PROMPT_TOKENS = MIN_TOKENS + 256  # of a prompt: with fewer the bulk is read whole
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Setting:
     Attributes:
         token_threshold: None: everything is read.
         kl, bytes_read: as in `Figures`.
-        same, seconds: means over pieces, as in `Figures`.
+        top1, seconds: means over pieces, as in `Figures`.
     """
 
     token_threshold: float | None
     kl: Estimate
     bytes_read: Estimate
-    same: float
+    top1: float
     seconds: float
 
 
@@ -88,7 +88,7 @@ class Budget:
         assert found is not None
         return found
 
-    def chosen(self, settings: Sequence[Setting]) -> Setting | None:
+    def choose(self, settings: Sequence[Setting]) -> Setting | None:
         """The best setting surely within the budget, by the figure without a budget; None if there is none.
 
         That is: the upper end of the interval is within. Bytes are least for a KL budget, KL is for one of bytes.
@@ -110,13 +110,13 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean, max(0.0, mean - error), mean + error)
 
 
-def together(token_threshold: float | None, figures: Sequence[Figures]) -> Setting:
+def summarize(token_threshold: float | None, figures: Sequence[Figures]) -> Setting:
     """One setting's figures of all pieces."""
     return Setting(
         token_threshold,
         kl=estimate([one.kl for one in figures]),
         bytes_read=estimate([one.bytes_read for one in figures]),
-        same=fmean(one.same for one in figures),
+        top1=fmean(one.top1 for one in figures),
         seconds=fmean(one.seconds for one in figures),
     )
 
@@ -171,10 +171,10 @@ def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Pie
                 everything, figures = measure(model, piece, token_thresholds, bar.update)
                 found.append([everything, *figures])
             columns = zip((None, *token_thresholds), zip(*found, strict=True), strict=True)
-            return [together(token_threshold, column) for token_threshold, column in columns]
+            return [summarize(token_threshold, column) for token_threshold, column in columns]
 
         everything, *settings = measured(pieces, TOKEN_THRESHOLDS, "piece")
-        chosen, again = budget.chosen(settings), None
+        chosen, again = budget.choose(settings), None
         if chosen is not None and chosen.token_threshold is not None:
             again = measured(held_out, [chosen.token_threshold], "held-out piece")[1]
     sizes = {"tokens": pieces[0].prompt.shape[1], "following": pieces[0].following.shape[1]}
@@ -203,7 +203,7 @@ def rows(outcome: Outcome) -> list[dict[str, str]]:
             "token_threshold": names.get(one.token_threshold, f"{one.token_threshold or 0:g}"),
             "KL": f"{one.kl.mean:.5f}",
             "KL interval": f"{one.kl.low:.5f} - {one.kl.high:.5f}",
-            "likeliest same": f"{one.same:.3f}",
+            "likeliest same": f"{one.top1:.3f}",
             "bytes read": f"{one.bytes_read.mean:.1%}",
             "bytes interval": f"{one.bytes_read.low:.1%} - {one.bytes_read.high:.1%}",
             "ms/token": f"{1e3 * one.seconds:.1f}",
@@ -228,7 +228,7 @@ def sentences(outcome: Outcome) -> list[str]:
         *lines,
         f"Chosen for {outcome.budget}: token_threshold={outcome.chosen.token_threshold:g}.",
         f"On {outcome.held_out} pieces that were held out: KL {found.kl.mean:.5f}, likeliest token the same "
-        f"{found.same:.3f}, {found.bytes_read.mean:.1%} of the bytes. "
+        f"{found.top1:.3f}, {found.bytes_read.mean:.1%} of the bytes. "
         + (
             "The choice is confirmed." if outcome.confirmed else "That exceeds the budget: the choice is not confirmed."
         ),

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import QAdACache
+from ..key_moments.full_attention import inputs_device
 from ..key_moments.prompts import knows
-from ..key_moments.served import inputs_device
 from ..stats import CacheStats
 
 VALUE_BITS = 16  # bits a value of the bulk, for counting bytes in any dtype
@@ -87,13 +87,13 @@ class Figures:
 
     Attributes:
         kl: mean KL divergence of its next-token distributions from those of reading everything, in nats.
-        same: share of tokens whose likeliest next token is the same.
+        top1: share of tokens whose likeliest next token is the same.
         bytes_read: share of the bulk's bytes that is read, with the sketch, as if values had `VALUE_BITS`.
         seconds: of a decoded token, the median.
     """
 
     kl: float
-    same: float
+    top1: float
     bytes_read: float
     seconds: float
 
@@ -141,13 +141,13 @@ def _decode(model: PreTrainedModel, cache: QAdACache, ids: Tensor) -> tuple[Tens
 
 
 def compared(full: Tensor, found: Tensor) -> tuple[float, float]:
-    """`Figures.kl` and `Figures.same` of logits `[tokens, vocabulary]`; computed in float64, one token at a time."""
+    """`Figures.kl` and `Figures.top1` of logits `[tokens, vocabulary]`; computed in float64, one token at a time."""
     divergence = 0.0
     for one, other in zip(full, found, strict=True):  # a vocabulary in float64 takes a MiB a token
         truth, guess = one.double().log_softmax(dim=-1), other.double().log_softmax(dim=-1)
         divergence += float((truth.exp() * (truth - guess)).sum())
-    same = (full.argmax(dim=-1) == found.argmax(dim=-1)).double().mean()
-    return divergence / len(full), float(same)
+    top1 = (full.argmax(dim=-1) == found.argmax(dim=-1)).double().mean()
+    return divergence / len(full), float(top1)
 
 
 def bytes_read(stats: CacheStats, value_bytes: int) -> float:
@@ -156,7 +156,9 @@ def bytes_read(stats: CacheStats, value_bytes: int) -> float:
     Raises:
         ValueError: it decided about nothing.
     """
-    if not stats.offered_bytes:
+    if not stats.dense_bulk_bytes:
         raise ValueError("a QAdACache reads nothing of this model's layers, so there is nothing to tune")
-    sketched = stats.sketched_bytes * (8 * value_bytes / VALUE_BITS)  # the sketch has the same bits in any dtype
-    return (stats.pulled_bytes + stats.spared_bytes + sketched) / stats.offered_bytes
+    sketch_read_bytes = stats.sketch_read_bytes * (
+        8 * value_bytes / VALUE_BITS
+    )  # the sketch has the same bits in any dtype
+    return (stats.bulk_read_bytes + stats.resident_hit_bytes + sketch_read_bytes) / stats.dense_bulk_bytes

@@ -80,7 +80,7 @@ def test_outputs_and_counters_stay_the_same() -> None:
         assert torch.equal(logits, plain)
         ours, theirs = audited.stats(), unaudited.stats()
         assert torch.equal(ours.local_share, theirs.local_share)
-        assert ours.pulled_bytes == theirs.pulled_bytes > 0
+        assert ours.bulk_read_bytes == theirs.bulk_read_bytes > 0
     assert unaudited.stats().audit is None
 
 

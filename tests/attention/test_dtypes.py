@@ -89,8 +89,8 @@ def test_kernel_of_parts_serves_tensors_that_agree_only() -> None:
 # Of `Scene.arguments` and `moment_arguments`, in each of the ways that a kernel would read something else or elsewhere.
 WRONG = {
     "query": [Tensor.double, lambda t: t[:, :, :, :16], lambda t: t[:-1], lambda t: t.repeat(1, 1, 2, 1)],
-    "near_keys": [Tensor.half, lambda t: t[..., :16], lambda t: t[:, :1], lambda t: t.to("meta"), lambda t: t[:-1]],
-    "near_values": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t.mT.contiguous().mT],
+    "local_keys": [Tensor.half, lambda t: t[..., :16], lambda t: t[:, :1], lambda t: t.to("meta"), lambda t: t[:-1]],
+    "local_values": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t.mT.contiguous().mT],
     "bulk_keys": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t[:-1], lambda t: t.to("meta")],
     "bulk_values": [Tensor.half, lambda t: t[..., :16], lambda t: t.mT.contiguous().mT],
     "mean": [Tensor.double, lambda t: t[:-1], lambda t: t[..., :16], lambda t: t.to("meta")],
@@ -98,7 +98,7 @@ WRONG = {
     "other_mean": [Tensor.double, lambda t: t[..., :16], lambda t: t.repeat(3, 1, 1), lambda t: t.to("meta")],
     "other_covariance": [Tensor.half, lambda t: t[:, :1], lambda t: t[..., :16]],
     "local": [Tensor.int, lambda t: t[:, 1:], lambda t: t.repeat(2, 1)],
-    "staged": [Tensor.int, lambda t: t[:, 1:]],
+    "pending": [Tensor.int, lambda t: t[:, 1:]],
     "bulk_lengths": [Tensor.int, lambda t: t[:-1], lambda t: t + 10**6, lambda t: t - 10**6],
     "count": [Tensor.int, lambda t: t[:-1]],
     "decided": [Tensor.int, lambda t: t.repeat(3)],
@@ -121,7 +121,7 @@ def test_kernels_of_a_step_refuse_tensors_that_do_not_agree(name: str) -> None:
 def test_other_strides_are_not_the_compiled_kernels() -> None:
     scene = Scene()
     given = scene.arguments("cpu") | scene.moment_arguments("cpu")
-    for name in ("near_keys", "bulk_values"):
+    for name in ("local_keys", "bulk_values"):
         shape = given[name].shape
         wrong = given | {name: torch.zeros(*shape[:2], 2 * shape[2], shape[3])[:, :, ::2]}
         with pytest.raises(ValueError, match="do not lie one after the other"):

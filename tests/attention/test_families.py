@@ -117,7 +117,7 @@ def test_tokens_are_selected_beside_a_learned_sink() -> None:
     wanted = generate(model, ids, DynamicCache(config=model.config), tokens=6)
     cache = QAdACache(model, threshold=1 - 1e-9, moments="current", token_threshold=1e-9, **SMALL)
     got = generate(model, ids, cache, tokens=6)
-    assert cache.stats().sketched_bytes > 0
+    assert cache.stats().sketch_read_bytes > 0
     assert torch.allclose(logits_of(got), logits_of(wanted), atol=1e-3)
 
 
@@ -215,7 +215,7 @@ def test_layers_of_two_head_sizes(how: str, tmp_path: Path) -> None:
     got = generate(model, ids, cache)
     assert torch.equal(got.sequences, wanted.sequences)
     assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-4
-    assert {tuple(cache.layers[index].store.near_keys.shape[1::2]) for index in (1, 3)} == {(1, 16)}
+    assert {tuple(cache.layers[index].store.local_keys.shape[1::2]) for index in (1, 3)} == {(1, 16)}
     adaptive = QAdACache(**given, threshold=0.2, moments=moments, group_rule="head", **SMALL)
     generate(model, ids, adaptive)
     assert 0 < adaptive.stats().sparsity < 1

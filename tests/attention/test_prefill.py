@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache, kernels
-from qada_cache.attention.decode import whole_context
+from qada_cache.attention.decode import attend_exactly
 from qada_cache.kernels import sdpa
 from qada_cache.key_moments import running
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import bulk, transfers
 from qada_cache.storage.bulk import Bulk
-from qada_cache.storage.reading import flagged
+from qada_cache.storage.reading import read_flagged
 
 TOKENS = 3000
 TOKEN_BYTES = 2 * (16 + 16) * 4  # heads, dimensions, bytes
@@ -157,7 +157,7 @@ def test_chunks_stream_a_bulk_that_is_larger_than_the_device(host: set[int]) -> 
             layer.store.absorb(keys[:, :, :stored], values[:, :, :stored], None)
             chunk = Inputs(1)(WINDOW + 1)
             with Live(host) as live:
-                whole_context(layer, layer.store, chunk[2], *chunk[:2], scaling=0.25, valid=None)
+                attend_exactly(layer, layer.store, chunk[2], *chunk[:2], scaling=0.25, valid=None)
                 layer.store.absorb(*chunk[:2], None)
             assert copies.longest == 64
             assert layer.counters.streamed_bytes == copies.bytes == 2 * (stored - SINKS - WINDOW) * TOKEN_BYTES
@@ -172,13 +172,13 @@ def test_what_lies_on_the_device_is_not_streamed() -> None:
         with accelerator() as copies:
             layer = new_layer(keys, values, device_budget=budget)
             layer.store.absorb(keys, values, None)
-            list(flagged(layer.store.bulk, [[True, False], [True, True]]))
+            list(read_flagged(layer.store.bulk, [[True, False], [True, True]]))
             copies.bytes = 0
             chunk = Inputs(1)(WINDOW + 1)
-            outputs.append(whole_context(layer, layer.store, chunk[2], *chunk[:2], scaling=0.25, valid=None))
+            outputs.append(attend_exactly(layer, layer.store, chunk[2], *chunk[:2], scaling=0.25, valid=None))
             whole = 2 * (60 - SINKS - WINDOW) * TOKEN_BYTES
             assert layer.counters.streamed_bytes == copies.bytes == (whole / 4 if budget else whole)
-            assert layer.counters.spared_bytes == whole - layer.counters.streamed_bytes
+            assert layer.counters.resident_hit_bytes == whole - layer.counters.streamed_bytes
     assert torch.equal(*outputs)
 
 
@@ -229,7 +229,7 @@ def test_chunk_peak_does_not_grow_with_the_bulk(monkeypatch: pytest.MonkeyPatch)
         query = torch.randn(1, 8, 1000, 64, device="cuda", dtype=torch.bfloat16)
 
         def run(layer: QAdALayer = layer, chunk: Any = chunk, query: Tensor = query) -> None:
-            whole_context(layer, layer.store, query, *chunk, scaling=0.125, valid=None)
+            attend_exactly(layer, layer.store, query, *chunk, scaling=0.125, valid=None)
 
         run()
         peaks.append(peak_of(run))

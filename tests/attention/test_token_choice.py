@@ -46,7 +46,7 @@ def test_reading_all_tokens_equals_reference(scenario: str, options: dict[str, A
     with small_sketch(6, 16), accelerator() if offloading else nullcontext():  # of several segments
         pair = play(scenario, token_threshold=1e-30, offloading=offloading, **options)
     assert pair.layer.store.sketch is not None
-    assert int(pair.layer.counters.sketched_bytes) > 0
+    assert int(pair.layer.counters.sketch_read_bytes) > 0
 
 
 def filled(tokens: int = 90, batch: int = 2, **options: Any) -> tuple[Driver, Inputs]:
@@ -77,12 +77,12 @@ def test_equals_float64(bits: float, energies: bool) -> None:
         query = call[2][row, 2 * kv : 2 * kv + 2, 0].double()
         coded: dict[str, Any] = {"query": query, "sketch": store.sketch.tensors[row, kv], "scaling": SCALING}
         found = estimates(**coded, length=length)
-        scores = SCALING * query @ store.near_keys[row, kv, near].double().mT
-        shares = log_shares(estimates=found, log_near=scores.logsumexp(dim=1), bulk_tokens=store.lengths[row] - LOCAL)
+        scores = SCALING * query @ store.local_keys[row, kv, near].double().mT
+        shares = log_shares(estimates=found, log_buffer=scores.logsumexp(dim=1), bulk_tokens=store.lengths[row] - LOCAL)
         wanted = (shares >= 0).any(dim=0)
         rest, stead = unread(**coded, estimates=found, read=wanted)
         keys, values = (buffer[row, kv, :length][wanted].double() for buffer in (store.bulk.keys, store.bulk.values))
-        values = torch.cat([store.near_values[row, kv, near].double(), values])
+        values = torch.cat([store.local_values[row, kv, near].double(), values])
         for head in range(2):
             every = torch.cat([scores[head], SCALING * keys @ query[head], rest[head, None]])
             expected = every.softmax(dim=0) @ torch.cat([values, stead[head, None]])
@@ -112,15 +112,15 @@ def test_offloaded_equals_on_device(budget: int | float) -> None:
             driver, inputs = filled(offloading=offloading, device_budget=budget if offloading else 0)
             outputs = [ask(driver, inputs(tokens)) for tokens in (1, 5, 1, 30, 1, WINDOW, 1, 1)]
             counters, residents = driver.layer.counters, driver.layer.store.bulk.residents
-            results.append((outputs, counters.sketched_bytes, counters.pulled_bytes, counters.spared_bytes))
-    (expected, sketched, pulled, _), (outputs, *counted) = results
+            results.append((outputs, counters.sketch_read_bytes, counters.bulk_read_bytes, counters.resident_hit_bytes))
+    (expected, sketch_read_bytes, bulk_read_bytes, _), (outputs, *counted) = results
     torch.testing.assert_close(outputs, expected, rtol=1e-6, atol=1e-6)
-    assert counted[0] == sketched > 0
+    assert counted[0] == sketch_read_bytes > 0
     if budget:
         assert residents.held
         assert counted[2] > 0
     else:
-        assert counted[1:] == [pulled, 0]
+        assert counted[1:] == [bulk_read_bytes, 0]
 
 
 def test_a_copy_has_residents_that_were_on_their_way() -> None:
@@ -133,7 +133,7 @@ def test_a_copy_has_residents_that_were_on_their_way() -> None:
         for first, end in ((0, 110), (110, 111)):
             model(ids[:, first:end], past_key_values=cache)
         residents = [layer.store.bulk.residents for layer in cache.layers]
-        assert any(not resident.landed() for own in residents for resident in own.held.values())
+        assert any(not resident.ready() for own in residents for resident in own.held.values())
         twins = copy.deepcopy(cache), cache.fork()
         expected, *logits = (model(ids[:, 111:112], past_key_values=one).logits for one in (cache, *twins))
     for found in logits:
@@ -160,38 +160,38 @@ def test_what_is_not_chosen_is_not_read() -> None:
             buffer[request.row, request.head][unread] = torch.nan
     assert torch.equal(ask(driver, call), expected)
     bytes_read = 2 * 16 * 4 * sum(len(request.tokens) for request in spied)
-    assert driver.layer.counters.pulled_bytes - (twin.layer.counters.pulled_bytes - bytes_read) == bytes_read
+    assert driver.layer.counters.bulk_read_bytes - (twin.layer.counters.bulk_read_bytes - bytes_read) == bytes_read
 
 
 @pytest.mark.parametrize("offloading", [False, True])
 def test_what_is_too_rough_is_read_whole(offloading: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head reads all if one of the call's queries finds its sketch too rough, and others choose as before."""
     for tokens in (1, 5):
-        outputs, sketched = [], []
+        outputs, sketch_read_bytes = [], []
         with accelerator() if offloading else nullcontext():
             for limit, token_threshold in ((torch.inf, 0.5), (None, 0.5), (0.0, 0.5), (torch.inf, 1e-30)):
                 driver, inputs = filled(batch=1, token_threshold=token_threshold, offloading=offloading)
                 call, held = inputs(tokens, 1), driver.layer.store.sketch
                 if limit is None:
-                    told: dict[str, Any] = {"length": held.lengths[0], "scaling": SCALING}
+                    kwargs: dict[str, Any] = {"length": held.lengths[0], "scaling": SCALING}
                     by_head = call[2][0].unflatten(0, (2, 2)).flatten(1, 2)  # [kv_heads, group * queries, dim]
                     halves = [
-                        float(half_variance(query=by_head[kv], sketch=held.tensors[0, kv], **told).max())
+                        float(half_variance(query=by_head[kv], sketch=held.tensors[0, kv], **kwargs).max())
                         for kv in (0, 1)
                     ]
                     limit = sum(halves) / 2  # between those of two heads
-                    rough = [half > limit for half in halves]
+                    unreliable_flags = [half > limit for half in halves]
                 monkeypatch.setattr(selection, "UNRELIABLE", limit)
-                before = int(driver.layer.counters.sketched_bytes)
+                before = int(driver.layer.counters.sketch_read_bytes)
                 outputs.append(ask(driver, call).unflatten(1, (2, 2))[0])
-                sketched.append(int(driver.layer.counters.sketched_bytes) - before)
-        chosen, mixed, whole, all_asked = outputs
+                sketch_read_bytes.append(int(driver.layer.counters.sketch_read_bytes) - before)
+        selected, mixed, whole, all_asked = outputs
         torch.testing.assert_close(whole, all_asked, rtol=1e-5, atol=1e-5)
-        assert sorted(rough) == [False, True]
-        for head, flag in enumerate(rough):
-            torch.testing.assert_close(mixed[head], (whole if flag else chosen)[head], rtol=1e-6, atol=1e-6)
-            assert (whole[head] - chosen[head]).abs().max() > 1e-3
-        assert sketched[0] == sketched[3] == 2 * sketched[1] > sketched[2] == 0
+        assert sorted(unreliable_flags) == [False, True]
+        for head, flag in enumerate(unreliable_flags):
+            torch.testing.assert_close(mixed[head], (whole if flag else selected)[head], rtol=1e-6, atol=1e-6)
+            assert (whole[head] - selected[head]).abs().max() > 1e-3
+        assert sketch_read_bytes[0] == sketch_read_bytes[3] == 2 * sketch_read_bytes[1] > sketch_read_bytes[2] == 0
 
 
 def test_nothing_is_fetched_early_once_no_head_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_nothing_is_fetched_early_once_no_head_is_read_whole(monkeypatch: pytest
         assert prefetch(bulk) > 0
         monkeypatch.setattr(selection, "UNRELIABLE", torch.inf)
         ask(driver, inputs(1, 1))
-        assert not bulk.early
+        assert not bulk.prefetched
         assert prefetch(bulk) == 0
 
 
@@ -224,19 +224,19 @@ def test_stats_and_audit(monkeypatch: pytest.MonkeyPatch) -> None:
                 model(ids[:, token : token + 1], past_key_values=cache)
         stats = cache.stats()
         store = cache.layers[0].store
-        head_bytes = 2 * store.near_keys.shape[3] * store.near_keys.element_size()
-        lengths = [120 + step for step in range(1, 11)]  # at most: some are staged still
-        heads = len(stats.layers) * 2 * store.near_keys.shape[1]
-        assert 0 < stats.offered_bytes <= heads * head_bytes * sum(lengths)
+        head_bytes = 2 * store.local_keys.shape[3] * store.local_keys.element_size()
+        lengths = [120 + step for step in range(1, 11)]  # at most: some are pending still
+        heads = len(stats.layers) * 2 * store.local_keys.shape[1]
+        assert 0 < stats.dense_bulk_bytes <= heads * head_bytes * sum(lengths)
         # A word and a scale a token; a centre, an order, weights and a unit a segment; noise, variances, a mean value,
         # slopes and their units a head.
         once = (2 + 1 + 2) * 8 + 4 + 4 * 8 + 4 * 8 + 4 * 8 + 8 * 8 + 4 * 8
-        assert stats.sketched_bytes == stats.offered_bytes // head_bytes * (4 + 1) + 10 * heads * once
-        assert stats.read_share == (stats.pulled_bytes + stats.sketched_bytes) / stats.offered_bytes
+        assert stats.sketch_read_bytes == stats.dense_bulk_bytes // head_bytes * (4 + 1) + 10 * heads * once
+        assert stats.read_share == (stats.bulk_read_bytes + stats.sketch_read_bytes) / stats.dense_bulk_bytes
         missed.append(stats.audit.missed)
         shares.append(stats.read_share)
     assert missed[0] < 1e-6 < missed[1] < missed[2]
-    assert shares[0] > 1 > shares[1] > shares[2] == stats.sketched_bytes / stats.offered_bytes
+    assert shares[0] > 1 > shares[1] > shares[2] == stats.sketch_read_bytes / stats.dense_bulk_bytes
 
 
 @pytest.mark.parametrize("exact", [{"threshold": 1.0}, {"criterion": "dense"}, {"criterion": "oracle"}])

@@ -213,7 +213,7 @@ class CopyMachine(RuleBasedStateMachine):
         for twins in self.family:
             torch.testing.assert_close(snapshot(twins.shared), snapshot(twins.plain), rtol=0, atol=0)
             ours, theirs = twins.shared.stats(), twins.plain.stats()
-            for name in ("tokens", "steps", "decisions", "pulled_bytes", "offered_bytes", "streamed_bytes"):
+            for name in ("tokens", "steps", "decisions", "bulk_read_bytes", "dense_bulk_bytes", "streamed_bytes"):
                 assert getattr(ours, name) == getattr(theirs, name), name
             assert theirs.shared_bytes == 0 <= ours.shared_bytes
 

@@ -30,7 +30,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "frozen": {"moments": "current", "update_moments": False},
     "dense": {"criterion": "dense"},
 }
-COUNTERS = ("steps", "decisions", "tokens", "pulled_bytes", "streamed_bytes", "host_bytes")
+COUNTERS = ("steps", "decisions", "tokens", "bulk_read_bytes", "streamed_bytes", "host_bytes")
 LONG, PADDED = prompt(150), prompt(150, 61, 9)
 
 
@@ -100,7 +100,7 @@ def test_a_fork_of_a_fork_counts_for_itself() -> None:
     text = generate(model, ids, cache, tokens=25).sequences
     counted = cache.stats()
     fork = cache.fork(threshold=0.5).fork(threshold=0.12, audit_every=0)
-    assert fork.stats().decisions == fork.stats().pulled_bytes == 0
+    assert fork.stats().decisions == fork.stats().bulk_read_bytes == 0
     assert fork.stats().audit is None
     outputs = [generate(model, text, used, tokens=9) for used in (fork, cache)]
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)

@@ -158,7 +158,7 @@ def test_reset_forgets_everything(model: PreTrainedModel) -> None:
     cache = exact(model)
     generate(model, *prompt(130, 77, seed=4)[:1], cache)
     cache.reset()
-    assert (cache.get_seq_length(), cache.stats().decisions, cache.stats().pulled_bytes) == (0, 0, 0)
+    assert (cache.get_seq_length(), cache.stats().decisions, cache.stats().bulk_read_bytes) == (0, 0, 0)
     ids = prompt(150)[0]  # another batch size, too
     assert_same(model, generate(model, ids, cache), generate(model, ids, dynamic(model)))
 
@@ -241,7 +241,7 @@ def test_threshold_zero_is_sinks_and_window(model: PreTrainedModel, criterion: s
     dense = forced(model, ids, split, dynamic(model))
     assert (got - dense).abs().max() > 100 * budget  # the long context matters to this model
     assert (cache.stats().sparsity, cache.stats().kv_sparsity) == (1.0, 1.0)
-    assert (cache.stats().pulled_bytes > 0) == (criterion == "oracle")  # which reads everything to decide
+    assert (cache.stats().bulk_read_bytes > 0) == (criterion == "oracle")  # which reads everything to decide
     assert (cache.stats().streamed_bytes > 0) == (len(split) > 2)  # as the exact calls do
 
 

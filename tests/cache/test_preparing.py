@@ -167,7 +167,7 @@ def test_gpus_are_prepared_for_the_models_sizes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(preparing, "inputs_device", lambda _: torch.device("cuda", 1))
 
     def build(device: torch.device, dtype: torch.dtype, options: Options, **sizes: Any) -> None:
-        built[str(device)] = {"sketch_bits": options.kept_bits, **sizes}
+        built[str(device)] = {"sketch_bits": options.stored_sketch_bits, **sizes}
 
     monkeypatch.setattr(preparing, "_build_kernels", build)
     model = tiny(num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
@@ -188,10 +188,10 @@ def test_triton_is_tried_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[dict[str, Any]] = []
     monkeypatch.setattr(kernels, "INTERPRETED", True)
     monkeypatch.setattr(choice, "AUTO_DEVICES", ("cpu",))
-    monkeypatch.setattr(choice.compiled_decode, "obstacle", lambda *_: "not here")
-    monkeypatch.setattr(choice.decode_reference, "decode_fault", lambda *_, **told: tried.append(told))
+    monkeypatch.setattr(choice.compiled_decode, "unsupported_reason", lambda *_: "not here")
+    monkeypatch.setattr(choice.decode_reference, "find_decode_fault", lambda *_, **kwargs: tried.append(kwargs))
     prepare(tiny(num_attention_heads=6, num_key_value_heads=2, hidden_size=48), moments="current")
-    assert tried == [{"group": 3, "dim": 8, "value_dim": 8, "layout": Layout.of_bits(8, 1.5), "pinned": False}]
+    assert tried == [{"group": 3, "dim": 8, "value_dim": 8, "layout": Layout.from_bits(8, 1.5), "pinned": False}]
 
 
 def test_what_it_refuses(folder: Path) -> None:

@@ -19,7 +19,7 @@ from qada_cache import KeyMoments, QAdACache, StaticHeads
 FAMILIES = ["llama", "gemma3", "qwen3_next", "mistral_sliding"]
 LENGTHS = {"one row": (150,), "padded": (150, 61, 9), "no bulk": (10,)}
 TABLES = ("local_share", "kv_local_share")
-COUNTERS = ("layers", "steps", "decisions", "tokens", "pulled_bytes", "streamed_bytes")
+COUNTERS = ("layers", "steps", "decisions", "tokens", "bulk_read_bytes", "streamed_bytes")
 
 
 def adaptive(model: PreTrainedModel, **options: Any) -> QAdACache:

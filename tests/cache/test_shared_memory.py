@@ -98,7 +98,7 @@ def test_a_loaded_cache_is_not_read_into_memory(tmp_path: Path) -> None:
         int(next(line for line in text.splitlines() if line.startswith("Anonymous:")).split()[1]) * 1024
         for text in (before, Path("/proc/self/smaps_rollup").read_text())
     ]
-    assert anonymous[1] - anonymous[0] < 0.5 * whole  # the near buffers
+    assert anonymous[1] - anonymous[0] < 0.5 * whole  # the local buffers
     for each in loaded + copies:
         assert each.stats().shared_bytes == sum(bulk.stored_bytes for bulk in each._bulks())
         torch.testing.assert_close(snapshot(each), snapshot(cache), rtol=0, atol=0)
@@ -163,8 +163,8 @@ def test_a_file_that_is_written_to(act: str, tmp_path: Path) -> None:
 
 def test_a_file_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As older ones are."""
-    spaced = record.Spaced
-    monkeypatch.setattr(record, "Spaced", lambda tensor, lengths, room: spaced(tensor, lengths, max(lengths)))
+    spaced = record.PaddedTensor
+    monkeypatch.setattr(record, "PaddedTensor", lambda tensor, lengths, room: spaced(tensor, lengths, max(lengths)))
     cache = large()
     cache.save(tmp_path / "file")
     loaded = QAdACache.load(tmp_path / "file", config=cache._shared.model.config)

@@ -96,4 +96,4 @@ def test_the_bulk_is_not_sent_to_the_device_and_back(tmp_path: Path) -> None:
     decoded = cache_file._decode(saved.layers[1], saved.tensors, torch.device("meta"))
     there = {name: value.device.type for name, value in decoded.items() if isinstance(value, torch.Tensor)}
     assert {name for name, place in there.items() if place == "cpu"} == {"bulk_keys", "bulk_values"}
-    assert there["near_keys"] == "meta"
+    assert there["local_keys"] == "meta"

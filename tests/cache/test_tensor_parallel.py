@@ -83,7 +83,7 @@ def test_statistics_of_one_process(ranks: list[dict[str, Any]]) -> None:
     heads = [torch.tensor(rank["own"]["kv_local_share"]) for rank in ranks]
     gathered = torch.tensor(ranks[0]["default"]["kv_local_share"])
     assert torch.equal(torch.cat(heads, 1), gathered)
-    assert sum(rank["own"]["pulled_bytes"] for rank in ranks) == ranks[0]["default"]["pulled_bytes"]
+    assert sum(rank["own"]["bulk_read_bytes"] for rank in ranks) == ranks[0]["default"]["bulk_read_bytes"]
 
 
 def test_refused(ranks: list[dict[str, Any]]) -> None:

@@ -99,7 +99,7 @@ def test_copies_to_the_host_are_booked_by_several_threads(monkeypatch: pytest.Mo
 
     def book(_: int) -> None:
         for _ in range(500):
-            transfers.hold_back(outgoing, Event(), 10)
+            transfers.limit_in_flight(outgoing, Event(), 10)
             assert sum(sent for _, sent in list(outgoing)) <= 1000
 
     at_once(book)

@@ -190,7 +190,7 @@ def test_split_models_do_without() -> None:
     kept(model)
     cache = QAdACache(model)
     split = replace(cache._shared.model, shard=HeadShard(0, 2, None, torch.device("cpu")))
-    assert not tuned_choice.applied(replace(cache.options, token_threshold=TOKEN_THRESHOLD), split).tuned
+    assert not tuned_choice.apply_tuned(replace(cache.options, token_threshold=TOKEN_THRESHOLD), split).tuned
 
 
 def test_copies_forks_and_files(tmp_path: Path) -> None:

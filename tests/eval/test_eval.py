@@ -238,9 +238,9 @@ def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
 
     def spy(layer: Any, store: Any, step: Any, *rest: Any) -> Any:
         bulk = [store.bulk.keys[0, :, : store.bulk.lengths[0]]]
-        tail = store.near_keys[0, :, store.sinks + store.end - (store.lengths[0] - store.flushed[0]) :]
-        calls.append((layer.index, step.packed[0], bulk[0], tail[:, : store.lengths[0] - store.flushed[0]],
-                      store.near_keys[0, :, : store.sinks], step.rule.scaling))  # fmt: skip
+        recent = store.local_keys[0, :, store.sinks + store.end - (store.lengths[0] - store.flushed[0]) :]
+        calls.append((layer.index, step.grouped_queries[0], bulk[0], recent[:, : store.lengths[0] - store.flushed[0]],
+                      store.local_keys[0, :, : store.sinks], step.rule.scaling))  # fmt: skip
         return original(layer, store, step, *rest)
 
     out = tmp_path / "heads.csv"
@@ -255,11 +255,11 @@ def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
     mean, covariance = KeyMoments.collect(model, tokenizer, progress=False).at(1024 - 128 + 64)  # rounded up
     for row in rows:
         layer, head = int(row["layer"]), int(row["head"])
-        index, packed, bulk, tail, sinks, scaling = calls[layer]
+        index, grouped_queries, bulk, recent, sinks, scaling = calls[layer]
         assert index == layer
-        query, group = packed[head // 2, head % 2], head // 2
-        far = torch.cat([bulk[group], tail[group, :-112]])
-        near = torch.cat([sinks[group], tail[group, -112:]])
+        query, group = grouped_queries[head // 2, head % 2], head // 2
+        far = torch.cat([bulk[group], recent[group, :-112]])
+        near = torch.cat([sinks[group], recent[group, -112:]])
         estimate = gaussian_log_bulk(
             query=query,
             mean=mean[layer, group],

@@ -37,12 +37,12 @@ def test_what_reads_all_is_counted_whole(theta: float, segment: int) -> None:
 
 def test_some_tokens_are_those_that_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (ids, *_) = tiny(), prompt(300)
-    chosen = []
+    selected = []
     select = query_adaptive.select_tokens
 
     def watched(*args: object, **kwargs: object) -> object:
         found = select(*args, **kwargs)  # type: ignore[arg-type]
-        chosen.append(found.tokens.any(dim=0))
+        selected.append(found.tokens.any(dim=0))
         return found
 
     monkeypatch.setattr(query_adaptive, "select_tokens", watched)
@@ -50,7 +50,7 @@ def test_some_tokens_are_those_that_were_chosen(monkeypatch: pytest.MonkeyPatch)
         cache = QAdACache(model, **SIZES, token_threshold=1.0)
         model(ids[:, :290], past_key_values=cache)
         _, reads = read_map.answer(model, cache, ids[0, 290:291].tolist())
-    assert 0 < int(reads.sum()) == int(sum(tokens[: 290 - 4].sum() for tokens in chosen))
+    assert 0 < int(reads.sum()) == int(sum(tokens[: 290 - 4].sum() for tokens in selected))
     assert (reads > 0).float().mean() < 0.7
 
 

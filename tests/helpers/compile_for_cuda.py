@@ -23,7 +23,7 @@ from qada_cache.sketch import Layout, Sketch, segments_of
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1"}
-KERNELS = ("near_kernel", "bulk_kernel", "estimate_kernel", "chosen_kernel", "merge_kernel")
+KERNELS = ("local_kernel", "bulk_kernel", "estimate_kernel", "selected_kernel", "merge_kernel")
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a program may take, by compute capability
 ALIGNED = [["tt.divisibility", 16]]  # what Triton assumes of pointers and multiples of 16
 
@@ -70,11 +70,11 @@ def launches(
     shapes = [(batch, kv_heads, tokens, size) for tokens in (columns, capacity) for size in (dim, value_dim)]
     for name, recorder in recorders.items():
         setattr(triton_decode, name, recorder)
-    names = ("near_keys", "near_values", "bulk_keys", "bulk_values")
+    names = ("local_keys", "local_values", "bulk_keys", "bulk_values")
     call = DecodeCall.of(
         query=torch.zeros(batch, kv_heads * group, 1, dim, dtype=dtype),
         **{name: torch.zeros(shape, dtype=dtype) for name, shape in zip(names, shapes, strict=True)},
-        local=mask, staged=mask, bulk_lengths=torch.zeros(batch, dtype=torch.int64),
+        local=mask, pending=mask, bulk_lengths=torch.zeros(batch, dtype=torch.int64),
         decided=torch.ones(batch, dtype=torch.bool), scaling=0.1, threshold=0.6, **options,
     )  # fmt: skip
     triton_decode.fused_decode(call)
@@ -86,7 +86,7 @@ def launches(
 def sketch(*, kv_heads: int, dim: int, value_dim: int, capacity: int, bits: float) -> Sketch:
     heads, segments = (2, kv_heads), segments_of(capacity) if capacity else 0
     return Sketch(
-        codes=torch.zeros(*heads, Layout.of_bits(dim, bits).count, capacity, dtype=torch.int32),
+        codes=torch.zeros(*heads, Layout.from_bits(dim, bits).count, capacity, dtype=torch.int32),
         scales=torch.zeros(*heads, capacity, dtype=torch.uint8),
         units=torch.zeros(*heads, segments),
         centres=torch.zeros(*heads, segments, dim, dtype=torch.bfloat16),
@@ -108,9 +108,9 @@ def check(recorder: Recorder, capability: int, label: str) -> None:
     shared = compiled.metadata.shared
     print(f"sm_{capability} {label} {recorder.kernel.__name__}: {shared} bytes of shared memory")
     assert shared <= SHARED[capability], "more shared memory than the device has"
-    if recorder.kernel in (triton_decode.bulk_kernel, triton_decode.chosen_kernel):
+    if recorder.kernel in (triton_decode.bulk_kernel, triton_decode.selected_kernel):
         copies = set(re.findall(r"cp\.async\.c\w\.shared\.global \[.*?\], \[.*?\], (\w+)", compiled.asm["ptx"]))
-        indices = {"0x4"} if recorder.kernel is triton_decode.chosen_kernel else set()
+        indices = {"0x4"} if recorder.kernel is triton_decode.selected_kernel else set()
         assert copies == {"0x10"} | indices, f"copies of {sorted(copies)} bytes"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -125,14 +125,27 @@ def main() -> None:
     """A few of the many combinations: every criterion, group rule and dtype, the largest sizes, odd sizes, no bulk;
     each with a sketch and without."""
     kv_heads = 2
-    count = {"count": torch.zeros(2, dtype=torch.int64), "pulled": torch.zeros((), dtype=torch.int64)}
-    placed = {"places": torch.zeros(2, kv_heads, 2, dtype=torch.int64), "spared": torch.zeros((), dtype=torch.int64)}
+    count = {"count": torch.zeros(2, dtype=torch.int64), "bulk_read_bytes": torch.zeros((), dtype=torch.int64)}
+    placed = {
+        "resident_pointers": torch.zeros(2, kv_heads, 2, dtype=torch.int64),
+        "resident_hit_bytes": torch.zeros((), dtype=torch.int64),
+    }
     static = torch.ones(kv_heads, 3, dtype=torch.bool)
     for capability, dtype, dim, value_dim, group, capacity, sources, bits, options in (
-        (90, torch.bfloat16, 128, 128, 4, 40_000, ("", "other_"), 0, {**count, **placed, "pool_staged": True}),
-        (90, torch.bfloat16, 128, 128, 4, 40_000, ("",), 2, {**count, **placed, "pool_staged": True}),
+        (90, torch.bfloat16, 128, 128, 4, 40_000, ("", "other_"), 0, {**count, **placed, "pool_pending": True}),
+        (90, torch.bfloat16, 128, 128, 4, 40_000, ("",), 2, {**count, **placed, "pool_pending": True}),
         (80, torch.float16, 256, 256, 8, 2000, ("",), 0, {**count, "group_rule": "any"}),
-        (80, torch.float16, 256, 256, 8, 2000, (), 4, {"pulled": count["pulled"], "criterion": "dense"}),
+        (
+            80,
+            torch.float16,
+            256,
+            256,
+            8,
+            2000,
+            (),
+            4,
+            {"bulk_read_bytes": count["bulk_read_bytes"], "criterion": "dense"},
+        ),
         (89, torch.float32, 64, 64, 1, 2000, ("other_",), 0, {"group_rule": "any"}),
         (89, torch.float32, 64, 64, 1, 2000, (), 1, {"criterion": "dense"}),
         (80, torch.float32, 256, 256, 2, 2000, (), 0, {"criterion": "dense"}),
@@ -147,7 +160,7 @@ def main() -> None:
         if bits:
             options |= {
                 "sketch": sketch(kv_heads=kv_heads, dim=dim, value_dim=value_dim, capacity=capacity, bits=bits),
-                "sketched": torch.zeros((), dtype=torch.int64),
+                "sketch_read_bytes": torch.zeros((), dtype=torch.int64),
                 "token_threshold": 1.0,
             }
         label = f"{dtype} dim {dim}, {value_dim} group {group} bits {bits}"

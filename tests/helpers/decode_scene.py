@@ -12,12 +12,12 @@ from sketch_reference import estimates, half_variance, is_unreliable, log_shares
 from torch import Tensor
 
 from qada_cache import sketch
-from qada_cache.sketch import Layout, Sketch, channel_means, encode_segments, order_dtype, rounded_slopes, segments_of
-from qada_cache.storage.geometry import call_geometry
+from qada_cache.sketch import Layout, Sketch, channel_means, order_dtype, quantize_segments, round_slopes, segments_of
+from qada_cache.storage.geometry import make_geometry
 
 SINKS, WINDOW = 3, 8
 SIZES = {"sink_tokens": SINKS, "local_tokens": SINKS + WINDOW}
-# (tokens in the bulk buffers, tokens staged) of a row with a bulk.
+# (tokens in the bulk buffers, tokens pending) of a row with a bulk.
 RAGGED = [(257, 5), (0, 1), (63, 0), (1, 9), (111, 70)]
 
 
@@ -29,10 +29,10 @@ def within_widest_gap(ranked: list[float], least: float) -> float:
 
 @dataclass
 class Scene:
-    """Rows of random tokens: of each of `bulk` (stored, staged), then one of each of `short` tokens, without a bulk.
+    """Rows of random tokens: of each of `bulk` (stored, pending), then one of each of `short` tokens, without a bulk.
 
     Whatever is not a token in use is nan. Rows in `padding` get a padding query. `moments` are "pooled" (of the stored
-    tokens, to be pooled with the staged ones), "frozen" (of the stored tokens only) "other" (of another prompt),
+    tokens, to be pooled with the pending ones), "frozen" (of the stored tokens only) "other" (of another prompt),
     "both" (pooled, and of another prompt) or "both frozen". With `bits` there is a sketch of the stored keys.
     """
 
@@ -78,7 +78,7 @@ class Scene:
         valid = torch.ones(self.batch, 1, dtype=torch.bool)
         valid[list(self.padding)] = False
         self.real = valid[:, 0] if self.padding else valid[:1, 0]  # whether or not there is a bulk to decide about
-        self.geometry = call_geometry(
+        self.geometry = make_geometry(
             lengths=self.lengths, flushed=self.flushed, end=end, queries=1, valid=valid if self.padding else None,
             sinks=SINKS, window=WINDOW, device=torch.device("cpu"),
         )  # fmt: skip
@@ -98,7 +98,7 @@ class Scene:
     def _make_sketch(self, capacity: int, made: torch.Generator) -> None:
         heads, value_dim = (self.batch, self.kv_heads), self.stored[1].shape[3]
         segments = segments_of(capacity) if capacity else 0
-        layout = Layout.of_bits(self.dim, self.bits)
+        layout = Layout.from_bits(self.dim, self.bits)
         self.sketch = Sketch(
             codes=torch.randint(-(2**31), 2**31, (*heads, layout.count, capacity), generator=made).int(),
             scales=torch.randint(0, 256, (*heads, capacity), generator=made).byte(),
@@ -116,7 +116,7 @@ class Scene:
         energies = 0.1 + 3 * torch.rand(self.kv_heads, self.dim, generator=made).square()
         for row in self.sketched_rows():
             keys, values = (part[row][:, SINKS : SINKS + self.counts[row]] for part in (self.keys, self.values))
-            coded = encode_segments(keys, energies, layout, last=True)
+            coded = quantize_segments(keys, energies, layout, last=True)
             coded |= channel_means(coded, layout, self.counts[row])
             for name, part in coded.items():
                 if name == "codes":
@@ -129,7 +129,7 @@ class Scene:
             mean = values.mean(dim=1, keepdim=True)
             self.sketch.mean_value[row] = mean[:, 0]
             slopes = (values - mean).mT @ (keys - keys.mean(dim=1, keepdim=True)) / keys.shape[1]
-            for name, part in rounded_slopes(slopes.float()).items():
+            for name, part in round_slopes(slopes.float()).items():
                 getattr(self.sketch, name)[row] = part
 
     def sketched_rows(self) -> list[int]:
@@ -139,20 +139,20 @@ class Scene:
     def sketch_arguments(self, device: str, token_threshold: float) -> dict[str, Any]:
         """Of what `DecodeCall.of` takes, what has tokens chosen."""
         placed = Sketch(**{name: tensor.to(device) for name, tensor in self.sketch.tensors().items()})
-        sketched = torch.zeros((), dtype=torch.int64, device=device)
-        return {"sketch": placed, "sketched": sketched, "token_threshold": token_threshold}
+        sketch_read_bytes = torch.zeros((), dtype=torch.int64, device=device)
+        return {"sketch": placed, "sketch_read_bytes": sketch_read_bytes, "token_threshold": token_threshold}
 
     def _queries(self, row: int, head: int) -> Tensor:
         return self.query[row, head * self.group : (head + 1) * self.group, 0]
 
-    def _told(self, row: int, head: int) -> dict[str, Any]:
+    def _head_kwargs(self, row: int, head: int) -> dict[str, Any]:
         """What `sketch_reference` is to know of a KV head."""
-        told = {"query": self._queries(row, head), "sketch": self.sketch[row, head]}
-        return told | {"length": self.counts[row], "scaling": self.scaling}
+        kwargs = {"query": self._queries(row, head), "sketch": self.sketch[row, head]}
+        return kwargs | {"length": self.counts[row], "scaling": self.scaling}
 
     def estimates(self, row: int, head: int) -> Tensor:
         """What `estimates` says of one KV head's bulk `[group, tokens]`."""
-        return estimates(**self._told(row, head))
+        return estimates(**self._head_kwargs(row, head))
 
     def log_shares(self, row: int, head: int) -> Tensor:
         """What `log_shares` says of it `[group, tokens]`."""
@@ -160,7 +160,7 @@ class Scene:
         near = torch.cat([keys[:SINKS], keys[SINKS + self.counts[row] :]])
         masses = [log_mass(query=one, keys=near, scaling=self.scaling) for one in self._queries(row, head)]
         return log_shares(
-            estimates=self.estimates(row, head), log_near=torch.tensor(masses), bulk_tokens=sum(self.bulk[row])
+            estimates=self.estimates(row, head), log_buffer=torch.tensor(masses), bulk_tokens=sum(self.bulk[row])
         )
 
     def token_threshold(self, share: float = 0.2) -> float:
@@ -172,7 +172,7 @@ class Scene:
         middle = ranked[int((1 - 1.5 * share) * len(ranked)) : int((1 - 0.5 * share) * len(ranked))]
         return math.exp(within_widest_gap(middle, least=1e-4))
 
-    def chosen(self, flags: Tensor, token_threshold: float) -> dict[tuple[int, int], Tensor]:
+    def selected(self, flags: Tensor, token_threshold: float) -> dict[tuple[int, int], Tensor]:
         """Of KV heads with a flagged head, by row and head: bool `[tokens]`, what they read of a sketched bulk.
 
         Without those that find the sketch unreliable.
@@ -180,32 +180,32 @@ class Scene:
         return {
             (row, head): (self.log_shares(row, head) >= math.log(token_threshold))[flags[row, head]].any(dim=0)
             for row in self.sketched_rows() for head in range(self.kv_heads)
-            if flags[row, head].any() and not is_unreliable(**self._told(row, head))[flags[row, head]].any()
+            if flags[row, head].any() and not is_unreliable(**self._head_kwargs(row, head))[flags[row, head]].any()
         }  # fmt: skip
 
     def half_variance(self, row: int, head: int) -> Tensor:
         """What `half_variance` says of it `[group]`."""
-        return half_variance(**self._told(row, head))
+        return half_variance(**self._head_kwargs(row, head))
 
-    def sketched_bytes(self, chosen: dict[tuple[int, int], Tensor]) -> int:
-        """What is read of the sketch, where `chosen` is."""
+    def sketch_read_bytes(self, selected: dict[tuple[int, int], Tensor]) -> int:
+        """What is read of the sketch, where `selected` is."""
         sizes = {"dim": self.dim, "value_dim": self.stored[1].shape[3], "bits": self.bits}
-        return sum(sketch_bytes(len(tokens), **sizes) for tokens in chosen.values())
+        return sum(sketch_bytes(len(tokens), **sizes) for tokens in selected.values())
 
     def arguments(self, device: str, *, pin: bool = False) -> dict[str, Any]:
         """What `DecodeCall.of` takes but for what decides, on `device`; the bulk in pinned memory if `pin`."""
         masks = self.geometry
         placed = {
             "query": self.query,
-            "near_keys": self.near[0],
-            "near_values": self.near[1],
+            "local_keys": self.near[0],
+            "local_values": self.near[1],
             "bulk_keys": self.stored[0],
             "bulk_values": self.stored[1],
             "local": masks.local.flatten(1),
-            "staged": masks.staged.flatten(1),
+            "pending": masks.pending.flatten(1),
             "bulk_lengths": masks.stored.flatten(),
             "decided": self.real,
-            "pulled": torch.zeros((), dtype=torch.int64),
+            "bulk_read_bytes": torch.zeros((), dtype=torch.int64),
         }
         host = ("bulk_keys", "bulk_values") if pin else ()
         placed = {name: t.pin_memory() if name in host else t.to(device) for name, t in placed.items()}
@@ -216,7 +216,7 @@ class Scene:
         made: dict[str, Any] = {}
         if self.moments != "other":
             made |= {"mean": self.mean.to(device), "covariance": self.covariance.to(device)}
-            made |= {"count": torch.tensor(self.counts, device=device), "pool_staged": "frozen" not in self.moments}
+            made |= {"count": torch.tensor(self.counts, device=device), "pool_pending": "frozen" not in self.moments}
         if self.moments.startswith(("other", "both")):
             made |= {f"other_{name}": t.to(device) for name, t in zip(("mean", "covariance"), self.other, strict=True)}
         return made
@@ -250,22 +250,22 @@ class Scene:
             flags[row] = ~decide(**self._decision(row), **decision)
         return flags.unflatten(1, (self.kv_heads, self.group))
 
-    def forget_unneeded(self, flags: Tensor, chosen: dict[tuple[int, int], Tensor] | None = None) -> int:
-        """Make nan what is not read: the bulk of KV heads without a flagged head, tokens not `chosen`; bytes left."""
+    def forget_unneeded(self, flags: Tensor, selected: dict[tuple[int, int], Tensor] | None = None) -> int:
+        """Make nan what is not read: the bulk of KV heads without a flagged head, tokens not `selected`; bytes left."""
         needed = 0
-        for (row, head), tokens in (chosen or {}).items():
+        for (row, head), tokens in (selected or {}).items():
             for buffer in self.stored:
                 buffer[row, head, : self.counts[row]][~tokens] = torch.nan
         for row, head in (~flags.any(-1)).nonzero().tolist():
             for buffer in self.stored:
                 buffer[row, head] = torch.nan
         for row, head in flags.any(-1).nonzero().tolist():
-            read = (chosen or {}).get((row, head), torch.ones(self.counts[row], dtype=torch.bool))
+            read = (selected or {}).get((row, head), torch.ones(self.counts[row], dtype=torch.bool))
             needed += sum(t[row, head, : self.counts[row]][read].nbytes for t in self.stored)
         return needed
 
-    def check(self, out: Tensor, flags: Tensor, chosen: dict[tuple[int, int], Tensor] | None = None) -> None:
-        """`out` `[batch, heads, 1, value_dim]` against float64, given flags and `chosen`, within twice naive error."""
+    def check(self, out: Tensor, flags: Tensor, selected: dict[tuple[int, int], Tensor] | None = None) -> None:
+        """`out` `[batch, heads, 1, value_dim]` against float64, given flags and `selected`, within twice naive error."""
         assert out.dtype == self.dtype
         assert out.isfinite().all()
         for row, (keys, values, length) in enumerate(zip(self.keys, self.values, self.lengths, strict=True)):
@@ -277,17 +277,17 @@ class Scene:
             rest = torch.full((len(local), 1), -torch.inf, dtype=torch.float64)
             stead = torch.zeros(len(local), values.shape[2], dtype=torch.float64)
             for head in range(self.kv_heads):
-                if chosen and (row, head) in chosen:
+                if selected and (row, head) in selected:
                     group = slice(head * self.group, (head + 1) * self.group)
-                    mask[group, SINKS : SINKS + self.counts[row]] &= (read := chosen[row, head])
-                    told = self._told(row, head)
-                    del told["length"]
-                    weight, stead[group] = unread(**told, estimates=self.estimates(row, head), read=read)
+                    mask[group, SINKS : SINKS + self.counts[row]] &= (read := selected[row, head])
+                    kwargs = self._head_kwargs(row, head)
+                    del kwargs["length"]
+                    weight, stead[group] = unread(**kwargs, estimates=self.estimates(row, head), read=read)
                     rest[group] = weight[:, None].masked_fill(local[group, None], -torch.inf)
             given = {"query": self.query[row][None], "keys": keys[None], "values": values[None]}
             given |= {"scaling": self.scaling, "mask": mask[None, :, None]}
             expected, lowp = (naive_attention(**given, dtype=dtype)[0, :, 0] for dtype in (torch.float64, self.dtype))
-            if chosen:
+            if selected:
                 near = [
                     log_mass(query=query, keys=keys[head // self.group, seen], scaling=self.scaling)
                     for head, (query, seen) in enumerate(zip(self.query[row, :, 0], mask, strict=True))

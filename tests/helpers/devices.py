@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 KIND = "maia"  # torch knows the name, and comes without code for it
 
 
-class Placed(Tensor):
+class DeviceTensor(Tensor):
     """A tensor on such a device; `here` is what computes. To torch's own code it is on "meta", which it can guard."""
 
     here: Tensor
@@ -28,7 +28,7 @@ class Placed(Tensor):
     is_meta = False  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, here: Tensor, device: torch.device) -> Placed:
+    def __new__(cls, here: Tensor, device: torch.device) -> DeviceTensor:
         made = Tensor._make_wrapper_subclass(cls, here.size(), strides=here.stride(), dtype=here.dtype, device="meta")
         made.here, made.place = here, device
         return made
@@ -56,9 +56,9 @@ class _Numbers(TorchFunctionMode):
             return function(*args, **{**kwargs, "device": "cpu"}).to(device)
         if function in (torch.where, Tensor.where):
             args = tuple(torch.tensor(value) if isinstance(value, (int, float)) else value for value in args)
-        if function is torch.unravel_index and isinstance(args[0], Placed):
+        if function is torch.unravel_index and isinstance(args[0], DeviceTensor):
             return tuple(part.to(args[0].device) for part in function(args[0].cpu(), *args[1:], **kwargs))
-        if function is Tensor.__setitem__ and isinstance(args[0], Placed) and isinstance(args[2], (int, float)):
+        if function is Tensor.__setitem__ and isinstance(args[0], DeviceTensor) and isinstance(args[2], (int, float)):
             args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype))
         return function(*args, **kwargs)
 
@@ -73,7 +73,7 @@ def devices() -> Iterator[None]:
 def _run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     name = function._schema.name
-    place = kwargs.get("device") or next((value.device for value in tensors if isinstance(value, Placed)), None)
+    place = kwargs.get("device") or next((value.device for value in tensors if isinstance(value, DeviceTensor)), None)
     if name == "aten::copy_":
         place = args[0].device
     elif name != "aten::_to_copy":
@@ -82,14 +82,14 @@ def _run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if away and kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     found = function(*tree_map(_here, args), **tree_map(_here, kwargs))
-    known = {id(value.here): value for value in tensors if isinstance(value, Placed)}
+    known = {id(value.here): value for value in tensors if isinstance(value, DeviceTensor)}
 
     def told(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if (same := known.get(id(value))) is not None:
             return same
-        return Placed(value, torch.device(place)) if away else value
+        return DeviceTensor(value, torch.device(place)) if away else value
 
     return tree_map(told, found)
 
@@ -98,12 +98,12 @@ def _check_together(function: Any, name: str, tensors: list[Tensor]) -> None:
     """Raise unless these lie on one device; numbers may lie elsewhere, and indices on the host."""
     if "index" in name:
         tensors = [
-            value for value in tensors if isinstance(value, Placed) or value.dtype not in (torch.long, torch.bool)
+            value for value in tensors if isinstance(value, DeviceTensor) or value.dtype not in (torch.long, torch.bool)
         ]
-    places = {str(value.device) for value in tensors if value.dim() or isinstance(value, Placed)}
+    places = {str(value.device) for value in tensors if value.dim() or isinstance(value, DeviceTensor)}
     if len(places) > 1:
         raise RuntimeError(f"{function} of tensors on {' and '.join(sorted(places))}")
 
 
 def _here(value: Any) -> Any:
-    return value.here if isinstance(value, Placed) else value
+    return value.here if isinstance(value, DeviceTensor) else value

@@ -13,7 +13,7 @@ from qada_cache.attention.forward import attention_forward, switch_on
 from qada_cache.kernels import choice
 from qada_cache.state.counters import Counters
 from qada_cache.state.layer import QAdALayer
-from qada_cache.state.shared import Options, ServedModel, Shared
+from qada_cache.state.shared import ManagedModel, Options, Shared
 from qada_cache.storage.geometry import Geometry
 
 SINKS, LOCAL = 3, 11  # small, so that a few dozen tokens reach every place a token can be
@@ -81,15 +81,15 @@ def transformers_mask(valid: Tensor, queries: int) -> Tensor | None:
     return causal & valid[:, None, None, :]
 
 
-def chosen_kernel(*call: Any) -> Any:
+def find_kernel(*call: Any) -> Any:
     """The choice for a call, as a cache that is built now is asked for kernels."""
-    return choice.decode_kernel(*call, choice.requested(None))
+    return choice.decode_kernel(*call, choice.resolve_kernels(None))
 
 
 def make_shared(**options: Any) -> Shared:
     """What a layer 0 shares with no other."""
-    asked = {"kernels": choice.requested(None)} | OPTIONS | options
-    return Shared(Options(**asked), ServedModel("llama", layers=(0,)))
+    asked = {"kernels": choice.resolve_kernels(None)} | OPTIONS | options
+    return Shared(Options(**asked), ManagedModel("llama", layers=(0,)))
 
 
 def new_layer(keys: Tensor, values: Tensor, **options: Any) -> QAdALayer:

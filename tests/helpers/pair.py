@@ -13,7 +13,7 @@ from reference_layer import ReferenceLayer
 from torch import Tensor
 
 from qada_cache import KeyMoments, StaticHeads
-from qada_cache.sketch import channel_means, encode_segments
+from qada_cache.sketch import channel_means, quantize_segments
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import bulk_sketch
 from qada_cache.storage.store import TokenStore
@@ -175,7 +175,7 @@ class Pair:
             if known.lengths[row]:
                 bulk = slice(store.sinks, store.sinks + length)
                 keys, values = (tokens[row][:, bulk] for tokens in (self.reference.keys, self.reference.values))
-                made = encode_segments(keys, energies, known.layout, last=True)
+                made = quantize_segments(keys, energies, known.layout, last=True)
                 made |= channel_means(made, known.layout, length)
                 for name, one in made.items():
                     found = kept[name][row].cpu()
@@ -252,15 +252,15 @@ def kept_moments(moments: KeyMoments, layer: int) -> Callable[[int], Moments]:
 def stored_tokens(store: TokenStore) -> list[tuple[Tensor, Tensor]]:
     """Keys and values `[kv_heads, tokens, dim]` of each row on the host, read from the buffers themselves."""
     rows = []
-    store.bulk.settle()
+    store.bulk.synchronize()
     for row, (length, gone) in enumerate(zip(store.lengths, store.flushed, strict=True)):
         stored, stop = store.bulk.lengths[row], store.sinks + store.end
         assert stored == max(gone - store.sinks, 0)
-        sinks, tail = slice(0, min(gone, store.sinks)), slice(stop - (length - gone), stop)
-        buffers = (store.near_keys, store.bulk.keys), (store.near_values, store.bulk.values)
+        sinks, recent = slice(0, min(gone, store.sinks)), slice(stop - (length - gone), stop)
+        buffers = (store.local_keys, store.bulk.keys), (store.local_values, store.bulk.values)
         rows.append(
             tuple(
-                torch.cat([near[row, :, sinks].cpu(), bulk[row, :, :stored].cpu(), near[row, :, tail].cpu()], dim=1)
+                torch.cat([near[row, :, sinks].cpu(), bulk[row, :, :stored].cpu(), near[row, :, recent].cpu()], dim=1)
                 for near, bulk in buffers
             )
         )

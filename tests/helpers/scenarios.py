@@ -23,7 +23,7 @@ Scenario = Callable[[Pair, Inputs], None]
 def small_buffers() -> Iterator[None]:
     """Staging room of one window, a tail that starts with room for 4 tokens and a bulk that grows in steps of 8, so
     that short runs fill them often."""
-    sizes = (store, "STAGING_TOKENS", 0), (store, "ROOM_TOKENS", 4), (bulk, "GRANULE", 8)
+    sizes = (store, "PENDING_TOKENS", 0), (store, "ROOM_TOKENS", 4), (bulk, "GRANULE", 8)
     with ExitStack() as stack:
         for place, name, tokens in sizes:
             stack.enter_context(mock.patch.object(place, name, tokens))

@@ -24,7 +24,7 @@ def segment_spans(length: int) -> list[tuple[int, int]]:
 
 def sketch_bytes(length: int, *, dim: int, value_dim: int, bits: float) -> int:
     """What one head reads of a sketch of so many tokens."""
-    tokens = length * (4 * sum(Layout.of_bits(dim, bits).words) + 1)  # a code and a scale each
+    tokens = length * (4 * sum(Layout.from_bits(dim, bits).words) + 1)  # a code and a scale each
     order = 1 if dim <= 256 else 2
     segments = len(segment_spans(length)) * ((2 + order + 2) * dim + 4)  # centre, order and weights, and a unit
     # Noise, variances, mean value, units of slopes; slopes.
@@ -33,7 +33,7 @@ def sketch_bytes(length: int, *, dim: int, value_dim: int, bits: float) -> int:
 
 def layout_of(sketch: Sketch) -> Layout:
     """The layout whose words add up to those of the sketch."""
-    return Layout.of_words(sketch.centres.shape[-1], sketch.codes.shape[-2])
+    return Layout.from_words(sketch.centres.shape[-1], sketch.codes.shape[-2])
 
 
 def value_bits(sketch: Sketch) -> list[int]:
@@ -74,15 +74,15 @@ def token_scales(sketch: Sketch, length: int) -> Tensor:
 def estimates(*, query: Tensor, sketch: Sketch, length: int, scaling: float) -> Tensor:
     """Scores `[heads, tokens]` that coded keys are expected to weigh, for `query` `[heads, dim]`."""
     words = layout_of(sketch).words
-    odd = odd_values(sketch.codes[:, :length], words=words)
-    scales, coded = token_scales(sketch, length), odd.shape[1]
+    odd_levels = odd_values(sketch.codes[:, :length], words=words)
+    scales, coded = token_scales(sketch, length), odd_levels.shape[1]
     scores = torch.empty(len(query), length, dtype=torch.float64)
     for head, one in enumerate(query.double()):
         for segment, (first, last) in enumerate(segment_spans(length)):
             weighed = one[sketch.order[segment].long()] / sketch.weights[segment].double()
-            turned = rotation(coded) @ weighed[:coded]
-            unit = turned.abs().max() / 127
-            product = odd[first:last] @ (unit * torch.round(turned / unit)) * scales[first:last]
+            rotated = rotation(coded) @ weighed[:coded]
+            unit = rotated.abs().max() / 127
+            product = odd_levels[first:last] @ (unit * torch.round(rotated / unit)) * scales[first:last]
             error = (weighed.square() * squared_errors(sketch)).sum() * scales[first:last] ** 2
             scores[head, first:last] = scaling * (product + sketch.centres[segment].double() @ one)
             scores[head, first:last] += scaling**2 * error / 2
@@ -130,9 +130,9 @@ def is_unreliable(*, query: Tensor, sketch: Sketch, length: int, scaling: float)
     return shared & (half > selection.UNRELIABLE)
 
 
-def log_shares(*, estimates: Tensor, log_near: Tensor, bulk_tokens: int) -> Tensor:
-    """Log of how many times an even share of the bulk each token gets `[heads, tokens]`; `log_near` `[heads]`."""
-    total = torch.logaddexp(log_near.double(), estimates.logsumexp(dim=1))
+def log_shares(*, estimates: Tensor, log_buffer: Tensor, bulk_tokens: int) -> Tensor:
+    """Log of how many times an even share of the bulk each token gets `[heads, tokens]`; `log_buffer` `[heads]`."""
+    total = torch.logaddexp(log_buffer.double(), estimates.logsumexp(dim=1))
     return estimates - total[:, None] + math.log(bulk_tokens)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qada_cache.storage import bulk, transfers
 from qada_cache.storage.bulk import Bulk
-from qada_cache.storage.transfers import Arrival
+from qada_cache.storage.transfers import AsyncCopy
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
@@ -52,7 +52,7 @@ class Late:
         return self.copy is None
 
 
-class LateArrival(Arrival):
+class LateCopy(AsyncCopy):
     """Waits as if the computation did."""
 
     def wait(self) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ class Copies:
         self.eager = False
         self.last: Late | None = None  # copy to the host: they come in order, as on one stream
 
-    def fetch(self, keys: Tensor, values: Tensor, device: torch.device, *, after: Any) -> Arrival:
+    def fetch(self, keys: Tensor, values: Tensor, device: torch.device, *, after: Any) -> AsyncCopy:
         failure, self.fail = self.fail, None
         if failure is not None:
             raise failure
@@ -91,7 +91,7 @@ class Copies:
             for target, source in zip(there, (keys, values), strict=True):
                 target.copy_(source)
 
-        return LateArrival(there, self._late(copy))
+        return LateCopy(there, self._late(copy))
 
     def send(self, copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Late:
         copies, before = list(copies), self.last
@@ -128,7 +128,7 @@ def accelerator(device: str = "cpu") -> Iterator[Copies]:
         stack.enter_context(mock.patch.dict(os.environ, {"QADA_KERNELS": "torch"}))
         if device == "cpu":
             stack.enter_context(mock.patch.object(bulk, "send", copies.send))
-            stack.enter_context(mock.patch.object(bulk, "join", lambda event, device: event.synchronize()))
+            stack.enter_context(mock.patch.object(bulk, "wait_event", lambda event, device: event.synchronize()))
             stack.enter_context(mock.patch.object(Bulk, "__init__", offloaded))
             stack.enter_context(mock.patch.object(torch.accelerator, "synchronize"))
         yield copies

@@ -77,5 +77,5 @@ def used_again(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor
     generate(model, prompt(60, 60)[0], cache, tokens=20)
     cache.reset()
     stats = cache.stats()
-    assert (stats.resident_bytes, stats.spared_bytes, stats.device_bytes) == (0, 0, 0)
+    assert (stats.resident_bytes, stats.resident_hit_bytes, stats.device_bytes) == (0, 0, 0)
     return one_shot(model, cache, folder)

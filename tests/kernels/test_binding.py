@@ -13,13 +13,13 @@ from torch import Tensor
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.kernels import decode_call, decode_reference
 from qada_cache.kernels.cpu import compiled, compiled_decode
-from qada_cache.kernels.decode_call import Binding, DecodeCall, MisfitError
+from qada_cache.kernels.decode_call import Binding, DecodeCall, OperandError
 from qada_cache.sketch import Sketch
 
 BULK = [(1100, 5), (63, 0)]
 
 
-def told(**options: Any) -> dict[str, Any]:
+def arguments(**options: Any) -> dict[str, Any]:
     """What a call of an ordinary layer is told, with a sketch and all moments."""
     scene = Scene(bulk=BULK, short=(2,), moments="both", bits=2, **options)
     made = scene.arguments("cpu") | scene.moment_arguments("cpu") | scene.sketch_arguments("cpu", 1.0)
@@ -35,8 +35,8 @@ def other(part: Any) -> Any:
     return 0.7 * part
 
 
-PARTS = ("near_keys", "near_values", "bulk_keys", "bulk_values", "mean", "covariance", "count", "other_mean")
-PARTS += ("other_covariance", "sketch", "pulled", "sketched")
+PARTS = ("local_keys", "local_values", "bulk_keys", "bulk_values", "mean", "covariance", "count", "other_mean")
+PARTS += ("other_covariance", "sketch", "bulk_read_bytes", "sketch_read_bytes")
 RULE = ("scaling", "threshold", "token_threshold")
 STEPS = ("query", "local", "bulk_lengths", "decided")
 
@@ -45,7 +45,7 @@ STEPS = ("query", "local", "bulk_lengths", "decided")
 @pytest.mark.parametrize("name", PARTS + RULE + STEPS)
 def test_what_is_different_is_bound_anew(name: str) -> None:
     """The second step differs in one thing, and its answer from the first's in what the reference's does."""
-    first, binding = told(), Binding()
+    first, binding = arguments(), Binding()
     before = DecodeCall.of(**first, binding=binding)
     compiled_decode.fused_decode(before)
     bound = binding.bound
@@ -56,7 +56,7 @@ def test_what_is_different_is_bound_anew(name: str) -> None:
         second["bulk_lengths"][:2] -= 40
     if name == "decided":
         second["decided"] = torch.tensor([False, True, True])
-    counted = {part: second[part].zero_() for part in ("pulled", "sketched")}
+    counted = {part: second[part].zero_() for part in ("bulk_read_bytes", "sketch_read_bytes")}
     call = DecodeCall.of(**second, binding=binding)
     if name not in RULE:
         call.rule = before.rule
@@ -72,44 +72,44 @@ def test_what_is_different_is_bound_anew(name: str) -> None:
 
 def test_nothing_is_kept_alive_nor_taken_for_another() -> None:
     """A tensor that is gone is not the one that lies at its place now."""
-    first, binding = told(), Binding()
+    first, binding = arguments(), Binding()
     call = DecodeCall.of(**first, binding=binding)
     decode_call.check(call)
-    assert binding.is_of(call)
+    assert binding.matches(call)
     again = DecodeCall.of(**first, binding=binding)
     again.rule = call.rule
-    assert binding.is_of(again)
+    assert binding.matches(again)
     gone = first.pop("mean")
     call.mean = again.mean = None
     shape, gone = gone.shape, None
     assert binding._parts[5]() is None
     again.mean = torch.zeros(shape)
-    assert not binding.is_of(again)
-    assert not copy.deepcopy(binding).is_of(call)
+    assert not binding.matches(again)
+    assert not copy.deepcopy(binding).matches(call)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda told: {"query": told["query"].double()},
-        lambda told: {"query": told["query"][:-1]},
-        lambda told: {"query": told["query"][..., :16]},
-        lambda told: {"query": told["query"].repeat(1, 2, 2, 1)},
-        lambda told: {"query": told["query"].to("meta")},
-        lambda told: {"bulk_lengths": told["bulk_lengths"] + 10**6},
-        lambda told: {"bulk_lengths": told["bulk_lengths"] - 10**6},
-        lambda told: {"bulk_lengths": told["bulk_lengths"][:2]},
-        lambda told: {"decided": told["decided"].repeat(5)},
-        lambda told: {name: told[name].repeat(1, 2) for name in ("local", "staged")},
-        lambda told: {name: told[name].to("meta") for name in ("local", "staged", "bulk_lengths", "decided")},
-        lambda told: {"bulk_keys": told["bulk_keys"][:, :, 50:], "bulk_values": told["bulk_values"][:, :, 50:]},
+        lambda kwargs: {"query": kwargs["query"].double()},
+        lambda kwargs: {"query": kwargs["query"][:-1]},
+        lambda kwargs: {"query": kwargs["query"][..., :16]},
+        lambda kwargs: {"query": kwargs["query"].repeat(1, 2, 2, 1)},
+        lambda kwargs: {"query": kwargs["query"].to("meta")},
+        lambda kwargs: {"bulk_lengths": kwargs["bulk_lengths"] + 10**6},
+        lambda kwargs: {"bulk_lengths": kwargs["bulk_lengths"] - 10**6},
+        lambda kwargs: {"bulk_lengths": kwargs["bulk_lengths"][:2]},
+        lambda kwargs: {"decided": kwargs["decided"].repeat(5)},
+        lambda kwargs: {name: kwargs[name].repeat(1, 2) for name in ("local", "pending")},
+        lambda kwargs: {name: kwargs[name].to("meta") for name in ("local", "pending", "bulk_lengths", "decided")},
+        lambda kwargs: {"bulk_keys": kwargs["bulk_keys"][:, :, 50:], "bulk_values": kwargs["bulk_values"][:, :, 50:]},
     ],
 )
 def test_a_step_is_looked_at_whatever_is_bound(change: Any) -> None:
-    first, binding = told(), Binding()
+    first, binding = arguments(), Binding()
     call = DecodeCall.of(**first, binding=binding)
     decode_call.check(call)
-    with pytest.raises(MisfitError, match="cannot read these tensors as those of one layer"):
+    with pytest.raises(OperandError, match="cannot read these tensors as those of one layer"):
         decode_call.check(DecodeCall.of(**first | change(first), binding=binding))
     decode_call.check(call)
 
@@ -189,4 +189,4 @@ def test_sizes_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compiled_decode, "Decode", Longer)
     with pytest.raises(RuntimeError, match=r"decide\.h has a Decode of"):
-        compiled_decode.fused_decode(DecodeCall.of(**told()))
+        compiled_decode.fused_decode(DecodeCall.of(**arguments()))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compilers import needs_compiler
-from harness import chosen_kernel
+from harness import find_kernel
 from scenarios import play, small_buffers
 from test_kernels import SCALING, check
 from torch import Tensor
@@ -169,18 +169,18 @@ def test_cache_with_the_kernel_equals_reference(scenario: str, monkeypatch: pyte
 def test_chosen_for_a_long_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "build", lambda *_: object())
     query, bulk = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 1024, 16)
-    assert chosen_kernel(query, bulk, bulk, "gaussian") is compiled_decode.fused_decode
+    assert find_kernel(query, bulk, bulk, "gaussian") is compiled_decode.fused_decode
     for refused in (
         (query, bulk[:, :, 1:], bulk, "gaussian"),
         (query, bulk, bulk, "oracle"),
         (query.double(), bulk.double(), bulk.double(), "gaussian"),
         (query.repeat(1, 10, 1, 1), bulk, bulk, "gaussian"),
     ):
-        assert chosen_kernel(*refused) is None
+        assert find_kernel(*refused) is None
     monkeypatch.setattr(compiled, "build", lambda *_: None)
-    assert chosen_kernel(query, bulk, bulk, "gaussian") is None
+    assert find_kernel(query, bulk, bulk, "gaussian") is None
     monkeypatch.setenv("QADA_KERNELS", "torch")
-    assert chosen_kernel(query, bulk, bulk, "gaussian") is None
+    assert find_kernel(query, bulk, bulk, "gaussian") is None
 
 
 @pytest.fixture

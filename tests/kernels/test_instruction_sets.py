@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from decode_scene import Scene
-from test_chosen_tokens import run, share, small  # noqa: F401 - a fixture
+from test_selected_tokens import run, share, small  # noqa: F401 - a fixture
 from test_triton import COMPILED, needs_compiler
 
 from qada_cache.kernels.cpu import compiled

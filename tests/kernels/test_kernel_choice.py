@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Inputs, chosen_kernel
+from harness import Inputs, find_kernel
 from models import tiny
 from pair import Pair, Tally
 from scenarios import play, small_buffers
@@ -75,7 +75,7 @@ def test_cache_with_the_kernel_equals_reference(
         pair = play(scenario, device=device, offloading=True, **options)
     assert len(launches) > 3
     assert pair.tally.local + pair.tally.long_context > 20
-    assert isinstance(pair.layer.counters.pulled_bytes, torch.Tensor)
+    assert isinstance(pair.layer.counters.bulk_read_bytes, torch.Tensor)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -90,7 +90,7 @@ def test_same_counters_as_the_torch_path(device: str, launches: list[torch.devic
             with torch.inference_mode(turn % 2 == 1):
                 pair.update(*inputs(1))
                 pair.update(*inputs(3))
-        counted.append((int(pair.layer.counters.pulled_bytes), pair.tally))
+        counted.append((int(pair.layer.counters.bulk_read_bytes), pair.tally))
     assert len(launches) == 4 + 2
     assert counted[0] == counted[1] == counted[2]
     assert counted[0][0] > 0
@@ -99,7 +99,7 @@ def test_same_counters_as_the_torch_path(device: str, launches: list[torch.devic
 def test_automatic_choice_on_a_cpu_is_not_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QADA_KERNELS", raising=False)
     monkeypatch.setattr(triton_kernels, "INTERPRETED", True)
-    assert chosen_kernel(QUERY, BULK, BULK, "gaussian") is None
+    assert find_kernel(QUERY, BULK, BULK, "gaussian") is None
 
 
 @pytest.mark.parametrize(
@@ -131,20 +131,20 @@ def test_asked_for_and_impossible(
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(triton_kernels, "INTERPRETED", interpreted)
     with pytest.raises(RuntimeError, match=message):
-        chosen_kernel(query, bulk, bulk.new_zeros(*bulk.shape[:3], value_dim), criterion)
+        find_kernel(query, bulk, bulk.new_zeros(*bulk.shape[:3], value_dim), criterion)
 
 
 def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(choice, "_installed", lambda: False)
     with pytest.raises(RuntimeError, match="triton is not installed"):
-        chosen_kernel(QUERY, BULK, BULK, "gaussian")
+        find_kernel(QUERY, BULK, BULK, "gaussian")
 
 
 def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QADA_KERNELS", "cuda")
     with pytest.raises(ValueError, match="QADA_KERNELS must be auto, torch or triton, got 'cuda'"):
-        chosen_kernel(QUERY, BULK, BULK, "gaussian")
+        find_kernel(QUERY, BULK, BULK, "gaussian")
 
 
 def test_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from compilers import needs_compiler
 from decode_scene import Scene
-from test_chosen_tokens import BULK, small  # noqa: F401 - a fixture
 from test_compiled import SCALING, check, tensors
+from test_selected_tokens import BULK, small  # noqa: F401 - a fixture
 from torch import Tensor
 
 from qada_cache.kernels.cpu import build, compiled, compiled_decode
@@ -51,15 +51,15 @@ def fail_after(
 
 @needs_compiler
 def test_a_decode_step(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
-    """By moments with staged tokens, by a sketch and by whole bulks; nothing is counted for a step that failed."""
+    """By moments with pending tokens, by a sketch and by whole bulks; nothing is counted for a step that failed."""
     scene = Scene(bulk=BULK, group=2, bits=1.5)
     decision = {"criterion": "gaussian", "group_rule": "head", "threshold": scene.threshold("head")}
     flags, threshold = scene.flags(**decision), scene.token_threshold()
-    chosen = scene.chosen(flags, threshold)
-    needed = scene.forget_unneeded(flags, chosen)
+    selected = scene.selected(flags, threshold)
+    needed = scene.forget_unneeded(flags, selected)
     arguments = scene.arguments("cpu") | decision | scene.moment_arguments("cpu")
     call = DecodeCall.of(**arguments, **scene.sketch_arguments("cpu", threshold))
-    assert call.pulled is not None
+    assert call.bulk_read_bytes is not None
     kernels = compiled.build(torch.float32, scene.dim, scene.dim, scene.group)
     assert kernels is not None
     for allocations in range(1000):
@@ -68,13 +68,13 @@ def test_a_decode_step(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
             out, found = compiled_decode.fused_decode(call)
             break
         except MemoryError:
-            counted = call.pulled.item(), call.sketched.item()
+            counted = call.bulk_read_bytes.item(), call.sketch_read_bytes.item()
             assert counted == (0, 0)
     assert allocations > 20
     assert torch.equal(found, flags)
-    scene.check(out, flags, chosen)
-    assert call.pulled.item() == needed
-    assert call.sketched.item() == scene.sketched_bytes(chosen)
+    scene.check(out, flags, selected)
+    assert call.bulk_read_bytes.item() == needed
+    assert call.sketch_read_bytes.item() == scene.sketch_read_bytes(selected)
 
 
 @needs_compiler

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Inputs, chosen_kernel
+from harness import Inputs, find_kernel
 from models import tiny
 from pair import Pair
 from scenarios import small_buffers
@@ -27,7 +27,7 @@ from qada_cache.kernels.triton import decode
 from qada_cache.kernels.triton.kernels import INTERPRETED
 
 CPU = torch.device("cpu")
-LAYOUT = Layout.of_bits(32, 2)
+LAYOUT = Layout.from_bits(32, 2)
 SIZES: dict[str, Any] = {"group": 2, "dim": 32, "value_dim": 32, "layout": None, "pinned": False}
 Changed = Callable[[dict[str, Any]], dict[str, Any]]
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -39,10 +39,10 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(no_gpu, reason="needs a CUDA devic
 def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Of what other tests have found out nothing is known here, nor the reverse."""
     monkeypatch.delenv("QADA_KERNELS", raising=False)
-    decode_reference.decode_fault.cache_clear()
+    decode_reference.find_decode_fault.cache_clear()
     warning_once.cache_clear()
     yield
-    decode_reference.decode_fault.cache_clear()
+    decode_reference.find_decode_fault.cache_clear()
 
 
 @pytest.fixture
@@ -50,9 +50,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The reference instead of the kernel, on a CPU that "auto" takes for a GPU; what it was called with."""
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(choice, "AUTO_DEVICES", ("cpu",))
-    monkeypatch.setattr(choice, "obstacle", lambda *call: None)
-    monkeypatch.setattr(choice.compiled_decode, "obstacle", lambda *call: "not here")
-    plant(monkeypatch, lambda told: told, seen=seen)
+    monkeypatch.setattr(choice, "unsupported_reason", lambda *call: None)
+    monkeypatch.setattr(choice.compiled_decode, "unsupported_reason", lambda *call: "not here")
+    plant(monkeypatch, lambda kwargs: kwargs, seen=seen)
     return seen
 
 
@@ -65,10 +65,10 @@ def plant(
     """Instead of the kernel the reference, of arguments that are changed first, or of results that are."""
 
     def kernel(call: DecodeCall) -> Any:
-        told = flat(call)
+        kwargs = flat(call)
         if seen is not None:
-            seen.append(told)
-        found = decode_reference.decode_step(DecodeCall.of(**put_back(change(dict(told)))))
+            seen.append(kwargs)
+        found = decode_reference.decode_step(DecodeCall.of(**put_back(change(dict(kwargs)))))
         return found if after is None else after(*found)
 
     monkeypatch.setattr(decode, "fused_decode", kernel)
@@ -76,24 +76,24 @@ def plant(
 
 def flat(call: DecodeCall) -> dict[str, Any]:
     """What `DecodeCall.of` would make it of, without what it has none of."""
-    told = vars(call) | vars(call.rows) | vars(call.rule)
+    kwargs = vars(call) | vars(call.rows) | vars(call.rule)
     made = ("rows", "rule", "binding", "columns", "number", "longest", "bound")
-    return {name: part for name, part in told.items() if part is not None and name not in made}
+    return {name: part for name, part in kwargs.items() if part is not None and name not in made}
 
 
-def put_back(told: dict[str, Any]) -> dict[str, Any]:
+def put_back(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Heads that lie elsewhere where the reference looks for them."""
-    places, _ = told.pop("places", None), told.pop("spared", None)
-    for part, name in enumerate(("bulk_keys", "bulk_values") if places is not None else ()):
-        told[name] = told[name].clone()
-        for row, head in places[:, :, part].nonzero().tolist():
-            target = told[name][row, head]
-            ctypes.memmove(target.data_ptr(), int(places[row, head, part]), target.nbytes)
-    return told
+    resident_pointers, _ = kwargs.pop("resident_pointers", None), kwargs.pop("resident_hit_bytes", None)
+    for part, name in enumerate(("bulk_keys", "bulk_values") if resident_pointers is not None else ()):
+        kwargs[name] = kwargs[name].clone()
+        for row, head in resident_pointers[:, :, part].nonzero().tolist():
+            target = kwargs[name][row, head]
+            ctypes.memmove(target.data_ptr(), int(resident_pointers[row, head, part]), target.nbytes)
+    return kwargs
 
 
 def changed(**changes: Callable[[Any], Any]) -> Changed:
-    return lambda told: told | {name: change(told[name]) for name, change in changes.items() if name in told}
+    return lambda kwargs: kwargs | {name: change(kwargs[name]) for name, change in changes.items() if name in kwargs}
 
 
 def resketched(**changes: Callable[[Tensor], Tensor]) -> Changed:
@@ -113,16 +113,19 @@ WRONG: dict[str, tuple[Changed, str]] = {
     "a token too few": (changed(bulk_lengths=lambda lengths: lengths - 1), "off by"),
     "a token too many": (changed(bulk_lengths=lambda lengths: lengths + 1), "off by nan"),
     "a local token too few": (changed(local=without_column), "off by"),
-    "a staged token too few": (changed(staged=without_column), "off by"),
+    "a pending token too few": (changed(pending=without_column), "off by"),
     "scaled otherwise": (changed(scaling=lambda scaling: 1.1 * scaling), "off by"),
     "padding decides": (changed(decided=torch.ones_like), "decisions"),
     "each head for itself": (changed(group_rule=lambda _: "head"), "decisions"),
     "all of a group": (changed(group_rule=lambda _: "any"), "decisions"),
     "all read": (changed(threshold=lambda _: 1.0), "decisions"),
     "none reads": (changed(threshold=lambda _: 0.0), "decisions"),
-    "not where heads lie": (changed(places=torch.zeros_like), "off by nan"),
-    "keys for values": (lambda told: told | {"bulk_values": told["bulk_keys"]}, "off by"),
-    "bytes not counted": (lambda told: told | {"pulled": torch.zeros_like(told["pulled"])}, "counts"),
+    "not where heads lie": (changed(resident_pointers=torch.zeros_like), "off by nan"),
+    "keys for values": (lambda kwargs: kwargs | {"bulk_values": kwargs["bulk_keys"]}, "off by"),
+    "bytes not counted": (
+        lambda kwargs: kwargs | {"bulk_read_bytes": torch.zeros_like(kwargs["bulk_read_bytes"])},
+        "counts",
+    ),
 }
 WRONG_SKETCHES: dict[str, tuple[Changed, str]] = {
     "nothing for the rest": (resketched(mean_value=torch.zeros_like, slopes=torch.zeros_like), "off by"),
@@ -133,7 +136,10 @@ WRONG_SKETCHES: dict[str, tuple[Changed, str]] = {
     "one segment for another": (resketched(units=lambda units: units.flip(2)), "off by"),
     "an unreliable sketch": (resketched(noise=torch.zeros_like), "counts"),
     "all tokens read": (changed(sketch=lambda _: None), "off by"),
-    "codes not counted": (lambda told: told | {"sketched": torch.zeros_like(told["sketched"])}, "counts"),
+    "codes not counted": (
+        lambda kwargs: kwargs | {"sketch_read_bytes": torch.zeros_like(kwargs["sketch_read_bytes"])},
+        "counts",
+    ),
 }
 
 
@@ -143,12 +149,12 @@ def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype, monkeypatch: p
     change, words = (WRONG | WRONG_SKETCHES)[wrong]
     for layout in (LAYOUT,) if wrong in WRONG_SKETCHES else (None, LAYOUT):
         sizes = SIZES | {"layout": layout}
-        plant(monkeypatch, lambda told: told)
-        assert decode_reference.decode_fault(decode.fused_decode, CPU, dtype, **sizes) is None
-        decode_reference.decode_fault.cache_clear()
+        plant(monkeypatch, lambda kwargs: kwargs)
+        assert decode_reference.find_decode_fault(decode.fused_decode, CPU, dtype, **sizes) is None
+        decode_reference.find_decode_fault.cache_clear()
         plant(monkeypatch, change)
-        assert words in str(decode_reference.decode_fault(decode.fused_decode, CPU, dtype, **sizes))
-        decode_reference.decode_fault.cache_clear()
+        assert words in str(decode_reference.find_decode_fault(decode.fused_decode, CPU, dtype, **sizes))
+        decode_reference.find_decode_fault.cache_clear()
 
 
 @interpreter
@@ -157,9 +163,9 @@ def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype, monkeypatch: p
     ("dtype", "sizes"),
     [
         (torch.float16, {"group": 7, "value_dim": 24}),
-        (torch.float32, {"group": 8, "layout": Layout.of_bits(32, 1)}),
-        (torch.bfloat16, {"group": 3, "layout": Layout.of_bits(64, 1.5), "dim": 64}),
-        (torch.float16, {"group": 4, "layout": Layout.of_bits(32, 4)}),
+        (torch.float32, {"group": 8, "layout": Layout.from_bits(32, 1)}),
+        (torch.bfloat16, {"group": 3, "layout": Layout.from_bits(64, 1.5), "dim": 64}),
+        (torch.float16, {"group": 4, "layout": Layout.from_bits(32, 4)}),
     ],
 )
 def test_nothing_is_wrong_with_the_kernels(
@@ -167,7 +173,7 @@ def test_nothing_is_wrong_with_the_kernels(
 ) -> None:
     """By half of what is allowed."""
     monkeypatch.setattr(reference, "TOLERANCE", {dtype: within / 2 for dtype, within in reference.TOLERANCE.items()})
-    assert decode_reference.decode_fault(decode.fused_decode, CPU, dtype, **SIZES | sizes) is None
+    assert decode_reference.find_decode_fault(decode.fused_decode, CPU, dtype, **SIZES | sizes) is None
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
@@ -179,17 +185,19 @@ def test_nothing_is_wrong_on_a_gpu(
     device: str, dtype: torch.dtype, dim: int, group: int, bits: float | None, pinned: bool
 ) -> None:
     sizes = {"group": group, "dim": dim, "value_dim": dim, "pinned": pinned}
-    sizes["layout"] = None if bits is None else Layout.of_bits(dim, bits)
-    assert decode_reference.decode_fault(decode.fused_decode, torch.device(device, 0), dtype, **sizes) is None
+    sizes["layout"] = None if bits is None else Layout.from_bits(dim, bits)
+    assert decode_reference.find_decode_fault(decode.fused_decode, torch.device(device, 0), dtype, **sizes) is None
 
 
 def test_other_defaults_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, lambda told: told)
+    plant(monkeypatch, lambda kwargs: kwargs)
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
             assert (
-                decode_reference.decode_fault(decode.fused_decode, CPU, torch.bfloat16, **SIZES | {"layout": LAYOUT})
+                decode_reference.find_decode_fault(
+                    decode.fused_decode, CPU, torch.bfloat16, **SIZES | {"layout": LAYOUT}
+                )
                 is None
             )
     finally:
@@ -210,7 +218,7 @@ def test_tried_once_and_then_taken(calls: list[dict[str, Any]], caplog: pytest.L
     assert len(calls) == 2  # one by each rule of groups
     assert all(call["query"].shape == (3, 6, 1, 16) and "sketch" not in call for call in calls)
     others: list[tuple[Tensor, Tensor, Layout | None]] = [
-        (QUERY, BULK, Layout.of_bits(16, 2)), (QUERY.bfloat16(), BULK.bfloat16(), None), (QUERY[:, :2], BULK, None),
+        (QUERY, BULK, Layout.from_bits(16, 2)), (QUERY.bfloat16(), BULK.bfloat16(), None), (QUERY[:, :2], BULK, None),
         (QUERY[..., :8], BULK[..., :8], None),
     ]  # fmt: skip
     for number, (query, bulk, layout) in enumerate(others, start=2):
@@ -232,9 +240,9 @@ def test_wrong_ones_are_not_taken(
     wrong: Any, words: str, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    plant(monkeypatch, lambda told: told, wrong, calls)
+    plant(monkeypatch, lambda kwargs: kwargs, wrong, calls)
     for _ in range(3):
-        assert chosen_kernel(QUERY, BULK, BULK, "gaussian") is None
+        assert find_kernel(QUERY, BULK, BULK, "gaussian") is None
     assert len(calls) == 1
     assert len(caplog.records) == 1
     said = caplog.records[0].getMessage()
@@ -246,11 +254,11 @@ def test_out_of_memory_is_no_answer(calls: list[dict[str, Any]], monkeypatch: py
     def full(out: Tensor, flags: Tensor) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    plant(monkeypatch, lambda told: told, full)
+    plant(monkeypatch, lambda kwargs: kwargs, full)
     with pytest.raises(torch.OutOfMemoryError):
-        chosen_kernel(QUERY, BULK, BULK, "gaussian")
-    plant(monkeypatch, lambda told: told)
-    assert chosen_kernel(QUERY, BULK, BULK, "gaussian") is decode.fused_decode
+        find_kernel(QUERY, BULK, BULK, "gaussian")
+    plant(monkeypatch, lambda kwargs: kwargs)
+    assert find_kernel(QUERY, BULK, BULK, "gaussian") is decode.fused_decode
 
 
 def test_an_obstacle_is_said(
@@ -273,7 +281,7 @@ def test_a_cache_by_default(
 ) -> None:
     """Every output against the reference: the trial comes in the middle of a call, and leaves it as it was."""
     if not right:
-        plant(monkeypatch, lambda told: told, lambda out, flags: (out + 1, flags), calls)
+        plant(monkeypatch, lambda kwargs: kwargs, lambda out, flags: (out + 1, flags), calls)
     pair, inputs = Pair(), Inputs()
     with small_buffers():
         pair.update(*inputs(60))

@@ -57,25 +57,25 @@ def run(path: Path, scene: Scene, *, pin: bool = False, **decision: Any) -> tupl
         decision["criterion"] = criterion.to(device)
     else:
         expected = scene.flags(**decision)
-    told, chosen = asked_for(scene, device, expected)
-    needed = scene.forget_unneeded(expected, chosen)
+    told, selected = asked_for(scene, device, expected)
+    needed = scene.forget_unneeded(expected, selected)
     arguments = scene.arguments(device, pin=pin) | decision | told
     if isinstance(criterion, str) and criterion == "gaussian":
         arguments |= scene.moment_arguments(device)
     out, flags = function(DecodeCall.of(**arguments))
     assert flags.dtype == torch.bool
     assert torch.equal(flags.cpu(), expected)
-    scene.check(out.cpu(), expected, chosen)
-    assert arguments["pulled"].item() == needed
+    scene.check(out.cpu(), expected, selected)
+    assert arguments["bulk_read_bytes"].item() == needed
     return out, flags
 
 
 def asked_for(scene: Scene, device: str, flags: Tensor) -> tuple[dict[str, Any], dict[tuple[int, int], Tensor]]:
-    """Of a scene with bits: arguments by which a part of the bulk is read, and which, as `Scene.chosen`."""
+    """Of a scene with bits: arguments by which a part of the bulk is read, and which, as `Scene.selected`."""
     if not scene.bits:
         return {}, {}
     token_threshold = scene.token_threshold()
-    return scene.sketch_arguments(device, token_threshold), scene.chosen(flags, token_threshold)
+    return scene.sketch_arguments(device, token_threshold), scene.selected(flags, token_threshold)
 
 
 def mixed(flags: Tensor) -> bool:
@@ -152,7 +152,7 @@ def test_padding_queries(path: Path) -> None:
 @EVERY
 @pytest.mark.parametrize("bulk", [[(111, 3)] * 2, [(257, 0)], [(0, 5)] * 3])
 def test_rows_alike(path: Path, bulk: list[tuple[int, int]]) -> None:
-    """One mask and one length stand for all rows; a bulk that is all staged, in buffers of a few columns."""
+    """One mask and one length stand for all rows; a bulk that is all pending, in buffers of a few columns."""
     scene = Scene(bulk=bulk, short=())
     assert scene.geometry.local.shape[0] == 1
     run(path, scene, threshold=1.0)
@@ -210,23 +210,25 @@ def test_heads_that_lie_elsewhere(path: Path, dtype: torch.dtype, bits: int) -> 
     function, device = path
     threshold = scene.threshold()
     expected = scene.flags(threshold=threshold)
-    told, chosen = asked_for(scene, device, expected)
-    needed, spared, elsewhere = scene.forget_unneeded(expected, chosen), 0, []
-    places = torch.zeros(scene.batch, scene.kv_heads, 2, dtype=torch.int64)
+    told, selected = asked_for(scene, device, expected)
+    needed, resident_hit_bytes, elsewhere = scene.forget_unneeded(expected, selected), 0, []
+    resident_pointers = torch.zeros(scene.batch, scene.kv_heads, 2, dtype=torch.int64)
     for row, head in [(0, 1), (1, 0), (2, 1)]:
         for part, buffer in enumerate(scene.stored):
             elsewhere.append(buffer[row, head].clone().to(device))
             buffer[row, head] = torch.nan
-            places[row, head, part] = elsewhere[-1].data_ptr()
-            read = chosen.get((row, head), slice(0, scene.counts[row]))
-            spared += elsewhere[-1][: scene.counts[row]][read].nbytes * int(expected[row, head].any())
-    assert 0 < spared < needed
+            resident_pointers[row, head, part] = elsewhere[-1].data_ptr()
+            read = selected.get((row, head), slice(0, scene.counts[row]))
+            resident_hit_bytes += elsewhere[-1][: scene.counts[row]][read].nbytes * int(expected[row, head].any())
+    assert 0 < resident_hit_bytes < needed
     counted = torch.zeros((), dtype=torch.int64, device=device)
     arguments = scene.arguments(device) | scene.moment_arguments(device) | {"threshold": threshold} | told
-    out, flags = function(DecodeCall.of(**arguments, places=places.to(device), spared=counted))
+    out, flags = function(
+        DecodeCall.of(**arguments, resident_pointers=resident_pointers.to(device), resident_hit_bytes=counted)
+    )
     assert torch.equal(flags.cpu(), expected)
-    scene.check(out.cpu(), expected, chosen)
-    assert (int(arguments["pulled"]), int(counted)) == (needed - spared, spared)
+    scene.check(out.cpu(), expected, selected)
+    assert (int(arguments["bulk_read_bytes"]), int(counted)) == (needed - resident_hit_bytes, resident_hit_bytes)
 
 
 # -- what only a GPU can show -------------------------------------------------------------------------------------
@@ -253,9 +255,9 @@ def test_graph_capture_without_synchronisation(path: Path, pin: bool, bits: int)
     arguments |= asked_for(scene, "cuda", scene.flags(threshold=threshold))[0]
     call = DecodeCall.of(**arguments)
     expected = path[0](call)  # compiles, too
-    lengths, staged = arguments["bulk_lengths"].clone(), arguments["staged"].clone()
+    lengths, pending = arguments["bulk_lengths"].clone(), arguments["pending"].clone()
     arguments["bulk_lengths"].zero_()
-    arguments["staged"].zero_()
+    arguments["pending"].zero_()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     torch.cuda.set_sync_debug_mode("error")
@@ -268,7 +270,7 @@ def test_graph_capture_without_synchronisation(path: Path, pin: bool, bits: int)
     graph.replay()
     assert not flags.any()
     arguments["bulk_lengths"].copy_(lengths)
-    arguments["staged"].copy_(staged)
+    arguments["pending"].copy_(pending)
     graph.replay()
     assert torch.equal(flags, expected[1])
     assert torch.equal(out, expected[0])
@@ -286,9 +288,9 @@ def test_addresses_beyond_32_bits(path: Path) -> None:
     near = torch.zeros(2, 1, 4, dim, dtype=torch.bfloat16, device="cuda")
     call = DecodeCall.of(
         query=torch.full((2, 1, 1, dim), 10.0, dtype=torch.bfloat16, device="cuda"),
-        near_keys=near, near_values=near, bulk_keys=keys, bulk_values=values,
+        local_keys=near, local_values=near, bulk_keys=keys, bulk_values=values,
         local=torch.ones(1, 4, dtype=torch.bool, device="cuda"),
-        staged=torch.zeros(1, 4, dtype=torch.bool, device="cuda"),
+        pending=torch.zeros(1, 4, dtype=torch.bool, device="cuda"),
         bulk_lengths=torch.tensor([5, tokens], device="cuda"), decided=torch.ones(1, dtype=torch.bool, device="cuda"),
         scaling=1.0, threshold=0.5, criterion="dense",
     )  # fmt: skip

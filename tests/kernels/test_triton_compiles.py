@@ -44,9 +44,9 @@ def test_nothing_is_compiled_anew_when_the_bulk_grows(bits: int, monkeypatch: py
             self.name = name
 
         def __getitem__(self, grid: Any) -> Any:
-            return lambda *_, **told: constants.setdefault(self.name, set()).add(repr(sorted(told.items())))
+            return lambda *_, **kwargs: constants.setdefault(self.name, set()).add(repr(sorted(kwargs.items())))
 
-    names = ("near_kernel", "bulk_kernel", "merge_kernel", "estimate_kernel", "chosen_kernel")
+    names = ("local_kernel", "bulk_kernel", "merge_kernel", "estimate_kernel", "selected_kernel")
     for name in names:
         monkeypatch.setattr(triton_decode, name, Launched(name))
     monkeypatch.setattr(triton_decode, "MIN_TOKENS", 1)

@@ -78,7 +78,7 @@ def test_rotations_turn_real_keys(scheme: str, longest: int) -> None:
     with torch.no_grad():
         model(torch.full((4, 1), 7), position_ids=positions[:, None], past_key_values=cache)
     keys = cache.layers[0].keys[:, :, 0].transpose(0, 1).double()
-    torch.testing.assert_close(rotation.turn(keys, -positions), keys[:, :1].expand_as(keys), rtol=0, atol=1e-4)
+    torch.testing.assert_close(rotation.rotate(keys, -positions), keys[:, :1].expand_as(keys), rtol=0, atol=1e-4)
 
 
 def test_layers_of_different_types() -> None:
@@ -106,14 +106,14 @@ def test_analytic_keeps_the_keys_turned_back(family: str) -> None:
     assert (made.lengths, made.tokens, made.prompt, made.mean.dtype) == ((), 111, "custom", torch.float32)
     for layer, cached in enumerate(true_keys(model, ids).layers):
         rotation = made.rotations[layer]
-        turned = [
+        rotated = [
             cached.keys[0, :, position].double()
             @ rotary_matrix(
                 dim=8, frequencies=rotation.frequencies, layout=rotation.layout, position=position
             )  # from the right: the matrix's inverse
             for position in range(16, 111)
         ]
-        assert_moments(made, 0, layer, torch.stack(turned, dim=1), 2e-5)
+        assert_moments(made, 0, layer, torch.stack(rotated, dim=1), 2e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.key_moments.rotation import Rotation, rounded
+from qada_cache.key_moments.rotation import Rotation, round_length
 from qada_cache.key_moments.running import Kept
-from qada_cache.key_moments.sharding import WHOLE
+from qada_cache.key_moments.sharding import UNSHARDED
 
 CPU = torch.device("cpu")
 
@@ -89,7 +89,7 @@ def test_what_callers_keep_is_not_made_again() -> None:
     made = moments()
     each = 3 * 8 * 4 + 3 * 8 * 8 * 4
     for length in range(1, 2000):  # a growing one leaves no trail
-        made.layer(0, [rounded(length)], CPU)
+        made.layer(0, [round_length(length)], CPU)
     assert made.device_bytes == 0
     lengths = (100, 2000, 5000, 9000)
     turns = {length: made.layer(0, [length], CPU)[0] for length in lengths}
@@ -112,10 +112,10 @@ def test_rows_of_several_lengths_are_made_one_by_one(monkeypatch: pytest.MonkeyP
         return original(self, layer, length)
 
     monkeypatch.setattr(KeyMoments, "_layer_at", counted)
-    first = kept.get(made, 1, (64, 128, 64), CPU, WHOLE.own)
+    first = kept.get(made, 1, (64, 128, 64), CPU, UNSHARDED.own)
     for lengths, new in (((64, 128, 64), []), ((64, 192, 64), [192]), ((64, 192, 128), [128])):
         asked.clear()
-        found = kept.get(made, 1, lengths, CPU, WHOLE.own)
+        found = kept.get(made, 1, lengths, CPU, UNSHARDED.own)
         assert asked == new
         assert found is first
         for row, length in enumerate(lengths):
@@ -123,23 +123,23 @@ def test_rows_of_several_lengths_are_made_one_by_one(monkeypatch: pytest.MonkeyP
                 torch.testing.assert_close(part[row], whole.float())
     assert kept.nbytes == 3 * (3 * 8 * 4 + 3 * 8 * 8 * 4)
     assert made.device_bytes == 0
-    (shared,), alone = made.layer(1, [64], CPU), kept.get(made, 1, (64,), CPU, WHOLE.own)
+    (shared,), alone = made.layer(1, [64], CPU), kept.get(made, 1, (64,), CPU, UNSHARDED.own)
     assert all(mine is theirs for mine, theirs in zip(alone, shared, strict=True))
     assert kept.nbytes == 0
-    assert copy.deepcopy(kept).get(made, 1, (64,), CPU, WHOLE.own)[0] is shared[0]
+    assert copy.deepcopy(kept).get(made, 1, (64,), CPU, UNSHARDED.own)[0] is shared[0]
 
 
 def test_rounding() -> None:
     """Up, by at most 64 or one part in 32; monotone; to itself; exact where longrope models change."""
     before = 0
     for length in [*range(1, 5000), 32767, 32768, 32769, 131072, 131073, 1_000_001]:
-        up = rounded(length)
+        up = round_length(length)
         assert length <= up <= length + max(63, length / 32)
         assert up >= before
-        assert rounded(up) == up
+        assert round_length(up) == up
         before = up
-    assert rounded(4096 - 128) == 4096 - 128  # 4,096 tokens with sinks and window, and one more is beyond
-    assert len({rounded(length) for length in range(16384, 32768)}) <= 33
+    assert round_length(4096 - 128) == 4096 - 128  # 4,096 tokens with sinks and window, and one more is beyond
+    assert len({round_length(length) for length in range(16384, 32768)}) <= 33
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_save_and_load(tmp_path: Path, made: KeyMoments) -> None:
     )
     made.save(tmp_path / "moments.safetensors")
     loaded = KeyMoments.load(str(tmp_path / "moments.safetensors"))
-    for name in vars(made).keys() - {"_placed"}:
+    for name in vars(made).keys() - {"_device_moments"}:
         ours, theirs = getattr(made, name), getattr(loaded, name)
         assert torch.equal(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
     assert torch.equal(loaded.at(333)[1], made.at(333)[1])  # frequencies too, to the bit

@@ -10,7 +10,7 @@ from readable import english_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from qada_cache import KeyMoments, needle
-from qada_cache.key_moments.prompts import ARTICLE, PROMPTS, prompt_ids, within_reach
+from qada_cache.key_moments.prompts import ARTICLE, PROMPTS, choose_prompt, prompt_ids
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +70,9 @@ def test_words_that_cannot_be_had(english: PreTrainedTokenizerFast) -> None:
         (needle.load_tokenizer(), "random-tokens", "single-token"),  # which knows a few hundred other words
         (None, "random-tokens", "single-token"),
     ):
-        found = [within_reach(prompt, tokenizer) for prompt in PROMPTS]
+        found = [choose_prompt(prompt, tokenizer) for prompt in PROMPTS]
         assert found == [words, "wiki", token, "random-tokens", "single-token"]
-    assert within_reach("random-words", None, text="clay river") == "random-words"
+    assert choose_prompt("random-words", None, text="clay river") == "random-words"
     for prompt in ("random-words", "single-word", "wiki"):
         with pytest.raises(ValueError, match=rf"\({prompt}\) needs the model's tokenizer"):
             ids(prompt)

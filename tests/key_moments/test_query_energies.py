@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama
 from qada_cache import KeyMoments, QAdACache, StaticHeads
 from qada_cache.files import tensor_file
 from qada_cache.key_moments import defaults
-from qada_cache.key_moments.served import observed
+from qada_cache.key_moments.full_attention import observed
 from qada_cache.key_moments.sharding import HeadShard
 from qada_cache.state.layer import QAdALayer
 
@@ -219,9 +219,9 @@ def test_a_file_keeps_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [torch.zeros(2, 2, 4), torch.full((2, 2, 8), torch.nan), -torch.ones(2, 2, 8)])
 def test_wrong_energies_are_refused(wrong: Tensor) -> None:
-    told: dict[str, Any] = {"lengths": (1,), "model_type": "llama", "prompt": "custom", "tokens": 5}
+    kwargs: dict[str, Any] = {"lengths": (1,), "model_type": "llama", "prompt": "custom", "tokens": 5}
     with pytest.raises(ValueError, match=r"query energies must be finite, not negative and \[2, 2, 8\]"):
-        KeyMoments(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8, 8), **told, query_energies=wrong)
+        KeyMoments(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8, 8), **kwargs, query_energies=wrong)
 
 
 # -- in a cache ------------------------------------------------------------------------------------------------------
@@ -261,10 +261,10 @@ def test_moments_without_them(tmp_path: Path) -> None:
     """Of a file that an unseen model made, say: those that are kept."""
     model = tiny()
     made = KeyMoments.collect(model, prompt=IDS, progress=False)
-    told = {name: value for name, value in vars(made).items() if name not in ("_placed", "query_energies")}
-    assert of(QAdACache(model, moments=KeyMoments(**told))) is None
+    kwargs = {name: value for name, value in vars(made).items() if name not in ("_device_moments", "query_energies")}
+    assert of(QAdACache(model, moments=KeyMoments(**kwargs))) is None
     kept = of(QAdACache(model))
-    assert torch.equal(of(QAdACache(model, moments=KeyMoments(**told))), kept)
+    assert torch.equal(of(QAdACache(model, moments=KeyMoments(**kwargs))), kept)
     assert torch.equal(of(QAdACache(model, moments=made)), made.query_energies)
     assert not torch.equal(made.query_energies, kept)
 

@@ -46,13 +46,13 @@ def frequencies(scheme: str) -> tuple[float, ...]:
 
 
 def brute_force(keys: Tensor, rotation: Rotation, first: int, length: int) -> tuple[Tensor, Tensor]:
-    turned = []
+    rotated = []
     for position in range(first, first + length):
         matrix = rotary_matrix(
             dim=rotation.dim, frequencies=rotation.frequencies, layout=rotation.layout, position=position
         )
-        turned.append(keys @ matrix.T)
-    heads = [key_moments(keys=head) for head in torch.cat(turned, dim=1)]
+        rotated.append(keys @ matrix.T)
+    heads = [key_moments(keys=head) for head in torch.cat(rotated, dim=1)]
     return torch.stack([mean for mean, _ in heads]), torch.stack([covariance for _, covariance in heads])
 
 
@@ -102,11 +102,11 @@ def test_turn(layout: str) -> None:
     """Token by token as the matrices say, and back."""
     rotation = Rotation(7, (1.0, 0.1), layout)
     keys, positions = torch.randn(2, 5, 7, dtype=torch.float64), torch.tensor([0, 1, 2, 100, 3])
-    turned = rotation.turn(keys, positions)
+    rotated = rotation.rotate(keys, positions)
     for token, position in enumerate(positions.tolist()):
         matrix = rotary_matrix(dim=7, frequencies=(1.0, 0.1), layout=layout, position=position)
-        torch.testing.assert_close(turned[:, token], keys[:, token] @ matrix.T)
-    torch.testing.assert_close(rotation.turn(turned, -positions), keys)
+        torch.testing.assert_close(rotated[:, token], keys[:, token] @ matrix.T)
+    torch.testing.assert_close(rotation.rotate(rotated, -positions), keys)
 
 
 def test_wrong_rotations() -> None:

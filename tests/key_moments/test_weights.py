@@ -120,6 +120,6 @@ def test_caches_of_deep_models_can_be_copied() -> None:
     assert torch.equal(*outputs)
     ours = set(map(id, cache.layers))
     for layer, following in zip(twin.layers, [*twin.layers[1:], None], strict=True):
-        assert layer.following is following
+        assert layer.next_layer is following
         assert layer.shared is twin._shared
         assert id(layer) not in ours

@@ -87,7 +87,7 @@ def test_every_kind_of_task_reads_the_cache(stock: dict[str, Any]) -> None:
     assert local["tiny_perplexity"]["word_perplexity,none"] != stock["tiny_perplexity"]["word_perplexity,none"]
     for task in TASKS:
         assert local[task]["cache_sparsity,none"] == local[task]["cache_kv_sparsity,none"] == 1.0
-        assert local[task]["cache_pulled_bytes,none"] == 0
+        assert local[task]["cache_bulk_read_bytes,none"] == 0
         assert local[task]["cache_host_bytes,none"] > 0
 
 
@@ -96,7 +96,7 @@ def test_rows_of_a_batch_score_as_alone() -> None:
     torch.testing.assert_close(padded["log_likelihoods"], alone["log_likelihoods"], rtol=0, atol=1e-4)
     for task, metric in TASKS.items():
         assert padded[task][metric] == pytest.approx(alone[task][metric], rel=1e-5), task
-        for name in ("cache_sparsity,none", "cache_kv_sparsity,none", "cache_pulled_bytes,none"):
+        for name in ("cache_sparsity,none", "cache_kv_sparsity,none", "cache_bulk_read_bytes,none"):
             assert padded[task][name] == pytest.approx(alone[task][name]), (task, name)
         assert 0.5 < alone[task]["cache_sparsity,none"] < 1.0
         assert padded[task]["cache_device_bytes,none"] > alone[task]["cache_device_bytes,none"] > 0

@@ -99,7 +99,7 @@ def test_the_literal_command(fresh: Environment, tmp_path: Path) -> None:
     metrics = json.loads(file.read_text())["results"]["needle"]
     assert metrics["exact_match,none"] == 1.0
     assert 0.0 < metrics["cache_kv_sparsity,none"] <= metrics["cache_sparsity,none"] < 1.0
-    for name in ("sparsity", "kv_sparsity", "read_share", "pulled_bytes", "device_bytes", "host_bytes"):
+    for name in ("sparsity", "kv_sparsity", "read_share", "bulk_read_bytes", "device_bytes", "host_bytes"):
         assert metrics[f"cache_{name},none"] > 0
         assert f"|cache_{name}" in run.stdout
 

@@ -128,11 +128,11 @@ def test_calls_that_are_not_kept_are_refused_too(how: dict, monkeypatch: pytest.
 
 def test_calls_under_way_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     leave(monkeypatch, 10)
-    second = memory.promised(1, 6 * MIB, forget=lambda: False)
+    second = memory.reserve_memory(1, 6 * MIB, forget=lambda: False)
     message = "about 6 MiB of host memory and 4 MiB are left"
-    with memory.promised(1, 6 * MIB, forget=lambda: False), pytest.raises(MemoryError, match=message):
+    with memory.reserve_memory(1, 6 * MIB, forget=lambda: False), pytest.raises(MemoryError, match=message):
         second.__enter__()
-    with memory.promised(1, 10 * MIB, forget=lambda: False):
+    with memory.reserve_memory(1, 10 * MIB, forget=lambda: False):
         pass
 
 

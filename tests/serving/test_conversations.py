@@ -160,7 +160,7 @@ def test_counters(model: PreTrainedModel) -> None:
     found = kept.conversations.counters
     assert found.pop("bytes") > 0
     assert found == {
-        **{"requests": 3, "continued": 1, "prompt_tokens": 130, "kept_tokens": 40},
+        **{"requests": 3, "continued": 1, "prompt_tokens": 130, "cached_tokens": 40},
         **{"evicted": 1, "expired": 0, "conversations": 1},
     }
 

@@ -26,9 +26,9 @@ from qada_cache.sketch import (
     Sketch,
     channel_means,
     codec,
-    encode_segments,
     layout,
-    rounded_slopes,
+    quantize_segments,
+    round_slopes,
     selection,
 )
 
@@ -44,10 +44,10 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def sketch_of(keys: Tensor, energies: Tensor | None, bits: float) -> Sketch:
     """Of one head's keys `[tokens, dim]`, without values."""
     dim = keys.shape[1]
-    code = Layout.of_bits(dim, bits)
-    made = encode_segments(keys, energies, code, last=True)
+    code = Layout.from_bits(dim, bits)
+    made = quantize_segments(keys, energies, code, last=True)
     made |= channel_means(made, code, len(keys))
-    return Sketch(**made, mean_value=torch.zeros(4), **rounded_slopes(torch.zeros(4, dim)))
+    return Sketch(**made, mean_value=torch.zeros(4), **round_slopes(torch.zeros(4, dim)))
 
 
 @dataclass
@@ -89,7 +89,7 @@ def added(made: Unequal, sketch: Sketch) -> Tensor:
 
 
 def test_rotation_is_orthogonal_in_blocks_of_eight() -> None:
-    turn = layout.rotated(torch.eye(24))
+    turn = layout.rotate(torch.eye(24))
     torch.testing.assert_close(turn.double(), rotation(24))
     torch.testing.assert_close(turn @ turn.mT, torch.eye(24))
 
@@ -98,34 +98,34 @@ def test_rotation_is_orthogonal_in_blocks_of_eight() -> None:
 @pytest.mark.parametrize("bits", [0.5, 1, 1.3, 1.5, 2, 3, 4])
 def test_words_come_near_the_bits_that_are_asked_for(dim: int, bits: float) -> None:
     """Within half a word, if that is one; all channels fit, and need decides."""
-    made = Layout.of_bits(dim, bits)
+    made = Layout.from_bits(dim, bits)
     assert abs(32 * made.count - dim * bits) <= 16 or made.count == 1
     assert made.coded == len(made.bits) <= dim
     assert made.coded % 8 == 0
     assert made.bits == sorted(made.bits, reverse=True)
-    assert Layout.of_words(dim, made.count) == made
-    assert (Layout.of_bits(64, 1.5).words, Layout.of_bits(128, 1.5).words) == ((1, 1, 1), (2, 2, 2))
+    assert Layout.from_words(dim, made.count) == made
+    assert (Layout.from_bits(64, 1.5).words, Layout.from_bits(128, 1.5).words) == ((1, 1, 1), (2, 2, 2))
 
 
 @pytest.mark.parametrize(("dim", "words"), [(64, 9), (64, 0), (12, 1), (4, 1)])
 def test_no_code_of_so_many_words(dim: int, words: int) -> None:
     with pytest.raises(ValueError, match=f"there is no code of {words} words for {dim} channels"):
-        Layout.of_words(dim, words)
+        Layout.from_words(dim, words)
 
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("bits", BITS)
 def test_words_unpack_to_what_was_packed(bits: float, dim: int) -> None:
     """The highest bit of a word included, which is a sign to int32."""
-    made = Layout.of_bits(dim, bits)
+    made = Layout.from_bits(dim, bits)
     levels = torch.tensor([2**one for one in made.bits])
     index = (torch.rand(3, 50, made.coded, generator=torch.Generator().manual_seed(0)) * levels).long()
     codes = layout.pack(index, made)
     assert codes.shape == (3, made.count, 50)
     assert (codes < 0).any()
-    odd = 2 * index - (levels - 1)
-    assert torch.equal(layout.unpack(codes, made).long(), odd)
-    assert torch.equal(odd_values(codes[1], words=made.words).long(), odd[1])
+    odd_levels = 2 * index - (levels - 1)
+    assert torch.equal(layout.unpack(codes, made).long(), odd_levels)
+    assert torch.equal(odd_values(codes[1], words=made.words).long(), odd_levels[1])
 
 
 @pytest.mark.parametrize("bits", layout.BITS)
@@ -151,7 +151,7 @@ def test_what_is_kept_of_a_segment(bits: float, dim: int, with_energies: bool) -
     made = Unequal(dim, spread=0.5)
     energies = made.energies if with_energies else None
     sketch = sketch_of(made.keys, energies, bits)
-    assert sketch.layout == Layout.of_bits(dim, bits)
+    assert sketch.layout == Layout.from_bits(dim, bits)
     assert sketch.codes.shape == (sketch.layout.count, LENGTH)
     assert len(sketch.units) == len(segment_spans(LENGTH)) == 3
     each = torch.tensor(value_bits(sketch))
@@ -169,17 +169,17 @@ def test_what_is_kept_of_a_segment(bits: float, dim: int, with_energies: bool) -
         assert (need[:-1] >= need[1:] * (1 - 1e-5)).all()
         weights = sketch.weights[index].double()
         torch.testing.assert_close(weights, 1 / variances[order].sqrt() / half_steps, rtol=2**-8, atol=0)
-        odd = odd_values(sketch.codes[:, first:last], words=sketch.layout.words)
-        turned = (centred[:, order] * weights)[:, :coded] @ rotation(coded)
-        assert (odd.sign() == turned.sign())[turned.abs() > 1e-5].all()
+        odd_levels = odd_values(sketch.codes[:, first:last], words=sketch.layout.words)
+        rotated = (centred[:, order] * weights)[:, :coded] @ rotation(coded)
+        assert (odd_levels.sign() == rotated.sign())[rotated.abs() > 1e-5].all()
         importance = (asked[order] / weights.square()).view(-1, 8).mean(dim=1).repeat_interleave(8)[:coded]
-        size = (turned * half_steps[:coded]).square().mean(dim=-1).sqrt()
+        size = (rotated * half_steps[:coded]).square().mean(dim=-1).sqrt()
         for _ in range(4):
             most = 2 ** each[:coded] - 1
-            nearest = (2 * torch.floor(turned / (2 * size[:, None])) + 1).clamp(-most, most)
-            size = (importance * turned * nearest).sum(dim=-1) / (importance * nearest.square()).sum(dim=-1)
-        assert (odd == nearest).double().mean() > 0.999  # in float32, what lies between two may fall either way
-        best = (importance * turned * odd).sum(dim=-1) / (importance * odd.square()).sum(dim=-1)
+            nearest = (2 * torch.floor(rotated / (2 * size[:, None])) + 1).clamp(-most, most)
+            size = (importance * rotated * nearest).sum(dim=-1) / (importance * nearest.square()).sum(dim=-1)
+        assert (odd_levels == nearest).double().mean() > 0.999  # in float32, what lies between two may fall either way
+        best = (importance * rotated * odd_levels).sum(dim=-1) / (importance * odd_levels.square()).sum(dim=-1)
         unit = float(sketch.units[index])
         assert unit == pytest.approx(float(best.max()) / 255, rel=1e-4)
         scales = sketch.scales[first:last].double() * unit
@@ -231,7 +231,7 @@ def test_energies_make_estimates_better(bits: float, dim: int) -> None:
 def test_more_bits_make_estimates_better(dim: int) -> None:
     made = Unequal(dim)
     errors = {
-        Layout.of_bits(dim, bits).count: float(made.errors(sketch_of(made.keys, made.energies, bits)).square().mean())
+        Layout.from_bits(dim, bits).count: float(made.errors(sketch_of(made.keys, made.energies, bits)).square().mean())
         for bits in BITS
     }
     found = [errors[count] for count in sorted(errors)]
@@ -290,11 +290,11 @@ def test_the_mass_of_many_tokens_is_estimated(bits: float) -> None:
     found = codec.estimated_scores(query, sketch, 4000, scaling=0.2).logsumexp(dim=-1)
     plain, words = [], sketch.layout.words
     for index, (first, last) in enumerate(segment_spans(4000)):
-        odd = odd_values(sketch.codes[:, first:last], words=words)
-        coded, order = odd.shape[1], sketch.order[index].long()
+        odd_levels = odd_values(sketch.codes[:, first:last], words=words)
+        coded, order = odd_levels.shape[1], sketch.order[index].long()
         keys = sketch.centres[index].double().expand(last - first, -1).clone()
-        turned = (token_scales(sketch, 4000)[first:last, None] * odd) @ rotation(coded)
-        keys[:, order[:coded]] += turned / sketch.weights[index, :coded].double()
+        rotated = (token_scales(sketch, 4000)[first:last, None] * odd_levels) @ rotation(coded)
+        keys[:, order[:coded]] += rotated / sketch.weights[index, :coded].double()
         plain.append(keys)
     without = (query.double() @ torch.cat(plain).mT * 0.2).logsumexp(dim=-1)
     assert (found - true).abs().mean() < (without - true).abs().mean()
@@ -306,6 +306,6 @@ def test_slopes_are_off_by_half_a_unit_of_their_channel_at_most() -> None:
     covariance = torch.randn(2, 3, 24, 16, generator=torch.Generator().manual_seed(0))
     covariance[..., 0] *= 1e-6
     covariance[..., 1] = 0
-    made = rounded_slopes(covariance)
+    made = round_slopes(covariance)
     restored = made["slopes"] * made["slope_units"].double().unsqueeze(-2)
     assert ((restored - covariance).abs() <= 0.50001 * covariance.abs().amax(dim=-2, keepdim=True) / 127).all()

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from qada_cache import QAdACache, StaticHeads
-from qada_cache.sketch import Layout, channel_means, encode_segments
+from qada_cache.sketch import Layout, channel_means, quantize_segments
 
 SINKS, WINDOW = 3, 8
 TOKENS = 2300  # of which the bulk has four segments
@@ -62,7 +62,7 @@ class Scene:
         for row, length in enumerate(bulk.lengths):
             assert known.lengths[row] == length > 1024
             keys, values = (tensor[row, :, SINKS : SINKS + length] for tensor in self.calls[:2])
-            made = encode_segments(keys.clone(), ENERGIES[0], known.layout, last=True)
+            made = quantize_segments(keys.clone(), ENERGIES[0], known.layout, last=True)
             for name in EACH:
                 found, of_tokens = kept[name][row], name in ("codes", "scales")
                 found = found[..., :length] if of_tokens else found[:, : len(segment_spans(length))]
@@ -160,7 +160,7 @@ def forked(scene: Scene) -> None:
     scene.read(tuple(tensor[:, :, :1900] for tensor in scene.calls))
     for energies in (None, ENERGIES):
         scene.cache._shared.options = replace(scene.cache.options, token_threshold=5.0, query_energies=energies)
-        scene.cache.layers[0].follow_options()
+        scene.cache.layers[0].apply_options()
     scene.check()
     scene.read(tuple(tensor[:, :, 1900:] for tensor in scene.calls))
 
@@ -198,7 +198,9 @@ def test_energies_and_keys_matter(tmp_path: Path) -> None:
     """What the comparisons above go by is of these, and not the same of all."""
     scene = Scene(tmp_path)
     keys = scene.calls[0][0]
-    one, other = (encode_segments(keys, energies, Layout.of_bits(16, 2), last=True) for energies in (ENERGIES[0], None))
+    one, other = (
+        quantize_segments(keys, energies, Layout.from_bits(16, 2), last=True) for energies in (ENERGIES[0], None)
+    )
     assert not torch.equal(one["weights"], other["weights"])
     assert (one["codes"] != other["codes"]).float().mean() > 0.05
     assert not torch.equal(one["centres"][:, 0], one["centres"][:, 1])

@@ -13,8 +13,8 @@ from qada_cache.sketch import (
     Selection,
     Sketch,
     channel_means,
-    encode_segments,
-    rounded_slopes,
+    quantize_segments,
+    round_slopes,
     select_tokens,
     unread_value,
 )
@@ -31,10 +31,10 @@ def sketch_of(keys: Tensor, values: Tensor, bits: float = 2) -> Sketch:
     """Of one head's keys and values `[tokens, *]`."""
     mean = values.mean(dim=0)
     slopes = (values - mean).mT @ (keys - keys.mean(dim=0)) / len(keys)
-    layout = Layout.of_bits(keys.shape[1], bits)
-    made = encode_segments(keys, None, layout, last=True)
+    layout = Layout.from_bits(keys.shape[1], bits)
+    made = quantize_segments(keys, None, layout, last=True)
     made |= channel_means(made, layout, len(keys))
-    return Sketch(**made, mean_value=mean, **rounded_slopes(slopes))
+    return Sketch(**made, mean_value=mean, **round_slopes(slopes))
 
 
 def selected(
@@ -46,7 +46,7 @@ def selected(
         query,
         sketch,
         LENGTH,
-        log_near=near,
+        log_buffer=near,
         bulk_tokens=torch.full((queries,), LENGTH),
         flags=torch.ones(GROUP, queries, dtype=torch.bool) if flags is None else flags,
         scaling=SCALING,
@@ -87,14 +87,14 @@ def test_equals_float64(bits: float, token_threshold: float) -> None:
     found = selected(query, sketch, near, token_threshold, flags)
     stead = unread_value(query, sketch, found.tilt, scaling=SCALING)
     for one in range(3):
-        told = {"query": query[:, one], "sketch": sketch, "scaling": SCALING}
-        scores = estimates(**told, length=LENGTH)
-        shares = log_shares(estimates=scores, log_near=near[:, one], bulk_tokens=LENGTH) - math.log(token_threshold)
+        kwargs = {"query": query[:, one], "sketch": sketch, "scaling": SCALING}
+        scores = estimates(**kwargs, length=LENGTH)
+        shares = log_shares(estimates=scores, log_buffer=near[:, one], bulk_tokens=LENGTH) - math.log(token_threshold)
         sure = (shares.abs() > 1e-3).all(dim=0)  # in float32, or by a query that was rounded the other way
         assert sure.double().mean() > 0.95
         wanted = (shares >= 0)[flags[:, one]].any(dim=0)
         assert torch.equal(found.tokens[one][sure], wanted[sure])
-        log_unread, value = unread(**told, estimates=scores, read=found.tokens[one])
+        log_unread, value = unread(**kwargs, estimates=scores, read=found.tokens[one])
         torch.testing.assert_close(found.log_unread[:, one].double(), log_unread, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(stead[:, one].double(), value, rtol=1e-3, atol=1e-3)
     assert 0.001 < found.tokens.double().mean() < 0.9

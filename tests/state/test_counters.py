@@ -13,35 +13,37 @@ def test_sums_of_many_calls() -> None:
     """Across the bound on pending calls, with changes of shape between them, padded rows and calls of many queries."""
     generator = torch.Generator().manual_seed(0)
     counted, heads, groups = Counters(), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    offered = 0
+    dense_tokens = 0
     assert counted.local_heads is None
     assert counted.local_groups is None
     assert counted.nbytes == 0
-    for call in range(3 * counters.PENDING):
+    for call in range(3 * counters.UNSUMMED_CALLS):
         batch, queries = (2, 1) if call % 40 < 35 else (3, 4)
         rows = 1 if call % 7 else batch
         flags = torch.rand(batch, 2, 3, queries, generator=generator) < 0.3
         decided = torch.rand(rows, 1, queries, generator=generator) < 0.8
-        geometry = SimpleNamespace(decided=decided, decisions=int(decided.sum()) * batch // rows, offered=call)
+        geometry = SimpleNamespace(decided=decided, decisions=int(decided.sum()) * batch // rows, dense_tokens=call)
         counted.count(flags, geometry, 3)
-        offered += call if decided.any() else 0
+        dense_tokens += call if decided.any() else 0
         for row in range(batch):
             for query in range(queries):
                 if decided[row if rows > 1 else 0, 0, query]:
                     heads += ~flags[row, :, :, query]
                     groups += ~flags[row, :, :, query].any(dim=-1)
-        assert counted.nbytes <= 2 * 2 * 3 * counters.PENDING + heads.nbytes + groups.nbytes
+        assert counted.nbytes <= 2 * 2 * 3 * counters.UNSUMMED_CALLS + heads.nbytes + groups.nbytes
         if call in (3, 50):
             assert torch.equal(counted.local_heads, heads)
             twin = copy.deepcopy(counted)
             twin.count(flags, geometry, 3)
-    assert counted.steps == 3 * counters.PENDING
+    assert counted.steps == 3 * counters.UNSUMMED_CALLS
     assert torch.equal(counted.local_heads, heads)
     assert torch.equal(counted.local_groups, groups)
     again, decided = Counters.from_record(counted.record), torch.ones(1, 1, 1, dtype=torch.bool)
-    again.count(torch.zeros(1, 2, 3, 1, dtype=torch.bool), SimpleNamespace(decided=decided, decisions=1, offered=5), 3)
+    again.count(
+        torch.zeros(1, 2, 3, 1, dtype=torch.bool), SimpleNamespace(decided=decided, decisions=1, dense_tokens=5), 3
+    )
     assert torch.equal(again.local_heads, heads + 1)
     assert torch.equal(counted.local_heads, heads)
     assert again.decisions == counted.decisions + 1
-    assert counted.offered_bytes == 3 * offered
-    assert again.offered_bytes == counted.offered_bytes + 15
+    assert counted.dense_bulk_bytes == 3 * dense_tokens
+    assert again.dense_bulk_bytes == counted.dense_bulk_bytes + 15

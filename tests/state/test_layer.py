@@ -79,7 +79,7 @@ def test_equals_reference(scenario: str, policy: str) -> None:
 @pytest.mark.parametrize("update_moments", [True, False])
 @pytest.mark.parametrize("scenario", ["turns", "left_padding", "holes", "crops_with_padding", "rows"])
 def test_with_buffers_as_shipped(scenario: str, update_moments: bool) -> None:
-    """Room for 128 staged tokens: nothing leaves the device in these runs but by exact calls and crops."""
+    """Room for 128 pending tokens: nothing leaves the device in these runs but by exact calls and crops."""
     check_compared(play(scenario, update_moments=update_moments))
 
 
@@ -100,7 +100,7 @@ def test_half_precision(scenario: str, policy: str, dtype: torch.dtype) -> None:
 
 
 def test_sizes_of_the_paper() -> None:
-    """16 sinks and 128 local tokens, decoding on until 128 staged tokens have left twice; then a short turn."""
+    """16 sinks and 128 local tokens, decoding on until 128 pending tokens have left twice; then a short turn."""
     pair, inputs = Pair(sink_tokens=16, local_tokens=128, threshold=0.4), Inputs()
     pair.update(*inputs(300, 1))
     for tokens in (112, 113, 1, 112, 112, 60, *([1] * 140)):
@@ -183,7 +183,7 @@ def test_only_the_bulk_of_long_context_heads_is_read(monkeypatch: pytest.MonkeyP
         bytes_read += sum((16 + 16) * 4 * pair.layer.store.bulk.lengths[row] for row, _ in read)
         counts.append(len(read))
     assert set(counts) > {1, 2}
-    assert pair.layer.counters.pulled_bytes == bytes_read
+    assert pair.layer.counters.bulk_read_bytes == bytes_read
 
 
 def test_inference_mode_and_no_grad_mix() -> None:

@@ -45,7 +45,7 @@ def storages(holder: object, seen: dict[int, Tensor] | None = None) -> dict[int,
             storages(item, seen)
     elif isinstance(holder, dict):
         for name, item in holder.items():
-            if name not in ("shared", "bound_module", "following"):
+            if name not in ("shared", "bound_module", "next_layer"):
                 storages(item, seen)
     elif any(kind.__module__.startswith("qada_cache") for kind in type(holder).__mro__):  # a stand-in as well
         storages(vars(holder), seen)
@@ -197,9 +197,9 @@ def test_offloaded_device_bytes_do_not_grow(token_threshold: float, device: str,
                 pair.driver(*inputs(count), None, scaling=0.25)
             assert pair.layer.index == index
         held = [pair.layer.store.sketch for pair in pairs]
-        sketched = sum(map(block_bytes, storages(held).values()))
-        assert (sketched > 0) == bool(token_threshold)
-        sizes.append((cache.stats().device_bytes - sketched, cache.stats().host_bytes))
+        sketch_read_bytes = sum(map(block_bytes, storages(held).values()))
+        assert (sketch_read_bytes > 0) == bool(token_threshold)
+        sizes.append((cache.stats().device_bytes - sketch_read_bytes, cache.stats().host_bytes))
     (short_device, short_host), (long_device, long_host) = sizes
     assert short_device == long_device
     assert long_host > 10 * short_host

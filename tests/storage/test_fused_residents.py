@@ -19,9 +19,9 @@ from uses import Use, copied_and_saved, cropped, one_shot, padded, rows
 
 from qada_cache import QAdACache
 from qada_cache.storage import reading
-from qada_cache.storage.bulk import NOTES, Bulk
+from qada_cache.storage.bulk import FLAG_COPIES, Bulk
 from qada_cache.storage.residents import Residents
-from qada_cache.storage.transfers import Note
+from qada_cache.storage.transfers import HostCopy
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels.triton.kernels import INTERPRETED
@@ -49,7 +49,7 @@ def test_outputs_do_not_depend_on_the_budget(
 ) -> None:
     """To the bit. A copy that is late holds nan until somebody has waited for it."""
     options: dict[str, Any] = {"threshold": 0.1, "moments": "current", **SMALL}
-    outputs, pulled = [], []
+    outputs, bulk_read_bytes = [], []
     with small_buffers(), fused() as copies:
         copies.eager = eager
         for budget in budgets:
@@ -58,10 +58,10 @@ def test_outputs_do_not_depend_on_the_budget(
             stats = cache.stats()
             assert 0.05 < stats.sparsity < 0.95
             assert (stats.resident_bytes > 0) == (budget > 0)
-            assert eager <= ((stats.spared_bytes > 0) == (budget > 0))
-            pulled.append(stats.pulled_bytes)
+            assert eager <= ((stats.resident_hit_bytes > 0) == (budget > 0))
+            bulk_read_bytes.append(stats.bulk_read_bytes)
     assert all(torch.equal(outputs[0], output) for output in outputs[1:])
-    assert not eager or pulled[2] < pulled[1] < pulled[0]
+    assert not eager or bulk_read_bytes[2] < bulk_read_bytes[1] < bulk_read_bytes[0]
 
 
 @pytest.mark.gpu
@@ -76,7 +76,7 @@ def test_outputs_do_not_depend_on_the_budget_on_a_gpu(use: Use, tmp_path: Path) 
         ]
         cache = QAdACache(model, **options, device_budget=1.0)
         one_shot(model, cache, tmp_path)
-        assert cache.stats().spared_bytes > 0
+        assert cache.stats().resident_hit_bytes > 0
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
 
@@ -90,31 +90,34 @@ def store_of(tokens: int, budget: float) -> Bulk:
 def test_a_head_is_brought_once_and_used_when_it_is_whole() -> None:
     with accelerator() as copies:
         store = store_of(6, 1.0)
-        assert reading.learn(store, FLAGS) == 6 * 2 * 4 * 4
-        assert reading.learn(store, FLAGS) == 0
+        assert reading.update_residency(store, FLAGS) == 6 * 2 * 4 * 4
+        assert reading.update_residency(store, FLAGS) == 0
         assert copies.count == 1
-        assert not store.residents.places(store.lengths).any()  # on its way
+        assert not store.residents.resident_pointers(store.lengths).any()  # on its way
         kept = store.residents.held[0, 0]
         assert kept.tensors[0].isnan().all()
         kept.wait()
-        places = store.residents.places(store.lengths)
+        places = store.residents.resident_pointers(store.lengths)
         assert places.tolist() == [[[part.data_ptr() for part in kept.tensors], [0, 0]]]
         assert (kept.tensors[0] == 1).all()
-        assert store.residents.places(store.lengths) is places
-        assert not store.residents.places([7]).any()  # of another number of tokens
+        assert store.residents.resident_pointers(store.lengths) is places
+        assert not store.residents.resident_pointers([7]).any()  # of another number of tokens
         store.append(slice(0, 1), torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
-        assert store.residents.places(store.lengths)[0, 0, 0] == store.residents.held[0, 0].tensors[0].data_ptr()
+        assert (
+            store.residents.resident_pointers(store.lengths)[0, 0, 0]
+            == store.residents.held[0, 0].tensors[0].data_ptr()
+        )
 
 
 def test_a_head_that_may_not_stay_is_not_brought() -> None:
     """Nor one that the device has no memory for."""
     with accelerator() as copies:
         store = store_of(6, 0.4)  # less than a head
-        assert reading.learn(store, FLAGS) == 0
+        assert reading.update_residency(store, FLAGS) == 0
         assert copies.count == 0
         store = store_of(6, 0.5)
         copies.fail = torch.OutOfMemoryError("no room")
-        assert reading.learn(store, FLAGS) == 0
+        assert reading.update_residency(store, FLAGS) == 0
         assert not store.residents.held
         assert store.residents.nbytes == 0
 
@@ -123,17 +126,17 @@ def test_flags_count_when_they_have_reached_the_host(monkeypatch: pytest.MonkeyP
     """The host never waits for them; of too many that are under way, the oldest are forgotten, and none is confused
     with another row's."""
     there = False
-    monkeypatch.setattr(Note, "read", lambda note: note._tensor.tolist() if there else None)
+    monkeypatch.setattr(HostCopy, "read", lambda note: note._tensor.tolist() if there else None)
     with accelerator():
         store = store_of(6, 1.0)
-        for _ in range(NOTES + 3):
-            assert reading.learn(store, FLAGS) == 0
+        for _ in range(FLAG_COPIES + 3):
+            assert reading.update_residency(store, FLAGS) == 0
         store.select([0])
-        assert not store.noted
+        assert not store.flag_copies
         for flags in (FLAGS, ~FLAGS):
-            reading.learn(store, flags)
+            reading.update_residency(store, flags)
         there = True
-        reading.learn(store, ~FLAGS)
+        reading.update_residency(store, ~FLAGS)
         assert sorted(store.residents.held) == [(0, 0), (0, 1)]
         scores = store.residents.scores[0]
         assert scores[1] > scores[0]
@@ -142,8 +145,8 @@ def test_flags_count_when_they_have_reached_the_host(monkeypatch: pytest.MonkeyP
 def test_early_copies_are_let_go_of_by_a_kernel_that_does_not_use_them() -> None:
     with accelerator():
         store = store_of(6, 0)
-        list(reading.flagged(store, FLAGS.tolist()))
+        list(reading.read_flagged(store, FLAGS.tolist()))
         assert reading.prefetch(store) > 0
-        assert store.early
+        assert store.prefetched
         store.in_place()
-        assert not store.early
+        assert not store.prefetched

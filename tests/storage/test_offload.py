@@ -130,5 +130,5 @@ def test_blocks_and_bytes(device: str, copies: Copies) -> None:
         needed.add(read)
         expected += read * layer.store.bulk.lengths[0] * (16 + 16) * 4
         before = pair.local_groups.clone()
-    assert layer.counters.pulled_bytes == copies.bytes == expected
+    assert layer.counters.bulk_read_bytes == copies.bytes == expected
     assert needed & {1, 2, 3}

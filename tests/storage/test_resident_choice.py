@@ -11,13 +11,13 @@ from stand_in import accelerator
 from qada_cache.storage import reading, residents
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.residents import Head, LayerResidents, Residents
-from qada_cache.storage.transfers import Arrival
+from qada_cache.storage.transfers import AsyncCopy
 
 CPU = torch.device("cpu")
 
 
 def keep(layer: LayerResidents, head: Head, keys: torch.Tensor, values: torch.Tensor, score: float) -> bool:
-    return layer.keep(head, keys.nbytes + values.nbytes, score, lambda: Arrival((keys, values)))
+    return layer.keep(head, keys.nbytes + values.nbytes, score, lambda: AsyncCopy((keys, values)))
 
 
 class Heads:
@@ -31,7 +31,7 @@ class Heads:
             layer.bulk_bytes = heads * tokens * 8
 
     def step(self, *flagged: list[int]) -> int:
-        """One call of every layer in turn, as `reading.flagged` does it; how many flagged heads were resident."""
+        """One call of every layer in turn, as `reading.read_flagged` does it; how many flagged heads were resident."""
         hits = 0
         for layer, heads in zip(self.layers, flagged, strict=True):
             before = layer.flag([(0, head) for head in heads])
@@ -40,7 +40,7 @@ class Heads:
             for head in missing:
                 keep(layer, head, *self.tensors, before[head])
             held = sum(resident.nbytes for each in self.layers for resident in each.held.values())
-            assert held == sum(each.nbytes for each in self.layers) <= self.shared.limit(CPU)
+            assert held == sum(each.nbytes for each in self.layers) <= self.shared.budget_bytes(CPU)
         return hits
 
     def kept(self) -> list[list[int]]:
@@ -63,7 +63,7 @@ def test_heads_in_turn_do_not_push_each_other_out() -> None:
         hits = []
         for step in range(80):
             before = copies.count
-            list(reading.flagged(store, [[head == step % 4 for head in range(4)]]))
+            list(reading.read_flagged(store, [[head == step % 4 for head in range(4)]]))
             hits.append(copies.count == before)
     assert hits[4:] == [True, True, False, False] * 19
 
@@ -121,14 +121,14 @@ def test_rows_that_leave_take_their_share_of_the_budget_along() -> None:
         store = Bulk(torch.ones(2, 2, 0, 4), torch.ones(2, 2, 0, 4), offloading=True, residents=Residents(0.5), layer=0)
         store.append(slice(0, 2), torch.ones(2, 2, 6, 4), torch.ones(2, 2, 6, 4))
         for wanted in ([False, True], [True, True]):
-            list(reading.flagged(store, [[False, False], wanted]))
+            list(reading.read_flagged(store, [[False, False], wanted]))
         assert sorted(store.residents.held) == [(1, 0), (1, 1)]
         store.select([1, 1])
         assert sorted(store.residents.held) == [(0, 0), (0, 1)]
         assert store.residents.nbytes == 2 * 6 * 2 * 4 * 4
         store.select([1])
         assert not store.residents.held
-        list(reading.flagged(store, [[True, True]]))
+        list(reading.read_flagged(store, [[True, True]]))
         store.select([0, 0])
         store.select([0])
         assert sorted(store.residents.held) == [(0, 0)]
@@ -140,13 +140,13 @@ def test_a_copy_that_lost_tokens_is_not_read() -> None:
     with accelerator():
         store = Bulk(torch.ones(1, 1, 0, 4), torch.ones(1, 1, 0, 4), offloading=True, residents=Residents(1.0), layer=0)
         store.append(slice(0, 1), torch.ones(1, 1, 6, 4), torch.ones(1, 1, 6, 4))
-        list(reading.flagged(store, [[True]]))
+        list(reading.read_flagged(store, [[True]]))
         kept = store.residents.held[0, 0]
         kept.tensors = tuple(part[:, :, :5].clone() for part in kept.tensors)
         store.residents.nbytes = kept.nbytes
-        (part,) = reading.flagged(store, [[True]])
+        (part,) = reading.read_flagged(store, [[True]])
         assert part.keys.shape[2] == 6
-        assert part.spared == 0
+        assert part.resident_hit_bytes == 0
         assert store.residents.nbytes == store.residents.held[0, 0].nbytes == 6 * 2 * 4 * 4
 
 
@@ -162,7 +162,7 @@ def test_auto_leaves_a_reserve() -> None:
     for free, left in ((2**40, 2**40 - int(0.1 * 2**40)), (2**31, 2**30), (2**29, 0)):
         with mock.patch.object(residents, "get_max_memory", return_value={"cpu": free}) as measured:
             shared = Residents("auto")
-            assert [shared.limit(CPU) for _ in range(3)] == [left] * 3
+            assert [shared.budget_bytes(CPU) for _ in range(3)] == [left] * 3
             assert measured.call_count == 1
 
 
@@ -180,7 +180,7 @@ def test_auto_asks_only_the_device_it_is_about() -> None:
         mock.patch.object(residents, "get_max_memory", side_effect=AssertionError("of every device")),
     ):
         shared = Residents("auto")
-        assert [shared.limit(torch.device("cuda", 1)) for _ in range(2)] == [2**33 - 2**30] * 2
+        assert [shared.budget_bytes(torch.device("cuda", 1)) for _ in range(2)] == [2**33 - 2**30] * 2
         assert asked == [torch.device("cuda", 1)]
-        assert shared.limit(torch.device("cuda", 0)) == 2**32 - 2**30
+        assert shared.budget_bytes(torch.device("cuda", 0)) == 2**32 - 2**30
         assert asked[1:] == [torch.device("cuda", 0)]

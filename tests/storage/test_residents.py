@@ -57,7 +57,7 @@ def test_outputs_do_not_depend_on_the_budget(use: Use, model: PreTrainedModel, t
     memory = {"cpu": 2**30 + 30_000}
     with small_buffers(), mock.patch.object(bulk, "STREAM_TOKENS", 7):
         wanted = use(model, QAdACache(model, **options), tmp_path)
-        pulled = {}
+        bulk_read_bytes = {}
         with accelerator(), mock.patch.object(residents, "get_max_memory", return_value=memory):
             for budget in [*BUDGETS, None]:
                 kept = {"offloading": False} if budget is None else {"device_budget": budget}
@@ -67,10 +67,10 @@ def test_outputs_do_not_depend_on_the_budget(use: Use, model: PreTrainedModel, t
                 bytes_used = sum(layer.store.bulk.residents.bulk_bytes for layer in cache.layers)
                 limit = {0: 0, None: 0, "auto": 30_000, 0.4: int(0.4 * bytes_used), 1.0: bytes_used}.get(budget, budget)
                 assert stats.resident_bytes <= limit
-                assert (stats.resident_bytes > 0) == (stats.spared_bytes > 0) == (limit > 0)
+                assert (stats.resident_bytes > 0) == (stats.resident_hit_bytes > 0) == (limit > 0)
                 assert 0.05 < stats.sparsity < 0.95
-                pulled[budget] = stats.pulled_bytes
-    assert pulled[1.0] < pulled[16_000] < pulled[0]
+                bulk_read_bytes[budget] = stats.bulk_read_bytes
+    assert bulk_read_bytes[1.0] < bulk_read_bytes[16_000] < bulk_read_bytes[0]
 
 
 @on_gpu
@@ -138,7 +138,7 @@ def test_out_of_memory_without_residents_is_raised(model: PreTrainedModel) -> No
             generate(model, prompt(100)[0], cache, tokens=2)
 
 
-@pytest.mark.parametrize("place", ["attend", "whole_context", "sketch"])
+@pytest.mark.parametrize("place", ["attend", "attend_exactly", "sketch"])
 def test_an_allocation_that_fails_is_tried_again_without_residents(
     place: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +146,7 @@ def test_an_allocation_that_fails_is_tried_again_without_residents(
     options: dict[str, Any] = {"threshold": 0.04, "moments": "current", "token_threshold": 4.4, **SMALL}
     module, name = {
         "attend": (by_torch, "attend"),
-        "whole_context": (decode, "stream"),
+        "attend_exactly": (decode, "stream"),
         "sketch": (BulkSketch, "_reserve"),
     }[place]
     original, failed = getattr(module, name), []
@@ -176,11 +176,11 @@ def test_residents_grow_in_place() -> None:
     with accelerator(), small_buffers():
         store = Bulk(keys[:, :, :0], values[:, :, :0], offloading=True, residents=shared, layer=0)
         store.append(slice(0, 1), keys[:, :, :400], values[:, :, :400])
-        list(reading.flagged(store, [[True, True]]))
+        list(reading.read_flagged(store, [[True, True]]))
         with CopiedBytes() as copied:
             for start in range(400, 4000, flush):
                 stop = start + flush
-                store._holds([stop])
+                store._set_lengths([stop])
                 store.residents.append(slice(0, 1), keys[:, :, start:stop], values[:, :, start:stop])
                 assert shared.limit(store.device) >= store.residents.nbytes
     assert len(store.residents.held) == 2
@@ -197,21 +197,21 @@ def test_heads_fetched_early(model: PreTrainedModel, monkeypatch: pytest.MonkeyP
     """What the last step flagged in the next layer is under way before that layer asks for it, and counted once."""
     heads = torch.tensor([[False, True], [True, False], [False, False]])
     seen: dict[int, list[Any]] = {0: [], 1: [], 2: []}
-    original = reading.flagged
+    original = reading.read_flagged
 
     def spy(store: Bulk, wanted: list[list[bool]], **kwargs: Any) -> Any:
-        seen[store.residents.index].append(list(store.early))
+        seen[store.residents.index].append(list(store.prefetched))
         return original(store, wanted, **kwargs)
 
-    monkeypatch.setattr(reading, "flagged", spy)
+    monkeypatch.setattr(reading, "read_flagged", spy)
     with accelerator() as copies:
         cache = QAdACache(model, criterion=StaticHeads(heads), token_threshold=0.0, **SMALL)
         one_shot(model, cache, Path())
         steps = cache.stats().steps
         assert seen == {0: [[]] * steps, 1: [[]] + [[(0, 0)]] * (steps - 1), 2: [[]] * steps}
-        assert cache.stats().pulled_bytes == copies.bytes
+        assert cache.stats().bulk_read_bytes == copies.bytes
         assert copies.count == 2 * steps
-        assert not any(layer.store.bulk.early for layer in cache.layers)
+        assert not any(layer.store.bulk.prefetched for layer in cache.layers)
         early = QAdACache(model, criterion=StaticHeads(heads), token_threshold=0.0, device_budget=1.0, **SMALL)
         copies.count = 0
         one_shot(model, early, Path())
@@ -225,12 +225,12 @@ def test_every_byte_copied_is_counted(use: Use, budget: int, model: PreTrainedMo
         cache = QAdACache(model, threshold=0.04, moments="current", device_budget=budget, **SMALL)
         use(model, cache, tmp_path)
         stats = cache.stats()
-    assert stats.pulled_bytes + stats.streamed_bytes == copies.bytes > 0
+    assert stats.bulk_read_bytes + stats.streamed_bytes == copies.bytes > 0
     with small_buffers():
         plain = QAdACache(model, threshold=0.04, moments="current", **SMALL)
         use(model, plain, tmp_path)
-        needed = plain.stats().pulled_bytes + plain.stats().streamed_bytes
-    dropped = copies.bytes + stats.spared_bytes - needed  # heads fetched early that were not asked for
+        needed = plain.stats().bulk_read_bytes + plain.stats().streamed_bytes
+    dropped = copies.bytes + stats.resident_hit_bytes - needed  # heads fetched early that were not asked for
     assert 0 < dropped < needed / 2
 
 
@@ -245,8 +245,8 @@ def test_what_changes_the_bulk_drops_what_was_fetched_early() -> None:
             lambda: store.reserve(100),
         ):
             store.append(slice(0, 1), torch.ones(1, 2, 5, 4), torch.ones(1, 2, 5, 4))
-            list(reading.flagged(store, [[True, False]]))
+            list(reading.read_flagged(store, [[True, False]]))
             assert reading.prefetch(store) == store.lengths[0] * 2 * 4 * 4
             assert reading.prefetch(store) == 0
             change()
-            assert not store.early
+            assert not store.prefetched

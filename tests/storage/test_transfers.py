@@ -22,7 +22,7 @@ from qada_cache import QAdACache
 from qada_cache.serving.conversations import Conversations, Limits
 from qada_cache.storage import bulk, transfers
 from qada_cache.storage.bulk import Bulk
-from qada_cache.storage.reading import flagged
+from qada_cache.storage.reading import read_flagged
 from qada_cache.storage.residents import Residents
 
 
@@ -37,7 +37,7 @@ def test_first_fill_does_not_wait() -> None:
         store = layer.store.bulk
         layer.store.append(*Inputs(1)(1)[:2], None)
         assert not copies.last.query()
-        store.settle()
+        store.synchronize()
         assert copies.last.query()
         assert torch.equal(store.keys[:, :, : store.lengths[0]], keys[:, :, SINKS:-WINDOW])
 
@@ -51,7 +51,7 @@ def test_a_bulk_waits_for_its_own_copies_only() -> None:
         mine = copies.last
         second = new_layer(keys, values)
         second.store.absorb(keys, values, None)
-        first.store.bulk.settle()
+        first.store.bulk.synchronize()
         assert mine.query()
         assert not copies.last.query()
 
@@ -81,7 +81,7 @@ def test_copies_to_the_host_under_way_are_bounded(
     outgoing: deque[tuple[Any, int]] = deque()
     events = [Event() for _ in sizes]
     for event, size in zip(events, sizes, strict=True):
-        transfers.hold_back(outgoing, event, size)
+        transfers.limit_in_flight(outgoing, event, size)
     assert [event.waited for event in events] == waited
 
 
@@ -89,7 +89,7 @@ def test_copies_to_the_device_are_one_ahead() -> None:
     """The first is under way before anything is asked for, each other one before the one in front of it is used."""
     log: list[str] = []
 
-    class Logged(transfers.Arrival):
+    class Logged(transfers.AsyncCopy):
         def __init__(self, number: int) -> None:
             super().__init__((torch.zeros(1), torch.zeros(1)))
             self.number = number
@@ -99,12 +99,12 @@ def test_copies_to_the_device_are_one_ahead() -> None:
             log.append(f"wait {self.number}")
             return super().wait()
 
-    arrivals = transfers.ahead((number, Logged(number)) for number in range(3))
+    async_copies = transfers.double_buffer((number, Logged(number)) for number in range(3))
     assert log == ["start 0"]
-    for number, _ in arrivals:
+    for number, _ in async_copies:
         log.append(f"use {number}")
     assert log == ["start 0", "start 1", "wait 0", "use 0", "start 2", "wait 1", "use 1", "wait 2", "use 2"]
-    assert not list(transfers.ahead(iter(())))
+    assert not list(transfers.double_buffer(iter(())))
 
 
 empty = torch.empty
@@ -229,7 +229,7 @@ def test_copies_do_not_block() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         layer.store.absorb(keys, values, None)
-        parts = list(flagged(layer.store.bulk, [[True, False, True, True]]))
+        parts = list(read_flagged(layer.store.bulk, [[True, False, True, True]]))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert layer.store.bulk.keys.is_pinned()

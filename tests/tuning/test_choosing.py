@@ -34,7 +34,7 @@ def test_estimates() -> None:
 
 def setting(token_threshold: float, kl: float, read: float, *, error: float = 0.0) -> Setting:
     estimates = Estimate(kl, kl - error, kl + error), Estimate(read, read - error, read + error)
-    return Setting(token_threshold, *estimates, same=1.0, seconds=1.0)
+    return Setting(token_threshold, *estimates, top1=1.0, seconds=1.0)
 
 
 CURVE = [setting(1, 0.001, 0.20), setting(5, 0.002, 0.10), setting(12, 0.005, 0.08), setting(20, 0.020, 0.07)]
@@ -53,15 +53,15 @@ CURVE = [setting(1, 0.001, 0.20), setting(5, 0.002, 0.10), setting(12, 0.005, 0.
     ],
 )
 def test_choices(budget: Budget, expected: float | None) -> None:
-    found = budget.chosen(CURVE)
+    found = budget.choose(CURVE)
     assert (found and found.token_threshold) == expected
 
 
 def test_the_upper_end_counts_for_a_choice_and_the_mean_confirms() -> None:
     unsure = setting(5, 0.0015, 0.10, error=0.001)
-    assert Budget(kl=0.002).chosen([unsure]) is None
-    assert Budget(kl=0.0025).chosen([unsure]) is unsure
-    assert Budget(bytes_read=0.1).chosen([unsure]) is None
+    assert Budget(kl=0.002).choose([unsure]) is None
+    assert Budget(kl=0.0025).choose([unsure]) is unsure
+    assert Budget(bytes_read=0.1).choose([unsure]) is None
     assert Budget(kl=0.002).confirmed(unsure)
     assert not Budget(kl=0.0014).confirmed(unsure)
     assert Budget(bytes_read=0.1).confirmed(unsure)
@@ -70,7 +70,7 @@ def test_the_upper_end_counts_for_a_choice_and_the_mean_confirms() -> None:
 
 def test_pieces_together() -> None:
     found = together(3.0, [Figures(0.1, 1.0, 0.2, 0.5), Figures(0.3, 0.5, 0.4, 1.5)])
-    assert (found.token_threshold, found.kl.mean, found.same) == (3.0, pytest.approx(0.2), 0.75)
+    assert (found.token_threshold, found.kl.mean, found.top1) == (3.0, pytest.approx(0.2), 0.75)
     assert (found.bytes_read.mean, found.seconds) == (pytest.approx(0.3), 1.0)
 
 

@@ -46,26 +46,26 @@ struct Job {
 struct Step {
     const Decode& call;
     int64_t kv_heads;  // of all rows
-    std::vector<float> near_out, near_lse, parts, part_lse;
-    std::vector<int64_t> first_part, part_count;  // of each head: local attention, staged tokens, bulk; none if local
-    std::vector<uint8_t> needed, asks;  // whether a head reads its bulk, and chooses by the sketch what of it
+    std::vector<float> local_out, local_lse, parts, part_lse;
+    std::vector<int64_t> first_part, part_count;  // of each head: local attention, pending tokens, bulk; none if local
+    std::vector<uint8_t> needed, selects;  // whether a head reads its bulk, and chooses by the sketch what of it
     std::vector<Job> jobs;
-    std::vector<Asking> asking;
+    std::vector<Selecting> selecting;
     std::vector<Scan>& pool;  // which keeps its memory, as that of a step comes page by page, slower than it is used
-    int64_t scan_count = 0, pulled = 0, sketched = 0;  // bytes for the call's counters
+    int64_t scan_count = 0, bulk_read_bytes = 0, sketch_read_bytes = 0;  // bytes for the call's counters
 
     Step(const Decode& call, std::vector<Scan>& pool)
-        : call(call), pool(pool), kv_heads(call.batch * call.kv_heads), near_out(kv_heads * SIZE),
-          near_lse(kv_heads * QUERIES), first_part(kv_heads), part_count(kv_heads), needed(kv_heads), asks(kv_heads),
-          asking(call.codes.data ? kv_heads : 0) {}
+        : call(call), pool(pool), kv_heads(call.batch * call.kv_heads), local_out(kv_heads * SIZE),
+          local_lse(kv_heads * QUERIES), first_part(kv_heads), part_count(kv_heads), needed(kv_heads), selects(kv_heads),
+          selecting(call.codes.data ? kv_heads : 0) {}
 
     int64_t row_of(int64_t head) const { return head / call.kv_heads; }
-    int64_t place_of(int64_t head) const { return head % call.kv_heads; }
-    void decide_about(int64_t head) {
-        int64_t row = row_of(head), place = place_of(head);
-        float* lse = &near_lse[head * QUERIES];
-        needed[head] = decide(call, row, place, &near_out[head * SIZE], lse);
-        asks[head] = needed[head] && call.sketched_row(row) && asking[head].ask(call, row, place, lse);
+    int64_t kv_head_of(int64_t head) const { return head % call.kv_heads; }
+    void decide_head(int64_t head) {
+        int64_t row = row_of(head), kv_head = kv_head_of(head);
+        float* lse = &local_lse[head * QUERIES];
+        needed[head] = decide(call, row, kv_head, &local_out[head * SIZE], lse);
+        selects[head] = needed[head] && call.sketched_row(row) && selecting[head].ask(call, row, kv_head, lse);
     }
 
     void add_part(int64_t head, const float* out, const float* lse) {
@@ -87,17 +87,17 @@ struct Step {
             if (!needed[head]) continue;
             int64_t tokens = call.stored(row_of(head));
             int64_t splits = splits_of(tokens, flagged, call.threads, call.split_tokens);
-            if (!asks[head]) {
+            if (!selects[head]) {
                 first_part[head] = (int64_t)part_lse.size() / QUERIES;
-                add_part(head, &near_out[head * SIZE], &near_lse[head * QUERIES]);
-                pulled += tokens * TOKEN_BYTES;
+                add_part(head, &local_out[head * SIZE], &local_lse[head * QUERIES]);
+                bulk_read_bytes += tokens * TOKEN_BYTES;
             } else {
                 int64_t segment = (4 + sizeof(Channel)) * DIM + 4, once = 4 * (VALUE_DIM + 3 * DIM) + VALUE_DIM * DIM;
-                sketched += tokens * (4 * call.layout().count() + 1) + call.segments_of(tokens) * segment + once;
+                sketch_read_bytes += tokens * (4 * call.layout().count() + 1) + call.segments_of(tokens) * segment + once;
             }
             for (int64_t split = 0; split < splits; split++) {
                 int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
-                if (asks[head])  // a span lies in one segment
+                if (selects[head])  // a span lies in one segment
                     add_scan(head, start / SPAN * SPAN, split + 1 < splits ? stop / SPAN * SPAN : stop);
                 else jobs.push_back({head, start, stop, add_part(head), nullptr});
             }
@@ -112,44 +112,44 @@ struct Step {
         part.stop = stop;
     }
 
-    void scan(Scan& part, const float* least) {
-        const Asking& own = asking[part.head];
-        Estimates found = own.estimates(call, row_of(part.head), place_of(part.head));
-        part.run(found, own.log_near, least, call.log_least_share(row_of(part.head)));
+    void scan(Scan& part, const float* score_cut) {
+        const Selecting& own = selecting[part.head];
+        Estimates found = own.estimates(call, row_of(part.head), kv_head_of(part.head));
+        part.run(found, own.log_buffer, score_cut, call.log_share_cut(row_of(part.head)));
     }
 
     // Of what a scan has left, by the weight of all tokens of the head.
-    void judge(Scan& part) {
-        const Asking& own = asking[part.head];
-        float least[QUERIES], log_share = call.log_least_share(row_of(part.head));
+    void apply_cut(Scan& part) {
+        const Selecting& own = selecting[part.head];
+        float score_cut[QUERIES], log_share = call.log_share_cut(row_of(part.head));
         bool missed = false;
         for (int q = 0; q < own.segments[0].count; q++) {
-            float log_all = own.log_near[q];
+            float log_all = own.log_buffer[q];
             for (int64_t i = 0; i < scan_count; i++)
                 if (pool[i].head == part.head) log_all = log_sum(log_all, pool[i].log_mass(q));
-            least[q] = log_all + log_share;
-            missed |= own.least[q] > least[q];
+            score_cut[q] = log_all + log_share;
+            missed |= own.score_cut[q] > score_cut[q];
         }
         if (missed) {  // others still read this scan's weights
             Scan again{};
             again.head = part.head;
             again.start = part.start;
             again.stop = part.stop;
-            scan(again, least);
+            scan(again, score_cut);
             part.count = again.count;
             part.tokens.swap(again.tokens);
             for (int q = 0; q < QUERIES; q++) {
                 part.estimates[q].swap(again.estimates[q]);
-                part.rest[q] = again.rest[q];
+                part.unread_mass[q] = again.unread_mass[q];
                 part.lifted[q] = again.lifted[q];
             }
         }
-        part.judge(least, own.segments[0].count);
+        part.apply_cut(score_cut, own.segments[0].count);
     }
 
     // What is not read, as one more token: see `select_tokens` for what it weighs and says.
     void add_unread(int64_t head) {
-        const float* mean = call.mean_value.at(row_of(head), place_of(head));
+        const float* mean = call.mean_value.at(row_of(head), kv_head_of(head));
         float values[SIZE], log_unread[QUERIES];
         int asked = 0;  // of the queries, those that ask
         for (int q = 0; q < QUERIES; q++) {
@@ -162,12 +162,12 @@ struct Step {
                 count += pool[i].stop - pool[i].start;
                 sum += sum_of(pool[i].sum[asked]);
                 squares += sum_of(pool[i].squares[asked]);
-                log_unread[q] = log_sum(log_unread[q], pool[i].log_rest[asked]);
+                log_unread[q] = log_sum(log_unread[q], pool[i].log_unread_mass[asked]);
             }
             for (int64_t i = 0; i < scan_count; i++)
-                if (pool[i].head == head && pool[i].log_rest[asked] > -INFINITY)
-                    lifted += expf(pool[i].log_rest[asked] - log_unread[q]) * sum_of(pool[i].lifted[asked]) /
-                              sum_of(pool[i].rest[asked]);
+                if (pool[i].head == head && pool[i].log_unread_mass[asked] > -INFINITY)
+                    lifted += expf(pool[i].log_unread_mass[asked] - log_unread[q]) * sum_of(pool[i].lifted[asked]) /
+                              sum_of(pool[i].unread_mass[asked]);
             double variance = squares / count - sum / count * (sum / count);
             if (variance > 0 && log_unread[q] > -INFINITY)
                 for (int v = 0; v < VALUE_DIM; v++)
@@ -177,46 +177,46 @@ struct Step {
         }
         add_part(head, values, log_unread);
     }
-    const float* own_along(int64_t head, int asked) const { return asking[head].along + asked * VALUE_DIM; }
+    const float* own_along(int64_t head, int asked) const { return selecting[head].along + asked * VALUE_DIM; }
 
-    void plan_chosen() {
-        int64_t chosen = 0;
+    void plan_selected() {
+        int64_t selected = 0;
         jobs.clear();
-        for (int64_t i = 0; i < scan_count; i++) chosen += pool[i].count;
-        int64_t enough = std::max(call.split_tokens, chosen / (4 * call.threads));
+        for (int64_t i = 0; i < scan_count; i++) selected += pool[i].count;
+        int64_t enough = std::max(call.split_tokens, selected / (4 * call.threads));
         for (int64_t i = 0; i < scan_count; i++) {
             const Scan& part = pool[i];
             int64_t head = part.head, tokens = part.count;
             if (!part_count[head]) {
                 first_part[head] = (int64_t)part_lse.size() / QUERIES;
-                add_part(head, &near_out[head * SIZE], &near_lse[head * QUERIES]);
-                add_part(head, asking[head].staged, asking[head].staged_lse);
+                add_part(head, &local_out[head * SIZE], &local_lse[head * QUERIES]);
+                add_part(head, selecting[head].pending, selecting[head].pending_lse);
                 add_unread(head);
             }
             int64_t splits = (tokens + enough - 1) / enough;
             for (int64_t split = 0; split < splits; split++)
                 jobs.push_back({head, tokens * split / splits, tokens * (split + 1) / splits, add_part(head), &part});
         }
-        pulled += chosen * TOKEN_BYTES;
+        bulk_read_bytes += selected * TOKEN_BYTES;
     }
 
     void read(const Job& job) {
-        int64_t row = row_of(job.head), place = place_of(job.head), count = job.stop - job.start;
-        const Element *key = call.bulk_keys.at(row, place), *value = call.bulk_values.at(row, place);
-        Partial far(call.query + job.head * QUERIES * DIM, call.scaling);
+        int64_t row = row_of(job.head), kv_head = kv_head_of(job.head), count = job.stop - job.start;
+        const Element *key = call.bulk_keys.at(row, kv_head), *value = call.bulk_values.at(row, kv_head);
+        Partial bulk(call.query + job.head * QUERIES * DIM, call.scaling);
         if (job.scan) {
-            far.add(key, value, count, Listed{&job.scan->tokens[job.start], count});
+            bulk.add(key, value, count, IndexedRows{&job.scan->tokens[job.start], count});
         } else {
-            if (job.start == 0) call.add_near(far, call.rows.staged.at(row), row, place);
-            far.add(key + job.start * DIM, value + job.start * VALUE_DIM, count);
+            if (job.start == 0) call.add_columns(bulk, call.rows.pending.at(row), row, kv_head);
+            bulk.add(key + job.start * DIM, value + job.start * VALUE_DIM, count);
         }
-        far.finish(&parts[job.part * SIZE], &part_lse[job.part * QUERIES]);
+        bulk.finish(&parts[job.part * SIZE], &part_lse[job.part * QUERIES]);
     }
 
     void merge_parts(int64_t head) {
         for (int q = 0; q < QUERIES; q++) {
             float* out = call.out + head * SIZE + q * VALUE_DIM;
-            const float* local = &near_out[head * SIZE + q * VALUE_DIM];
+            const float* local = &local_out[head * SIZE + q * VALUE_DIM];
             int64_t part = first_part[head];
             float lse;
             if (call.flags[head * QUERIES + q])
@@ -248,27 +248,27 @@ void decode(const Decode& call, std::vector<Scan>& pool, Attempt& attempt) {
 #pragma omp parallel num_threads(call.threads)
     {
 #pragma omp for schedule(dynamic)
-        for (int64_t head = 0; head < step.kv_heads; head++) attempt([&] { step.decide_about(head); });
+        for (int64_t head = 0; head < step.kv_heads; head++) attempt([&] { step.decide_head(head); });
 #pragma omp single
         attempt([&] { step.plan_reading(); });
 #pragma omp for schedule(dynamic) nowait
         for (size_t index = 0; index < step.jobs.size(); index++) attempt([&] { step.read(step.jobs[index]); });
 #pragma omp for schedule(dynamic)
         for (int64_t index = 0; index < step.scan_count; index++)
-            attempt([&] { step.scan(pool[index], step.asking[pool[index].head].least); });
+            attempt([&] { step.scan(pool[index], step.selecting[pool[index].head].score_cut); });
         if (step.scan_count) {
 #pragma omp for schedule(dynamic)
-            for (int64_t index = 0; index < step.scan_count; index++) attempt([&] { step.judge(pool[index]); });
+            for (int64_t index = 0; index < step.scan_count; index++) attempt([&] { step.apply_cut(pool[index]); });
 #pragma omp single
-            attempt([&] { step.plan_chosen(); });
+            attempt([&] { step.plan_selected(); });
 #pragma omp for schedule(dynamic)
             for (size_t index = 0; index < step.jobs.size(); index++) attempt([&] { step.read(step.jobs[index]); });
         }
     }
     if (attempt.failed) return;
     for (int64_t head = 0; head < step.kv_heads; head++) step.merge_parts(head);
-    *call.pulled += step.pulled;
-    if (call.sketched) *call.sketched += step.sketched;
+    *call.bulk_read_bytes += step.bulk_read_bytes;
+    if (call.sketch_read_bytes) *call.sketch_read_bytes += step.sketch_lengths;
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ class Rows(ctypes.Structure):
     """`Rows` of decode_call.py."""
 
     _fields_ = (
-        *((name, View) for name in ("local", "staged", "decided", "bulk_lengths")),
+        *((name, View) for name in ("local", "pending", "decided", "bulk_lengths")),
         ("columns", ctypes.c_int64),
     )
 
@@ -45,21 +45,24 @@ class Decode(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "out", "flags")),
         ("rows", Rows),
-        *((name, View) for name in ("near_keys", "near_values", "bulk_keys", "bulk_values", "table")),
+        *((name, View) for name in ("local_keys", "local_values", "bulk_keys", "bulk_values", "table")),
         *((name, View) for name in ("mean", "covariance", "other_mean", "other_covariance", "count")),
         *((name, View) for name in ("codes", "scales", "slopes", "units", "noise", "variances", "mean_value")),
         *((name, View) for name in ("slope_units", "centres", "weights", "order")),
-        *((name, ctypes.c_void_p) for name in ("errors", "pulled", "sketched")),
+        *((name, ctypes.c_void_p) for name in ("errors", "bulk_read_bytes", "sketch_read_bytes")),
         *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "split_tokens", "min_sketched", "segment_tokens")),
-        *((name, ctypes.c_float) for name in ("scaling", "limit", "log_token_threshold", "log_unread_weight")),
+        *(
+            (name, ctypes.c_float)
+            for name in ("scaling", "logit_threshold", "log_token_threshold", "log_unread_weight")
+        ),
         *((name, ctypes.c_float) for name in ("unreliable", "noise_share")),
-        *((name, ctypes.c_int) for name in ("criterion", "group_rule", "pool_staged", "threads")),
+        *((name, ctypes.c_int) for name in ("criterion", "group_rule", "pool_pending", "threads")),
         ("words", ctypes.c_int * 3),
     )
 
 
-def obstacle(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> str | None:
-    """Why this module cannot compute this call, None if it can (arguments as for `choice.obstacle`)."""
+def unsupported_reason(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> str | None:
+    """Why this module cannot compute this call, None if it can (arguments as for `choice.unsupported_reason`)."""
     group, dim, value_dim = query.shape[1] // bulk_keys.shape[1], query.shape[3], bulk_values.shape[3]
     if query.device.type != "cpu" or query.dtype not in compiled.ELEMENTS:
         return f"there is no kernel for {query.dtype} on {query.device.type}"
@@ -75,7 +78,7 @@ def obstacle(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: o
 
 
 def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """Same contract as `decode_reference.decode_step`, for the calls that have no `obstacle`."""
+    """Same contract as `decode_reference.decode_step`, for the calls that have no `unsupported_reason`."""
     check(call)
     bound = call.binding.bound
     if bound is None:
@@ -87,27 +90,31 @@ class _Bound:
     """The kernel with those of its arguments that stay as they are until storage changes."""
 
     def __init__(self, call: DecodeCall) -> None:
-        rule, sketch, dim, value_dim = call.rule, call.sketch, call.query.shape[3], call.near_values.shape[3]
-        buffers = {name: getattr(call, name) for name in ("near_keys", "near_values", "bulk_keys", "bulk_values")}
+        rule, sketch, dim, value_dim = call.rule, call.sketch, call.query.shape[3], call.local_values.shape[3]
+        buffers = {name: getattr(call, name) for name in ("local_keys", "local_values", "bulk_keys", "bulk_values")}
         if not all(map(compiled.rows_contiguous, buffers.values())):
             raise ValueError("the tokens of a head do not lie one after the other")
         self._table = None if rule.table is None else rule.table.contiguous().unsqueeze(0)
-        self._pulled = call.pulled if call.pulled is not None else torch.zeros((), dtype=torch.int64, device="cpu")
+        self._bulk_read_bytes = (
+            call.bulk_read_bytes
+            if call.bulk_read_bytes is not None
+            else torch.zeros((), dtype=torch.int64, device="cpu")
+        )
         moments = ("mean", "covariance", "other_mean", "other_covariance", "count")
         views = buffers | {name: getattr(call, name) for name in moments} | {"table": self._table}
         self._decode = Decode(
-            pulled=self._pulled.data_ptr(),
-            sketched=None if call.sketched is None else call.sketched.data_ptr(),
+            bulk_read_bytes=self._bulk_read_bytes.data_ptr(),
+            sketch_read_bytes=None if call.sketch_read_bytes is None else call.sketch_read_bytes.data_ptr(),
             batch=call.query.shape[0],
-            kv_heads=call.near_keys.shape[1],
+            kv_heads=call.local_keys.shape[1],
             split_tokens=compiled.SPLIT_TOKENS,
             min_sketched=MIN_TOKENS,
             segment_tokens=SEGMENT_TOKENS,
             scaling=rule.scaling,
-            limit=rule.limit,
+            logit_threshold=rule.logit_threshold,
             criterion=CRITERIA[rule.kind],
             group_rule=GROUP_RULES[rule.group_rule],
-            pool_staged=rule.pool_staged,
+            pool_pending=rule.pool_pending,
         )
         if sketch is not None:
             views |= {name: part for name, part in sketch.tensors().items() if name != "mean_squares"}
@@ -125,13 +132,13 @@ class _Bound:
             raise RuntimeError(f"decide.h has a Decode of {size} bytes, and this module of {ctypes.sizeof(Decode)}")
         self._run: Callable[[], None] = functools.partial(kernels.fused_decode, ctypes.byref(self._decode))
         self._out = (*call.query.shape[:3], value_dim)
-        self._flags = (*call.near_keys.shape[:2], call.group)
+        self._flags = (*call.local_keys.shape[:2], call.group)
 
     def compute(self, call: DecodeCall) -> tuple[Tensor, Tensor]:
         """`fused_decode` for a call that differs from the one that was bound in its query and rows alone."""
         query, rows, decode = call.query.contiguous(), call.rows, self._decode
         if rows.bound is None:
-            views = {name: view(getattr(rows, name)) for name in ("local", "staged", "decided", "bulk_lengths")}
+            views = {name: view(getattr(rows, name)) for name in ("local", "pending", "decided", "bulk_lengths")}
             rows.bound = Rows(**views, columns=rows.columns)
         out = torch.empty(self._out, dtype=torch.float32, device=query.device)
         flags = torch.empty(self._flags, dtype=torch.bool, device=query.device)

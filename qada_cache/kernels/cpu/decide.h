@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "choose.h"
+#include "select.h"
 
 namespace {
 
@@ -21,7 +21,7 @@ struct View {
 // `Rows` and `DecodeCall` of decode_call.py, which say what shapes these have; compiled_decode.py has the same fields.
 // The data of a view may be null where the criterion needs none.
 struct Rows {
-    View<const uint8_t> local, staged, decided;
+    View<const uint8_t> local, pending, decided;
     View<const int64_t> bulk_lengths;
     int64_t columns;
 };
@@ -31,7 +31,7 @@ struct Decode {
     float* out;
     uint8_t* flags;
     Rows rows;
-    View<const Element> near_keys, near_values, bulk_keys, bulk_values;
+    View<const Element> local_keys, local_values, bulk_keys, bulk_values;
     View<const uint8_t> table;
     View<const float> mean, covariance, other_mean, other_covariance;
     View<const int64_t> count;
@@ -43,18 +43,18 @@ struct Decode {
     View<const uint16_t> centres, weights;
     View<const Channel> order;
     const float* errors;         // [DIM] of `Layout`, times half the squared scaling
-    int64_t *pulled, *sketched;  // the latter may be null
+    int64_t *bulk_read_bytes, *sketch_read_bytes;  // the latter may be null
     int64_t batch, kv_heads, split_tokens;
     int64_t min_sketched, segment_tokens;  // a bulk of fewer tokens than the first is read whole
-    float scaling, limit;  // `log A_local - log A_bulk` below which a head is long-context
+    float scaling, logit_threshold;  // `log A_local - log A_bulk` below which a head is long-context
     float log_token_threshold, log_unread_weight;
     float unreliable, noise_share;  // see `unreliable` of selection.py
-    int criterion, group_rule, pool_staged, threads;
+    int criterion, group_rule, pool_pending, threads;
     int words[3];  // of `Layout`
 
     int64_t stored(int64_t row) const { return *rows.bulk_lengths.at(row); }
     int64_t bulk_tokens(int64_t row) const {
-        const uint8_t* mask = rows.staged.at(row);
+        const uint8_t* mask = rows.pending.at(row);
         return stored(row) + std::count(mask, mask + rows.columns, 1);
     }
     // Of a bulk of so many tokens; see sketch/segments.py.
@@ -64,40 +64,40 @@ struct Decode {
     bool sketched_row(int64_t row) const { return codes.data && stored(row) >= min_sketched; }
     Words layout() const { return {words[0], words[1], words[2]}; }
     // How much a token must weigh of a query's attention to be read.
-    float log_least_share(int64_t row) const { return log_token_threshold - logf((float)bulk_tokens(row)); }
+    float log_share_cut(int64_t row) const { return log_token_threshold - logf((float)bulk_tokens(row)); }
 
-    // Adds the near columns where `mask` is set, run by run.
-    void add_near(Partial& partial, const uint8_t* mask, int64_t row, int64_t head) const {
+    // Adds the local columns where `mask` is set, run by run.
+    void add_columns(Partial& partial, const uint8_t* mask, int64_t row, int64_t head) const {
         for (int64_t start = 0, stop; start < rows.columns; start = stop + 1) {
             for (stop = start; stop < rows.columns && mask[stop];) stop++;
-            partial.add(near_keys.at(row, head) + start * DIM, near_values.at(row, head) + start * VALUE_DIM,
+            partial.add(local_keys.at(row, head) + start * DIM, local_values.at(row, head) + start * VALUE_DIM,
                         stop - start);
         }
     }
 };
 
-// Pools the moments of `count` scores with those of the staged keys, of which there are `tokens`; see
+// Pools the moments of `count` scores with those of the pending keys, of which there are `tokens`; see
 // `criterion.pool_score_moments`.
 void pool(const Decode& call, const Partial& local, int64_t row, int64_t head, float count, float tokens, float* mean,
           float* variance) {
-    const uint8_t* staged = call.rows.staged.at(row);
+    const uint8_t* pending = call.rows.pending.at(row);
     std::vector<float> scores;
     scores.reserve(call.rows.columns * QUERIES);
     for (int64_t column = 0; column < call.rows.columns; column++)
-        if (staged[column]) {
+        if (pending[column]) {
             scores.resize(scores.size() + QUERIES);
-            local.score(call.near_keys.at(row, head) + column * DIM, &scores[scores.size() - QUERIES], 1);
+            local.score(call.local_keys.at(row, head) + column * DIM, &scores[scores.size() - QUERIES], 1);
         }
     float total = std::max(count + tokens, 1.0f);
     for (int q = 0; q < QUERIES; q++) {
         float sum = 0, squares = 0;
         for (size_t i = q; i < scores.size(); i += QUERIES) sum += scores[i];
-        float staged_mean = sum / std::max(tokens, 1.0f);
+        float pending_mean = sum / std::max(tokens, 1.0f);
         for (size_t i = q; i < scores.size(); i += QUERIES)
-            squares += (scores[i] - staged_mean) * (scores[i] - staged_mean);
-        float staged_variance = squares / std::max(tokens, 1.0f), delta = staged_mean - mean[q];
+            squares += (scores[i] - pending_mean) * (scores[i] - pending_mean);
+        float pending_variance = squares / std::max(tokens, 1.0f), delta = pending_mean - mean[q];
         mean[q] += delta * (tokens / total);
-        variance[q] = (count * variance[q] + tokens * staged_variance + delta * delta * (count * tokens / total)) / total;
+        variance[q] = (count * variance[q] + tokens * pending_variance + delta * delta * (count * tokens / total)) / total;
     }
 }
 
@@ -123,7 +123,7 @@ void score_moments(const Partial& local, const float* key_mean, const float* cov
 float gaussian_log_bulk(float mean, float variance, float tokens) { return logf(tokens) + mean + 0.5f * variance; }
 
 // The copy of `criterion.long_context`.
-bool long_context(float log_local, float log_bulk, float limit) { return log_local - log_bulk < limit; }
+bool long_context(float log_local, float log_bulk, float logit_threshold) { return log_local - log_bulk < logit_threshold; }
 
 // Eq. 7's `log A_bulk` of every query of a head, of two prompts' moments the larger; +inf without any moments: then
 // nothing can be said about the bulk.
@@ -134,10 +134,10 @@ void estimate_log_bulk(const Decode& call, const Partial& local, int64_t row, in
     if (call.mean.data) {
         score_moments(local, call.mean.at(row, head), call.covariance.at(row, head), mean, variance);
         float known = (float)*call.count.at(row);
-        if (call.pool_staged) {
-            float staged = tokens - (float)call.stored(row);
-            pool(call, local, row, head, known, staged, mean, variance);
-            known += staged;
+        if (call.pool_pending) {
+            float pending = tokens - (float)call.stored(row);
+            pool(call, local, row, head, known, pending, mean, variance);
+            known += pending;
         }
         for (int q = 0; q < QUERIES && known > 0; q++) log_bulk[q] = gaussian_log_bulk(mean[q], variance[q], tokens);
     }
@@ -153,7 +153,7 @@ bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* ls
     int64_t index = row * call.kv_heads + head;
     uint8_t* flags = call.flags + index * QUERIES;
     Partial local(call.query + index * QUERIES * DIM, call.scaling);
-    call.add_near(local, call.rows.local.at(row), row, head);
+    call.add_columns(local, call.rows.local.at(row), row, head);
     local.finish(out, lse);
 
     int64_t tokens = call.bulk_tokens(row);
@@ -164,7 +164,7 @@ bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* ls
                                                                                                          : -INFINITY;
     if (decided && call.criterion == GAUSSIAN) estimate_log_bulk(call, local, row, head, (float)tokens, log_bulk);
     for (int q = 0; q < QUERIES; q++) {
-        flags[q] = decided && long_context(lse[q], log_bulk[q], call.limit);
+        flags[q] = decided && long_context(lse[q], log_bulk[q], call.logit_threshold);
         any = any || flags[q];
     }
     if (call.group_rule == ANY) std::fill(flags, flags + QUERIES, any);
@@ -172,25 +172,25 @@ bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* ls
 }
 
 // What a KV head with a sketch asks by, of each query that asks, as many as `segments[0].count`.
-struct Asking {
+struct Selecting {
     std::vector<Rounded> segments;
-    float log_near[QUERIES], least[QUERIES];  // near mass, least score by a sample
+    float log_buffer[QUERIES], score_cut[QUERIES];  // near mass, least score by a sample
     float along[SIZE];                        // the sketch's slopes times the query, scaled
-    float staged[SIZE], staged_lse[QUERIES];
+    float pending[SIZE], pending_lse[QUERIES];
 
     // Of a flagged head, by `lse` of its local attention; false if its estimates are `unreliable` for a query.
     bool ask(const Decode& call, int64_t row, int64_t head, const float* lse) {
         if (!round_queries(call, row, head)) return false;
         int64_t first = (row * call.kv_heads + head) * QUERIES;
         Partial beyond(call.query + first * DIM, call.scaling);
-        call.add_near(beyond, call.rows.staged.at(row), row, head);
-        beyond.finish(staged, staged_lse);
-        for (int q = 0, asked = 0; q < QUERIES; q++)
-            if (call.flags[first + q]) log_near[asked++] = log_sum(lse[q], staged_lse[q]);
+        call.add_columns(beyond, call.rows.pending.at(row), row, head);
+        beyond.finish(pending, pending_lse);
+        for (int q = 0, active = 0; q < QUERIES; q++)
+            if (call.flags[first + q]) log_buffer[active++] = log_sum(lse[q], pending_lse[q]);
         Estimates found = estimates(call, row, head);
-        found.guess(call.stored(row), least);
+        found.sample_log_mass(call.stored(row), score_cut);
         for (int q = 0; q < found.count; q++)
-            least[q] = log_sum(log_near[q], least[q]) + call.log_least_share(row) - ROUNDING;
+            score_cut[q] = log_sum(log_buffer[q], score_cut[q]) + call.log_share_cut(row) - ROUNDING;
         return true;
     }
 
@@ -203,7 +203,7 @@ struct Asking {
     // Rounds the flagged queries for each segment.
     bool round_queries(const Decode& call, int64_t row, int64_t head) {
         int64_t first = (row * call.kv_heads + head) * QUERIES;
-        int64_t count = call.segments_of(call.stored(row)), asked = 0;
+        int64_t count = call.segments_of(call.stored(row)), active = 0;
         segments.assign(count, Rounded{});
         for (int q = 0; q < QUERIES; q++) {
             if (!call.flags[first + q]) continue;
@@ -227,9 +227,9 @@ struct Asking {
                 float product = 0;
 #pragma omp simd reduction(+ : product)
                 for (int d = 0; d < DIM; d++) product += slopes[d] * query[d];
-                along[asked * VALUE_DIM + v] = call.scaling * product;
+                along[active * VALUE_DIM + v] = call.scaling * product;
             }
-            asked++;
+            active++;
         }
         return true;
     }

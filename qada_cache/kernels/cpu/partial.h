@@ -47,7 +47,7 @@ constexpr int WIDTH = fitting(4);
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 
 constexpr int BLOCK = 32;          // keys whose scores are held at once: few, so that reading never pauses for long
-constexpr int AHEAD = 2048;        // bytes that are asked for before they are needed
+constexpr int PREFETCH_BYTES = 2048;        // bytes that are asked for before they are needed
 constexpr int CACHE_LINE = 64;     // bytes
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int REGISTERS = 24;      // vectors of sums that stay in registers while values stream by, of 32
@@ -67,7 +67,7 @@ inline float from_bits(uint32_t bits) {
 // Where `unpack` puts dimension `d` of `SIZE`: bfloat16 pairs are split into all even and all odd dimensions, which
 // takes one instruction each and no shuffling. What is computed does not depend on the order, only its ends do.
 template <int SIZE>
-constexpr int place(int d) {
+constexpr int unpacked_index(int d) {
 #if defined(BFLOAT16)
     return d % 2 * (SIZE / 2) + d / 2;
 #else
@@ -125,16 +125,16 @@ INLINED void prefetch(const Element* row) {
 }
 
 // Which rows of keys and values are read: one after the other,
-struct Consecutive {
+struct ContiguousRows {
     int64_t operator[](int64_t t) const { return t; }
     template <int SIZE>
     INLINED void prefetch_after(const Element* rows, int64_t t) const {
-        prefetch<SIZE>(rows + t * SIZE + AHEAD / sizeof(Element));
+        prefetch<SIZE>(rows + t * SIZE + PREFETCH_BYTES / sizeof(Element));
     }
 };
 
 // or those of a list.
-struct Listed {
+struct IndexedRows {
     const int32_t* tokens;
     int64_t count;
     int64_t operator[](int64_t t) const { return tokens[t]; }
@@ -147,7 +147,7 @@ struct Listed {
 // Dimension `d` of what `unpack` put there. Not by a pointer to floats: compilers may take that for another thing's.
 template <int SIZE>
 inline float unpacked_at(const Floats* parts, int d) {
-    return parts[place<SIZE>(d) / WIDTH][place<SIZE>(d) % WIDTH];
+    return parts[unpacked_index<SIZE>(d) / WIDTH][unpacked_index<SIZE>(d) % WIDTH];
 }
 
 inline float sum(Floats lanes) {
@@ -225,7 +225,7 @@ struct Partial {
     }
 
     // `key` [*, DIM] and `value` [*, VALUE_DIM], contiguous, of which `tokens` rows are read.
-    template <typename Rows = Consecutive>
+    template <typename Rows = ContiguousRows>
     void add(const Element* key, const Element* value, int64_t tokens, Rows rows = {}) {
         float scores[QUERIES][BLOCK];
         for (int64_t first = 0; first < tokens; first += BLOCK) {

@@ -13,7 +13,7 @@
 namespace {
 
 constexpr int SPAN = 64;         // keys that are scored at once
-constexpr int SPANS_AHEAD = 4;    // whose codes are asked for before they are needed
+constexpr int PREFETCH_SPANS = 4;    // whose codes are asked for before they are needed
 constexpr float LEVELS = 127;    // a rounded query's largest value
 
 inline float widened(uint16_t bfloat16) {
@@ -30,7 +30,7 @@ struct Words {
     int coded() const { return 8 * of_four + 16 * of_two + 32 * of_one; }
 };
 
-// In place, as by `layout.rotated`.
+// In place, as by `layout.rotate`.
 inline void rotate(float* values, int count) {
     for (int first = 0; first < count; first += 8)
         for (int apart = 1; apart < 8; apart *= 2)
@@ -43,7 +43,7 @@ inline void rotate(float* values, int count) {
     for (int i = 0; i < count; i++) values[i] *= 0.35355339f;
 }
 
-// The queries of a head that ask for tokens, as one segment's codes meet them: rounded as by `codec.rounded_query`, and
+// The queries of a head that ask for tokens, as one segment's codes meet them: rounded as by `codec.round_query`, and
 // what else estimates take, `middle + scale * (step * product - offset + spread * scale)`.
 struct Rounded {
     int count = 0;
@@ -54,19 +54,19 @@ struct Rounded {
     // integers from here on.
     void add(const float* query, const uint16_t* centre, const Channel* order, const uint16_t* weights,
              const float* errors, Words words, float unit, float scaling) {
-        float turned[DIM], highest = 0, along = 0, error = 0;
+        float rotated[DIM], highest = 0, along = 0, error = 0;
         for (int d = 0; d < DIM; d++) {
-            turned[d] = query[order[d]] / widened(weights[d]);
-            error += turned[d] * turned[d] * errors[d];
+            rotated[d] = query[order[d]] / widened(weights[d]);
+            error += rotated[d] * rotated[d] * errors[d];
             along += query[d] * widened(centre[d]);
         }
         const int coded = words.coded();
-        rotate(turned, coded);
-        for (int d = 0; d < coded; d++) highest = std::max(highest, fabsf(turned[d]));
+        rotate(rotated, coded);
+        for (int d = 0; d < coded; d++) highest = std::max(highest, fabsf(rotated[d]));
         float step_unit = std::max(highest, 1.17549435e-38f) / LEVELS;
         int sum = 0;  // of queries times the highest levels: codes are indices, and odd integers twice that less these
         for (int d = 0; d < coded; d++) {
-            integers[count][d] = (int8_t)nearbyintf(turned[d] / step_unit);
+            integers[count][d] = (int8_t)nearbyintf(rotated[d] / step_unit);
             int level = d < 8 * words.of_four ? 15 : d < 8 * words.of_four + 16 * words.of_two ? 3 : 1;
             sum += integers[count][d] * level;
         }
@@ -89,7 +89,7 @@ inline Bytes bits_of(Bytes a, int shift, int mask) {
 }
 // Adds products of unsigned with signed bytes, four to an integer.
 inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) { return _mm512_dpbusd_epi32(sums, codes, query); }
-inline Bytes everywhere(int32_t four) { return _mm512_set1_epi32(four); }
+inline Bytes broadcast(int32_t four) { return _mm512_set1_epi32(four); }
 #elif defined(__AVX2__)
 #define WIDE_PRODUCTS
 typedef __m256i Bytes;
@@ -102,7 +102,7 @@ inline Bytes bits_of(Bytes a, int shift, int mask) {
 inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {  // pairs stay far below what 16 bits hold
     return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, query), _mm256_set1_epi16(1)));
 }
-inline Bytes everywhere(int32_t four) { return _mm256_set1_epi32(four); }
+inline Bytes broadcast(int32_t four) { return _mm256_set1_epi32(four); }
 #endif
 
 // Adds products of `SPAN` keys' words of `BITS` a value to `products`; `codes` of one word lie side by side, those of the
@@ -124,7 +124,7 @@ void add_words(const uint32_t* codes, int64_t stride, int words, const Rounded& 
                 for (int q = 0; q < QUERIES; q++) {  // those that do not ask have integers as well, of no use
                     int32_t four;
                     std::memcpy(&four, &queries.integers[q][first + (word * (8 / BITS) + plane) * 4], sizeof four);
-                    sums[q] = add_products(sums[q], values, everywhere(four));
+                    sums[q] = add_products(sums[q], values, broadcast(four));
                 }
             }
         }

@@ -61,7 +61,7 @@ def store_part(
 
 
 @triton.jit
-def placed(p_own, p_place):
+def resolve_pointer(p_own, p_place):
     """`p_own`, or the address at `p_place` if there is one: of a head that lies elsewhere."""
     place = tl.load(p_place)
     if place != 0:

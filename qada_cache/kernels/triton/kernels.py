@@ -2,14 +2,14 @@
 
 Names: `b_` block of values, `p_` pointer, `i_` index, `o_` offsets, `m_` mask, `s_` stride in elements. Sizes: `G`
 query heads of a group, `D` dim, `V` value_dim; `BLOCK_*` is the power of two that holds them. "Part" 0 of a head is the
-near buffer, the others are the splits of its bulk. The kernels that select tokens by a sketch are in
+local buffer, the others are the splits of its bulk. The kernels that select tokens by a sketch are in
 `sketch_kernels.py`.
 """
 
 import triton
 import triton.language as tl
 
-from .blocks import attend, dot, placed, scores, store_part
+from .blocks import attend, dot, resolve_pointer, scores, store_part
 from .sketch_blocks import along, tilt, unreliable
 
 INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are decorated
@@ -45,25 +45,25 @@ def _gaussian_log_bulk(b_mean, b_variance, bulk_tokens):
 
 
 @triton.jit
-def _long_context(b_log_local, b_log_bulk, limit):
+def _long_context(b_log_local, b_log_bulk, logit_threshold):
     """The copy of `criterion.long_context`."""
-    return b_log_local - b_log_bulk < limit
+    return b_log_local - b_log_bulk < logit_threshold
 
 
 @triton.jit(do_not_specialize=["columns"])  # which changes with the number of tokens
-def near_kernel(
-    p_query, p_keys, p_values, p_local, p_staged, p_lengths, p_decided, p_mean, p_covariance, p_count,
-    p_other_mean, p_other_covariance, p_table, p_parts, p_lse, p_flags, p_pulled, p_places, p_spared,
+def local_kernel(
+    p_query, p_keys, p_values, p_local, p_pending, p_lengths, p_decided, p_mean, p_covariance, p_count,
+    p_other_mean, p_other_covariance, p_table, p_parts, p_lse, p_flags, p_bulk_read_bytes, p_resident_pointers, p_resident_hit_bytes,
     p_tokens, p_noise, p_variances,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
-    s_local, s_staged, s_length, s_decided, s_mean, s_covariance, s_count, s_other_mean,
-    s_other_covariance, columns, parts, scaling, limit, noise_limit, noise_share,
+    s_local, s_pending, s_length, s_decided, s_mean, s_covariance, s_count, s_other_mean,
+    s_other_covariance, columns, parts, scaling, logit_threshold, noise_limit, noise_share,
     CRITERION: tl.constexpr, GROUP_RULE: tl.constexpr, POOL: tl.constexpr, TOKEN_BYTES: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Local attention, criterion and, for flagged heads, the staged tokens; one program a (KV head, row).
+    """Local attention, criterion and, for flagged heads, the pending tokens; one program a (KV head, row).
 
     With `p_tokens`, what selects tokens is left to find: the number of tokens in the bulk, or 0 for a group that is to
     read all of them.
@@ -76,7 +76,7 @@ def near_kernel(
     p_keys += i_row * s_key_row + i_head * s_key_head
     p_values += i_row * s_value_row + i_head * s_value_head
     p_local += i_row * s_local
-    p_staged += i_row * s_staged
+    p_pending += i_row * s_pending
     b_query = tl.load(p_query + o_head[:, None] * D + o_dim[None, :], mask=m_head[:, None] & m_dim[None, :], other=0.0)
 
     if CRITERION == "gaussian":
@@ -97,18 +97,18 @@ def near_kernel(
         o_tokens = start + o_block
         m_tokens = o_tokens < columns
         m_local = tl.load(p_local + o_tokens, mask=m_tokens, other=0)
-        m_staged = tl.load(p_staged + o_tokens, mask=m_tokens, other=0)
-        b_scores = scores(b_query, p_keys, o_tokens, m_local | m_staged, s_key_token, scaling, D, BLOCK_D)
+        m_pending = tl.load(p_pending + o_tokens, mask=m_tokens, other=0)
+        b_scores = scores(b_query, p_keys, o_tokens, m_local | m_pending, s_key_token, scaling, D, BLOCK_D)
         b_max, b_sum, b_out = attend(
             b_scores, m_local[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_local, s_value_token, V, BLOCK_V
         )
-        staged = tl.sum(m_staged.to(tl.int32), axis=0)
-        bulk_tokens += staged
-        if POOL:  # Chan's merge of score moments with those of the block's staged tokens
-            new = staged.to(tl.float32)
+        pending = tl.sum(m_pending.to(tl.int32), axis=0)
+        bulk_tokens += pending
+        if POOL:  # Chan's merge of score moments with those of the block's pending tokens
+            new = pending.to(tl.float32)
             total = tl.maximum(known + new, 1.0)
-            b_new_mean = tl.sum(tl.where(m_staged[None, :], b_scores, 0.0), axis=1) / tl.maximum(new, 1.0)
-            b_centred = tl.where(m_staged[None, :], b_scores - b_new_mean[:, None], 0.0)
+            b_new_mean = tl.sum(tl.where(m_pending[None, :], b_scores, 0.0), axis=1) / tl.maximum(new, 1.0)
+            b_centred = tl.where(m_pending[None, :], b_scores - b_new_mean[:, None], 0.0)
             b_delta = b_new_mean - b_score_mean
             b_score_mean += b_delta * (new / total)
             b_scatter += tl.sum(b_centred * b_centred, axis=1) + b_delta * b_delta * (known * new / total)
@@ -136,7 +136,7 @@ def near_kernel(
         b_bulk = tl.where(b_table, float("inf"), float("-inf"))
     else:
         b_bulk = tl.full([BLOCK_G], float("inf") if CRITERION == "dense" else float("-inf"), tl.float32)
-    b_flags = _long_context(b_max + tl.log(tl.maximum(b_sum, 1.0)), b_bulk, limit)
+    b_flags = _long_context(b_max + tl.log(tl.maximum(b_sum, 1.0)), b_bulk, logit_threshold)
     if GROUP_RULE == "any":
         b_flags = m_head & (tl.max(tl.where(m_head, b_flags.to(tl.int32), 0), axis=0) == 1)
     decided = tl.load(p_decided + i_row * s_decided) & (bulk_tokens > 0)
@@ -146,17 +146,17 @@ def near_kernel(
     if tl.max(b_flags.to(tl.int32), axis=0) == 1:
         for start in range(0, columns, BLOCK_N):
             o_tokens = start + o_block
-            m_staged = tl.load(p_staged + o_tokens, mask=o_tokens < columns, other=0)
-            b_scores = scores(b_query, p_keys, o_tokens, m_staged, s_key_token, scaling, D, BLOCK_D)
-            m_scores = m_staged[None, :] & b_flags[:, None]
+            m_pending = tl.load(p_pending + o_tokens, mask=o_tokens < columns, other=0)
+            b_scores = scores(b_query, p_keys, o_tokens, m_pending, s_key_token, scaling, D, BLOCK_D)
+            m_scores = m_pending[None, :] & b_flags[:, None]
             b_max, b_sum, b_out = attend(
-                b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_staged, s_value_token, V, BLOCK_V
+                b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_pending, s_value_token, V, BLOCK_V
             )
-        if p_pulled is not None:
-            if p_places is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
-                if tl.load(p_places + 2 * i_group) != 0:
-                    p_pulled = p_spared
-            tl.atomic_add(p_pulled, tl.load(p_lengths + i_row * s_length) * TOKEN_BYTES, sem="relaxed")
+        if p_bulk_read_bytes is not None:
+            if p_resident_pointers is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
+                if tl.load(p_resident_pointers + 2 * i_group) != 0:
+                    p_bulk_read_bytes = p_resident_hit_bytes
+            tl.atomic_add(p_bulk_read_bytes, tl.load(p_lengths + i_row * s_length) * TOKEN_BYTES, sem="relaxed")
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 0, parts, G, BLOCK_G, V, BLOCK_V)
 
     if p_tokens is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
@@ -167,15 +167,15 @@ def near_kernel(
             else:
                 p_noise += i_group * D
                 p_variances += i_group * D
-                b_rough = unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D, BLOCK_D)
-                rough = tl.max((b_flags & b_rough).to(tl.int32), axis=0)
-                selected = tl.where(rough == 1, 0, bulk_tokens)
+                b_unreliable = unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D, BLOCK_D)
+                any_unreliable = tl.max((b_flags & b_unreliable).to(tl.int32), axis=0)
+                selected = tl.where(any_unreliable == 1, 0, bulk_tokens)
             tl.store(p_tokens + i_group, selected)
 
 
 @triton.jit
 def bulk_kernel(
-    p_query, p_keys, p_values, p_places, p_lengths, p_flags, p_parts, p_lse,
+    p_query, p_keys, p_values, p_resident_pointers, p_lengths, p_flags, p_parts, p_lse,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length, scaling,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -196,9 +196,9 @@ def bulk_kernel(
     b_query = tl.load(p_query + o_head[:, None] * D + o_dim[None, :], mask=m_head[:, None] & m_dim[None, :], other=0.0)
     p_keys += i_row * s_key_row + i_head * s_key_head
     p_values += i_row * s_value_row + i_head * s_value_head
-    if p_places is not None:
-        p_keys = placed(p_keys, p_places + 2 * i_group)
-        p_values = placed(p_values, p_places + 2 * i_group + 1)
+    if p_resident_pointers is not None:
+        p_keys = resolve_pointer(p_keys, p_resident_pointers + 2 * i_group)
+        p_values = resolve_pointer(p_values, p_resident_pointers + 2 * i_group + 1)
     length = tl.load(p_lengths + i_row * s_length)  # int64, as every token offset made from it
     share = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
     first = i_split * share
@@ -218,14 +218,14 @@ def bulk_kernel(
 
 @triton.jit
 def merge_kernel(
-    p_parts, p_lse, p_flags, p_rest, p_sums, p_query, p_mean, p_slopes, p_slope_units, p_out, parts, scaling,
+    p_parts, p_lse, p_flags, p_unread, p_sums, p_query, p_mean, p_slopes, p_slope_units, p_out, parts, scaling,
     unread_weight,
     G: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attention over the union of a query head's parts, one for a local head; one program a query head.
 
-    With `p_rest`, written by `chosen_kernel`, the estimated mass of unread tokens counts `unread_weight` times, with
+    With `p_unread`, written by `selected_kernel`, the estimated mass of unread tokens counts `unread_weight` times, with
     the value of `sketch.unread_value`.
     """
     i_head, splits = tl.program_id(0).to(tl.int64), parts - 1
@@ -236,25 +236,25 @@ def merge_kernel(
     p_lse += i_head * parts
     b_all = tl.load(p_lse + o_all, mask=o_all < used, other=float("-inf"))  # [BLOCK_P]
     highest = tl.max(b_all, axis=0)
-    if p_rest is not None:
-        p_rest += i_head * 2 * splits
+    if p_unread is not None:
+        p_unread += i_head * 2 * splits
         m_split = o_all < used - 1
-        b_rest = tl.load(p_rest + o_all, mask=m_split, other=float("-inf"))
-        b_score = tl.load(p_rest + splits + o_all, mask=m_split, other=0.0)
-        highest = tl.maximum(highest, tl.max(b_rest, axis=0))
+        b_unread = tl.load(p_unread + o_all, mask=m_split, other=float("-inf"))
+        b_score = tl.load(p_unread + splits + o_all, mask=m_split, other=0.0)
+        highest = tl.maximum(highest, tl.max(b_unread, axis=0))
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(tl.exp(b_all - shift), axis=0)
     b_out = tl.zeros([BLOCK_V], tl.float32)
-    if p_rest is not None:
-        rest = tl.sum(tl.exp(b_rest - shift), axis=0) * unread_weight
-        if rest > 0.0:  # a bulk that is read whole has no estimates
+    if p_unread is not None:
+        unread = tl.sum(tl.exp(b_unread - shift), axis=0) * unread_weight
+        if unread > 0.0:  # a bulk that is read whole has no estimates
             i_group = i_head // G
             b_along = along(
                 p_query + i_head * D, p_slopes + i_group * V * D, p_slope_units + i_group * D, D, BLOCK_C, V, BLOCK_V
             )
-            b_along *= scaling * tilt(p_sums + i_head * 4 * splits, splits, b_rest, b_score, BLOCK_P)
-            b_out += rest * (tl.load(p_mean + i_group * V + o_dim, mask=m_dim, other=0.0) + b_along)
-        total += rest
+            b_along *= scaling * tilt(p_sums + i_head * 4 * splits, splits, b_unread, b_score, BLOCK_P)
+            b_out += unread * (tl.load(p_mean + i_group * V + o_dim, mask=m_dim, other=0.0) + b_along)
+        total += unread
     total = tl.where(highest == float("-inf"), 1.0, total)  # of nothing: a padding query's
     for start in range(0, used, BLOCK_N):
         o_part = start + tl.arange(0, BLOCK_N)

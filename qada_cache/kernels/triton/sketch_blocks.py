@@ -11,41 +11,43 @@ def segments_of(length, SEGMENT: tl.constexpr):
 
 
 @triton.jit
-def unreliable(b_query, p_noise, p_variances, limit, share, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The copy of `selection.unreliable` [BLOCK_G], queries [BLOCK_G, BLOCK_D]; `limit` is of `sum q_i^2 noise_i`."""
+def unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The copy of `selection.unreliable` [BLOCK_G], queries [BLOCK_G, BLOCK_D]; `noise_limit` is of `sum q_i^2 noise_i`."""
     o_dim = tl.arange(0, BLOCK_D)
     b_square = b_query.to(tl.float32) * b_query.to(tl.float32)
     b_noise = tl.sum(b_square * tl.load(p_noise + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
     b_variance = tl.sum(b_square * tl.load(p_variances + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
-    return (b_noise > limit) & (b_noise > share * b_variance)
+    return (b_noise > noise_limit) & (b_noise > noise_share * b_variance)
 
 
 @triton.jit
-def rotated(b_query):
-    """`layout.rotated` of queries [BLOCK_G, BLOCK_D].
+def rotate(b_query):
+    """`layout.rotate` of queries [BLOCK_G, BLOCK_D].
 
     A step takes sums and differences of neighbours and puts the differences behind the sums, which turns the bits of
     an index around by one; after all three they are where they were.
     """
     BLOCK_G: tl.constexpr = b_query.shape[0]  # noqa: N806
     BLOCK_D: tl.constexpr = b_query.shape[1]  # noqa: N806
-    b_turned = b_query
+    b_rotated = b_query
     for _ in tl.static_range(3):
-        b_one, b_other = tl.split(b_turned.reshape(BLOCK_G * BLOCK_D // 8, 4, 2))
-        b_turned = tl.permute(tl.join(b_one + b_other, b_one - b_other), (0, 2, 1)).reshape(BLOCK_G, BLOCK_D)
-    return b_turned * 0.35355339059327373
+        b_one, b_other = tl.split(b_rotated.reshape(BLOCK_G * BLOCK_D // 8, 4, 2))
+        b_rotated = tl.permute(tl.join(b_one + b_other, b_one - b_other), (0, 2, 1)).reshape(BLOCK_G, BLOCK_D)
+    return b_rotated * 0.35355339059327373
 
 
 @triton.jit
-def rounded(b_turned):
+def round_queries(b_rotated):
     """Rotated queries in 8-bit integers [BLOCK_G, BLOCK_D], and their units [BLOCK_G]."""
-    b_unit = tl.div_rn(tl.maximum(tl.max(tl.abs(b_turned), axis=1), 1e-35), 127.0)  # a normal number
-    b_rounded = tl.div_rn(b_turned, b_unit[:, None].broadcast_to(b_turned.shape)) + 12582912.0  # 1.5 * 2^23: to nearest
+    b_unit = tl.div_rn(tl.maximum(tl.max(tl.abs(b_rotated), axis=1), 1e-35), 127.0)  # a normal number
+    b_rounded = (
+        tl.div_rn(b_rotated, b_unit[:, None].broadcast_to(b_rotated.shape)) + 12582912.0
+    )  # 1.5 * 2^23: to nearest
     return (b_rounded - 12582912.0).to(tl.int32), b_unit
 
 
 @triton.jit
-def taken(b_integers, WORDS: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr):
+def take_channels(b_integers, WORDS: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr):
     """Of integers [BLOCK_G, BLOCK_D], those that meet `WORDS` words of `BITS` a value, from channel `FIRST` on.
 
     [BLOCK_G, BLOCK_W * 32 / BITS], 0 behind them.
@@ -57,10 +59,10 @@ def taken(b_integers, WORDS: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constex
 
 
 @triton.jit
-def multiplied(
+def multiply_codes(
     b_integers, p_codes, room, o_tokens, m_tokens, WORDS: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Products int32 [BLOCK_G, BLOCK_N] of `taken` integers with the odd integers of these tokens' words.
+    """Products int32 [BLOCK_G, BLOCK_N] of `take_channels` integers with the odd integers of these tokens' words.
 
     Words of a token lie `room` apart. Odd integers are `2 * index - (2^BITS - 1)`. Products are exact.
     """

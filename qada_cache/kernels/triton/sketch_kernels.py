@@ -3,20 +3,20 @@
 `../../sketch` says which these are, `kernels.py` the names.
 
 Programs take turns at a bulk's blocks, because tokens that are asked for lie close together: `i_split` has every
-`splits`-th. Where `near_kernel` has left 0 for the number of tokens, all are read, and of the sketch nothing.
+`splits`-th. Where `local_kernel` has left 0 for the number of tokens, all are read, and of the sketch nothing.
 """
 
 import triton
 import triton.language as tl
 
-from .blocks import attend, placed, scores, store_part
-from .sketch_blocks import multiplied, rotated, rounded, segments_of, taken
+from .blocks import attend, resolve_pointer, scores, store_part
+from .sketch_blocks import multiply_codes, rotate, round_queries, segments_of, take_channels
 
 
 @triton.jit(do_not_specialize=["s_segment"])  # it grows with the bulk
 def estimate_kernel(
     p_query, p_errors, p_codes, p_scales, p_units, p_centres, p_order, p_weights, p_lengths, p_tokens, p_flags,
-    p_estimates, p_sums, p_sketched, s_length, s_head, s_segment, room, scaling,
+    p_estimates, p_sums, p_sketch_read_bytes, s_length, s_head, s_segment, room, scaling,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr,
     BLOCK_FOURS: tl.constexpr, BLOCK_TWOS: tl.constexpr, BLOCK_ONES: tl.constexpr,
     SEGMENT: tl.constexpr, TURN: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -44,9 +44,11 @@ def estimate_kernel(
         return
     length = tl.load(p_lengths + i_row * s_length)
     segments = segments_of(length, SEGMENT)
-    if p_sketched is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
+    if p_sketch_read_bytes is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
         if i_split == 0:
-            tl.atomic_add(p_sketched, length * TOKEN_BYTES + segments * SEGMENT_BYTES + HEAD_BYTES, sem="relaxed")
+            tl.atomic_add(
+                p_sketch_read_bytes, length * TOKEN_BYTES + segments * SEGMENT_BYTES + HEAD_BYTES, sem="relaxed"
+            )
 
     o_group = i_group * G + o_head
     m_query = m_head[:, None] & m_dim[None, :]
@@ -76,26 +78,26 @@ def estimate_kernel(
         b_weighed = tl.div_rn(b_query, b_weights[None, :].broadcast_to(b_query.shape))
         b_errors = tl.load(p_errors + o_dim, mask=m_dim, other=0.0)
         b_spread = tl.sum(b_weighed * b_weighed * b_errors[None, :], axis=1) * (0.5 * scaling * scaling)
-        b_integers, b_unit = rounded(rotated(tl.where((o_dim < CODED)[None, :], b_weighed, 0.0)))
+        b_integers, b_unit = round_queries(rotate(tl.where((o_dim < CODED)[None, :], b_weighed, 0.0)))
         if FOURS:
-            b_fours = taken(b_integers, FOURS, 0, 4, BLOCK_FOURS)
+            b_fours = take_channels(b_integers, FOURS, 0, 4, BLOCK_FOURS)
         if TWOS:
-            b_twos = taken(b_integers, TWOS, 8 * FOURS, 2, BLOCK_TWOS)
+            b_twos = take_channels(b_integers, TWOS, 8 * FOURS, 2, BLOCK_TWOS)
         if ONES:
-            b_ones = taken(b_integers, ONES, 8 * FOURS + 16 * TWOS, 1, BLOCK_ONES)
+            b_ones = take_channels(b_integers, ONES, 8 * FOURS + 16 * TWOS, 1, BLOCK_ONES)
         for start in range(turn, tl.minimum(turn + TURN, length), BLOCK_N):
             o_tokens = start + tl.arange(0, BLOCK_N)
             m_tokens = o_tokens < length
             b_scale = tl.load(p_scales + o_tokens, mask=m_tokens, other=0).to(tl.float32) * unit
             b_products = tl.zeros([BLOCK_G, BLOCK_N], tl.int32)
             if FOURS:
-                b_products += multiplied(b_fours, p_codes, s_head, o_tokens, m_tokens, FOURS, 4, BLOCK_FOURS)
+                b_products += multiply_codes(b_fours, p_codes, s_head, o_tokens, m_tokens, FOURS, 4, BLOCK_FOURS)
             if TWOS:
                 p_twos = p_codes + FOURS * s_head
-                b_products += multiplied(b_twos, p_twos, s_head, o_tokens, m_tokens, TWOS, 2, BLOCK_TWOS)
+                b_products += multiply_codes(b_twos, p_twos, s_head, o_tokens, m_tokens, TWOS, 2, BLOCK_TWOS)
             if ONES:
                 p_ones = p_codes + (FOURS + TWOS) * s_head
-                b_products += multiplied(b_ones, p_ones, s_head, o_tokens, m_tokens, ONES, 1, BLOCK_ONES)
+                b_products += multiply_codes(b_ones, p_ones, s_head, o_tokens, m_tokens, ONES, 1, BLOCK_ONES)
             b_parts = (scaling * b_unit)[:, None] * b_products.to(tl.float32) + b_spread[:, None] * b_scale[None, :]
             b_scores = b_middle[:, None] + b_scale[None, :] * b_parts  # [BLOCK_G, BLOCK_N]
             p_block = p_estimates + o_group[:, None] * room + o_tokens[None, :]
@@ -120,9 +122,9 @@ def estimate_kernel(
 
 
 @triton.jit
-def chosen_kernel(
-    p_query, p_keys, p_values, p_places, p_lengths, p_tokens, p_flags, p_estimates, p_sums, p_index,
-    p_parts, p_lse, p_rest, p_pulled, p_spared,
+def selected_kernel(
+    p_query, p_keys, p_values, p_resident_pointers, p_lengths, p_tokens, p_flags, p_estimates, p_sums, p_index,
+    p_parts, p_lse, p_unread, p_bulk_read_bytes, p_resident_hit_bytes,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length,
     room, scaling, log_threshold,
     BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, TOKEN_BYTES: tl.constexpr,
@@ -134,7 +136,7 @@ def chosen_kernel(
     Their indices are written down first: few are asked for, and blocks of them leave no lane without a token. As in
     `bulk_kernel`, computed for all heads of the group. `BLOCK_Q` query heads are what `G` needs outside of products.
 
-    `p_rest` `[query heads, 2, splits]` takes, of the estimates of the split's other tokens, the log of the sum of
+    `p_unread` `[query heads, 2, splits]` takes, of the estimates of the split's other tokens, the log of the sum of
     exponentials, and the mean that these weigh.
     """
     i_split, splits = tl.program_id(0), tl.num_programs(0)
@@ -148,67 +150,67 @@ def chosen_kernel(
     length, bulk_tokens = tl.load(p_lengths + i_row * s_length), tl.load(p_tokens + i_group)
 
     o_group = i_group * G + o_head
-    b_least = tl.full([BLOCK_Q], float("-inf"), tl.float32)  # of what a head asks for
+    b_score_cut = tl.full([BLOCK_Q], float("-inf"), tl.float32)  # of what a head asks for
     if bulk_tokens > 0:
         o_split = tl.arange(0, BLOCK_P)
-        b_near = tl.load(p_lse + o_group * (1 + splits), mask=m_head, other=0.0)
+        b_buffer = tl.load(p_lse + o_group * (1 + splits), mask=m_head, other=0.0)
         m_split = m_head[:, None] & (o_split < splits)[None, :]
         p_masses = p_sums + o_group[:, None] * 4 * splits + o_split[None, :]
         b_masses = tl.load(p_masses, mask=m_split, other=float("-inf"))
-        b_highest = tl.maximum(b_near, tl.max(b_masses, axis=1))
-        b_all = tl.exp(b_near - b_highest) + tl.sum(tl.exp(b_masses - b_highest[:, None]), axis=1)
-        b_least = b_highest + tl.log(b_all) + log_threshold - tl.log(bulk_tokens.to(tl.float32))
+        b_highest = tl.maximum(b_buffer, tl.max(b_masses, axis=1))
+        b_all = tl.exp(b_buffer - b_highest) + tl.sum(tl.exp(b_masses - b_highest[:, None]), axis=1)
+        b_score_cut = b_highest + tl.log(b_all) + log_threshold - tl.log(bulk_tokens.to(tl.float32))
 
     p_index += i_group * room + i_split * (room // splits)
-    chosen = 0
+    selected = 0
     b_high = tl.full([BLOCK_Q, BLOCK_S], -1e30, tl.float32)  # of what is not read, lane by lane: below any score
-    b_rest = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
+    b_unread = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
     b_lift = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
     for start in range(i_split.to(tl.int64) * BLOCK_S, length, splits * BLOCK_S):
         o_tokens = start + tl.arange(0, BLOCK_S)
         m_tokens = o_tokens < length
-        m_asked = b_flags[:, None] & m_tokens[None, :]
-        m_read = m_asked & (bulk_tokens > 0)
+        m_selected = b_flags[:, None] & m_tokens[None, :]
+        m_read = m_selected & (bulk_tokens > 0)
         b_scores = tl.load(p_estimates + o_group[:, None] * room + o_tokens[None, :], mask=m_read, other=0.0)
-        m_asked = m_asked & (b_scores >= b_least[:, None])  # [BLOCK_Q, BLOCK_S]
-        b_asked = tl.max(m_asked.to(tl.int32), axis=0)
-        o_index = chosen + tl.cumsum(b_asked, axis=0) - 1
-        tl.store(p_index + o_index, o_tokens.to(tl.int32), mask=b_asked == 1)
-        chosen += tl.sum(b_asked, axis=0)
-        b_left = tl.where(m_read & (b_asked == 0)[None, :], b_scores, float("-inf"))
+        m_selected = m_selected & (b_scores >= b_score_cut[:, None])  # [BLOCK_Q, BLOCK_S]
+        b_selected = tl.max(m_selected.to(tl.int32), axis=0)
+        o_index = selected + tl.cumsum(b_selected, axis=0) - 1
+        tl.store(p_index + o_index, o_tokens.to(tl.int32), mask=b_selected == 1)
+        selected += tl.sum(b_selected, axis=0)
+        b_left = tl.where(m_read & (b_selected == 0)[None, :], b_scores, float("-inf"))
         b_new = tl.maximum(b_high, b_left)
         b_decay, b_gain = tl.exp(b_high - b_new), tl.exp(b_left - b_new)
-        b_rest = b_rest * b_decay + b_gain
+        b_unread = b_unread * b_decay + b_gain
         b_lift = b_lift * b_decay + b_gain * b_scores  # which are finite where there is nothing to gain
         b_high = b_new
     b_highest = tl.max(b_high, axis=1)
     b_decay = tl.exp(b_high - b_highest[:, None])
-    b_all = tl.sum(b_rest * b_decay, axis=1)  # 0, at least 1, or nan, which shows
+    b_all = tl.sum(b_unread * b_decay, axis=1)  # 0, at least 1, or nan, which shows
     b_some = tl.where(b_all == 0.0, 1.0, b_all)
-    p_rest += o_group * 2 * splits + i_split  # [BLOCK_Q]
-    tl.store(p_rest, tl.where(b_all == 0.0, float("-inf"), b_highest + tl.log(b_some)), mask=m_head)
-    tl.store(p_rest + splits, tl.sum(b_lift * b_decay, axis=1) / b_some, mask=m_head)
+    p_unread += o_group * 2 * splits + i_split  # [BLOCK_Q]
+    tl.store(p_unread, tl.where(b_all == 0.0, float("-inf"), b_highest + tl.log(b_some)), mask=m_head)
+    tl.store(p_unread + splits, tl.sum(b_lift * b_decay, axis=1) / b_some, mask=m_head)
     tl.debug_barrier()  # threads read what others have written
-    if p_pulled is not None:
-        if p_places is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
-            if tl.load(p_places + 2 * i_group) != 0:
-                p_pulled = p_spared
-        tl.atomic_add(p_pulled, tl.cast(chosen, tl.int64) * TOKEN_BYTES, sem="relaxed")
+    if p_bulk_read_bytes is not None:
+        if p_resident_pointers is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
+            if tl.load(p_resident_pointers + 2 * i_group) != 0:
+                p_bulk_read_bytes = p_resident_hit_bytes
+        tl.atomic_add(p_bulk_read_bytes, tl.cast(selected, tl.int64) * TOKEN_BYTES, sem="relaxed")
 
     p_keys += i_row * s_key_row + i_head * s_key_head
     p_values += i_row * s_value_row + i_head * s_value_head
-    if p_places is not None:
-        p_keys = placed(p_keys, p_places + 2 * i_group)
-        p_values = placed(p_values, p_places + 2 * i_group + 1)
+    if p_resident_pointers is not None:
+        p_keys = resolve_pointer(p_keys, p_resident_pointers + 2 * i_group)
+        p_values = resolve_pointer(p_values, p_resident_pointers + 2 * i_group + 1)
     o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     m_query = (o_head < G)[:, None] & (o_dim < D)[None, :]
     b_query = tl.load(p_query + (i_group * G + o_head)[:, None] * D + o_dim[None, :], mask=m_query, other=0.0)
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_G], tl.float32)
     b_out = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
-    for start in range(0, chosen, BLOCK_N):
+    for start in range(0, selected, BLOCK_N):
         o_index = start + tl.arange(0, BLOCK_N)
-        m_tokens = o_index < chosen
+        m_tokens = o_index < selected
         o_tokens = tl.load(p_index + o_index, mask=m_tokens, other=0).to(tl.int64)
         b_scores = scores(b_query, p_keys, o_tokens, m_tokens, s_key_token, scaling, D, BLOCK_D)
         b_max, b_sum, b_out = attend(

@@ -1,4 +1,4 @@
-"""A model as a cache meets it: inside of wrappers, the device for its inputs, its served layers and their attention."""
+"""A model as a cache meets it: inside of wrappers, the device for its inputs, its managed layers and their attention."""
 
 import sys
 import threading
@@ -17,7 +17,7 @@ _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
 _observing = threading.Lock()  # two at once would restore each other's entry in the one table
 
 
-def unwrapped(model: Any) -> Any:
+def unwrap_model(model: Any) -> Any:
     """The model that `torch.compile` or peft wrapped; anything else as it is.
 
     Both compute by the very model that they hold: peft puts its adapters into that one's layers.
@@ -47,14 +47,14 @@ def inputs_device(model: PreTrainedModel) -> torch.device:
     return model.device
 
 
-def served_layers(cache: DynamicCache) -> list[int]:
+def full_attention_layers(cache: DynamicCache) -> list[int]:
     """The layers of `DynamicCache(config=...)` that keep every key: those a QAdACache takes over."""
     # Exact type: subclasses (sliding windows, indexers, linear attention) keep their own states.
     return [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
 
 
-def served_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A decoder's config as its served layers have it; the config itself unless it has others for some layers.
+def full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A decoder's config as its managed layers have it; the config itself unless it has others for some layers.
 
     Raises:
         NotImplementedError: these layers differ in their heads.
@@ -62,7 +62,7 @@ def served_config(config: PreTrainedConfig) -> PreTrainedConfig:
     if not config.is_heterogeneous:
         return config
     # Without any, the cache acts as DynamicCache, and the first layer stands for all.
-    layers = served_layers(DynamicCache(config=config)) or [0]
+    layers = full_attention_layers(DynamicCache(config=config)) or [0]
     configs = [config.per_layer_config[index] for index in layers]
     found = sorted({tuple(getattr(own, name, None) or 0 for name in _SIZES) for own in configs})
     if len(found) > 1:

@@ -23,8 +23,8 @@ typedef int32_t Integers __attribute__((vector_size(4 * TOKENS)));
 typedef uint8_t Octets __attribute__((vector_size(TOKENS)));
 
 constexpr int VECTORS = SPAN / TOKENS;
-constexpr int SAMPLED = 15;      // spans of which a sample is made
-constexpr int WORTHWHILE = 64;   // spans from which on there is one
+constexpr int SAMPLED_SPANS = 15;      // spans of which a sample is made
+constexpr int MIN_SAMPLED_SPANS = 64;   // spans from which on there is one
 constexpr float MARGIN = 0.5f;   // by which the logarithm of all weight may be below what the sample says
 constexpr int REFRESH = 16;      // spans after which the weight so far is looked at
 
@@ -39,7 +39,7 @@ constexpr int32_t NUMBERS[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14,
 const Integers numbered = loaded<Integers>(NUMBERS);
 
 constexpr float LOWEST = -1e30f;
-constexpr float LIMIT = 1e9;  // of a weight: a score may be so much above what weights are relative to
+constexpr float MAX_WEIGHT = 1e9;  // of a weight: a score may be so much above what weights are relative to
 
 // 2^x but for an error of 3e-6: a whole power times a polynomial for what is left. Far above LIMIT, large or infinite.
 inline Singles power_of_two(Singles x) {
@@ -79,7 +79,7 @@ inline uint64_t bits_of(Integers mask) {
 
 // Writes the marked ones of `lanes` one after the other, and anything behind them, as many as a vector has in all.
 template <typename Lanes>
-inline void pack(Lanes lanes, uint64_t bits, void* to) {
+inline void compress(Lanes lanes, uint64_t bits, void* to) {
 #if defined(__AVX512F__)
     _mm512_storeu_si512(to, _mm512_maskz_compress_epi32((__mmask16)bits, (__m512i)lanes));
 #else
@@ -134,7 +134,7 @@ struct Estimates {
         } else {
             for (int word = 0; word < words.count(); word++)
                 for (int key = 0; key < SPAN; key += CACHE_LINE / 4)
-                    __builtin_prefetch(block + word * stride + SPANS_AHEAD * SPAN + key);
+                    __builtin_prefetch(block + word * stride + PREFETCH_SPANS * SPAN + key);
         }
         alignas(CACHE_LINE) int32_t exact[QUERIES][SPAN];
         multiply(block, stride, words, queries, exact);
@@ -155,13 +155,13 @@ struct Estimates {
     }
 
     // About the log-sum-exp of each query's scores of `tokens` tokens, seldom above it; -inf where they are few.
-    void guess(int64_t tokens, float* log_mass) {
-        float sampled[QUERIES][SAMPLED];
+    void sample_log_mass(int64_t tokens, float* log_mass) {
+        float sampled[QUERIES][SAMPLED_SPANS];
         int64_t spans = tokens / SPAN;
         std::fill(log_mass, log_mass + QUERIES, -INFINITY);
-        if (spans < WORTHWHILE) return;
-        for (int i = 0; i < SAMPLED; i++) {
-            compute((2 * i + 1) * spans / (2 * SAMPLED) * SPAN, SPAN);
+        if (spans < MIN_SAMPLED_SPANS) return;
+        for (int i = 0; i < SAMPLED_SPANS; i++) {
+            compute((2 * i + 1) * spans / (2 * SAMPLED_SPANS) * SPAN, SPAN);
             for (int q = 0; q < count; q++) {
                 float peak = -INFINITY;
                 Singles mass = {};
@@ -172,8 +172,8 @@ struct Estimates {
             }
         }
         for (int q = 0; q < count; q++) {  // the median, which a few heavy tokens cannot raise
-            std::nth_element(sampled[q], sampled[q] + SAMPLED / 2, sampled[q] + SAMPLED);
-            log_mass[q] = sampled[q][SAMPLED / 2] + logf((float)spans) - MARGIN;
+            std::nth_element(sampled[q], sampled[q] + SAMPLED_SPANS / 2, sampled[q] + SAMPLED_SPANS);
+            log_mass[q] = sampled[q][SAMPLED_SPANS / 2] + logf((float)spans) - MARGIN;
         }
     }
 };
@@ -183,26 +183,26 @@ struct Scan {
     int64_t head, start, stop;
     float highest[QUERIES];  // about the highest score, or what is near
     Singles mass[QUERIES];   // relative to that
-    Singles rest[QUERIES];   // as much of it as is of tokens not kept: sums, as differences would be of rounding alone
+    Singles unread_mass[QUERIES];   // as much of it as is of tokens not kept: sums, as differences would be of rounding alone
     Singles lifted[QUERIES];  // these, times how far the scores are above `middle`
     Singles sum[QUERIES], squares[QUERIES];  // of how far all scores are above it
-    float log_rest[QUERIES];  // of what is not read
+    float log_unread_mass[QUERIES];  // of what is not read
     const float* middle;      // about the mean score of each query
     int64_t count = 0;  // of tokens kept; these have room for more
     std::vector<int32_t> tokens;
     std::vector<float> estimates[QUERIES];  // of each query that asks
 
-    // A token is kept if the score of a query, of which what is near has `log_near`, is at least `least`, or
+    // A token is kept if the score of a query, of which what is near has `log_buffer`, is at least `score_cut`, or
     // `log_share` more than the log-sum-exp of what has been seen so far.
-    void run(Estimates& found, const float* log_near, const float* given, float log_share) {
+    void run(Estimates& found, const float* log_buffer, const float* given, float log_share) {
         const int queries = found.count;
-        float least[QUERIES];
+        float score_cut[QUERIES];
         count = 0;
         middle = found.segments[0].middle;
         for (int q = 0; q < queries; q++) {
-            highest[q] = std::max(log_near[q], LOWEST);
-            mass[q] = rest[q] = lifted[q] = sum[q] = squares[q] = Singles{};
-            least[q] = given[q];
+            highest[q] = std::max(log_buffer[q], LOWEST);
+            mass[q] = unread_mass[q] = lifted[q] = sum[q] = squares[q] = Singles{};
+            score_cut[q] = given[q];
         }
         for (int64_t first = start, span = 0; first < stop; first += SPAN, span++) {
             int here = (int)std::min<int64_t>(SPAN, stop - first);
@@ -215,21 +215,21 @@ struct Scan {
             for (int q = 0; q < queries; q++) mass[q] += added[q];
             if (span % REFRESH == REFRESH - 1)
                 for (int q = 0; q < queries; q++)
-                    least[q] = std::max(least[q], log_sum(log_near[q], log_mass(q)) + log_share - ROUNDING);
+                    score_cut[q] = std::max(score_cut[q], log_sum(log_buffer[q], log_mass(q)) + log_share - ROUNDING);
             make_room();
             for (int v = 0; v < VECTORS; v++) {
-                Integers asked = {};
-                for (int q = 0; q < queries; q++) asked |= found.scores[q][v] >= least[q];
+                Integers selected = {};
+                for (int q = 0; q < queries; q++) selected |= found.scores[q][v] >= score_cut[q];
                 Integers held = numbered + v * TOKENS < here;
                 for (int q = 0; q < queries; q++) {
                     Singles above = held ? found.scores[q][v] - middle[q] : Singles{};
-                    Singles left = asked ? Singles{} : weights[q][v];
-                    rest[q] += left;
+                    Singles left = selected ? Singles{} : weights[q][v];
+                    unread_mass[q] += left;
                     lifted[q] += left * above;
                     sum[q] += above;
                     squares[q] += above * above;
                 }
-                keep(bits_of(asked & held), found.scores, v, queries, first);
+                keep(bits_of(selected & held), found.scores, v, queries, first);
             }
         }
     }
@@ -242,7 +242,7 @@ struct Scan {
             float offset = highest[q] * LOG2_E;
             for (int v = 0; v < VECTORS; v++) sum += weights[q][v] = power_of_two(scores[q][v] * LOG2_E - offset);
             added[q] = sum;
-            fit &= sum < LIMIT;
+            fit &= sum < MAX_WEIGHT;
         }
         return bits_of(~fit) == 0;
     }
@@ -253,7 +253,7 @@ struct Scan {
             float peak = highest[q];
             for (int v = 0; v < VECTORS; v++) peak = std::max(peak, largest(scores[q][v]));
             float shrunk = ::exponential(highest[q] - peak);
-            for (Singles* part : {mass, rest, lifted}) part[q] *= shrunk;
+            for (Singles* part : {mass, unread_mass, lifted}) part[q] *= shrunk;
             highest[q] = peak;
         }
     }
@@ -267,33 +267,33 @@ struct Scan {
 
     void keep(uint64_t bits, const Singles (*scores)[VECTORS], int v, int queries, int64_t first) {
         if (!bits) return;
-        pack(numbered + (int32_t)(first + v * TOKENS), bits, &tokens[count]);
-        for (int q = 0; q < queries; q++) pack(scores[q][v], bits, &estimates[q][count]);
+        compress(numbered + (int32_t)(first + v * TOKENS), bits, &tokens[count]);
+        for (int q = 0; q < queries; q++) compress(scores[q][v], bits, &estimates[q][count]);
         count += __builtin_popcountll(bits);
     }
 
     float log_mass(int q) const { return highest[q] + logf(sum_of(mass[q])); }
 
-    // Drops the tokens that all queries find too light: `least` of each.
-    void judge(const float* least, int queries) {
+    // Drops the tokens that all queries find too light: `score_cut` of each.
+    void apply_cut(const float* score_cut, int queries) {
         int64_t left = 0;
         for (int64_t i = 0; i < count; i += TOKENS) {  // within what there is room for
-            Integers asked = {}, token = loaded<Integers>(&tokens[i]);
-            for (int q = 0; q < queries; q++) asked |= loaded<Singles>(&estimates[q][i]) >= least[q];
-            Integers held = numbered + (int32_t)i < (int32_t)count, dropped = held & ~asked;
-            asked &= held;
+            Integers selected = {}, token = loaded<Integers>(&tokens[i]);
+            for (int q = 0; q < queries; q++) selected |= loaded<Singles>(&estimates[q][i]) >= score_cut[q];
+            Integers held = numbered + (int32_t)i < (int32_t)count, dropped = held & ~selected;
+            selected &= held;
             for (int q = 0; q < queries && bits_of(dropped); q++) {
                 Singles scores = loaded<Singles>(&estimates[q][i]);
                 Singles left = dropped ? power_of_two((scores - highest[q]) * LOG2_E) : Singles{};
-                rest[q] += left;
+                unread_mass[q] += left;
                 lifted[q] += dropped ? left * (scores - middle[q]) : Singles{};
             }
-            pack(token, bits_of(asked), &tokens[left]);
-            left += __builtin_popcountll(bits_of(asked));
+            compress(token, bits_of(selected), &tokens[left]);
+            left += __builtin_popcountll(bits_of(selected));
         }
         count = left;
         for (int q = 0; q < queries; q++)
-            log_rest[q] = count == stop - start ? -INFINITY : highest[q] + logf(sum_of(rest[q]));
+            log_unread_mass[q] = count == stop - start ? -INFINITY : highest[q] + logf(sum_of(unread_mass[q]));
     }
 };
 

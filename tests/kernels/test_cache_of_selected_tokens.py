@@ -28,7 +28,15 @@ from qada_cache.kernels.triton.kernels import INTERPRETED
 
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 Use = Callable[[PreTrainedModel, QAdACache, Path], tuple[Tensor, QAdACache]]
-COUNTED = ("decisions", "pulled_bytes", "spared_bytes", "sketched_bytes", "offered_bytes", "read_share", "sparsity")
+COUNTED = (
+    "decisions",
+    "bulk_read_bytes",
+    "resident_hit_bytes",
+    "sketch_read_bytes",
+    "dense_bulk_bytes",
+    "read_share",
+    "sparsity",
+)
 STATIC = StaticHeads(torch.tensor([[True, False]]))
 
 
@@ -98,8 +106,8 @@ def compare(use: Use, model: PreTrainedModel, folder: Path, device: str | None, 
         assert (sum(seen) > 8) == (kernels == "triton")
         outputs.append(output)
         counted.append({name: getattr(stats, name) for name in COUNTED})
-        assert (stats.spared_bytes > 0) == (stats.resident_bytes > 0) == bool(options.get("device_budget"))
-        assert stats.sketched_bytes > 0
+        assert (stats.resident_hit_bytes > 0) == (stats.resident_bytes > 0) == bool(options.get("device_budget"))
+        assert stats.sketch_read_bytes > 0
         assert 0.02 < stats.read_share < 0.8
         assert 0.05 < stats.sparsity < 0.95
     assert counted[0] == counted[1]

@@ -16,7 +16,7 @@ logger = logging.get_logger(__name__)
 _moving = threading.Lock()  # of one cache, several threads may make copies at once
 
 
-def share(bulks: Sequence[Bulk]) -> None:
+def move_to_shared_memory(bulks: Sequence[Bulk]) -> None:
     """Move bulks to memory that their copies can share, unless they lie there already.
 
     They stay where they are if they are small, pinned, on an accelerator, or the system is none that can do that.
@@ -27,7 +27,9 @@ def share(bulks: Sequence[Bulk]) -> None:
         if not (private_map.AVAILABLE and loose and sum(bulk.stored_bytes for bulk in loose) >= private_map.WORTH):
             return
         try:
-            file = private_map.nameless(sum(_room(tensor) for bulk in loose for tensor in (bulk.keys, bulk.values)))
+            file = private_map.create_anonymous(
+                sum(_room(tensor) for bulk in loose for tensor in (bulk.keys, bulk.values))
+            )
             content, source = file.map(shared=True), PrivateMap(file)
         except (OSError, RuntimeError) as error:
             logger.warning_once(f"copies of a QAdACache share no memory, as the system does not give any: {error}")

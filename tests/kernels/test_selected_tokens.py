@@ -16,7 +16,7 @@ from qada_cache.kernels import decode_reference
 from qada_cache.kernels.cpu import compiled, compiled_decode
 from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.kernels.triton import decode as triton_decode
-from qada_cache.sketch import Layout, Sketch, channel_means, encode_segments, rounded_slopes, selection
+from qada_cache.sketch import Layout, Sketch, channel_means, quantize_segments, round_slopes, selection
 
 EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED, KERNEL, GPU])
 BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]
@@ -36,23 +36,23 @@ def run(path: Path, scene: Scene, *, token_threshold: float, **decision: Any) ->
     """Compute, and compare flags, outputs and bytes read with float64's; tokens that are not to be read are nan."""
     function, device = path
     flags = scene.flags(**{"criterion": "dense"} | decision)
-    chosen = scene.chosen(flags, token_threshold)
-    needed = scene.forget_unneeded(flags, chosen)
+    selected = scene.selected(flags, token_threshold)
+    needed = scene.forget_unneeded(flags, selected)
     arguments = scene.arguments(device) | {"criterion": "dense", "threshold": 0.5} | decision
     arguments |= scene.sketch_arguments(device, token_threshold)
     if arguments["criterion"] == "gaussian":
         arguments |= scene.moment_arguments(device)
     out, found = function(DecodeCall.of(**arguments))
     assert torch.equal(found.cpu(), flags)
-    scene.check(out.cpu(), flags, chosen)
-    assert arguments["pulled"].item() == needed
-    assert arguments["sketched"].item() == scene.sketched_bytes(chosen)
-    return chosen
+    scene.check(out.cpu(), flags, selected)
+    assert arguments["bulk_read_bytes"].item() == needed
+    assert arguments["sketch_read_bytes"].item() == scene.sketch_read_bytes(selected)
+    return selected
 
 
-def share(chosen: dict[tuple[int, int], Tensor]) -> float:
+def share(selected: dict[tuple[int, int], Tensor]) -> float:
     """Of the tokens of sketched heads, how many are read."""
-    return float(torch.cat(list(chosen.values())).float().mean())
+    return float(torch.cat(list(selected.values())).float().mean())
 
 
 @EVERY
@@ -80,8 +80,8 @@ def test_decided_heads(path: Path, group: int, group_rule: str) -> None:
     scene = Scene(bulk=BULK, group=group, dtype=torch.bfloat16, bits=2)
     decision = {"criterion": "gaussian", "threshold": scene.threshold(group_rule), "group_rule": group_rule}
     asked = 0.1 if group > 8 else 0.2  # by each head; all of what one asks for is read
-    chosen = run(path, scene, token_threshold=scene.token_threshold(asked), **decision)
-    assert 0.02 < share(chosen) < 0.8
+    selected = run(path, scene, token_threshold=scene.token_threshold(asked), **decision)
+    assert 0.02 < share(selected) < 0.8
 
 
 @EVERY
@@ -100,9 +100,9 @@ def test_rows_of_several_segments(path: Path) -> None:
             part[:, 512:] *= torch.linspace(0.5, 2, 24)
             part[:, 512:] += torch.linspace(-1, 1, 24)
     scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
-    chosen = run(path, scene, token_threshold=scene.token_threshold())
-    assert len(chosen) == 8
-    assert 0.05 < share(chosen) < 0.7
+    selected = run(path, scene, token_threshold=scene.token_threshold())
+    assert len(selected) == 8
+    assert 0.05 < share(selected) < 0.7
 
 
 @EVERY
@@ -129,8 +129,8 @@ def test_one_key_that_outweighs_all(path: Path) -> None:
     scene.keys[0][:, 100] = 6 * scene.query[0, :, 0]
     scene.stored[0][0, :, 100 - 3] = scene.keys[0][:, 100]
     scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
-    chosen = run(path, scene, token_threshold=2.0)
-    for tokens in chosen.values():
+    selected = run(path, scene, token_threshold=2.0)
+    for tokens in selected.values():
         assert tokens[100 - 3]
         assert tokens.sum() < 10
 
@@ -190,8 +190,8 @@ def test_long_rows(path: Path, heavy: str) -> None:
         for keys in (scene.keys[0][0, 3 : 3 + 5100], scene.stored[0][0, 0, :5100]):
             keys[marked] += 0.7 * scene.query[0, :, 0].mean(dim=0)
         scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
-    chosen = run(path, scene, token_threshold=scene.token_threshold(0.1))
-    assert 0.05 < share(chosen) < 0.3
+    selected = run(path, scene, token_threshold=scene.token_threshold(0.1))
+    assert 0.05 < share(selected) < 0.3
 
 
 @EVERY
@@ -250,16 +250,16 @@ def test_scores_far_apart(bits: float, deviation: float) -> None:
     keys, values = (torch.randn(1, 1, 2100, 64, generator=made) for _ in range(2))
     near = torch.zeros(1, 1, 1, 64)
     query = deviation * torch.randn(1, 8, 1, 64, generator=made)
-    given: dict[str, Any] = {"query": query, "near_keys": near, "near_values": near, "scaling": 64**-0.5}
+    given: dict[str, Any] = {"query": query, "local_keys": near, "local_values": near, "scaling": 64**-0.5}
     given |= {"bulk_keys": keys, "bulk_values": values, "bulk_lengths": torch.tensor([2100])}
-    given |= {"local": torch.ones(1, 1, dtype=torch.bool), "staged": torch.zeros(1, 1, dtype=torch.bool)}
+    given |= {"local": torch.ones(1, 1, dtype=torch.bool), "pending": torch.zeros(1, 1, dtype=torch.bool)}
     given |= {"decided": torch.ones(1, dtype=torch.bool), "criterion": "dense", "threshold": 0.5}
     centred = values - values.mean(dim=2, keepdim=True)
     slopes = centred.mT @ (keys - keys.mean(dim=2, keepdim=True)) / 2100
-    layout = Layout.of_bits(64, bits)
-    told = encode_segments(keys, None, layout, last=True)
-    told |= channel_means(told, layout, 2100)
-    coded = Sketch(**told, mean_value=values.mean(dim=2), **rounded_slopes(slopes))
+    layout = Layout.from_bits(64, bits)
+    kwargs = quantize_segments(keys, None, layout, last=True)
+    kwargs |= channel_means(kwargs, layout, 2100)
+    coded = Sketch(**kwargs, mean_value=values.mean(dim=2), **round_slopes(slopes))
     calls = (DecodeCall.of(**given, sketch=one, token_threshold=1.0) for one in (None, coded))
     whole, some = (decode_reference.decode_step(call)[0] for call in calls)
     assert (some - whole).norm() < 0.1 * whole.norm()
