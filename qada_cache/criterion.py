@@ -93,7 +93,7 @@ def score_moments(query: Tensor, mean: Tensor, covariance: Tensor, *, scaling: f
     `mu_s = scaling * q . mu_K` and `sigma_s^2 = scaling^2 * q Sigma_K q^T`.
 
     Args:
-        query: `[batch, kv_heads, queries, dim]` float32, query heads of a group packed along `queries`.
+        query: `[batch, kv_heads, queries, dim]` float32, the query heads of a group side by side along `queries`.
         mean: `[batch or 1, kv_heads, dim]` float32.
         covariance: `[batch or 1, kv_heads, dim, dim]` float32.
         scaling: the attention's own score multiplier.
@@ -144,8 +144,8 @@ def current_score_moments(
         scores: of them over the local buffer, `[batch, kv_heads, group, queries, columns]`.
         mean, covariance: of the first `count` keys of the row's bulk.
         count: int64 `[batch or 1]`.
-        pending: bool `[batch or 1, 1, 1 or queries, columns]`, tokens of the bulk that are still in the local buffer, to
-            be pooled with the others; None leaves them out.
+        pending: bool `[batch or 1, 1, 1 or queries, columns]`, tokens of the bulk that still lie in the local buffer,
+            to be pooled with the others; None leaves them out.
         scaling: multiplies the scores.
 
     Returns:
@@ -202,9 +202,9 @@ def logit(threshold: float) -> float:
 def long_context(log_local: Tensor, log_bulk: Tensor, logit_threshold: float) -> Tensor:
     """True where a head needs the long context: `A_local / (A_local + A_bulk) < threshold` (eq. 2, eq. 7).
 
-    Written with `logit_threshold = logit(threshold)`, which is exact at both ends: at 0 every head is local, at 1 no head with a
-    bulk (`log_bulk > -inf`) is, however small that bulk's share. Kernels have a copy of this line each, of the same
-    name, in `kernels/cpu/decide.h` and `kernels/triton/kernels.py`.
+    `logit_threshold = logit(threshold)` is exact at both ends: at 0 every head is local, at 1 no head with a bulk
+    (`log_bulk > -inf`) is, however small that bulk's share. Kernels have a copy of this line each, of the same name, in
+    `kernels/cpu/decide.h` and `kernels/triton/kernels.py`.
     """
     return log_local - log_bulk < logit_threshold
 

@@ -49,7 +49,7 @@ class CacheStats:
         steps: query-adaptive forward passes.
         decisions: decisions taken per layer.
         tokens: logical length of the cache, padding included.
-        device_bytes: bytes on the compute device: sinks, window, staging, sketch, key moments (shared by a model's
+        device_bytes: bytes on the compute device: sinks, window, pending tokens, sketch, key moments (shared by a model's
             caches), layers of other kinds, residents, and the bulk unless it is offloaded. On a CPU model host and
             device are one memory; under `offloading=True` the bulk counts as host bytes even so.
         host_bytes: bytes of the offloaded bulk, preallocated room included. Pinned memory counts as torch allocates it:
@@ -96,7 +96,7 @@ class CacheStats:
 
     @property
     def read_share(self) -> float:
-        """Bytes read, the sketch included, over `dense_bulk_bytes`; nan if none were offered (a bulk that is pending)."""
+        """Bytes read, the sketch included, over `dense_bulk_bytes`; nan if these are 0 (without a stored bulk)."""
         read = self.bulk_read_bytes + self.resident_hit_bytes + self.sketch_read_bytes
         return read / self.dense_bulk_bytes if self.dense_bulk_bytes else math.nan
 

@@ -85,8 +85,8 @@ def decode_kernel(
 ) -> Callable | None:
     """The `fused_decode` that is to compute such calls, None for the torch path of attention/decode.py.
 
-    Arguments as for `unsupported_reason`; `kernels` is one of `KINDS`, `layout` that of the sketch that the call chooses
-    tokens by, None if it reads all of them.
+    Arguments as for `unsupported_reason`; `kernels` is one of `KINDS`, `layout` that of the sketch that selects the
+    call's tokens, None if all are read.
 
     Raises:
         RuntimeError: it is "triton", and the kernel cannot compute the call.

@@ -103,7 +103,7 @@ class Rule:
     def logit_threshold(self) -> float:
         """The margin `log A_local - log A_bulk` below which a head is long-context, see `criterion.long_context`.
 
-        Criteria that compare no masses have infinite ones (`criterion.fixed_log_bulk`), which any finite limit serves.
+        Criteria that compare no masses have infinite margins (`criterion.fixed_log_bulk`): any finite threshold serves.
         """
         return logit(self.threshold) if self.kind in ("gaussian", "oracle") else 0.0
 
@@ -146,10 +146,10 @@ class Binding:
 
 @dataclass(eq=False)
 class DecodeCall:
-    """One decode step of one layer, query-adaptive attention of one query token a row, as every kernel is told of it.
+    """One decode step of one layer, for every kernel: query-adaptive attention of one query token a row.
 
     A query's tokens are its local ones (sinks and window, itself included) and its bulk, which is the first
-    `bulk_lengths` tokens of the bulk buffers and the `pending` columns of the local buffers. Columns of the near
+    `bulk_lengths` tokens of the bulk buffers and the `pending` columns of the local buffers. Columns of the local
     buffers that are neither, tokens past `bulk_lengths`, and the bulk buffers of KV heads without a flagged head are
     not read and may hold anything, nan included. "`batch` or 1" below means that one row may stand for all.
 
@@ -169,10 +169,10 @@ class DecodeCall:
             `unreliable`, and so does every group without a sketch.
         bulk_read_bytes: int64 `[]`; the bytes of needed bulk keys and values are added to it.
         sketch_read_bytes: int64 `[]`; the needed bytes of the sketch are added to it.
-        resident_pointers: int64 `[batch, kv_heads, 2]`, contiguous, for a kernel that reads heads elsewhere than in the bulk
-            buffers: the addresses of a head's keys and values, laid out token by token as there and a multiple of 16
-            bytes; 0 for a head that is in the buffers.
-        resident_hit_bytes: int64 `[]`, given with `resident_pointers`: bytes of heads that lie elsewhere are added to it, not to `bulk_read_bytes`.
+        resident_pointers: int64 `[batch, kv_heads, 2]`, contiguous: the addresses of a resident head's keys and values,
+            which lie token by token as in the bulk buffers, at multiples of 16 bytes; 0 for a head to be read there.
+        resident_hit_bytes: int64 `[]`, given with `resident_pointers`: the bytes of needed resident keys and values are
+            added to it, not to `bulk_read_bytes`.
         binding: of the layer's calls.
     """
 

@@ -1,6 +1,6 @@
 """Query-adaptive attention in plain torch: the definition that kernels are held to, and what serves without one.
 
-It knows nothing of where a bulk lies. What it reads it asks for, head by head, and gets back under the same name.
+It knows nothing of where a bulk lies: it requests keys and values head by head.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -90,8 +90,8 @@ class Part(NamedTuple):
         rows, heads: which.
         keys, values: `[rows, heads, tokens, dim]` and `value_dim`.
         request: what asked for it; None: a head is there whole, or the next block of it.
-        bulk_read_bytes: bytes read from where the bulk lives, not counting what was fetched early and so counted before.
-        resident_hit_bytes: bytes that were read from a resident instead.
+        bulk_read_bytes: bytes read from the bulk's own memory; prefetched ones were counted before.
+        resident_hit_bytes: bytes read from a resident instead.
     """
 
     rows: slice
@@ -222,7 +222,7 @@ def _attend_selected(
     what was read alone; and who selects. `buffer_lse` is of the scores over the local buffer."""
     scaling = step.rule.scaling
     needed = flags.flatten(2).any(dim=-1)  # [batch, kv_heads]
-    # What one query finds too rough is read whole for all queries of the call.
+    # A KV head that is unreliable for one query is read whole for all queries of the call.
     unreliable_flags = unreliable(step.grouped_queries, sketch, scaling=scaling) & flags.flatten(2)
     selects = torch.tensor(step.sketch_lengths, device=flags.device)[:, None].bool() & ~unreliable_flags.any(dim=-1)
     selecting, whole = torch.stack([needed & selects, needed & ~selects]).tolist()

@@ -2,10 +2,10 @@
 
 Channels are ordered by their need, `m v`: the energy `m` of the queries times the variance `v` of the segment's keys.
 The first ones have four bits, the next two, then one, the last none (`layout.py`). A key is centred, ordered, weighed,
-rotated and quantized with a scale of its own: `R (w * (k - c)) ~ scale * odd_levels`, where `odd_levels` are odd integers and `w`
-gives every channel the deviation that its quantizer is made for. A query is turned alike, `R (q / w)`, and rounded to 8
-bits, so that a score takes integer products alone and every implementation finds the same. `c`, `w`, the order and the
-unit of the scales belong to a segment (`segments.py`) and follow from its keys.
+rotated and quantized with a scale of its own: `R (w * (k - c)) ~ scale * odd_levels`, where `odd_levels` are odd
+integers and `w` gives every channel the deviation that its quantizer is made for. A query is rotated alike,
+`R (q / w)`, and rounded to 8 bits, so that a score takes integer products alone and every implementation finds the
+same. `c`, `w`, the order and the unit of the scales belong to a segment (`segments.py`) and follow from its keys.
 """
 
 from dataclasses import dataclass, fields

@@ -18,8 +18,8 @@ class Counters:
     """Counting never waits for the device.
 
     Attributes:
-        decisions, steps, bulk_read_bytes, resident_hit_bytes, sketch_read_bytes, dense_bulk_bytes, streamed_bytes: see `CacheStats`;
-            `bulk_read_bytes`, `resident_hit_bytes` and `sketch_read_bytes` become int64 tensors `[]` on the device once a kernel
+        decisions, steps, dense_bulk_bytes, streamed_bytes: see `CacheStats`.
+        bulk_read_bytes, resident_hit_bytes, sketch_read_bytes: likewise; int64 tensors `[]` on the device once a kernel
             counts them there.
         audited: float64 `[5]`, sums over audited decisions of query heads: all; truly long-context; of these, found;
             called long-context; missed attention. None before the first.
@@ -58,7 +58,7 @@ class Counters:
         self.audited = sums if self.audited is None else self.audited.to(sums) + sums
 
     def on(self, device: torch.device, name: str) -> Tensor:
-        """`bulk_read_bytes`, `resident_hit_bytes` or `sketch_read_bytes`, for kernels on `device` to add to in place."""
+        """The counter `name`, one that kernels add to, int64 `[]` on `device`."""
         count = getattr(self, name)
         if not isinstance(count, Tensor) or count.device != device:
             with torch.inference_mode(False):  # it may be added to outside inference mode

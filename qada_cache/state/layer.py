@@ -50,7 +50,7 @@ class QAdALayer(DynamicLayer):
         counters: what it did.
         binding: what decode kernels keep between its steps.
         kept_moments: what it keeps of another prompt's.
-        next_layer: the next such layer of the cache, whose heads may be fetched while this one computes; None: the last.
+        next_layer: the cache's next such layer, whose heads may be fetched while this one computes; None: the last.
     """
 
     supports_early_init = False  # nothing is preallocated by transformers' export path
@@ -81,7 +81,7 @@ class QAdALayer(DynamicLayer):
         return self.shared.options
 
     def apply_options(self) -> None:
-        """Begin to decide and count by options that are new.
+        """Decide and count by the cache's new options.
 
         Raises:
             ValueError: as `TokenStore.keep_moments`.

@@ -53,8 +53,8 @@ def _long_context(b_log_local, b_log_bulk, logit_threshold):
 @triton.jit(do_not_specialize=["columns"])  # which changes with the number of tokens
 def local_kernel(
     p_query, p_keys, p_values, p_local, p_pending, p_lengths, p_decided, p_mean, p_covariance, p_count,
-    p_other_mean, p_other_covariance, p_table, p_parts, p_lse, p_flags, p_bulk_read_bytes, p_resident_pointers, p_resident_hit_bytes,
-    p_tokens, p_noise, p_variances,
+    p_other_mean, p_other_covariance, p_table, p_parts, p_lse, p_flags, p_bulk_read_bytes, p_resident_pointers,
+    p_resident_hit_bytes, p_tokens, p_noise, p_variances,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
     s_local, s_pending, s_length, s_decided, s_mean, s_covariance, s_count, s_other_mean,
     s_other_covariance, columns, parts, scaling, logit_threshold, noise_limit, noise_share,
@@ -225,8 +225,8 @@ def merge_kernel(
 ):  # fmt: skip
     """Attention over the union of a query head's parts, one for a local head; one program a query head.
 
-    With `p_unread`, written by `selected_kernel`, the estimated mass of unread tokens counts `unread_weight` times, with
-    the value of `sketch.unread_value`.
+    With `p_unread`, written by `selected_kernel`, the estimated mass of unread tokens counts `unread_weight` times,
+    with the value of `sketch.unread_value`.
     """
     i_head, splits = tl.program_id(0).to(tl.int64), parts - 1
     used = tl.where(tl.load(p_flags + i_head), parts, 1)

@@ -12,7 +12,7 @@ def segments_of(length, SEGMENT: tl.constexpr):
 
 @triton.jit
 def unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The copy of `selection.unreliable` [BLOCK_G], queries [BLOCK_G, BLOCK_D]; `noise_limit` is of `sum q_i^2 noise_i`."""
+    """The copy of `selection.unreliable` [BLOCK_G]: queries [BLOCK_G, BLOCK_D], `noise_limit` of `sum q_i^2 noise_i`."""
     o_dim = tl.arange(0, BLOCK_D)
     b_square = b_query.to(tl.float32) * b_query.to(tl.float32)
     b_noise = tl.sum(b_square * tl.load(p_noise + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
