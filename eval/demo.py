@@ -233,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     show(
         "Each method was asked on its own earlier answers, as in any chat. Same: answers that are DynamicCache's to "
         "the letter. Bulk read: of the bytes of keys and values outside sinks and window, those read, and those of the "
-        "sketch that they are chosen by. MiB are 2^20 bytes, pulled ones per generated token. Tokens/s: after an "
+        "sketch that selects them. MiB are 2^20 bytes, those read per generated token. Tokens/s: after an "
         "answer's first."
     )
     if options.out:

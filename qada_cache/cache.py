@@ -17,7 +17,7 @@ from .criterion import StaticHeads
 from .kernels import choice
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.defaults import MomentsSource
-from .key_moments.full_attention import full_attention_layers, inputs_device, unwrap_model
+from .key_moments.models import full_attention_layers, inputs_device, unwrap_model
 from .key_moments.sharding import UNSHARDED
 from .state.layer import QAdALayer
 from .state.shared import SKETCH_BITS, TOKEN_THRESHOLD, Options, Shared
@@ -243,11 +243,9 @@ class QAdACache(WatchedCache):
         return [layer_bytes(layer, offloading=self.options.offloading) for layer in self.layers]
 
     def stats(self, *, gather: bool = False) -> CacheStats:
-        """Sparsity, bytes held and bytes pulled so far. `gather` counts the heads of all processes that split a model;
-        all of them call it together."""
-        return collect(
-            self, offloading=self.options.offloading, shard=self._shared.model.shard if gather else UNSHARDED
-        )
+        """Sparsity, bytes held and bytes read so far. `gather`: of all processes of a split model, called together."""
+        shard = self._shared.model.shard if gather else UNSHARDED
+        return collect(self, offloading=self.options.offloading, shard=shard)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the whole state to one safetensors file, so that a long prompt is prefilled once and reused.

@@ -15,8 +15,7 @@ from .files import tensor_file
 from .files.private_map import PrivateMap
 from .key_moments import KeyMoments, identity
 from .key_moments.defaults import combine_sources
-from .key_moments.full_attention import full_attention_config
-from .key_moments.key_moments import KeyMoments
+from .key_moments.models import full_attention_config
 from .key_moments.sharding import check_unsharded, processes
 from .state.layer import QAdALayer
 from .state.record import BULK, check_alike, check_stock, layer_record, restore_layer

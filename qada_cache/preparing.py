@@ -11,7 +11,7 @@ from .kernels import choice, partial_attention
 from .kernels.cpu.compiled import MIN_TOKENS
 from .key_moments.defaults import CURRENT, MomentsSource, default_moments, sources
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
-from .key_moments.full_attention import inputs_device, unwrap_model
+from .key_moments.models import inputs_device, unwrap_model
 from .key_moments.prompts import PROMPTS
 from .sketch import Layout
 from .state.shared import Options

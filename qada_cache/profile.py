@@ -13,7 +13,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from .cache import QAdACache
-from .key_moments.full_attention import inputs_device
+from .key_moments.models import inputs_device
 from .stats import layer_bytes
 
 

@@ -49,9 +49,9 @@ class CacheStats:
         steps: query-adaptive forward passes.
         decisions: decisions taken per layer.
         tokens: logical length of the cache, padding included.
-        device_bytes: bytes on the compute device: sinks, window, pending tokens, sketch, key moments (shared by a model's
-            caches), layers of other kinds, residents, and the bulk unless it is offloaded. On a CPU model host and
-            device are one memory; under `offloading=True` the bulk counts as host bytes even so.
+        device_bytes: bytes on the compute device: sinks, window, pending tokens, sketch, key moments (shared by a
+            model's caches), layers of other kinds, residents, and the bulk unless it is offloaded. On a CPU model host
+            and device are one memory; under `offloading=True` the bulk counts as host bytes even so.
         host_bytes: bytes of the offloaded bulk, preallocated room included. Pinned memory counts as torch allocates it:
             each layer's keys, and its values, rounded up to a power of two. Memory that torch's allocator keeps for
             later is left out; `torch.cuda.host_memory_stats()` has it.

@@ -121,7 +121,7 @@ def by_pages(grouped_queries: Tensor, keys: Tensor, size: int) -> Tensor:
 
 
 def estimated(kind: str, grouped_queries: Tensor, keys: Tensor) -> Tensor:
-    """Scores `[batch, kv_heads, queries, tokens]` of `grouped_queries` `[batch, kv_heads, queries, dim]`, before scaling."""
+    """Scores `[batch, kv_heads, queries, tokens]` of queries `[batch, kv_heads, queries, dim]`, before scaling."""
     return grouped_queries @ keys.mT if kind == "true" else by_pages(grouped_queries, keys, int(kind.split()[-1]))
 
 

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eval.shared.deciding import SPARE, Way, split
 from eval.shared.texts import Document
-from qada_cache.key_moments.full_attention import observed
+from qada_cache.key_moments.models import observed
 from qada_cache.tuning.measuring import VALUE_BITS
 
 WINDOW = 64  # queries at the end that vote in SnapKV, as in its authors' code

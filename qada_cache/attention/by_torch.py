@@ -179,7 +179,7 @@ def _reader(layer: QAdALayer, store: TokenStore, *, audit: bool = False) -> Read
 
 
 def _count_and_prefetch(layer: QAdALayer, store: TokenStore, selecting: list[list[bool]]) -> None:
-    """Count what was read of the sketch, choose residents, and fetch early what the next layer may need."""
+    """Count the sketch's bytes, update residents, and prefetch heads of the next layer."""
     bulk, counters = store.bulk, layer.counters
     if selecting and store.sketch is not None:
         for length, heads in zip(store.sketch.lengths, selecting, strict=True):

@@ -1,4 +1,4 @@
-"""Attention of one layer over its cached tokens: query-adaptive for short calls, whole context for long ones."""
+"""Attention of one layer over its cached tokens: query-adaptive for short calls, exact for long ones."""
 
 import weakref
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def attend_adaptively(
     valid: Tensor | None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Each query head reads its sinks and window, and the bulk only if the criterion says it must.
+    """Query-adaptive attention: each head reads its sinks and window, a long-context head its bulk as well.
 
     The call's own tokens have been appended to `store` already; every query has its own local set and is causal.
 

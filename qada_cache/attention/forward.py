@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from ..kernels.reference import without_autocast
-from ..key_moments.full_attention import own_attention, unwrap_model
+from ..key_moments.models import own_attention, unwrap_model
 from ..key_moments.sharding import UNSHARDED, check_sharding
 from ..state.layer import QAdALayer, Seen
 from .decode import attend_adaptively, attend_exactly
@@ -189,7 +189,7 @@ def _attend(
     arguments: dict[str, Any] = {"scaling": scaling, "valid": valid, "sink_logits": kwargs.get("s_aux")}
     forward_pass = layer.shared.forward_pass
     if layer.index == layer.shared.model.layers[0]:
-        # After a decoded token the recent tokens are more than the window, and a single one is no chunk.
+        # After a decoded token there are pending ones beside the window, and a single token is no chunk.
         forward_pass.is_prefill_chunk = (queries > 1 or layer.store.end <= layer.options.window) and _reads_chunk()
     if layer.seen == queries:
         out, _ = _base(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ..criterion import StaticHeads
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, kept_energies, resolve_moments, sources
-from ..key_moments.full_attention import full_attention_config
+from ..key_moments.models import full_attention_config
 from ..key_moments.prompts import PROMPTS
 from ..key_moments.rotation import rope_settings
 from ..key_moments.sharding import UNSHARDED, head_shard

@@ -1,4 +1,4 @@
-"""Which implementation computes a decode step: asked for by name, or chosen by checks.
+"""Which implementation computes a decode step: requested by name, or selected by checks.
 
 `QAdACache(kernels=...)` asks for it, else the environment variable `QADA_KERNELS` when the cache is built:
 

@@ -115,7 +115,7 @@ class Binding:
 
     Attributes:
         bound: what a kernel made of them; None once any of them is another.
-        kernel, rule: the kernel that was chosen, None for none, and the rule; each behind what it was asked for.
+        kernel, rule: the selected kernel, None for none, and the rule; each behind the key it was made for.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Binding:
         return Binding()
 
     def matches(self, call: "DecodeCall") -> bool:
-        """Whether the last call was of these tensors and rule, and of a query like this one. If not, it goes."""
+        """Whether the last checked call had the same tensors and rule, and a query like this one. If not, it is forgotten."""
         query = call.query
         same = self._query == (query.shape, query.dtype, query.device) and all(
             known() is part for known, part in zip(self._parts, call.parts(), strict=True)

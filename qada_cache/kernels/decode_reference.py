@@ -11,6 +11,7 @@ from ..criterion import fixed_log_bulk
 from ..sketch import MIN_TOKENS, Layout, Sketch, channel_means, quantize_segments, round_slopes
 from .decode_call import DecodeCall
 from .query_adaptive import Masks, Part, Request, Step, attend, decide, estimated_log_bulk
+from .reference import find_fault
 
 
 def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..kernels.reference import without_autocast
-from .full_attention import full_attention_layers, inputs_device, layer_keys, observed, unwrap_model
+from .models import full_attention_layers, inputs_device, layer_keys, observed, unwrap_model
 from .prompts import PROMPTS, choose_prompt, prompt_ids
 from .rotation import Rotation, find_rotations, frequencies_by_length, rope_settings, takes_positions
 from .running import RunningMoments

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .full_attention import full_attention_config
+from .models import full_attention_config
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 

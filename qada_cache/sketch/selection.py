@@ -31,7 +31,7 @@ class Selection:
 
 
 def unreliable(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
-    """The queries that estimates are too rough for, so that they read all: bool `[batch, kv_heads, queries]`.
+    """The queries whose estimates are unreliable, so that they read all: bool `[batch, kv_heads, queries]`.
 
     Scores that lie far apart are the ones that few tokens stand out by, and what stands out of estimates may be nothing
     but their error. What a code leaves of a key is as likely to point one way as another, so estimates are off by
@@ -74,7 +74,7 @@ def select_tokens(
         query: `[group, queries, dim]`.
         sketch: one head's.
         length: tokens of its bulk.
-        log_buffer: `[group, queries]` float32, log-sum-exp of a query's scores of what is near: `log A_buffer`.
+        log_buffer: `[group, queries]` float32, log-sum-exp of a query's scores over the local buffer: `log A_buffer`.
         bulk_tokens: int64 `[queries]`, `T_bulk`.
         flags: bool `[group, queries]`, the long-context heads.
         scaling: multiplies the scores.

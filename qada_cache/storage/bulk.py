@@ -25,7 +25,7 @@ STREAM_TOKENS = 32768  # tokens of one head in a block that is streamed through 
 
 
 class Bulk:
-    """Every key and value outside sinks and staging, oldest first, row by row.
+    """Every key and value outside sinks and recent tokens, oldest first, row by row.
 
     Layout `[batch, kv_heads, capacity, dim]`; row `r` holds its first `lengths[r]` tokens, the rest is not
     initialised and never read. With `offloading` on an accelerator the storage is pinned host memory, and heads may be
@@ -38,7 +38,7 @@ class Bulk:
         unwritten: leading tokens of each row that still lie in `source`, the same in every copy.
         residents: the heads that are on the device as well.
         flagged: heads that the last adaptive call read.
-        prefetched: copies of heads, started before they are asked for.
+        prefetched: copies of heads, started before a call needs them.
         flag_copies: flags `[batch, kv_heads]` of kernels that read heads in place, not yet counted for residents.
     """
 

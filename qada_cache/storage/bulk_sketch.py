@@ -75,7 +75,7 @@ class BulkSketch:
         return None if layout is None else cls(keys, values, layout, energies)
 
     def matches(self, bits: float | None, energies: Tensor | None) -> bool:
-        """Whether it is one of such bits and energies."""
+        """Whether it has these bits and energies."""
         if Layout.from_bits_or_none(self.layout.dim, bits) != self.layout:
             return False
         if self.energies is None or energies is None:
@@ -94,7 +94,7 @@ class BulkSketch:
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     def append_from(self, bulk: Bulk, rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
-        """Take in what rows of equal length lack of the bulk.
+        """Append the bulk's tokens that rows of equal length lack.
 
         `newest` are keys and values that were appended to it last `[rows, kv_heads, tokens, dim]`: what lies in them is
         not read from the bulk.

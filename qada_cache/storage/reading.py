@@ -11,7 +11,7 @@ from .bulk import Bulk
 from .residents import Head
 from .transfers import AsyncCopy, HostCopy, double_buffer
 
-PREFETCH_SHARE = 4  # at most one in so many heads of a layer is fetched before it is asked for
+PREFETCH_SHARE = 4  # at most one in so many heads of a layer is prefetched
 
 
 def read_parts(
@@ -23,7 +23,7 @@ def read_parts(
         bulk: to read from.
         whole: of every row and KV head, whether it is read whole.
         requests: for selected tokens of others; None without a sketch.
-        update_residency: False leaves residents, and what is fetched early, as they are (for an audit).
+        update_residency: False leaves residents and prefetched heads as they are (for an audit).
     """
     if requests is None or any(map(any, whole)):  # residents count the calls that ask for some
         yield from read_flagged(bulk, whole, update_residency=update_residency)
@@ -122,7 +122,7 @@ def prefetch(bulk: Bulk) -> int:
 
 
 def update_residency(bulk: Bulk, flags: Tensor) -> int:
-    """Choose residents by the flags of a kernel that reads heads where they lie, on the host or on the device.
+    """Select residents by the flags of a kernel that reads heads where they lie, on the host or on the device.
 
     Nothing here waits for the device. Flags count once they have reached the host, in this call or a later one. A head
     that may then stay is copied, and is read on the device once its copy is whole.

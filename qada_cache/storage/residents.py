@@ -74,7 +74,7 @@ class Residents:
         return self.layers[index]
 
     def budget_bytes(self, device: torch.device) -> int:
-        """Bytes that may be kept on `device`."""
+        """The budget of `device`."""
         if isinstance(self.budget, int):
             return self.budget
         if isinstance(self.budget, float):

@@ -1,4 +1,4 @@
-"""The tokens of one layer: sinks, window and staging on the compute device, older ones in the bulk."""
+"""The tokens of one layer: sinks and recent tokens on the compute device, older ones in the bulk."""
 
 from collections.abc import Sequence
 from operator import sub
@@ -13,24 +13,24 @@ from .padding import real_tokens
 from .residents import Residents
 
 PENDING_TOKENS = 128  # tokens leave the device in chunks of about this many
-ROOM_TOKENS = 1024  # a tail of at most so many has room for all of them from the start; a longer one grows
+ROOM_TOKENS = 1024  # recent tokens that have room from the start; more columns come as they are needed
 
 
 class TokenStore:
     """Keys and values of one layer, every row kept as `sinks | bulk | recent`, oldest first.
 
-    The tail is the sliding window plus pending tokens. These have left the window and wait on the compute device, to
-    move on in chunks. It is right-aligned in its columns, so the newest tokens of all rows share columns; padding is
-    never stored, so rows may differ in length. Tokens leave the tail first into the sinks until those are full, then
-    into the bulk and the running moments. Whatever has left the tail precedes the window of every query of the next
-    call of at most `window` tokens.
+    Recent tokens are the sliding window and pending tokens. Pending tokens have left the window and wait on the compute
+    device, to move on in chunks. Recent tokens are right-aligned in their columns, so the newest tokens of all rows
+    share columns. Padding is never stored, so rows may differ in length. A flush moves the oldest recent tokens into
+    the sinks until these are full, then into the bulk and the running moments. Flushed tokens precede the window of
+    every query of the next call of at most `window` tokens.
 
     Attributes:
-        local_keys, local_values: `[batch, kv_heads, columns, dim]`, sink columns first, then the tail's.
-        capacity: columns that the tail may have; there are as many as have been needed.
-        end: tail columns in use.
+        local_keys, local_values: `[batch, kv_heads, columns, dim]`, sink columns first, then recent ones.
+        capacity: recent columns, at most; there are as many as have been needed.
+        end: recent columns in use.
         lengths: tokens of each row.
-        flushed: of those, the oldest ones, that have left the tail.
+        flushed: of those, the oldest ones, that are no longer recent.
         bulk: where they are, but for the sinks.
         moments: of the keys in the bulk, or None if not asked for. Frozen moments cover a prefix of the bulk.
         sketch: of the bulk, or None if not asked for.
@@ -62,7 +62,7 @@ class TokenStore:
         batch, kv_heads = keys.shape[:2]
         self.end, self.decoded = 0, False
         self.lengths, self.flushed = [0] * batch, [0] * batch
-        # A call appends at most `window` tokens to at most `window` kept ones; the rest is the staging chunk.
+        # A call appends at most `window` tokens to at most `window` kept ones; the rest is pending.
         self.capacity = window + max(window, PENDING_TOKENS)
         columns = sinks + min(self.capacity, ROOM_TOKENS)
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
@@ -85,7 +85,7 @@ class TokenStore:
         return self.local_keys.dtype, self.local_values.dtype
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens in the tail."""
+        """Make room for `tokens` recent tokens."""
         columns = self.local_keys.shape[2]
         if self.sinks + tokens > columns:
             # A window may be much longer than the texts that are read.
@@ -97,7 +97,7 @@ class TokenStore:
                 )
 
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
-        """Add at most `window` tokens to every row's tail; `valid` `[batch, tokens]` is None without padding."""
+        """Add at most `window` recent tokens to every row; `valid` `[batch, tokens]` is None without padding."""
         tokens = keys.shape[2]
         if self.end + tokens > self.capacity:
             self._flush_pending()
@@ -118,7 +118,7 @@ class TokenStore:
         self.lengths = [length + int(new) for length, new in zip(self.lengths, valid.sum(dim=-1), strict=True)]
 
     def absorb(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
-        """Add any number of tokens: each row keeps its window in the tail, everything older goes on at once."""
+        """Add any number of tokens: each row keeps its window, everything older is flushed at once."""
         groups = self._alike(self.lengths, self.flushed) if valid is None else self._single_rows()
         recents, lengths = [], []
         for rows in groups:
@@ -139,7 +139,7 @@ class TokenStore:
         self.lengths, self.decoded = lengths, False
 
     def local_views(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
-        """Views of sinks and tail of rows alike, `[rows, kv_heads, tokens, dim]` each."""
+        """Views of sinks and recent tokens of rows alike, `[rows, kv_heads, tokens, dim]` each."""
         sinks = slice(0, min(self.flushed[rows.start], self.sinks))
         return [(self.local_keys[rows, :, sinks], self.local_values[rows, :, sinks]), self._recent(rows)]
 
@@ -149,7 +149,7 @@ class TokenStore:
         removed = [old - new for old, new in zip(self.lengths, lengths, strict=True)]
         if flushed == self.flushed and len(set(removed)) == 1:
             self.end -= removed[0]
-        else:  # the window reaches back into what has left the tail, or rows lose different numbers of tokens
+        else:  # the window reaches back into flushed tokens, or rows lose different numbers of tokens
             groups = self._alike(flushed, lengths, self.flushed, self.lengths)
             self._set_recent(groups, [self._tokens(rows, flushed[rows.start], lengths[rows.start]) for rows in groups])
         self.lengths, self.flushed = lengths, flushed
@@ -204,7 +204,7 @@ class TokenStore:
             if known is not None:
                 known.select(index)
         self.lengths, self.flushed = ([counts[row] for row in index] for counts in (self.lengths, self.flushed))
-        if max(map(sub, self.lengths, self.flushed), default=0) < self.end:  # rows with longer recents are gone
+        if max(map(sub, self.lengths, self.flushed), default=0) < self.end:  # rows with more recent tokens are gone
             rows = self._single_rows()
             self._set_recent(rows, [tuple(part.clone() for part in self._recent(row)) for row in rows])
 
@@ -237,7 +237,7 @@ class TokenStore:
                 self.moments.update(own, keys)
 
     def _recent(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Views of the tail tokens of rows alike."""
+        """Views of the recent tokens of rows alike."""
         stop = self.sinks + self.end
         start = stop - (self.lengths[rows.start] - self.flushed[rows.start])
         return self.local_keys[rows, :, start:stop], self.local_values[rows, :, start:stop]
@@ -259,7 +259,7 @@ class TokenStore:
         return torch.cat([keys for keys, _ in parts], dim=2), torch.cat([values for _, values in parts], dim=2)
 
     def _set_recent(self, groups: list[slice], recents: Sequence[tuple[Tensor, ...]]) -> None:
-        """Replace the tail of every group of rows by these tokens, right-aligned (copies, not views of it)."""
+        """Replace the recent tokens of every group of rows by these, right-aligned (copies, not views of them)."""
         self.end = max(keys.shape[2] for keys, _ in recents)
         self.reserve(self.end)
         stop = self.sinks + self.end
@@ -268,7 +268,7 @@ class TokenStore:
             self.local_values[rows, :, stop - values.shape[2] : stop] = values
 
     def _flush(self, rows: slice, keys: Tensor, values: Tensor, *, exact: bool) -> None:
-        """Rows alike lose their oldest tail tokens, these: to the sinks until they are full, then to the bulk."""
+        """Rows alike flush their oldest recent tokens, these: to the sinks until they are full, then to the bulk."""
         gone = self.flushed[rows.start]
         missing = min(max(self.sinks - gone, 0), keys.shape[2])
         self.local_keys[rows, :, gone : gone + missing] = keys[:, :, :missing]
@@ -283,7 +283,7 @@ class TokenStore:
         self.flushed[rows] = [gone + keys.shape[2]] * len(self.flushed[rows])
 
     def _flush_pending(self) -> None:
-        """Flush every pending token, so that each row's tail is at most its window."""
+        """Flush every pending token, so that each row keeps at most its window."""
         groups, recents = self._alike(self.lengths, self.flushed), []
         for rows in groups:
             keys, values = (tensor.clone() for tensor in self._recent(rows))

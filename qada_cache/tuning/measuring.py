@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import QAdACache
-from ..key_moments.full_attention import inputs_device
+from ..key_moments.models import inputs_device
 from ..key_moments.prompts import knows
 from ..stats import CacheStats
 

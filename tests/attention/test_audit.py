@@ -94,7 +94,7 @@ def test_layers_take_turns() -> None:
     assert audit.decisions == 32
     stored = cache.layers[0].store.bulk.lengths[0]
     per_token = 2 * 2 * 8 * 4  # keys and values, heads, dims, bytes
-    assert audit.read_bytes == 8 * stored * per_token  # no token left the staging area meanwhile
+    assert audit.read_bytes == 8 * stored * per_token  # no pending token was flushed meanwhile
     assert 0 < audit.needed < 32
     assert 0.0 <= audit.recall <= 1.0
     assert 0.0 <= audit.excess <= 1.0

@@ -1,4 +1,4 @@
-"""Long-context heads that read chosen tokens, in a whole layer: what is kept, chosen, read and counted."""
+"""Long-context heads that read selected tokens, in a whole layer: what is kept, chosen, read and counted."""
 
 import copy
 import itertools
@@ -92,7 +92,7 @@ def test_equals_float64(bits: float, energies: bool) -> None:
 
 
 def test_each_query_chooses_for_itself() -> None:
-    """A short turn at once and token by token, as long as nothing leaves the staging columns in between."""
+    """A short turn at once and token by token, as long as no pending token is flushed in between."""
     driver, inputs = filled()
     turn = inputs(5)
     one_by_one = copy.deepcopy(driver.layer)

@@ -133,11 +133,11 @@ class Scene:
                 getattr(self.sketch, name)[row] = part
 
     def sketched_rows(self) -> list[int]:
-        """Rows whose tokens are chosen."""
+        """Rows whose tokens are selected."""
         return [row for row, count in enumerate(self.counts) if self.bits and count >= sketch.MIN_TOKENS]
 
     def sketch_arguments(self, device: str, token_threshold: float) -> dict[str, Any]:
-        """Of what `DecodeCall.of` takes, what has tokens chosen."""
+        """Of what `DecodeCall.of` takes, what has tokens selected."""
         placed = Sketch(**{name: tensor.to(device) for name, tensor in self.sketch.tensors().items()})
         sketch_read_bytes = torch.zeros((), dtype=torch.int64, device=device)
         return {"sketch": placed, "sketch_read_bytes": sketch_read_bytes, "token_threshold": token_threshold}

@@ -21,7 +21,7 @@ Scenario = Callable[[Pair, Inputs], None]
 
 @contextmanager
 def small_buffers() -> Iterator[None]:
-    """Staging room of one window, a tail that starts with room for 4 tokens and a bulk that grows in steps of 8, so
+    """Pending tokens of one window, room for 4 recent tokens at first and a bulk that grows in steps of 8, so
     that short runs fill them often."""
     sizes = (store, "PENDING_TOKENS", 0), (store, "ROOM_TOKENS", 4), (bulk, "GRANULE", 8)
     with ExitStack() as stack:
@@ -41,7 +41,7 @@ def poisoned_padding(tensors: tuple[Tensor, ...], valid: Tensor, fill: float = t
 
 
 def prefill_and_decode(pair: Pair, inputs: Inputs) -> None:
-    """One-shot prefill, then one token at a time until staging has been flushed more than once."""
+    """One-shot prefill, then one token at a time until pending tokens have been flushed more than once."""
     pair.update(*inputs(57))
     for _ in range(30):
         pair.update(*inputs(1))
@@ -87,7 +87,7 @@ def holes(pair: Pair, inputs: Inputs) -> None:
 
 
 def crops(pair: Pair, inputs: Inputs) -> None:
-    """Crops within the window, into staging, into the bulk, into the sinks and to nothing; each built upon again."""
+    """Crops within the window, into pending tokens, bulk and sinks, and to nothing; each built upon again."""
     pair.update(*inputs(60))
     for grow, crop in ((1, 1), (3, 2), (6, 5), (WINDOW, 0), (5, WINDOW + 3), (1, 25), (2, 20), (1, 12), (WINDOW, 11)):
         pair.update(*inputs(grow))

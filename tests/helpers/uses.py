@@ -36,7 +36,7 @@ def beams(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
 
 
 def cropped(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
-    """Into staging, then into the bulk, and built upon again."""
+    """Into pending tokens, then into the bulk, and built upon again."""
     text = generate(model, prompt(90)[0], cache, tokens=20).sequences
     cache.crop(-5)
     text = generate(model, text[:, :110], cache, tokens=5).sequences

@@ -1,4 +1,4 @@
-"""Reading chosen tokens in a fused decode step, against float64: by the torch reference and by every kernel."""
+"""Reading selected tokens in a fused decode step, against float64: by the torch reference and by every kernel."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

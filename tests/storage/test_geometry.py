@@ -18,7 +18,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 25)), min_size=1, m
 def test_one_query_sees_what_the_last_of_two_sees(
     rows: list[tuple[int, int]], spare: int, real: list[bool], padded: bool
 ) -> None:
-    """Of rows that have flushed some tokens and hold others, in a tail with room for more; some are padding."""
+    """Of rows that have flushed some tokens and hold others, in columns with room for more; some are padding."""
     flushed = [gone for gone, _ in rows]
     lengths = [gone + max(recent, 1) for gone, recent in rows]
     end = max(length - gone for length, gone in zip(lengths, flushed, strict=True)) + spare

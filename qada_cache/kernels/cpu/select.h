@@ -181,7 +181,7 @@ struct Estimates {
 // A part of a head's sketched bulk: which of its tokens may be read, and how much its queries see in it.
 struct Scan {
     int64_t head, start, stop;
-    float highest[QUERIES];  // about the highest score, or what is near
+    float highest[QUERIES];  // about the highest score, or the local mass
     Singles mass[QUERIES];   // relative to that
     Singles unread_mass[QUERIES];   // as much of it as is of tokens not kept: sums, as differences would be of rounding alone
     Singles lifted[QUERIES];  // these, times how far the scores are above `middle`
@@ -190,9 +190,9 @@ struct Scan {
     const float* middle;      // about the mean score of each query
     int64_t count = 0;  // of tokens kept; these have room for more
     std::vector<int32_t> tokens;
-    std::vector<float> estimates[QUERIES];  // of each query that asks
+    std::vector<float> estimates[QUERIES];  // of each flagged query
 
-    // A token is kept if the score of a query, of which what is near has `log_buffer`, is at least `score_cut`, or
+    // A token is kept if the score of a query, of which the local buffer has `log_buffer`, is at least `score_cut`, or
     // `log_share` more than the log-sum-exp of what has been seen so far.
     void run(Estimates& found, const float* log_buffer, const float* given, float log_share) {
         const int queries = found.count;

@@ -43,7 +43,7 @@ inline void rotate(float* values, int count) {
     for (int i = 0; i < count; i++) values[i] *= 0.35355339f;
 }
 
-// The queries of a head that ask for tokens, as one segment's codes meet them: rounded as by `codec.round_query`, and
+// The flagged queries of a head, as one segment's codes meet them: rounded as by `codec.round_query`, and
 // what else estimates take, `middle + scale * (step * product - offset + spread * scale)`.
 struct Rounded {
     int count = 0;
@@ -121,7 +121,7 @@ void add_words(const uint32_t* codes, int64_t stride, int words, const Rounded& 
 #pragma GCC unroll 8
             for (int plane = 0; plane < 8 / BITS; plane++) {
                 Bytes values = bits_of(packed, plane * BITS, MASK);
-                for (int q = 0; q < QUERIES; q++) {  // those that do not ask have integers as well, of no use
+                for (int q = 0; q < QUERIES; q++) {  // others have integers as well, of no use
                     int32_t four;
                     std::memcpy(&four, &queries.integers[q][first + (word * (8 / BITS) + plane) * 4], sizeof four);
                     sums[q] = add_products(sums[q], values, broadcast(four));

@@ -62,7 +62,7 @@ def store_part(
 
 @triton.jit
 def resolve_pointer(p_own, p_place):
-    """`p_own`, or the address at `p_place` if there is one: of a head that lies elsewhere."""
+    """`p_own`, or the address at `p_place` if it is not 0: a resident's."""
     place = tl.load(p_place)
     if place != 0:
         p_own = tl.multiple_of(place.to(p_own.dtype), 16)  # as every allocation

@@ -92,8 +92,8 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(query):  # Triton launches on the current device
         local_kernel[(kv_heads, batch)](
             query, local_keys, local_values, local, pending, bulk_lengths, decided, *moments, rule.table,
-            parts, lse, flags, call.bulk_read_bytes if sketch is None else None, call.resident_pointers, call.resident_hit_bytes, tokens, noise,
-            variances,
+            parts, lse, flags, call.bulk_read_bytes if sketch is None else None, call.resident_pointers,
+            call.resident_hit_bytes, tokens, noise, variances,
             *local_keys.stride()[:3], *local_values.stride()[:3], local.stride(0), pending.stride(0),
             bulk_lengths.stride(0), decided.stride(0), *row_strides, rows.columns, 1 + splits, rule.scaling,
             rule.logit_threshold, 2 * selection.UNRELIABLE / rule.scaling**2, selection.NOISE_SHARE,
@@ -128,9 +128,9 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
                 G=group, BLOCK_G=sizes["BLOCK_G"], D=dim, BLOCK_D=sizes["BLOCK_D"],
             )  # fmt: skip
             selected_kernel[(splits, kv_heads, batch)](
-                query, bulk_keys, bulk_values, call.resident_pointers, bulk_lengths, tokens, flags, estimates, sums, index,
-                parts, lse, unread, call.bulk_read_bytes, call.resident_hit_bytes, *bulk_strides, room, rule.scaling,
-                math.log(rule.token_threshold),
+                query, bulk_keys, bulk_values, call.resident_pointers, bulk_lengths, tokens, flags, estimates, sums,
+                index, parts, lse, unread, call.bulk_read_bytes, call.resident_hit_bytes, *bulk_strides, room,
+                rule.scaling, math.log(rule.token_threshold),
                 BLOCK_S=scan, BLOCK_P=triton.next_power_of_2(MAX_SPLITS), BLOCK_Q=triton.next_power_of_2(group),
                 TOKEN_BYTES=token_bytes, **sizes, num_stages=SELECTED_STAGES,
             )  # fmt: skip

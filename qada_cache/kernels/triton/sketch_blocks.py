@@ -12,7 +12,7 @@ def segments_of(length, SEGMENT: tl.constexpr):
 
 @triton.jit
 def unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The copy of `selection.unreliable` [BLOCK_G]: queries [BLOCK_G, BLOCK_D], `noise_limit` of `sum q_i^2 noise_i`."""
+    """`selection.unreliable` [BLOCK_G] of queries [BLOCK_G, BLOCK_D]; `noise_limit` bounds `sum q_i^2 noise_i`."""
     o_dim = tl.arange(0, BLOCK_D)
     b_square = b_query.to(tl.float32) * b_query.to(tl.float32)
     b_noise = tl.sum(b_square * tl.load(p_noise + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
@@ -62,7 +62,7 @@ def take_channels(b_integers, WORDS: tl.constexpr, FIRST: tl.constexpr, BITS: tl
 def multiply_codes(
     b_integers, p_codes, room, o_tokens, m_tokens, WORDS: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Products int32 [BLOCK_G, BLOCK_N] of `take_channels` integers with the odd integers of these tokens' words.
+    """Products int32 [BLOCK_G, BLOCK_N] of integers of `take_channels` with the odd integers of these tokens' words.
 
     Words of a token lie `room` apart. Odd integers are `2 * index - (2^BITS - 1)`. Products are exact.
     """

@@ -2,7 +2,7 @@
 
 `../../sketch` says which these are, `kernels.py` the names.
 
-Programs take turns at a bulk's blocks, because tokens that are asked for lie close together: `i_split` has every
+Programs take turns at a bulk's blocks, because selected tokens lie close together: `i_split` has every
 `splits`-th. Where `local_kernel` has left 0 for the number of tokens, all are read, and of the sketch nothing.
 """
 
@@ -25,8 +25,8 @@ def estimate_kernel(
 ):  # fmt: skip
     """`sketch.estimated_scores` of one split, and what is to be known of all of them; a (split, KV head, row).
 
-    Programs take turns at `TURN` tokens, which lie in one segment, and for which the queries are turned once. Of a head
-    the sketch has room for `s_head` tokens in `s_segment` segments; estimates of a query head are `room` floats apart
+    Programs take turns at `TURN` tokens, which lie in one segment, and rotate the queries once for them. Of a head the
+    sketch has room for `s_head` tokens in `s_segment` segments; estimates of a query head are `room` floats apart
     from the next one's. A key has words of 4-, 2- and 1-bit values: `FOURS`, `TWOS` and `ONES`.
 
     `p_sums` `[query heads, 4, splits]` takes the log of the sum of exponentials of a split's estimates, their number,
@@ -131,9 +131,9 @@ def selected_kernel(
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attention over those tokens of one split that a flagged head of the group asks for; a (split, KV head, row).
+    """Attention over the tokens of one split that a flagged head of the group selects; a (split, KV head, row).
 
-    Their indices are written down first: few are asked for, and blocks of them leave no lane without a token. As in
+    Their indices are written down first: few are selected, and blocks of them leave no lane without a token. As in
     `bulk_kernel`, computed for all heads of the group. `BLOCK_Q` query heads are what `G` needs outside of products.
 
     `p_unread` `[query heads, 2, splits]` takes, of the estimates of the split's other tokens, the log of the sum of
@@ -150,7 +150,7 @@ def selected_kernel(
     length, bulk_tokens = tl.load(p_lengths + i_row * s_length), tl.load(p_tokens + i_group)
 
     o_group = i_group * G + o_head
-    b_score_cut = tl.full([BLOCK_Q], float("-inf"), tl.float32)  # of what a head asks for
+    b_score_cut = tl.full([BLOCK_Q], float("-inf"), tl.float32)  # of selected tokens
     if bulk_tokens > 0:
         o_split = tl.arange(0, BLOCK_P)
         b_buffer = tl.load(p_lse + o_group * (1 + splits), mask=m_head, other=0.0)
