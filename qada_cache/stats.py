@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,13 @@ from .key_moments.sharding import HeadShard
 from .state.counters import Counters
 from .state.layer import QAdALayer
 from .state.shared import Options
+
+_RENAMED = {
+    "pulled_bytes": "bulk_read_bytes",
+    "spared_bytes": "resident_hit_bytes",
+    "sketched_bytes": "sketch_read_bytes",
+    "offered_bytes": "dense_bulk_bytes",
+}
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,10 @@ class CacheStats:
     dense_bulk_bytes: int
     streamed_bytes: int
     audit: AuditStats | None
+
+    def __getattr__(self, name: str) -> Any:
+        hint = f": it is {_RENAMED[name]} now" if name in _RENAMED else ""
+        raise AttributeError(f"CacheStats has no {name}{hint}")
 
     @property
     def sparsity(self) -> float:

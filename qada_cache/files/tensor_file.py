@@ -19,7 +19,8 @@ from torch import Tensor
 from . import private, private_map
 from .private_map import PrivateMap
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+_CHANGED = {"qada-cache": 4}  # a kind's oldest version that is read; other kinds have not changed since 3
 _DTYPES = {  # as safetensors calls them
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -72,6 +73,11 @@ class PaddedTensor:
 
 
 FileTensor = Tensor | PaddedTensor
+
+
+def oldest_version(kind: str) -> int:
+    """The oldest format version of this kind of file that can be read."""
+    return _CHANGED.get(kind, 3)
 
 
 def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any]) -> None:
@@ -229,7 +235,8 @@ def _checked(
 def _check_kind(path: Path, kind: str, about: dict[str, str]) -> None:
     if about.get("kind") != kind:
         raise ValueError(f"{path} is not a {kind} file (it says {about.get('kind', 'nothing about what it is')!r})")
-    if (version := about.get("version", "")) != str(FORMAT_VERSION):
+    version = about.get("version", "")
+    if version not in map(str, range(oldest_version(kind), FORMAT_VERSION + 1)):
         old = version.isdigit() and int(version) < FORMAT_VERSION
         way_out = "make it again" if old else "upgrade qada-cache"
         raise ValueError(f"{path} has format version {version!r}, this qada-cache reads {FORMAT_VERSION}: {way_out}")

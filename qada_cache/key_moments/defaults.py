@@ -21,7 +21,7 @@ logger = logging.get_logger(__name__)
 REMEMBERED = 8  # models
 # Versions of the prompts' names ("random-words" once were tokens) and of the files' layout. Files of other versions are
 # not found: a config may find only one file of its name.
-VERSIONS = {"naming": 2, "format": tensor_file.FORMAT_VERSION}
+VERSIONS = {"naming": 2, "format": tensor_file.oldest_version(KIND)}
 CURRENT = "current"  # the prompt being read
 DEFAULT = f"{CURRENT}+random-tokens"
 FOLDER = "moments"  # of `private.home()`

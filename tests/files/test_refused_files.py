@@ -12,7 +12,7 @@ import torch
 from models import exact, generate, prompt, tiny
 from safetensors.torch import save_file
 
-from qada_cache import KeyMoments, QAdACache
+from qada_cache import KeyMoments, QAdACache, StaticHeads
 from qada_cache.files import tensor_file
 
 
@@ -70,6 +70,12 @@ def newer_version(path: Path) -> None:
     join(path, header, data)
 
 
+def older_version(path: Path) -> None:
+    header, data = split(path)
+    header["__metadata__"]["version"] = "3"
+    join(path, header, data)
+
+
 def cut(keep: float) -> Callable[[Path], Any]:
     return lambda path: path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
 
@@ -86,7 +92,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "names swapped": (swap_tensors, r"was altered after it was written \(checksum mismatch\)"),
     "no checksum": (drop_checksum, r"was altered after it was written \(checksum mismatch\)"),
     "no state": (drop_state, r"was altered after it was written \(checksum mismatch\)"),
-    "newer": (newer_version, "has format version '4', this qada-cache reads 3: upgrade"),
+    "older": (older_version, "has format version '3', this qada-cache reads 4: make it again"),
+    "newer": (newer_version, "has format version '5', this qada-cache reads 4: upgrade"),
     "foreign": (lambda path: save_file({"x": torch.ones(2)}, path), "is not a qada-cache file .*nothing about what it"),
 }
 
@@ -99,6 +106,13 @@ def test_damaged_files(damage: str, saved: Path) -> None:
     with pytest.raises(ValueError, match=f"{saved.name} .*{message}"):
         QAdACache.load(saved, model)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_older_files_of_a_kind_that_has_not_changed(tmp_path: Path) -> None:
+    path = tmp_path / "heads"
+    StaticHeads(torch.eye(2, dtype=torch.bool)).save(path)
+    older_version(path)
+    assert StaticHeads.load(path).long_context.equal(torch.eye(2, dtype=torch.bool))
 
 
 def test_the_wrong_file(saved: Path, tmp_path: Path) -> None:

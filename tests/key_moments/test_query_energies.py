@@ -275,7 +275,7 @@ def test_config_finds_what_its_model_left(tmp_path: Path, home: Path, monkeypatc
     model = LlamaForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True).eval()
     assert of(QAdACache(config=model.config, moments="current")) is None
     with monkeypatch.context() as older:
-        older.setattr(tensor_file, "FORMAT_VERSION", tensor_file.FORMAT_VERSION - 1)
+        older.setattr(tensor_file, "FORMAT_VERSION", defaults.VERSIONS["format"] - 1)
         older.setattr(defaults, "VERSIONS", defaults.VERSIONS | {"format": tensor_file.FORMAT_VERSION})
         QAdACache(model)
     forget(monkeypatch)
