@@ -129,7 +129,8 @@ class Binding:
         return Binding()
 
     def matches(self, call: "DecodeCall") -> bool:
-        """Whether the last checked call had the same tensors and rule, and a query like this one. If not, it is forgotten."""
+        """Whether the last checked call had the same tensors and rule, and a query like this one; else it is
+        forgotten."""
         query = call.query
         same = self._query == (query.shape, query.dtype, query.device) and all(
             known() is part for known, part in zip(self._parts, call.parts(), strict=True)

@@ -1,4 +1,4 @@
-"""A model as a cache meets it: inside of wrappers, the device for its inputs, its managed layers and their attention."""
+"""A model as a cache meets it: its wrappers, the device of its inputs, its full-attention layers and their queries."""
 
 import sys
 import threading

@@ -20,8 +20,8 @@ class Geometry(Masks):
 
     Attributes:
         stored: int64 `[rows, 1, queries]`, of `bulk_tokens` the ones that have left the local buffer.
-        distinct_moment_lengths: the bulk lengths that another prompt's moments are asked for (`rotation.round_length`): of the
-            `decided` queries, each once, ascending, on the host; nearly always one.
+        distinct_moment_lengths: the bulk lengths that another prompt's moments are asked for (`rotation.round_length`):
+            of the `decided` queries, each once, ascending, on the host; nearly always one.
         row_lengths: likewise of each row's last query, decided or not; one for all rows if they agree.
         decisions: how many (row, query) pairs `decided` holds over the whole batch.
         dense_tokens: tokens in the bulks of rows with such a query, over the whole batch.

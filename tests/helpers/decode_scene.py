@@ -265,7 +265,7 @@ class Scene:
         return needed
 
     def check(self, out: Tensor, flags: Tensor, selected: dict[tuple[int, int], Tensor] | None = None) -> None:
-        """`out` `[batch, heads, 1, value_dim]` against float64, given flags and `selected`, within twice naive error."""
+        """`out` `[batch, heads, 1, value_dim]` against float64, by flags and `selected`, within twice naive error."""
         assert out.dtype == self.dtype
         assert out.isfinite().all()
         for row, (keys, values, length) in enumerate(zip(self.keys, self.values, self.lengths, strict=True)):
