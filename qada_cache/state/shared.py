@@ -54,14 +54,14 @@ class Options:
     tuned: bool = False
 
     def __post_init__(self) -> None:
-        for name, least, most, allowed in (
-            ("threshold", 0.0, 1.0, "in [0, 1]"),
-            ("token_threshold", 0.0, sys.float_info.max, "finite and not negative"),
-            ("sketch_bits", MIN_BITS, MAX_BITS, f"from {MIN_BITS} to {MAX_BITS}"),
+        for name, number, least, most, allowed in (
+            ("threshold", "a number in [0, 1]", 0.0, 1.0, "in [0, 1]"),
+            ("token_threshold", "a number", 0.0, sys.float_info.max, "finite and not negative"),
+            ("sketch_bits", "a number", MIN_BITS, MAX_BITS, f"from {MIN_BITS} to {MAX_BITS}"),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number, got {type(value).__name__}: it must be {allowed}")
+                raise TypeError(f"{name} must be {number}, got {type(value).__name__}")
             if not least <= value <= most:  # also refuses nan, and ints that no float holds
                 raise ValueError(f"{name} must be {allowed}, got {value}")
         for name in ("sink_tokens", "local_tokens", "audit_every"):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from compilers import needs_compiler
-from devices import KIND, Placed, devices
+from devices import KIND, DeviceTensor, devices
 from models import prompt, tiny
 from stand_in import accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -179,9 +179,9 @@ def test_indices_come_to_the_host_once_for_all_layers(verb: str, monkeypatch: py
     cache, ids = QAdACache(model, moments="current"), prompt(40, 40)[0]
     model(ids, past_key_values=cache)
     for name in ("cpu", "tolist"):
-        transfer = getattr(Placed, name)
+        transfer = getattr(DeviceTensor, name)
         told = lambda given, transfer=transfer: transfers.append(transfer) or transfer(given)  # noqa: E731
-        monkeypatch.setattr(Placed, name, told)
+        monkeypatch.setattr(DeviceTensor, name, told)
     with devices():
         index = torch.tensor([1, 0], device=f"{KIND}:0")
         getattr(cache, verb)(index)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.utils.logging import warning_once
 
 from qada_cache.kernels import partial_attention, sdpa
-from qada_cache.kernels.reference import fault
+from qada_cache.kernels.reference import find_fault
 
 PLAIN = sdpa.OPERATORS["cpu"][0]
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
@@ -197,13 +197,13 @@ def test_other_defaults_and_random_numbers_are_the_users() -> None:
 
 def test_what_is_wrong_in_words() -> None:
     one, whole = torch.ones(2), torch.arange(2)
-    assert fault(lambda: (one, whole), (one, whole)) is None
-    assert "decisions or counts" in str(fault(lambda: (one, whole + 1), (one, whole)))
-    assert fault(lambda: (one, whole), (one + 0.01, whole)) == (
+    assert find_fault(lambda: (one, whole), (one, whole)) is None
+    assert "decisions or counts" in str(find_fault(lambda: (one, whole + 1), (one, whole)))
+    assert find_fault(lambda: (one, whole), (one + 0.01, whole)) == (
         "it is off by 0.01 from the same computation in plain torch"
     )
-    assert "torch.int64 [2], not torch.float32 [2]" in str(fault(lambda: (whole,), (one,)))
-    assert "off by nan" in str(fault(lambda: (one * torch.nan,), (one,)))
+    assert "torch.int64 [2], not torch.float32 [2]" in str(find_fault(lambda: (whole,), (one,)))
+    assert "off by nan" in str(find_fault(lambda: (one * torch.nan,), (one,)))
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -13,7 +13,7 @@ from test_compiled import SCALING, check, tensors
 from test_selected_tokens import BULK, small  # noqa: F401 - a fixture
 from torch import Tensor
 
-from qada_cache.kernels.cpu import build, compiled, compiled_decode
+from qada_cache.kernels.cpu import compiled, compiled_decode
 from qada_cache.kernels.decode_call import DecodeCall
 
 ALLOCATOR = """
@@ -38,7 +38,7 @@ def fail_after(
     """Kernels are built with an allocator that fails after so many allocations."""
     header = tmp_path / "allocator.h"
     header.write_text(ALLOCATOR)
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-include", str(header), "-Wl,-Bsymbolic"))
+    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-include", str(header), "-Wl,-Bsymbolic"))
     monkeypatch.setattr(compiled, "build", functools.cache(compiled.build.__wrapped__))
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.key_moments.rotation import Rotation, round_length
-from qada_cache.key_moments.running import Kept
+from qada_cache.key_moments.running import LayerMoments
 from qada_cache.key_moments.sharding import UNSHARDED
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def test_what_callers_keep_is_not_made_again() -> None:
 
 def test_rows_of_several_lengths_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same tensors: a row whose length has changed is written anew, and no other."""
-    made, kept, asked, original = moments(), Kept(), [], KeyMoments._layer_at
+    made, kept, asked, original = moments(), LayerMoments(), [], KeyMoments._layer_at
 
     def counted(self: KeyMoments, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         asked.append(length)

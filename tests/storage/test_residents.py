@@ -182,7 +182,7 @@ def test_residents_grow_in_place() -> None:
                 stop = start + flush
                 store._set_lengths([stop])
                 store.residents.append(slice(0, 1), keys[:, :, start:stop], values[:, :, start:stop])
-                assert shared.limit(store.device) >= store.residents.nbytes
+                assert shared.budget_bytes(store.device) >= store.residents.nbytes
     assert len(store.residents.held) == 2
     for (_, head), kept in store.residents.held.items():
         assert torch.equal(kept.keys[0, 0], keys[0, head])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from qada_cache.tuning import _T_95, Budget, Estimate, Setting, estimate, together
+from qada_cache.tuning import _T_95, Budget, Estimate, Setting, estimate, summarize
 from qada_cache.tuning.measuring import Figures
 
 
@@ -69,7 +69,7 @@ def test_the_upper_end_counts_for_a_choice_and_the_mean_confirms() -> None:
 
 
 def test_pieces_together() -> None:
-    found = together(3.0, [Figures(0.1, 1.0, 0.2, 0.5), Figures(0.3, 0.5, 0.4, 1.5)])
+    found = summarize(3.0, [Figures(0.1, 1.0, 0.2, 0.5), Figures(0.3, 0.5, 0.4, 1.5)])
     assert (found.token_threshold, found.kl.mean, found.top1) == (3.0, pytest.approx(0.2), 0.75)
     assert (found.bytes_read.mean, found.seconds) == (pytest.approx(0.3), 1.0)
 

@@ -268,7 +268,7 @@ void decode(const Decode& call, std::vector<Scan>& pool, Attempt& attempt) {
     if (attempt.failed) return;
     for (int64_t head = 0; head < step.kv_heads; head++) step.merge_parts(head);
     *call.bulk_read_bytes += step.bulk_read_bytes;
-    if (call.sketch_read_bytes) *call.sketch_read_bytes += step.sketch_lengths;
+    if (call.sketch_read_bytes) *call.sketch_read_bytes += step.sketch_read_bytes;
 }
 
 }  // namespace
