@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ..files.private_map import PrivateMap
 from . import transfers
 from .residents import ROOM, Head, Residents
-from .transfers import AsyncCopy, HostCopy, double_buffer, fetch, outlive, reader, send, wait_event
+from .transfers import AsyncCopy, HostCopy, double_buffer, fetch, held_bytes, outlive, reader, send, wait_event
 
 logger = logging.get_logger(__name__)
 
@@ -134,7 +134,7 @@ class Bulk:
     @property
     def nbytes(self) -> int:
         """Bytes that the storage takes, unused capacity included."""
-        return transfers.held_bytes(self.keys) + transfers.held_bytes(self.values)
+        return sum(held_bytes(part) if self.offloaded else part.nbytes for part in (self.keys, self.values))
 
     def synchronize(self) -> None:
         """Wait for copies to the host that are still under way, before the host itself reads them."""

@@ -224,7 +224,7 @@ def rewritten(path: Path, *, tensors: dict[str, Tensor] | None = None, **header:
         (lambda path: rewritten(path, state='{"tokens": 5, "model_type": "llama", "prompt": "x"}'), "altered"),
         (lambda path: rewritten(path, sha256=""), "altered"),
         (lambda path: rewritten(path, kind="qada-cache"), "not a qada-moments file.*'qada-cache'"),
-        (lambda path: rewritten(path, version="4"), "format version '4'.*upgrade"),
+        (lambda path: rewritten(path, version="5"), "format version '5'.*upgrade"),
         (lambda path: rewritten(path, version="2"), "format version '2'.*make it again"),
         (lambda path: rewritten(path, version="one"), "format version 'one'"),
         (lambda path: save_file({"weight": torch.zeros(3)}, path), "not a qada-moments file.*nothing"),

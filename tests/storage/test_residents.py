@@ -185,8 +185,8 @@ def test_residents_grow_in_place() -> None:
                 assert shared.budget_bytes(store.device) >= store.residents.nbytes
     assert len(store.residents.held) == 2
     for (_, head), kept in store.residents.held.items():
-        assert torch.equal(kept.keys[0, 0], keys[0, head])
-        assert torch.equal(kept.values[0, 0], values[0, head])
+        assert torch.equal(kept.tensors[0][0, 0], keys[0, head])
+        assert torch.equal(kept.tensors[1][0, 0], values[0, head])
     assert copied.bytes < 12 * (keys.nbytes + values.nbytes)
 
 
