@@ -115,7 +115,7 @@ class Saved:
 def read_cache(
     path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreTrainedConfig | None, mmap: bool
 ) -> Saved:
-    """The inverse of `write`; see `QAdACache.load`.
+    """The inverse of `write_cache`; see `QAdACache.load`.
 
     Raises:
         FileNotFoundError, ValueError, NotImplementedError: as there. What is not given of the model is not compared.
@@ -194,7 +194,7 @@ def _decode(value: Any, tensors: dict[str, Tensor], device: torch.device) -> Any
         return value
     if "tensor" in value:
         tensor = tensors[value["tensor"]]
-        if any(value.get(name, look) != look for name, look in _look(tensor).items()):  # older files lack it
+        if any(value.get(name) != look for name, look in _look(tensor).items()):
             raise ValueError(f"{value['tensor']} is {_look(tensor)}, where {value} was written")
         return tensor if value["tensor"].endswith(BULK) else tensor.to(device)
     ((kind, content),) = value.items()

@@ -116,7 +116,7 @@ class CacheStats:
         return (
             f"{self.tokens} tokens, {self.steps} adaptive steps: query heads local {self.sparsity:.1%}, KV heads "
             f"local {self.kv_sparsity:.1%}, {self.read_share:.1%} of the bulk's bytes read; device "
-            f"{self.device_bytes / 2**20:.1f} MiB, host {self.host_bytes / 2**20:.1f} MiB, pulled "
+            f"{self.device_bytes / 2**20:.1f} MiB, host {self.host_bytes / 2**20:.1f} MiB, read "
             f"{self.bulk_read_bytes / 2**20:.1f} MiB"
         )
 

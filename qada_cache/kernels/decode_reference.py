@@ -110,7 +110,7 @@ def find_decode_fault(
         device, dtype: of queries.
         group: query heads of each KV head.
         dim, value_dim: of a head's keys and values.
-        layout: of the sketch that tokens are chosen by; None: all are read.
+        layout: of the sketch that tokens are selected by; None: all are read.
         pinned: whether the bulk lies in pinned host memory.
 
     Raises:

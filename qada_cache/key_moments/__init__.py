@@ -109,8 +109,8 @@ class KeyMoments:
     def layer(self, layer: int, lengths: Sequence[int], device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Moments of one layer for bulks of these many tokens each, on `device`, float32.
 
-        They are made once for all callers that keep them (`running.Kept`), so any number of caches may take turns.
-        Callers round lengths (`rotation.round_length`), so that few different ones are ever asked for.
+        They are made once for all callers that keep them (`running.LayerMoments`), so any number of caches may take
+        turns. Callers round lengths (`rotation.round_length`), so that few different ones are ever asked for.
 
         Returns:
             for each length: mean `[1, kv_heads, dim]` and covariance `[1, kv_heads, dim, dim]`.

@@ -73,7 +73,7 @@ class QAdALM(HFLM):
     Args:
         pretrained: as for `HFLM`.
         cache: "qada", "oracle", "static", "local" or "dense".
-        keywords: `cache_*` are the cache's (see `options`); all others are `HFLM`'s.
+        keywords: `cache_*` are the cache's (see `split_arguments`); all others are `HFLM`'s.
 
     Attributes:
         cache_totals: statistics of the caches of each task, in this process.

@@ -122,7 +122,7 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
 
     end, seen = sizes["columns"] - sinks, record["seen"]
     stored = [max(gone - sinks, 0) for gone in flushed]
-    rows = [lengths, flushed, record.get("stored", stored)]  # older files do not keep the last
+    rows = [lengths, flushed, record["stored"]]
     if options.tracks_moments:
         rows.append(record["count"])
     whole = all(isinstance(row, list) and len(row) == len(lengths) and all(map(_is_int, row)) for row in rows)

@@ -61,8 +61,8 @@ def make_geometry(
 
     Args:
         lengths: real tokens of each row, the call's own included.
-        flushed: of each row, how many of its oldest tokens have left the staging columns for sinks and bulk.
-        end: staging columns in use; they are right-aligned, so column `end - 1` is every row's newest token.
+        flushed: of each row, how many of its oldest tokens have been flushed to sinks and bulk.
+        end: recent columns in use; they are right-aligned, so column `end - 1` is every row's newest token.
         queries: tokens of the call, padding included.
         valid: bool `[batch, queries]` on the host, False for padding; None when every token is real.
         sinks: sink tokens, which are also the first columns of the local buffer.
@@ -132,7 +132,7 @@ def _see_of_one(
     bulk_tokens: list[list[int]] = []
     stored: list[list[int]] = []
     for total, gone in zip(lengths, flushed, strict=True):
-        held, first = min(gone, sinks), end - (total - gone)  # sinks that left the tail; the tail's first column in use
+        held, first = min(gone, sinks), end - (total - gone)  # flushed sinks; the row's first recent column
         start = min(max(first, end - total + sinks), end)  # of its tokens that are no sinks
         stop = max(start, end - window)  # where its window begins
         local += b"\1" * held + bytes(sinks - held + first) + b"\1" * (start - first)

@@ -174,7 +174,7 @@ bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* ls
 // What a KV head with a sketch asks by, of each query that asks, as many as `segments[0].count`.
 struct Selecting {
     std::vector<Rounded> segments;
-    float log_buffer[QUERIES], score_cut[QUERIES];  // near mass, least score by a sample
+    float log_buffer[QUERIES], score_cut[QUERIES];  // local buffer's mass, cut by a sample
     float along[SIZE];                        // the sketch's slopes times the query, scaled
     float pending[SIZE], pending_lse[QUERIES];
 

@@ -41,7 +41,7 @@ const Integers numbered = loaded<Integers>(NUMBERS);
 constexpr float LOWEST = -1e30f;
 constexpr float MAX_WEIGHT = 1e9;  // of a weight: a score may be so much above what weights are relative to
 
-// 2^x but for an error of 3e-6: a whole power times a polynomial for what is left. Far above LIMIT, large or infinite.
+// 2^x but for an error of 3e-6: a whole power times a polynomial for what is left. Far above MAX_WEIGHT, large or infinite.
 inline Singles power_of_two(Singles x) {
 #if defined(__AVX512DQ__)
     Singles r = (Singles)_mm512_reduce_ps((__m512)x, 1);  // above the next lower whole number

@@ -106,7 +106,7 @@ inline Bytes broadcast(int32_t four) { return _mm256_set1_epi32(four); }
 #endif
 
 // Adds products of `SPAN` keys' words of `BITS` a value to `products`; `codes` of one word lie side by side, those of the
-// next one `stride` further on. `fours` are the queries' integers, from those of these words on.
+// next one `stride` further on. Words meet the queries' integers from `first` on.
 template <int BITS>
 void add_words(const uint32_t* codes, int64_t stride, int words, const Rounded& queries, int first,
                int32_t (*products)[SPAN]) {

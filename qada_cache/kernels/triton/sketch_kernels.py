@@ -23,7 +23,7 @@ def estimate_kernel(
     TOKEN_BYTES: tl.constexpr, SEGMENT_BYTES: tl.constexpr, HEAD_BYTES: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """`sketch.estimated_scores` of one split, and what is to be known of all of them; a (split, KV head, row).
+    """`codec.estimated_scores` of one split, and what is to be known of all of them; a (split, KV head, row).
 
     Programs take turns at `TURN` tokens, which lie in one segment, and rotate the queries once for them. Of a head the
     sketch has room for `s_head` tokens in `s_segment` segments; estimates of a query head are `room` floats apart

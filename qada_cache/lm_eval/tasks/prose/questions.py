@@ -168,7 +168,7 @@ def classes(draw: Random, size: int, prose: Haystack, **_: object) -> Question:
     """The label of a word that is not among `size` examples, though others of its kind are.
 
     Labels are two-digit numbers, another for every kind of thing in every document. An example comes again when all
-    words have been used. `draw` and `size` are as in `questions`; the prose is not used.
+    words have been used. `draw` and `size` are as above; the prose is not used.
     """
     labels = dict(zip(KINDS, draw.sample(range(10, 100), len(KINDS)), strict=True))
     words = {word: kind for kind, listed in KINDS.items() for word in listed.split()}
