@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from eval.shared import tables
 from eval.shared.deciding import summary
-from eval.shared.drawing import HEADS_FIGURES, TRIAL_FIGURES, Heads, canvas, error_table, write
+from eval.shared.drawing import HEADS_FIGURES, Heads, canvas, draw_moments, draw_tokens, error_table, write
 from eval.shared.tables import Rows, cells, read
 
 RESULTS = Path(__file__).parent / "results"
@@ -69,13 +69,12 @@ def main(arguments: Iterable[str] | None = None) -> int:
     heads = Heads(read(options.results / "heads.csv"))
     for name, draw_heads in HEADS_FIGURES.items():
         write(out, name, draw_heads(heads), options.note)
-    trials = read(options.results / "trials.csv")
-    for name, draw in TRIAL_FIGURES.items():
-        write(out, name, draw(trials), options.note)
+    write(out, "moments", draw_moments(read(options.results / "trials.csv")), options.note)
     table = error_table(heads)
     tables.write(out / "log_error.csv", table)
     found = [path for path in sorted(options.results.glob("trials*.csv")) if path.name != "trials_summary.csv"]
     every = [row for path in found for row in read(path)]
+    write(out, "tokens", draw_tokens(every), "4-bit weights, two CPU cores")
     tables.write(out / "trials_summary.csv", summary(every))
     print(f"wrote {len(list(out.glob('*.png')))} figures and two tables to {out}")
     return 0

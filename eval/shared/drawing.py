@@ -6,6 +6,7 @@ from statistics import mean
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.shared.tables import Rows, cells
@@ -15,6 +16,7 @@ from qada_cache.state.shared import SKETCH_BITS
 ORACLE = 0.6  # the threshold at which a head counts as long-context in truth
 ESTIMATES = ("current", "random-words", "single-word")
 Way = tuple[str, str, str, str]
+TOKENS_CELL = ("prose", "3072")
 ABSENT = 1  # so many of the ways a panel may lack; where more were not tried there is nothing to compare
 
 # What a figure compares: label, (criterion, moments, rule, how tokens are chosen and by which heads), style.
@@ -27,16 +29,17 @@ MOMENTS = (
     ("current and random words", ("qada", "current+random-words", "any", ""), "d-"),
     ("current and random tokens", ("qada", "current+random-tokens", "any", ""), "p-"),
 )
+SKETCH = f"sketch of {SKETCH_BITS} bits"
 TOKENS = (
-    (
-        "QAdACache, tokens",
-        ("qada", "current+random-tokens", "any", f"sketch of {SKETCH_BITS} bits, threshold 0.95"),
-        "o-",
-    ),
-    ("whole heads", ("qada", "current+random-tokens", "any", ""), "p-"),
-    ("whole heads, oracle", ("oracle", "", "any", ""), "o:"),
+    ("QAdACache", ("qada", "current+random-tokens", "any", f"{SKETCH}, threshold 0.95"), "o-"),
+    ("QAdACache, economical", ("qada", "current+random-tokens", "any", f"{SKETCH}, threshold 0.7"), "o"),
+    ("QAdACache, whole heads", ("qada", "current+random-tokens", "any", ""), "p-"),
+    ("whole heads, oracle", ("oracle", "", "any", ""), "p:"),
     ("a share of the tokens, by true score", ("dense", "", "any", "true"), "s:"),
-    ("pages of 16 by bounds", ("dense", "", "any", "pages of 16"), "x-"),
+    ("pages of 16 by bounds (Quest)", ("dense", "", "any", "pages of 16"), "x-"),
+    *((method, ("evicted", "", "any", method), ".-") for method in ("SnapKV", "ExpectedAttention", "TOVA", "KeyDiff")),
+    ("4 bits", ("quantized", "", "any", "4 bits"), "D"),
+    ("2 bits", ("quantized", "", "any", "2 bits"), "d"),
 )
 
 
@@ -248,9 +251,7 @@ def _draw(rows: Rows, ways: tuple[tuple[str, Way, str], ...]) -> Figure:
     parts = {cell: part for cell, part in cells(rows).items() if len(wanted - {_way(row) for row in part}) <= ABSENT}
     figure, axes = canvas(len(parts))
     for axis, ((task, length), part) in zip(axes[0], parts.items(), strict=True):
-        for label, way, style in ways:
-            if points := _curve(part, way, answers=not is_continued(task)):
-                axis.plot(*zip(*points, strict=True), style, ms=4, lw=1, label=label)
+        _plot(axis, part, ways, answers=not is_continued(task))
         axis.set(title=f"{task}, {length} tokens", xlabel="bytes read, of the bulk's", xlim=(-0.02, 1.02))
         if is_continued(task):
             axis.set(yscale="log", ylabel="KL divergence from full attention", ylim=(1e-4, 1))
@@ -260,14 +261,29 @@ def _draw(rows: Rows, ways: tuple[tuple[str, Way, str], ...]) -> Figure:
     return figure
 
 
+def _plot(axis: Axes, rows: Rows, ways: tuple[tuple[str, Way, str], ...], *, answers: bool) -> None:
+    colours = mpl.colormaps["tab20"].colors
+    for (label, way, style), colour in zip(ways, colours[::2] + colours[1::2], strict=False):
+        if points := _curve(rows, way, answers=answers):
+            axis.plot(*zip(*points, strict=True), style, ms=4, lw=1, label=label, color=colour)
+
+
 def draw_moments(rows: Rows) -> Figure:
     """By what the estimate is made from."""
     return _draw(rows, MOMENTS)
 
 
 def draw_tokens(rows: Rows) -> Figure:
-    """By what is read of a head: all of it, or some tokens, what these are chosen by included."""
-    return _draw(rows, TOKENS)
-
-
-TRIAL_FIGURES = {"moments": draw_moments, "tokens": draw_tokens}
+    """By what is read, or kept, of each head: prose, one panel a model."""
+    models = defaultdict(list)
+    for row in rows:
+        if (row["task"], row["length"]) == TOKENS_CELL:
+            models[row["model"]].append(row)
+    figure, axes = canvas(len(models), width=4.2)
+    for axis, (model, part) in zip(axes[0], models.items(), strict=True):
+        _plot(axis, part, TOKENS, answers=False)
+        axis.set_title(f"{model.removesuffix('.gguf')}, prose, {TOKENS_CELL[1]} tokens", fontsize=8)
+        axis.set(xlabel="bytes read, of the bulk's", xscale="log", yscale="log", xlim=(0.015, 1.1), ylim=(1e-4, 3))
+    axes[0, 0].set(ylabel="KL divergence from full attention")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=6, loc="outside right center")
+    return figure
