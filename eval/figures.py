@@ -69,11 +69,12 @@ def main(arguments: Iterable[str] | None = None) -> int:
     heads = Heads(read(options.results / "heads.csv"))
     for name, draw_heads in HEADS_FIGURES.items():
         write(out, name, draw_heads(heads), options.note)
-    write(out, "moments", draw_moments(read(options.results / "trials.csv")), options.note)
+    found = sorted(path for path in options.results.glob("trials*.csv") if path.name != "trials_summary.csv")
+    trials = {path.name: read(path) for path in found}
+    write(out, "moments", draw_moments(trials["trials.csv"]), options.note)
     table = error_table(heads)
     tables.write(out / "log_error.csv", table)
-    found = [path for path in sorted(options.results.glob("trials*.csv")) if path.name != "trials_summary.csv"]
-    every = [row for path in found for row in read(path)]
+    every = [row for rows in trials.values() for row in rows]
     write(out, "tokens", draw_tokens(every), "4-bit weights, two CPU cores")
     tables.write(out / "trials_summary.csv", summary(every))
     print(f"wrote {len(list(out.glob('*.png')))} figures and two tables to {out}")

@@ -246,21 +246,6 @@ def _way(row: dict[str, str]) -> Way:
     return row["criterion"], row["moments"], row["rule"], read
 
 
-def _draw(rows: Rows, ways: tuple[tuple[str, Way, str], ...]) -> Figure:
-    wanted = {way for _, way, _ in ways}
-    parts = {cell: part for cell, part in cells(rows).items() if len(wanted - {_way(row) for row in part}) <= ABSENT}
-    figure, axes = canvas(len(parts))
-    for axis, ((task, length), part) in zip(axes[0], parts.items(), strict=True):
-        _plot(axis, part, ways, answers=not is_continued(task))
-        axis.set(title=f"{task}, {length} tokens", xlabel="bytes read, of the bulk's", xlim=(-0.02, 1.02))
-        if is_continued(task):
-            axis.set(yscale="log", ylabel="KL divergence from full attention", ylim=(1e-4, 1))
-        else:
-            axis.set(ylabel="found, of what full attention finds", ylim=(-0.03, 1.05))
-    axes[0, 0].legend(fontsize=6)
-    return figure
-
-
 def _plot(axis: Axes, rows: Rows, ways: tuple[tuple[str, Way, str], ...], *, answers: bool) -> None:
     colours = mpl.colormaps["tab20"].colors
     for (label, way, style), colour in zip(ways, colours[::2] + colours[1::2], strict=False):
@@ -269,8 +254,19 @@ def _plot(axis: Axes, rows: Rows, ways: tuple[tuple[str, Way, str], ...], *, ans
 
 
 def draw_moments(rows: Rows) -> Figure:
-    """By what the estimate is made from."""
-    return _draw(rows, MOMENTS)
+    """By what the estimate is made from: one panel a task and length, where nearly all of these ways were tried."""
+    wanted = {way for _, way, _ in MOMENTS}
+    parts = {cell: part for cell, part in cells(rows).items() if len(wanted - {_way(row) for row in part}) <= ABSENT}
+    figure, axes = canvas(len(parts))
+    for axis, ((task, length), part) in zip(axes[0], parts.items(), strict=True):
+        _plot(axis, part, MOMENTS, answers=not is_continued(task))
+        axis.set(title=f"{task}, {length} tokens", xlabel="bytes read, of the bulk's", xlim=(-0.02, 1.02))
+        if is_continued(task):
+            axis.set(yscale="log", ylabel="KL divergence from full attention", ylim=(1e-4, 1))
+        else:
+            axis.set(ylabel="found, of what full attention finds", ylim=(-0.03, 1.05))
+    axes[0, 0].legend(fontsize=6)
+    return figure
 
 
 def draw_tokens(rows: Rows) -> Figure:

@@ -145,11 +145,11 @@ def attention_forward(
 def _mask(base: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
     """The mask that `base` makes; of a call that continues a QAdACache only what it says of tokens, None or bool
     `[batch, tokens]`: `[queries, tokens]` would be the largest tensor of a long turn."""
-    seen, told = kwargs["kv_length"], kwargs.get("attention_mask")
+    tokens, padding = kwargs["kv_length"], kwargs.get("attention_mask")
     plain = kwargs.get("mask_function") is causal_mask_function and kwargs.get("allow_is_causal_skip", False)
-    fits = told is None or told.shape[1:] == (seen,)
-    if isinstance(seen, Seen) and plain and fits and 1 < kwargs.get("q_length", 1) < seen:
-        return told
+    fits = padding is None or padding.shape[1:] == (tokens,)
+    if isinstance(tokens, Seen) and plain and fits and 1 < kwargs.get("q_length", 1) < tokens:
+        return padding
     return base(**kwargs)
 
 

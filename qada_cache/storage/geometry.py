@@ -98,12 +98,12 @@ def make_geometry(
 
 
 # Masks `[rows, 1, queries, columns]`, local and pending; of each row and query `bulk_tokens`, `stored` and `decided`.
-Seen = tuple[tuple[Tensor, ...], tuple[list[list[int]], ...]]
+MasksAndCounts = tuple[tuple[Tensor, ...], tuple[list[list[int]], ...]]
 
 
 def _see_of_several(
     lengths: list[int], flushed: list[int], valid: Tensor | None, *, queries: int, end: int, sinks: int, window: int
-) -> Seen:
+) -> MasksAndCounts:
     """What the queries of these rows see, on the host."""
     rows, total, gone = len(lengths), torch.tensor(lengths)[:, None], torch.tensor(flushed)[:, None]
     if valid is None:
@@ -126,7 +126,7 @@ def _see_of_several(
 
 def _see_of_one(
     lengths: list[int], flushed: list[int], valid: Tensor | None, *, queries: int, end: int, sinks: int, window: int
-) -> Seen:
+) -> MasksAndCounts:
     """As `_see_of_several`, faster, of one query, the newest token of each row."""
     local, pending = bytearray(), bytearray()
     bulk_tokens: list[list[int]] = []
