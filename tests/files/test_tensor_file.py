@@ -185,3 +185,14 @@ def test_files_read_from_memory_or_mapped_are_checked_alike(tmp_path: Path, monk
         (tmp_path / "damaged").write_bytes(damaged)
         with pytest.raises(ValueError, match=message):
             tensor_file.mapped(tmp_path / "damaged", "qada-test")
+
+
+def test_what_is_mapped_lies_as_aligned_as_what_torch_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or matrix products over one and the other differ in their last bits."""
+    monkeypatch.setattr(private_map, "WORTH", 1)
+    tensors = {"count": torch.ones(3), "keys": torch.ones(2, 16), "codes": torch.ones(5, 64, dtype=torch.uint8)}
+    for note in ("", "a longer header"):
+        tensor_file.write(tmp_path / "file", "qada-test", tensors, {"note": note})
+        found, _, source = tensor_file.mapped(tmp_path / "file", "qada-test")
+        assert source is not None
+        assert [found[name].data_ptr() % 64 for name in ("keys", "codes")] == [0, 0]
