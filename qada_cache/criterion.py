@@ -87,7 +87,9 @@ class StaticHeads:
         return cls(tensors["static_heads"])
 
 
-def score_moments(query: Tensor, mean: Tensor, covariance: Tensor, *, scaling: float) -> tuple[Tensor, Tensor]:
+def score_moments(
+    query: Tensor, mean: Tensor, covariance: Tensor, *, scaling: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Mean and variance of the scores of keys with the given moments (below eq. 7).
 
     `mu_s = scaling * q . mu_K` and `sigma_s^2 = scaling^2 * q Sigma_K q^T`.
@@ -97,13 +99,20 @@ def score_moments(query: Tensor, mean: Tensor, covariance: Tensor, *, scaling: f
         mean: `[batch or 1, kv_heads, dim]` float32.
         covariance: `[batch or 1, kv_heads, dim, dim]` float32.
         scaling: the attention's own score multiplier.
+        softcap: of scores `softcap * tanh(s / softcap)` instead, by the tangent of that at the mean. The variance is at
+            most what makes `exp(softcap)` the mean exponential, as no score is above it.
 
     Returns:
         two float32 tensors `[batch, kv_heads, queries]`.
     """
     score_mean = torch.matmul(query, mean.unsqueeze(-1)).squeeze(-1) * scaling
     score_variance = (torch.matmul(query, covariance) * query).sum(dim=-1) * scaling**2
-    return score_mean, score_variance.clamp_min(0.0)  # rounding may leave a tiny negative
+    score_variance = score_variance.clamp_min(0.0)  # rounding may leave a tiny negative
+    if softcap is None:
+        return score_mean, score_variance
+    capped = torch.tanh(score_mean / softcap)
+    mean = softcap * capped
+    return mean, torch.minimum(score_variance * (1 - capped.square()).square(), 2 * (softcap - mean))
 
 
 def pool_score_moments(
@@ -136,6 +145,7 @@ def current_score_moments(
     *,
     pending: Tensor | None,
     scaling: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance of each query's scores over its own bulk by the prompt's keys, and bool, where they are known.
 
@@ -147,12 +157,14 @@ def current_score_moments(
         pending: bool `[batch or 1, 1, 1 or queries, columns]`, tokens of the bulk that still lie in the local buffer,
             to be pooled with the others; None leaves them out.
         scaling: multiplies the scores.
+        softcap: as for `score_moments`; `scores` are capped already.
 
     Returns:
         three tensors `[batch, kv_heads, group, queries]`, the last broadcast to it.
     """
     shape, known = scores.shape[:-1], count.view(-1, 1, 1, 1)
-    mean, variance = (found.view(shape) for found in score_moments(query, mean, covariance, scaling=scaling))
+    moments = score_moments(query, mean, covariance, scaling=scaling, softcap=softcap)
+    mean, variance = (found.view(shape) for found in moments)
     if pending is not None:
         pending = pending.unsqueeze(2)
         tokens = pending.sum(dim=-1)

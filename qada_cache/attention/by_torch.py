@@ -30,10 +30,10 @@ from ..storage.geometry import Geometry
 from ..storage.store import TokenStore
 
 
-def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float) -> Rule:
+def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float, softcap: float | None = None) -> Rule:
     """How the layer decides, made once for as long as it is asked for the same."""
     options = layer.options
-    key = weakref.ref(options), scaling, query.shape[1], query.device
+    key = weakref.ref(options), scaling, softcap, query.shape[1], query.device
     if layer.binding.rule is None or layer.binding.rule[0] != key:
         criterion: str | StaticHeads | Tensor = options.criterion
         if isinstance(criterion, StaticHeads):
@@ -48,6 +48,7 @@ def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float)
             criterion=criterion,
             pool_pending=options.update_moments,
             token_threshold=options.token_threshold,
+            softcap=softcap,
         )
         layer.binding.rule = key, rule
     return layer.binding.rule[1]
@@ -118,6 +119,7 @@ def attend_by_torch(
     scaling: float,
     audited: bool,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute a call for `decode.attend_adaptively` (arguments as there), and compare it with the truth if `audited`.
 
@@ -130,14 +132,14 @@ def attend_by_torch(
         store.local_keys[:, :, columns],
         store.local_values[:, :, columns],
         geometry,
-        get_rule(layer, store, query, scaling),
+        get_rule(layer, store, query, scaling, softcap),
         bulk.lengths,
         None if store.sketch is None else store.sketch.tensors,
         [] if store.sketch is None else store.sketch.lengths,
     )
     if sink_logits is not None:
         _add_sink(step, sink_logits)
-    compute = partial(partial_attention, kernels=layer.options.kernels)
+    compute = partial(partial_attention, kernels=layer.options.kernels, softcap=softcap)
     every = [[True] * store.local_keys.shape[1]] * store.batch
     read = _reader(layer, store)
     whole = None

@@ -25,6 +25,7 @@ def attend_adaptively(
     scaling: float,
     valid: Tensor | None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Query-adaptive attention: each head reads its sinks and window, a long-context head its bulk as well.
 
@@ -37,6 +38,7 @@ def attend_adaptively(
         scaling: multiplies the scores.
         valid: bool `[batch, queries]` on the host, False for padding; None without padding.
         sink_logits: learned, `[heads]`: one more score a head, of no token; None: the model has none.
+        softcap: as in `reference.soft_cap`; None: the model has none.
 
     Returns:
         `[batch, heads, queries, value_dim]` in the query's dtype. Padding queries get finite, unused values.
@@ -46,11 +48,11 @@ def attend_adaptively(
         lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=valid, device=device
     )
     audited = layer.is_audited()
-    fusable = queries == 1 and not audited and sink_logits is None
+    fusable = queries == 1 and not audited and sink_logits is None and softcap is None
     kernel = find_kernel(layer, store, query) if fusable else None
     if kernel is None:
         out, flags = attend_by_torch(
-            layer, store, query, geometry, scaling=scaling, audited=audited, sink_logits=sink_logits
+            layer, store, query, geometry, scaling=scaling, audited=audited, sink_logits=sink_logits, softcap=softcap
         )
     else:
         out, flags = decode_one_token(layer, store, query, geometry, kernel, scaling=scaling)
@@ -125,6 +127,7 @@ def attend_exactly(
     scaling: float,
     valid: Tensor | None,
     sink_logits: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Exact causal attention of many new tokens over everything cached and themselves.
 
@@ -138,7 +141,7 @@ def attend_exactly(
         key, value: the new tokens' own, `[batch, kv_heads, tokens, dim]`.
         scaling: multiplies the scores.
         valid: bool `[batch, tokens]` on the host, False for padding; None without padding.
-        sink_logits: as for `attend_adaptively`.
+        sink_logits, softcap: as for `attend_adaptively`.
 
     Returns:
         `[batch, heads, tokens, value_dim]` in the query's dtype; zeros for padding.
@@ -146,7 +149,7 @@ def attend_exactly(
     result = query.new_zeros(*query.shape[:-1], value.shape[-1])
     alike = valid is None and len(set(zip(store.lengths, store.flushed, strict=True))) == 1
     batch = query.shape[0]
-    kwargs: dict[str, Any] = {"scaling": scaling, "kernels": layer.options.kernels}
+    kwargs: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "kernels": layer.options.kernels}
     for rows in [slice(0, batch)] if alike else [slice(row, row + 1) for row in range(batch)]:
         real = slice(None) if valid is None else real_tokens(valid[rows.start], query.device)
         new_query, new_key, new_value = query[rows][:, :, real], key[rows][:, :, real], value[rows][:, :, real]

@@ -31,7 +31,6 @@ _BASES = {ours: base for base, ours in _OUR_NAMES.items()}
 
 # Arguments some models hand to attention that change its result in ways this cache does not compute.
 _UNSUPPORTED = {
-    "softcap": "soft-capped scores",
     "sinks": "learned attention sinks",
     "position_bias": "a position bias",
     "sliding_window": "a sliding window on a layer the config calls full attention",
@@ -186,7 +185,8 @@ def _attend(
         layer.abandon(queries)
         raise
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    arguments: dict[str, Any] = {"scaling": scaling, "valid": valid, "sink_logits": kwargs.get("s_aux")}
+    arguments: dict[str, Any] = {"scaling": scaling, "valid": valid}
+    arguments |= {"sink_logits": kwargs.get("s_aux"), "softcap": kwargs.get("softcap")}
     forward_pass = layer.shared.forward_pass
     if layer.index == layer.shared.model.layers[0]:
         # After a decoded token there are pending ones beside the window, and a single token is no chunk.
@@ -219,10 +219,11 @@ def _check_supported(
         if kwargs[argument] is not None:
             meaning = _UNSUPPORTED[argument]
             raise NotImplementedError(f"QAdACache does not support {meaning} ({argument}), as {name} uses: {way_out}")
-    if kwargs.get("s_aux") is not None and layer.options.kernels == "triton":
-        raise NotImplementedError(
-            f"kernels='triton' does not support learned attention sinks (s_aux), as {name} uses: use kernels='auto'"
-        )
+    for argument, meaning in {"s_aux": "learned attention sinks", "softcap": "soft-capped scores"}.items():
+        if kwargs.get(argument) is not None and layer.options.kernels == "triton":
+            raise NotImplementedError(
+                f"no Triton kernel computes {meaning} ({argument}), as {name} uses: use kernels='auto'"
+            )
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"QAdACache supports causal attention only, {name} asks for bidirectional: {way_out}")
     first = layer.index == managed.layers[0]  # once a pass: a look into the config takes as long as the other checks

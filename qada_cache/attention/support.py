@@ -71,8 +71,6 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
     way_out = f"use transformers.DynamicCache for {config.model_type}"
     if config.is_encoder_decoder:
         raise NotImplementedError(f"QAdACache serves decoder-only models: {way_out}")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise NotImplementedError(f"QAdACache does not support soft-capped attention scores: {way_out}")
     if getattr(config, "num_kv_shared_layers", 0) or any(getattr(config, "kv_sharing_modes", None) or []):
         raise NotImplementedError(f"QAdACache does not support layers that share another layer's keys: {way_out}")
     if getattr(config, "cross_attention_layers", None):

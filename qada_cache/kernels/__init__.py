@@ -16,17 +16,25 @@ HELD = 1 << 26  # numbers, 256 MiB
 
 
 def partial_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool = False, kernels: str = "auto"
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    causal: bool = False,
+    softcap: float | None = None,
+    kernels: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`reference.partial_attention` in bounded memory: by our kernel or torch's where they serve, else block by block.
 
     Args and returns as `reference.partial_attention`, without a mask; `kernels` as `choice.KINDS`. `tokens` may be 0.
     """
-    if kernels != "torch" and not causal and compiled.supports(query, key, value):
+    plain = softcap is None
+    if plain and kernels != "torch" and not causal and compiled.supports(query, key, value):
         found = compiled.compiled_partial_attention(query, key, value, scaling=scaling)
         if found is not None:
             return found
-    if sdpa.supports(query, key, value):
+    if plain and sdpa.supports(query, key, value):
         return sdpa.sdpa_partial_attention(query, key, value, scaling=scaling, causal=causal)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
@@ -42,6 +50,7 @@ def partial_attention(
                 value[..., keys, :],
                 scaling=scaling,
                 causal=causal and start == first,
+                softcap=softcap,
             )
             out[..., queries, :], lse[..., queries] = merge_partials(out[..., queries, :], lse[..., queries], *part)
     return out, lse

@@ -73,13 +73,12 @@ class Rule:
     """How a layer's heads decide and select; one object for as long as nothing of it changes.
 
     Attributes:
-        scaling: multiplies the scores.
+        scaling, softcap: of the scores, as for `reference.partial_attention`; no kernel caps them.
         threshold: tau of eq. 2 and eq. 7, in [0, 1].
-        group_rule: as in `criterion.group_decision`.
+        group_rule, token_threshold: as in `criterion.group_decision`, `sketch.select_tokens`.
         criterion: "gaussian" (eq. 7), "dense" (no head is local), "local" (every head is), or the static table bool
             `[kv_heads, group]`, True for a long-context head; "oracle", which no kernel computes.
         pool_pending: pool the moments of stored keys, where there are any, with those of the pending tokens.
-        token_threshold: as in `sketch.select_tokens`.
     """
 
     scaling: float
@@ -88,6 +87,7 @@ class Rule:
     criterion: str | Tensor = "gaussian"
     pool_pending: bool = False
     token_threshold: float = 0.0
+    softcap: float | None = None
 
     @property
     def kind(self) -> str:

@@ -21,7 +21,7 @@ from ..criterion import (
 )
 from ..sketch import Selection, Sketch, select_tokens, unread_value, unreliable
 from .decode_call import Rule
-from .reference import merge_partials, partial_attention, softmax_average
+from .reference import merge_partials, partial_attention, soft_cap, softmax_average
 
 BLOCK_SCORES = 1 << 22  # estimates of scores that are held at once
 
@@ -70,7 +70,7 @@ class Step:
 
     def __post_init__(self) -> None:
         scores = torch.matmul(self.grouped_queries.float(), self.local_keys.float().mT) * self.rule.scaling
-        self.scores = scores.unflatten(2, (-1, self.masks.local.shape[2]))
+        self.scores = soft_cap(scores, self.rule.softcap).unflatten(2, (-1, self.masks.local.shape[2]))
 
 
 class Request(NamedTuple):
@@ -140,7 +140,12 @@ def estimated_log_bulk(
     if current is not None:
         pending, scaling = step.masks.pending if pool else None, step.rule.scaling
         mean, variance, known = current_score_moments(
-            step.grouped_queries.float(), step.scores, *current, pending=pending, scaling=scaling
+            step.grouped_queries.float(),
+            step.scores,
+            *current,
+            pending=pending,
+            scaling=scaling,
+            softcap=step.rule.softcap,
         )
         own = gaussian_log_bulk(mean, variance, step.masks.bulk_tokens.unsqueeze(2))
         estimates.append(own.masked_fill(~known, torch.nan))
@@ -152,7 +157,8 @@ def other_log_bulk(step: Step, others: list[LengthMoments]) -> Tensor:
     query, tokens = step.grouped_queries.float(), step.masks.bulk_tokens.unsqueeze(2)
     found = step.scores.new_full(step.scores.shape[:-1], -torch.inf)
     for length, *pair in others:
-        mean, variance = (part.view_as(found) for part in score_moments(query, *pair, scaling=step.rule.scaling))
+        moments = score_moments(query, *pair, scaling=step.rule.scaling, softcap=step.rule.softcap)
+        mean, variance = (part.view_as(found) for part in moments)
         found = torch.where(tokens > length, gaussian_log_bulk(mean, variance, tokens), found)
     return found
 
@@ -240,7 +246,9 @@ def _attend_selected(
         row, head, tokens, which, selection = part.request
         at = row, head, slice(None), which
         mask = selection.tokens[:, tokens]
-        found = partial_attention(queries[at], part.keys[0], part.values[0], scaling=scaling, mask=mask)
+        found = partial_attention(
+            queries[at], part.keys[0], part.values[0], scaling=scaling, mask=mask, softcap=step.rule.softcap
+        )
         rest = unread_value(queries[at], sketch[row, head], selection.tilt, scaling=scaling)
         read_masses[at] = found[1]
         outs[at], masses[at] = merge_partials(*found, rest, selection.log_unread)
@@ -267,5 +275,6 @@ def _requests(
                 flags=flags[row, head, :, part],
                 scaling=step.rule.scaling,
                 token_threshold=step.rule.token_threshold,
+                softcap=step.rule.softcap,
             )
             yield Request(row, head, selection.tokens.any(dim=0).nonzero()[:, 0], part, selection)

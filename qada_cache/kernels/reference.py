@@ -10,8 +10,20 @@ from torch import Tensor
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
+def soft_cap(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores that come near `softcap` and never above it, as Gemma 2 has them: `softcap * tanh(scores / softcap)`."""
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
 def partial_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Tensor | None = None, causal: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over one part of the keys, and its log-sum-exp for merging with other parts.
 
@@ -22,13 +34,14 @@ def partial_attention(
         scaling: multiplies the scores, `1/sqrt(dim)` in most models.
         mask: bool, broadcastable to `[batch, heads, queries, tokens]`, True where a query sees a token.
         causal: query `i` sees tokens `0..i`; needs `queries == tokens` and no mask.
+        softcap: for `soft_cap`; None: scores as they are.
 
     Returns:
         `out` `[batch, heads, queries, value_dim]` float32, the softmax average of the values of this part, and
         `lse` `[batch, heads, queries]` float32, the log of the sum of exponentials of the scores. A query that
         sees nothing gets `out = 0`, `lse = -inf`, the neutral element of `merge_partials`.
     """
-    scores = torch.matmul(query.float(), key.float().transpose(-1, -2)) * scaling
+    scores = soft_cap(torch.matmul(query.float(), key.float().transpose(-1, -2)) * scaling, softcap)
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:

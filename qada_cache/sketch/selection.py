@@ -60,6 +60,7 @@ def select_tokens(
     flags: Tensor,
     scaling: float,
     token_threshold: float,
+    softcap: float | None = None,
 ) -> Selection:
     """The tokens of a KV head's bulk that are read for each query: any that one of its long-context heads asks for.
 
@@ -79,15 +80,17 @@ def select_tokens(
         flags: bool `[group, queries]`, the long-context heads.
         scaling: multiplies the scores.
         token_threshold: above 0.
+        softcap: attention weighs tokens by `softcap * tanh(s_t / softcap)`; None: by `s_t`.
     """
-    scores = estimated_scores(query.flatten(0, 1).float(), sketch, length, scaling=scaling)
-    scores = scores.unflatten(0, query.shape[:2])
+    uncapped = estimated_scores(query.flatten(0, 1).float(), sketch, length, scaling=scaling)
+    uncapped = uncapped.unflatten(0, query.shape[:2])  # which values follow
+    scores = uncapped if softcap is None else softcap * torch.tanh(uncapped / softcap)
     log_all = torch.logaddexp(log_buffer, scores.logsumexp(dim=-1))
     score_cut = log_all + math.log(token_threshold) - torch.log(bulk_tokens.float())
     tokens = ((scores >= score_cut.unsqueeze(-1)) & flags.unsqueeze(-1)).any(dim=0)
     unread = scores.masked_fill(tokens, -torch.inf)
-    variance, mean = torch.var_mean(scores, dim=-1, correction=0)
-    lifted = (unread.softmax(dim=-1).masked_fill(tokens, 0.0) * (scores - mean.unsqueeze(-1))).sum(dim=-1)
+    variance, mean = torch.var_mean(uncapped, dim=-1, correction=0)
+    lifted = (unread.softmax(dim=-1).masked_fill(tokens, 0.0) * (uncapped - mean.unsqueeze(-1))).sum(dim=-1)
     tilt = torch.where((variance > 0) & ~tokens.all(dim=-1), lifted / variance, 0.0)
     return Selection(tokens, unread.logsumexp(dim=-1) + math.log(UNREAD_WEIGHT), tilt)
 

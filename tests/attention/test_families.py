@@ -29,7 +29,6 @@ from qada_cache import QAdACache, StaticHeads, prepare
 from qada_cache.state.layer import QAdALayer
 
 UNSUPPORTED = {
-    "gemma2": (NotImplementedError, "soft-capped attention scores: use transformers.DynamicCache for gemma2"),
     "deepseek_v3": (RuntimeError, "deepseek_v3 model computes attention in a way .*use DynamicCache"),
     "gptj": (NotImplementedError, "without transformers' AttentionInterface: use transformers.DynamicCache for gptj"),
     "gemma3n": (NotImplementedError, "share another layer's keys: use transformers.DynamicCache for gemma3n"),
@@ -37,6 +36,7 @@ UNSUPPORTED = {
 SUPPORTED = [family for family in FAMILIES if family not in UNSUPPORTED]
 LAYERS = {
     "afmoe": [DynamicSlidingWindowLayer, QAdALayer],
+    "gemma2": [DynamicSlidingWindowLayer, QAdALayer],
     "gemma3": [DynamicSlidingWindowLayer, QAdALayer],
     "gpt_oss": [DynamicSlidingWindowLayer, QAdALayer],
     "qwen3_next": [LinearAttentionLayer, QAdALayer],
@@ -111,9 +111,10 @@ def test_a_learned_sink_is_local_attention(logit: float, sparsity: float) -> Non
     assert torch.allclose(logits_of(got), logits_of(wanted), atol=1e-4)
 
 
-def test_tokens_are_selected_beside_a_learned_sink() -> None:
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
+def test_tokens_are_selected_beside_a_learned_sink_and_by_soft_capped_scores(family: str) -> None:
     """All that the sketch finds in the bulk, at a threshold that hardly any token is below."""
-    model, ids = tiny("gpt_oss", max_position_embeddings=2048), prompt(1300)[0]
+    model, ids = tiny(family, max_position_embeddings=2048), prompt(1300)[0]
     wanted = generate(model, ids, DynamicCache(config=model.config), tokens=6)
     cache = QAdACache(model, threshold=1 - 1e-9, moments="current", token_threshold=1e-9, **SMALL)
     got = generate(model, ids, cache, tokens=6)
@@ -121,9 +122,13 @@ def test_tokens_are_selected_beside_a_learned_sink() -> None:
     assert torch.allclose(logits_of(got), logits_of(wanted), atol=1e-3)
 
 
-def test_triton_has_no_learned_sinks() -> None:
-    model = tiny("gpt_oss")
-    with pytest.raises(NotImplementedError, match=r"kernels='triton' does not support learned attention sinks \(s_aux"):
+@pytest.mark.parametrize(
+    ("family", "refused"),
+    [("gpt_oss", r"learned attention sinks \(s_aux\)"), ("gemma2", r"soft-capped scores \(softcap\)")],
+)
+def test_triton_has_no_learned_sinks_and_no_soft_caps(family: str, refused: str) -> None:
+    model = tiny(family)
+    with pytest.raises(NotImplementedError, match=f"no Triton kernel computes {refused}"):
         generate(model, prompt(60)[0], exact(model, kernels="triton", moments="current"))
 
 

@@ -87,8 +87,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "initializer_range": 0.2, **_HYBRID},
     ),
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 8, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 2, "initializer_range": 0.1, **_HYBRID},
+    ),
     # Not supported, each for a reason of its own.
-    "gemma2": ("Gemma2", {"head_dim": 8, "attn_logit_softcapping": 5.0, **_HYBRID}),
     "deepseek_v3": ("DeepseekV3", _LATENT),
     "gptj": ("GPTJ", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_inner": 48, "rotary_dim": 4, "n_positions": 1024}),
     "gemma3n": ("Gemma3n", _SHARED),
