@@ -180,6 +180,7 @@ struct Selecting {
 
     // Of a flagged head, by `lse` of its local attention; false if its estimates are `unreliable` for a query.
     bool ask(const Decode& call, int64_t row, int64_t head, const float* lse) {
+        estimates(call, row, head).prefetch_sample(call.stored(row));  // long before it is needed
         if (!round_queries(call, row, head)) return false;
         int64_t first = (row * call.kv_heads + head) * QUERIES;
         Partial beyond(call.query + first * DIM, call.scaling);
@@ -204,7 +205,7 @@ struct Selecting {
     bool round_queries(const Decode& call, int64_t row, int64_t head) {
         int64_t first = (row * call.kv_heads + head) * QUERIES;
         int64_t count = call.segments_of(call.stored(row)), active = 0;
-        segments.assign(count, Rounded{});
+        Slots queries[SLOT_VECTORS][DIM] = {};
         for (int q = 0; q < QUERIES; q++) {
             if (!call.flags[first + q]) continue;
             Floats lanes[DIM / WIDTH];
@@ -217,10 +218,7 @@ struct Selecting {
             }
             float half_variance = 0.5f * call.scaling * call.scaling * noise;
             if (half_variance > call.unreliable && noise > call.noise_share * variance) return false;
-            for (int64_t s = 0; s < count; s++)
-                segments[s].add(query, call.centres.at(row, head) + s * DIM, call.order.at(row, head) + s * DIM,
-                                call.weights.at(row, head) + s * DIM, call.errors, call.layout(),
-                                call.units.at(row, head)[s], call.scaling);
+            for (int d = 0; d < DIM; d++) queries[active / SLOTS][d][active % SLOTS] = query[d];
             for (int d = 0; d < DIM; d++) query[d] *= call.slope_units.at(row, head)[d];
             for (int v = 0; v < VALUE_DIM; v++) {
                 const int8_t* slopes = call.slopes.at(row, head) + v * DIM;
@@ -230,6 +228,14 @@ struct Selecting {
                 along[active * VALUE_DIM + v] = call.scaling * product;
             }
             active++;
+        }
+        segments.resize(count);
+        for (int64_t s = 0; s < count; s++) {
+            segments[s].count = active;
+            for (int v = 0; v < SLOT_VECTORS; v++)
+                segments[s].round(v, queries[v], call.centres.at(row, head) + s * DIM, call.order.at(row, head) + s * DIM,
+                                  call.weights.at(row, head) + s * DIM, call.errors, call.layout(),
+                                  call.units.at(row, head)[s], call.scaling);
         }
         return true;
     }

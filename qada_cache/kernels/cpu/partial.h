@@ -49,6 +49,7 @@ typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 constexpr int BLOCK = 32;          // keys whose scores are held at once: few, so that reading never pauses for long
 constexpr int PREFETCH_BYTES = 2048;        // bytes that are asked for before they are needed
 constexpr int CACHE_LINE = 64;     // bytes
+constexpr int TO_L2 = 2;           // where prefetches go: more of them are under way at once than to the first level
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int REGISTERS = 24;      // vectors of sums that stay in registers while values stream by, of 32
 #else
@@ -121,7 +122,7 @@ inline void unpack(const Element* row, Floats* out) {
 template <int SIZE>
 INLINED void prefetch(const Element* row) {
     for (int byte = 0; byte < int(SIZE * sizeof(Element)); byte += CACHE_LINE)
-        __builtin_prefetch((const char*)row + byte);
+        __builtin_prefetch((const char*)row + byte, 0, TO_L2);
 }
 
 // Which rows of keys and values are read: one after the other,

@@ -13,7 +13,7 @@
 namespace {
 
 constexpr int SPAN = 64;         // keys that are scored at once
-constexpr int PREFETCH_SPANS = 4;    // whose codes are asked for before they are needed
+constexpr int PREFETCH_SPANS = 8;    // whose codes are asked for before they are needed
 constexpr float LEVELS = 127;    // a rounded query's largest value
 
 inline float widened(uint16_t bfloat16) {
@@ -30,52 +30,74 @@ struct Words {
     int coded() const { return 8 * of_four + 16 * of_two + 32 * of_one; }
 };
 
+// One number of each query of a head, in vectors of whole powers of two: one channel at a time, all queries at once.
+constexpr int SLOTS = QUERIES <= 4 ? 4 : QUERIES <= 8 ? 8 : 16;
+constexpr int SLOT_VECTORS = (QUERIES + SLOTS - 1) / SLOTS;
+typedef float Slots __attribute__((vector_size(4 * SLOTS)));
+typedef int32_t SlotIntegers __attribute__((vector_size(4 * SLOTS)));
+
 // In place, as by `layout.rotate`.
-inline void rotate(float* values, int count) {
-    for (int first = 0; first < count; first += 8)
+inline void rotate(Slots* values, int count) {
+    for (Slots* block = values; block < values + count; block += 8) {
+#pragma GCC unroll 3
         for (int apart = 1; apart < 8; apart *= 2)
-            for (int i = first; i < first + 8; i++)
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++)
                 if (!(i & apart)) {
-                    float one = values[i], other = values[i + apart];
-                    values[i] = one + other;
-                    values[i + apart] = one - other;
+                    Slots one = block[i], other = block[i + apart];
+                    block[i] = one + other;
+                    block[i + apart] = one - other;
                 }
-    for (int i = 0; i < count; i++) values[i] *= 0.35355339f;
+        for (int i = 0; i < 8; i++) block[i] *= 0.35355339f;
+    }
 }
 
-// The flagged queries of a head, as one segment's codes meet them: rounded as by `codec.round_query`, and
-// what else estimates take, `middle + scale * (step * product - offset + spread * scale)`.
+// The flagged queries of a head, the first `count`, as one segment's codes meet them: rounded as by `codec.round_query`,
+// and what else estimates take, `middle + scale * (step * product - offset + spread * scale)`.
 struct Rounded {
-    int count = 0;
-    alignas(4) int8_t integers[QUERIES][DIM];
-    float middle[QUERIES], step[QUERIES], offset[QUERIES], spread[QUERIES];
+    int count;
+    int32_t fours[DIM / 4][SLOT_VECTORS * SLOTS];  // of four channels the rounded values, a byte each
+    float middle[SLOT_VECTORS * SLOTS], step[SLOT_VECTORS * SLOTS], offset[SLOT_VECTORS * SLOTS];
+    float spread[SLOT_VECTORS * SLOTS];
 
-    // Adds `query` [DIM]; `centre`, `order`, `weights` and `errors` [DIM]; `unit` of the segment's scales, which are
-    // integers from here on.
-    void add(const float* query, const uint16_t* centre, const Channel* order, const uint16_t* weights,
-             const float* errors, Words words, float unit, float scaling) {
-        float rotated[DIM], highest = 0, along = 0, error = 0;
+    // `queries` [DIM] of vector `v`; `centre`, `order`, `weights` and `errors` [DIM]; `unit` of the segment's scales,
+    // which are integers from here on.
+    void round(int v, const Slots* queries, const uint16_t* centre, const Channel* order, const uint16_t* weights,
+               const float* errors, Words words, float unit, float scaling) {
+        Slots rotated[DIM], highest = {}, along = {}, error = {};
         for (int d = 0; d < DIM; d++) {
-            rotated[d] = query[order[d]] / widened(weights[d]);
+            rotated[d] = queries[order[d]] / widened(weights[d]);
             error += rotated[d] * rotated[d] * errors[d];
-            along += query[d] * widened(centre[d]);
+            along += queries[d] * widened(centre[d]);
         }
         const int coded = words.coded();
         rotate(rotated, coded);
-        for (int d = 0; d < coded; d++) highest = std::max(highest, fabsf(rotated[d]));
-        float step_unit = std::max(highest, 1.17549435e-38f) / LEVELS;
-        int sum = 0;  // of queries times the highest levels: codes are indices, and odd integers twice that less these
         for (int d = 0; d < coded; d++) {
-            integers[count][d] = (int8_t)nearbyintf(rotated[d] / step_unit);
-            int level = d < 8 * words.of_four ? 15 : d < 8 * words.of_four + 16 * words.of_two ? 3 : 1;
-            sum += integers[count][d] * level;
+            Slots size = rotated[d] < 0.0f ? -rotated[d] : rotated[d];
+            highest = size > highest ? size : highest;
         }
-        middle[count] = along * scaling;
-        step[count] = 2 * scaling * step_unit * unit;
-        offset[count] = sum * scaling * step_unit * unit;
-        spread[count] = error * unit * unit;
-        count++;
+        const Slots least = Slots{} + 1.17549435e-38f;
+        Slots step_unit = (highest > least ? highest : least) / LEVELS;
+        SlotIntegers sum = {};  // of queries times the highest levels: codes are indices, odd integers twice that less these
+        for (int d = 0; d < coded; d += 4) {
+            const int level = d < 8 * words.of_four ? 15 : d < 8 * words.of_four + 16 * words.of_two ? 3 : 1;
+            SlotIntegers packed = {};
+            for (int i = 0; i < 4; i++) {
+                // The sum with 1.5 * 2^23 has no room for fractions: it rounds half to even.
+                Slots shifted = rotated[d + i] / step_unit + 12582912.0f;
+                SlotIntegers rounded = (SlotIntegers)shifted - 0x4b400000;
+                sum += rounded * level;
+                packed |= (rounded & 0xff) << (8 * i);
+            }
+            std::memcpy(&fours[d / 4][v * SLOTS], &packed, sizeof packed);
+        }
+        Slots unit_step = scaling * step_unit * unit;
+        put(middle, v, along * scaling);
+        put(step, v, 2 * unit_step);
+        put(offset, v, __builtin_convertvector(sum, Slots) * unit_step);
+        put(spread, v, error * unit * unit);
     }
+    static void put(float* to, int v, Slots slots) { std::memcpy(to + v * SLOTS, &slots, sizeof slots); }
 };
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
@@ -122,8 +144,7 @@ void add_words(const uint32_t* codes, int64_t stride, int words, const Rounded& 
             for (int plane = 0; plane < 8 / BITS; plane++) {
                 Bytes values = bits_of(packed, plane * BITS, MASK);
                 for (int q = 0; q < QUERIES; q++) {  // others have integers as well, of no use
-                    int32_t four;
-                    std::memcpy(&four, &queries.integers[q][first + (word * (8 / BITS) + plane) * 4], sizeof four);
+                    int32_t four = queries.fours[first / 4 + word * (8 / BITS) + plane][q];
                     sums[q] = add_products(sums[q], values, broadcast(four));
                 }
             }
@@ -135,7 +156,8 @@ void add_words(const uint32_t* codes, int64_t stride, int words, const Rounded& 
         for (int value = 0; value < 32 / BITS; value++) {
             int shift = value % 4 * 8 + value / 4 * BITS;
             for (int q = 0; q < queries.count; q++) {
-                int32_t factor = queries.integers[q][first + word * (32 / BITS) + value];
+                int channel = first + word * (32 / BITS) + value;
+                int32_t factor = (int8_t)(queries.fours[channel / 4][q] >> channel % 4 * 8);
 #pragma omp simd
                 for (int key = 0; key < SPAN; key++)
                     products[q][key] += (int32_t)(codes[word * stride + key] >> shift & MASK) * factor;
