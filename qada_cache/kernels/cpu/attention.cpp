@@ -5,6 +5,17 @@
 
 #include "decide.h"
 
+namespace {
+
+// Parts to split a head's keys into when `heads` of them are shared by `threads`: several for each thread, as they do
+// not all get to work at once.
+int64_t splits_of(int64_t tokens, int64_t heads, int threads, int64_t split_tokens) {
+    int64_t wanted = (4 * threads + heads - 1) / heads;
+    return std::max<int64_t>(1, std::min(wanted, tokens / split_tokens));
+}
+
+}  // namespace
+
 // `query` [batch, heads, QUERIES, DIM] contiguous; `key` and `value` [batch, heads, tokens, *], whose rows of a head
 // are contiguous and whose batches and heads are so many elements apart; `out` [batch, heads, QUERIES, VALUE_DIM] and
 // `lse` [batch, heads, QUERIES]. Returns 1 if memory ran out.

@@ -229,6 +229,11 @@ struct Partial {
     template <typename Rows = ContiguousRows>
     void add(const Element* key, const Element* value, int64_t tokens, Rows rows = {}) {
         float scores[QUERIES][BLOCK];
+        if constexpr (std::is_same_v<Rows, IndexedRows>)  // which no hardware foresees
+            for (int64_t t = 0; t < std::min<int64_t>(BLOCK, tokens); t++) {
+                prefetch<DIM>(key + rows[t] * DIM);
+                prefetch<VALUE_DIM>(value + rows[t] * VALUE_DIM);
+            }
         for (int64_t first = 0; first < tokens; first += BLOCK) {
             int count = (int)std::min<int64_t>(BLOCK, tokens - first);
             for (int t = 0; t < count; t++) {
@@ -287,13 +292,6 @@ void merge(const float* parts, const float* part_lse, int64_t count, int q, floa
     }
     *lse = peak + logf(total);
     for (int d = 0; d < VALUE_DIM; d++) out[d] = sums[d] / total;
-}
-
-// Parts to split a head's keys into when `heads` of them are shared by `threads`: several for each thread, as they do
-// not all get to work at once.
-int64_t splits_of(int64_t tokens, int64_t heads, int threads, int64_t split_tokens) {
-    int64_t wanted = (4 * threads + heads - 1) / heads;
-    return std::max<int64_t>(1, std::min(wanted, tokens / split_tokens));
 }
 
 }  // namespace

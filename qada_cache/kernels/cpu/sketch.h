@@ -127,54 +127,62 @@ inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {  // pairs stay
 inline Bytes broadcast(int32_t four) { return _mm256_set1_epi32(four); }
 #endif
 
-// Adds products of `SPAN` keys' words of `BITS` a value to `products`; `codes` of one word lie side by side, those of the
-// next one `stride` further on. Words meet the queries' integers from `first` on.
+#if defined(WIDE_PRODUCTS)
+constexpr int KEYS = sizeof(Bytes) / 4;  // that are multiplied at once
+
+// Adds products of `KEYS` keys' words of `BITS` a value to `sums`; the next word's codes lie `stride` further on. Words
+// meet the queries' integers from channel `first` on.
+template <int BITS>
+inline void add_words(const uint32_t* codes, int64_t stride, int words, const Rounded& queries, int first, Bytes* sums) {
+    for (int word = 0; word < words; word++) {
+        Bytes packed = loaded(codes + word * stride);
+#pragma GCC unroll 8
+        for (int plane = 0; plane < 8 / BITS; plane++) {
+            Bytes values = bits_of(packed, plane * BITS, (1 << BITS) - 1);
+            const int32_t* fours = queries.fours[first / 4 + word * (8 / BITS) + plane];
+            for (int q = 0; q < QUERIES; q++)  // others have integers as well, of no use
+                sums[q] = add_products(sums[q], values, broadcast(fours[q]));
+        }
+    }
+}
+#else
+// The same of `SPAN` keys, one after the other.
 template <int BITS>
 void add_words(const uint32_t* codes, int64_t stride, int words, const Rounded& queries, int first,
                int32_t (*products)[SPAN]) {
-    constexpr int MASK = (1 << BITS) - 1;
-#if defined(WIDE_PRODUCTS)
-    constexpr int KEYS = sizeof(Bytes) / 4;
-    for (int key = 0; key < SPAN; key += KEYS) {
-        Bytes sums[QUERIES];
-        for (int q = 0; q < QUERIES; q++) sums[q] = loaded(&products[q][key]);
-        for (int word = 0; word < words; word++) {
-            Bytes packed = loaded(codes + word * stride + key);
-#pragma GCC unroll 8
-            for (int plane = 0; plane < 8 / BITS; plane++) {
-                Bytes values = bits_of(packed, plane * BITS, MASK);
-                for (int q = 0; q < QUERIES; q++) {  // others have integers as well, of no use
-                    int32_t four = queries.fours[first / 4 + word * (8 / BITS) + plane][q];
-                    sums[q] = add_products(sums[q], values, broadcast(four));
-                }
-            }
-        }
-        for (int q = 0; q < QUERIES; q++) store(&products[q][key], sums[q]);
-    }
-#else
     for (int word = 0; word < words; word++)
         for (int value = 0; value < 32 / BITS; value++) {
-            int shift = value % 4 * 8 + value / 4 * BITS;
+            int shift = value % 4 * 8 + value / 4 * BITS, channel = first + word * (32 / BITS) + value;
             for (int q = 0; q < queries.count; q++) {
-                int channel = first + word * (32 / BITS) + value;
                 int32_t factor = (int8_t)(queries.fours[channel / 4][q] >> channel % 4 * 8);
 #pragma omp simd
                 for (int key = 0; key < SPAN; key++)
-                    products[q][key] += (int32_t)(codes[word * stride + key] >> shift & MASK) * factor;
+                    products[q][key] += (int32_t)(codes[word * stride + key] >> shift & ((1 << BITS) - 1)) * factor;
             }
         }
-#endif
 }
+#endif
 
 // Products of rounded queries with `SPAN` keys' codes; of the codes alone, not yet of the odd integers behind them.
-inline void multiply(const uint32_t* codes, int64_t stride, Words words, const Rounded& queries,
-                     int32_t (*products)[SPAN]) {
+INLINED void multiply(const uint32_t* codes, int64_t stride, Words words, const Rounded& queries,
+                      int32_t (*products)[SPAN]) {
+    const uint32_t *twos = codes + words.of_four * stride, *ones = twos + words.of_two * stride;
+    const int first_two = 8 * words.of_four, first_one = first_two + 16 * words.of_two;
+#if defined(WIDE_PRODUCTS)
+    for (int key = 0; key < SPAN; key += KEYS) {
+        Bytes sums[QUERIES];
+        for (int q = 0; q < QUERIES; q++) sums[q] = zeros();
+        add_words<4>(codes + key, stride, words.of_four, queries, 0, sums);
+        add_words<2>(twos + key, stride, words.of_two, queries, first_two, sums);
+        add_words<1>(ones + key, stride, words.of_one, queries, first_one, sums);
+        for (int q = 0; q < QUERIES; q++) store(&products[q][key], sums[q]);
+    }
+#else
     std::memset(products, 0, sizeof(int32_t) * QUERIES * SPAN);
     add_words<4>(codes, stride, words.of_four, queries, 0, products);
-    codes += words.of_four * stride;
-    add_words<2>(codes, stride, words.of_two, queries, 8 * words.of_four, products);
-    codes += words.of_two * stride;
-    add_words<1>(codes, stride, words.of_one, queries, 8 * words.of_four + 16 * words.of_two, products);
+    add_words<2>(twos, stride, words.of_two, queries, first_two, products);
+    add_words<1>(ones, stride, words.of_one, queries, first_one, products);
+#endif
 }
 
 }  // namespace
