@@ -203,7 +203,7 @@ def test_options_named_in_passing_exist(monkeypatch: pytest.MonkeyPatch) -> None
     for path in sorted((ROOT / "eval").glob("*.py")):
         if "def main(" in path.read_text(encoding="utf-8"):
             required = {"trials": ["--out", "t"], "sweep": ["--out", "t"], "heads": ["--out", "t"],
-                        "convert": ["--out", "t"]}.get(path.stem, [])  # fmt: skip
+                        "convert": ["--out", "t"], "energies": ["--out", "t"]}.get(path.stem, [])  # fmt: skip
             known |= option_strings(read_by([f"eval.{path.stem}", *required], monkeypatch))
     known |= option_strings(read_by(["qada", "moments", "--model", "m", "--out", "f"], monkeypatch))
     known |= {option for parameter in transformers.app.commands["serve"].params for option in parameter.opts}

@@ -1,0 +1,133 @@
+"""Whose queries may say how keys are coded: `python -m eval.energies`.
+
+    python -m eval.energies --model FILE.gguf --lengths 3072 --out energies.csv
+
+Prose is read exactly, and its keys are coded by query energies of several prompts. For the queries of the tokens that
+follow, estimated scores are compared with the true ones: the variance, over the tokens of the bulk, of what an estimate
+is off by, in squared nats; the mean over queries, heads and layers, and the mean of the layer where it is greatest.
+"""
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from eval.shared.deciding import follow, prefill
+from eval.shared.language_model import DEFAULT, HELP, label, load
+from eval.shared.tables import machine, plain, write
+from eval.shared.texts import Document, prose
+from eval.trials import exact_cache
+from qada_cache import KeyMoments
+from qada_cache.attention import by_torch
+from qada_cache.kernels.query_adaptive import Step
+from qada_cache.sketch.codec import estimated_scores
+from qada_cache.state.layer import QAdALayer
+from qada_cache.state.shared import SKETCH_BITS
+from qada_cache.storage.bulk_sketch import BulkSketch
+from qada_cache.storage.store import TokenStore
+
+PROMPTS = ("random-tokens", "random-words", "wiki", "single-word")
+ALIKE, OTHER, SAME = "all channels alike", "other prose", "the same prose"
+
+
+def collected(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: dict[str, str | Tensor]
+) -> dict[str, Tensor | None]:
+    """Query energies `[layers, kv_heads, dim]` of prompts: names, or token ids."""
+    return {
+        name: KeyMoments.collect(model, tokenizer, prompt, progress=False).query_energies
+        for name, prompt in prompts.items()
+    }
+
+
+def errors(store: TokenStore, step: Step, bits: float, energies: Tensor | None) -> float:
+    """Mean over one layer's queries and heads of the variance, over tokens, of what estimates are off by."""
+    bulk, length = store.bulk, store.bulk.lengths[0]
+    keys, values = bulk.read(slice(0, 1), slice(None), 0, length)
+    sketch = BulkSketch.of(keys, values, bits, energies)
+    assert sketch is not None
+    sketch.append_from(bulk, slice(0, 1))
+    found = []
+    for head, queries in enumerate(step.grouped_queries[0].float()):
+        estimates = estimated_scores(queries, sketch.tensors[0, head], length, scaling=step.rule.scaling)
+        found.append((estimates - step.rule.scaling * queries @ keys[0, head].float().mT).var(dim=-1))
+    return float(torch.stack(found).mean())
+
+
+def measure(
+    model: PreTrainedModel, document: Document, energies: dict[str, Tensor | None], bits: float
+) -> dict[str, list[float]]:
+    """By the source of the energies, `errors` of every layer."""
+    found = defaultdict(list)
+
+    @contextmanager
+    def watching() -> Iterator[None]:
+        def note(layer: QAdALayer, step: Step, *_: Tensor) -> None:
+            assert layer.store is not None
+            place = layer.shared.model.layers.index(layer.index)
+            for name, known in energies.items():
+                found[name].append(errors(layer.store, step, bits, None if known is None else known[place]))
+
+        with (
+            mock.patch.object(by_torch, "audit", note),
+            mock.patch.object(QAdALayer, "is_audited", return_value=True),
+        ):
+            yield
+
+    cache = exact_cache(model)
+    prefill(model, document, cache)
+    with watching():
+        follow(model, document, cache)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m eval.energies", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--model", default=DEFAULT, help=HELP)
+    add("--lengths", type=int, nargs="+", default=[3072], help="tokens (default: %(default)s)")
+    add("--documents", type=int, default=3, help="of each length (default: %(default)s)")
+    add("--bits", type=float, default=SKETCH_BITS, help="of a value, on average (default: %(default)s)")
+    add("--out", type=Path, required=True, help="CSV table, added to if it exists")
+    options = parser.parse_args(arguments)
+    if not options.out.parent.is_dir():
+        parser.error(f"--out: there is no folder {options.out.parent}")
+    try:
+        model, tokenizer = load(options.model)
+    except (OSError, ValueError) as error:
+        parser.error(f"--model: {error}")
+    for length in options.lengths:
+        *documents, other = islice(prose(tokenizer, length=length, following=64), options.documents + 1)
+        named: dict[str, str | Tensor] = {name: name for name in PROMPTS}
+        known = {ALIKE: None} | collected(model, tokenizer, named | {OTHER: other.text[0]})
+        found = defaultdict(list)
+        for document in tqdm(documents, unit="text"):
+            energies = known | collected(model, tokenizer, {SAME: document.text[0]})
+            for name, errors_by_layer in measure(model, document, energies, options.bits).items():
+                found[name].append(errors_by_layer)
+        layers = {name: torch.tensor(each).mean(dim=0) for name, each in found.items()}
+        rows = [
+            {
+                "model": label(options.model), "length": length, "bits": options.bits, "energies": name,
+                "mean_variance": f"{each.mean():.3f}", "greatest_of_a_layer": f"{each.max():.3f}",
+                "documents": len(documents),
+            }
+            for name, each in layers.items()
+        ]  # fmt: skip
+        write(options.out, rows, add=True, machine=machine())
+        print(plain(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
