@@ -206,7 +206,7 @@ def test_what_it_refuses(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
         prepare(tiny(), moments="nowhere.safetensors")
     with pytest.raises(NotImplementedError):
-        prepare(tiny("gemma2"))
+        prepare(tiny("gemma3n"))
     assert not folder.exists()
 
 

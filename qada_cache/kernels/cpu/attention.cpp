@@ -56,13 +56,13 @@ struct Job {
 // One decode step, in phases: what follows from a phase is planned by one thread, the rest is done by all.
 struct Step {
     const Decode& call;
+    std::vector<Scan>& pool;  // which keeps its memory, as that of a step comes page by page, slower than it is used
     int64_t kv_heads;  // of all rows
     std::vector<float> local_out, local_lse, parts, part_lse;
     std::vector<int64_t> first_part, part_count;  // of each head: local attention, pending tokens, bulk; none if local
     std::vector<uint8_t> needed, selects;  // whether a head reads its bulk, and selects tokens of it
     std::vector<Job> jobs;
     std::vector<Selecting> selecting;
-    std::vector<Scan>& pool;  // which keeps its memory, as that of a step comes page by page, slower than it is used
     int64_t scan_count = 0, bulk_read_bytes = 0, sketch_read_bytes = 0;  // bytes for the call's counters
 
     Step(const Decode& call, std::vector<Scan>& pool)

@@ -180,7 +180,6 @@ struct Selecting {
 
     // Of a flagged head, by `lse` of its local attention; false if its estimates are `unreliable` for a query.
     bool ask(const Decode& call, int64_t row, int64_t head, const float* lse) {
-        estimates(call, row, head).prefetch_sample(call.stored(row));  // long before it is needed
         if (!round_queries(call, row, head)) return false;
         int64_t first = (row * call.kv_heads + head) * QUERIES;
         Partial beyond(call.query + first * DIM, call.scaling);
@@ -230,13 +229,13 @@ struct Selecting {
             active++;
         }
         segments.resize(count);
-        for (int64_t s = 0; s < count; s++) {
-            segments[s].count = active;
+        for (Rounded& segment : segments) segment.count = active;
+        estimates(call, row, head).prefetch_sample(call.stored(row));  // it comes while queries are rounded
+        for (int64_t s = 0; s < count; s++)
             for (int v = 0; v < SLOT_VECTORS; v++)
                 segments[s].round(v, queries[v], call.centres.at(row, head) + s * DIM, call.order.at(row, head) + s * DIM,
                                   call.weights.at(row, head) + s * DIM, call.errors, call.layout(),
                                   call.units.at(row, head)[s], call.scaling);
-        }
         return true;
     }
 };

@@ -103,7 +103,7 @@ struct Estimates {
     const int64_t room;
     const Words words;
     const uint8_t* scales;
-    const int count = segments.empty() ? 0 : segments[0].count;  // of queries
+    const int count = segments[0].count;  // of queries
     Singles scores[QUERIES][VECTORS];  // of the span that was computed last, -inf where there is no token
 
     // Of `tokens` tokens from `first` on, all of one segment.
