@@ -154,7 +154,11 @@ def _mask(base: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
 
 def _base(module: torch.nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The model's own attention."""
-    return own_attention(module, _BASES[cast(PreTrainedConfig, module.config)._attn_implementation])
+    return own_attention(module, _base_name(module))
+
+
+def _base_name(module: torch.nn.Module) -> str:
+    return _BASES[cast(PreTrainedConfig, module.config)._attn_implementation]
 
 
 @outside_graphs
@@ -186,7 +190,9 @@ def _attend(
         raise
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     arguments: dict[str, Any] = {"scaling": scaling, "valid": valid}
-    arguments |= {"sink_logits": kwargs.get("s_aux"), "softcap": kwargs.get("softcap")}
+    # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
+    softcap = kwargs.get("softcap") if _base_name(module) == "eager" else None
+    arguments |= {"sink_logits": kwargs.get("s_aux"), "softcap": softcap}
     forward_pass = layer.shared.forward_pass
     if layer.index == layer.shared.model.layers[0]:
         # After a decoded token there are pending ones beside the window, and a single token is no chunk.

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from models import SMALL, generate, logits_of, prompt, tiny
+from models import SMALL, exact, generate, logits_of, prompt, tiny
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, Gemma2ForCausalLM
 
 from qada_cache import QAdACache
 from qada_cache.criterion import score_moments
@@ -94,6 +94,17 @@ def test_the_cap_counts() -> None:
     ids = prompt(150)[0]
     with_cap, without = (generate(each, ids, DynamicCache(config=each.config)) for each in (model, other))
     assert (logits_of(with_cap) - logits_of(without)).abs().max() > 0.1
+
+
+def test_what_sdpa_ignores_is_ignored() -> None:
+    """As transformers before 5.23 does; newer ones have no "sdpa" for such models."""
+    if not Gemma2ForCausalLM._supports_sdpa:
+        with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+            tiny("gemma2", attention="sdpa")
+        return
+    model, ids = tiny("gemma2", attention="sdpa"), prompt(150)[0]
+    wanted = generate(model, ids, DynamicCache(config=model.config))
+    assert (logits_of(generate(model, ids, exact(model))) - logits_of(wanted)).abs().max() < 1e-3
 
 
 def test_decisions_are_audited() -> None:

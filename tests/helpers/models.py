@@ -191,7 +191,8 @@ def rounding(model: PreTrainedModel, ids: Tensor) -> float:
 def tiny_like(model: PreTrainedModel, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
     """The same weights in another dtype, and with an attention implementation that no cache has switched."""
     config = type(model.config)(**{k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "model_type")})
-    attention = attention or ("sdpa" if model._supports_sdpa else "eager")
+    capped = getattr(config, "attn_logit_softcapping", None)  # which "sdpa" ignores, or does not take
+    attention = attention or ("sdpa" if model._supports_sdpa and not capped else "eager")
     # Batched, experts have no float64.
     twin = type(model)._from_config(config, attn_implementation=attention, experts_implementation="eager").eval()
     twin.load_state_dict(model.state_dict())
