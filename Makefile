@@ -4,6 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 OLDEST := .oldest
+PYTEST := $(RUN) -m pytest -n auto --maxprocesses 4
 
 .PHONY: demo test test-all test-oldest check wheel gpu clean
 
@@ -25,13 +26,13 @@ demo: $(VENV)/.installed
 	$(RUN) -m eval.demo
 
 test: $(VENV)/.installed
-	$(RUN) -m pytest -n auto --maxprocesses 4 -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: $(VENV)/.installed
-	$(RUN) -m pytest -n auto --maxprocesses 4 -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 test-oldest: $(OLDEST)/.installed
-	PYTHONPATH=$(OLDEST) $(RUN) -m pytest -n auto --maxprocesses 4 -m "not slow and not gpu"
+	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not slow and not gpu"
 
 # Compiles the Triton kernels, which everywhere else their interpreter runs; then every method side by side.
 gpu: $(VENV)/.installed

@@ -10,24 +10,20 @@ is off by, in squared nats; the mean over queries, heads and layers, and the mea
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.shared.deciding import follow, prefill
+from eval.shared.deciding import PROMPTS, auditing, follow, prefill
 from eval.shared.language_model import DEFAULT, HELP, label, load
 from eval.shared.tables import machine, plain, write
 from eval.shared.texts import Document, prose
 from eval.trials import exact_cache
 from qada_cache import KeyMoments
-from qada_cache.attention import by_torch
 from qada_cache.kernels.query_adaptive import Step
 from qada_cache.sketch.codec import estimated_scores
 from qada_cache.state.layer import QAdALayer
@@ -35,7 +31,6 @@ from qada_cache.state.shared import SKETCH_BITS
 from qada_cache.storage.bulk_sketch import BulkSketch
 from qada_cache.storage.store import TokenStore
 
-PROMPTS = ("random-tokens", "random-words", "wiki", "single-word")
 ALIKE, OTHER, SAME = "all channels alike", "other prose", "the same prose"
 
 
@@ -69,23 +64,15 @@ def measure(
     """By the source of the energies, `errors` of every layer."""
     found = defaultdict(list)
 
-    @contextmanager
-    def watching() -> Iterator[None]:
-        def note(layer: QAdALayer, step: Step, *_: Tensor) -> None:
-            assert layer.store is not None
-            place = layer.shared.model.layers.index(layer.index)
-            for name, known in energies.items():
-                found[name].append(errors(layer.store, step, bits, None if known is None else known[place]))
-
-        with (
-            mock.patch.object(by_torch, "audit", note),
-            mock.patch.object(QAdALayer, "is_audited", return_value=True),
-        ):
-            yield
+    def note(layer: QAdALayer, step: Step, *_: Tensor) -> None:
+        assert layer.store is not None
+        place = layer.shared.model.layers.index(layer.index)
+        for name, known in energies.items():
+            found[name].append(errors(layer.store, step, bits, None if known is None else known[place]))
 
     cache = exact_cache(model)
     prefill(model, document, cache)
-    with watching():
+    with auditing(note):
         follow(model, document, cache)
     return found
 

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lm_eval
 import torch
 from torch import Tensor
 
 from eval.shared import language_model
+from eval.shared.deciding import auditing
 from eval.shared.tables import write
 from eval.sweep import task_manager
 from qada_cache import KeyMoments, QAdACache
@@ -51,10 +51,7 @@ class Recorder:
         def write(layer: QAdALayer, step: Step, flags: Tensor, bulk_lse: Tensor, read_lse: Tensor) -> None:
             self._write(layer, step, bulk_lse)
 
-        with (
-            mock.patch.object(by_torch, "audit", write),
-            mock.patch.object(QAdALayer, "is_audited", return_value=True),
-        ):
+        with auditing(write):
             yield
 
     def _write(self, layer: QAdALayer, step: Step, bulk_lse: Tensor) -> None:

@@ -87,6 +87,11 @@ class StaticHeads:
         return cls(tensors["static_heads"])
 
 
+def soft_cap(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores that come near `softcap` and never above it, as Gemma 2 has them: `softcap * tanh(scores / softcap)`."""
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
 def score_moments(
     query: Tensor, mean: Tensor, covariance: Tensor, *, scaling: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:

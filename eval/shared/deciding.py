@@ -7,7 +7,7 @@ exactly, and the rest is left out. The estimate is made from bounds of pages; "t
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eval.shared.tables import Rows
 from eval.shared.texts import Document
 from qada_cache import QAdACache
-from qada_cache.attention import decode
+from qada_cache.attention import by_torch, decode
 from qada_cache.criterion import GROUP_RULES
 from qada_cache.kernels import query_adaptive, softmax_average
 from qada_cache.kernels.query_adaptive import Step
@@ -180,6 +180,16 @@ def reading(tokens: str) -> Iterator[None]:
     with (
         mock.patch.object(decode, "attend_by_torch", remembering),
         mock.patch.object(query_adaptive, "attend_whole_bulk", some),
+    ):
+        yield
+
+
+@contextmanager
+def auditing(note: Callable[..., None]) -> Iterator[None]:
+    """Every layer of every query-adaptive call made inside is audited, by `note` (arguments of `by_torch.audit`)."""
+    with (
+        mock.patch.object(by_torch, "audit", note),
+        mock.patch.object(QAdALayer, "is_audited", return_value=True),
     ):
         yield
 

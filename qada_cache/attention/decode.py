@@ -38,7 +38,7 @@ def attend_adaptively(
         scaling: multiplies the scores.
         valid: bool `[batch, queries]` on the host, False for padding; None without padding.
         sink_logits: learned, `[heads]`: one more score a head, of no token; None: the model has none.
-        softcap: as in `reference.soft_cap`; None: the model has none.
+        softcap: as in `criterion.soft_cap`; None: the model has none.
 
     Returns:
         `[batch, heads, queries, value_dim]` in the query's dtype. Padding queries get finite, unused values.

@@ -39,6 +39,8 @@ _UNSUPPORTED = {
     "cache": "paged attention",
 }
 
+_NOT_IN_TRITON = {"s_aux": "learned attention sinks", "softcap": "soft-capped scores"}
+
 # For torch.compile: what is read depends on what the keys hold, and it is stored in place.
 outside_graphs = torch.compiler.disable(
     reason="what QAdACache reads depends on what the keys hold: compile without fullgraph=True, or use DynamicCache"
@@ -191,7 +193,9 @@ def _attend(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     arguments: dict[str, Any] = {"scaling": scaling, "valid": valid}
     # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
-    softcap = kwargs.get("softcap") if _base_name(module) == "eager" else None
+    softcap = kwargs.get("softcap")
+    if softcap is not None and _base_name(module) != "eager":
+        softcap = None
     arguments |= {"sink_logits": kwargs.get("s_aux"), "softcap": softcap}
     forward_pass = layer.shared.forward_pass
     if layer.index == layer.shared.model.layers[0]:
@@ -225,8 +229,8 @@ def _check_supported(
         if kwargs[argument] is not None:
             meaning = _UNSUPPORTED[argument]
             raise NotImplementedError(f"QAdACache does not support {meaning} ({argument}), as {name} uses: {way_out}")
-    for argument, meaning in {"s_aux": "learned attention sinks", "softcap": "soft-capped scores"}.items():
-        if kwargs.get(argument) is not None and layer.options.kernels == "triton":
+    for argument, meaning in _NOT_IN_TRITON.items() if layer.options.kernels == "triton" else ():
+        if kwargs.get(argument) is not None:
             raise NotImplementedError(
                 f"no Triton kernel computes {meaning} ({argument}), as {name} uses: use kernels='auto'"
             )

@@ -18,10 +18,11 @@ from ..criterion import (
     log_mass,
     long_context,
     score_moments,
+    soft_cap,
 )
 from ..sketch import Selection, Sketch, select_tokens, unread_value, unreliable
 from .decode_call import Rule
-from .reference import merge_partials, partial_attention, soft_cap, softmax_average
+from .reference import merge_partials, partial_attention, softmax_average
 
 BLOCK_SCORES = 1 << 22  # estimates of scores that are held at once
 

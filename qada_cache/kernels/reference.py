@@ -6,13 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from ..criterion import soft_cap
+
 # Relative and absolute: a few roundings of a softmax average, far below the change by a missing part.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def soft_cap(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores that come near `softcap` and never above it, as Gemma 2 has them: `softcap * tanh(scores / softcap)`."""
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 def partial_attention(
@@ -34,7 +31,7 @@ def partial_attention(
         scaling: multiplies the scores, `1/sqrt(dim)` in most models.
         mask: bool, broadcastable to `[batch, heads, queries, tokens]`, True where a query sees a token.
         causal: query `i` sees tokens `0..i`; needs `queries == tokens` and no mask.
-        softcap: for `soft_cap`; None: scores as they are.
+        softcap: for `criterion.soft_cap`; None: scores as they are.
 
     Returns:
         `out` `[batch, heads, queries, value_dim]` float32, the softmax average of the values of this part, and

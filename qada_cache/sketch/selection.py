@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..criterion import soft_cap
 from .codec import Sketch, estimated_scores
 
 # Estimates tell too little of which tokens matter, and nothing would say so, where both are exceeded on average over a
@@ -80,11 +81,11 @@ def select_tokens(
         flags: bool `[group, queries]`, the long-context heads.
         scaling: multiplies the scores.
         token_threshold: above 0.
-        softcap: attention weighs tokens by `softcap * tanh(s_t / softcap)`; None: by `s_t`.
+        softcap: attention weighs tokens by `criterion.soft_cap` of `s_t`; None: by `s_t`.
     """
     uncapped = estimated_scores(query.flatten(0, 1).float(), sketch, length, scaling=scaling)
     uncapped = uncapped.unflatten(0, query.shape[:2])  # which values follow
-    scores = uncapped if softcap is None else softcap * torch.tanh(uncapped / softcap)
+    scores = soft_cap(uncapped, softcap)
     log_all = torch.logaddexp(log_buffer, scores.logsumexp(dim=-1))
     score_cut = log_all + math.log(token_threshold) - torch.log(bulk_tokens.float())
     tokens = ((scores >= score_cut.unsqueeze(-1)) & flags.unsqueeze(-1)).any(dim=0)
