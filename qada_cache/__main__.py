@@ -138,6 +138,7 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def _profile(options: argparse.Namespace) -> int:
     from . import QAdACache, prepare, profile
     from .key_moments.prompts import choose_prompt, prompt_ids
+    from .tuned_choice import Thresholds
 
     _check_folder("--out", options.out)
     _check_plot(options.plot)
@@ -152,7 +153,7 @@ def _profile(options: argparse.Namespace) -> int:
     words = choose_prompt("random-words", tokenizer)
     ids = prompt_ids(words, model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[None]
     if (asked := QAdACache(model, **cache).options).tuned:
-        print(f"QAdACache takes the setting that qada tune kept: token_threshold={asked.token_threshold:g}")
+        print(f"QAdACache takes the setting that qada tune kept: {Thresholds.of(asked)}")
     found = profile.profile(model, ids, new_tokens=options.new_tokens, chunk=options.chunk, **cache)
     _print_table([each.summary() for each in found])
     if options.layers:
@@ -167,8 +168,8 @@ def _profile(options: argparse.Namespace) -> int:
 def _add_tune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "tune",
-        help="choose a model's token_threshold by what it costs",
-        description="Measure on a model and a text what settings of token_threshold lose and read. Choose one within a "
+        help="choose a model's token_threshold and threshold by what they cost",
+        description="Measure on a model and a text what settings of both thresholds lose and read. Choose one within a "
         "budget, confirm it on other text, and keep it: QAdACache(model) then goes by it.",
     )
     _add_model(command, positional=True)
@@ -212,7 +213,7 @@ def _tune(options: argparse.Namespace) -> int:
     print(*tuning.sentences(found), sep="\n")
     if options.plot:
         tuning.plot(found, options.plot)
-    by_hand = "A setting of the table can be given by hand: QAdACache(model, token_threshold=...)"
+    by_hand = "A setting of the table can be given by hand: QAdACache(model, token_threshold=..., threshold=...)"
     if not found.confirmed:
         print(f"Nothing was kept. {by_hand}")
         return 1

@@ -20,7 +20,7 @@ from .key_moments.defaults import MomentsSource
 from .key_moments.models import full_attention_layers, inputs_device, unwrap_model
 from .key_moments.sharding import UNSHARDED
 from .state.layer import QAdALayer
-from .state.shared import SKETCH_BITS, TOKEN_THRESHOLD, Options, Shared
+from .state.shared import SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .stats import CacheStats, collect, layer_bytes, summary
 from .storage.shared_memory import move_to_shared_memory
 from .watched import WatchedCache
@@ -58,7 +58,8 @@ class QAdACache(WatchedCache):
             collect moments together.
         threshold: tau in [0, 1]: a head is local if at least this share of its attention stays local. 0 makes every
             head local. 1 makes none local: `DynamicCache`'s attention, summed in another order. In bfloat16 and float16
-            near-ties may then fall otherwise, as between eager and sdpa attention.
+            near-ties may then fall otherwise, as between eager and sdpa attention. None: the one kept by `qada tune`,
+            if `token_threshold` is None as well, else 0.95.
         sink_tokens: tokens at the start of each row that are always read.
         local_tokens: sinks and sliding window together, in tokens.
         criterion: "gaussian" (eq. 7); "oracle" (eq. 2, reads everything to decide: for analysis); "dense" (no head
@@ -105,7 +106,7 @@ class QAdACache(WatchedCache):
         model: PreTrainedModel | None = None,
         *,
         config: PreTrainedConfig | None = None,
-        threshold: float = 0.95,
+        threshold: float | None = None,
         sink_tokens: int = 16,
         local_tokens: int = 128,
         criterion: str | StaticHeads = "gaussian",
@@ -123,7 +124,7 @@ class QAdACache(WatchedCache):
         model = unwrap_model(model)
         text_config = support.text_config(model, config)
         options = Options(
-            threshold=threshold,
+            threshold=THRESHOLD if threshold is None else threshold,
             sink_tokens=sink_tokens,
             local_tokens=local_tokens,
             criterion=criterion,
@@ -143,7 +144,9 @@ class QAdACache(WatchedCache):
         super().__init__(config=text_config)
         ours = full_attention_layers(self)
         managed = support.describe_model(model, config, ours)
-        self._shared = Shared(support.resolve_options(tuned_choice.apply_tuned(options, managed), managed), managed)
+        self._shared = Shared(
+            support.resolve_options(tuned_choice.apply_tuned(options, managed, threshold=threshold), managed), managed
+        )
         made = [QAdALayer(self._shared, index) for index in ours]
         for layer, next_layer in itertools.pairwise(made):
             layer.next_layer = next_layer

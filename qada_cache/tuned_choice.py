@@ -7,7 +7,7 @@ cache of a split model, as each process sees its own part of the weights.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -16,18 +16,36 @@ from .criterion import StaticHeads
 from .files import private, tensor_file
 from .key_moments import KeyMoments, identity
 from .key_moments.defaults import CURRENT, FOLDER, sources
-from .state.shared import ManagedModel, Options
+from .state.shared import THRESHOLD, ManagedModel, Options
 
 logger = logging.get_logger(__name__)
 
 KIND = "qada-choice"
 # A setting was measured under these options.
-_UNDER = ("threshold", "sink_tokens", "local_tokens", "criterion", "group_rule", "moments", "sketch_bits")
-CONDITIONS = frozenset({*_UNDER, "update_moments", "token_threshold"})  # others need another measurement
+_UNDER = ("sink_tokens", "local_tokens", "criterion", "group_rule", "moments", "sketch_bits")
+
+
+class Thresholds(NamedTuple):
+    """What a setting is: options of these names."""
+
+    token_threshold: float
+    threshold: float = THRESHOLD
+
+    @staticmethod
+    def of(options: Options) -> "Thresholds":
+        """Those of a cache's options."""
+        return Thresholds(options.token_threshold, options.threshold)
+
+    def __str__(self) -> str:
+        threshold = "" if self.threshold == THRESHOLD else f", threshold={self.threshold:g}"
+        return f"token_threshold={self.token_threshold:g}{threshold}"
+
+
+CONDITIONS = frozenset({*_UNDER, "update_moments", *Thresholds._fields})  # others need another measurement
 
 
 def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> Path:
-    """Keep the `token_threshold` of these options as the model's own, in place of an earlier one.
+    """Keep `token_threshold` and `threshold` of these options as the model's own, in place of an earlier one.
 
     Args:
         model: whose.
@@ -41,16 +59,21 @@ def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> P
         OSError: the user's cache folder cannot be written to, or is not the user's alone.
     """
     path = _path(model)
-    state = {"token_threshold": options.token_threshold, "under": _conditions(options), "figures": figures}
+    state = {"chosen": Thresholds.of(options)._asdict(), "under": _conditions(options), "figures": figures}
     with private.opened(FOLDER, make=True) as folder:
         private.write(path.name, tensor_file.encoded(KIND, {}, state), folder=folder)
     return path
 
 
-def apply_tuned(options: Options, managed: ManagedModel) -> Options:
+def apply_tuned(options: Options, managed: ManagedModel, *, threshold: float | None) -> Options:
     """The options with the model's tuned setting; without, if they do not ask for it, or none is kept that counts.
 
     A setting that is kept and does not count is warned of, once.
+
+    Args:
+        options: of a cache that is being built.
+        managed: its model.
+        threshold: the one asked for, which has to be the setting's; None: the setting's counts.
     """
     without = replace(options, tuned=False)
     model = managed.get()
@@ -62,21 +85,22 @@ def apply_tuned(options: Options, managed: ManagedModel) -> Options:
             return without
         with private.opened(FOLDER) as folder:
             kept = tensor_file.decoded(private.read(folder, path.name), KIND, path)[1]
-        taken = replace(options, token_threshold=kept["token_threshold"])
-        differing = [name for name, value in _conditions(options).items() if kept["under"][name] != value]
+        taken = replace(options, **{name: kept["chosen"][name] for name in Thresholds._fields})
+        measured, ours = kept["under"] | kept["chosen"], _conditions(options)
+        if threshold is not None:
+            ours["threshold"] = threshold
+        differing = [name for name, value in ours.items() if measured[name] != value]
     except (OSError, ValueError, TypeError, KeyError) as error:
         known = isinstance(error, (OSError, ValueError))
         reason = str(error) if known else f"it does not hold what this version keeps ({error})"
     else:
         if not differing:
             return taken
-        theirs, ours = (
-            ", ".join(f"{name}={given[name]}" for name in differing) for given in (kept["under"], _conditions(options))
-        )
-        reason = f"it was measured with {theirs}, and this cache has {ours}"
+        theirs, its = (", ".join(f"{name}={given[name]}" for name in differing) for given in (measured, ours))
+        reason = f"it was measured with {theirs}, and this cache has {its}"
     logger.warning_once(
         f"the tuned setting of this {managed.model_type} model is not used: {reason}. This cache goes by "
-        f"token_threshold={options.token_threshold:g}; run qada tune again, or give token_threshold or tuned=False"
+        f"{Thresholds.of(options)}; run qada tune again, or give token_threshold or tuned=False"
     )
     return without
 

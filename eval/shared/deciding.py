@@ -90,7 +90,7 @@ def token_ways(*, few: bool = False, own: bool = False) -> list[Way]:
     default = [product(DEFAULT_THETA), product(ECONOMICAL, threshold=0.7)]
     if own:
         return default
-    default.append(product(ECONOMICAL))
+    default += [product(ECONOMICAL), product(16.0, threshold=0.4)]  # the latter: where seven query heads share a key
     # The Gaussian's part: no head is local; or each query head decides for itself whether it looks at the sketch.
     default += [Way("dense", BOTH[0], read=product(DEFAULT_THETA).read), product(DEFAULT_THETA, rule="head")]
     if few:

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qada_cache import CacheStats, QAdACache, StaticHeads, prepare
+from qada_cache.tuned_choice import Thresholds
 
 from . import report, scoring
 
@@ -92,9 +93,9 @@ class QAdALM(HFLM):
         # A wrong option or model is refused before any request. The tokenizer need not be the one beside the model.
         prepare(self.model, self.tokenizer, **options)
         taken = QAdACache(self.model, **options).options
-        self.cache_tuned = f"token_threshold={taken.token_threshold:g}" if taken.tuned else ""
+        self.cache_tuned = str(Thresholds.of(taken)) if taken.tuned else ""
         # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
-        self._cache_options = options | {"token_threshold": taken.token_threshold}
+        self._cache_options = options | Thresholds.of(taken)._asdict()
         self.cache_totals: dict[str, report.Totals] = {}
         self._task = "none"
         report.install()

@@ -19,7 +19,7 @@ from ..sketch import MAX_BITS, MIN_BITS
 from ..storage.geometry import ForwardPass
 from ..storage.residents import Residents, check_budget
 
-TOKEN_THRESHOLD = 4.4  # the default of models without a tuned setting
+THRESHOLD, TOKEN_THRESHOLD = 0.95, 4.4  # the defaults of models without a tuned setting
 SKETCH_BITS = 1.5
 
 
@@ -32,7 +32,7 @@ class Options:
         current_moments: whether these include the moments of the prompt being read.
         other_moments: the moments of another prompt that they include, None if they include none.
         query_energies: of the model `[layers, kv_heads, dim]`, None if they are not known.
-        tuned: whether `token_threshold` is the one that `qada tune` kept of the model.
+        tuned: whether `threshold` and `token_threshold` are those that `qada tune` kept of the model.
     """
 
     threshold: float

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from .. import tuned_choice
 from ..cache import QAdACache
 from ..sketch.segments import MIN_TOKENS
-from ..state.shared import TOKEN_THRESHOLD
+from ..state.shared import THRESHOLD, TOKEN_THRESHOLD
+from ..tuned_choice import Thresholds
 from .measuring import Figures, Piece, measure
 
 # 95% quantiles of Student's t, by degrees of freedom from 1 on; beyond the table the last one serves, which is larger.
@@ -20,7 +21,10 @@ _T_95 = (
     *(6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812),
     *(1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725),
 )
-TOKEN_THRESHOLDS = (1.0, 2.0, 3.0, TOKEN_THRESHOLD, 8.0, 12.0, 20.0)  # the more careful, the smaller
+SETTINGS = (  # from the most careful on; where few tokens are read, local heads save what is left, the sketch
+    *(Thresholds(token_threshold) for token_threshold in (1.0, 2.0, 3.0, TOKEN_THRESHOLD, 8.0)),
+    *(Thresholds(12.0, 0.7), Thresholds(16.0, 0.4), Thresholds(20.0, 0.3)),
+)
 MIN_PROMPT_TOKENS = MIN_TOKENS + 256  # of a prompt: with fewer the bulk is read whole
 
 
@@ -43,12 +47,12 @@ class Setting:
     """One setting, or reading everything, over all pieces.
 
     Attributes:
-        token_threshold: None: everything is read.
+        thresholds: None: everything is read.
         kl, bytes_read: as in `Figures`.
         top1, seconds: means over pieces, as in `Figures`.
     """
 
-    token_threshold: float | None
+    thresholds: Thresholds | None
     kl: Estimate
     bytes_read: Estimate
     top1: float
@@ -110,10 +114,10 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean, max(0.0, mean - error), mean + error)
 
 
-def summarize(token_threshold: float | None, figures: Sequence[Figures]) -> Setting:
+def summarize(thresholds: Thresholds | None, figures: Sequence[Figures]) -> Setting:
     """One setting's figures of all pieces."""
     return Setting(
-        token_threshold,
+        thresholds,
         kl=estimate([one.kl for one in figures]),
         bytes_read=estimate([one.bytes_read for one in figures]),
         top1=fmean(one.top1 for one in figures),
@@ -127,7 +131,7 @@ class Outcome:
 
     Attributes:
         everything: reading everything, on the pieces that were chosen by.
-        settings: each of `TOKEN_THRESHOLDS`, on the same.
+        settings: each of `SETTINGS`, on the same.
         budget: what a setting may cost.
         chosen: one of them; None: none is surely within the budget.
         again: the chosen one, on the pieces that were held out.
@@ -160,23 +164,23 @@ def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Pie
         held_out: to confirm by.
         budget: what a setting may cost.
     """
-    steps = len(pieces) * (2 + len(TOKEN_THRESHOLDS)) + len(held_out) * 3
+    steps = len(pieces) * (2 + len(SETTINGS)) + len(held_out) * 3
     with tqdm(total=steps, unit="step") as bar:
 
-        def measured(places: Sequence[Piece], token_thresholds: Sequence[float], what: str) -> list[Setting]:
+        def measured(places: Sequence[Piece], settings: Sequence[Thresholds], what: str) -> list[Setting]:
             found = []
             for place, piece in enumerate(places):
                 said = f"{what} {place + 1} of {len(places)}"
                 bar.set_postfix_str(said)
-                everything, figures = measure(model, piece, token_thresholds, bar.update)
+                everything, figures = measure(model, piece, settings, bar.update)
                 found.append([everything, *figures])
-            columns = zip((None, *token_thresholds), zip(*found, strict=True), strict=True)
-            return [summarize(token_threshold, column) for token_threshold, column in columns]
+            columns = zip((None, *settings), zip(*found, strict=True), strict=True)
+            return [summarize(thresholds, column) for thresholds, column in columns]
 
-        everything, *settings = measured(pieces, TOKEN_THRESHOLDS, "piece")
+        everything, *settings = measured(pieces, SETTINGS, "piece")
         chosen, again = budget.choose(settings), None
-        if chosen is not None and chosen.token_threshold is not None:
-            again = measured(held_out, [chosen.token_threshold], "held-out piece")[1]
+        if chosen is not None and chosen.thresholds is not None:
+            again = measured(held_out, [chosen.thresholds], "held-out piece")[1]
     sizes = {"tokens": pieces[0].prompt.shape[1], "following": pieces[0].following.shape[1]}
     counts = {"pieces": len(pieces), "held_out": len(held_out)}
     return Outcome(everything, settings, budget, chosen, again, **counts, **sizes)
@@ -189,18 +193,19 @@ def keep(model: PreTrainedModel, outcome: Outcome) -> Path:
         OSError: as `tuned_choice.keep`.
     """
     assert outcome.chosen is not None
-    assert outcome.chosen.token_threshold is not None
-    options = replace(QAdACache(model, tuned=False).options, token_threshold=outcome.chosen.token_threshold)
+    assert outcome.chosen.thresholds is not None
+    options = replace(QAdACache(model, tuned=False).options, **outcome.chosen.thresholds._asdict())
     figures = asdict(outcome)
     return tuned_choice.keep(model, options, {name: figures[name] for name in figures if name != "settings"})
 
 
 def rows(outcome: Outcome) -> list[dict[str, str]]:
     """The curve as a table; its first row reads everything."""
-    names = {None: "all is read", TOKEN_THRESHOLD: f"{TOKEN_THRESHOLD:g}, the default"}
+    named = [("all is read", ""), *((f"{one.token_threshold:g}", f"{one.threshold:g}") for one in SETTINGS)]
     return [
         {
-            "token_threshold": names.get(one.token_threshold, f"{one.token_threshold or 0:g}"),
+            "token_threshold": token_threshold,
+            "threshold": threshold,
             "KL": f"{one.kl.mean:.5f}",
             "KL interval": f"{one.kl.low:.5f} - {one.kl.high:.5f}",
             "likeliest same": f"{one.top1:.3f}",
@@ -208,8 +213,13 @@ def rows(outcome: Outcome) -> list[dict[str, str]]:
             "bytes interval": f"{one.bytes_read.low:.1%} - {one.bytes_read.high:.1%}",
             "ms/token": f"{1e3 * one.seconds:.1f}",
         }
-        for one in (outcome.everything, *outcome.settings)
+        for (token_threshold, threshold), one in zip(named, (outcome.everything, *outcome.settings), strict=True)
     ]
+
+
+def _short(setting: Setting) -> str:
+    """A setting beside its point of the picture."""
+    return str(setting.thresholds).removeprefix("token_threshold=")
 
 
 def sentences(outcome: Outcome) -> list[str]:
@@ -218,7 +228,7 @@ def sentences(outcome: Outcome) -> list[str]:
         f"Means of {outcome.pieces} pieces of {outcome.tokens} tokens, over the {outcome.following} tokens after each. "
         f"Intervals are of 90%, by Student's t over {outcome.pieces} pieces: in 1 of 20 cases the mean over all such "
         "text lies above the upper end. Bytes are those of keys and values outside sinks and window, in 16 bits a "
-        "value, the sketch included."
+        f"value, the sketch included. The defaults are {TOKEN_THRESHOLD:g} and {THRESHOLD:g}."
     ]
     if outcome.chosen is None:
         return [*lines, f"No setting is surely within {outcome.budget}: the interval of none ends there."]
@@ -226,7 +236,7 @@ def sentences(outcome: Outcome) -> list[str]:
     found = outcome.again
     return [
         *lines,
-        f"Chosen for {outcome.budget}: token_threshold={outcome.chosen.token_threshold:g}.",
+        f"Chosen for {outcome.budget}: {outcome.chosen.thresholds}.",
         f"On {outcome.held_out} pieces that were held out: KL {found.kl.mean:.5f}, likeliest token the same "
         f"{found.top1:.3f}, {found.bytes_read.mean:.1%} of the bytes. "
         + (
@@ -245,9 +255,9 @@ def plot(outcome: Outcome, path: Path) -> None:
     shares = [100 * one.bytes_read.mean for one in outcome.settings]
     below = [one.kl.mean - one.kl.low for one in outcome.settings]
     above = [one.kl.high - one.kl.mean for one in outcome.settings]
-    axes.errorbar(shares, means, yerr=(below, above), marker="o", capsize=3, label="token_threshold, 90% interval")
+    axes.errorbar(shares, means, yerr=(below, above), marker="o", capsize=3, label="settings, 90% intervals")
     for one, share, mean in zip(outcome.settings, shares, means, strict=True):
-        axes.annotate(f"{one.token_threshold:g}", (share, mean), textcoords="offset points", xytext=(5, 5))
+        axes.annotate(_short(one), (share, mean), textcoords="offset points", xytext=(5, 5))
     if outcome.budget.kl is not None:
         axes.axhline(outcome.budget.kl, color="grey", linestyle="--", label="budget")
     elif outcome.budget.bytes_read is not None:

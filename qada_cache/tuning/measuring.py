@@ -13,6 +13,7 @@ from ..cache import QAdACache
 from ..key_moments.models import inputs_device
 from ..key_moments.prompts import knows
 from ..stats import CacheStats
+from ..tuned_choice import Thresholds
 
 VALUE_BITS = 16  # bits a value of the bulk, for counting bytes in any dtype
 
@@ -100,7 +101,7 @@ class Figures:
 
 @torch.inference_mode()
 def measure(
-    model: PreTrainedModel, piece: Piece, token_thresholds: Sequence[float], done: Callable[[], object]
+    model: PreTrainedModel, piece: Piece, settings: Sequence[Thresholds], done: Callable[[], object]
 ) -> tuple[Figures, list[Figures]]:
     """Figures of reading everything, and of every setting.
 
@@ -110,7 +111,7 @@ def measure(
     Args:
         model: in eval mode.
         piece: of text.
-        token_thresholds: the settings; all else is a cache's default.
+        settings: to measure; all else is a cache's default.
         done: is called after the prompt, after reading everything, and after every setting.
     """
     device = inputs_device(model)
@@ -122,8 +123,8 @@ def measure(
     done()
     everything, found = Figures(0.0, 1.0, 1.0, seconds), []
     value_bytes = model.dtype.itemsize
-    for token_threshold in token_thresholds:
-        cache = read.fork(token_threshold=token_threshold)
+    for setting in settings:
+        cache = read.fork(**setting._asdict())
         logits, seconds = _decode(model, cache, fed)
         found.append(Figures(*compared(full, logits), bytes_read(cache.stats(), value_bytes), seconds))
         done()

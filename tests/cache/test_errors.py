@@ -36,7 +36,6 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"threshold": math.nan}, ValueError, r"threshold must be in \[0, 1\], got nan"),
     ({"threshold": "0.5"}, TypeError, "threshold must be a number .* got str"),
     ({"threshold": True}, TypeError, "threshold must be a number .* got bool"),
-    ({"threshold": None}, TypeError, "threshold must be a number .* got NoneType"),
     ({"threshold": torch.tensor(0.5)}, TypeError, "threshold must be a number .* got Tensor"),
     ({"local_tokens": 16}, ValueError, r"local_tokens \(16\) .* must exceed sink_tokens \(16\)"),
     ({"sink_tokens": 300}, ValueError, r"local_tokens \(128\) .* must exceed sink_tokens \(300\)"),

@@ -23,7 +23,7 @@ from transformers.utils.logging import warning_once
 from qada_cache import QAdACache, StaticHeads, prepare, tuned_choice
 from qada_cache.files import tensor_file
 from qada_cache.key_moments.sharding import HeadShard
-from qada_cache.state.shared import TOKEN_THRESHOLD
+from qada_cache.state.shared import THRESHOLD, TOKEN_THRESHOLD
 
 HEADS = StaticHeads(torch.tensor([[True, False, False, True], [False, True, False, False]]))
 
@@ -62,6 +62,21 @@ def test_taken_named_and_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     path.unlink()
     assert goes_by(QAdACache(model)) == (TOKEN_THRESHOLD, False)
     assert "qada tune" not in caplog.text
+
+
+def test_both_thresholds_are_taken_or_none(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny()
+    kept(model, threshold=0.5)
+    assert goes_by(QAdACache(model)) == (8.0, True)
+    assert QAdACache(model).options.threshold == QAdACache(model, threshold=0.5).options.threshold == 0.5
+    assert "threshold 0.5, token threshold 8 (tuned)," in repr(QAdACache(model))
+    assert goes_by(QAdACache(model, threshold=0.5)) == (8.0, True)
+    own = QAdACache(model, token_threshold=3)
+    assert (own.options.threshold, goes_by(own)) == (THRESHOLD, (3, False))
+    assert QAdACache(model, tuned=False).options.threshold == THRESHOLD
+    assert caplog.text == ""
+    assert goes_by(QAdACache(model, threshold=THRESHOLD)) == (TOKEN_THRESHOLD, False)
+    assert "was measured with threshold=0.5, and this cache has threshold=0.95. This cache goes by " in caplog.text
 
 
 def test_weights_that_changed_are_another_model() -> None:
@@ -143,11 +158,16 @@ def of_format(version: str) -> Callable[[Path], None]:
         (of_format("1"), "has format version '1', this qada-cache reads 4: make it again"),
         (lambda path: path.chmod(0o666), "others than you can write to"),
         (lambda path: path.parent.chmod(0o777), "others than you can write to"),
-        (rewritten(lambda state: state.pop("token_threshold")), "does not hold what this version keeps"),
+        (rewritten(lambda state: state["chosen"].pop("token_threshold")), "does not hold what this version keeps"),
         (rewritten(lambda state: state["under"].pop("sketch_bits")), "does not hold what this version keeps"),
         (rewritten(lambda state: state.update(under=None)), "does not hold what this version keeps"),
-        (rewritten(lambda state: state.update(token_threshold="8")), "token_threshold must be a number, got str"),
-        (rewritten(lambda state: state.update(token_threshold=-1)), "token_threshold must be finite and not negative"),
+        (
+            rewritten(lambda state: state["chosen"].update(token_threshold="8")),
+            "token_threshold must be a number, got str",
+        ),
+        (rewritten(lambda state: state["chosen"].update(token_threshold=-1)), "must be finite and not negative"),
+        (rewritten(lambda state: state["chosen"].update(threshold=2)), "threshold must be in [0, 1], got 2"),
+        (rewritten(lambda state: state.update(chosen=None)), "does not hold what this version keeps"),
     ],
 )
 def test_files_that_do_not_count(harm: Callable[[Path], Any], said: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -190,7 +210,7 @@ def test_split_models_do_without() -> None:
     kept(model)
     cache = QAdACache(model)
     split = replace(cache._shared.model, shard=HeadShard(0, 2, None, torch.device("cpu")))
-    assert not tuned_choice.apply_tuned(replace(cache.options, token_threshold=TOKEN_THRESHOLD), split).tuned
+    assert not tuned_choice.apply_tuned(cache.options, split, threshold=None).tuned
 
 
 def test_copies_forks_and_files(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from qada_cache.tuned_choice import Thresholds
 from qada_cache.tuning import _T_95, Budget, Estimate, Setting, estimate, summarize
 from qada_cache.tuning.measuring import Figures
 
@@ -34,7 +35,7 @@ def test_estimates() -> None:
 
 def setting(token_threshold: float, kl: float, read: float, *, error: float = 0.0) -> Setting:
     estimates = Estimate(kl, kl - error, kl + error), Estimate(read, read - error, read + error)
-    return Setting(token_threshold, *estimates, top1=1.0, seconds=1.0)
+    return Setting(Thresholds(token_threshold), *estimates, top1=1.0, seconds=1.0)
 
 
 CURVE = [setting(1, 0.001, 0.20), setting(5, 0.002, 0.10), setting(12, 0.005, 0.08), setting(20, 0.020, 0.07)]
@@ -54,7 +55,7 @@ CURVE = [setting(1, 0.001, 0.20), setting(5, 0.002, 0.10), setting(12, 0.005, 0.
 )
 def test_choices(budget: Budget, expected: float | None) -> None:
     found = budget.choose(CURVE)
-    assert (found and found.token_threshold) == expected
+    assert (found and found.thresholds) == (expected and Thresholds(expected))
 
 
 def test_the_upper_end_counts_for_a_choice_and_the_mean_confirms() -> None:
@@ -69,8 +70,8 @@ def test_the_upper_end_counts_for_a_choice_and_the_mean_confirms() -> None:
 
 
 def test_pieces_together() -> None:
-    found = summarize(3.0, [Figures(0.1, 1.0, 0.2, 0.5), Figures(0.3, 0.5, 0.4, 1.5)])
-    assert (found.token_threshold, found.kl.mean, found.top1) == (3.0, pytest.approx(0.2), 0.75)
+    found = summarize(Thresholds(3.0, 0.7), [Figures(0.1, 1.0, 0.2, 0.5), Figures(0.3, 0.5, 0.4, 1.5)])
+    assert (found.thresholds, found.kl.mean, found.top1) == (Thresholds(3.0, 0.7), pytest.approx(0.2), 0.75)
     assert (found.bytes_read.mean, found.seconds) == (pytest.approx(0.3), 1.0)
 
 

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from qada_cache import QAdACache, restore_attention
 from qada_cache.key_moments.prompts import ARTICLE
+from qada_cache.tuned_choice import Thresholds
 from qada_cache.tuning.measuring import Figures, Piece, compared, cut, default_text, held_out, measure
 
 TOKENS, FOLLOWING = 1400, 6
-THRESHOLDS = (1e-30, 1.0, 20.0)
+SETTINGS = (Thresholds(1e-30), Thresholds(1.0), Thresholds(20.0, 0.5))
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +26,8 @@ def measured() -> tuple[PreTrainedModel, Tensor, Figures, list[Figures]]:
     model = tiny(max_position_embeddings=2048)
     ids = prompt(TOKENS + FOLLOWING)[0]
     done: list[int] = []
-    found = measure(model, Piece(ids[:, :TOKENS], ids[:, TOKENS:]), THRESHOLDS, lambda: done.append(1))
-    assert len(done) == 2 + len(THRESHOLDS)
+    found = measure(model, Piece(ids[:, :TOKENS], ids[:, TOKENS:]), SETTINGS, lambda: done.append(1))
+    assert len(done) == 2 + len(SETTINGS)
     return model, ids, *found
 
 
@@ -45,8 +46,8 @@ def test_figures_are_those_of_an_independent_computation(
     model, ids, everything, found = measured
     full = plain(model, ids)
     assert (everything.kl, everything.top1, everything.bytes_read) == (0.0, 1.0, 1.0)
-    for token_threshold, figures in zip(THRESHOLDS, found, strict=True):
-        cache, logits = QAdACache(model, token_threshold=token_threshold), []
+    for setting, figures in zip(SETTINGS, found, strict=True):
+        cache, logits = QAdACache(model, **setting._asdict()), []
         with torch.no_grad():
             model(ids[:, : TOKENS - 1], past_key_values=cache)
             for place in range(TOKENS - 1, TOKENS + FOLLOWING - 1):
@@ -83,7 +84,7 @@ def test_a_model_without_full_attention_is_refused() -> None:
     model = tiny("mistral_sliding", max_position_embeddings=2048)
     ids = prompt(TOKENS + FOLLOWING)[0]
     with pytest.raises(ValueError, match="there is nothing to tune"):
-        measure(model, Piece(ids[:, :TOKENS], ids[:, TOKENS:]), (1.0,), lambda: None)
+        measure(model, Piece(ids[:, :TOKENS], ids[:, TOKENS:]), (Thresholds(1.0),), lambda: None)
 
 
 def test_pieces_are_spread_over_the_text_and_never_overlap() -> None:

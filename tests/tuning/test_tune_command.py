@@ -51,9 +51,10 @@ def test_a_choice_is_said_kept_and_taken(
     picture = tmp_path / "tune.png"
     assert run(named, "--kl", "50", "--plot", str(picture)) == 0  # so that any will do, and the one that reads least
     said = capsys.readouterr().out
-    settings = [f"{value:g}" for value in tuning.TOKEN_THRESHOLDS]
-    assert [line.split()[0].rstrip(",") for line in said.splitlines()[2 : 2 + len(settings)]] == settings
-    chosen = re.search(r"Chosen for KL 50: token_threshold=(\S+)\.", said)
+    settings = [f"{one.token_threshold:g} {one.threshold:g}" for one in tuning.SETTINGS]
+    rows = [line.replace(",", "").split() for line in said.splitlines()[2 : 2 + len(settings)]]
+    assert [" ".join(row[:2]) for row in rows] == settings
+    chosen = re.search(r"Chosen for KL 50: (token_threshold=([\d.]+)(?:, threshold=([\d.]+))?)\.\n", said)
     assert chosen is not None
     assert "2 pieces of 1400 tokens, over the 3 tokens after each. Intervals are of 90%, by Student's t" in said
     assert re.search(r"On 1 pieces? that .* held out: KL [\d.]+, .* The choice is confirmed\.", said)
@@ -62,10 +63,11 @@ def test_a_choice_is_said_kept_and_taken(
     assert str(home / "moments" / kept(home)[0]) in said
     model = AutoModelForCausalLM.from_pretrained(named[0])
     options = QAdACache(model).options
-    assert (options.token_threshold, options.tuned) == (float(chosen[1]), True)
+    thresholds = options.token_threshold, options.threshold, options.tuned
+    assert thresholds == (float(chosen[2]), float(chosen[3] or 0.95), True)
     arguments = ["profile", "--model", named[0], "--prompt-tokens", "300", "--new-tokens", "2"]
     assert main(arguments) == 0
-    assert f"takes the setting that qada tune kept: token_threshold={chosen[1]}" in capsys.readouterr().out
+    assert f"takes the setting that qada tune kept: {chosen[1]}\n" in capsys.readouterr().out
     assert main([*arguments, "--token-threshold", "5"]) == 0
     assert "qada tune" not in capsys.readouterr().out
 
