@@ -55,8 +55,8 @@ class BulkSketch:
             self.mean_key = torch.zeros(*heads, dim, dtype=torch.float32, device=device)
             self.covariance = torch.zeros(*heads, value_dim, dim, dtype=torch.float32, device=device)
             self.tensors = Sketch(
-                codes=_empty(device, (*heads, layout.count, 0), torch.int32),
-                scales=_empty(device, (*heads, 0), torch.uint8),
+                codes=transfers.empty((*heads, layout.count, 0), torch.int32, device),
+                scales=transfers.empty((*heads, 0), torch.uint8, device),
                 units=torch.zeros(*heads, 0, dtype=torch.float32, device=device),
                 centres=torch.zeros(*heads, 0, dim, dtype=torch.bfloat16, device=device),
                 order=torch.zeros(*heads, 0, dim, dtype=order_dtype(dim), device=device),
@@ -248,7 +248,7 @@ class BulkSketch:
             tensor = getattr(old, field.name)
             if field.name in TOKENS:
                 used = min(held, tensor.shape[-1])
-                made[field.name] = _empty(tensor.device, (*tensor.shape[:-1], capacity), tensor.dtype)
+                made[field.name] = transfers.empty((*tensor.shape[:-1], capacity), tensor.dtype, tensor.device)
                 made[field.name][..., :used] = tensor[..., :used]
             elif field.name in SEGMENTS:
                 made[field.name] = tensor.new_zeros(*tensor.shape[:2], segments_of(capacity), *tensor.shape[3:])
@@ -256,7 +256,3 @@ class BulkSketch:
             else:
                 made[field.name] = tensor
         self.tensors = Sketch(**made)
-
-
-def _empty(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return transfers.empty(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)

@@ -1,6 +1,7 @@
 """Host memory, and copies between it and the device that run beside the computation.
 
 Host memory comes in huge pages: with pages of 4 KiB, looking up addresses costs a third of the speed of reading a bulk.
+It goes back to the system as soon as it is let go of.
 
 A copy is asynchronous only between pinned host memory and device memory, each contiguous: anything else goes through a
 pageable temporary, and the host waits for it. So all copies here are of one head of one row.
@@ -22,15 +23,18 @@ from torch import Tensor
 # At most so many bytes of copies to the host, or a single copy, are under way: the host waits for older ones. Without a
 # bound, a host that runs ahead of the device would find no layer's memory free again, and a prefill would need it all.
 IN_FLIGHT_BYTES = 32 * 2**20
-WORTH = 4 << 20  # bytes; less fits few huge pages of 2 MiB
+# Bytes of a mapping of its own: malloc would keep a tensor that a layer has outgrown, beside the larger one.
+WORTH = 1 << 18
+HOST = torch.device("cpu")
 Name = TypeVar("Name")
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """As `torch.empty` on the CPU, in huge pages where the system has them (Linux) and the tensor is large enough."""
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = HOST) -> Tensor:
+    """As `torch.empty`, but large tensors on the CPU have mappings of their own, in huge pages where the system has
+    them (Linux)."""
     size = math.prod(shape) * dtype.itemsize
-    if size < WORTH or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype)
+    if device.type != "cpu" or size < WORTH or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages only
     with contextlib.suppress(OSError):  # a kernel without them: pages of the usual size, then
         memory.madvise(mmap.MADV_HUGEPAGE)

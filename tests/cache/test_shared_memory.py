@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from harness import Driver, FakeAttention, Inputs
+from host_memory import takes_at_most
 from models import generate, logits_of, prompt, tiny
 from scenarios import small_buffers
 from stand_in import accelerator
@@ -46,20 +44,6 @@ def extend(cache: QAdACache, tokens: int) -> None:
         keys, values, _ = Inputs(7, **LARGE)(tokens, 1)
         layer.store.absorb(keys, values, None)
         layer.seen += tokens
-
-
-def taken() -> int:
-    """Bytes that this process takes; pages it has in common with others, or maps several times, count once."""
-    gc.collect()
-    (line,) = (line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
-    return int(line.split()[1]) * 1024
-
-
-@contextmanager
-def takes_at_most(size: float) -> Iterator[None]:
-    before = taken()
-    yield
-    assert taken() - before <= size
 
 
 def test_copies_take_memory_for_what_they_add() -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from host_memory import takes_at_most
 from models import generate, prompt, tiny
 from test_copies import shares, snapshot
-from test_shared_memory import extend, large, takes_at_most
+from test_shared_memory import extend, large
 
 from qada_cache import QAdACache, cache_file
 from qada_cache.files import private_map, tensor_file

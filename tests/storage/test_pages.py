@@ -1,11 +1,15 @@
-"""Host memory in huge pages."""
+"""Host memory in huge pages, and given back."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from host_memory import taken
 
+from qada_cache.files import private_map
 from qada_cache.storage import transfers
+from qada_cache.storage.bulk import Bulk
+from qada_cache.storage.residents import Residents
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -43,3 +47,19 @@ def test_memory_lives_as_long_as_a_view() -> None:
 def test_small_and_empty_tensors() -> None:
     assert transfers.empty((2, 0, 8), torch.float16).shape == (2, 0, 8)
     assert transfers.empty((3, 5), torch.int64).dtype == torch.int64
+
+
+@pytest.mark.skipif(not private_map.AVAILABLE, reason="needs Linux")
+def test_a_bulk_that_grows_leaves_no_memory_behind() -> None:
+    """Else malloc keeps what it moved out of: as much again, once layers have grown."""
+    torch.empty(1 << 25, dtype=torch.uint8).fill_(1)  # freed, it makes malloc keep all that is smaller
+    like, keys = torch.empty(1, 8, 0, 64), torch.ones(1, 8, 1200, 64)
+    stores = [Bulk(like, like, offloading=True, residents=Residents(0), layer=0) for _ in range(24)]
+    held = []
+    for _ in range(2):
+        for store in stores:
+            store.append(slice(0, 1), keys, keys)
+        held.append((taken(), sum(store.nbytes for store in stores)))
+    (before, small), (after, large) = held
+    assert large > small > 100 * 2**20
+    assert after - before < 1.1 * (large - small)
