@@ -1,10 +1,12 @@
 """`prepare`: collect key moments and compile kernels before the first request."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .attention.decode import attend_adaptively
 from .attention.support import sizes
 from .cache import QAdACache
 from .kernels import choice, partial_attention
@@ -13,8 +15,11 @@ from .key_moments.defaults import CURRENT, MomentsSource, default_moments, sourc
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.models import inputs_device, unwrap_model
 from .key_moments.prompts import PROMPTS
+from .sketch import MIN_TOKENS as SKETCH_TOKENS
 from .sketch import Layout
-from .state.shared import Options
+from .state.layer import QAdALayer
+from .state.shared import Options, Shared
+from .storage.store import PENDING_TOKENS, ROOM_TOKENS, TokenStore
 
 
 def prepare(
@@ -34,14 +39,14 @@ def prepare(
     - The kernels for decode steps of one token on a CPU are compiled (about two seconds each) and kept in the same
       folder, if the model has parameters on a CPU, and unless `kernels` forbids it. Calls of a few tokens
       (assisted decoding) may need others, which are compiled when first met. Without a compiler there is a warning.
-    - On a GPU Triton's kernels are compiled for the model's sizes, and tried.
+    - On a GPU Triton's kernels are tried, and compiled for the model's sizes and these options, for one row or rows
+      that differ in length. A batch of equal rows has them compiled when first met.
     - The model's attention is switched to ours (see `QAdACache`).
 
     Args:
         model: the model that caches will be built for.
         tokenizer: the model's, for moments by a prompt's name; without it, the one beside the model is looked up.
-        moments, options: of these caches, as for `QAdACache`. All are checked; `moments`, `kernels`, `criterion` and
-            `audit_every` change the preparation.
+        moments, options: of these caches, as for `QAdACache`.
 
     Raises:
         TypeError, ValueError, NotImplementedError, FileNotFoundError: as `QAdACache`.
@@ -53,7 +58,7 @@ def prepare(
     _, other = sources(moments)
     if other in PROMPTS and shared.options.criterion == "gaussian" and shared.model.layers:
         default_moments(model, str(other), tokenizer, shard=shared.model.shard)
-    QAdACache(model, moments=moments, **options)
+    shared = QAdACache(model, moments=moments, **options)._shared
     devices = {inputs_device(model), *(weight.device for weight in model.parameters())}
     for device in devices if shared.model.layers else ():
         if device.type in ("cpu", "cuda"):
@@ -61,7 +66,7 @@ def prepare(
             _build_kernels(
                 device,
                 model.dtype,
-                shared.options,
+                shared,
                 kv_heads=kv_heads // shared.model.shard.size,
                 group=heads // kv_heads,
                 dim=dim,
@@ -73,7 +78,7 @@ def prepare(
 def _build_kernels(
     device: torch.device,
     dtype: torch.dtype,
-    options: Options,
+    shared: Shared,
     *,
     kv_heads: int,
     group: int,
@@ -83,12 +88,15 @@ def _build_kernels(
 ) -> None:
     """Build the kernels that a decode step of one token with a long bulk calls, by the very checks of such a step.
 
-    On a GPU "auto" compiles Triton's by trying them. Audits read the bulk by `partial_attention`.
+    Triton compiles for the arguments of a call, so it is given those of a cache. Audits read the bulk by
+    `partial_attention`.
 
     Raises:
         RuntimeError: as `choice.decode_kernel`.
     """
-    query = torch.zeros(1, kv_heads * group, 1, dim, dtype=dtype, device=device)
+    options: Options = shared.options
+    made = torch.Generator(device).manual_seed(0)
+    query = torch.randn(1, kv_heads * group, 1, dim, dtype=dtype, device=device, generator=made)
     keys, values = (
         torch.zeros(1, kv_heads, MIN_TOKENS, size, dtype=dtype, device="cpu" if pinned else device)
         for size in (dim, value_dim)
@@ -100,3 +108,25 @@ def _build_kernels(
     if fused is None or options.audit_every:
         grouped_queries = query.view(1, kv_heads, group, dim)
         partial_attention(grouped_queries, keys.to(device), values.to(device), scaling=1.0, kernels=options.kernels)
+    if fused is not None:
+        _decode(shared, query, kv_heads, value_dim)
+
+
+def _decode(shared: Shared, query: torch.Tensor, kv_heads: int, value_dim: int) -> None:
+    """Decode tokens in one layer of an empty cache: without a bulk, then with one, then with a sketch of it."""
+    sinks = shared.options.sink_tokens
+    local = min(shared.options.local_tokens, sinks + ROOM_TOKENS)  # a longer window starts with as many columns
+    layer = QAdALayer(Shared(replace(shared.options, local_tokens=local), shared.model), shared.model.layers[0])
+    made = torch.Generator(query.device).manual_seed(1)
+    for tokens in (max(1, local - 1), PENDING_TOKENS, SKETCH_TOKENS):
+        keys, values = (
+            torch.randn(1, kv_heads, tokens, size, dtype=query.dtype, device=query.device, generator=made)
+            for size in (query.shape[3], value_dim)
+        )
+        if layer.store is None:
+            layer.lazy_initialization(keys, values)
+        store = cast(TokenStore, layer.store)
+        store.absorb(keys, values, None)
+        for _ in range(2):  # the first may be audited, which no kernel computes
+            store.append(keys[:, :, :1], values[:, :, :1], None)
+            attend_adaptively(layer, store, query, scaling=query.shape[3] ** -0.5, valid=None)

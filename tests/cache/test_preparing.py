@@ -20,7 +20,7 @@ from qada_cache.kernels.cpu import compiled
 from qada_cache.key_moments import defaults, identity
 from qada_cache.key_moments.identity import find_tokenizer
 from qada_cache.sketch import Layout
-from qada_cache.state.shared import Options
+from qada_cache.state.shared import Shared
 
 LONG = 1400  # tokens, of which enough are bulk for the CPU's kernel
 
@@ -166,8 +166,8 @@ def test_gpus_are_prepared_for_the_models_sizes(monkeypatch: pytest.MonkeyPatch)
     built: dict[str, dict[str, Any]] = {}
     monkeypatch.setattr(preparing, "inputs_device", lambda _: torch.device("cuda", 1))
 
-    def build(device: torch.device, dtype: torch.dtype, options: Options, **sizes: Any) -> None:
-        built[str(device)] = {"sketch_bits": options.stored_sketch_bits, **sizes}
+    def build(device: torch.device, dtype: torch.dtype, shared: Shared, **sizes: Any) -> None:
+        built[str(device)] = {"sketch_bits": shared.options.stored_sketch_bits, **sizes}
 
     monkeypatch.setattr(preparing, "_build_kernels", build)
     model = tiny(num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
@@ -182,7 +182,7 @@ def test_gpus_are_prepared_for_the_models_sizes(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.skipif(not choice._installed(), reason="needs triton")
 def test_triton_is_tried_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the trial that the first step would make; here on a CPU, under Triton's interpreter."""
+    """By the trials that first steps would make, before there is a sketch and with it; here by Triton's interpreter."""
     from qada_cache.kernels.triton import kernels
 
     tried: list[dict[str, Any]] = []
@@ -191,7 +191,9 @@ def test_triton_is_tried_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice.compiled_decode, "unsupported_reason", lambda *_: "not here")
     monkeypatch.setattr(choice.decode_reference, "find_decode_fault", lambda *_, **kwargs: tried.append(kwargs))
     prepare(tiny(num_attention_heads=6, num_key_value_heads=2, hidden_size=48), moments="current")
-    assert tried == [{"group": 3, "dim": 8, "value_dim": 8, "layout": Layout.from_bits(8, 1.5), "pinned": False}]
+    layouts = [wanted.pop("layout") for wanted in tried]
+    assert all(wanted == {"group": 3, "dim": 8, "value_dim": 8, "pinned": False} for wanted in tried)
+    assert {*layouts} == {None, Layout.from_bits(8, 1.5)}
 
 
 def test_what_it_refuses(folder: Path) -> None:

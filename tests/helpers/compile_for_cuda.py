@@ -47,6 +47,7 @@ def source(recorder: Recorder) -> ASTSource:
     kernel, signature, constants, attributes = recorder.kernel, {}, {}, {}
     fixed = {parameter.name: parameter.is_constexpr for parameter in kernel.params}
     general = {parameter.name: parameter.do_not_specialize for parameter in kernel.params}
+    unaligned = {parameter.name: parameter.do_not_specialize_on_alignment for parameter in kernel.params}
     for index, name in enumerate(kernel.arg_names):
         value = recorder.arguments[name]
         if fixed[name] or value is None or (isinstance(value, int) and value == 1 and not general[name]):
@@ -55,7 +56,7 @@ def source(recorder: Recorder) -> ASTSource:
             signature[name], attributes[(index,)] = "*" + TYPES[value.dtype], ALIGNED
         else:
             signature[name] = "i32" if isinstance(value, int) else "fp32"
-            if isinstance(value, int) and value % 16 == 0 and not general[name]:
+            if isinstance(value, int) and value % 16 == 0 and not (general[name] or unaligned[name]):
                 attributes[(index,)] = ALIGNED
     return ASTSource(kernel, signature, constants, attributes)
 

@@ -17,18 +17,28 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-@needs_triton
-def test_kernels_compile_for_cuda(tmp_path: Path) -> None:
-    """In a process of its own: in this one they may be bound to the interpreter already."""
-    script = Path(__file__).parents[1] / "helpers" / "compile_for_cuda.py"
+def run_compiled(name: str, folder: Path) -> str:
+    """What a script of tests/helpers prints, in a process whose kernels are not bound to the interpreter."""
+    script = Path(__file__).parents[1] / "helpers" / name
     environment = os.environ | {
         "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path),  # or nothing might be compiled
+        "TRITON_CACHE_DIR": str(folder),  # or nothing might be compiled
         "PYTHONPATH": os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")]),
     }
     ran = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.count("bytes of shared memory") == 38
+    return ran.stdout
+
+
+@needs_triton
+def test_kernels_compile_for_cuda(tmp_path: Path) -> None:
+    assert run_compiled("compile_for_cuda.py", tmp_path).count("bytes of shared memory") == 38
+
+
+@needs_triton
+def test_what_is_used_was_prepared(tmp_path: Path) -> None:
+    """For other options and rows, as text and bulk grow, nothing is compiled that `prepare` has not."""
+    assert run_compiled("prepared_variants.py", tmp_path).count("variants") == 6
 
 
 @needs_triton

@@ -50,7 +50,8 @@ def _long_context(b_log_local, b_log_bulk, logit_threshold):
     return b_log_local - b_log_bulk < logit_threshold
 
 
-@triton.jit(do_not_specialize=["columns"])  # which changes with the number of tokens
+# Triton compiles anew for an argument that becomes 1 or a multiple of 16. These follow the number of tokens.
+@triton.jit(do_not_specialize=["s_local", "s_pending", "columns"], do_not_specialize_on_alignment=["parts"])
 def local_kernel(
     p_query, p_keys, p_values, p_local, p_pending, p_lengths, p_decided, p_mean, p_covariance, p_count,
     p_other_mean, p_other_covariance, p_table, p_parts, p_lse, p_flags, p_bulk_read_bytes, p_resident_pointers,
@@ -216,7 +217,7 @@ def bulk_kernel(
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, BLOCK_G, V, BLOCK_V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["parts"])
 def merge_kernel(
     p_parts, p_lse, p_flags, p_unread, p_sums, p_query, p_mean, p_slopes, p_slope_units, p_out, parts, scaling,
     unread_weight,

@@ -1,0 +1,88 @@
+"""What Triton compiles in `prepare`, and after it in use: `python tests/helpers/prepared_variants.py`.
+
+Triton compiles a kernel anew for another set of constants, for an argument that is 1 or a multiple of 16 and was not
+before, and for one that is there and was not. Nothing is compiled or computed here: launches are compared by these.
+Exits with an error if any in use was not among those of `prepare`, and prints how many there were.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from compile_for_cuda import KERNELS, source
+from models import prompt, tiny
+from stand_in import accelerator
+
+from qada_cache import QAdACache, StaticHeads, prepare
+from qada_cache.kernels import choice, decode_reference
+from qada_cache.kernels.triton import decode as triton_decode
+
+SCENES: dict[str, dict[str, Any]] = {
+    "default": {"moments": "current+random-tokens"},
+    "current": {"moments": "current", "group_rule": "head"},
+    "whole heads": {"moments": "current", "token_threshold": 0.0, "local_tokens": 2000},
+    "residents": {"moments": "current", "device_budget": 0.5},
+    "static": {"criterion": StaticHeads(torch.tensor([[True, False]]))},
+    "audited": {"moments": "current", "audit_every": 3},
+}
+
+
+class Launches:
+    """Stands in for a kernel, and notes what it would be compiled for."""
+
+    def __init__(self, kernel: Any, seen: set[str]) -> None:
+        self.kernel, self.seen, self.arguments = kernel, seen, {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
+            made = source(self)
+            self.seen.add(repr((self.kernel.__name__, made.signature, made.constants, made.attrs)))
+
+        return launch
+
+
+@torch.inference_mode()
+def use(model: Any, options: dict[str, Any], rows: int, *, padded: bool) -> None:
+    """Decode after texts without a bulk, with one, and with a sketch."""
+    cache, mask = QAdACache(model, **options), None
+    for tokens in (60, 300, 2500):
+        ids = prompt(*[tokens] * rows)[0]
+        if mask is None:
+            mask = torch.ones(rows, 0, dtype=torch.long)
+        new = torch.ones_like(ids)
+        if padded and not mask.shape[1]:
+            new[1:, :9] = 0
+        mask = torch.cat([mask, new], dim=1)
+        model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
+        for _ in range(20):
+            mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
+            model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+
+
+def main() -> None:
+    seen: set[str] = set()
+    for name in KERNELS:
+        setattr(triton_decode, name, Launches(getattr(triton_decode, name), seen))
+    choice.AUTO_DEVICES = ("cpu",)
+    choice.compiled_decode.unsupported_reason = lambda *_: "not here"
+    choice.unsupported_reason = lambda *_: None
+    model = tiny(num_hidden_layers=1, head_dim=16, max_position_embeddings=2**14)
+    for name, options in SCENES.items():
+        elsewhere = accelerator() if "device_budget" in options else nullcontext()
+        with elsewhere, mock.patch.object(decode_reference, "find_decode_fault", return_value=None):
+            options = {"kernels": "auto", **options}
+            seen.clear()
+            prepare(model, **options)
+            prepared = set(seen)
+            for rows, padded in ((1, False), (2, True)):  # rows alike in a batch have another stride
+                seen.clear()
+                use(model, options, rows, padded=padded)
+                assert len(seen) >= 3
+                assert seen <= prepared, f"{name}, {rows} rows, padded: {padded}: {seen - prepared}"
+            print(f"{name}: {len(prepared)} variants")
+
+
+if __name__ == "__main__":
+    main()
