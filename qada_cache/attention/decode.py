@@ -151,7 +151,7 @@ def attend_exactly(
     batch = query.shape[0]
     kwargs: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "kernels": layer.options.kernels}
     for rows in [slice(0, batch)] if alike else [slice(row, row + 1) for row in range(batch)]:
-        real = slice(None) if valid is None else real_tokens(valid[rows.start], query.device)
+        real = slice(None) if valid is None else real_tokens(valid, rows.start, query.device)
         new_query, new_key, new_value = query[rows][:, :, real], key[rows][:, :, real], value[rows][:, :, real]
         kv_heads, tokens = new_key.shape[1:3]
         group = query.shape[1] // kv_heads

@@ -150,13 +150,15 @@ def _shown(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask == 0
 
 
-def real_tokens(valid: Tensor, device: torch.device) -> slice | Tensor:
-    """Which tokens of a row are real, from bool `[tokens]` on the host, as an index for a tensor on `device`.
+def real_tokens(valid: Tensor, row: int, device: torch.device) -> slice | Tensor:
+    """Which tokens of a row are real, from bool `[batch, tokens]` on the host, as an index for a tensor on `device`.
 
-    A slice if they are neighbours, as with padding on one side: it selects a view.
+    A slice if they are neighbours, as with padding on one side: it selects a view. All layers of a pass are handed the
+    same `valid`, which keeps what was found for the first: a copy to the device is waited for.
     """
-    real = valid.nonzero().squeeze(-1)
-    if not len(real):
-        return slice(0, 0)
-    first, last = int(real[0]), int(real[-1]) + 1
-    return slice(first, last) if last - first == len(real) else real.to(device)
+    known = vars(valid).setdefault("real_tokens", {})
+    if (row, device) not in known:
+        real = valid[row].nonzero().squeeze(-1)
+        first, last = (int(real[0]), int(real[-1]) + 1) if len(real) else (0, 0)
+        known[row, device] = slice(first, last) if last - first == len(real) else real.to(device)
+    return known[row, device]

@@ -111,7 +111,7 @@ class TokenStore:
             return
         groups, recents = self._single_rows(), []
         for rows in groups:
-            real = real_tokens(valid[rows.start], keys.device)
+            real = real_tokens(valid, rows.start, keys.device)
             pairs = zip(self._recent(rows), (keys[rows][:, :, real], values[rows][:, :, real]), strict=True)
             recents.append(tuple(torch.cat(pair, dim=2) for pair in pairs))
         self._set_recent(groups, recents)
@@ -125,7 +125,7 @@ class TokenStore:
             self._catch_up(rows)
             new_keys, new_values = keys[rows], values[rows]
             if valid is not None:
-                real = real_tokens(valid[rows.start], keys.device)
+                real = real_tokens(valid, rows.start, keys.device)
                 new_keys, new_values = new_keys[:, :, real], new_values[:, :, real]
             if self.lengths[rows.start] > self.flushed[rows.start]:
                 pairs = zip(self._recent(rows), (new_keys, new_values), strict=True)

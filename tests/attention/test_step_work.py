@@ -12,11 +12,12 @@ from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
+import devices as module_of_devices
 import pytest
 import torch
 from compilers import needs_compiler
 from devices import KIND, DeviceTensor, devices
-from models import prompt, tiny
+from models import SMALL, prompt, tiny
 from stand_in import accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -146,6 +147,7 @@ class Elements(TorchDispatchMode):
         return made
 
 
+LEFT = slice(0, 9)
 ROWS, SHORT, LONG, PADDED = 3, 2100, 2700, 700  # every row has tokens enough for a sketch
 
 
@@ -187,6 +189,44 @@ def test_indices_come_to_the_host_once_for_all_layers(verb: str, monkeypatch: py
         getattr(cache, verb)(index)
     assert len(transfers) == 1
     assert cache.layers[5].store.batch == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+def test_masks_are_sent_once_for_all_layers(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between host and device, for a decoded token, a short turn and a long one, padded at the left and within."""
+    sent, run, place = [], module_of_devices._run, f"{KIND}:0"
+
+    def spy(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        found = run(function, args, kwargs)
+        if function._schema.name == "aten::_to_copy" and isinstance(args[0], DeviceTensor) != isinstance(
+            found, DeviceTensor
+        ):
+            sent.append(found)
+        return found
+
+    monkeypatch.setattr(module_of_devices, "_run", spy)
+
+    def count(layers: int, *padding: slice) -> int:
+        """Copies in a call of `tokens` tokens after a prompt of 60."""
+        mask = torch.ones(2, 60 + tokens, dtype=torch.long)
+        for part in padding:
+            mask[1, part] = 0
+        with devices():
+            model = tiny(num_hidden_layers=layers)
+            model.set_attn_implementation("eager")
+            cache, ids = QAdACache(model, moments="current", kernels="torch", offloading=False, **SMALL), prompt(60, 60)
+            model, ids = model.to(place), ids[0].to(place)
+            model(ids, attention_mask=mask[:, :60].to(place), past_key_values=cache)
+            mask = mask.to(place)
+            sent.clear()
+            model(ids[:, :tokens], attention_mask=mask, past_key_values=cache)
+        return len(sent)
+
+    within = slice(62, 62 + tokens // 3)  # of the call itself
+    plain, left, holes = ([count(layers, *padding) for layers in (1, 5)] for padding in ((), (LEFT,), (LEFT, within)))
+    assert left[0] - plain[0] == left[1] - plain[1] > 0
+    assert holes[0] - plain[0] == holes[1] - plain[1] > 0
 
 
 def reordered(cache: QAdACache, model: PreTrainedModel) -> QAdACache:
