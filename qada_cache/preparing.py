@@ -109,10 +109,10 @@ def _build_kernels(
         grouped_queries = query.view(1, kv_heads, group, dim)
         partial_attention(grouped_queries, keys.to(device), values.to(device), scaling=1.0, kernels=options.kernels)
     if fused is not None:
-        _decode(shared, query, kv_heads, value_dim)
+        _decode_ahead(shared, query, kv_heads, value_dim)
 
 
-def _decode(shared: Shared, query: torch.Tensor, kv_heads: int, value_dim: int) -> None:
+def _decode_ahead(shared: Shared, query: torch.Tensor, kv_heads: int, value_dim: int) -> None:
     """Decode tokens in one layer of an empty cache: without a bulk, then with one, then with a sketch of it."""
     sinks = shared.options.sink_tokens
     local = min(shared.options.local_tokens, sinks + ROOM_TOKENS)  # a longer window starts with as many columns
