@@ -114,6 +114,19 @@ def test_prompts_that_are_asked_once_flush_no_conversation(model: PreTrainedMode
     assert kept.ask(texts[0]) == 0
 
 
+def test_what_is_forgotten_first_when_memory_ends(model: PreTrainedModel) -> None:
+    kept, texts = Kept(model), [tokens(90, seed) for seed in range(4)]
+    for text in texts[:2]:
+        assert [kept.ask(text[:length]) for length in (60, 70)] == [0, 60]
+    kept.ask(texts[2][:60])
+    kept.ask(texts[3][:60])
+    for left in (3, 2, 1):  # those that nobody went on with, then the others, the oldest first
+        assert kept.conversations.forget_one()
+        assert kept.conversations.counters["conversations"] == left
+    assert kept.ask(texts[1][:80]) == 70
+    assert [kept.conversations.forget_one() for _ in range(2)] == [True, False]
+
+
 def test_a_limit_in_bytes(model: PreTrainedModel) -> None:
     kept, texts = Kept(model, 100), [tokens(300, seed) for seed in range(6)]
     for text in texts[:2]:
