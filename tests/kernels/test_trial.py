@@ -28,6 +28,7 @@ from qada_cache.kernels.triton.kernels import INTERPRETED
 
 CPU = torch.device("cpu")
 LAYOUT = Layout.from_bits(32, 2)
+QUERY, BULK = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 8, 16)
 SIZES: dict[str, Any] = {"group": 2, "dim": 32, "value_dim": 32, "layout": None, "pinned": False}
 Changed = Callable[[dict[str, Any]], dict[str, Any]]
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -191,22 +192,13 @@ def test_nothing_is_wrong_on_a_gpu(
 
 def test_other_defaults_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, lambda kwargs: kwargs)
+    sizes = SIZES | {"layout": LAYOUT}
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            assert (
-                decode_reference.find_decode_fault(
-                    decode.fused_decode, CPU, torch.bfloat16, **SIZES | {"layout": LAYOUT}
-                )
-                is None
-            )
+            assert not decode_reference.find_decode_fault(decode.fused_decode, CPU, torch.bfloat16, **sizes)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-# -- what follows from it --------------------------------------------------------------------------------------------
-
-QUERY, BULK = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 8, 16)
 
 
 def test_tried_once_and_then_taken(calls: list[dict[str, Any]], caplog: pytest.LogCaptureFixture) -> None:

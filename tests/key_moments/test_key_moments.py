@@ -248,9 +248,6 @@ def test_missing_file(tmp_path: Path) -> None:
         KeyMoments.load(tmp_path, revision="main")
 
 
-# -- the Hub ---------------------------------------------------------------------------------------------------------
-
-
 def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pushed and loaded under one name, through the Hub's client; the Hub itself is a folder here."""
 
