@@ -63,6 +63,8 @@ def prepare(
     for device in devices if shared.model.layers else ():
         if device.type in ("cpu", "cuda"):
             _, heads, kv_heads, dim = sizes(shared.model.config)
+            if (known := _key_sizes(shared.options)) is not None:
+                kv_heads, dim = known
             _build_kernels(
                 device,
                 model.dtype,
@@ -73,6 +75,12 @@ def prepare(
                 value_dim=getattr(shared.model.config, "v_head_dim", None) or dim,
                 pinned=shared.options.offloading and device.type != "cpu",
             )
+
+
+def _key_sizes(options: Options) -> tuple[int, int] | None:
+    """KV heads and dim of keys that were seen. Configs of some models, with latent attention, have other numbers."""
+    seen = options.query_energies if options.other_moments is None else options.other_moments
+    return None if seen is None else (seen.shape[1], seen.shape[2])
 
 
 def _build_kernels(

@@ -180,6 +180,17 @@ def test_gpus_are_prepared_for_the_models_sizes(monkeypatch: pytest.MonkeyPatch)
     assert built["cuda:1"].items() >= {**wanted, "pinned": False, "sketch_bits": None}.items()
 
 
+@pytest.mark.parametrize("moments", ["random-tokens", "current"])
+def test_a_config_that_does_not_say_how_wide_keys_are(moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a model is refused in use, in words that say so, and not by shapes here."""
+    model = tiny("deepseek_v3", num_hidden_layers=1)
+    seen = QAdACache(model, moments="random-tokens").options.other_moments.shape  # kept, for "current" too
+    built: list[dict[str, Any]] = []
+    monkeypatch.setattr(preparing, "_build_kernels", lambda *_, **sizes: built.append(sizes))
+    prepare(model, moments=moments)
+    assert [(1, sizes["kv_heads"], sizes["dim"]) for sizes in built] == [seen]
+
+
 @pytest.mark.skipif(not choice._installed(), reason="needs triton")
 def test_triton_is_tried_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the trials that first steps would make, before there is a sketch and with it; here by Triton's interpreter."""
