@@ -35,7 +35,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = HOS
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < WORTH or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages only
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages only
+    except OSError:  # the process has all the mappings it may have, and malloc others; or says that memory ended
+        return torch.empty(shape, dtype=dtype, device=device)
     with contextlib.suppress(OSError):  # a kernel without them: pages of the usual size, then
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory

@@ -1,6 +1,8 @@
 """Host memory in huge pages, and given back."""
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +49,18 @@ def test_memory_lives_as_long_as_a_view() -> None:
 def test_small_and_empty_tensors() -> None:
     assert transfers.empty((2, 0, 8), torch.float16).shape == (2, 0, 8)
     assert transfers.empty((3, 5), torch.int64).dtype == torch.int64
+
+
+def test_where_no_more_mappings_are_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux gives a process 65,530, which many small caches may take."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(transfers.mmap, "mmap", refuse)
+    assert transfers.empty((2, transfers.WORTH), torch.bfloat16).fill_(1).sum() == 2 * transfers.WORTH
+    with pytest.raises(RuntimeError, match="memory"):  # torch's own words, not a file's
+        transfers.empty((1 << 60,), torch.uint8)
 
 
 @pytest.mark.skipif(not private_map.AVAILABLE, reason="needs Linux")
