@@ -32,7 +32,8 @@ MOMENTS = (
 SKETCH = f"sketch of {SKETCH_BITS} bits"
 TOKENS = (
     ("QAdACache", ("qada", "current+random-tokens", "any", f"{SKETCH}, threshold 0.95"), "o-"),
-    ("QAdACache, economical", ("qada", "current+random-tokens", "any", f"{SKETCH}, threshold 0.7"), "o"),
+    ("QAdACache, threshold 0.7", ("qada", "current+random-tokens", "any", f"{SKETCH}, threshold 0.7"), "o"),
+    ("QAdACache, threshold 0.4", ("qada", "current+random-tokens", "any", f"{SKETCH}, threshold 0.4"), "o"),
     ("QAdACache, whole heads", ("qada", "current+random-tokens", "any", ""), "p-"),
     ("whole heads, oracle", ("oracle", "", "any", ""), "p:"),
     ("a share of the tokens, by true score", ("dense", "", "any", "true"), "s:"),
