@@ -131,6 +131,8 @@ def read_cache(
         tensors = {name: tensor if name.endswith(BULK) else tensor.clone() for name, tensor in tensors.items()}
     _check_model(path, state, model, config)
     with naming(path):
+        if unset := [name for name, value in state["options"].items() if value is None]:
+            raise ValueError(f"its {unset[0]} is not set")  # which would be today's default or a tuned one
         criterion = state["criterion"] if "criterion" in state else StaticHeads(tensors["static_heads"])
         other = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else None
     moments = combine_sources(state["current_moments"], other)

@@ -5,9 +5,9 @@ weights, config and dtype, wherever the model lies. A cache that was built with 
 cache of a split model, as each process sees its own part of the weights.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -25,7 +25,8 @@ KIND = "qada-choice"
 _UNDER = ("sink_tokens", "local_tokens", "criterion", "group_rule", "moments", "sketch_bits")
 
 
-class Thresholds(NamedTuple):
+@dataclass(frozen=True)
+class Thresholds:
     """What a setting is: options of these names."""
 
     token_threshold: float
@@ -41,7 +42,8 @@ class Thresholds(NamedTuple):
         return f"token_threshold={self.token_threshold:g}{threshold}"
 
 
-CONDITIONS = frozenset({*_UNDER, "update_moments", *Thresholds._fields})  # others need another measurement
+_CHOSEN = tuple(field.name for field in fields(Thresholds))
+CONDITIONS = frozenset({*_UNDER, "update_moments", *_CHOSEN})  # others need another measurement
 
 
 def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> Path:
@@ -59,7 +61,7 @@ def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> P
         OSError: the user's cache folder cannot be written to, or is not the user's alone.
     """
     path = _path(model)
-    state = {"chosen": Thresholds.of(options)._asdict(), "under": _conditions(options), "figures": figures}
+    state = {"chosen": asdict(Thresholds.of(options)), "under": _conditions(options), "figures": figures}
     with private.opened(FOLDER, make=True) as folder:
         private.write(path.name, tensor_file.encoded(KIND, {}, state), folder=folder)
     return path
@@ -85,7 +87,7 @@ def apply_tuned(options: Options, managed: ManagedModel, *, threshold: float | N
             return without
         with private.opened(FOLDER) as folder:
             kept = tensor_file.decoded(private.read(folder, path.name), KIND, path)[1]
-        taken = replace(options, **{name: kept["chosen"][name] for name in Thresholds._fields})
+        taken = replace(options, **{name: kept["chosen"][name] for name in _CHOSEN})
         measured, ours = kept["under"] | kept["chosen"], _conditions(options)
         if threshold is not None:
             ours["threshold"] = threshold

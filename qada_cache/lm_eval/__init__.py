@@ -6,6 +6,7 @@
 import inspect
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class QAdALM(HFLM):
         taken = QAdACache(self.model, **options).options
         self.cache_tuned = str(Thresholds.of(taken)) if taken.tuned else ""
         # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
-        self._cache_options = options | Thresholds.of(taken)._asdict()
+        self._cache_options = options | asdict(Thresholds.of(taken))
         self.cache_totals: dict[str, report.Totals] = {}
         self._task = "none"
         report.install()

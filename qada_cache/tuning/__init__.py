@@ -194,7 +194,7 @@ def keep(model: PreTrainedModel, outcome: Outcome) -> Path:
     """
     assert outcome.chosen is not None
     assert outcome.chosen.thresholds is not None
-    options = replace(QAdACache(model, tuned=False).options, **outcome.chosen.thresholds._asdict())
+    options = replace(QAdACache(model, tuned=False).options, **asdict(outcome.chosen.thresholds))
     figures = asdict(outcome)
     return tuned_choice.keep(model, options, {name: figures[name] for name in figures if name != "settings"})
 

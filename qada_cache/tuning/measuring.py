@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 
 import torch
@@ -124,7 +124,7 @@ def measure(
     everything, found = Figures(0.0, 1.0, 1.0, seconds), []
     value_bytes = model.dtype.itemsize
     for setting in settings:
-        cache = read.fork(**setting._asdict())
+        cache = read.fork(**asdict(setting))
         logits, seconds = _decode(model, cache, fed)
         found.append(Figures(*compared(full, logits), bytes_read(cache.stats(), value_bytes), seconds))
         done()

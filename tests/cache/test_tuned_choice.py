@@ -167,6 +167,7 @@ def of_format(version: str) -> Callable[[Path], None]:
         ),
         (rewritten(lambda state: state["chosen"].update(token_threshold=-1)), "must be finite and not negative"),
         (rewritten(lambda state: state["chosen"].update(threshold=2)), "threshold must be in [0, 1], got 2"),
+        (rewritten(lambda state: state["chosen"].pop("threshold")), "does not hold what this version keeps"),
         (rewritten(lambda state: state.update(chosen=None)), "does not hold what this version keeps"),
     ],
 )

@@ -146,7 +146,7 @@ OPTIONS = {
     "sink_tokens": (-1, 0, 3, 5, 10**30, 4.0),
     "local_tokens": (-1, 0, 3, 2000, 10**30),
     "sketch_bits": (0, 5, None),
-    "token_threshold": (-1, float("inf")),
+    "token_threshold": (-1, float("inf"), None),
     "audit_every": (-1, 1.5),
     "device_budget": (-1, 2.5),
     "group_rule": ("none",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_figures_are_those_of_an_independent_computation(
     full = plain(model, ids)
     assert (everything.kl, everything.top1, everything.bytes_read) == (0.0, 1.0, 1.0)
     for setting, figures in zip(SETTINGS, found, strict=True):
-        cache, logits = QAdACache(model, **setting._asdict()), []
+        cache, logits = QAdACache(model, **asdict(setting)), []
         with torch.no_grad():
             model(ids[:, : TOKENS - 1], past_key_values=cache)
             for place in range(TOKENS - 1, TOKENS + FOLLOWING - 1):
