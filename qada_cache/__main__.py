@@ -136,9 +136,8 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from . import QAdACache, prepare, profile
+    from . import QAdACache, prepare, profile, tuned_choice
     from .key_moments.prompts import choose_prompt, prompt_ids
-    from .tuned_choice import Thresholds
 
     _check_folder("--out", options.out)
     _check_plot(options.plot)
@@ -153,7 +152,7 @@ def _profile(options: argparse.Namespace) -> int:
     words = choose_prompt("random-words", tokenizer)
     ids = prompt_ids(words, model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[None]
     if (asked := QAdACache(model, **cache).options).tuned:
-        print(f"QAdACache takes the setting that qada tune kept: {Thresholds.of(asked)}")
+        print(f"QAdACache takes the setting that qada tune kept: {tuned_choice.Thresholds.of(asked)}")
     found = profile.profile(model, ids, new_tokens=options.new_tokens, chunk=options.chunk, **cache)
     _print_table([each.summary() for each in found])
     if options.layers:

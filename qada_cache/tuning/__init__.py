@@ -23,7 +23,9 @@ _T_95 = (
 )
 SETTINGS = (  # from the most careful on; where few tokens are read, local heads save what is left, the sketch
     *(Thresholds(token_threshold) for token_threshold in (1.0, 2.0, 3.0, TOKEN_THRESHOLD, 8.0)),
-    *(Thresholds(12.0, 0.7), Thresholds(16.0, 0.4), Thresholds(20.0, 0.3)),
+    Thresholds(12.0, 0.7),
+    Thresholds(16.0, 0.4),
+    Thresholds(20.0, 0.3),
 )
 MIN_PROMPT_TOKENS = MIN_TOKENS + 256  # of a prompt: with fewer the bulk is read whole
 
@@ -217,11 +219,6 @@ def rows(outcome: Outcome) -> list[dict[str, str]]:
     ]
 
 
-def _short(setting: Setting) -> str:
-    """A setting beside its point of the picture."""
-    return str(setting.thresholds).removeprefix("token_threshold=")
-
-
 def sentences(outcome: Outcome) -> list[str]:
     """Sentences on the measurement, the choice, and its confirmation by other text."""
     lines = [
@@ -257,7 +254,8 @@ def plot(outcome: Outcome, path: Path) -> None:
     above = [one.kl.high - one.kl.mean for one in outcome.settings]
     axes.errorbar(shares, means, yerr=(below, above), marker="o", capsize=3, label="settings, 90% intervals")
     for one, share, mean in zip(outcome.settings, shares, means, strict=True):
-        axes.annotate(_short(one), (share, mean), textcoords="offset points", xytext=(5, 5))
+        name = str(one.thresholds).removeprefix("token_threshold=")
+        axes.annotate(name, (share, mean), textcoords="offset points", xytext=(5, 5))
     if outcome.budget.kl is not None:
         axes.axhline(outcome.budget.kl, color="grey", linestyle="--", label="budget")
     elif outcome.budget.bytes_read is not None:
