@@ -113,7 +113,9 @@ def trial(
 
     def judged(followed: Tensor, say: Callable[[], Tensor]) -> dict[str, str]:
         compared = compare(full, followed)
-        found = right and (compared["same"] == "1" or document.expected in tokenizer.decode(say()[0]))
+        found = right
+        if document.expected and compared["same"] == "0":
+            found = document.expected in tokenizer.decode(say()[0])
         return compared | {"right": str(int(right)), "found": str(int(found))}
 
     def answer(options: dict[str, Any]) -> Tensor:

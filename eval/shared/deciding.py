@@ -248,7 +248,8 @@ def spoken(
 def summary(rows: Rows) -> list[dict[str, Any]]:
     """One row for each model, task, length and way: means over documents, `±` their standard errors.
 
-    `found` counts the right answers, of the questions that full attention answers rightly; prose has none.
+    `found` counts the right answers, of the questions that full attention answers rightly; prose has none. `also_found`
+    counts them of the other questions; it is empty where a row does not say ("found" is empty, in older tables).
     """
     groups = defaultdict(list)
     for row in rows:
@@ -256,12 +257,14 @@ def summary(rows: Rows) -> list[dict[str, Any]]:
     made = []
     for way, group in groups.items():
         asked = [row for row in group if row["right"] == "1"]
+        missed = [row["found"] for row in group if row["right"] == "0"] if asked else []
         made.append({
             **dict(zip(WAY, way, strict=True)),
             "documents": len(group),
             "kl": _with_error([float(row["kl"]) for row in group], 4),
             "top1": _with_error([float(row["top1"]) for row in group], 3),
             "found": f"{sum(row['found'] == '1' for row in asked)}/{len(asked)}" if asked else "",
+            "also_found": f"{missed.count('1')}/{len(missed)}" if missed and "" not in missed else "",
             "kv_read": f"{mean(float(row['kv_read']) for row in group):.3f}",
             "bytes_read": f"{mean(float(row.get('bytes_read') or row['kv_read']) for row in group):.3f}",
             "q_local": f"{mean(float(row['q_local']) for row in group):.3f}",

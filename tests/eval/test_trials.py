@@ -126,11 +126,17 @@ def test_answers_are_those_of_full_attention(model: PreTrainedModel, document: D
     assert (local["right"], local["same"], local["found"], exact["found"]) == ("1", "0", "0", "1")
     wrong = Document("task", 290, 0, document.prompt, given[:, 2:4], "nothing of the kind")
     (row,) = rows_of(model, wrong, known, Way("qada", "current", "any", 1.0))
-    assert (row["right"], row["same"], row["tokens"]) == ("0", "1", str(2 + deciding.SPARE))
+    assert (row["right"], row["same"], row["found"], row["tokens"]) == ("0", "1", "0", str(2 + deciding.SPARE))
     place = {"model": "m", "task": "task", "length": "290"} | {k: str(v) for k, v in asdict(Way("local")).items()}
     made = [place | {"document": str(index)} | measured for index, measured in enumerate((exact, local, row))]
     (summed,) = deciding.summary([line | {"criterion": "local", "moments": "", "threshold": "0"} for line in made])
-    assert (summed["documents"], summed["found"]) == (3, "1/2")  # full attention is wrong about the third
+    state = trials.exact_cache(model)
+    deciding.prefill(model, asked, state)
+    of_local = deciding.generate(model, asked, state.fork(**trials.cache_options(Way("local"), known)))
+    elsewhere = replace(asked, expected=tokenizer.decode(of_local[0]))
+    (row,) = rows_of(model, elsewhere, known, Way("local"))
+    assert (row["right"], row["same"], row["found"]) == ("0", "0", "1")  # what full attention does not find
+    assert (summed["documents"], summed["found"], summed["also_found"]) == (3, "1/2", "0/1")  # full attention: 2 of 3
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
