@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from eval.shared.language_model import DEFAULT, HELP, load
+from eval.shared.language_model import DEFAULT, HELP, load, loading
 
 
 def plain(model: PreTrainedModel) -> PreTrainedModel:
@@ -42,11 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         parser.error(f"--out: {options.out} exists already, and is not an empty folder")
-    try:
+    with loading(parser):
         model, tokenizer = load(options.model, dtype=options.dtype)
         made = plain(model)
-    except (OSError, ValueError, RuntimeError) as error:
-        parser.error(f"--model: {error}")
     made.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
     print(f"{options.out}: {made.num_parameters() / 1e6:.0f} million weights, {made.dtype}")

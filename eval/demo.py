@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eval.shared import conversation, language_model, read_map
 from eval.shared.conversation import Form, Told, converse, fitted
-from eval.shared.tables import machine, plain, write
+from eval.shared.tables import machine, new_file, plain, write
 from eval.shared.texts import ABOUT_THE_REFERENCE, Turn, planted, reference
 from qada_cache import QAdACache, restore_attention
 
@@ -168,8 +168,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--new-tokens", type=_count, default=32, help="an answer's most (default: %(default)s)")
     add("--threshold", type=_fraction, help="QAdACache's (default: its own)")
     add("--seed", type=int, default=0, help="of the planted facts (default: %(default)s)")
-    add("--out", type=Path, help="CSV file to write the table to as well")
-    add("--picture", type=Path, default=Path("demo.png"), help="PNG file of what was read (default: %(default)s)")
+    add("--out", type=new_file, help="CSV file to write the table to as well")
+    add("--picture", type=new_file, default=Path("demo.png"), help="PNG file of what was read (default: %(default)s)")
     return parser
 
 
@@ -204,16 +204,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     text, turns = _text(parser, options), _turns(parser, options)
-    for name in ("out", "picture"):
-        path = getattr(options, name)
-        if path and not path.parent.is_dir():
-            parser.error(f"--{name}: there is no folder {path.parent}")
     transformers.logging.disable_progress_bar()  # ours is the one to watch
-    try:
+    with language_model.loading(parser):
         model, tokenizer = language_model.load(options.model, dtype=options.dtype, device=options.device)
         QAdACache(model)  # says so if it does not support the model
-    except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
-        parser.error(f"--model: {shorten(str(error), 400)}")
 
     facts = any(turn.fact for turn in turns)
     form = Form(tokenizer, conversation.WITH_FACTS if facts else conversation.WITHOUT_FACTS)

@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections import defaultdict
 from itertools import islice
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,8 +18,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.shared.deciding import PROMPTS, auditing, follow, prefill
-from eval.shared.language_model import DEFAULT, HELP, label, load
-from eval.shared.tables import machine, plain, write
+from eval.shared.language_model import DEFAULT, HELP, label, load, loading
+from eval.shared.tables import machine, new_file, plain, write
 from eval.shared.texts import Document, prose
 from eval.trials import exact_cache
 from qada_cache import KeyMoments
@@ -85,14 +84,10 @@ def main(arguments: list[str] | None = None) -> int:
     add("--lengths", type=int, nargs="+", default=[3072], help="tokens (default: %(default)s)")
     add("--documents", type=int, default=3, help="of each length (default: %(default)s)")
     add("--bits", type=float, default=SKETCH_BITS, help="of a value, on average (default: %(default)s)")
-    add("--out", type=Path, required=True, help="CSV table, added to if it exists")
+    add("--out", type=new_file, required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
-    if not options.out.parent.is_dir():
-        parser.error(f"--out: there is no folder {options.out.parent}")
-    try:
+    with loading(parser):
         model, tokenizer = load(options.model)
-    except (OSError, ValueError) as error:
-        parser.error(f"--model: {error}")
     for length in options.lengths:
         *documents, other = islice(prose(tokenizer, length=length, following=64), options.documents + 1)
         named: dict[str, str | Tensor] = {name: name for name in PROMPTS}

@@ -13,7 +13,6 @@ import re
 import sys
 import warnings
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from tqdm import tqdm
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
 
-from eval.shared.tables import plain, write
+from eval.shared.tables import new_file, plain, write
 from qada_cache import QAdACache
 from qada_cache.state.layer import QAdALayer
 
@@ -191,7 +190,7 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--types", nargs="+", metavar="TYPE", default=sorted(TYPES), help="model types (default: all)")
     add("--seconds", type=float, default=60, help="that a model type may take (default: %(default)s)")
-    add("--out", type=Path, help="the CSV file to write")
+    add("--out", type=new_file, help="the CSV file to write")
     options = parser.parse_args(arguments)
     if unknown := set(options.types) - set(TYPES):
         parser.error(f"--types: transformers has no causal language model {', '.join(sorted(unknown))}")

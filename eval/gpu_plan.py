@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.shared.deciding import token_ways
-from eval.shared.tables import plain, read, write
+from eval.shared.tables import new_file, plain, read, write
 from eval.shared.workloads import GEOMETRIES, fill, random_work
 from qada_cache import QAdACache
 
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--bus", type=float, default=25.0, help="GB/s between host and device, as PCIe 4.0 gives (default: %(default)s)"
     )
     add("--memory", type=float, default=2000.0, help="GB/s of the device's memory (default: %(default)s)")
-    add("--out", type=Path, help="CSV table")
+    add("--out", type=new_file, help="CSV table")
     options = parser.parse_args(arguments)
     share, where = token_share(SUMMARY)
     rows = [

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import lm_eval
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from eval.shared import language_model
 from eval.shared.deciding import auditing
-from eval.shared.tables import write
+from eval.shared.tables import new_file, write
 from eval.sweep import task_manager
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.attention import by_torch
@@ -126,15 +125,11 @@ def main(arguments: list[str] | None = None) -> int:
     add("--moments", nargs="+", default=["random-words", "single-word"], help="(default: %(default)s)")
     add("--limit", type=int, default=16, help="documents per task and length (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
-    add("--out", type=Path, required=True, help="CSV table to write")
+    add("--out", type=new_file, required=True, help="CSV table to write")
     options = parser.parse_args(arguments)
-    if not options.out.parent.is_dir():
-        parser.error(f"--out: there is no folder {options.out.parent}")
-    try:
+    with language_model.loading(parser):
         where, gguf = language_model.hflm_source(options.model)
         lm = RecordingLM(where, batch_size=1, device=options.device, **gguf)
-    except (OSError, ValueError) as error:
-        parser.error(f"--model: {error}")
     recorder = Recorder({kind: KeyMoments.collect(lm.model, lm.tokenizer, kind) for kind in options.moments})
     lm.recorder = recorder
     for task in options.tasks:

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from eval.shared import language_model
-from eval.shared.tables import machine, plain, write
+from eval.shared.tables import machine, new_file, plain, write
 from qada_cache import QAdACache, prepare
 from qada_cache.files import private_map
 from qada_cache.tuning.measuring import default_text
@@ -159,16 +159,14 @@ def main(arguments: list[str] | None = None) -> int:
     add("--tokens", type=int, default=7500, help="of the document (default: %(default)s)")
     add("--questions", type=int, default=len(QUESTIONS), help=f"{AGAIN} to {len(QUESTIONS)} (default: %(default)s)")
     add("--answer", type=int, default=16, help="tokens of every answer (default: %(default)s)")
-    add("--out", type=Path, help="table to write, a CSV file")
+    add("--out", type=new_file, help="table to write, a CSV file")
     options = parser.parse_args(arguments)
     if not AGAIN <= options.questions <= len(QUESTIONS):
         parser.error(f"--questions must be {AGAIN} to {len(QUESTIONS)}")
     if not Path("/proc/self/smaps_rollup").exists():
         parser.error("this system does not say what memory a process shares")
-    try:
+    with language_model.loading(parser):
         model, tokenizer = language_model.load(options.model)
-    except (OSError, ValueError) as error:
-        parser.error(f"--model: {error}")
     ids = tokenizer(default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
     questions = [tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids for text in QUESTIONS]
     texts = [torch.cat([ids, question], dim=1) for question in questions[: options.questions]]

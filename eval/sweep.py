@@ -24,8 +24,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eval.shared import language_model
-from eval.shared.tables import machine, read, write
-from qada_cache import KeyMoments, QAdACache, StaticHeads, needle
+from eval.shared.tables import machine, new_file, read, write
+from qada_cache import QAdACache, StaticHeads
 from qada_cache.criterion import GROUP_RULES
 from qada_cache.key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from qada_cache.lm_eval import QAdALM
@@ -109,16 +109,6 @@ class SweepLM(QAdALM):
         return tokens
 
 
-def load(name: str, **keywords: Any) -> SweepLM:
-    """The model of a name as `language_model.source` takes it; `keywords` as for `HFLM`.
-
-    Raises:
-        OSError, ValueError: there is no such model, or it cannot be read.
-    """
-    pretrained, gguf = language_model.hflm_source(name)
-    return SweepLM(pretrained, **gguf | keywords)
-
-
 @cache
 def task_manager(model: str, length: int, gguf_file: str | None = None, documents: int | None = None) -> TaskManager:
     """lm-eval's index of tasks, slow to make; their metadata are a length, documents if given, and the tokenizer."""
@@ -169,22 +159,12 @@ def measure(
     return rows
 
 
-def cache_options(variant: Variant, lm: SweepLM, kept: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of `QAdACache`; `kept` holds moments made before."""
+def cache_options(variant: Variant) -> dict[str, Any]:
+    """Keywords of `QAdACache`."""
     options: dict[str, Any] = {"group_rule": variant.group_rule, "threshold": variant.threshold}
     if variant.criterion != "qada":
         return {"criterion": variant.criterion, **options, "moments": "current"}
-    if variant.moments not in kept:
-        kept[variant.moments] = text_moments(lm, variant.moments)
-    return {"moments": kept[variant.moments], **options}
-
-
-def text_moments(lm: SweepLM, kind: str) -> str | KeyMoments:
-    """The moments a name stands for; "haystack" is the needle model's own, of text like its prompts'."""
-    if kind != "haystack":
-        return kind
-    ids = lm.tokenizer(needle.haystack(tokens=1024), return_tensors="pt").input_ids[0]
-    return KeyMoments.collect(lm.model, prompt=ids, progress=False)
+    return {"moments": variant.moments, **options}
 
 
 def with_static(lm: SweepLM, options: argparse.Namespace, done: set, bar: tqdm) -> None:
@@ -198,7 +178,7 @@ def with_static(lm: SweepLM, options: argparse.Namespace, done: set, bar: tqdm) 
         return
     oracle, shares = Variant("oracle", "", "head", ORACLE), {}
     for task, length in cells:
-        measure(lm, options, {oracle: cache_options(oracle, lm, {})}, task, length)
+        measure(lm, options, {oracle: cache_options(oracle)}, task, length)
         shares[task, length] = lm.heads[oracle][0]
     for (task, length), variants_left in left.items():
         others = [share for (other, _), share in shares.items() if other != task]
@@ -245,26 +225,18 @@ def main(arguments: list[str] | None = None) -> int:
     add("--limit", type=int, help="documents per task and length (default: all that the task has)")
     add("--batch-size", default="1", help="as lm-eval's (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
-    add("--out", type=Path, required=True, help="CSV table, added to if it exists")
+    add("--out", type=new_file, required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
-    if not options.out.parent.is_dir():
-        parser.error(f"--out: there is no folder {options.out.parent}")
-    try:
-        lm = load(options.model, batch_size=options.batch_size, device=options.device)
-    except (OSError, ValueError) as error:
-        parser.error(f"--model: {error}")
+    with language_model.loading(parser):
+        pretrained, gguf = language_model.hflm_source(options.model)
+        lm = SweepLM(pretrained, **gguf, batch_size=options.batch_size, device=options.device)
     done, wanted = known(options.out), variants(options)
     normal = [variant for variant in wanted if not variant.criterion.startswith("static")]
-    moments: dict[str, Any] = {}
     with tqdm(total=len(wanted) * len(options.tasks) * len(options.lengths), unit="row") as bar:
         for task in options.tasks:
             for length in options.lengths:
                 bar.set_postfix_str(f"{task} {length}")
-                left = {
-                    variant: cache_options(variant, lm, moments)
-                    for variant in normal
-                    if (task, length, variant) not in done
-                }
+                left = {variant: cache_options(variant) for variant in normal if (task, length, variant) not in done}
                 if left:
                     write(options.out, measure(lm, options, left, task, length), add=True, machine=machine())
                 bar.update(len(normal))

@@ -43,9 +43,9 @@ from eval.shared.deciding import (
     token_options,
     token_ways,
 )
-from eval.shared.language_model import DEFAULT, HELP, hflm_source, label, load
+from eval.shared.language_model import DEFAULT, HELP, hflm_source, label, load, loading
 from eval.shared.peers import PEERS, Prefilled
-from eval.shared.tables import machine, plain, read, write
+from eval.shared.tables import machine, new_file, plain, read, write
 from eval.shared.texts import CODE, PROSE, Document, code, is_continued, prose, task_documents, with_dense_question
 from eval.sweep import task_manager
 from qada_cache import CacheStats, KeyMoments, QAdACache
@@ -200,14 +200,10 @@ def main(arguments: list[str] | None = None) -> int:
     add("--peers", action="store_true", help="other methods, to compare with: caches that evict, or of few bits")
     add("--dtype", default="auto", help="(default: the model's own)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
-    add("--out", type=Path, required=True, help="CSV table, added to if it exists")
+    add("--out", type=new_file, required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
-    if not options.out.parent.is_dir():
-        parser.error(f"--out: there is no folder {options.out.parent}")
-    try:
+    with loading(parser):
         model, tokenizer = load(options.model, dtype=options.dtype, device=options.device)
-    except (OSError, ValueError) as error:
-        parser.error(f"--model: {error}")
     run(options, model, tokenizer)
     print(plain(summary(read(options.out))))
     return 0

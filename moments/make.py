@@ -1,16 +1,19 @@
-"""Makes the moment files kept in this folder: `python -m moments.make`."""
+"""Makes the moment file kept in this folder: `python -m moments.make`."""
 
 from pathlib import Path
 
-from qada_cache import KeyMoments, needle
+from eval.shared.language_model import load
+from qada_cache import KeyMoments
+
+FILE = Path(__file__).parent / "smollm2-135m-instruct-random-words.safetensors"
 
 
 def main() -> None:
-    """Collect the needle model's key moments on random words, and write them beside this script."""
-    moments = KeyMoments.collect(needle.load_model(), needle.load_tokenizer(), "random-words")
-    path = Path(__file__).parent / "needle-random-words.safetensors"
-    moments.save(path)
-    print(f"wrote {path.name}: {moments.tokens} tokens, {list(moments.shape)} means, for bulks of any length")
+    """Collect SmolLM2's key moments on random words, and write them beside this script."""
+    model, tokenizer = load("smollm2")
+    moments = KeyMoments.collect(model, tokenizer, "random-words")
+    moments.save(FILE)
+    print(f"wrote {FILE.name}: {moments.tokens} tokens, {list(moments.shape)} means, for bulks of any length")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,12 @@
 It is installed by `make`, so that a real language model is there without a model hub, and read as float32.
 """
 
+import argparse
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -50,6 +54,15 @@ def hflm_source(name: str) -> tuple[str, dict[str, str]]:
     where = source(name)
     pretrained = where.pop("pretrained_model_name_or_path")
     return pretrained, {"dtype": "float32", **where} if where else {}  # a GGUF file's own type is a 4-bit one
+
+
+@contextlib.contextmanager
+def loading(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """A model that cannot be loaded, or is not served, is a wrong argument."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
+        parser.error(f"--model: {shorten(str(error), 400)}")
 
 
 def load(

@@ -1,5 +1,6 @@
 """Tables of results: rows as dicts of the same keys, as aligned text and as CSV; and the machine they are of."""
 
+import argparse
 import csv
 import os
 import platform
@@ -11,6 +12,13 @@ import torch
 import transformers
 
 Rows = list[dict[str, str]]
+
+
+def new_file(path: str) -> Path:
+    """One to be written, of a command line."""
+    if not (found := Path(path)).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {found.parent}")
+    return found
 
 
 def read(path: Path) -> Rows:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from eval.shared.language_model import label
+from eval.shared.language_model import label, loading
 from eval.shared.tables import machine, plain, write
 from eval.shared.workloads import MODEL_HELP, load, slug
 
@@ -127,15 +127,9 @@ def load_model(
     """As `workloads.load`, for contexts of up to `tokens` tokens; ends the program where options make no sense."""
     if options.out and not options.out.is_dir():
         parser.error(f"--out: there is no folder {options.out}")
-    try:
-        return load(
-            options.model,
-            dtype=getattr(torch, options.dtype),
-            device=torch.device(options.device),
-            positions=tokens + 1024,
-        )
-    except (OSError, ValueError) as error:
-        parser.error(f"--model: {error}")
+    dtype, device = getattr(torch, options.dtype), torch.device(options.device)
+    with loading(parser):
+        return load(options.model, dtype=dtype, device=device, positions=tokens + 1024)
 
 
 def report(options: argparse.Namespace, rows: list[dict[str, Any]], name: str, **everywhere: object) -> Path | None:

@@ -1,7 +1,6 @@
 """The work that every method of a benchmark does: a model, a context in its cache, and tokens to decode."""
 
 import functools
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from transformers import (
     StaticCache,
 )
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 from eval.shared import language_model
 from qada_cache import QAdACache, StaticHeads
@@ -237,13 +237,8 @@ def token_threshold(work: Work, share: float) -> float:
 
 def quantized() -> str | None:
     """The backend of transformers' QuantizedCache that is installed, if any."""
-    for backend, package in (("quanto", "optimum.quanto"), ("hqq", "hqq")):
-        try:
-            if importlib.util.find_spec(package):
-                return backend
-        except ModuleNotFoundError:  # of the package's parent
-            pass
-    return None
+    found = {"quanto": is_optimum_quanto_available(), "hqq": is_hqq_available()}
+    return next((backend for backend, installed in found.items() if installed), None)
 
 
 def methods(work: Work, theta: float) -> dict[str, Callable[[], Cache]]:

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import needle
 import torch
 from ranks import report
 from tensor_parallel_scene import NEW, SIZES, TOKENS, found_by, heads_table, text
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.distributed import DistributedConfig
 
-from qada_cache import KeyMoments, QAdACache, StaticHeads, needle, prepare
+from qada_cache import KeyMoments, QAdACache, StaticHeads, prepare
 from qada_cache.key_moments import defaults
 
 torch.set_num_threads(1)

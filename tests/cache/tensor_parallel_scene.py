@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import needle
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qada_cache import QAdACache, needle
+from qada_cache import QAdACache
 
 NEW = 40
 TOKENS: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}

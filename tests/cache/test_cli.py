@@ -6,11 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import needle
 import pytest
 import torch
 from readable import readable_model
 
-from qada_cache import KeyMoments, QAdACache, __version__, needle
+from qada_cache import KeyMoments, QAdACache, __version__
 from qada_cache.__main__ import main
 
 MODEL = str(needle.FOLDER)

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import needle
 import pytest
 import torch
 from compilers import needs_compiler
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 from transformers.utils.logging import warning_once
 from transformers.utils.quantization_config import GgufConfig
 
-from qada_cache import QAdACache, needle, prepare, preparing
+from qada_cache import QAdACache, prepare, preparing
 from qada_cache.kernels import choice
 from qada_cache.kernels.cpu import compiled
 from qada_cache.key_moments import defaults, identity

@@ -3,9 +3,9 @@
 import csv
 from pathlib import Path
 
+import needle
 import pytest
 
-from qada_cache import needle
 from qada_cache.__main__ import main
 
 ARGUMENTS = ["profile", "--model", str(needle.FOLDER), "--prompt-tokens", "600", "--new-tokens", "3"]

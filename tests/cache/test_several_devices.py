@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import needle
 import pytest
 import torch
 from accelerate import dispatch_model
@@ -15,7 +16,7 @@ from stand_in import accelerator
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from qada_cache import QAdACache, needle
+from qada_cache import QAdACache
 
 ONE, OTHER = f"{KIND}:0", f"{KIND}:1"
 MAP = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1"), ONE)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import needle
 import pytest
 import torch
 from models import tiny
@@ -13,7 +14,7 @@ from ranks import torchrun
 from tensor_parallel_scene import NEW, TOKENS, found_by, heads_table, text
 from transformers import DynamicCache, PreTrainedModel
 
-from qada_cache import KeyMoments, StaticHeads, needle
+from qada_cache import KeyMoments, StaticHeads
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import needle
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from models import SMALL
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from qada_cache import KeyMoments, QAdACache, needle, prepare
+from qada_cache import KeyMoments, QAdACache, prepare
 
 NEW = 24
 CPU = torch.device("cpu")

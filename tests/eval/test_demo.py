@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import needle
 import pytest
 import torch
 from models import tiny
@@ -17,7 +18,7 @@ from eval import demo
 from eval.shared import conversation, tables
 from eval.shared.conversation import WITH_FACTS, Form, Told, converse, fitted
 from eval.shared.texts import Turn, plant, planted, reference
-from qada_cache import QAdACache, needle
+from qada_cache import QAdACache
 
 NEEDLE = str(needle.FOLDER)
 TEMPLATE = (

@@ -33,7 +33,7 @@ def own_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = pytest.importorskip("lm_eval.tasks", reason="the commands run on lm-eval").TaskManager
     from eval import sweep
 
-    folder = Path(__file__).parents[2] / "qada_cache/lm_eval/tasks"
+    folder = Path(__file__).parents[1] / "lm_eval" / "tiny_tasks"
     ours = functools.partial(manager, include_path=[folder], include_defaults=False)
     monkeypatch.setattr(sweep, "TaskManager", ours)
 
@@ -41,8 +41,9 @@ def own_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("own_tasks")
 def test_sweep(tmp_path: Path) -> None:
     """Every criterion on the needle task, then more thresholds into the same table."""
+    import needle
+
     from eval import sweep
-    from qada_cache import needle
 
     table = tmp_path / "sweep.csv"
     arguments = ["--model", str(needle.FOLDER), "--tasks", "needle", "--lengths", "1024", "--limit", "2"]
@@ -72,16 +73,6 @@ def test_sweep(tmp_path: Path) -> None:
         ("qada", "random-words", "1.0"),
         ("qada", "random-words", "0.3"),
     ]
-
-
-def test_haystack_moments_are_the_needle_models() -> None:
-    pytest.importorskip("lm_eval", reason="the sweep runs on lm-eval")
-    from eval.sweep import SweepLM, text_moments
-    from qada_cache import needle
-
-    lm = SweepLM(str(needle.FOLDER), device="cpu")
-    assert text_moments(lm, "single-word") == "single-word"
-    assert isinstance(text_moments(lm, "haystack"), KeyMoments)
 
 
 def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +166,9 @@ def test_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @needs_compiler
 def test_step_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a model by its sizes and of one with a tokenizer; parts do not exceed the whole, and nothing stays patched."""
+    import needle
+
     from eval import step_overhead
-    from qada_cache import needle
 
     originals = [getattr(owner, name) for owner, name in step_overhead.PARTS.values()]
     options = ["--dtype", "float32", "--steps", "3", "--rounds", "2", "--out", str(tmp_path)]
@@ -227,10 +219,10 @@ def test_figures_are_those_of_the_tables(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("own_tasks")
 def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
     """Against float64, from the very keys and queries: both masses, and the estimate by random words' moments."""
+    import needle
     from reference import gaussian_log_bulk, log_mass
 
     from eval import heads
-    from qada_cache import needle
     from qada_cache.attention import by_torch
 
     calls: list[tuple[Any, ...]] = []
@@ -252,7 +244,7 @@ def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 4 * 8
     model, tokenizer = needle.load_model(), needle.load_tokenizer()
-    mean, covariance = KeyMoments.collect(model, tokenizer, progress=False).at(1024 - 128 + 64)  # rounded up
+    mean, covariance = KeyMoments.collect(model, tokenizer, progress=False).at(1280 - 128)  # rounded up
     for row in rows:
         layer, head = int(row["layer"]), int(row["head"])
         index, grouped_queries, bulk, recent, sinks, scaling = calls[layer - 4]  # the first ones are `prepare`'s
@@ -277,8 +269,9 @@ def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
 
 def test_prefix_reuse(tmp_path: Path) -> None:
     """Every way leads to the same answers."""
+    import needle
+
     from eval import prefix_reuse
-    from qada_cache import needle
 
     table = tmp_path / "table.csv"
     arguments = ["--model", str(needle.FOLDER), "--tokens", "600", "--questions", "2", "--answer", "3"]

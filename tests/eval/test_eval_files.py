@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+import needle
 import pytest
 import torch
 
 from eval import convert
 from eval.shared import language_model
 from eval.shared.tables import read, write
-from qada_cache import needle
+from qada_cache import KeyMoments, QAdACache
 
 
 def test_a_table_with_other_columns_is_added_to(tmp_path: Path) -> None:
@@ -43,3 +44,18 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             convert.main(wrong)
         assert message in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
+
+
+def test_the_moments_kept_here_are_of_the_model_that_they_name() -> None:
+    from moments.make import FILE
+
+    readme = (FILE.parent / "README.md").read_text(encoding="utf-8")
+    assert [path.name for path in FILE.parent.glob("*.safetensors")] == [FILE.name]
+    assert f"`{FILE.name}`" in readme
+    kept = KeyMoments.load(FILE)
+    model, tokenizer = language_model.load("smollm2")
+    cache = QAdACache(model, moments=kept)
+    assert cache.options.other_moments is kept
+    made = KeyMoments.collect(model, tokenizer, "random-words", progress=False)
+    for mine, theirs in zip(kept.at(1024), made.at(1024), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)

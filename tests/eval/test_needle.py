@@ -1,13 +1,14 @@
-"""The embedded needle model and its prompts."""
+"""The needle model and its prompts."""
 
 from collections.abc import Callable
 from typing import Any
 
+import needle
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from qada_cache import QAdACache, needle
+from qada_cache import QAdACache
 
 TOKENS = 4096
 

@@ -21,12 +21,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 pytest.importorskip("lm_eval", reason="trials take documents from lm-eval")
+import needle
+
 from eval import trials
 from eval.shared import peers
 from eval.shared.deciding import SPARE, Way, peer_ways
 from eval.shared.peers import AHEAD, METHODS, Prefilled, kept
 from eval.shared.texts import Document
-from qada_cache import needle
 
 TOKENS, NEAR = 300, 20
 

@@ -17,11 +17,13 @@ from small_sketch import small_sketch
 from transformers import DynamicCache, PreTrainedModel
 
 pytest.importorskip("lm_eval", reason="trials take documents from lm-eval")
+import needle
+
 from eval import trials
 from eval.shared import deciding, texts
 from eval.shared.deciding import Way
 from eval.shared.texts import Document
-from qada_cache import KeyMoments, QAdACache, needle
+from qada_cache import KeyMoments, QAdACache
 from qada_cache.sketch import Layout
 
 Known = dict[str, KeyMoments]

@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import needle
 import pytest
 import torch
 from models import tiny
 from readable import english_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from qada_cache import KeyMoments, needle
+from qada_cache import KeyMoments
 from qada_cache.key_moments.prompts import ARTICLE, PROMPTS, choose_prompt, prompt_ids
 
 

@@ -12,11 +12,11 @@ import pytest
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install qada-cache[eval])")
 
 import evaluate  # noqa: E402
+import needle  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 from lm_eval_rows import GSM8K_TEST, MBPP_TEST, SQUAD, gsm8k_row, load_dataset, mbpp_row  # noqa: E402
 from stand_ins import Answers, scores, some_tasks  # noqa: E402
 
-from qada_cache import needle  # noqa: E402
 from qada_cache.lm_eval import QAdALM, startup  # noqa: E402
 from qada_cache.lm_eval.tasks.long_few_shot import long_few_shot  # noqa: E402
 

@@ -12,24 +12,23 @@ from models import SMALL, forced, tiny
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install qada-cache[eval])")
 
+import needle  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from qada_cache import QAdACache, StaticHeads, needle, tuned_choice  # noqa: E402
+from qada_cache import QAdACache, StaticHeads, tuned_choice  # noqa: E402
 from qada_cache.lm_eval import QAdALM, split_arguments  # noqa: E402
 from qada_cache.lm_eval.scoring import rows  # noqa: E402
 from qada_cache.state.shared import TOKEN_THRESHOLD  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 TASKS = {"tiny_choice": "acc,none", "tiny_perplexity": "word_perplexity,none", "needle": "exact_match,none"}
 
 
 def evaluate(lm: HFLM, *tasks: str) -> dict[str, Any]:
     """The results of the tasks, and every log-likelihood under "log_likelihoods"."""
-    ours = [HERE / "tiny_tasks", ROOT / "qada_cache" / "lm_eval" / "tasks"]
-    manager = TaskManager(include_path=ours, include_defaults=False, metadata={"max_seq_lengths": [600]})
+    manager = TaskManager(include_path=HERE / "tiny_tasks", include_defaults=False, metadata={"max_seq_lengths": [600]})
     results = lm_eval.simple_evaluate(
         lm, tasks=list(tasks or TASKS), task_manager=manager, bootstrap_iters=0, limit=4, log_samples=True
     )

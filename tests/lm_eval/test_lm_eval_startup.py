@@ -11,10 +11,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import needle
 import pytest
 from ranks import launch
-
-from qada_cache import needle
 
 REPOSITORY = Path(__file__).parents[2]
 needs_lm_eval = pytest.mark.skipif(
@@ -85,7 +84,9 @@ def documented(program: str) -> tuple[dict[str, str], list[str]]:
     return dict(word.split("=", 1) for word in words[:start]), words[start:]
 
 
-NEEDLE = ["--tasks", "needle", "--limit", "4", "--metadata", '{"max_seq_lengths": [1024]}']
+TASKS = Path(__file__).with_name("tiny_tasks")
+HELPERS = str(Path(needle.__file__).parents[1])  # what these tasks import
+NEEDLE = ["--limit", "4", "--include_path", str(TASKS), "--metadata", '{"max_seq_lengths": [1024]}']
 
 
 @needs_lm_eval
@@ -93,10 +94,12 @@ def test_the_literal_command(fresh: Environment, tmp_path: Path) -> None:
     console_script = Path(sysconfig.get_path("scripts")) / "lm_eval"
     arguments = f"pretrained={needle.FOLDER},cache=qada,cache_local_tokens=64,cache_moments=random-words"
     command = ["--model", "hf", "--model_args", arguments, *NEEDLE, "--output_path", str(tmp_path)]
-    run = fresh.run(console_script, *command)
+    run = fresh.run(console_script, *command, "--tasks", "needle,prose_niah", PYTHONPATH=HELPERS)
     assert run.returncode == 0, run.stderr
     (file,) = tmp_path.rglob("results_*.json")
-    metrics = json.loads(file.read_text())["results"]["needle"]
+    results = json.loads(file.read_text())["results"]
+    assert "cache_kv_sparsity,none" in results["prose_niah"]  # the package's own task, found by its name
+    metrics = results["needle"]
     assert metrics["exact_match,none"] == 1.0
     assert 0.0 < metrics["cache_kv_sparsity,none"] <= metrics["cache_sparsity,none"] < 1.0
     for name in ("sparsity", "kv_sparsity", "read_share", "bulk_read_bytes", "device_bytes", "host_bytes"):
@@ -113,10 +116,9 @@ def test_two_processes_score_and_count_as_one(fresh: Environment, tmp_path: Path
 
     from qada_cache.lm_eval import QAdALM
 
-    ours = Path(__file__).with_name("tiny_tasks")
     lm = QAdALM(str(needle.FOLDER), device="cpu", cache_local_tokens=64, cache_kernels="torch")
     tasks = {"tasks": ["tiny_choice", "tiny_perplexity"], "limit": 3}
-    manager = TaskManager(include_path=ours, include_defaults=False)
+    manager = TaskManager(include_path=TASKS, include_defaults=False)
     alone = lm_eval.simple_evaluate(lm, task_manager=manager, bootstrap_iters=0, **tasks)["results"]
 
     variables, command = documented("torchrun")
@@ -127,8 +129,8 @@ def test_two_processes_score_and_count_as_one(fresh: Environment, tmp_path: Path
     }
     assert own.keys() <= set(command)
     command = [own.get(word, word) for word in command[1:]] + ["--limit", "3"]
-    command += ["--include_path", str(ours), "--output_path", str(tmp_path)]
-    launch("torch.distributed.run", *command, python=fresh.python, **variables)
+    command += ["--include_path", str(TASKS), "--output_path", str(tmp_path)]
+    launch("torch.distributed.run", *command, python=fresh.python, PYTHONPATH=HELPERS, **variables)
     (file,) = tmp_path.rglob("results_*.json")  # one process reports
     together = json.loads(file.read_text())["results"]
     assert together.keys() == alone.keys() == set(tasks["tasks"])
@@ -144,8 +146,8 @@ def test_two_processes_score_and_count_as_one(fresh: Environment, tmp_path: Path
 @pytest.mark.parametrize("fresh", ["wheel"], indirect=True)
 def test_the_module_needs_no_hook(fresh: Environment) -> None:
     arguments = f"pretrained={needle.FOLDER},cache=local,cache_sink_tokens=4"
-    command = ["--model", "hf", "--model_args", arguments, *NEEDLE]
-    run = fresh.run("-m", "qada_cache.lm_eval", *command, QADA_LM_EVAL_HOOK="0")
+    command = ["--model", "hf", "--model_args", arguments, *NEEDLE, "--tasks", "needle"]
+    run = fresh.run("-m", "qada_cache.lm_eval", *command, QADA_LM_EVAL_HOOK="0", PYTHONPATH=HELPERS)
     assert run.returncode == 0, run.stderr
     assert "|cache_sparsity" in run.stdout
 

@@ -1,4 +1,4 @@
-"""The tasks shipped beside `needle`: found by name, groups of lm-eval's own, prompts that need no context."""
+"""The tasks that the package brings: found by name, groups of lm-eval's own, prompts that need no context."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install qada-cache[eval])")
 
+import needle  # noqa: E402
 import requests  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from lm_eval.api.task import ConfigurableTask  # noqa: E402
@@ -19,13 +20,12 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 from lm_eval_rows import HotpotQA  # noqa: E402
 from stand_ins import FOLDER, Answers, scores, some_tasks  # noqa: E402
 
-from qada_cache import needle  # noqa: E402
 from qada_cache.lm_eval import QAdALM, startup  # noqa: E402
 
 startup.install()  # for an environment in which the package is not installed; test_lm_eval_startup is about the others
 
 LM_EVAL_TASKS = Path(lm_eval.__file__).parent / "tasks"
-OURS = ["needle", "qada_ruler", "qada_longbench", "long_gsm8k", "long_mbpp", "qada_context_free"]
+OURS = ["qada_ruler", "qada_longbench", "long_gsm8k", "long_mbpp", "qada_context_free"]
 RULER = ["niah_multiquery", *(f"ruler_{name}" for name in ("vt", "cwe", "fwe", "qa_squad", "qa_hotpot"))]
 LONGBENCH = [
     f"longbench_{name}"
@@ -36,9 +36,7 @@ LONGBENCH = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name", ["needle", "qada_ruler", "qada_longbench", "long_gsm8k", "long_mbpp", "qada_context_free"]
-)
+@pytest.mark.parametrize("name", OURS)
 def test_every_task_is_found_by_name(all_tasks: TaskManager, name: str) -> None:
     assert all_tasks.task_index[name].yaml_path.is_relative_to(FOLDER)
     assert all_tasks.match_tasks([name]) == [name]

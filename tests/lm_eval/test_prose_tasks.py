@@ -12,12 +12,12 @@ import pytest
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install qada-cache[eval])")
 
+import needle  # noqa: E402
 from lm_eval.api.task import ConfigurableTask  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 import qada_cache  # noqa: E402
 from eval.shared import language_model  # noqa: E402
-from qada_cache import needle  # noqa: E402
 from qada_cache.lm_eval import QAdALM, startup  # noqa: E402
 from qada_cache.lm_eval.tasks.prose import haystack, prose, questions  # noqa: E402
 from qada_cache.lm_eval.tasks.prose.haystack import ADJECTIVES, KINDS, NOUNS  # noqa: E402

@@ -6,12 +6,13 @@ import json
 import shutil
 from pathlib import Path
 
+import needle
 import pytest
 import torch
 from models import prompt, tiny
 from transformers import AutoModelForCausalLM
 
-from qada_cache import QAdACache, needle
+from qada_cache import QAdACache
 from qada_cache.__main__ import main
 from qada_cache.key_moments import defaults
 from qada_cache.serving import counters, make_folder

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import needle
 import pytest
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.import_utils import is_serve_available
 
 import qada_cache
-from qada_cache import QAdACache, needle
+from qada_cache import QAdACache
 from qada_cache.serving import make_folder
 
 if not is_serve_available():

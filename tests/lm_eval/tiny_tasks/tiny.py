@@ -1,8 +1,7 @@
 """Documents of the tiny tasks: needle texts of different lengths, asked about with answers of different lengths."""
 
 from datasets import Dataset, Split
-
-from qada_cache.needle import SENTENCES, VALUES, make_prompt
+from needle import SENTENCES, VALUES, make_prompt
 
 
 def documents(**metadata) -> dict[str, Dataset]:

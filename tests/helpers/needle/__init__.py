@@ -1,4 +1,4 @@
-"""The needle model: a 0.9M-parameter Llama for trying the cache on a CPU, without downloading anything.
+"""The needle model: a 0.9M-parameter Llama to test the cache on.
 
 It is a test model, trained for minutes on the synthetic text of this module. Its heads are local by default and
 turn long-context for a question about something far away, as tests of the cache need. Training sees to that: its last
