@@ -1,9 +1,7 @@
 """A QAdACache as one safetensors file, and back."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from .files import tensor_file
 from .files.private_map import PrivateMap
 from .key_moments import KeyMoments, identity
 from .key_moments.defaults import combine_sources
-from .key_moments.models import full_attention_config
+from .key_moments.models import full_attention_config, inputs_device
 from .key_moments.sharding import check_unsharded, processes
 from .state.layer import QAdALayer
 from .state.record import BULK, check_alike, check_stock, layer_record, restore_layer
@@ -68,57 +66,17 @@ def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) 
     tensor_file.write(path, KIND, tensors, state)
 
 
-@contextmanager
-def naming(path: str | os.PathLike) -> Iterator[None]:
-    """Turn errors from a file's content into ValueErrors with the file's name."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} cannot be loaded: {error}") from error
-
-
-@dataclass(frozen=True, eq=False)
-class Saved:
-    """The content of a file.
-
-    Attributes:
-        options: the keywords of `QAdACache` that make a cache like the one saved.
-        layers, tensors: records of its layers.
-        source: the mapped file under the bulks' tensors; None: they are no views.
-    """
-
-    options: dict[str, Any]
-    layers: list[Any]
-    tensors: dict[str, Tensor]
-    source: PrivateMap | None
-
-    def restore(self, layers: Sequence[Any], device: torch.device) -> None:
-        """Fill new layers of that cache with the saved content, on `device`.
-
-        Raises:
-            ValueError: the file contradicts itself; not all layers are as they were.
-        """
-        padding = NONE
-        for layer, kept in zip(layers, self.layers, strict=True):
-            decoded = _decode(kept, self.tensors, device)
-            if isinstance(layer, QAdALayer):
-                restore_layer(layer, decoded, self.source)
-                if layer.padding.equals(padding):
-                    layer.padding = padding  # layers share one again, see `Padding`
-                padding = layer.padding
-            else:
-                check_stock(layer, decoded)
-                vars(layer).update(decoded)
-        check_alike(layers)
-
-
 def read_cache(
-    path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreTrainedConfig | None, mmap: bool
-) -> Saved:
-    """The inverse of `write_cache`; see `QAdACache.load`.
+    path: str | os.PathLike,
+    make: Callable[..., Any],
+    *,
+    model: PreTrainedModel | None,
+    config: PreTrainedConfig | None,
+    mmap: bool,
+) -> Any:
+    """The inverse of `write_cache`; see `QAdACache.load`. What is not given of the model is not compared.
 
-    Raises:
-        FileNotFoundError, ValueError, NotImplementedError: as there. What is not given of the model is not compared.
+    `make` takes the keywords of `QAdACache` that make a cache like the one saved, and returns an empty one.
     """
     if model is not None:
         check_unsharded(processes(model))
@@ -130,13 +88,38 @@ def read_cache(
     if source is not None:
         tensors = {name: tensor if name.endswith(BULK) else tensor.clone() for name, tensor in tensors.items()}
     _check_model(path, state, model, config)
-    with naming(path):
+    try:
         if unset := [name for name, value in state["options"].items() if value is None]:
             raise ValueError(f"its {unset[0]} is not set")  # which would be today's default or a tuned one
         criterion = state["criterion"] if "criterion" in state else StaticHeads(tensors["static_heads"])
         other = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else None
-    moments = combine_sources(state["current_moments"], other)
-    return Saved({"criterion": criterion, "moments": moments, **state["options"]}, state["layers"], tensors, source)
+        moments = combine_sources(state["current_moments"], other)
+        cache = make(criterion=criterion, moments=moments, **state["options"])
+        device = torch.device("cpu") if model is None else inputs_device(model)
+        records = (_decode(kept, tensors, device) for kept in state["layers"])
+        _restore(cache.layers, records, source)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be loaded: {error}") from error
+    return cache
+
+
+def _restore(layers: Sequence[Any], records: Iterable[Any], source: PrivateMap | None) -> None:
+    """Fill new layers from their records, whose bulks lie in the mapped file `source`; None: they are copies.
+
+    Raises:
+        ValueError: the records contradict themselves; not all layers are as they were.
+    """
+    padding = NONE
+    for layer, record in zip(layers, records, strict=True):
+        if isinstance(layer, QAdALayer):
+            restore_layer(layer, record, source)
+            if layer.padding.equals(padding):
+                layer.padding = padding  # layers share one again, see `Padding`
+            padding = layer.padding
+        else:
+            check_stock(layer, record)
+            vars(layer).update(record)
+    check_alike(layers)
 
 
 def _check_model(
