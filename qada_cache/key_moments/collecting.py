@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -18,6 +18,9 @@ from .prompts import PROMPTS, choose_prompt, prompt_ids
 from .rotation import Rotation, find_rotations, frequencies_by_length, rope_settings, takes_positions
 from .running import RunningMoments
 from .sharding import HeadShard, head_shard
+
+if TYPE_CHECKING:
+    from . import KeyMoments
 
 SCHEMES = ("auto", "analytic", "spread", "prompt")
 TOKENS = 1024
@@ -54,18 +57,44 @@ class QueryEnergies:
 
 
 def collect(
+    cls: "type[KeyMoments]",
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    prompt: str | Tensor,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    prompt: str | Tensor = "random-words",
     *,
-    tokens: int | None,
-    seed: int,
-    text: str | None,
-    scheme: str,
-    sink_tokens: int,
-    progress: bool,
-) -> dict[str, Any]:
-    """The fields of `KeyMoments`; arguments as for `KeyMoments.collect`."""
+    tokens: int | None = None,
+    seed: int = 0,
+    text: str | None = None,
+    scheme: str = "auto",
+    sink_tokens: int = 16,
+    progress: bool = True,
+) -> "KeyMoments":
+    """Moments of a model's keys on a prompt, from forward passes over `tokens` tokens.
+
+    The keys of the first `sink_tokens` tokens are left out: they are never part of a bulk, and a sink's key is
+    unlike all others.
+
+    Args:
+        model: any decoder that a `QAdACache` serves.
+        tokenizer: the model's. Without it, or with one that does not know our article's words, "random-words" and
+            "single-word" become "random-tokens" and "single-token", and `prompt` of the result says so.
+        prompt: "random-words" (the paper's most robust choice), "wiki", "single-word", "random-tokens",
+            "single-token", a text, or token ids; see `prompts.prompt_ids`.
+        tokens: how many to read; 1,024 if not given, or as many as the token ids, our article or the model's
+            positions are.
+        seed: of everything random.
+        text: for "random-words", "wiki" and "single-word", instead of the article that comes with this package.
+        scheme: "analytic": keys turned back to position 0, averaged later over the positions of any bulk. "spread":
+            the same tokens read at positions spread over bulks of doubling length, without knowledge of the model's
+            positions. "prompt", the paper's: keys as they are read, for bulks of up to `tokens`. "auto": analytic
+            if the rotation of every layer was found, else spread.
+        sink_tokens: see above.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: an argument outside its range, a prompt too short, scheme "analytic" without a known rotation,
+            or no layer with keys for a QAdACache.
+    """
     model = unwrap_model(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"key moments are collected from a transformers model, got {type(model).__name__}")
@@ -124,18 +153,18 @@ def collect(
     layers, name = config.num_hidden_layers, model.config._name_or_path
     mean, covariance = (torch.stack([_by_layer(step[which], layers) for step in grid]) for which in (0, 1))
     analytic = scheme == "analytic"
-    return {
-        "query_energies": _energies(energies, mean.shape[1:], grid[-1][0], rotations, shard),
-        "mean": mean,
-        "covariance": covariance,
-        "lengths": () if analytic else tuple(lengths),
-        "rotations": tuple(rotations.get(layer, Rotation(mean.shape[-1])) for layer in range(layers)) * analytic,
-        "model_type": config.model_type,
-        "prompt": kind,
-        "tokens": tokens,
-        "sink_tokens": sink_tokens,
-        "rope": rope_settings(config),
-        "origin": {
+    return cls(
+        query_energies=_energies(energies, mean.shape[1:], grid[-1][0], rotations, shard),
+        mean=mean,
+        covariance=covariance,
+        lengths=() if analytic else tuple(lengths),
+        rotations=tuple(rotations.get(layer, Rotation(mean.shape[-1])) for layer in range(layers)) * analytic,
+        model_type=config.model_type,
+        prompt=kind,
+        tokens=tokens,
+        sink_tokens=sink_tokens,
+        rope=rope_settings(config),
+        origin={
             "model": os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name,
             "dtype": str(model.dtype).removeprefix("torch."),
             "scheme": scheme,
@@ -143,7 +172,7 @@ def collect(
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-    }
+    )
 
 
 def _longest(model: PreTrainedModel, config: PreTrainedConfig) -> int:

@@ -14,7 +14,7 @@ from open_to_others import OPEN_TO_OTHERS, link_away
 
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.files import private
-from qada_cache.key_moments import collecting, defaults
+from qada_cache.key_moments import defaults
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.usefixtures("folder")
 def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The prompts that moments were collected on, while the test runs."""
     prompts: list[str] = []
-    original = collecting.collect
+    original = KeyMoments.collect
 
-    def counting(*positional: object, **named: object) -> dict:
+    def counting(*positional: object, **named: object) -> KeyMoments:
         prompts.append("collected")
         return original(*positional, **named)
 
-    monkeypatch.setattr(collecting, "collect", counting)
+    monkeypatch.setattr(KeyMoments, "collect", counting)
     return prompts
 
 
