@@ -18,8 +18,7 @@ from .criterion import StaticHeads
 from .kernels import choice
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.defaults import MomentsSource
-from .key_moments.models import full_attention_layers, unwrap_model
-from .key_moments.sharding import UNSHARDED
+from .key_moments.models import UNSHARDED, full_attention_layers, unwrap_model
 from .state.layer import QAdALayer
 from .state.shared import SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .stats import CacheStats, collect, layer_bytes, summary

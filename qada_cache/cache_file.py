@@ -13,8 +13,7 @@ from .files import tensor_file
 from .files.private_map import PrivateMap
 from .key_moments import KeyMoments, identity
 from .key_moments.defaults import combine_sources
-from .key_moments.models import full_attention_config, inputs_device
-from .key_moments.sharding import check_unsharded, processes
+from .key_moments.models import check_unsharded, full_attention_config, inputs_device, processes
 from .state.layer import QAdALayer
 from .state.record import BULK, check_alike, check_stock, layer_record, restore_layer
 from .state.shared import Shared

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from .key_moments.sharding import HeadShard
+from .key_moments.models import HeadShard
 from .state.counters import Counters
 from .state.layer import QAdALayer
 from .state.shared import Options

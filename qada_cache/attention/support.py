@@ -19,10 +19,9 @@ from transformers.utils import logging
 from ..criterion import StaticHeads
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, kept_energies, resolve_moments, sources
-from ..key_moments.models import full_attention_config
+from ..key_moments.models import UNSHARDED, full_attention_config, head_shard
 from ..key_moments.prompts import PROMPTS
 from ..key_moments.rotation import rope_settings
-from ..key_moments.sharding import UNSHARDED, head_shard
 from ..state.shared import ManagedModel, Options
 
 logger = logging.get_logger(__name__)

@@ -13,11 +13,10 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..kernels.reference import without_autocast
-from .models import full_attention_layers, inputs_device, layer_keys, observed, unwrap_model
+from .models import HeadShard, full_attention_layers, head_shard, inputs_device, layer_keys, observed, unwrap_model
 from .prompts import PROMPTS, choose_prompt, prompt_ids
 from .rotation import Rotation, find_rotations, frequencies_by_length, rope_settings, takes_positions
 from .running import RunningMoments
-from .sharding import HeadShard, head_shard
 
 if TYPE_CHECKING:
     from . import KeyMoments

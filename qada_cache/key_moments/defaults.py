@@ -13,8 +13,8 @@ from ..files import private, tensor_file
 from ..files.private import home
 from . import KIND, KeyMoments, identity
 from .identity import find_tokenizer
+from .models import UNSHARDED, HeadShard
 from .prompts import PROMPTS, TOKENS_FOR_WORDS, choose_prompt
-from .sharding import UNSHARDED, HeadShard
 
 logger = logging.get_logger(__name__)
 
