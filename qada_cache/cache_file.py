@@ -79,11 +79,7 @@ def read_cache(
     """
     if model is not None:
         check_unsharded(processes(model))
-    source: PrivateMap | None = None
-    if mmap:
-        tensors, state, source = tensor_file.mapped(path, KIND, transfers.empty)
-    else:
-        tensors, state = tensor_file.read(path, KIND, transfers.empty)
+    tensors, state, source = tensor_file.mapped(path, KIND, transfers.empty, mmap=mmap)
     if source is not None:
         tensors = {name: tensor if name.endswith(BULK) else tensor.clone() for name, tensor in tensors.items()}
     _check_model(path, state, model, config)

@@ -32,9 +32,7 @@ def home() -> Path:
 def opened(name: str, *, make: bool = False) -> Iterator[int]:
     """A descriptor of the folder `name` in `home()`: it goes on reaching that folder, whatever becomes of its path.
 
-    Args:
-        name: of the folder.
-        make: whether to make missing folders, for the user alone.
+    Missing folders are made if `make`, for the user alone.
 
     Raises:
         FileNotFoundError: there is no such folder, and `make` is False.
@@ -141,35 +139,19 @@ def _begun(beginning: str, folder: int | None) -> tuple[int, str]:
         )
         if LOCKS:
             with suppress(OSError):  # a file system without them
-                _lock(descriptor, wait=True)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return descriptor, name
         os.close(descriptor)  # before it was locked, another process took it for a dead one's
 
 
-def _lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Lock an open file for this process; whether that was to be had.
-
-    Raises:
-        OSError: the system does not lock such files.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _sweep(folder: str | int, beginning: str) -> None:
-    """Remove unfinished files of killed processes from this folder.
-
-    Unfinished files of this name are removed unless they are locked; those of other names have to be old as well.
-    """
+    """Remove unfinished files of killed processes from this folder; files of other beginnings have to be old as well."""
     within = folder if isinstance(folder, int) else None
     with suppress(OSError), os.scandir(folder) as entries:  # a folder may be written to and not listed
         for entry in entries:
             if entry.name.startswith(".") and entry.name.endswith(UNFINISHED):
-                with suppress(OSError):  # another user's, or gone meanwhile
+                with suppress(OSError):  # another user's, gone meanwhile, or being written
                     old = time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_SECONDS
                     if old or entry.name.startswith(beginning):
                         _remove(entry.path, within, old=old)
@@ -179,15 +161,19 @@ def _remove(path: str, within: int | None, *, old: bool) -> None:
     """Remove an unfinished file unless its process lives, as far as a lock tells; if none can, it has to be old.
 
     Raises:
-        OSError: it cannot be removed, or is gone.
+        OSError: its process lives, or it cannot be removed, or is gone.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=within)
     try:
         try:
-            dead = _lock(descriptor) if LOCKS else old
-        except OSError:
-            dead = old
-        if dead:
+            if LOCKS:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # a file system without locks
+            if not old:
+                raise
+        if LOCKS or old:
             os.unlink(path, dir_fd=within)
     finally:
         os.close(descriptor)

@@ -7,6 +7,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -144,39 +145,37 @@ def read(path: str | os.PathLike, kind: str, empty: Empty = torch.empty) -> tupl
     """
     path = _found(path, kind)
     with path.open("rb") as file:
-        about = _metadata(path, private_map.link(file.fileno()) if private_map.AVAILABLE else path)
-        _check_kind(path, kind, about)
+        about = _metadata(path, kind, private_map.link(file.fileno()) if private_map.AVAILABLE else path)
         entries, tensors = _header(_read(path, file))[2], {}
         for name, entry in sorted(entries.items(), key=lambda named: named[1]["data_offsets"]):
             tensors[name] = empty(tuple(entry["shape"]), dtype=_TYPES[entry["dtype"]])
             if file.readinto(_content(tensors[name])) != tensors[name].nbytes:
                 raise ValueError(f"{path} was truncated while it was read")
-    return _checked(path, kind, about, tensors)
+    return tensors, _checked(path, about, tensors)
 
 
 def mapped(
-    path: str | os.PathLike, kind: str, empty: Empty = torch.empty
+    path: str | os.PathLike, kind: str, empty: Empty = torch.empty, *, mmap: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Any], PrivateMap | None]:
-    """As `read`, with tensors that are views of the mapped file. A map of None means copies: the file is too small, or
-    the system cannot map it, or cannot tell whether somebody writes to it.
+    """As `read`, with tensors that are views of the mapped file. A map of None means copies: `mmap` is False, the file
+    is too small, or the system cannot map it, or cannot tell whether somebody writes to it.
 
     Raises:
         FileNotFoundError, ValueError: as `read`.
     """
     path = _found(path, kind)
-    if not private_map.AVAILABLE or path.stat().st_size < private_map.WORTH:
+    file = None
+    if mmap and private_map.AVAILABLE and path.stat().st_size >= private_map.WORTH:
+        file = private_map.OpenFile(os.open(path, os.O_RDONLY), str(path))
+    if file is None or not file.quiet:
         return *read(path, kind, empty), None
-    file = private_map.opened(path)
-    if not file.quiet:
-        return *read(path, kind, empty), None
-    source, about = PrivateMap(file), _metadata(path, file.link)
-    _check_kind(path, kind, about)
+    source, about = PrivateMap(file), _metadata(path, kind, file.link)
     begin, _, entries = _header(_content(source.content))
     tensors = {
         name: source.tensor(begin + entry["data_offsets"][0], tuple(entry["shape"]), _TYPES[entry["dtype"]])
         for name, entry in entries.items()
     }
-    return *_checked(path, kind, about, tensors), source
+    return tensors, _checked(path, about, tensors), source
 
 
 def decoded(content: bytes, kind: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -185,20 +184,28 @@ def decoded(content: bytes, kind: str, path: Path) -> tuple[dict[str, Tensor], d
     Raises:
         ValueError: as `read`.
     """
-    try:
+    with _whole(path):
         tensors = safetensors.torch.load(content)
-    except SafetensorError as error:
-        raise _broken(path, error) from error
-    return _checked(path, kind, _header(content)[1], tensors)
+    about = _header(content)[1]
+    _check_kind(path, kind, about)
+    return tensors, _checked(path, about, tensors)
 
 
-def _metadata(path: Path, link: str | Path) -> dict[str, str]:
-    """Metadata of the file at `link`, if it is whole; errors call it `path`."""
+def _metadata(path: Path, kind: str, link: str | Path) -> dict[str, str]:
+    """Metadata of the file at `link`, if it is whole and of this kind; errors call it `path`."""
+    with _whole(path), safe_open(link, framework="pt") as file:
+        about = file.metadata() or {}
+    _check_kind(path, kind, about)
+    return about
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """What safetensors refuses, incomplete files too, is an error that names the file."""
     try:
-        with safe_open(link, framework="pt") as file:  # refuses incomplete files
-            return file.metadata() or {}
+        yield
     except SafetensorError as error:
-        raise _broken(path, error) from error
+        raise ValueError(f"{path} is not a safetensors file, or is truncated: {error}") from error
 
 
 def _read(path: Path, file: BinaryIO) -> bytes:
@@ -223,17 +230,11 @@ def _found(path: str | os.PathLike, kind: str) -> Path:
     return Path(path)
 
 
-def _broken(path: Path, error: SafetensorError) -> ValueError:
-    return ValueError(f"{path} is not a safetensors file, or is truncated: {error}")
-
-
-def _checked(
-    path: Path, kind: str, about: dict[str, str], tensors: dict[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    _check_kind(path, kind, about)
+def _checked(path: Path, about: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The state of a file whose tensors and state are what was written."""
     if about.get("sha256") != _digest(about.get("state", ""), tensors):
         raise ValueError(f"{path} was altered after it was written (checksum mismatch)")
-    return tensors, json.loads(about["state"])
+    return json.loads(about["state"])
 
 
 def _check_kind(path: Path, kind: str, about: dict[str, str]) -> None:

@@ -102,15 +102,15 @@ def test_what_a_process_is_writing_is_left_to_it(locks: bool, saved: Path, monke
 def test_what_another_process_removed_before_it_was_locked_is_begun_again(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, lock, before = QAdACache.load(saved, tiny()), private._lock, []
+    cache, lock, before = QAdACache.load(saved, tiny()), private.fcntl.flock, []
 
-    def lose(descriptor: int, **options: Any) -> bool:
-        if options and not before:
+    def lose(descriptor: int, operation: int) -> None:
+        if operation == private.fcntl.LOCK_EX and not before:
             before.extend(path for path in saved.parent.iterdir() if path != saved)
             before[0].unlink()
-        return lock(descriptor, **options)
+        lock(descriptor, operation)
 
-    monkeypatch.setattr(private, "_lock", lose)
+    monkeypatch.setattr(private.fcntl, "flock", lose)
     saved.unlink()
     cache.save(saved)
     assert len(before) == 1
