@@ -49,13 +49,7 @@ CONDITIONS = frozenset({*_UNDER, "update_moments", *_CHOSEN})  # others need ano
 def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> Path:
     """Keep `token_threshold` and `threshold` of these options as the model's own, in place of an earlier one.
 
-    Args:
-        model: whose.
-        options: of the caches that were measured.
-        figures: the measurements behind the choice, JSON-able, for people.
-
-    Returns:
-        the file.
+    The measurements behind the choice, `figures`, are JSON-able and for people. The file comes back.
 
     Raises:
         OSError: the user's cache folder cannot be written to, or is not the user's alone.
@@ -70,12 +64,8 @@ def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> P
 def apply_tuned(options: Options, managed: ManagedModel, *, threshold: float | None) -> Options:
     """The options with the model's tuned setting; without, if they do not ask for it, or none is kept that counts.
 
-    A setting that is kept and does not count is warned of, once.
-
-    Args:
-        options: of a cache that is being built.
-        managed: its model.
-        threshold: the one asked for, which has to be the setting's; None: the setting's counts.
+    A setting that is kept and does not count is warned of, once. A `threshold` that was asked for has to be the
+    setting's; None: the setting's counts.
     """
     without = replace(options, tuned=False)
     model = managed.get()

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -42,17 +42,25 @@ class QueryEnergies:
         self.sums[layer] = squares + self.sums[layer] if layer in self.sums else squares
         self.tokens[layer] = self.tokens.get(layer, 0) + query.shape[0] * query.shape[2]
 
-    def by_head(self, layer: int, kv_heads: int, rotation: Rotation | None) -> Tensor | None:
-        """Energies float32 `[kv_heads, dim]` of a layer: means over its query heads and over each rotary pair.
+    def gathered(
+        self, keys: dict[int, Tensor], layers: int, rotations: dict[int, Rotation], shard: HeadShard
+    ) -> Tensor | None:
+        """Energies float32 `[layers, kv_heads, dim]`: means over a KV head's query heads and over each rotary pair.
 
-        None if its queries were not seen, or are not of that many KV heads. Channels without a rotation keep their own.
+        None if the queries of a layer that has `keys` were not seen, or are of other heads. Channels without a rotation
+        keep their own.
         """
-        if layer not in self.sums or len(self.sums[layer]) % kv_heads:
-            return None
-        found = (self.sums[layer] / self.tokens[layer]).unflatten(0, (kv_heads, -1)).mean(dim=1)
-        if rotation is not None and rotation.dim == found.shape[-1]:
-            found = (found + found[:, rotation.partners]) / 2
-        return found.float()
+        found = {}
+        for index, kept in keys.items():
+            heads, dim = kept.shape[1] // shard.size, kept.shape[3]
+            if index in self.sums and not len(self.sums[index]) % heads and self.sums[index].shape[-1] == dim:
+                mean = (self.sums[index] / self.tokens[index]).unflatten(0, (heads, -1)).mean(dim=1)
+                if index in rotations:
+                    mean = (mean + mean[:, rotations[index].partners]) / 2
+                found[index] = mean.float()
+        if shard.all_true(len(found) == len(keys)):
+            return _by_layer({index: shard.gather(mean, 0) for index, mean in found.items()}, layers)
+        return None
 
 
 def collect(
@@ -103,7 +111,7 @@ def collect(
         raise ValueError(f"unknown scheme {scheme!r}: use one of {', '.join(SCHEMES)}")
     config = model.config.get_text_config(decoder=True)
     shard = head_shard(model, config, full_attention_layers(DynamicCache(config=config)))
-    longest = _longest(model, config)
+    layers, longest = config.num_hidden_layers, _longest(model, config)
     kind = choose_prompt(prompt, tokenizer, text) if isinstance(prompt, str) and prompt in PROMPTS else "custom"
     # Our article is long enough, but for a tokenizer that puts several words into a token: then it is read as it is.
     fewer = tokens is None and text is None and kind != "custom"
@@ -126,7 +134,7 @@ def collect(
         scheme, rotations = _choose_scheme(model, scheme, ids, shard)
         lengths = _lengths(scheme, tokens - sink_tokens, min(longest, LONGEST_SPREAD))
         passes = lengths if scheme == "spread" else lengths[-1:]
-        grid: list[tuple[dict[int, Tensor], dict[int, Tensor]]] = []
+        grid: list[tuple[Tensor, Tensor]] = []
         energies = QueryEnergies()
         with tqdm(
             total=tokens * len(passes),
@@ -142,18 +150,18 @@ def collect(
                 with observed(model, energies):
                     keys = read_keys(model, ids, positions, bar, shard)
                 if scheme == "prompt":
-                    grid += [_moments(keys, slice(sink_tokens, sink_tokens + prefix)) for prefix in lengths]
+                    grid += [_moments(keys, slice(sink_tokens, sink_tokens + prefix), layers) for prefix in lengths]
                     continue
                 if scheme == "analytic":
                     keys = {
                         index: rotations[index].rotate(kept.cpu().double(), -positions) for index, kept in keys.items()
                     }
-                grid.append(_moments(keys, slice(sink_tokens, None)))
-    layers, name = config.num_hidden_layers, model.config._name_or_path
-    mean, covariance = (torch.stack([_by_layer(step[which], layers) for step in grid]) for which in (0, 1))
+                grid.append(_moments(keys, slice(sink_tokens, None), layers))
+    name = model.config._name_or_path
+    mean, covariance = (torch.stack(moments) for moments in zip(*grid, strict=True))
     analytic = scheme == "analytic"
     return cls(
-        query_energies=_energies(energies, mean.shape[1:], grid[-1][0], rotations, shard),
+        query_energies=energies.gathered(keys, layers, rotations, shard),
         mean=mean,
         covariance=covariance,
         lengths=() if analytic else tuple(lengths),
@@ -259,28 +267,14 @@ def read_keys(model: PreTrainedModel, ids: Tensor, positions: Tensor, bar: tqdm,
     return {index: shard.gather(layer_keys(cache, index, config), 1) for index in managed}
 
 
-def _moments(keys: dict[int, Tensor], part: slice) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Mean `[kv_heads, dim]` and covariance `[kv_heads, dim, dim]` of each layer's keys of these tokens."""
+def _moments(keys: dict[int, Tensor], part: slice, layers: int) -> tuple[Tensor, Tensor]:
+    """Mean `[layers, kv_heads, dim]` and covariance `[layers, kv_heads, dim, dim]` of the keys of these tokens."""
     means, covariances = {}, {}
     for index, kept in keys.items():
         running = RunningMoments(1, kept.shape[1], kept.shape[3], kept.device)
         running.update(slice(0, 1), kept[:, :, part])
         means[index], covariances[index] = running.mean[0].cpu(), running.covariance[0].cpu()
-    return means, covariances
-
-
-def _energies(
-    energies: QueryEnergies,
-    shape: tuple[int, ...],
-    managed: Iterable[int],
-    rotations: dict[int, Rotation],
-    shard: HeadShard,
-) -> Tensor | None:
-    """Query energies `[layers, kv_heads, dim]` of the layers that are `managed`; None if a layer's were not seen."""
-    found = {index: energies.by_head(index, shape[1] // shard.size, rotations.get(index)) for index in managed}
-    if shard.all_true(all(each is not None and each.shape[-1] == shape[2] for each in found.values())):
-        return _by_layer({index: shard.gather(each, 0) for index, each in found.items() if each is not None}, shape[0])
-    return None
+    return _by_layer(means, layers), _by_layer(covariances, layers)
 
 
 def _by_layer(found: dict[int, Tensor], layers: int) -> Tensor:

@@ -67,14 +67,8 @@ def resolve_moments(
 ) -> tuple[bool, KeyMoments | None]:
     """Load or collect `QAdACache(moments=...)`: whether the current prompt's count, and another prompt's moments.
 
-    Args:
-        moments: see `QAdACache`.
-        model, config: the cache's model, None if only its config is known.
-        used: whether the cache will ask for moments; if not, none are collected for it.
-        shard: the heads of this process; moments are of all heads.
-
-    Returns:
-        at least one of the two: the current prompt's if another's cannot be had.
+    At least one of the two: the current prompt's if another's cannot be had. The model is None if only its config is
+    known. Without being `used`, none are collected. Moments are of all heads, whatever this process's `shard`.
 
     Raises:
         TypeError, FileNotFoundError, ValueError: it is something else, or cannot be loaded or collected.
@@ -120,11 +114,7 @@ def default_moments(
     are kept under the tokens' name. Processes that share a model collect together: each keeps a file named by its part
     of the weights, and if one finds none, all collect.
 
-    Args:
-        model: the model.
-        prompt: one of `prompts.PROMPTS`.
-        tokenizer: the model's; without it, the one beside the model (`identity.find_tokenizer`) if one is needed.
-        shard: the heads of this process.
+    Without the model's `tokenizer`, the one beside the model (`identity.find_tokenizer`) serves if one is needed.
 
     Raises:
         ValueError: "wiki" without a tokenizer, or with one that does not know its words; or as `KeyMoments.collect`.

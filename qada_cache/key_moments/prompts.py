@@ -44,10 +44,7 @@ def prompt_ids(
             "single-word": one word of `text`, repeated. "random-tokens", "single-token": the same with ordinary tokens
             of the vocabulary, without a tokenizer. Any other string is itself the text; a tensor, the token ids.
         model: ordinary tokens are drawn from its vocabulary.
-        tokenizer: the model's, or None.
-        tokens: how many.
-        seed: for all random choices.
-        text: for "random-words", "wiki" and "single-word", instead of the article that comes with this package.
+        tokenizer, tokens, seed, text: as for `KeyMoments.collect`.
         fewer: whether a prompt of fewer tokens is taken as it is.
 
     Raises:
