@@ -12,8 +12,9 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from . import files
 from .criterion import StaticHeads
-from .files import private, tensor_file
+from .files import tensor_file
 from .key_moments import KeyMoments, identity
 from .key_moments.defaults import CURRENT, FOLDER, sources
 from .state.shared import THRESHOLD, ManagedModel, Options
@@ -56,8 +57,8 @@ def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> P
     """
     path = _path(model)
     state = {"chosen": asdict(Thresholds.of(options)), "under": _conditions(options), "figures": figures}
-    with private.opened(FOLDER, make=True) as folder:
-        private.write(path.name, tensor_file.encoded(KIND, {}, state), folder=folder)
+    with files.opened(FOLDER, make=True) as folder:
+        files.write(path.name, tensor_file.encoded(KIND, {}, state), folder=folder)
     return path
 
 
@@ -75,8 +76,8 @@ def apply_tuned(options: Options, managed: ManagedModel, *, threshold: float | N
         path = _path(model)
         if not path.exists():  # then it is no matter whether the folder is the user's alone
             return without
-        with private.opened(FOLDER) as folder:
-            kept = tensor_file.decoded(private.read(folder, path.name), KIND, path)[1]
+        with files.opened(FOLDER) as folder:
+            kept = tensor_file.decoded(files.read(folder, path.name), KIND, path)[1]
         taken = replace(options, **{name: kept["chosen"][name] for name in _CHOSEN})
         measured, ours = kept["under"] | kept["chosen"], _conditions(options)
         if threshold is not None:
@@ -109,4 +110,4 @@ def _conditions(options: Options) -> dict[str, Any]:
 
 
 def _path(model: PreTrainedModel) -> Path:
-    return private.home() / FOLDER / f"{model.config.model_type}-tuned-{identity.digest(model)}.safetensors"
+    return files.home() / FOLDER / f"{model.config.model_type}-tuned-{identity.digest(model)}.safetensors"

@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from . import private, private_map
+from . import private_map
+from . import write as write_whole
 from .private_map import PrivateMap
 
 FORMAT_VERSION = 4
@@ -95,7 +96,7 @@ def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, FileTensor],
     if os.path.lexists(target) and not stat.S_ISREG(os.stat(target).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     try:
-        private.write(target, encoded(kind, tensors, state))
+        write_whole(target, encoded(kind, tensors, state))
     except OSError as error:  # its own path may be missing, or the unfinished file's
         raise OSError(error.errno, error.strerror or str(error), os.fspath(path)) from error
 
