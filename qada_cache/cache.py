@@ -289,9 +289,9 @@ class QAdACache(WatchedCache):
             NotImplementedError: processes share the model.
         """
         model = unwrap_model(model)
-        support.text_config(model, config)  # what is wrong with these is not the file's fault
+        decoder = support.text_config(model, config)  # what is wrong with these is not the file's fault
         make = partial(cls, model, config=config)
-        return cache_file.read_cache(path, make, model=model, config=config, mmap=mmap)
+        return cache_file.read_cache(path, make, model=model, config=decoder, mmap=mmap)
 
     def __repr__(self) -> str:  # from host numbers alone: printing must not wait for the device
         return summary(self, self.options, self._shared.model.model_type, self.layer_bytes())

@@ -70,10 +70,10 @@ def read_cache(
     make: Callable[..., Any],
     *,
     model: PreTrainedModel | None,
-    config: PreTrainedConfig | None,
+    config: PreTrainedConfig,
     mmap: bool,
 ) -> Any:
-    """The inverse of `write_cache`; see `QAdACache.load`. What is not given of the model is not compared.
+    """The inverse of `write_cache`; see `QAdACache.load`. `config` is the decoder's.
 
     `make` takes the keywords of `QAdACache` that make a cache like the one saved, and returns an empty one.
     """
@@ -118,17 +118,14 @@ def _restore(layers: Sequence[Any], records: Iterable[Any], source: PrivateMap |
 
 
 def _check_model(
-    path: str | os.PathLike, state: dict[str, Any], model: PreTrainedModel | None, config: PreTrainedConfig | None
+    path: str | os.PathLike, state: dict[str, Any], model: PreTrainedModel | None, config: PreTrainedConfig
 ) -> None:
     """Raise ValueError if the file is of another model."""
-    given = model.config if model is not None else config
-    if given is not None:
-        for name, value in _identity(given.get_text_config(decoder=True)).items():
-            if state["model"][name] != value:
-                raise ValueError(
-                    f"{path} was saved for another model: its {name} is {state['model'][name]!r}, "
-                    f"this model's is {value!r}"
-                )
+    for name, value in _identity(config).items():
+        if state["model"][name] != value:
+            raise ValueError(
+                f"{path} was saved for another model: its {name} is {state['model'][name]!r}, this model's is {value!r}"
+            )
     if model is None:
         return
     dtype, dtypes = str(model.dtype).removeprefix("torch."), state["dtypes"]

@@ -100,12 +100,12 @@ class CacheStats:
     @property
     def sparsity(self) -> float:
         """Share of query-head decisions that said local, over all layers; nan before the first decision."""
-        return self.local_share.mean().item() if self.local_share.numel() else math.nan
+        return self.local_share.mean().item()
 
     @property
     def kv_sparsity(self) -> float:
         """Share of decisions without need for a KV head's bulk; memory traffic follows KV heads."""
-        return self.kv_local_share.mean().item() if self.kv_local_share.numel() else math.nan
+        return self.kv_local_share.mean().item()
 
     @property
     def read_share(self) -> float:

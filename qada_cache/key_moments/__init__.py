@@ -17,6 +17,7 @@ from .running import DeviceMoments
 KIND = "qada-moments"
 HUB = "hf://"
 HUB_FILE = "moments.safetensors"
+_HEADER = ("lengths", "model_type", "prompt", "tokens", "sink_tokens", "rope", "origin")  # fields kept as they are
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,13 +135,7 @@ class KeyMoments:
         """Everything else a file keeps, JSON-able."""
         frequencies = list(dict.fromkeys(rotation.frequencies for rotation in self.rotations))
         return {
-            "lengths": list(self.lengths),
-            "model_type": self.model_type,
-            "prompt": self.prompt,
-            "tokens": self.tokens,
-            "sink_tokens": self.sink_tokens,
-            "rope": self.rope,
-            "origin": self.origin,
+            **{name: getattr(self, name) for name in _HEADER},
             "frequencies": frequencies,  # layers share them
             "rotations": [[rotation.layout, frequencies.index(rotation.frequencies)] for rotation in self.rotations],
         }
@@ -157,15 +152,9 @@ class KeyMoments:
         if any(index not in range(len(frequencies)) for _, index in rotated):
             raise ValueError(f"KeyMoments: rotations {rotated} go by {len(frequencies)} lists of frequencies")
         rotations = tuple(Rotation(mean.shape[-1], tuple(frequencies[index]), layout) for layout, index in rotated)
+        covariance, energies = tensors["moments.covariance"], tensors.get("moments.query_energies")
         lengths = tuple(header.pop("lengths"))
-        return cls(
-            mean,
-            tensors["moments.covariance"],
-            lengths=lengths,
-            rotations=rotations,
-            query_energies=tensors.get("moments.query_energies"),
-            **header,
-        )
+        return cls(mean, covariance, lengths, rotations=rotations, query_energies=energies, **header)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write to one safetensors file, whole or not at all."""
@@ -218,14 +207,13 @@ class KeyMoments:
         api = HfApi()
         api.create_repo(repository, exist_ok=True, private=private)
         with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, HUB_FILE)
-            self.save(path)
-            message = f"Key moments of {self.origin.get('model') or self.model_type}, {self.prompt}"
-            commit = api.upload_file(
-                path_or_fileobj=path,
-                path_in_repo=HUB_FILE,
-                repo_id=repository,
-                revision=revision,
-                commit_message=message,
+            self.save(path := os.path.join(folder, HUB_FILE))
+            return str(
+                api.upload_file(
+                    path_or_fileobj=path,
+                    path_in_repo=HUB_FILE,
+                    repo_id=repository,
+                    revision=revision,
+                    commit_message=f"Key moments of {self.origin.get('model') or self.model_type}, {self.prompt}",
+                )
             )
-        return str(commit)
