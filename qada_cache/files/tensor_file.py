@@ -23,19 +23,11 @@ from .private_map import PrivateMap
 
 FORMAT_VERSION = 4
 _CHANGED = {"qada-cache": 4}  # a kind's oldest version that is read; other kinds have not changed since 3
-_DTYPES = {  # as safetensors calls them
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
+_TYPES = {  # by safetensors' names
+    **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32},
+    **{"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
 }
-_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
+_DTYPES = {dtype: name for name, dtype in _TYPES.items()}
 _ZEROS = bytes(1 << 20)
 _ALIGNMENT = 64  # bytes, as torch aligns memory on the CPU
 Empty = Callable[..., Tensor]

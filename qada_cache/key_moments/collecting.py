@@ -118,15 +118,8 @@ def collect(
     if tokens is None:
         tokens = prompt.numel() if isinstance(prompt, Tensor) else min(TOKENS, longest)
     with _evaluating(model):
-        ids = prompt_ids(
-            prompt if kind == "custom" else kind,
-            model=model,
-            tokenizer=tokenizer,
-            tokens=tokens,
-            seed=seed,
-            text=text,
-            fewer=fewer,
-        )
+        chosen = prompt if kind == "custom" else kind
+        ids = prompt_ids(chosen, model=model, tokenizer=tokenizer, tokens=tokens, seed=seed, text=text, fewer=fewer)
         _check_same(shard, kind, ids)
         tokens = len(ids)
         if tokens <= sink_tokens:
@@ -149,14 +142,12 @@ def collect(
                 positions = torch.cat([torch.arange(sink_tokens), spread])
                 with observed(model, energies):
                     keys = read_keys(model, ids, positions, bar, shard)
-                if scheme == "prompt":
-                    grid += [_moments(keys, slice(sink_tokens, sink_tokens + prefix), layers) for prefix in lengths]
-                    continue
                 if scheme == "analytic":
                     keys = {
                         index: rotations[index].rotate(kept.cpu().double(), -positions) for index, kept in keys.items()
                     }
-                grid.append(_moments(keys, slice(sink_tokens, None), layers))
+                prefixes = lengths if scheme == "prompt" else [tokens - sink_tokens]
+                grid += [_moments(keys, slice(sink_tokens, sink_tokens + prefix), layers) for prefix in prefixes]
     name = model.config._name_or_path
     mean, covariance = (torch.stack(moments) for moments in zip(*grid, strict=True))
     analytic = scheme == "analytic"

@@ -96,12 +96,14 @@ def sample(model: PreTrainedModel) -> list[str]:
     """
     held = model.state_dict(keep_vars=True)
     weights = dict(part for name, weight in held.items() if isinstance(weight, Tensor) for part in _parts(name, weight))
-    states = None if any(weight.is_inference() for weight in weights.values()) else _states(weights)
-    if states is None or model not in _known or _known[model][0] != states:
-        made = _sample(weights)
-        if states is None:  # inference tensors do not count writes
-            return made
-        _known[model] = (states, made)
+    if any(weight.is_inference() for weight in weights.values()):  # such tensors do not count writes
+        return _sample(weights)
+    states = [
+        (name, weight.data_ptr() if _readable(weight) else 0, weight._version, weight.dtype, weight.shape)
+        for name, weight in weights.items()
+    ]
+    if model not in _known or _known[model][0] != states:
+        _known[model] = states, _sample(weights)
     return _known[model][1]
 
 
@@ -129,13 +131,6 @@ def _readable(weight: Tensor) -> bool:
     their own."""
     own_rules = type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return not (own_rules or weight.is_meta or weight.is_quantized) and weight.layout is torch.strided
-
-
-def _states(weights: dict[str, Tensor]) -> list[tuple]:
-    return [
-        (name, weight.data_ptr() if _readable(weight) else 0, weight._version, weight.dtype, weight.shape)
-        for name, weight in weights.items()
-    ]
 
 
 @torch.no_grad()
