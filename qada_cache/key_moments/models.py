@@ -81,6 +81,15 @@ def full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return configs[0]
 
 
+def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
+    """`(layers, heads, kv_heads, dim)`, the last of a head's keys; of the layers that are served."""
+    config = full_attention_config(config)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, heads, kv_heads, dim
+
+
 def layer_keys(cache: DynamicCache, index: int, config: PreTrainedConfig) -> Tensor:
     """The keys `[batch, kv_heads, tokens, dim]` that a layer holds.
 
@@ -258,9 +267,7 @@ def _attention(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 def _not_by_heads(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int], size: int) -> str | None:
     """Why a process has no equal part of the KV heads, and of the query heads that share them, in words; or None."""
-    config = full_attention_config(config)
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    _, heads, kv_heads, _ = sizes(config)
     if kv_heads % size or heads % size:
         return f"{kv_heads} KV heads and {heads} query heads have no {size} equal parts"
     plan, left = model.tp_plan or {}, set(layers)
