@@ -1,7 +1,7 @@
 """A QAdACache as one safetensors file, and back."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .criterion import StaticHeads
 from .files import tensor_file
-from .files.private_map import PrivateMap
 from .key_moments import KeyMoments, identity
 from .key_moments.defaults import combine_sources
 from .key_moments.models import check_unsharded, full_attention_config, inputs_device, processes
@@ -91,30 +90,21 @@ def read_cache(
         moments = combine_sources(state["current_moments"], other)
         cache = make(criterion=criterion, moments=moments, **state["options"])
         device = torch.device("cpu") if model is None else inputs_device(model)
-        records = (_decode(kept, tensors, device) for kept in state["layers"])
-        _restore(cache.layers, records, source)
+        padding = NONE
+        for layer, kept in zip(cache.layers, state["layers"], strict=True):
+            record = _decode(kept, tensors, device)
+            if isinstance(layer, QAdALayer):
+                restore_layer(layer, record, source)
+                if layer.padding.equals(padding):
+                    layer.padding = padding  # layers share one again, see `Padding`
+                padding = layer.padding
+            else:
+                check_stock(layer, record)
+                vars(layer).update(record)
+        check_alike(cache.layers)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be loaded: {error}") from error
     return cache
-
-
-def _restore(layers: Sequence[Any], records: Iterable[Any], source: PrivateMap | None) -> None:
-    """Fill new layers from their records, whose bulks lie in the mapped file `source`; None: they are copies.
-
-    Raises:
-        ValueError: the records contradict themselves; not all layers are as they were.
-    """
-    padding = NONE
-    for layer, record in zip(layers, records, strict=True):
-        if isinstance(layer, QAdALayer):
-            restore_layer(layer, record, source)
-            if layer.padding.equals(padding):
-                layer.padding = padding  # layers share one again, see `Padding`
-            padding = layer.padding
-        else:
-            check_stock(layer, record)
-            vars(layer).update(record)
-    check_alike(layers)
 
 
 def _check_model(
