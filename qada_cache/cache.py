@@ -4,6 +4,7 @@ import copy
 import itertools
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ from .criterion import StaticHeads
 from .kernels import choice
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.defaults import MomentsSource
-from .key_moments.models import full_attention_layers, inputs_device, unwrap_model
-from .key_moments.sharding import UNSHARDED
+from .key_moments.models import UNSHARDED, full_attention_layers, unwrap_model
 from .state.layer import QAdALayer
 from .state.shared import SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .stats import CacheStats, collect, layer_bytes, summary
@@ -289,12 +289,9 @@ class QAdACache(WatchedCache):
             NotImplementedError: processes share the model.
         """
         model = unwrap_model(model)
-        support.text_config(model, config)  # what is wrong with these is not the file's fault
-        saved = cache_file.read_cache(path, model=model, config=config, mmap=mmap)
-        with cache_file.naming(path):
-            cache = cls(model, config=config, **saved.options)
-            saved.restore(cache.layers, torch.device("cpu") if model is None else inputs_device(model))
-        return cache
+        decoder = support.text_config(model, config)  # what is wrong with these is not the file's fault
+        make = partial(cls, model, config=config)
+        return cache_file.read_cache(path, make, model=model, config=decoder, mmap=mmap)
 
     def __repr__(self) -> str:  # from host numbers alone: printing must not wait for the device
         return summary(self, self.options, self._shared.model.model_type, self.layer_bytes())

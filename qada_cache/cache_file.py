@@ -1,9 +1,7 @@
 """A QAdACache as one safetensors file, and back."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .criterion import StaticHeads
 from .files import tensor_file
-from .files.private_map import PrivateMap
 from .key_moments import KeyMoments, identity
 from .key_moments.defaults import combine_sources
-from .key_moments.models import full_attention_config
-from .key_moments.sharding import check_unsharded, processes
+from .key_moments.models import check_unsharded, full_attention_config, inputs_device, processes
 from .state.layer import QAdALayer
 from .state.record import BULK, check_alike, check_stock, layer_record, restore_layer
 from .state.shared import Shared
@@ -68,89 +64,58 @@ def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) 
     tensor_file.write(path, KIND, tensors, state)
 
 
-@contextmanager
-def naming(path: str | os.PathLike) -> Iterator[None]:
-    """Turn errors from a file's content into ValueErrors with the file's name."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} cannot be loaded: {error}") from error
-
-
-@dataclass(frozen=True, eq=False)
-class Saved:
-    """The content of a file.
-
-    Attributes:
-        options: the keywords of `QAdACache` that make a cache like the one saved.
-        layers, tensors: records of its layers.
-        source: the mapped file under the bulks' tensors; None: they are no views.
-    """
-
-    options: dict[str, Any]
-    layers: list[Any]
-    tensors: dict[str, Tensor]
-    source: PrivateMap | None
-
-    def restore(self, layers: Sequence[Any], device: torch.device) -> None:
-        """Fill new layers of that cache with the saved content, on `device`.
-
-        Raises:
-            ValueError: the file contradicts itself; not all layers are as they were.
-        """
-        padding = NONE
-        for layer, kept in zip(layers, self.layers, strict=True):
-            decoded = _decode(kept, self.tensors, device)
-            if isinstance(layer, QAdALayer):
-                restore_layer(layer, decoded, self.source)
-                if layer.padding.equals(padding):
-                    layer.padding = padding  # layers share one again, see `Padding`
-                padding = layer.padding
-            else:
-                check_stock(layer, decoded)
-                vars(layer).update(decoded)
-        check_alike(layers)
-
-
 def read_cache(
-    path: str | os.PathLike, *, model: PreTrainedModel | None, config: PreTrainedConfig | None, mmap: bool
-) -> Saved:
-    """The inverse of `write_cache`; see `QAdACache.load`.
+    path: str | os.PathLike,
+    make: Callable[..., Any],
+    *,
+    model: PreTrainedModel | None,
+    config: PreTrainedConfig,
+    mmap: bool,
+) -> Any:
+    """The inverse of `write_cache`; see `QAdACache.load`. `config` is the decoder's.
 
-    Raises:
-        FileNotFoundError, ValueError, NotImplementedError: as there. What is not given of the model is not compared.
+    `make` takes the keywords of `QAdACache` that make a cache like the one saved, and returns an empty one.
     """
     if model is not None:
         check_unsharded(processes(model))
-    source: PrivateMap | None = None
-    if mmap:
-        tensors, state, source = tensor_file.mapped(path, KIND, transfers.empty)
-    else:
-        tensors, state = tensor_file.read(path, KIND, transfers.empty)
+    tensors, state, source = tensor_file.mapped(path, KIND, transfers.empty, mmap=mmap)
     if source is not None:
         tensors = {name: tensor if name.endswith(BULK) else tensor.clone() for name, tensor in tensors.items()}
     _check_model(path, state, model, config)
-    with naming(path):
+    try:
         if unset := [name for name, value in state["options"].items() if value is None]:
             raise ValueError(f"its {unset[0]} is not set")  # which would be today's default or a tuned one
         criterion = state["criterion"] if "criterion" in state else StaticHeads(tensors["static_heads"])
         other = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else None
-    moments = combine_sources(state["current_moments"], other)
-    return Saved({"criterion": criterion, "moments": moments, **state["options"]}, state["layers"], tensors, source)
+        moments = combine_sources(state["current_moments"], other)
+        cache = make(criterion=criterion, moments=moments, **state["options"])
+        device = torch.device("cpu") if model is None else inputs_device(model)
+        padding = NONE
+        for layer, kept in zip(cache.layers, state["layers"], strict=True):
+            record = _decode(kept, tensors, device)
+            if isinstance(layer, QAdALayer):
+                restore_layer(layer, record, source)
+                if layer.padding.equals(padding):
+                    layer.padding = padding  # layers share one again, see `Padding`
+                padding = layer.padding
+            else:
+                check_stock(layer, record)
+                vars(layer).update(record)
+        check_alike(cache.layers)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be loaded: {error}") from error
+    return cache
 
 
 def _check_model(
-    path: str | os.PathLike, state: dict[str, Any], model: PreTrainedModel | None, config: PreTrainedConfig | None
+    path: str | os.PathLike, state: dict[str, Any], model: PreTrainedModel | None, config: PreTrainedConfig
 ) -> None:
     """Raise ValueError if the file is of another model."""
-    given = model.config if model is not None else config
-    if given is not None:
-        for name, value in _identity(given.get_text_config(decoder=True)).items():
-            if state["model"][name] != value:
-                raise ValueError(
-                    f"{path} was saved for another model: its {name} is {state['model'][name]!r}, "
-                    f"this model's is {value!r}"
-                )
+    for name, value in _identity(config).items():
+        if state["model"][name] != value:
+            raise ValueError(
+                f"{path} was saved for another model: its {name} is {state['model'][name]!r}, this model's is {value!r}"
+            )
     if model is None:
         return
     dtype, dtypes = str(model.dtype).removeprefix("torch."), state["dtypes"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from .key_moments.sharding import HeadShard
+from .key_moments.models import HeadShard
 from .state.counters import Counters
 from .state.layer import QAdALayer
 from .state.shared import Options
@@ -19,6 +19,7 @@ _RENAMED = {
     "sketched_bytes": "sketch_read_bytes",
     "offered_bytes": "dense_bulk_bytes",
 }
+_READ = ("bulk_read_bytes", "resident_hit_bytes", "sketch_read_bytes", "dense_bulk_bytes", "streamed_bytes")
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,12 @@ class CacheStats:
     @property
     def sparsity(self) -> float:
         """Share of query-head decisions that said local, over all layers; nan before the first decision."""
-        return self.local_share.mean().item() if self.local_share.numel() else math.nan
+        return self.local_share.mean().item()
 
     @property
     def kv_sparsity(self) -> float:
         """Share of decisions without need for a KV head's bulk; memory traffic follows KV heads."""
-        return self.kv_local_share.mean().item() if self.kv_local_share.numel() else math.nan
+        return self.kv_local_share.mean().item()
 
     @property
     def read_share(self) -> float:
@@ -121,9 +122,10 @@ class CacheStats:
         )
 
 
-def _tensor_bytes(holder: object) -> int:
-    """Bytes of the tensors an object holds itself."""
-    return sum(value.nbytes for value in vars(holder).values() if isinstance(value, Tensor))
+def _tensor_bytes(*holders: object) -> int:
+    """Bytes of the tensors that these objects hold themselves."""
+    values = [value for holder in holders if holder is not None for value in vars(holder).values()]
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def layer_bytes(layer: object, *, offloading: bool) -> tuple[int, int]:
@@ -133,9 +135,8 @@ def layer_bytes(layer: object, *, offloading: bool) -> tuple[int, int]:
     if isinstance(layer, QAdALayer):
         on_device += layer.counters.nbytes + layer.kept_moments.nbytes
     if store is not None:
-        on_device += _tensor_bytes(store) + (0 if store.moments is None else _tensor_bytes(store.moments))
+        on_device += _tensor_bytes(store, store.moments, store.bulk.residents) + store.bulk.residents.nbytes
         on_device += 0 if store.sketch is None else store.sketch.nbytes
-        on_device += store.bulk.residents.nbytes + _tensor_bytes(store.bulk.residents)
         bulk = store.bulk.nbytes
     return (on_device, bulk) if offloading else (on_device + bulk, 0)
 
@@ -154,20 +155,16 @@ def collect(cache: DynamicCache, *, offloading: bool, shard: HeadShard) -> Cache
             shares.append(counters.local_heads.flatten().cpu() / counters.decisions)
             kv_shares.append(counters.local_groups.cpu() / counters.decisions)
     bytes_held = [layer_bytes(layer, offloading=offloading) for layer in cache.layers]
-    device_bytes = sum(on_device for on_device, _ in bytes_held)
-    for moments in {layer.options.other_moments for layer in ours}:
-        device_bytes += 0 if moments is None else moments.device_bytes
+    moments = {layer.options.other_moments for layer in ours}
+    bulks = [layer.store.bulk for layer in ours if layer.store is not None]
     undecided = torch.full((len(ours), 1), math.nan)
     held = {
-        "device_bytes": device_bytes,
+        "device_bytes": sum(on_device for on_device, _ in bytes_held)
+        + sum(each.device_bytes for each in moments if each is not None),
         "host_bytes": sum(on_host for _, on_host in bytes_held),
-        "shared_bytes": sum(layer.store.bulk.shared_bytes for layer in ours if layer.store is not None),
-        "resident_bytes": sum(layer.store.bulk.residents.nbytes for layer in ours if layer.store is not None),
-        "bulk_read_bytes": sum(int(counters.bulk_read_bytes) for counters in counted),
-        "resident_hit_bytes": sum(int(counters.resident_hit_bytes) for counters in counted),
-        "sketch_read_bytes": sum(int(counters.sketch_read_bytes) for counters in counted),
-        "dense_bulk_bytes": sum(counters.dense_bulk_bytes for counters in counted),
-        "streamed_bytes": sum(counters.streamed_bytes for counters in counted),
+        "shared_bytes": sum(bulk.shared_bytes for bulk in bulks),
+        "resident_bytes": sum(bulk.residents.nbytes for bulk in bulks),
+        **{name: sum(int(getattr(counters, name)) for counters in counted) for name in _READ},
     }
     summed = shard.gather(torch.tensor([list(held.values())]), 0).sum(dim=0).tolist()
     return CacheStats(

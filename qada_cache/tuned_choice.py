@@ -12,8 +12,9 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from . import files
 from .criterion import StaticHeads
-from .files import private, tensor_file
+from .files import tensor_file
 from .key_moments import KeyMoments, identity
 from .key_moments.defaults import CURRENT, FOLDER, sources
 from .state.shared import THRESHOLD, ManagedModel, Options
@@ -49,33 +50,23 @@ CONDITIONS = frozenset({*_UNDER, "update_moments", *_CHOSEN})  # others need ano
 def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> Path:
     """Keep `token_threshold` and `threshold` of these options as the model's own, in place of an earlier one.
 
-    Args:
-        model: whose.
-        options: of the caches that were measured.
-        figures: the measurements behind the choice, JSON-able, for people.
-
-    Returns:
-        the file.
+    The measurements behind the choice, `figures`, are JSON-able and for people. The file comes back.
 
     Raises:
         OSError: the user's cache folder cannot be written to, or is not the user's alone.
     """
     path = _path(model)
     state = {"chosen": asdict(Thresholds.of(options)), "under": _conditions(options), "figures": figures}
-    with private.opened(FOLDER, make=True) as folder:
-        private.write(path.name, tensor_file.encoded(KIND, {}, state), folder=folder)
+    with files.opened(FOLDER, make=True) as folder:
+        files.write(path.name, tensor_file.encoded(KIND, {}, state), folder=folder)
     return path
 
 
 def apply_tuned(options: Options, managed: ManagedModel, *, threshold: float | None) -> Options:
     """The options with the model's tuned setting; without, if they do not ask for it, or none is kept that counts.
 
-    A setting that is kept and does not count is warned of, once.
-
-    Args:
-        options: of a cache that is being built.
-        managed: its model.
-        threshold: the one asked for, which has to be the setting's; None: the setting's counts.
+    A setting that is kept and does not count is warned of, once. A `threshold` that was asked for has to be the
+    setting's; None: the setting's counts.
     """
     without = replace(options, tuned=False)
     model = managed.get()
@@ -85,8 +76,8 @@ def apply_tuned(options: Options, managed: ManagedModel, *, threshold: float | N
         path = _path(model)
         if not path.exists():  # then it is no matter whether the folder is the user's alone
             return without
-        with private.opened(FOLDER) as folder:
-            kept = tensor_file.decoded(private.read(folder, path.name), KIND, path)[1]
+        with files.opened(FOLDER) as folder:
+            kept = tensor_file.decoded(files.read(folder, path.name), KIND, path)[1]
         taken = replace(options, **{name: kept["chosen"][name] for name in _CHOSEN})
         measured, ours = kept["under"] | kept["chosen"], _conditions(options)
         if threshold is not None:
@@ -119,4 +110,4 @@ def _conditions(options: Options) -> dict[str, Any]:
 
 
 def _path(model: PreTrainedModel) -> Path:
-    return private.home() / FOLDER / f"{model.config.model_type}-tuned-{identity.digest(model)}.safetensors"
+    return files.home() / FOLDER / f"{model.config.model_type}-tuned-{identity.digest(model)}.safetensors"

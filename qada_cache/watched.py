@@ -91,14 +91,15 @@ class WatchedCache(DynamicCache):
     def _record_call(self, layer_idx: int, event: Hashable) -> None:
         """Note that the layer has made this call."""
         progress = self._shared.progress
-        if progress.is_first_call(layer_idx, event):
+        if progress.calls is None or progress.is_first_call(layer_idx, event):
             left = progress.reached
             if layer_idx <= left:
                 progress.written = {}
             elif left >= 0 and _is_linear(self.layers[left]):
                 progress.written[self._kind(left)] = self._written()
             progress.versions = _versions(self.layers[layer_idx])
-        progress.record_call(layer_idx, event)
+            progress.reached, progress.calls = layer_idx, set()
+        progress.calls.add(event)
 
     def _written(self) -> set[Hashable]:
         """The states that the linear layer reached last has visibly written in this pass."""
@@ -114,7 +115,8 @@ class WatchedCache(DynamicCache):
     def _check_order(self, layer_idx: int, event: Hashable) -> None:
         """Raise if a forward pass that comes to this layer left something undone before it."""
         progress = self._shared.progress
-        if progress.changing or progress.starts_new_pass(layer_idx, event):
+        new_pass = layer_idx <= progress.reached and progress.is_first_call(layer_idx, event)
+        if progress.changing or new_pass:
             self._check_whole()
         elif layer_idx > progress.reached:
             self._check_handed_back()
@@ -132,12 +134,10 @@ class WatchedCache(DynamicCache):
         self._check_handed_back()
         self._finish_pass()
         self._check_files()
-        progress, interrupted = self._shared.progress, ""
-        if 0 <= progress.reached < self._last_layer():
-            interrupted = f"a forward pass was interrupted after layer {progress.reached}"
-        if progress.changing:
-            interrupted = f"{progress.changing} was interrupted"
-        if interrupted:
+        progress = self._shared.progress
+        if progress.changing or 0 <= progress.reached < self._last_layer():
+            passed = f"a forward pass was interrupted after layer {progress.reached}"
+            interrupted = f"{progress.changing} was interrupted" if progress.changing else passed
             raise RuntimeError(
                 f"{interrupted}, so layers hold different tokens: call reset() and read the prompt again"
             )

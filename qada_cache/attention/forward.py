@@ -18,8 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from ..kernels.reference import without_autocast
-from ..key_moments.models import own_attention, unwrap_model
-from ..key_moments.sharding import UNSHARDED, check_sharding
+from ..key_moments.models import UNSHARDED, check_sharding, own_attention, unwrap_model
 from ..state.layer import QAdALayer, Seen
 from .decode import attend_adaptively, attend_exactly
 from .support import find_reader

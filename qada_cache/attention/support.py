@@ -19,10 +19,9 @@ from transformers.utils import logging
 from ..criterion import StaticHeads
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, kept_energies, resolve_moments, sources
-from ..key_moments.models import full_attention_config
+from ..key_moments.models import UNSHARDED, full_attention_config, head_shard, sizes
 from ..key_moments.prompts import PROMPTS
 from ..key_moments.rotation import rope_settings
-from ..key_moments.sharding import UNSHARDED, head_shard
 from ..state.shared import ManagedModel, Options
 
 logger = logging.get_logger(__name__)
@@ -162,15 +161,6 @@ def _check_moments(moments: KeyMoments, config: PreTrainedConfig) -> None:
                 f"these KeyMoments are of a {moments.model_type} model whose {name} is {theirs[name]}; this "
                 f"model's is {ours[name]}"
             )
-
-
-def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
-    """`(layers, heads, kv_heads, dim)`, the last of a head's keys; of the layers that are served."""
-    config = full_attention_config(config)
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers, heads, kv_heads, dim
 
 
 def find_reader(model: PreTrainedModel | None, config: PreTrainedConfig, name: str, instead: str) -> str | None:

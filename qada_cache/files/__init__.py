@@ -1,1 +1,182 @@
-"""Files that are whole or not there, and a folder that is the user's alone."""
+"""Files that are whole or not there, and the user's own cache folder.
+
+Files that somebody else can have put there are not read.
+"""
+
+import os
+import secrets
+import stat
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+LOCKS = sys.platform != "win32"  # elsewhere an open file can be locked, and be replaced
+if LOCKS:
+    import fcntl
+
+UNFINISHED = ".qada-part"  # how names of files that are being written end
+STALE_SECONDS = 3600  # an older unfinished file without a writer is a killed process's
+
+
+def home() -> Path:
+    """The folder of files kept between processes: `QADA_HOME`, else "qada" in the platform's folder for caches."""
+    if own := os.environ.get("QADA_HOME"):
+        return Path(own)
+    if sys.platform == "darwin":
+        return Path("~/Library/Caches/qada").expanduser()
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # A relative one is to be ignored, says the XDG base directory specification.
+    return (caches if caches.is_absolute() else Path("~/.cache").expanduser()) / "qada"
+
+
+@contextmanager
+def opened(name: str, *, make: bool = False) -> Iterator[int]:
+    """A descriptor of the folder `name` in `home()`: it goes on reaching that folder, whatever becomes of its path.
+
+    Missing folders are made if `make`, for the user alone.
+
+    Raises:
+        FileNotFoundError: there is no such folder, and `make` is False.
+        OSError: it cannot be made, is a link or no folder, belongs to somebody else, or others can write to it.
+    """
+    path = home()
+    if os.mkdir not in os.supports_dir_fd:
+        raise OSError(f"who can write to {path} cannot be told on {sys.platform}")
+    if make:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    outer = _own_folder(path, path, None, make)
+    try:
+        inner = _own_folder(name, path / name, outer, make)
+    finally:
+        os.close(outer)
+    try:
+        yield inner
+    finally:
+        os.close(inner)
+
+
+def _own_folder(name: str | Path, path: Path, within: int | None, make: bool) -> int:
+    if make:
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=within)
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=within)
+    except NotADirectoryError as error:
+        raise NotADirectoryError(f"{path} is a link or no folder: set QADA_HOME to a folder") from error
+    try:
+        _check_own(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_own(found: os.stat_result, path: str | Path) -> None:
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to another user: set QADA_HOME to a folder of your own")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"others than you can write to {path} (chmod go-w it if they did not)")
+
+
+def read(folder: int, name: str) -> bytes:
+    """The content of the file `name` of a folder of `opened`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: it is a link or no file, belongs to somebody else, or others can write to it.
+    """
+    # Not blocking: opening a pipe would wait for a writer.
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(f"{name} is not a regular file")
+        _check_own(found, name)
+        return file.read()
+
+
+def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, folder: int | None = None) -> None:
+    """Put `content` into the file `path`, whole or not at all; whoever reads meanwhile sees the old file or the new.
+
+    Args:
+        path: a new file has the permissions of the umask, an old one keeps its own.
+        content: in pieces; a number is that many zeros, written as a hole if the file system has holes.
+        folder: a descriptor that `opened` gave. `path` is then a name in it, and the file is for the user alone.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    head, name = os.path.split(path)
+    beginning = f".{name[:100]}."
+    _sweep(folder if folder is not None else head or ".", beginning)
+    # Beside the target, so that the rename cannot cross file systems.
+    descriptor, unfinished = _begun(os.path.join(head, beginning), folder)
+    try:
+        with open(descriptor, "wb", closefd=not LOCKS) as file:
+            if folder is None:
+                with suppress(FileNotFoundError):
+                    os.chmod(unfinished, stat.S_IMODE(os.stat(path).st_mode))
+            for piece in content:
+                if isinstance(piece, int):
+                    file.seek(piece, os.SEEK_CUR)
+                else:
+                    file.write(piece)
+            file.truncate()  # to where zeros have come
+        os.replace(unfinished, path, src_dir_fd=folder, dst_dir_fd=folder)  # while it is locked
+    except BaseException:
+        os.unlink(unfinished, dir_fd=folder)
+        raise
+    finally:
+        if LOCKS:
+            os.close(descriptor)
+
+
+def _begun(beginning: str, folder: int | None) -> tuple[int, str]:
+    """A new unfinished file, open and locked for as long as this process lives and writes; and its name."""
+    while True:
+        name = f"{beginning}{secrets.token_hex(8)}{UNFINISHED}"
+        descriptor = os.open(
+            name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if folder is None else 0o600, dir_fd=folder
+        )
+        if LOCKS:
+            with suppress(OSError):  # a file system without them
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, name
+        os.close(descriptor)  # before it was locked, another process took it for a dead one's
+
+
+def _sweep(folder: str | int, beginning: str) -> None:
+    """Remove unfinished files of killed processes from this folder; those of other beginnings have to be old."""
+    within = folder if isinstance(folder, int) else None
+    with suppress(OSError), os.scandir(folder) as entries:  # a folder may be written to and not listed
+        for entry in entries:
+            if entry.name.startswith(".") and entry.name.endswith(UNFINISHED):
+                with suppress(OSError):  # another user's, gone meanwhile, or being written
+                    old = time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_SECONDS
+                    if old or entry.name.startswith(beginning):
+                        _remove(entry.path, within, old=old)
+
+
+def _remove(path: str, within: int | None, *, old: bool) -> None:
+    """Remove an unfinished file unless its process lives, as far as a lock tells; if none can, it has to be old.
+
+    Raises:
+        OSError: its process lives, or it cannot be removed, or is gone.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=within)
+    try:
+        try:
+            if LOCKS:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # a file system without locks
+            if not old:
+                raise
+        if LOCKS or old:
+            os.unlink(path, dir_fd=within)
+    finally:
+        os.close(descriptor)

@@ -27,11 +27,6 @@ class OpenFile:
         self._state = self._changes()
 
     @property
-    def size(self) -> int:
-        """Bytes."""
-        return os.fstat(self._descriptor).st_size
-
-    @property
     def link(self) -> str:
         """A path of this very file, wherever it may be by now."""
         return link(self._descriptor)
@@ -58,7 +53,8 @@ class OpenFile:
         Raises:
             RuntimeError: the system has no room for it.
         """
-        return torch.from_file(self.link, shared=shared, size=self.size, dtype=torch.uint8)
+        size = os.fstat(self._descriptor).st_size
+        return torch.from_file(self.link, shared=shared, size=size, dtype=torch.uint8)
 
     @property
     def changed(self) -> bool:
@@ -66,7 +62,7 @@ class OpenFile:
         return self.path is not None and self._changes() != self._state
 
     def _changes(self) -> tuple[int, int]:
-        """Size and times of the file, which a write changes."""
+        """Size and time of the file, which a write changes."""
         state = os.fstat(self._descriptor)
         return state.st_size, state.st_mtime_ns
 
@@ -102,15 +98,6 @@ class PrivateMap:
 def link(descriptor: int) -> str:
     """A path of a file that is open, wherever it may be by now."""
     return f"/proc/self/fd/{descriptor}"
-
-
-def opened(path: str | os.PathLike) -> OpenFile:
-    """A file to be mapped.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
-    return OpenFile(os.open(path, os.O_RDONLY), os.fspath(path))
 
 
 def create_anonymous(size: int) -> OpenFile:

@@ -7,6 +7,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,24 +17,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from . import private, private_map
+from . import private_map
+from . import write as write_whole
 from .private_map import PrivateMap
 
 FORMAT_VERSION = 4
 _CHANGED = {"qada-cache": 4}  # a kind's oldest version that is read; other kinds have not changed since 3
-_DTYPES = {  # as safetensors calls them
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
+_TYPES = {  # by safetensors' names
+    **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32},
+    **{"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
 }
-_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
+_DTYPES = {dtype: name for name, dtype in _TYPES.items()}
 _ZEROS = bytes(1 << 20)
 _ALIGNMENT = 64  # bytes, as torch aligns memory on the CPU
 Empty = Callable[..., Tensor]
@@ -94,7 +88,7 @@ def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, FileTensor],
     if os.path.lexists(target) and not stat.S_ISREG(os.stat(target).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     try:
-        private.write(target, encoded(kind, tensors, state))
+        write_whole(target, encoded(kind, tensors, state))
     except OSError as error:  # its own path may be missing, or the unfinished file's
         raise OSError(error.errno, error.strerror or str(error), os.fspath(path)) from error
 
@@ -144,39 +138,37 @@ def read(path: str | os.PathLike, kind: str, empty: Empty = torch.empty) -> tupl
     """
     path = _found(path, kind)
     with path.open("rb") as file:
-        about = _metadata(path, private_map.link(file.fileno()) if private_map.AVAILABLE else path)
-        _check_kind(path, kind, about)
+        about = _metadata(path, kind, private_map.link(file.fileno()) if private_map.AVAILABLE else path)
         entries, tensors = _header(_read(path, file))[2], {}
         for name, entry in sorted(entries.items(), key=lambda named: named[1]["data_offsets"]):
             tensors[name] = empty(tuple(entry["shape"]), dtype=_TYPES[entry["dtype"]])
             if file.readinto(_content(tensors[name])) != tensors[name].nbytes:
                 raise ValueError(f"{path} was truncated while it was read")
-    return _checked(path, kind, about, tensors)
+    return tensors, _checked(path, about, tensors)
 
 
 def mapped(
-    path: str | os.PathLike, kind: str, empty: Empty = torch.empty
+    path: str | os.PathLike, kind: str, empty: Empty = torch.empty, *, mmap: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Any], PrivateMap | None]:
-    """As `read`, with tensors that are views of the mapped file. A map of None means copies: the file is too small, or
-    the system cannot map it, or cannot tell whether somebody writes to it.
+    """As `read`, with tensors that are views of the mapped file. A map of None means copies: `mmap` is False, the file
+    is too small, or the system cannot map it, or cannot tell whether somebody writes to it.
 
     Raises:
         FileNotFoundError, ValueError: as `read`.
     """
     path = _found(path, kind)
-    if not private_map.AVAILABLE or path.stat().st_size < private_map.WORTH:
+    file = None
+    if mmap and private_map.AVAILABLE and path.stat().st_size >= private_map.WORTH:
+        file = private_map.OpenFile(os.open(path, os.O_RDONLY), str(path))
+    if file is None or not file.quiet:
         return *read(path, kind, empty), None
-    file = private_map.opened(path)
-    if not file.quiet:
-        return *read(path, kind, empty), None
-    source, about = PrivateMap(file), _metadata(path, file.link)
-    _check_kind(path, kind, about)
+    source, about = PrivateMap(file), _metadata(path, kind, file.link)
     begin, _, entries = _header(_content(source.content))
     tensors = {
         name: source.tensor(begin + entry["data_offsets"][0], tuple(entry["shape"]), _TYPES[entry["dtype"]])
         for name, entry in entries.items()
     }
-    return *_checked(path, kind, about, tensors), source
+    return tensors, _checked(path, about, tensors), source
 
 
 def decoded(content: bytes, kind: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -185,20 +177,28 @@ def decoded(content: bytes, kind: str, path: Path) -> tuple[dict[str, Tensor], d
     Raises:
         ValueError: as `read`.
     """
-    try:
+    with _whole(path):
         tensors = safetensors.torch.load(content)
-    except SafetensorError as error:
-        raise _broken(path, error) from error
-    return _checked(path, kind, _header(content)[1], tensors)
+    about = _header(content)[1]
+    _check_kind(path, kind, about)
+    return tensors, _checked(path, about, tensors)
 
 
-def _metadata(path: Path, link: str | Path) -> dict[str, str]:
-    """Metadata of the file at `link`, if it is whole; errors call it `path`."""
+def _metadata(path: Path, kind: str, link: str | Path) -> dict[str, str]:
+    """Metadata of the file at `link`, if it is whole and of this kind; errors call it `path`."""
+    with _whole(path), safe_open(link, framework="pt") as file:
+        about = file.metadata() or {}
+    _check_kind(path, kind, about)
+    return about
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """What safetensors refuses, incomplete files too, is an error that names the file."""
     try:
-        with safe_open(link, framework="pt") as file:  # refuses incomplete files
-            return file.metadata() or {}
+        yield
     except SafetensorError as error:
-        raise _broken(path, error) from error
+        raise ValueError(f"{path} is not a safetensors file, or is truncated: {error}") from error
 
 
 def _read(path: Path, file: BinaryIO) -> bytes:
@@ -223,17 +223,11 @@ def _found(path: str | os.PathLike, kind: str) -> Path:
     return Path(path)
 
 
-def _broken(path: Path, error: SafetensorError) -> ValueError:
-    return ValueError(f"{path} is not a safetensors file, or is truncated: {error}")
-
-
-def _checked(
-    path: Path, kind: str, about: dict[str, str], tensors: dict[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    _check_kind(path, kind, about)
+def _checked(path: Path, about: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The state of a file whose tensors and state are what was written."""
     if about.get("sha256") != _digest(about.get("state", ""), tensors):
         raise ValueError(f"{path} was altered after it was written (checksum mismatch)")
-    return tensors, json.loads(about["state"])
+    return json.loads(about["state"])
 
 
 def _check_kind(path: Path, kind: str, about: dict[str, str]) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import tensor_file
 from . import collecting
@@ -18,6 +17,7 @@ from .running import DeviceMoments
 KIND = "qada-moments"
 HUB = "hf://"
 HUB_FILE = "moments.safetensors"
+_HEADER = ("lengths", "model_type", "prompt", "tokens", "sink_tokens", "rope", "origin")  # fields kept as they are
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +58,8 @@ class KeyMoments:
     query_energies: Tensor | None = None
     origin: dict[str, Any] = field(default_factory=dict)
     _device_moments: DeviceMoments = field(default_factory=DeviceMoments, repr=False)
+
+    collect = classmethod(collecting.collect)
 
     def __post_init__(self) -> None:
         shape = tuple(self.mean.shape)
@@ -133,13 +135,7 @@ class KeyMoments:
         """Everything else a file keeps, JSON-able."""
         frequencies = list(dict.fromkeys(rotation.frequencies for rotation in self.rotations))
         return {
-            "lengths": list(self.lengths),
-            "model_type": self.model_type,
-            "prompt": self.prompt,
-            "tokens": self.tokens,
-            "sink_tokens": self.sink_tokens,
-            "rope": self.rope,
-            "origin": self.origin,
+            **{name: getattr(self, name) for name in _HEADER},
             "frequencies": frequencies,  # layers share them
             "rotations": [[rotation.layout, frequencies.index(rotation.frequencies)] for rotation in self.rotations],
         }
@@ -156,15 +152,9 @@ class KeyMoments:
         if any(index not in range(len(frequencies)) for _, index in rotated):
             raise ValueError(f"KeyMoments: rotations {rotated} go by {len(frequencies)} lists of frequencies")
         rotations = tuple(Rotation(mean.shape[-1], tuple(frequencies[index]), layout) for layout, index in rotated)
+        covariance, energies = tensors["moments.covariance"], tensors.get("moments.query_energies")
         lengths = tuple(header.pop("lengths"))
-        return cls(
-            mean,
-            tensors["moments.covariance"],
-            lengths=lengths,
-            rotations=rotations,
-            query_energies=tensors.get("moments.query_energies"),
-            **header,
-        )
+        return cls(mean, covariance, lengths, rotations=rotations, query_energies=energies, **header)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write to one safetensors file, whole or not at all."""
@@ -217,70 +207,13 @@ class KeyMoments:
         api = HfApi()
         api.create_repo(repository, exist_ok=True, private=private)
         with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, HUB_FILE)
-            self.save(path)
-            message = f"Key moments of {self.origin.get('model') or self.model_type}, {self.prompt}"
-            commit = api.upload_file(
-                path_or_fileobj=path,
-                path_in_repo=HUB_FILE,
-                repo_id=repository,
-                revision=revision,
-                commit_message=message,
+            self.save(path := os.path.join(folder, HUB_FILE))
+            return str(
+                api.upload_file(
+                    path_or_fileobj=path,
+                    path_in_repo=HUB_FILE,
+                    repo_id=repository,
+                    revision=revision,
+                    commit_message=f"Key moments of {self.origin.get('model') or self.model_type}, {self.prompt}",
+                )
             )
-        return str(commit)
-
-    # -- collecting -----------------------------------------------------------------------------------------------
-
-    @classmethod
-    def collect(
-        cls,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        prompt: str | Tensor = "random-words",
-        *,
-        tokens: int | None = None,
-        seed: int = 0,
-        text: str | None = None,
-        scheme: str = "auto",
-        sink_tokens: int = 16,
-        progress: bool = True,
-    ) -> "KeyMoments":
-        """Moments of a model's keys on a prompt, from forward passes over `tokens` tokens.
-
-        The keys of the first `sink_tokens` tokens are left out: they are never part of a bulk, and a sink's key is
-        unlike all others.
-
-        Args:
-            model: any decoder that a `QAdACache` serves.
-            tokenizer: the model's. Without it, or with one that does not know our article's words, "random-words" and
-                "single-word" become "random-tokens" and "single-token", and `prompt` of the result says so.
-            prompt: "random-words" (the paper's most robust choice), "wiki", "single-word", "random-tokens",
-                "single-token", a text, or token ids; see `prompts.prompt_ids`.
-            tokens: how many to read; 1,024 if not given, or as many as the token ids, our article or the model's
-                positions are.
-            seed: of everything random.
-            text: for "random-words", "wiki" and "single-word", instead of the article that comes with this package.
-            scheme: "analytic": keys turned back to position 0, averaged later over the positions of any bulk. "spread":
-                the same tokens read at positions spread over bulks of doubling length, without knowledge of the model's
-                positions. "prompt", the paper's: keys as they are read, for bulks of up to `tokens`. "auto": analytic
-                if the rotation of every layer was found, else spread.
-            sink_tokens: see above.
-            progress: whether to show a progress bar.
-
-        Raises:
-            ValueError: an argument outside its range, a prompt too short, scheme "analytic" without a known rotation,
-                or no layer with keys for a QAdACache.
-        """
-        return cls(
-            **collecting.collect(
-                model,
-                tokenizer,
-                prompt,
-                tokens=tokens,
-                seed=seed,
-                text=text,
-                scheme=scheme,
-                sink_tokens=sink_tokens,
-                progress=progress,
-            )
-        )

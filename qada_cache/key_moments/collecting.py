@@ -2,9 +2,9 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -13,11 +13,13 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..kernels.reference import without_autocast
-from .models import full_attention_layers, inputs_device, layer_keys, observed, unwrap_model
+from .models import HeadShard, full_attention_layers, head_shard, inputs_device, layer_keys, observed, unwrap_model
 from .prompts import PROMPTS, choose_prompt, prompt_ids
 from .rotation import Rotation, find_rotations, frequencies_by_length, rope_settings, takes_positions
 from .running import RunningMoments
-from .sharding import HeadShard, head_shard
+
+if TYPE_CHECKING:
+    from . import KeyMoments
 
 SCHEMES = ("auto", "analytic", "spread", "prompt")
 TOKENS = 1024
@@ -40,32 +42,66 @@ class QueryEnergies:
         self.sums[layer] = squares + self.sums[layer] if layer in self.sums else squares
         self.tokens[layer] = self.tokens.get(layer, 0) + query.shape[0] * query.shape[2]
 
-    def by_head(self, layer: int, kv_heads: int, rotation: Rotation | None) -> Tensor | None:
-        """Energies float32 `[kv_heads, dim]` of a layer: means over its query heads and over each rotary pair.
+    def gathered(
+        self, keys: dict[int, Tensor], layers: int, rotations: dict[int, Rotation], shard: HeadShard
+    ) -> Tensor | None:
+        """Energies float32 `[layers, kv_heads, dim]`: means over a KV head's query heads and over each rotary pair.
 
-        None if its queries were not seen, or are not of that many KV heads. Channels without a rotation keep their own.
+        None if the queries of a layer that has `keys` were not seen, or are of other heads. Channels without a rotation
+        keep their own.
         """
-        if layer not in self.sums or len(self.sums[layer]) % kv_heads:
-            return None
-        found = (self.sums[layer] / self.tokens[layer]).unflatten(0, (kv_heads, -1)).mean(dim=1)
-        if rotation is not None and rotation.dim == found.shape[-1]:
-            found = (found + found[:, rotation.partners]) / 2
-        return found.float()
+        found = {}
+        for index, kept in keys.items():
+            heads, dim = kept.shape[1] // shard.size, kept.shape[3]
+            if index in self.sums and not len(self.sums[index]) % heads and self.sums[index].shape[-1] == dim:
+                mean = (self.sums[index] / self.tokens[index]).unflatten(0, (heads, -1)).mean(dim=1)
+                if index in rotations:
+                    mean = (mean + mean[:, rotations[index].partners]) / 2
+                found[index] = mean.float()
+        if shard.all_true(len(found) == len(keys)):
+            return _by_layer({index: shard.gather(mean, 0) for index, mean in found.items()}, layers)
+        return None
 
 
 def collect(
+    cls: "type[KeyMoments]",
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    prompt: str | Tensor,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    prompt: str | Tensor = "random-words",
     *,
-    tokens: int | None,
-    seed: int,
-    text: str | None,
-    scheme: str,
-    sink_tokens: int,
-    progress: bool,
-) -> dict[str, Any]:
-    """The fields of `KeyMoments`; arguments as for `KeyMoments.collect`."""
+    tokens: int | None = None,
+    seed: int = 0,
+    text: str | None = None,
+    scheme: str = "auto",
+    sink_tokens: int = 16,
+    progress: bool = True,
+) -> "KeyMoments":
+    """Moments of a model's keys on a prompt, from forward passes over `tokens` tokens.
+
+    The keys of the first `sink_tokens` tokens are left out: they are never part of a bulk, and a sink's key is
+    unlike all others.
+
+    Args:
+        model: any decoder that a `QAdACache` serves.
+        tokenizer: the model's. Without it, or with one that does not know our article's words, "random-words" and
+            "single-word" become "random-tokens" and "single-token", and `prompt` of the result says so.
+        prompt: "random-words" (the paper's most robust choice), "wiki", "single-word", "random-tokens",
+            "single-token", a text, or token ids; see `prompts.prompt_ids`.
+        tokens: how many to read; 1,024 if not given, or as many as the token ids, our article or the model's
+            positions are.
+        seed: of everything random.
+        text: for "random-words", "wiki" and "single-word", instead of the article that comes with this package.
+        scheme: "analytic": keys turned back to position 0, averaged later over the positions of any bulk. "spread":
+            the same tokens read at positions spread over bulks of doubling length, without knowledge of the model's
+            positions. "prompt", the paper's: keys as they are read, for bulks of up to `tokens`. "auto": analytic
+            if the rotation of every layer was found, else spread.
+        sink_tokens: see above.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: an argument outside its range, a prompt too short, scheme "analytic" without a known rotation,
+            or no layer with keys for a QAdACache.
+    """
     model = unwrap_model(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"key moments are collected from a transformers model, got {type(model).__name__}")
@@ -75,22 +111,15 @@ def collect(
         raise ValueError(f"unknown scheme {scheme!r}: use one of {', '.join(SCHEMES)}")
     config = model.config.get_text_config(decoder=True)
     shard = head_shard(model, config, full_attention_layers(DynamicCache(config=config)))
-    longest = _longest(model, config)
+    layers, longest = config.num_hidden_layers, _longest(model, config)
     kind = choose_prompt(prompt, tokenizer, text) if isinstance(prompt, str) and prompt in PROMPTS else "custom"
     # Our article is long enough, but for a tokenizer that puts several words into a token: then it is read as it is.
     fewer = tokens is None and text is None and kind != "custom"
     if tokens is None:
         tokens = prompt.numel() if isinstance(prompt, Tensor) else min(TOKENS, longest)
     with _evaluating(model):
-        ids = prompt_ids(
-            prompt if kind == "custom" else kind,
-            model=model,
-            tokenizer=tokenizer,
-            tokens=tokens,
-            seed=seed,
-            text=text,
-            fewer=fewer,
-        )
+        chosen = prompt if kind == "custom" else kind
+        ids = prompt_ids(chosen, model=model, tokenizer=tokenizer, tokens=tokens, seed=seed, text=text, fewer=fewer)
         _check_same(shard, kind, ids)
         tokens = len(ids)
         if tokens <= sink_tokens:
@@ -98,7 +127,7 @@ def collect(
         scheme, rotations = _choose_scheme(model, scheme, ids, shard)
         lengths = _lengths(scheme, tokens - sink_tokens, min(longest, LONGEST_SPREAD))
         passes = lengths if scheme == "spread" else lengths[-1:]
-        grid: list[tuple[dict[int, Tensor], dict[int, Tensor]]] = []
+        grid: list[tuple[Tensor, Tensor]] = []
         energies = QueryEnergies()
         with tqdm(
             total=tokens * len(passes),
@@ -113,29 +142,27 @@ def collect(
                 positions = torch.cat([torch.arange(sink_tokens), spread])
                 with observed(model, energies):
                     keys = read_keys(model, ids, positions, bar, shard)
-                if scheme == "prompt":
-                    grid += [_moments(keys, slice(sink_tokens, sink_tokens + prefix)) for prefix in lengths]
-                    continue
                 if scheme == "analytic":
                     keys = {
                         index: rotations[index].rotate(kept.cpu().double(), -positions) for index, kept in keys.items()
                     }
-                grid.append(_moments(keys, slice(sink_tokens, None)))
-    layers, name = config.num_hidden_layers, model.config._name_or_path
-    mean, covariance = (torch.stack([_by_layer(step[which], layers) for step in grid]) for which in (0, 1))
+                prefixes = lengths if scheme == "prompt" else [tokens - sink_tokens]
+                grid += [_moments(keys, slice(sink_tokens, sink_tokens + prefix), layers) for prefix in prefixes]
+    name = model.config._name_or_path
+    mean, covariance = (torch.stack(moments) for moments in zip(*grid, strict=True))
     analytic = scheme == "analytic"
-    return {
-        "query_energies": _energies(energies, mean.shape[1:], grid[-1][0], rotations, shard),
-        "mean": mean,
-        "covariance": covariance,
-        "lengths": () if analytic else tuple(lengths),
-        "rotations": tuple(rotations.get(layer, Rotation(mean.shape[-1])) for layer in range(layers)) * analytic,
-        "model_type": config.model_type,
-        "prompt": kind,
-        "tokens": tokens,
-        "sink_tokens": sink_tokens,
-        "rope": rope_settings(config),
-        "origin": {
+    return cls(
+        query_energies=energies.gathered(keys, layers, rotations, shard),
+        mean=mean,
+        covariance=covariance,
+        lengths=() if analytic else tuple(lengths),
+        rotations=tuple(rotations.get(layer, Rotation(mean.shape[-1])) for layer in range(layers)) * analytic,
+        model_type=config.model_type,
+        prompt=kind,
+        tokens=tokens,
+        sink_tokens=sink_tokens,
+        rope=rope_settings(config),
+        origin={
             "model": os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name,
             "dtype": str(model.dtype).removeprefix("torch."),
             "scheme": scheme,
@@ -143,7 +170,7 @@ def collect(
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-    }
+    )
 
 
 def _longest(model: PreTrainedModel, config: PreTrainedConfig) -> int:
@@ -231,28 +258,14 @@ def read_keys(model: PreTrainedModel, ids: Tensor, positions: Tensor, bar: tqdm,
     return {index: shard.gather(layer_keys(cache, index, config), 1) for index in managed}
 
 
-def _moments(keys: dict[int, Tensor], part: slice) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Mean `[kv_heads, dim]` and covariance `[kv_heads, dim, dim]` of each layer's keys of these tokens."""
+def _moments(keys: dict[int, Tensor], part: slice, layers: int) -> tuple[Tensor, Tensor]:
+    """Mean `[layers, kv_heads, dim]` and covariance `[layers, kv_heads, dim, dim]` of the keys of these tokens."""
     means, covariances = {}, {}
     for index, kept in keys.items():
         running = RunningMoments(1, kept.shape[1], kept.shape[3], kept.device)
         running.update(slice(0, 1), kept[:, :, part])
         means[index], covariances[index] = running.mean[0].cpu(), running.covariance[0].cpu()
-    return means, covariances
-
-
-def _energies(
-    energies: QueryEnergies,
-    shape: tuple[int, ...],
-    managed: Iterable[int],
-    rotations: dict[int, Rotation],
-    shard: HeadShard,
-) -> Tensor | None:
-    """Query energies `[layers, kv_heads, dim]` of the layers that are `managed`; None if a layer's were not seen."""
-    found = {index: energies.by_head(index, shape[1] // shard.size, rotations.get(index)) for index in managed}
-    if shard.all_true(all(each is not None and each.shape[-1] == shape[2] for each in found.values())):
-        return _by_layer({index: shard.gather(each, 0) for index, each in found.items() if each is not None}, shape[0])
-    return None
+    return _by_layer(means, layers), _by_layer(covariances, layers)
 
 
 def _by_layer(found: dict[int, Tensor], layers: int) -> Tensor:

@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..files import private, tensor_file
-from ..files.private import home
+from .. import files
+from ..files import home, tensor_file
 from . import KIND, KeyMoments, identity
 from .identity import find_tokenizer
+from .models import UNSHARDED, HeadShard
 from .prompts import PROMPTS, TOKENS_FOR_WORDS, choose_prompt
-from .sharding import UNSHARDED, HeadShard
 
 logger = logging.get_logger(__name__)
 
@@ -24,7 +24,7 @@ REMEMBERED = 8  # models
 VERSIONS = {"naming": 2, "format": tensor_file.oldest_version(KIND)}
 CURRENT = "current"  # the prompt being read
 DEFAULT = f"{CURRENT}+random-tokens"
-FOLDER = "moments"  # of `private.home()`
+FOLDER = "moments"  # of `files.home()`
 _remembered: dict[Path, KeyMoments] = {}
 _remembering = threading.RLock()  # one thread collects, others that ask for the same moments wait
 
@@ -67,14 +67,8 @@ def resolve_moments(
 ) -> tuple[bool, KeyMoments | None]:
     """Load or collect `QAdACache(moments=...)`: whether the current prompt's count, and another prompt's moments.
 
-    Args:
-        moments: see `QAdACache`.
-        model, config: the cache's model, None if only its config is known.
-        used: whether the cache will ask for moments; if not, none are collected for it.
-        shard: the heads of this process; moments are of all heads.
-
-    Returns:
-        at least one of the two: the current prompt's if another's cannot be had.
+    At least one of the two: the current prompt's if another's cannot be had. The model is None if only its config is
+    known. Without being `used`, none are collected. Moments are of all heads, whatever this process's `shard`.
 
     Raises:
         TypeError, FileNotFoundError, ValueError: it is something else, or cannot be loaded or collected.
@@ -115,16 +109,12 @@ def default_moments(
     """This model's moments on one of `prompts.PROMPTS`: remembered, else read from the file, else collected and kept.
 
     The file's name holds all that determines the moments: the weights (a sample of every one), the config, the dtype,
-    the prompt, and the format. A folder that cannot be written to, or is not the user's alone (`private.opened`), costs
+    the prompt, and the format. A folder that cannot be written to, or is not the user's alone (`files.opened`), costs
     a warning, not the moments. Words without a tokenizer (`prompts.choose_prompt`) become tokens, with a warning, and
     are kept under the tokens' name. Processes that share a model collect together: each keeps a file named by its part
     of the weights, and if one finds none, all collect.
 
-    Args:
-        model: the model.
-        prompt: one of `prompts.PROMPTS`.
-        tokenizer: the model's; without it, the one beside the model (`identity.find_tokenizer`) if one is needed.
-        shard: the heads of this process.
+    Without the model's `tokenizer`, the one beside the model (`identity.find_tokenizer`) serves if one is needed.
 
     Raises:
         ValueError: "wiki" without a tokenizer, or with one that does not know its words; or as `KeyMoments.collect`.
@@ -163,7 +153,7 @@ def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     """
     source, found = identity.source(config, **VERSIONS), []
     try:
-        with private.opened(FOLDER) as folder:
+        with files.opened(FOLDER) as folder:
             found = [name for name in os.listdir(folder) if source and name.startswith(f"{source}-{prompt}-")]
     except FileNotFoundError:
         pass
@@ -216,9 +206,9 @@ def _remember(path: Path, kept: KeyMoments) -> None:
 
 
 def _read_moments(path: Path) -> KeyMoments | None:
-    with suppress(OSError), private.opened(FOLDER) as folder:  # a warning comes with the first write to the folder
+    with suppress(OSError), files.opened(FOLDER) as folder:  # a warning comes with the first write to the folder
         try:
-            content = private.read(folder, path.name)
+            content = files.read(folder, path.name)
             return KeyMoments.from_file(*tensor_file.decoded(content, KIND, path))
         except FileNotFoundError:
             pass
@@ -230,8 +220,8 @@ def _read_moments(path: Path) -> KeyMoments | None:
 def _collect(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: str, path: Path) -> KeyMoments:
     moments = KeyMoments.collect(model, tokenizer, prompt)
     try:
-        with private.opened(FOLDER, make=True) as folder:
-            private.write(path.name, tensor_file.encoded(KIND, moments.tensors(), moments.header()), folder=folder)
+        with files.opened(FOLDER, make=True) as folder:
+            files.write(path.name, tensor_file.encoded(KIND, moments.tensors(), moments.header()), folder=folder)
     except OSError as error:
         logger.warning_once(
             f"key moments cannot be kept in {path.parent} ({error}): they will be collected in every process"

@@ -27,9 +27,8 @@ def digest(model: PreTrainedModel, **versions: int) -> str:
         versions: of the kept content; another version is another digest.
     """
     whole = {"config": _settings(model.config, versions), "dtype": str(model.dtype)}
-    found = hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode())
-    found.update("".join(sample(model)).encode())
-    return found.hexdigest()[:16]
+    content = json.dumps(whole, sort_keys=True, default=str) + "".join(sample(model))
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def source(config: PreTrainedConfig, **versions: int) -> str:
@@ -70,11 +69,10 @@ def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
         raise LookupError("none was found: the model was not loaded from anywhere")
     quantization: Any = getattr(config, "quantization_config", None)
     file = quantization.get("gguf_file") if isinstance(quantization, dict) else getattr(quantization, "gguf_file", None)
-    where: dict[str, Any] = {} if file is None else {"gguf_file": file}
-    if os.path.isdir(name):
-        where["local_files_only"] = True
-    else:
-        where["revision"] = getattr(config, "_commit_hash", None) or "main"
+    revision = getattr(config, "_commit_hash", None) or "main"
+    where: dict[str, Any] = {"local_files_only": True} if os.path.isdir(name) else {"revision": revision}
+    if file is not None:
+        where["gguf_file"] = file
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **where)
     except (OSError, ValueError, KeyError, ImportError) as error:  # no files, or a missing dependency
@@ -96,12 +94,14 @@ def sample(model: PreTrainedModel) -> list[str]:
     """
     held = model.state_dict(keep_vars=True)
     weights = dict(part for name, weight in held.items() if isinstance(weight, Tensor) for part in _parts(name, weight))
-    states = None if any(weight.is_inference() for weight in weights.values()) else _states(weights)
-    if states is None or model not in _known or _known[model][0] != states:
-        made = _sample(weights)
-        if states is None:  # inference tensors do not count writes
-            return made
-        _known[model] = (states, made)
+    if any(weight.is_inference() for weight in weights.values()):  # such tensors do not count writes
+        return _sample(weights)
+    states = [
+        (name, weight.data_ptr() if _readable(weight) else 0, weight._version, weight.dtype, weight.shape)
+        for name, weight in weights.items()
+    ]
+    if model not in _known or _known[model][0] != states:
+        _known[model] = states, _sample(weights)
     return _known[model][1]
 
 
@@ -129,13 +129,6 @@ def _readable(weight: Tensor) -> bool:
     their own."""
     own_rules = type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return not (own_rules or weight.is_meta or weight.is_quantized) and weight.layout is torch.strided
-
-
-def _states(weights: dict[str, Tensor]) -> list[tuple]:
-    return [
-        (name, weight.data_ptr() if _readable(weight) else 0, weight._version, weight.dtype, weight.shape)
-        for name, weight in weights.items()
-    ]
 
 
 @torch.no_grad()

@@ -1,19 +1,27 @@
-"""A model as a cache meets it: its wrappers, the device of its inputs, its full-attention layers and their queries."""
+"""A model as a cache meets it: wrappers, its inputs' device, full-attention layers, their queries, and parts of it.
 
+Under transformers' tensor parallelism every process has some of the KV heads of every layer, with the query heads that
+share them, and sees every token. A decision is about one head and its keys, so it needs no other process. Key moments
+and tables of heads have the whole model's heads, and each process uses its own.
+"""
+
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed, nn
 from torch._dynamo import OptimizedModule
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _observing = threading.Lock()  # two at once would restore each other's entry in the one table
 
 
@@ -73,6 +81,15 @@ def full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return configs[0]
 
 
+def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
+    """`(layers, heads, kv_heads, dim)`, the last of a head's keys; of the layers that are served."""
+    config = full_attention_config(config)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, heads, kv_heads, dim
+
+
 def layer_keys(cache: DynamicCache, index: int, config: PreTrainedConfig) -> Tensor:
     """The keys `[batch, kv_heads, tokens, dim]` that a layer holds.
 
@@ -88,7 +105,7 @@ def layer_keys(cache: DynamicCache, index: int, config: PreTrainedConfig) -> Ten
     return keys
 
 
-def own_attention(module: torch.nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def own_attention(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The function that `module` calls under the attention implementation `name`."""
     # Eager attention is not registered anywhere, each modeling file defines or imports its own; and a file may have a
     # table of its own. A class derived elsewhere uses those of the file it derives from.
@@ -109,7 +126,7 @@ def observed(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> 
     name = model.config.get_text_config(decoder=True)._attn_implementation
     table = ALL_ATTENTION_FUNCTIONS
 
-    def attention(module: torch.nn.Module, query: Tensor, *args: object, **kwargs: object) -> tuple:
+    def attention(module: nn.Module, query: Tensor, *args: object, **kwargs: object) -> tuple:
         if module in ours and isinstance(index := getattr(module, "layer_idx", None), int):
             observe(index, query)
         return (original or own_attention(module, name))(module, query, *args, **kwargs)
@@ -123,3 +140,144 @@ def observed(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> 
             del table[name]
             if original is not None and table.get(name) is not original:  # the table had an entry of its own
                 table[name] = original
+
+
+# -- split over processes ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class HeadShard:
+    """The KV heads that this process has of every layer: of `size` equal parts, in order, the one with number `rank`.
+
+    Attributes:
+        rank, size: see above; a model that is not split is one part.
+        group: the processes that have the other parts; None: there are none.
+        device: this process's, where tensors that go to the others have to lie.
+    """
+
+    rank: int
+    size: int
+    group: Any
+    device: torch.device
+
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        """This process's part of a tensor over all heads, a view; `dim` counts heads."""
+        return whole if self.size == 1 else whole.chunk(self.size, dim)[self.rank]
+
+    def gather(self, part: Tensor, dim: int) -> Tensor:
+        """The inverse of `own`, on the part's device; every process calls it, with parts of one shape and dtype."""
+        if self.size == 1:
+            return part
+        sent = part.to(self.device).contiguous()
+        parts = [torch.empty_like(sent) for _ in range(self.size)]
+        distributed.all_gather(parts, sent, group=self.group)
+        return torch.cat(parts, dim).to(part.device)
+
+    def all_true(self, here: bool) -> bool:
+        """Whether it is so in every process; every process calls it."""
+        return bool(self.gather(torch.tensor([here]), 0).all())
+
+
+UNSHARDED = HeadShard(0, 1, None, torch.device("cpu"))  # of a model that is in one process
+
+
+def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int]) -> HeadShard:
+    """Which KV heads of these full-attention layers this process has; `config` is the decoder's.
+
+    Raises:
+        NotImplementedError: the model is split over processes in another way than by equal numbers of KV heads.
+    """
+    if (found := _fully_sharded(model) or _pipelined(model, layers)) is not None:
+        _refuse(config.model_type, found)
+    if (size := processes(model)) == 1:
+        check_sharding(model, config.model_type)
+        return UNSHARDED
+    if (found := _not_by_heads(model, config, layers, size)) is not None:
+        _refuse(config.model_type, f"tensor parallelism over {size}, where {found}")
+    weight = next(_attention(model))[1].k_proj.weight
+    mesh = weight.device_mesh
+    return HeadShard(mesh.get_local_rank(), size, mesh.get_group(), weight.to_local().device)
+
+
+def processes(model: PreTrainedModel) -> int:
+    """Over how many processes tensor parallelism splits the model."""
+    return getattr(model, "_tp_size", None) or 1
+
+
+def check_unsharded(size: int) -> None:
+    """Raise NotImplementedError if a cache is in `size` processes and not in one."""
+    if size > 1:
+        raise NotImplementedError(
+            f"each of {size} processes has some heads of this cache, and a file keeps whole ones: read the prompt "
+            "again, or save and load in a process that has the whole model"
+        )
+
+
+def check_sharding(module: nn.Module, name: str) -> None:
+    """Raise NotImplementedError for a model, or a layer of one, with parts of its weights; `name` is its type's."""
+    found = _fully_sharded(module)
+    if found is None and any(_is_distributed(parameter) for parameter in module.parameters()):
+        found = "its parameters are DTensors"
+    if found is not None:
+        _refuse(name, found)
+
+
+def _refuse(name: str, found: str) -> NoReturn:
+    raise NotImplementedError(
+        f"this {name} model is split over processes ({found}), and QAdACache serves whole models and those whose KV "
+        "heads tensor parallelism splits, built as QAdACache(model): load it with "
+        'distributed_config=DistributedConfig(tp_plan="auto") if its plan splits keys and values by head and their '
+        'number divides, or without (device_map="auto" lays whole layers on several devices of one process), '
+        "or use transformers.DynamicCache"
+    )
+
+
+def _is_distributed(parameter: Tensor | None) -> bool:
+    # Such tensors exist only if their module is imported; importing it takes long.
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(parameter, tensors.DTensor)
+
+
+def _fully_sharded(module: nn.Module) -> str | None:
+    """How weights are kept in parts that make no sense alone, in words; None if they are not."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return None
+    kinds = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    return "FSDP" if any(isinstance(part, kinds) for part in module.modules()) else None
+
+
+def _pipelined(model: PreTrainedModel, layers: Sequence[int]) -> str | None:
+    """Which of these layers are another process's, in words; None if this one has all, or is alone."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    there = {getattr(module, "layer_idx", None) for module in model.modules()} - {None}
+    gone = sorted(set(layers) - there)
+    if not there or not gone:
+        return None
+    return f"pipeline parallelism: layers {', '.join(map(str, gone))} are not in this one"
+
+
+def _attention(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """Name and module of every attention that makes keys by a projection of their own."""
+    for name, module in model.named_modules():
+        if getattr(module, "layer_idx", None) is not None and hasattr(module, "k_proj"):
+            yield name, module
+
+
+def _not_by_heads(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int], size: int) -> str | None:
+    """Why a process has no equal part of the KV heads, and of the query heads that share them, in words; or None."""
+    _, heads, kv_heads, _ = sizes(config)
+    if kv_heads % size or heads % size:
+        return f"{kv_heads} KV heads and {heads} query heads have no {size} equal parts"
+    plan, left = model.tp_plan or {}, set(layers)
+    for name, module in _attention(model):
+        for projection in _PROJECTIONS:
+            weight: Any = getattr(getattr(module, projection, None), "weight", None)
+            style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{projection}"))
+            # Its outputs are split into that many parts, and nothing else is.
+            split = style == "colwise" and _is_distributed(weight) and weight.device_mesh.size() == size
+            if not (split and len(weight.placements) == 1 and weight.placements[0].is_shard(0)):
+                return f"every process has all heads of {name}.{projection}, or they are split in another way"
+        left.discard(module.layer_idx)
+    return f"layers {', '.join(map(str, sorted(left)))} make keys by no projection of their own" if left else None

@@ -44,16 +44,15 @@ def prompt_ids(
             "single-word": one word of `text`, repeated. "random-tokens", "single-token": the same with ordinary tokens
             of the vocabulary, without a tokenizer. Any other string is itself the text; a tensor, the token ids.
         model: ordinary tokens are drawn from its vocabulary.
-        tokenizer: the model's, or None.
-        tokens: how many.
-        seed: for all random choices.
-        text: for "random-words", "wiki" and "single-word", instead of the article that comes with this package.
+        tokenizer, tokens, seed, text: as for `KeyMoments.collect`.
         fewer: whether a prompt of fewer tokens is taken as it is.
 
     Raises:
         ValueError: the text or the ids are shorter than `tokens`, the tokenizer does not know the text's words, or
             words or a text came without a tokenizer.
     """
+    shown = "token ids" if isinstance(prompt, Tensor) else prompt
+    shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
     generator = torch.Generator().manual_seed(seed)
     if isinstance(prompt, Tensor):
         ids = prompt.flatten().cpu().long()
@@ -61,7 +60,7 @@ def prompt_ids(
         ids = _ordinary_tokens(prompt, model, tokenizer, tokens, generator)
     else:
         if tokenizer is None:
-            raise ValueError(f"a prompt of text ({_shown(prompt)}) needs the model's tokenizer: give tokenizer=...")
+            raise ValueError(f"a prompt of text ({shown}) needs the model's tokenizer: give tokenizer=...")
         if prompt in TOKENS_FOR_WORDS:
             whole = _words(prompt, text or _article(), tokens, generator)
             ids = tokenizer(whole, return_tensors="pt", truncation=True, max_length=2 * tokens).input_ids[0]
@@ -69,21 +68,13 @@ def prompt_ids(
             whole = text or _article() if prompt in PROMPTS else prompt
             ids = tokenizer(whole, return_tensors="pt").input_ids[0]
         if not knows(tokenizer, ids):
-            raise ValueError(
-                f"the tokenizer does not know the words of the prompt ({_shown(prompt)}): give another text"
-            )
+            raise ValueError(f"the tokenizer does not know the words of the prompt ({shown}): give another text")
     if len(ids) < tokens and not fewer:
         raise ValueError(
-            f"the prompt ({_shown(prompt)}) has {len(ids)} tokens and {tokens} were asked for: give a longer text, or "
+            f"the prompt ({shown}) has {len(ids)} tokens and {tokens} were asked for: give a longer text, or "
             f"tokens={len(ids)}"
         )
     return ids[:tokens]
-
-
-def _shown(prompt: str | Tensor) -> str:
-    if isinstance(prompt, Tensor):
-        return "token ids"
-    return prompt if len(prompt) <= 40 else f"{prompt[:40]}..."
 
 
 def _article() -> str:

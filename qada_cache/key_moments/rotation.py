@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .models import full_attention_config, full_attention_layers, inputs_device, layer_keys
-from .sharding import UNSHARDED, HeadShard
+from .models import UNSHARDED, HeadShard, full_attention_config, full_attention_layers, inputs_device, layer_keys
 
 LAYOUTS = ("half", "interleaved")
 PROBE_POSITIONS = (1, 17, 331)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from ..attention.support import sizes
+from ..key_moments.models import sizes
 
 _GROUPS = Path("/proc/self/cgroup")
 _TREE = Path("/sys/fs/cgroup")

@@ -14,7 +14,7 @@ from ..criterion import CRITERIA, GROUP_RULES, StaticHeads
 from ..kernels import choice
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import CURRENT, MomentsSource, sources
-from ..key_moments.sharding import UNSHARDED, HeadShard
+from ..key_moments.models import UNSHARDED, HeadShard
 from ..sketch import MAX_BITS, MIN_BITS
 from ..storage.geometry import ForwardPass
 from ..storage.residents import Residents, check_budget
@@ -167,19 +167,9 @@ class Progress:
     written: dict[Hashable, set[Hashable]] = field(default_factory=dict)
     changing: str = ""
 
-    def starts_new_pass(self, layer: int, event: Hashable) -> bool:
-        """Whether this call can only belong to a new pass."""
-        return layer <= self.reached and self.is_first_call(layer, event)
-
     def is_first_call(self, layer: int, event: Hashable) -> bool:
         """Whether this is the first call of the layer in its pass."""
         return self.calls is None or layer != self.reached or event in self.calls
-
-    def record_call(self, layer: int, event: Hashable) -> None:
-        """Note a call of the layer."""
-        if self.calls is None or self.is_first_call(layer, event):
-            self.reached, self.calls = layer, set()
-        self.calls.add(event)
 
     def rewind_to(self, layer: int) -> None:
         """Forget calls of later layers; this one has made all its calls in this pass."""

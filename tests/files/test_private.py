@@ -12,9 +12,8 @@ import torch
 from models import limited_file_size, tiny
 from open_to_others import OPEN_TO_OTHERS, link_away
 
-from qada_cache import KeyMoments, QAdACache
-from qada_cache.files import private
-from qada_cache.key_moments import collecting, defaults
+from qada_cache import KeyMoments, QAdACache, files
+from qada_cache.key_moments import defaults
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -23,13 +22,13 @@ pytestmark = pytest.mark.usefixtures("folder")
 def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The prompts that moments were collected on, while the test runs."""
     prompts: list[str] = []
-    original = collecting.collect
+    original = KeyMoments.collect
 
-    def counting(*positional: object, **named: object) -> dict:
+    def counting(*positional: object, **named: object) -> KeyMoments:
         prompts.append("collected")
         return original(*positional, **named)
 
-    monkeypatch.setattr(collecting, "collect", counting)
+    monkeypatch.setattr(KeyMoments, "collect", counting)
     return prompts
 
 
@@ -105,10 +104,10 @@ def test_a_folder_without_the_right_to_write(
 
 def test_what_killed_processes_left_is_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moments_of_another_process(monkeypatch)
-    left = [folder / "moments" / f".{name}.0123456789abcdef{private.UNFINISHED}" for name in ("old", "new")]
+    left = [folder / "moments" / f".{name}.0123456789abcdef{files.UNFINISHED}" for name in ("old", "new")]
     for path in left:
         path.touch()
-    os.utime(left[0], times=(time.time() - 2 * private.STALE_SECONDS,) * 2)
+    os.utime(left[0], times=(time.time() - 2 * files.STALE_SECONDS,) * 2)
     monkeypatch.setattr(defaults, "_remembered", {})
     QAdACache(tiny(seed=1), moments="random-tokens")
     assert [path.exists() for path in left] == [False, True]  # another process may be at work on the new one
@@ -116,16 +115,16 @@ def test_what_killed_processes_left_is_removed(folder: Path, monkeypatch: pytest
 
 
 def test_home_is_where_the_platform_keeps_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert private.home() == tmp_path / "home"
+    assert files.home() == tmp_path / "home"
     monkeypatch.delenv("QADA_HOME")
     monkeypatch.setenv("HOME", "/users/me")
     monkeypatch.setenv("HF_HOME", "/shared/huggingface")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert private.home() == Path("/users/me/.cache/qada")
+    assert files.home() == Path("/users/me/.cache/qada")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert private.home() == Path("/users/me/.cache/qada")
+    assert files.home() == Path("/users/me/.cache/qada")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert private.home() == Path("/caches/qada")
+    assert files.home() == Path("/caches/qada")
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert private.home() == Path("/users/me/Library/Caches/qada")
+    assert files.home() == Path("/users/me/Library/Caches/qada")

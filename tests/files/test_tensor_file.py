@@ -17,11 +17,11 @@ from models import exact, generate, limited_file_size, prompt, tiny
 from safetensors.torch import save
 from torch import Tensor
 
-from qada_cache import QAdACache
-from qada_cache.files import private, private_map, tensor_file
+from qada_cache import QAdACache, files
+from qada_cache.files import private_map, tensor_file
 
 
-@pytest.mark.parametrize("failing", ["files.tensor_file._content", "files.private.os.replace"])
+@pytest.mark.parametrize("failing", ["files.tensor_file._content", "files.os.replace"])
 def test_an_interrupted_save_leaves_the_old_file(failing: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, model = saved.read_bytes(), tiny()
     cache = exact(model)
@@ -75,7 +75,7 @@ def test_what_a_process_is_writing_is_left_to_it(locks: bool, saved: Path, monke
     """Another save of the same name, half done, whether or not the file system locks."""
     cache, sizes, content = QAdACache.load(saved, tiny()), [], tensor_file._content
     if not locks:
-        monkeypatch.setattr(private.fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
+        monkeypatch.setattr(files.fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
 
     def write_within(tensor: Tensor) -> memoryview:
         if not sizes:
@@ -85,14 +85,14 @@ def test_what_a_process_is_writing_is_left_to_it(locks: bool, saved: Path, monke
             sizes.append(len(list(saved.parent.iterdir())))
         return content(tensor)
 
-    begun = private._begun
+    begun = files._begun
 
     def then_patch(*arguments: Any) -> Any:
         found = begun(*arguments)
         monkeypatch.setattr(tensor_file, "_content", write_within)
         return found
 
-    monkeypatch.setattr(private, "_begun", then_patch)
+    monkeypatch.setattr(files, "_begun", then_patch)
     cache.save(saved)
     assert sizes == [0, 2, 2]
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
@@ -102,15 +102,15 @@ def test_what_a_process_is_writing_is_left_to_it(locks: bool, saved: Path, monke
 def test_what_another_process_removed_before_it_was_locked_is_begun_again(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, lock, before = QAdACache.load(saved, tiny()), private._lock, []
+    cache, lock, before = QAdACache.load(saved, tiny()), files.fcntl.flock, []
 
-    def lose(descriptor: int, **options: Any) -> bool:
-        if options and not before:
+    def lose(descriptor: int, operation: int) -> None:
+        if operation == files.fcntl.LOCK_EX and not before:
             before.extend(path for path in saved.parent.iterdir() if path != saved)
             before[0].unlink()
-        return lock(descriptor, **options)
+        lock(descriptor, operation)
 
-    monkeypatch.setattr(private, "_lock", lose)
+    monkeypatch.setattr(files.fcntl, "flock", lose)
     saved.unlink()
     cache.save(saved)
     assert len(before) == 1

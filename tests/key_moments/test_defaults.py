@@ -12,8 +12,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.utils.logging import warning_once
 
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.key_moments import collecting, defaults
-from qada_cache.key_moments.collecting import collect
+from qada_cache.key_moments import defaults
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +32,13 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The prompts that moments were collected on, while the test runs."""
     prompts: list[str] = []
+    original = KeyMoments.collect
 
-    def counting(model: Any, tokenizer: Any, prompt: Any, **options: Any) -> dict[str, Any]:
+    def counting(model: Any, tokenizer: Any, prompt: Any, **options: Any) -> KeyMoments:
         prompts.append(prompt)
-        return collect(model, tokenizer, prompt, **options)
+        return original(model, tokenizer, prompt, **options)
 
-    monkeypatch.setattr(collecting, "collect", counting)
+    monkeypatch.setattr(KeyMoments, "collect", counting)
     return prompts
 
 

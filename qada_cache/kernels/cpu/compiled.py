@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.utils import logging
 
-from ...files import private
+from ... import files
 
 logger = logging.get_logger(__name__)
 
@@ -29,7 +29,7 @@ MIN_TOKENS = 1024  # fewer keys are not worth a build
 MAX_QUERIES = 16  # a power of two; more are compute enough for torch's kernel, which multiplies matrices
 SPLIT_TOKENS = 512  # a thread's part of a head's keys is at least this long
 ELEMENTS = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
-FOLDER = "kernels"  # of `private.home()`
+FOLDER = "kernels"  # of `files.home()`
 DIGEST_BYTES = 32
 # Sums may be reordered, as vectors need. Not -ffast-math: loading a library linked with it changes the rounding of the
 # whole process.
@@ -125,14 +125,14 @@ def _load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     built = _built(compiler, source, macros)
     digest = hashlib.sha256(built).digest()
     try:
-        with private.opened(FOLDER, make=True) as folder:
-            private.write(name, (built, digest), folder=folder)
+        with files.opened(FOLDER, make=True) as folder:
+            files.write(name, (built, digest), folder=folder)
             return _linked(folder, name)
     except OSError as error:  # a cache folder that cannot be used is no reason to be slow
-        where = private.home() / FOLDER
+        where = files.home() / FOLDER
         logger.warning_once(f"kernels cannot be kept in {where} ({error}): they will be built in every process")
     path = Path(_session_folder().name, name)
-    private.write(path, (built, digest))
+    files.write(path, (built, digest))
     return ctypes.CDLL(str(path))
 
 
@@ -141,16 +141,16 @@ def _kept(name: str) -> ctypes.CDLL | None:
 
     The digest of the library follows it in its file, where no loader looks.
     """
-    with contextlib.suppress(OSError), private.opened(FOLDER) as folder:  # a warning comes with the first write to it
+    with contextlib.suppress(OSError), files.opened(FOLDER) as folder:  # a warning comes with the first write to it
         try:
-            content = private.read(folder, name)
+            content = files.read(folder, name)
             if hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]:
                 return _linked(folder, name)
             raise OSError("it is damaged")
         except FileNotFoundError:
             pass
         except OSError as error:
-            logger.warning_once(f"the kernel {private.home() / FOLDER / name} is built again: {error}")
+            logger.warning_once(f"the kernel {files.home() / FOLDER / name} is built again: {error}")
     return None
 
 
