@@ -88,10 +88,6 @@ class _Conversation:
     bytes: int
     used: float  # when, by `time.monotonic`
 
-    def fits(self, options: Mapping[str, Any], sample: list[str], key: str | None) -> bool:
-        """Whether a call under these options, of this model and for this key, may go on with it."""
-        return self.key == key and self.options == options and self.weights == sample
-
 
 class Conversations:
     """Caches of one model, each with the tokens it holds, the newest last; for any number of threads.
@@ -138,11 +134,10 @@ class Conversations:
             TypeError, ValueError, FileNotFoundError, NotImplementedError: as `QAdACache`.
         """
         switched_on = attention.is_switched_on(model.config.get_text_config(decoder=True))
-        now = identity.sample(model)
+        wanted = options, identity.sample(model), key
         with self._lock:
-            shared = [
-                _shared(kept, prompt) if switched_on and kept.fits(options, now, key) else 0 for kept in self._kept
-            ]
+            fitting = [switched_on and (kept.options, kept.weights, kept.key) == wanted for kept in self._kept]
+            shared = [_shared(kept, prompt) if fits else 0 for kept, fits in zip(self._kept, fitting, strict=True)]
             length = max(shared, default=0)
             taken = self._kept.pop(shared.index(length)) if length else None
             self._counters.requests += 1
