@@ -3,12 +3,14 @@
 `lm_eval --model hf --model_args pretrained=...,cache=qada`, or `--model hf-qada`.
 """
 
+import functools
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import lm_eval.evaluator
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -18,8 +20,9 @@ from tqdm import tqdm
 from qada_cache import CacheStats, QAdACache, StaticHeads, prepare
 from qada_cache.tuned_choice import Thresholds
 
-from . import report, scoring
+from . import scoring
 
+NOT_MEASURED = "N/A"  # lm-eval's own word for it: no token had a bulk to decide about
 CRITERIA = {"qada": "gaussian", "oracle": "oracle", "static": "static", "local": "local", "dense": "dense"}
 # `QAdACache`'s own keywords, so that an option added there is one here; the criterion is what `cache=` names.
 KEYWORDS = tuple(
@@ -64,6 +67,89 @@ def _repeated(requests: list[Instance]) -> dict[int, int]:
     return {place: same[0] for same in places.values() for place in same[requests[same[0]].repeats or len(same) :]}
 
 
+@dataclass
+class Totals:
+    """Sums over the caches of one task's batches.
+
+    Attributes:
+        decisions: decisions taken per layer, the weight of a cache's sparsity.
+        local, kv_local: of those, how many called a query head local, or did not need a KV head's bulk; the mean
+            over heads.
+        bulk_read_bytes: bulk bytes read by query-adaptive calls.
+        read_bytes, dense_bulk_bytes: their ratio is `CacheStats.read_share`.
+        device_bytes, host_bytes: the most that one batch's cache held, of each kind.
+    """
+
+    decisions: int = 0
+    local: float = 0.0
+    kv_local: float = 0.0
+    bulk_read_bytes: int = 0
+    read_bytes: int = 0
+    dense_bulk_bytes: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+    def add(self, stats: CacheStats) -> None:
+        """Take in one batch's cache, at the end of the batch, when it is largest."""
+        if stats.decisions:
+            self.decisions += stats.decisions
+            self.local += stats.sparsity * stats.decisions
+            self.kv_local += stats.kv_sparsity * stats.decisions
+        self.bulk_read_bytes += stats.bulk_read_bytes
+        self.read_bytes += stats.bulk_read_bytes + stats.resident_hit_bytes + stats.sketch_read_bytes
+        self.dense_bulk_bytes += stats.dense_bulk_bytes
+        self.device_bytes = max(self.device_bytes, stats.device_bytes)
+        self.host_bytes = max(self.host_bytes, stats.host_bytes)
+
+    def merge(self, other: "Totals") -> None:
+        """Add another process's totals; bytes held are the larger of both."""
+        for name in vars(self):
+            combine = max if name in ("device_bytes", "host_bytes") else sum
+            setattr(self, name, combine([getattr(self, name), getattr(other, name)]))
+
+    def metrics(self) -> dict[str, Any]:
+        """The totals as entries of lm-eval's results; its table prints them beside the scores."""
+        return {
+            "cache_sparsity,none": self.local / self.decisions if self.decisions else NOT_MEASURED,
+            "cache_kv_sparsity,none": self.kv_local / self.decisions if self.decisions else NOT_MEASURED,
+            "cache_read_share,none": self.read_bytes / self.dense_bulk_bytes if self.dense_bulk_bytes else NOT_MEASURED,
+            "cache_bulk_read_bytes,none": self.bulk_read_bytes,
+            "cache_device_bytes,none": self.device_bytes,
+            "cache_host_bytes,none": self.host_bytes,
+        }
+
+
+def _report_totals() -> None:
+    """Have `lm_eval.evaluator.evaluate` report the totals of a model that keeps some. Idempotent.
+
+    lm-eval asks the model for nothing that ends up with a task's results, so its function is wrapped.
+    """
+    evaluate = lm_eval.evaluator.evaluate
+    if hasattr(evaluate, "_reports_caches"):
+        return
+
+    @functools.wraps(evaluate)
+    def evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
+        lm = kwargs["lm"] if "lm" in kwargs else args[0]
+        totals: dict[str, Totals] | None = getattr(lm, "cache_totals", None)  # through lm-eval's CachingLM as well
+        if totals is None:
+            return evaluate(*args, **kwargs)
+        totals.clear()
+        results = evaluate(*args, **kwargs)
+        gathered = lm.gather_object(totals)
+        if results is not None:
+            for task in results["results"].keys() & totals.keys():
+                whole = Totals()
+                for part in gathered:
+                    whole.merge(part.get(task, Totals()))
+                tuned = {"cache_tuned,none": lm.cache_tuned} if lm.cache_tuned else {}
+                results["results"][task] |= whole.metrics() | tuned
+        return results
+
+    evaluate_and_report._reports_caches = True  # type: ignore[attr-defined]  # marks what has been wrapped
+    lm_eval.evaluator.evaluate = evaluate_and_report
+
+
 class QAdALM(HFLM):
     """An `HFLM` that prefills prompts exactly, and decodes or scores answers query-adaptively.
 
@@ -97,9 +183,9 @@ class QAdALM(HFLM):
         self.cache_tuned = str(Thresholds.of(taken)) if taken.tuned else ""
         # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
         self._cache_options = options | asdict(Thresholds.of(taken))
-        self.cache_totals: dict[str, report.Totals] = {}
+        self.cache_totals: dict[str, Totals] = {}
         self._task = "none"
-        report.install()
+        _report_totals()
 
     def _take_rank(self) -> None:
         """Share requests with the other processes of a launcher on CPUs, as `HFLM` does on GPUs alone."""
@@ -150,20 +236,17 @@ class QAdALM(HFLM):
         return QAdACache(self.model, **self._cache_options)
 
     def _count(self, stats: CacheStats) -> None:
-        self.cache_totals.setdefault(self._task, report.Totals()).add(stats)
+        self.cache_totals.setdefault(self._task, Totals()).add(stats)
 
+    @torch.no_grad()
     def _forward(self, cache: QAdACache, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
         """Log-probabilities `[rows, tokens, vocabulary]` after each of the new tokens `ids` `[rows, tokens]`.
 
         `mask` `[rows, cached + tokens]` is 0 at padding. Positions are handed over: by itself the model counts padding.
         """
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        with (
-            torch.no_grad(),
-            torch.autocast(
-                self.device.type, dtype=self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
-            ),
-        ):
+        precision = self.mixed_precision_dtype
+        with torch.autocast(self.device.type, dtype=precision, enabled=precision is not None):
             logits = self.model(
                 input_ids=ids,
                 attention_mask=mask,
@@ -181,7 +264,7 @@ class QAdALM(HFLM):
             self._forward(cache, context[:, :-1], mask[:, :-1], logits_to_keep=1)
             beams = generation_kwargs.get("num_beams") or self.model.generation_config.num_beams or 1
             if beams > 1:  # generate() repeats the rows of a prompt, not those of a cache
-                cache.reorder_cache(torch.LongTensor([row for row in range(len(context)) for _ in range(beams)]))
+                cache.reorder_cache(torch.arange(len(context)).repeat_interleave(beams))
         tokens = super()._model_generate(context, max_length, stop, past_key_values=cache, **generation_kwargs)
         self._count(cache.stats(gather=True))
         return tokens
