@@ -8,18 +8,14 @@ from typing import Any
 from datasets import Dataset, Split
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qada_cache.lm_eval.tasks.prose import haystack, questions
+from qada_cache.lm_eval.tasks.prose import questions
 from qada_cache.lm_eval.tasks.prose.questions import Question
 
 SMALLEST = 8  # a document's size, whatever that counts, when nothing is known
 FULL = 0.985  # of the room: a document that fills it to here is not made longer
-FORMS: dict[str, Callable[..., questions.Question]] = {
-    "needles": questions.needles,
-    "variables": questions.variables,
-    "common_words": questions.common_words,
-    "frequent_words": questions.frequent_words,
-    "classes": questions.classes,
-}
+GOLDEN = 0.6180339887498949  # successive multiples, modulo 1, are spread evenly however many there are
+_MAKERS = (questions.needles, questions.variables, questions.common_words, questions.frequent_words, questions.classes)
+FORMS: dict[str, Callable[..., Question]] = {make.__name__: make for make in _MAKERS}
 
 
 def fit(
@@ -125,7 +121,7 @@ def dataset(
     Raises:
         OSError, ValueError: the text or the tokenizer cannot be used, or a length is too short.
     """
-    prose, ruler = haystack.load(text), ruler_of(model_arguments)
+    prose, ruler = questions.load(text), ruler_of(model_arguments)
     rows = []
     for length in max_seq_lengths:
         settings, size = dict(options or {}), SMALLEST
@@ -133,19 +129,14 @@ def dataset(
             settings = {"often": 6, "seldom": 1, **settings}  # RULER's, for short lists
         for number in range(documents):
 
-            def make(size: int, number: int = number, settings: dict = settings) -> questions.Question:
+            def make(size: int, number: int = number, settings: dict = settings) -> Question:
                 draw = Random(f"{form} {settings} {seed} {number}")
-                return FORMS[form](draw, size, prose, where=haystack.whereabouts(seed, number), **settings)
+                where = (Random(seed).random() + number * GOLDEN) % 1.0  # far from those of the numbers before it
+                return FORMS[form](draw, size, prose, where=where, **settings)
 
             question, size = fit(make, ruler, length - answer_tokens, size)
-            rows.append(
-                {
-                    "input": question.prompt,
-                    "gen_prefix": question.prefix,
-                    "outputs": question.answers,
-                    "max_length": length,
-                }
-            )
+            columns = {"input": question.prompt, "gen_prefix": question.prefix, "outputs": question.answers}
+            rows.append({**columns, "max_length": length})
     return {"test": Dataset.from_list(rows, split=Split.TEST)}
 
 
