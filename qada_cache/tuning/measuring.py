@@ -102,8 +102,8 @@ class Figures:
 @torch.inference_mode()
 def measure(
     model: PreTrainedModel, piece: Piece, settings: Sequence[Thresholds], done: Callable[[], object]
-) -> tuple[Figures, list[Figures]]:
-    """Figures of reading everything, and of every setting.
+) -> list[Figures]:
+    """Figures of reading everything, then of every setting.
 
     The prompt is read once, exactly. Each setting goes on from a copy of that state. The following tokens are fed one
     by one: the queries of one call would share their reads.
@@ -121,14 +121,13 @@ def measure(
     fed = torch.cat([piece.prompt[:, -1:], piece.following[:, :-1]], dim=1).to(device)
     full, seconds = _decode(model, read.fork(criterion="dense"), fed)
     done()
-    everything, found = Figures(0.0, 1.0, 1.0, seconds), []
-    value_bytes = model.dtype.itemsize
+    found = [Figures(0.0, 1.0, 1.0, seconds)]
     for setting in settings:
         cache = read.fork(**asdict(setting))
         logits, seconds = _decode(model, cache, fed)
-        found.append(Figures(*compared(full, logits), bytes_read(cache.stats(), value_bytes), seconds))
+        found.append(Figures(*compared(full, logits), bytes_read(cache.stats(), model.dtype.itemsize), seconds))
         done()
-    return everything, found
+    return found
 
 
 def _decode(model: PreTrainedModel, cache: QAdACache, ids: Tensor) -> tuple[Tensor, float]:
@@ -159,7 +158,5 @@ def bytes_read(stats: CacheStats, value_bytes: int) -> float:
     """
     if not stats.dense_bulk_bytes:
         raise ValueError("a QAdACache reads nothing of this model's layers, so there is nothing to tune")
-    sketch_read_bytes = stats.sketch_read_bytes * (
-        8 * value_bytes / VALUE_BITS
-    )  # the sketch has the same bits in any dtype
-    return (stats.bulk_read_bytes + stats.resident_hit_bytes + sketch_read_bytes) / stats.dense_bulk_bytes
+    sketch_bytes = stats.sketch_read_bytes * (8 * value_bytes / VALUE_BITS)  # the same bits in any dtype
+    return (stats.bulk_read_bytes + stats.resident_hit_bytes + sketch_bytes) / stats.dense_bulk_bytes
