@@ -43,7 +43,7 @@ def _add_moments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Collect the key moments of a model on a prompt, for QAdACache(moments=FILE). QAdACache(model, "
         "moments=NAME) does so by itself; this is for other texts, and for files to hand on.",
     )
-    _add_model(command)
+    _add_model(command, required=True)
     command.add_argument(
         "--prompt", choices=PROMPTS, default="random-words", help="what the model reads (default: %(default)s)"
     )
@@ -75,12 +75,8 @@ def _add_serve_folder(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     command.set_defaults(run=_serve_folder, revision=None, trust_remote_code=False)
 
 
-def _add_model(command: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    meaning = "path, Hugging Face Hub id, or GGUF file"
-    if positional:
-        command.add_argument("model", metavar="MODEL", help=meaning)
-    else:
-        command.add_argument("--model", required=True, help=meaning)
+def _add_model(command: argparse.ArgumentParser, name: str = "--model", **given: Any) -> None:
+    command.add_argument(name, help="path, Hugging Face Hub id, or GGUF file", **given)
     command.add_argument("--revision", help="of a model of the Hub")
     command.add_argument("--dtype", default="auto", help="of the model (default: the checkpoint's)")
     command.add_argument("--device-map", default=None, help="where the model goes, e.g. auto, cuda, cpu")
@@ -118,7 +114,7 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Memory and time of a long prompt of random words, layer by layer and token by token: "
         "DynamicCache, then QAdACache.",
     )
-    _add_model(command)
+    _add_model(command, required=True)
     command.add_argument("--prompt-tokens", type=int, default=32768, help="of the prompt (default: %(default)s)")
     command.add_argument("--new-tokens", type=int, default=32, help="to decode (default: %(default)s)")
     command.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill pass (default: %(default)s)")
@@ -171,7 +167,7 @@ def _add_tune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         description="Measure on a model and a text what settings of both thresholds lose and read. Choose one within a "
         "budget, confirm it on other text, and keep it: QAdACache(model) then goes by it.",
     )
-    _add_model(command, positional=True)
+    _add_model(command, "model", metavar="MODEL")
     command.add_argument("--text", type=Path, help="text file to choose by (default: Python's help topics)")
     command.add_argument("--confirm-text", type=Path, help="text file to confirm by (default: other parts of the same)")
     budget = command.add_mutually_exclusive_group()
