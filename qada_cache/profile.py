@@ -18,26 +18,16 @@ from .stats import layer_bytes
 
 @dataclass
 class Profile:
-    """Measurements of one cache on the prompt.
+    """Measurements of one cache on the prompt."""
 
-    Attributes:
-        name: of the cache.
-        prefill_seconds: reading the prompt.
-        token_seconds: every decoded token's.
-        device_bytes, host_bytes: bytes held by the cache, after every token.
-        read_share: share of the bulk's bytes that decoding read, see `CacheStats.read_share`; 1 for DynamicCache.
-        peak_bytes: the most memory the accelerator had allocated, model included; None on a CPU.
-        layers: by layer, bytes on the device and on the host, and `kv_local_share`.
-    """
-
-    name: str
+    name: str  # of the cache
     prefill_seconds: float = 0.0
-    token_seconds: list[float] = field(default_factory=list)
-    device_bytes: list[int] = field(default_factory=list)
-    host_bytes: list[int] = field(default_factory=list)
-    read_share: float = 1.0
-    peak_bytes: int | None = None
-    layers: list[tuple[int, int, float]] = field(default_factory=list)
+    token_seconds: list[float] = field(default_factory=list)  # every decoded token's
+    device_bytes: list[int] = field(default_factory=list)  # held by the cache, after every token
+    host_bytes: list[int] = field(default_factory=list)  # likewise
+    read_share: float = 1.0  # of the bulk's bytes, see `CacheStats.read_share`
+    peak_bytes: int | None = None  # the most memory the accelerator had allocated, model included; None on a CPU
+    layers: list[tuple[int, int, float]] = field(default_factory=list)  # device bytes, host bytes, `kv_local_share`
 
     def summary(self) -> dict[str, str]:
         """As a row of a table."""
@@ -56,14 +46,9 @@ class Profile:
 
 @torch.inference_mode()
 def profile(model: PreTrainedModel, ids: Tensor, *, new_tokens: int, chunk: int, **options: Any) -> list[Profile]:
-    """Read `ids` `[1, tokens]` and decode greedily, with DynamicCache, then with QAdACache.
+    """Read `ids` `[1, tokens]`, `chunk` tokens a pass, and decode `new_tokens` greedily.
 
-    Args:
-        model: in eval mode.
-        ids: the prompt.
-        new_tokens: how many to decode.
-        chunk: tokens of one forward pass of the prefill.
-        options: of `QAdACache`.
+    Once with DynamicCache, then with QAdACache under these options. The model is in eval mode.
     """
     with tqdm(total=2 * (ids.shape[1] + new_tokens), unit="token") as bar:
         # The first is gone before the second is built: no two caches need room at once.

@@ -26,9 +26,7 @@ NOT_MEASURED = "N/A"  # lm-eval's own word for it: no token had a bulk to decide
 CRITERIA = {"qada": "gaussian", "oracle": "oracle", "static": "static", "local": "local", "dense": "dense"}
 # `QAdACache`'s own keywords, so that an option added there is one here; the criterion is what `cache=` names.
 KEYWORDS = tuple(
-    name
-    for name, parameter in inspect.signature(QAdACache).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("config", "criterion")
+    name for name in inspect.signature(QAdACache).parameters if name not in ("model", "config", "criterion")
 )
 
 
@@ -69,25 +67,16 @@ def _repeated(requests: list[Instance]) -> dict[int, int]:
 
 @dataclass
 class Totals:
-    """Sums over the caches of one task's batches.
+    """Sums over the caches of one task's batches."""
 
-    Attributes:
-        decisions: decisions taken per layer, the weight of a cache's sparsity.
-        local, kv_local: of those, how many called a query head local, or did not need a KV head's bulk; the mean
-            over heads.
-        bulk_read_bytes: bulk bytes read by query-adaptive calls.
-        read_bytes, dense_bulk_bytes: their ratio is `CacheStats.read_share`.
-        device_bytes, host_bytes: the most that one batch's cache held, of each kind.
-    """
-
-    decisions: int = 0
-    local: float = 0.0
-    kv_local: float = 0.0
-    bulk_read_bytes: int = 0
-    read_bytes: int = 0
+    decisions: int = 0  # per layer, the weight of a cache's sparsity
+    local: float = 0.0  # of those, how many called a query head local; the mean over heads
+    kv_local: float = 0.0  # of those, how many did not need a KV head's bulk; the mean over heads
+    bulk_read_bytes: int = 0  # by query-adaptive calls
+    read_bytes: int = 0  # over `dense_bulk_bytes` it is `CacheStats.read_share`
     dense_bulk_bytes: int = 0
-    device_bytes: int = 0
-    host_bytes: int = 0
+    device_bytes: int = 0  # the most that one batch's cache held
+    host_bytes: int = 0  # likewise
 
     def add(self, stats: CacheStats) -> None:
         """Take in one batch's cache, at the end of the batch, when it is largest."""

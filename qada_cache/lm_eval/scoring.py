@@ -18,16 +18,11 @@ Forward = Callable[..., Tensor]  # QAdALM._forward
 
 @dataclass
 class Row:
-    """Tokens of one row of a batch; the requests that share them differ in the last token they score, if at all.
+    """Tokens of one row of a batch; the requests that share them differ in the last token they score, if at all."""
 
-    Attributes:
-        prefix: token ids that are prefilled, exactly: the context but for its last token.
-        queries: token ids that are read query-adaptively: that token, and the continuation but for its last.
-        requests: `(index, continuation)` of the requests; query `i` scores token `i` of a continuation.
-    """
-
-    prefix: tuple[int, ...]
-    queries: tuple[int, ...]
+    prefix: tuple[int, ...]  # token ids that are prefilled, exactly: the context but for its last token
+    queries: tuple[int, ...]  # token ids read query-adaptively: that token, and the continuation but for its last
+    # `(index, continuation)` of each; query `i` scores token `i` of a continuation
     requests: list[tuple[int, list[int]]] = field(default_factory=list)
 
 

@@ -32,29 +32,18 @@ MIN_PROMPT_TOKENS = MIN_TOKENS + 256  # of a prompt: with fewer the bulk is read
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean over a text, estimated from pieces of it by Student's t.
+    """The mean over a text, estimated from pieces of it by Student's t, and its interval of 90%."""
 
-    Attributes:
-        mean: of the pieces.
-        low, high: the true mean lies below either with a probability of 5%, and of 95%: an interval of 90%.
-    """
-
-    mean: float
-    low: float
-    high: float
+    mean: float  # of the pieces
+    low: float  # the true mean lies below with a probability of 5%
+    high: float  # the true mean lies below with a probability of 95%
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting, or reading everything, over all pieces.
+    """One setting, or reading everything, over all pieces; figures as in `Figures`, the last two as means."""
 
-    Attributes:
-        thresholds: None: everything is read.
-        kl, bytes_read: as in `Figures`.
-        top1, seconds: means over pieces, as in `Figures`.
-    """
-
-    thresholds: Thresholds | None
+    thresholds: Thresholds | None  # None: everything is read
     kl: Estimate
     bytes_read: Estimate
     top1: float
@@ -65,16 +54,12 @@ class Setting:
 class Budget:
     """The most that a setting may cost; one of both is given.
 
-    Attributes:
-        kl: mean KL divergence from reading everything, in nats.
-        bytes_read: share of the bulk's bytes.
-
     Raises:
         ValueError: it is not positive, or more than all bytes.
     """
 
-    kl: float | None = None
-    bytes_read: float | None = None
+    kl: float | None = None  # mean KL divergence from reading everything, in nats
+    bytes_read: float | None = None  # share of the bulk's bytes
 
     def __post_init__(self) -> None:
         if self.kl is not None and not 0 < self.kl < math.inf:  # also refuses nan
@@ -125,27 +110,17 @@ def summarize(thresholds: Thresholds | None, figures: Sequence[Figures]) -> Sett
 
 @dataclass(frozen=True)
 class Outcome:
-    """The curve, the choice and its confirmation.
+    """The curve, the choice and its confirmation."""
 
-    Attributes:
-        everything: reading everything, on the pieces that were chosen by.
-        settings: each of `SETTINGS`, on the same.
-        budget: what a setting may cost.
-        chosen: one of them; None: none is surely within the budget.
-        again: the chosen one, on the pieces that were held out.
-        pieces, held_out: numbers of pieces.
-        tokens, following: tokens of each piece, and after it.
-    """
-
-    everything: Setting
-    settings: list[Setting]
+    everything: Setting  # on the pieces that were chosen by
+    settings: list[Setting]  # each of `SETTINGS`, on the same
     budget: Budget
-    chosen: Setting | None
-    again: Setting | None
-    pieces: int
-    held_out: int
-    tokens: int
-    following: int
+    chosen: Setting | None  # one of them; None: none is surely within the budget
+    again: Setting | None  # the chosen one, on the pieces that were held out
+    pieces: int  # how many were chosen by
+    held_out: int  # how many were held out
+    tokens: int  # of each piece
+    following: int  # tokens after each
 
     @property
     def confirmed(self) -> bool:
@@ -156,11 +131,7 @@ class Outcome:
 def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Piece], budget: Budget) -> Outcome:
     """Measure every setting on `pieces`, choose one, and measure that again on `held_out`.
 
-    Args:
-        model: in eval mode.
-        pieces: to choose by; two or more, as one says nothing of how sure its figures are.
-        held_out: to confirm by.
-        budget: what a setting may cost.
+    The model is in eval mode. Pieces are two or more, as one says nothing of how sure its figures are.
     """
     steps = len(pieces) * (2 + len(SETTINGS)) + len(held_out) * 3
     with tqdm(total=steps, unit="step") as bar:
