@@ -141,7 +141,7 @@ def _profile(options: argparse.Namespace) -> int:
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     model, tokenizer = _load(options)
-    _check_positions(model, {"--prompt-tokens": options.prompt_tokens, "--new-tokens": options.new_tokens})
+    _check_positions(model, {"prompt-tokens": options.prompt_tokens, "new-tokens": options.new_tokens})
     given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold")}
     cache = {name: value for name, value in given.items() if value is not None}
     prepare(model, tokenizer, **cache)
@@ -194,8 +194,8 @@ def _tune(options: argparse.Namespace) -> int:
     files = [path and path.read_text(encoding="utf-8") for path in (options.text, options.confirm_text)]
     text, other = files[0] or measuring.default_text(), files[1]
     model, tokenizer = _load(options)
-    _check_positions(model, {"--tokens": options.tokens, "--following": options.following})
     sizes, apart = {"tokens": options.tokens, "following": options.following}, options.pieces // 2
+    _check_positions(model, sizes)
     if other is None:
         cut = measuring.cut(text, tokenizer, count=options.pieces + apart, **sizes)
         chosen_by, held_out = measuring.held_out(cut, apart)
@@ -229,7 +229,8 @@ def _check_positions(model: Any, tokens: dict[str, int]) -> None:
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     together = sum(tokens.values())
     if longest and together > longest:
-        raise ValueError(f"{' and '.join(tokens)} come to {together} tokens, and the model has {longest} positions")
+        named = " and ".join(f"--{name}" for name in tokens)
+        raise ValueError(f"{named} come to {together} tokens, and the model has {longest} positions")
 
 
 def _print_table(rows: list[dict[str, str]]) -> None:

@@ -59,9 +59,7 @@ def ruler_of(model_arguments: Mapping[str, Any]) -> Callable[[Question], int]:
     Raises:
         OSError, ValueError: no tokenizer is named, or it cannot be loaded.
     """
-    name = next(
-        (model_arguments[key] for key in ("tokenizer", "pretrained", "model") if model_arguments.get(key)), None
-    )
+    name = next(filter(None, map(model_arguments.get, ("tokenizer", "pretrained", "model"))), None)
     if not isinstance(name, str):
         raise ValueError(
             "no tokenizer to measure lengths with: it comes from --model_args pretrained=... or tokenizer=..., or from "

@@ -55,17 +55,11 @@ FREQUENT = 3  # coded words asked for
 
 @dataclass(frozen=True)
 class Haystack:
-    """A text to cut passages from.
+    """A text to cut passages from."""
 
-    Args:
-        words: its words, each with the white space after it.
-        paragraphs: the numbers of the words that begin a paragraph, ascending.
-        vocabulary: words of lower-case letters, of which none is part of another, sorted.
-    """
-
-    words: tuple[str, ...]
-    paragraphs: tuple[int, ...]
-    vocabulary: tuple[str, ...]
+    words: tuple[str, ...]  # each with the white space after it
+    paragraphs: tuple[int, ...]  # the numbers of the words that begin a paragraph, ascending
+    vocabulary: tuple[str, ...]  # words of lower-case letters, of which none is part of another, sorted
 
     def passage(self, where: float, size: int) -> str:
         """`size` words from the first paragraph after `where` (0 to 1, start to end); past the end it starts again."""
@@ -130,14 +124,9 @@ class Question(NamedTuple):
 def needles(
     draw: Random, size: int, prose: Haystack, *, where: float, keys: int = 1, values: int = 1, asked: int = 1
 ) -> Question:
-    """Seven-digit numbers for keys, in `size` words of prose.
+    """Seven-digit numbers for `keys` keys, `values` for each, in `size` words of prose; `asked` keys are asked for.
 
-    Args:
-        draw, size, prose: see above.
-        where: the part of the prose, 0 to 1.
-        keys: how many have numbers.
-        values: numbers of each key.
-        asked: keys whose numbers are asked for.
+    `where` is the part of the prose, 0 to 1.
     """
     adjectives, nouns = draw.sample(ADJECTIVES.split(), keys), draw.sample(NOUNS.split(), keys)  # no two keys share one
     pairs = [f"{adjective}-{noun}" for adjective, noun in zip(adjectives, nouns, strict=True)]
@@ -149,19 +138,13 @@ def needles(
     text = hide(draw, prose.passage(where, size), facts)
     query = queries[0] if asked == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
     answers = [value for pair in queries for value in numbers[pair]]
-    if len(answers) == 1:
-        return Question(
-            "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you "
-            f"about the number afterwards.\n{text}\n"
-            f"What is the special magic number for {query} mentioned in the provided text?",
-            f"The special magic number for {query} mentioned in the provided text is",
-            answers,
-        )
+    one = "A", "number", "is", "is"
+    some, number, verb, ask = one if len(answers) == 1 else ("Some", "numbers", "are", "are all")
     return Question(
-        "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you "
-        f"about the numbers afterwards.\n{text}\n"
-        f"What are all the special magic numbers for {query} mentioned in the provided text?",
-        f"The special magic numbers for {query} mentioned in the provided text are",
+        f"{some} special magic {number} {verb} hidden within the following text. Make sure to memorize it. I will quiz "
+        f"you about the {number} afterwards.\n{text}\n"
+        f"What {ask} the special magic {number} for {query} mentioned in the provided text?",
+        f"The special magic {number} for {query} mentioned in the provided text {verb}",
         answers,
     )
 
@@ -206,9 +189,7 @@ def common_words(
 ) -> Question:
     """The ten most common of the prose's words in a list with `size` others, after a solved example.
 
-    Args:
-        draw, size, prose: see above.
-        often, seldom: how often the ten and the others are in the list.
+    The ten are in the list `often` times each, the others `seldom` times.
 
     Raises:
         ValueError: the prose has too few different words.
