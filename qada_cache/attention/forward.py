@@ -225,9 +225,8 @@ def _check_supported(
     managed = layer.shared.model
     name = managed.model_type
     way_out = "use transformers.DynamicCache for this model"
-    for argument in kwargs.keys() & _UNSUPPORTED.keys():
-        if kwargs[argument] is not None:
-            meaning = _UNSUPPORTED[argument]
+    for argument, meaning in _UNSUPPORTED.items():
+        if kwargs.get(argument) is not None:
             raise NotImplementedError(f"QAdACache does not support {meaning} ({argument}), as {name} uses: {way_out}")
     for argument, meaning in _NOT_IN_TRITON.items() if layer.options.kernels == "triton" else ():
         if kwargs.get(argument) is not None:

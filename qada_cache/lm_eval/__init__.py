@@ -31,11 +31,9 @@ KEYWORDS = tuple(
 
 
 def split_arguments(cache: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split model arguments into keywords of `QAdACache` and those of `HFLM`.
+    """Split model arguments into keywords of `QAdACache` and those of `HFLM`; `cache` is one of `CRITERIA`.
 
-    Args:
-        cache: "qada", "oracle", "static", "local" or "dense".
-        arguments: all others; those that start with `cache_` are the cache's, but for transformers' `cache_dir`.
+    Arguments that start with `cache_` are the cache's, but for transformers' `cache_dir`.
 
     Raises:
         ValueError: an unknown `cache` or `cache_*`, or `cache_heads` missing or out of place.

@@ -158,10 +158,6 @@ def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
     `--trust-remote-code` trusts all the code that a folder holds or names. So Python files are left out, and configs
     that name code are copied without these names.
 
-    Args:
-        model: a folder that the model can be loaded from.
-        out: a folder that is not there yet.
-
     Raises:
         FileNotFoundError: `model` is no folder with a config.
         FileExistsError: `out` is there.

@@ -102,10 +102,8 @@ def needed_bytes(model: PreTrainedModel, tokens: int, at_once: int) -> int:
 def reserve_memory(tokens: int, needed: int, *, forget: Callable[[], int]) -> Iterator[None]:
     """Set `needed` bytes aside while a call that reads `tokens` tokens is under way.
 
-    What calls have taken already counts as well as what they were promised, so that together they take less.
-
-    Args:
-        forget: drops one kept conversation, and says whether there was one.
+    What calls have taken already counts as well as what they were promised, so that together they take less. `forget`
+    drops one kept conversation, and says whether there was one.
 
     Raises:
         MemoryError: there is not so much left.

@@ -52,9 +52,8 @@ def fit(
 def ruler_of(model_arguments: Mapping[str, Any]) -> Callable[[Question], int]:
     """What measures a question in tokens: with the answer's prefix, and in the chat template if there is one.
 
-    Args:
-        model_arguments: lm-eval's, with the tokenizer as RULER's tasks take it, `tokenizer`, `pretrained` or `model`,
-            and `gguf_file` where the model is one.
+    lm-eval's model arguments name the tokenizer as for RULER's tasks, by `tokenizer`, `pretrained` or `model`, and
+    `gguf_file` where the model is one.
 
     Raises:
         OSError, ValueError: no tokenizer is named, or it cannot be loaded.
@@ -67,7 +66,11 @@ def ruler_of(model_arguments: Mapping[str, Any]) -> Callable[[Question], int]:
         )
     gguf = None if model_arguments.get("tokenizer") else model_arguments.get("gguf_file")
     tokenizer = load_tokenizer(name, gguf, bool(model_arguments.get("trust_remote_code")))
-    around = template_tokens(tokenizer)
+    around = 0
+    if tokenizer.chat_template:  # what it puts around a prompt is kept free, whether or not it is applied
+        said = [{"role": "user", "content": "A"}]
+        chat = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        around = count(tokenizer, str(chat)) - count(tokenizer, "A")
     return lambda question: around + count(tokenizer, f"{question.prompt} {question.prefix}")
 
 
@@ -76,14 +79,6 @@ def load_tokenizer(name: str, gguf_file: str | None, trust_remote_code: bool) ->
     """As `AutoTokenizer.from_pretrained`, once: of a GGUF file it takes seconds."""
     given = {} if gguf_file is None else {"gguf_file": gguf_file}
     return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **given)
-
-
-def template_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many tokens the chat template puts around a prompt: kept free, whether or not it is applied."""
-    if not tokenizer.chat_template:
-        return 0
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "A"}], tokenize=False, add_generation_prompt=True)
-    return count(tokenizer, str(chat)) - count(tokenizer, "A")
 
 
 def count(tokenizer: PreTrainedTokenizerBase, text: str) -> int:

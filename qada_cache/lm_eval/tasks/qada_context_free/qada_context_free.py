@@ -18,9 +18,7 @@ ANSWER_TOKENS = 128  # within the length, as `max_gen_toks` in the YAML
 def context_free_dataset(*, max_seq_lengths: Iterable[int], **model_arguments: Any) -> dict[str, Dataset]:
     """The split `test`: `input` and `gen_prefix` of every document, for RULER's first `PROMPTS` questions.
 
-    Args:
-        max_seq_lengths: tokens of prompt and answer; `--metadata` of the command line.
-        model_arguments: name the tokenizer, as `tokenizer` or `pretrained`.
+    `max_seq_lengths` are tokens of prompt and answer, from `--metadata`. The model arguments name the tokenizer.
     """
     tokenizer = common_utils.get_tokenizer(common_utils.resolve_tokenizer_name(model_arguments))
     questions, texts = qa_utils.read_hotpotqa()
