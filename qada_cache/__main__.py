@@ -43,7 +43,7 @@ def _add_moments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Collect the key moments of a model on a prompt, for QAdACache(moments=FILE). QAdACache(model, "
         "moments=NAME) does so by itself; this is for other texts, and for files to hand on.",
     )
-    _add_model(command)
+    _add_model(command, required=True)
     command.add_argument(
         "--prompt", choices=PROMPTS, default="random-words", help="what the model reads (default: %(default)s)"
     )
@@ -75,12 +75,8 @@ def _add_serve_folder(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     command.set_defaults(run=_serve_folder, revision=None, trust_remote_code=False)
 
 
-def _add_model(command: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    meaning = "path, Hugging Face Hub id, or GGUF file"
-    if positional:
-        command.add_argument("model", metavar="MODEL", help=meaning)
-    else:
-        command.add_argument("--model", required=True, help=meaning)
+def _add_model(command: argparse.ArgumentParser, name: str = "--model", **given: Any) -> None:
+    command.add_argument(name, help="path, Hugging Face Hub id, or GGUF file", **given)
     command.add_argument("--revision", help="of a model of the Hub")
     command.add_argument("--dtype", default="auto", help="of the model (default: the checkpoint's)")
     command.add_argument("--device-map", default=None, help="where the model goes, e.g. auto, cuda, cpu")
@@ -118,7 +114,7 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Memory and time of a long prompt of random words, layer by layer and token by token: "
         "DynamicCache, then QAdACache.",
     )
-    _add_model(command)
+    _add_model(command, required=True)
     command.add_argument("--prompt-tokens", type=int, default=32768, help="of the prompt (default: %(default)s)")
     command.add_argument("--new-tokens", type=int, default=32, help="to decode (default: %(default)s)")
     command.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill pass (default: %(default)s)")
@@ -145,7 +141,7 @@ def _profile(options: argparse.Namespace) -> int:
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     model, tokenizer = _load(options)
-    _check_positions(model, {"--prompt-tokens": options.prompt_tokens, "--new-tokens": options.new_tokens})
+    _check_positions(model, {"prompt-tokens": options.prompt_tokens, "new-tokens": options.new_tokens})
     given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold")}
     cache = {name: value for name, value in given.items() if value is not None}
     prepare(model, tokenizer, **cache)
@@ -171,7 +167,7 @@ def _add_tune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         description="Measure on a model and a text what settings of both thresholds lose and read. Choose one within a "
         "budget, confirm it on other text, and keep it: QAdACache(model) then goes by it.",
     )
-    _add_model(command, positional=True)
+    _add_model(command, "model", metavar="MODEL")
     command.add_argument("--text", type=Path, help="text file to choose by (default: Python's help topics)")
     command.add_argument("--confirm-text", type=Path, help="text file to confirm by (default: other parts of the same)")
     budget = command.add_mutually_exclusive_group()
@@ -198,8 +194,8 @@ def _tune(options: argparse.Namespace) -> int:
     files = [path and path.read_text(encoding="utf-8") for path in (options.text, options.confirm_text)]
     text, other = files[0] or measuring.default_text(), files[1]
     model, tokenizer = _load(options)
-    _check_positions(model, {"--tokens": options.tokens, "--following": options.following})
     sizes, apart = {"tokens": options.tokens, "following": options.following}, options.pieces // 2
+    _check_positions(model, sizes)
     if other is None:
         cut = measuring.cut(text, tokenizer, count=options.pieces + apart, **sizes)
         chosen_by, held_out = measuring.held_out(cut, apart)
@@ -233,7 +229,8 @@ def _check_positions(model: Any, tokens: dict[str, int]) -> None:
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     together = sum(tokens.values())
     if longest and together > longest:
-        raise ValueError(f"{' and '.join(tokens)} come to {together} tokens, and the model has {longest} positions")
+        named = " and ".join(f"--{name}" for name in tokens)
+        raise ValueError(f"{named} come to {together} tokens, and the model has {longest} positions")
 
 
 def _print_table(rows: list[dict[str, str]]) -> None:

@@ -17,7 +17,7 @@ from .key_moments.prompts import PROMPTS
 from .sketch import MIN_TOKENS as SKETCH_TOKENS
 from .sketch import Layout
 from .state.layer import QAdALayer
-from .state.shared import Options, Shared
+from .state.shared import Shared
 from .storage.store import PENDING_TOKENS, ROOM_TOKENS, TokenStore
 
 
@@ -62,8 +62,10 @@ def prepare(
     for device in devices if shared.model.layers else ():
         if device.type in ("cpu", "cuda"):
             _, heads, kv_heads, dim = sizes(shared.model.config)
-            if (known := _key_sizes(shared.options)) is not None:
-                kv_heads, dim = known
+            others = shared.options.other_moments
+            seen = shared.options.query_energies if others is None else others
+            if seen is not None:  # configs of some models, with latent attention, have other numbers
+                _, kv_heads, dim = seen.shape
             _build_kernels(
                 device,
                 model.dtype,
@@ -74,12 +76,6 @@ def prepare(
                 value_dim=getattr(shared.model.config, "v_head_dim", None) or dim,
                 pinned=shared.options.offloading and device.type != "cpu",
             )
-
-
-def _key_sizes(options: Options) -> tuple[int, int] | None:
-    """KV heads and dim of keys that were seen. Configs of some models, with latent attention, have other numbers."""
-    seen = options.query_energies if options.other_moments is None else options.other_moments
-    return None if seen is None else (seen.shape[1], seen.shape[2])
 
 
 def _build_kernels(
@@ -101,7 +97,7 @@ def _build_kernels(
     Raises:
         RuntimeError: as `choice.decode_kernel`.
     """
-    options: Options = shared.options
+    options = shared.options
     made = torch.Generator(device).manual_seed(0)
     query = torch.randn(1, kv_heads * group, 1, dim, dtype=dtype, device=device, generator=made)
     keys, values = (

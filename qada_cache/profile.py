@@ -2,7 +2,6 @@
 
 import csv
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,26 +18,16 @@ from .stats import layer_bytes
 
 @dataclass
 class Profile:
-    """Measurements of one cache on the prompt.
+    """Measurements of one cache on the prompt."""
 
-    Attributes:
-        name: of the cache.
-        prefill_seconds: reading the prompt.
-        token_seconds: every decoded token's.
-        device_bytes, host_bytes: bytes held by the cache, after every token.
-        read_share: share of the bulk's bytes that decoding read, see `CacheStats.read_share`; 1 for DynamicCache.
-        peak_bytes: the most memory the accelerator had allocated, model included; None on a CPU.
-        layers: by layer, bytes on the device and on the host, and `kv_local_share`.
-    """
-
-    name: str
+    name: str  # of the cache
     prefill_seconds: float = 0.0
-    token_seconds: list[float] = field(default_factory=list)
-    device_bytes: list[int] = field(default_factory=list)
-    host_bytes: list[int] = field(default_factory=list)
-    read_share: float = 1.0
-    peak_bytes: int | None = None
-    layers: list[tuple[int, int, float]] = field(default_factory=list)
+    token_seconds: list[float] = field(default_factory=list)  # every decoded token's
+    device_bytes: list[int] = field(default_factory=list)  # held by the cache, after every token
+    host_bytes: list[int] = field(default_factory=list)  # likewise
+    read_share: float = 1.0  # of the bulk's bytes, see `CacheStats.read_share`
+    peak_bytes: int | None = None  # the most memory the accelerator had allocated, model included; None on a CPU
+    layers: list[tuple[int, int, float]] = field(default_factory=list)  # device bytes, host bytes, `kv_local_share`
 
     def summary(self) -> dict[str, str]:
         """As a row of a table."""
@@ -57,37 +46,20 @@ class Profile:
 
 @torch.inference_mode()
 def profile(model: PreTrainedModel, ids: Tensor, *, new_tokens: int, chunk: int, **options: Any) -> list[Profile]:
-    """Read `ids` `[1, tokens]` and decode greedily, with DynamicCache, then with QAdACache.
+    """Read `ids` `[1, tokens]`, `chunk` tokens a pass, and decode `new_tokens` greedily.
 
-    Args:
-        model: in eval mode.
-        ids: the prompt.
-        new_tokens: how many to decode.
-        chunk: tokens of one forward pass of the prefill.
-        options: of `QAdACache`.
+    Once with DynamicCache, then with QAdACache under these options. The model is in eval mode.
     """
-    makers: dict[str, Callable[[], DynamicCache]] = {
-        "DynamicCache": lambda: DynamicCache(config=model.config),
-        "QAdACache": lambda: QAdACache(model, **options),
-    }
-    made = []
-    with tqdm(total=len(makers) * (ids.shape[1] + new_tokens), unit="token") as bar:
-        for name, make in makers.items():
-            bar.set_postfix_str(name)
-            made.append(_run(name, model, ids.to(inputs_device(model)), make, new_tokens, chunk, bar))
-    return made
+    with tqdm(total=2 * (ids.shape[1] + new_tokens), unit="token") as bar:
+        # The first is gone before the second is built: no two caches need room at once.
+        stock = _run(model, ids, DynamicCache(config=model.config), new_tokens, chunk, bar)
+        return [stock, _run(model, ids, QAdACache(model, **options), new_tokens, chunk, bar)]
 
 
-def _run(
-    name: str,
-    model: PreTrainedModel,
-    ids: Tensor,
-    make: Callable[[], DynamicCache],
-    new_tokens: int,
-    chunk: int,
-    bar: tqdm,
-) -> Profile:
-    device, found, cache = inputs_device(model), Profile(name), make()
+def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: int, chunk: int, bar: tqdm) -> Profile:
+    device, found = inputs_device(model), Profile(type(cache).__name__)
+    offloading = isinstance(cache, QAdACache) and cache.options.offloading
+    bar.set_postfix_str(found.name)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -95,7 +67,7 @@ def _run(
         return model(input_ids=part, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
 
     begin = time.perf_counter()
-    for part in ids.split(chunk, dim=1):
+    for part in ids.to(device).split(chunk, dim=1):
         token = forward(part)
         bar.update(part.shape[1])
     _wait(device)
@@ -105,22 +77,18 @@ def _run(
         token = forward(token)
         _wait(device)
         found.token_seconds.append(time.perf_counter() - begin)
-        if isinstance(cache, QAdACache):
-            layers = cache.layer_bytes()
-        else:
-            layers = [layer_bytes(layer, offloading=False) for layer in cache.layers]
+        layers = [layer_bytes(layer, offloading=offloading) for layer in cache.layers]
         found.device_bytes.append(sum(on_device for on_device, _ in layers))
         found.host_bytes.append(sum(on_host for _, on_host in layers))
         bar.update()
     if device.type == "cuda":
         found.peak_bytes = torch.cuda.max_memory_allocated(device)
-    local = [0.0] * len(layers)
+    local: dict[int, float] = {}
     if isinstance(cache, QAdACache):
         stats = cache.stats()
         found.read_share = stats.read_share
-        for index, share in zip(stats.layers, stats.kv_local_share.mean(dim=1).tolist(), strict=True):
-            local[index] = share
-    found.layers = [(*of_layer, share) for of_layer, share in zip(layers, local, strict=True)]
+        local = dict(zip(stats.layers, stats.kv_local_share.mean(dim=1).tolist(), strict=True))
+    found.layers = [(*of_layer, local.get(index, 0.0)) for index, of_layer in enumerate(layers)]
     return found
 
 

@@ -135,13 +135,9 @@ def attend_exactly(
     `store`.
 
     Args:
-        layer: whose counters count.
-        store: the tokens before these.
         query: `[batch, heads, tokens, dim]`.
         key, value: the new tokens' own, `[batch, kv_heads, tokens, dim]`.
-        scaling: multiplies the scores.
-        valid: bool `[batch, tokens]` on the host, False for padding; None without padding.
-        sink_logits, softcap: as for `attend_adaptively`.
+        layer, scaling, valid, sink_logits, softcap: as for `attend_adaptively`.
 
     Returns:
         `[batch, heads, tokens, value_dim]` in the query's dtype; zeros for padding.

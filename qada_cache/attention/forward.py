@@ -5,7 +5,7 @@ of ours, which remembers the original: for the keys of a QAdACache our function 
 passes straight through to what the model used before. `restore_attention` puts the old name back.
 """
 
-import inspect
+import traceback
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -224,9 +224,8 @@ def _check_supported(
     managed = layer.shared.model
     name = managed.model_type
     way_out = "use transformers.DynamicCache for this model"
-    for argument in kwargs.keys() & _UNSUPPORTED.keys():
-        if kwargs[argument] is not None:
-            meaning = _UNSUPPORTED[argument]
+    for argument, meaning in _UNSUPPORTED.items():
+        if kwargs.get(argument) is not None:
             raise NotImplementedError(f"QAdACache does not support {meaning} ({argument}), as {name} uses: {way_out}")
     for argument, meaning in _NOT_IN_TRITON.items() if layer.options.kernels == "triton" else ():
         if kwargs.get(argument) is not None:
@@ -263,9 +262,7 @@ def _reads_chunk() -> bool:
     No argument of a forward pass tells: a last chunk looks like a short turn. A prompt that is read by other code is
     taken for turns.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(None):
         if frame.f_code is GenerationMixin._prefill.__code__:
             return getattr(frame.f_locals.get("generation_config"), "prefill_chunk_size", None) is not None
-        frame = frame.f_back
     return False

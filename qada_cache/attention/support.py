@@ -28,9 +28,6 @@ logger = logging.get_logger(__name__)
 
 NEWEST = (5, 23)  # transformers that the tests run on: what is private there may change
 
-# What they keep there is of the text read last, whatever cache they are given: copies and files would miss it.
-_STATES_IN_MODEL = ("recurrent_gemma",)
-
 _NAME = "_attn_implementation"
 # Functions that read the name without effect here: `__init__` ran before it was replaced, and the other (Gemma 4's) is
 # of models whose layers share keys, which are refused for that.
@@ -74,17 +71,15 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         raise NotImplementedError(f"QAdACache does not support layers that share another layer's keys: {way_out}")
     if getattr(config, "cross_attention_layers", None):
         raise NotImplementedError(f"QAdACache does not support layers that attend to images' keys: {way_out}")
-    if config.model_type in _STATES_IN_MODEL:
+    if config.model_type == "recurrent_gemma":  # copies and files would miss the states, which are of the last text
         raise NotImplementedError(f"{config.model_type} keeps its states in the model and not in a cache: {way_out}")
     full_attention_config(config)
-    if model is not None and not all(part._can_set_attn_implementation() for part in _decoders(model, config)):
+    if model is None:
+        return
+    # The parts of a model, itself perhaps, that go by its decoder's config; what reads images does not.
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is config]
+    if not all(part._can_set_attn_implementation() for part in parts or [model]):
         raise NotImplementedError(f"this model computes attention without transformers' AttentionInterface: {way_out}")
-
-
-def _decoders(model: PreTrainedModel, config: PreTrainedConfig) -> list[PreTrainedModel]:
-    """The parts of a model, itself perhaps, that go by its decoder's config; what reads images does not."""
-    found = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is config]
-    return found or [model]
 
 
 def warn_of_no_layers(layers: Sequence[Any], config: PreTrainedConfig) -> None:
@@ -125,7 +120,13 @@ def resolve_options(options: Options, managed: ManagedModel) -> Options:
     current, other = resolve_moments(
         options.moments, model=managed.get(), config=managed.whole_config, used=used, shard=managed.shard
     )
-    _check_heads(options.criterion, managed.config)
+    if isinstance(options.criterion, StaticHeads):
+        layers, heads, kv_heads, _ = sizes(managed.config)
+        shape = list(options.criterion.long_context.shape)
+        if shape not in ([layers, heads], [layers, kv_heads]):
+            raise ValueError(
+                f"StaticHeads has shape {shape}, this model needs {[layers, heads]} or {[layers, kv_heads]}"
+            )
     if other is not None and sources(options.moments)[1] not in PROMPTS:  # else they are of this very model
         _check_moments(other, managed.config)
     asked = combine_sources(current, other) if used else options.moments  # files are not read again
@@ -133,17 +134,6 @@ def resolve_options(options: Options, managed: ManagedModel) -> Options:
     if energies is None and options.selects_tokens and managed.layers:
         energies = kept_energies(managed.get(), managed.whole_config)
     return replace(options, moments=asked, current_moments=current, other_moments=other, query_energies=energies)
-
-
-def _check_heads(criterion: str | StaticHeads, config: PreTrainedConfig) -> None:
-    """Raise ValueError if static heads are not of this model's shape."""
-    if isinstance(criterion, StaticHeads):
-        layers, heads, kv_heads, _ = sizes(config)
-        shape = list(criterion.long_context.shape)
-        if shape not in ([layers, heads], [layers, kv_heads]):
-            raise ValueError(
-                f"StaticHeads has shape {shape}, this model needs {[layers, heads]} or {[layers, kv_heads]}"
-            )
 
 
 def _check_moments(moments: KeyMoments, config: PreTrainedConfig) -> None:

@@ -3,12 +3,14 @@
 `lm_eval --model hf --model_args pretrained=...,cache=qada`, or `--model hf-qada`.
 """
 
+import functools
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import lm_eval.evaluator
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -18,23 +20,20 @@ from tqdm import tqdm
 from qada_cache import CacheStats, QAdACache, StaticHeads, prepare
 from qada_cache.tuned_choice import Thresholds
 
-from . import report, scoring
+from . import scoring
 
+NOT_MEASURED = "N/A"  # lm-eval's own word for it: no token had a bulk to decide about
 CRITERIA = {"qada": "gaussian", "oracle": "oracle", "static": "static", "local": "local", "dense": "dense"}
 # `QAdACache`'s own keywords, so that an option added there is one here; the criterion is what `cache=` names.
 KEYWORDS = tuple(
-    name
-    for name, parameter in inspect.signature(QAdACache).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("config", "criterion")
+    name for name in inspect.signature(QAdACache).parameters if name not in ("model", "config", "criterion")
 )
 
 
 def split_arguments(cache: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split model arguments into keywords of `QAdACache` and those of `HFLM`.
+    """Split model arguments into keywords of `QAdACache` and those of `HFLM`; `cache` is one of `CRITERIA`.
 
-    Args:
-        cache: "qada", "oracle", "static", "local" or "dense".
-        arguments: all others; those that start with `cache_` are the cache's, but for transformers' `cache_dir`.
+    Arguments that start with `cache_` are the cache's, but for transformers' `cache_dir`.
 
     Raises:
         ValueError: an unknown `cache` or `cache_*`, or `cache_heads` missing or out of place.
@@ -62,6 +61,80 @@ def _repeated(requests: list[Instance]) -> dict[int, int]:
     for place, request in enumerate(requests):
         places.setdefault(id(request), []).append(place)
     return {place: same[0] for same in places.values() for place in same[requests[same[0]].repeats or len(same) :]}
+
+
+@dataclass
+class Totals:
+    """Sums over the caches of one task's batches."""
+
+    decisions: int = 0  # per layer, the weight of a cache's sparsity
+    local: float = 0.0  # of those, how many called a query head local; the mean over heads
+    kv_local: float = 0.0  # of those, how many did not need a KV head's bulk; the mean over heads
+    bulk_read_bytes: int = 0  # by query-adaptive calls
+    read_bytes: int = 0  # over `dense_bulk_bytes` it is `CacheStats.read_share`
+    dense_bulk_bytes: int = 0
+    device_bytes: int = 0  # the most that one batch's cache held
+    host_bytes: int = 0  # likewise
+
+    def add(self, stats: CacheStats) -> None:
+        """Take in one batch's cache, at the end of the batch, when it is largest."""
+        if stats.decisions:
+            self.decisions += stats.decisions
+            self.local += stats.sparsity * stats.decisions
+            self.kv_local += stats.kv_sparsity * stats.decisions
+        self.bulk_read_bytes += stats.bulk_read_bytes
+        self.read_bytes += stats.bulk_read_bytes + stats.resident_hit_bytes + stats.sketch_read_bytes
+        self.dense_bulk_bytes += stats.dense_bulk_bytes
+        self.device_bytes = max(self.device_bytes, stats.device_bytes)
+        self.host_bytes = max(self.host_bytes, stats.host_bytes)
+
+    def merge(self, other: "Totals") -> None:
+        """Add another process's totals; bytes held are the larger of both."""
+        for name in vars(self):
+            combine = max if name in ("device_bytes", "host_bytes") else sum
+            setattr(self, name, combine([getattr(self, name), getattr(other, name)]))
+
+    def metrics(self) -> dict[str, Any]:
+        """The totals as entries of lm-eval's results; its table prints them beside the scores."""
+        return {
+            "cache_sparsity,none": self.local / self.decisions if self.decisions else NOT_MEASURED,
+            "cache_kv_sparsity,none": self.kv_local / self.decisions if self.decisions else NOT_MEASURED,
+            "cache_read_share,none": self.read_bytes / self.dense_bulk_bytes if self.dense_bulk_bytes else NOT_MEASURED,
+            "cache_bulk_read_bytes,none": self.bulk_read_bytes,
+            "cache_device_bytes,none": self.device_bytes,
+            "cache_host_bytes,none": self.host_bytes,
+        }
+
+
+def _report_totals() -> None:
+    """Have `lm_eval.evaluator.evaluate` report the totals of a model that keeps some. Idempotent.
+
+    lm-eval asks the model for nothing that ends up with a task's results, so its function is wrapped.
+    """
+    evaluate = lm_eval.evaluator.evaluate
+    if hasattr(evaluate, "_reports_caches"):
+        return
+
+    @functools.wraps(evaluate)
+    def evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
+        lm = kwargs["lm"] if "lm" in kwargs else args[0]
+        totals: dict[str, Totals] | None = getattr(lm, "cache_totals", None)  # through lm-eval's CachingLM as well
+        if totals is None:
+            return evaluate(*args, **kwargs)
+        totals.clear()
+        results = evaluate(*args, **kwargs)
+        gathered = lm.gather_object(totals)
+        if results is not None:
+            for task in results["results"].keys() & totals.keys():
+                whole = Totals()
+                for part in gathered:
+                    whole.merge(part.get(task, Totals()))
+                tuned = {"cache_tuned,none": lm.cache_tuned} if lm.cache_tuned else {}
+                results["results"][task] |= whole.metrics() | tuned
+        return results
+
+    evaluate_and_report._reports_caches = True  # type: ignore[attr-defined]  # marks what has been wrapped
+    lm_eval.evaluator.evaluate = evaluate_and_report
 
 
 class QAdALM(HFLM):
@@ -97,9 +170,9 @@ class QAdALM(HFLM):
         self.cache_tuned = str(Thresholds.of(taken)) if taken.tuned else ""
         # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
         self._cache_options = options | asdict(Thresholds.of(taken))
-        self.cache_totals: dict[str, report.Totals] = {}
+        self.cache_totals: dict[str, Totals] = {}
         self._task = "none"
-        report.install()
+        _report_totals()
 
     def _take_rank(self) -> None:
         """Share requests with the other processes of a launcher on CPUs, as `HFLM` does on GPUs alone."""
@@ -150,20 +223,17 @@ class QAdALM(HFLM):
         return QAdACache(self.model, **self._cache_options)
 
     def _count(self, stats: CacheStats) -> None:
-        self.cache_totals.setdefault(self._task, report.Totals()).add(stats)
+        self.cache_totals.setdefault(self._task, Totals()).add(stats)
 
+    @torch.no_grad()
     def _forward(self, cache: QAdACache, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
         """Log-probabilities `[rows, tokens, vocabulary]` after each of the new tokens `ids` `[rows, tokens]`.
 
         `mask` `[rows, cached + tokens]` is 0 at padding. Positions are handed over: by itself the model counts padding.
         """
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        with (
-            torch.no_grad(),
-            torch.autocast(
-                self.device.type, dtype=self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
-            ),
-        ):
+        precision = self.mixed_precision_dtype
+        with torch.autocast(self.device.type, dtype=precision, enabled=precision is not None):
             logits = self.model(
                 input_ids=ids,
                 attention_mask=mask,

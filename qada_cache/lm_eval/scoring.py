@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from qada_cache import CacheStats, QAdACache
 
@@ -17,16 +18,11 @@ Forward = Callable[..., Tensor]  # QAdALM._forward
 
 @dataclass
 class Row:
-    """Tokens of one row of a batch; the requests that share them differ in the last token they score, if at all.
+    """Tokens of one row of a batch; the requests that share them differ in the last token they score, if at all."""
 
-    Attributes:
-        prefix: token ids that are prefilled, exactly: the context but for its last token.
-        queries: token ids that are read query-adaptively: that token, and the continuation but for its last.
-        requests: `(index, continuation)` of the requests; query `i` scores token `i` of a continuation.
-    """
-
-    prefix: tuple[int, ...]
-    queries: tuple[int, ...]
+    prefix: tuple[int, ...]  # token ids that are prefilled, exactly: the context but for its last token
+    queries: tuple[int, ...]  # token ids read query-adaptively: that token, and the continuation but for its last
+    # `(index, continuation)` of each; query `i` scores token `i` of a continuation
     requests: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
@@ -58,15 +54,11 @@ def rows(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> li
     return sorted(made.values(), key=lambda row: (-len(row.prefix), row.prefix, -len(row.queries), row.queries))
 
 
-def padded(sequences: Sequence[Sequence[int]], device: torch.device, *, left: bool) -> tuple[Tensor, Tensor]:
-    """Token ids `[rows, longest]`, padded with 0, and their mask."""
-    longest = max(map(len, sequences))
-    ids, mask = torch.zeros(2, len(sequences), longest, dtype=torch.long)
-    for row, tokens in enumerate(sequences):
-        columns = slice(longest - len(tokens), longest) if left else slice(len(tokens))
-        ids[row, columns] = torch.tensor(tokens, dtype=torch.long)
-        mask[row, columns] = 1
-    return ids.to(device), mask.to(device)
+def padded(sequences: Sequence[Sequence[int]], device: torch.device, *, side: str) -> tuple[Tensor, Tensor]:
+    """Token ids int64 `[rows, longest]`, padded with 0 on that side, and their mask."""
+    ids = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in sequences]
+    mask = [torch.ones_like(row) for row in ids]
+    return pad_sequence(ids, batch_first=True, padding_side=side), pad_sequence(mask, True, padding_side=side)
 
 
 def score(
@@ -81,7 +73,7 @@ def score(
     """
     prefixes = [list(dict.fromkeys(row.prefix for row in batch)) for batch in batches]
     for number, batch in enumerate(batches):
-        ids, mask = padded(prefixes[number], device, left=True)
+        ids, mask = padded(prefixes[number], device, side="left")
         if number == 0 or prefixes[number] != prefixes[number - 1]:
             prefilled = new_cache()
             if ids.shape[1]:
@@ -102,7 +94,7 @@ def _score_batch(
     batch: Sequence[Row], prefix_mask: Tensor, forward: Forward, cache: QAdACache
 ) -> list[tuple[int, float, bool]]:
     """Read the rows' queries, in calls no longer than the window: longer ones would be exact attention."""
-    ids, mask = padded([row.queries for row in batch], prefix_mask.device, left=False)
+    ids, mask = padded([row.queries for row in batch], prefix_mask.device, side="right")
     parts: dict[int, list[Tensor]] = {}
     agrees: dict[int, bool] = {}
     window = cache.options.window

@@ -32,16 +32,11 @@ class _Finder:
     def find_spec(self, name, path=None, target=None):
         if name not in _AFTER:
             return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(name, path, target)
-            if spec is None:
-                continue
-            if hasattr(spec.loader, "exec_module"):
-                spec.loader = _Loader(spec.loader, _AFTER[name])  # type: ignore[assignment]  # abc is not imported
-            return spec
-        return None
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader, _AFTER[name])  # type: ignore[assignment]  # abc is not imported
+        return spec
 
 
 def _add_model(models):

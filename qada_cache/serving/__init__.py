@@ -1,21 +1,155 @@
 """Generation that keeps conversations between requests, for `generate(custom_generate=FOLDER)` and `serve`.
 
-transformers takes another generation from a folder that holds `custom_generate/generate.py`; this one is such a folder.
+`generate` takes a QAdACache that is kept for the conversation's next turn; all else is transformers' own. transformers
+takes another generation from a folder that holds `custom_generate/generate.py`; this one is such a folder.
 """
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .conversations import CONVERSATIONS, MEMORY, SECONDS, counters
-from .generating import generate
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils import logging
+
+from ..cache import QAdACache
+from .conversations import CONVERSATIONS, MEMORY, SECONDS, Limits, conversations_of, counters
+from .memory import needed_bytes, reserve_memory
 
 __all__ = ["CONVERSATIONS", "FOLDER", "MEMORY", "SECONDS", "counters", "generate", "make_folder"]
 
 FOLDER = str(Path(__file__).parent)  # `generate(custom_generate=...)` takes a str, and passes over a Path silently
 _CODE = "auto_map"  # by which a config names code, of its own folder or of any repository of the Hub
+
+# One of transformers' own loggers: `transformers serve --log-level info` shows what it says.
+logger = logging.get_logger("transformers.qada_cache")
+
+# Arguments of `generate` under which a cache holds the keys and values of the row of tokens, and no others.
+_HARMLESS = {
+    *("input_ids", "attention_mask", "tokenizer", "streamer", "logits_processor", "stopping_criteria"),
+    *("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask"),
+}
+
+
+def generate(
+    inputs: Tensor | None = None,
+    generation_config: GenerationConfig | None = None,
+    *,
+    model: PreTrainedModel,
+    cache_options: Mapping[str, Any] | None = None,
+    conversations: int = CONVERSATIONS,
+    conversations_memory: int | float = MEMORY,
+    conversations_seconds: float = SECONDS,
+    conversation_key: str | None = None,
+    one_user: bool = True,
+    **arguments: Any,
+) -> Any:
+    """`model.generate` with a QAdACache, kept for the next call on the same text.
+
+    A cache is kept if the call has one row of tokens and an attention mask of ones, decodes greedily or samples, and
+    returns token ids alone. The next such call reads the new tokens of its prompt alone. Every other call gets a cache
+    of its own, unless it brings one or wants none (`use_cache=False`): those are handed through as they are.
+
+    A cache that was kept is passed over if weights have been replaced or written to since, as far as torch counts
+    that. After a change of active adapters or of `weight.data`, call this once with `conversations=0`.
+
+    A call that fails, or is stopped by its streamer, leaves what its cache holds of the prompt if it was whole then,
+    else nothing. One that there is no memory for, although conversations made room, is refused before it begins.
+
+    Args:
+        inputs, generation_config, arguments: as for `model.generate`.
+        model: the model.
+        cache_options: of `QAdACache`.
+        conversations: number of kept caches of this model, in memory by `cache_options`; 0: none, and kept ones are
+            dropped.
+        conversations_memory: bytes that they may take: an int, or a float in [0, 1], that share of the host's memory.
+        conversations_seconds: for how long one is kept that nobody goes on with.
+        conversation_key: of the conversation's owner. A call goes on with those of its own key alone. A request names
+            it as an attribute of its generation config.
+        one_user: whether all calls without a key are one user's, and may go on with each other's conversations. False:
+            nothing of them is kept.
+
+    Returns:
+        As `model.generate`.
+
+    Raises:
+        ValueError: `conversations` or another limit is no such number, or the key no str.
+        MemoryError: the call would take more memory than this process may still have.
+        TypeError, ValueError, FileNotFoundError, NotImplementedError, RuntimeError: as `QAdACache` and
+            `model.generate`.
+    """
+    limits = Limits(conversations, conversations_memory, conversations_seconds)
+    kind: Any = type(model)  # the model's own `generate` may be this very function
+
+    def stock(**cache: Any) -> Any:
+        return kind.generate(model, inputs, generation_config, **arguments, **cache)
+
+    given = {name: value for name, value in arguments.items() if value is not None}
+    settings, others = kind._prepare_generation_config(model, generation_config, **given)
+    if "past_key_values" in given or not settings.use_cache:
+        return stock()
+    arguments.pop("past_key_values", None)
+    options, kept = dict(cache_options or {}), conversations_of(model)
+    key = getattr(settings, "conversation_key", None) if conversation_key is None else conversation_key
+    if key is not None and not isinstance(key, str):
+        raise ValueError(f"conversation_key must be a str, got {type(key).__name__}")
+    if not conversations:
+        kept.forget()
+    ids = others.get("input_ids") if inputs is None else inputs
+    prompt = _one_row(ids, settings, others)
+
+    def promise(tokens: int, rows: int = 1) -> contextlib.AbstractContextManager[None]:
+        """Memory to read so many tokens of every row, and to add new ones."""
+        at_once = rows * min(tokens, settings.prefill_chunk_size or tokens)
+        needed = needed_bytes(model, rows * (tokens + (settings.max_new_tokens or 0)), at_once)
+        return reserve_memory(tokens, needed, forget=kept.forget_one)
+
+    if prompt is None or not conversations or (key is None and not one_user):
+        given_rows, tokens = ids.shape[:2] if isinstance(ids, Tensor) and ids.dim() == 2 else (1, 0)
+        rows = given_rows * max(settings.num_beams or 1, settings.num_return_sequences or 1)
+        with promise(tokens, rows):
+            return stock(past_key_values=QAdACache(model, **options))
+
+    under: dict[str, Any] = {"options": options, "limits": limits, "key": key}
+    cache = kept.take(model, prompt, **under)
+    logger.info("%d of %d prompt tokens were kept from an earlier call", cache.get_seq_length(), len(prompt))
+    try:
+        with promise(len(prompt) - cache.get_seq_length()):
+            output = stock(past_key_values=cache)
+    except BaseException:
+        # What was generated is not known here. A cache that read the prompt, or began to, is no cause of the failure.
+        if held := min(cache.get_seq_length(), len(prompt)):
+            with contextlib.suppress(RuntimeError):  # layers hold different tokens, or have no way back: it is dropped
+                cache.crop(held - cache.get_seq_length())
+                kept.keep(model, prompt[:held], cache, **under)
+        raise
+    kept.keep(model, output[0, : cache.get_seq_length()].cpu(), cache, **under)
+    return output
+
+
+def _one_row(ids: Any, settings: GenerationConfig, others: Mapping[str, Any]) -> Tensor | None:
+    """The token ids `[tokens]` of a call with a cache that can be kept, on the host; None for other calls.
+
+    `settings` are all that the call asks of generation, `others` its other arguments.
+    """
+    mask = others.get("attention_mask")
+    plain = (
+        settings.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        and settings.num_return_sequences in (None, 1)
+        and not settings.return_dict_in_generate  # its result would hold the cache
+        and settings.cache_implementation is None  # refused by `model.generate` beside a cache
+        and others.keys() <= _HARMLESS
+    )
+    if not plain or not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        return None
+    if ids.dim() != 2 or len(ids) != 1 or not ids.numel() or ids.is_floating_point() or not mask.all():
+        return None
+    return ids[0].cpu()
 
 
 def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
@@ -23,10 +157,6 @@ def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
 
     `--trust-remote-code` trusts all the code that a folder holds or names. So Python files are left out, and configs
     that name code are copied without these names.
-
-    Args:
-        model: a folder that the model can be loaded from.
-        out: a folder that is not there yet.
 
     Raises:
         FileNotFoundError: `model` is no folder with a config.
@@ -49,15 +179,10 @@ def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
 def _without_code(file: Path) -> Any:
     """A config without the names of code; None if it has none."""
     text = file.read_text(encoding="utf-8")
-    if f'"{_CODE}"' not in text:
+    if f'"{_CODE}"' not in text and "\\u" not in text:  # JSON may spell letters of a name by their numbers
         return None
     try:
-        return _dropped(json.loads(text))
+        kept = json.loads(text, object_hook=lambda found: {name: found[name] for name in found if name != _CODE})
+        return None if kept == json.loads(text) else kept
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is no JSON: {error}") from error
-
-
-def _dropped(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _dropped(item) for name, item in value.items() if name != _CODE}
-    return [_dropped(item) for item in value] if isinstance(value, list) else value

@@ -25,19 +25,15 @@ SECONDS = 3600.0  # that one is kept unused
 class Limits:
     """Limits of a model's conversations.
 
-    Args:
-        conversations: how many are kept, the one under way included.
-        memory: of their caches, on host and devices together: bytes (an int), or a share of this process's memory (a
-            float in [0, 1]).
-        seconds: since one was last used.
-
     Raises:
         ValueError: a limit of another type, or out of its range.
     """
 
-    conversations: int = CONVERSATIONS
-    memory: int | float = MEMORY
-    seconds: float = SECONDS
+    conversations: int = CONVERSATIONS  # how many are kept, the one under way included
+    memory: int | float = (
+        MEMORY  # of their caches, on all devices: bytes (an int), or a share of `host_memory` (a float)
+    )
+    seconds: float = SECONDS  # since one was last used
 
     def __post_init__(self) -> None:
         count = self.conversations
@@ -57,24 +53,16 @@ class Limits:
 
 @dataclass
 class Counters:
-    """Since the process began, for a server to export.
+    """Since the process began, for a server to export."""
 
-    Attributes:
-        requests: calls with a cache that can be kept.
-        continued: of these, the ones that went on with a conversation.
-        prompt_tokens, cached_tokens: of all these calls; of these, the ones that were not read again.
-        evicted, expired: conversations that went for want of room; that nobody had gone on with for too long.
-        conversations, bytes: that are kept now.
-    """
-
-    requests: int = 0
-    continued: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    evicted: int = 0
-    expired: int = 0
-    conversations: int = 0
-    bytes: int = 0
+    requests: int = 0  # calls with a cache that can be kept
+    continued: int = 0  # of these, the ones that went on with a conversation
+    prompt_tokens: int = 0  # of all these calls
+    cached_tokens: int = 0  # of these, the ones that were not read again
+    evicted: int = 0  # conversations that went for want of room
+    expired: int = 0  # conversations that nobody had gone on with for too long
+    conversations: int = 0  # that are kept now
+    bytes: int = 0  # that these take
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +75,6 @@ class _Conversation:
     continued: bool  # whether anybody has gone on with it, as nobody does with a prompt that is asked once
     bytes: int
     used: float  # when, by `time.monotonic`
-
-    def fits(self, options: Mapping[str, Any], sample: list[str], key: str | None) -> bool:
-        """Whether a call under these options, of this model and for this key, may go on with it."""
-        return self.key == key and self.options == options and self.weights == sample
 
 
 class Conversations:
@@ -138,11 +122,10 @@ class Conversations:
             TypeError, ValueError, FileNotFoundError, NotImplementedError: as `QAdACache`.
         """
         switched_on = attention.is_switched_on(model.config.get_text_config(decoder=True))
-        now = identity.sample(model)
+        wanted = options, identity.sample(model), key
         with self._lock:
-            shared = [
-                _shared(kept, prompt) if switched_on and kept.fits(options, now, key) else 0 for kept in self._kept
-            ]
+            fitting = [switched_on and (kept.options, kept.weights, kept.key) == wanted for kept in self._kept]
+            shared = [_shared(kept, prompt) if fits else 0 for kept, fits in zip(self._kept, fitting, strict=True)]
             length = max(shared, default=0)
             taken = self._kept.pop(shared.index(length)) if length else None
             self._counters.requests += 1

@@ -20,7 +20,7 @@ _FILES = {  # by name of the hierarchy: the limit, what is taken, and the parts 
     "": ("memory.max", "memory.current", ("inactive_file", "active_file")),  # version 2
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
-_reserved: dict[object, int] = {}  # bytes, by call under way
+_reserved: list[int] = []  # bytes, of the calls under way
 _lock = threading.Lock()
 
 
@@ -102,18 +102,15 @@ def needed_bytes(model: PreTrainedModel, tokens: int, at_once: int) -> int:
 def reserve_memory(tokens: int, needed: int, *, forget: Callable[[], int]) -> Iterator[None]:
     """Set `needed` bytes aside while a call that reads `tokens` tokens is under way.
 
-    What calls have taken already counts as well as what they were promised, so that together they take less.
-
-    Args:
-        forget: drops one kept conversation, and says whether there was one.
+    What calls have taken already counts as well as what they were promised, so that together they take less. `forget`
+    drops one kept conversation, and says whether there was one.
 
     Raises:
         MemoryError: there is not so much left.
     """
-    call = object()
     with _lock:
         # Measured anew after each: what a cache took need not have gone back to the system.
-        while (left := memory_left() - sum(_reserved.values())) < needed and forget():
+        while (left := memory_left() - sum(_reserved)) < needed and forget():
             pass
         if left < needed:
             raise MemoryError(
@@ -121,9 +118,9 @@ def reserve_memory(tokens: int, needed: int, *, forget: Callable[[], int]) -> It
                 f"{max(left, 0) / 2**20:,.0f} MiB are left for it: shorten the prompt, set prefill_chunk_size, or ask "
                 "again when other calls are done"
             )
-        _reserved[call] = needed
+        _reserved.append(needed)
     try:
         yield
     finally:
         with _lock:
-            del _reserved[call]
+            _reserved.remove(needed)

@@ -32,29 +32,18 @@ MIN_PROMPT_TOKENS = MIN_TOKENS + 256  # of a prompt: with fewer the bulk is read
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean over a text, estimated from pieces of it by Student's t.
+    """The mean over a text, estimated from pieces of it by Student's t, and its interval of 90%."""
 
-    Attributes:
-        mean: of the pieces.
-        low, high: the true mean lies below either with a probability of 5%, and of 95%: an interval of 90%.
-    """
-
-    mean: float
-    low: float
-    high: float
+    mean: float  # of the pieces
+    low: float  # the true mean lies below with a probability of 5%
+    high: float  # the true mean lies below with a probability of 95%
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting, or reading everything, over all pieces.
+    """One setting, or reading everything, over all pieces; figures as in `Figures`, the last two as means."""
 
-    Attributes:
-        thresholds: None: everything is read.
-        kl, bytes_read: as in `Figures`.
-        top1, seconds: means over pieces, as in `Figures`.
-    """
-
-    thresholds: Thresholds | None
+    thresholds: Thresholds | None  # None: everything is read
     kl: Estimate
     bytes_read: Estimate
     top1: float
@@ -65,16 +54,12 @@ class Setting:
 class Budget:
     """The most that a setting may cost; one of both is given.
 
-    Attributes:
-        kl: mean KL divergence from reading everything, in nats.
-        bytes_read: share of the bulk's bytes.
-
     Raises:
         ValueError: it is not positive, or more than all bytes.
     """
 
-    kl: float | None = None
-    bytes_read: float | None = None
+    kl: float | None = None  # mean KL divergence from reading everything, in nats
+    bytes_read: float | None = None  # share of the bulk's bytes
 
     def __post_init__(self) -> None:
         if self.kl is not None and not 0 < self.kl < math.inf:  # also refuses nan
@@ -85,26 +70,22 @@ class Budget:
     def __str__(self) -> str:
         return f"KL {self.kl:g}" if self.kl is not None else f"{self.bytes_read:.1%} of the bytes"
 
-    def _spent(self, setting: Setting) -> Estimate:
-        return setting.bytes_read if self.kl is None else setting.kl
-
-    @property
-    def _most(self) -> float:
-        found = self.bytes_read if self.kl is None else self.kl
-        assert found is not None
-        return found
+    def _is_within(self, setting: Setting, end: str) -> bool:
+        """Whether this end of the estimate is."""
+        name = "bytes_read" if self.kl is None else "kl"
+        return getattr(getattr(setting, name), end) <= getattr(self, name)
 
     def choose(self, settings: Sequence[Setting]) -> Setting | None:
         """The best setting surely within the budget, by the figure without a budget; None if there is none.
 
         That is: the upper end of the interval is within. Bytes are least for a KL budget, KL is for one of bytes.
         """
-        within = [setting for setting in settings if self._spent(setting).high <= self._most]
+        within = [setting for setting in settings if self._is_within(setting, "high")]
         return min(within, key=lambda one: (one.kl if self.kl is None else one.bytes_read).mean, default=None)
 
     def confirmed(self, setting: Setting) -> bool:
         """Whether the figures on held-out text are within the budget on average."""
-        return self._spent(setting).mean <= self._most
+        return self._is_within(setting, "mean")
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -129,27 +110,17 @@ def summarize(thresholds: Thresholds | None, figures: Sequence[Figures]) -> Sett
 
 @dataclass(frozen=True)
 class Outcome:
-    """The curve, the choice and its confirmation.
+    """The curve, the choice and its confirmation."""
 
-    Attributes:
-        everything: reading everything, on the pieces that were chosen by.
-        settings: each of `SETTINGS`, on the same.
-        budget: what a setting may cost.
-        chosen: one of them; None: none is surely within the budget.
-        again: the chosen one, on the pieces that were held out.
-        pieces, held_out: numbers of pieces.
-        tokens, following: tokens of each piece, and after it.
-    """
-
-    everything: Setting
-    settings: list[Setting]
+    everything: Setting  # on the pieces that were chosen by
+    settings: list[Setting]  # each of `SETTINGS`, on the same
     budget: Budget
-    chosen: Setting | None
-    again: Setting | None
-    pieces: int
-    held_out: int
-    tokens: int
-    following: int
+    chosen: Setting | None  # one of them; None: none is surely within the budget
+    again: Setting | None  # the chosen one, on the pieces that were held out
+    pieces: int  # how many were chosen by
+    held_out: int  # how many were held out
+    tokens: int  # of each piece
+    following: int  # tokens after each
 
     @property
     def confirmed(self) -> bool:
@@ -160,22 +131,16 @@ class Outcome:
 def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Piece], budget: Budget) -> Outcome:
     """Measure every setting on `pieces`, choose one, and measure that again on `held_out`.
 
-    Args:
-        model: in eval mode.
-        pieces: to choose by; two or more, as one says nothing of how sure its figures are.
-        held_out: to confirm by.
-        budget: what a setting may cost.
+    The model is in eval mode. Pieces are two or more, as one says nothing of how sure its figures are.
     """
     steps = len(pieces) * (2 + len(SETTINGS)) + len(held_out) * 3
     with tqdm(total=steps, unit="step") as bar:
 
         def measured(places: Sequence[Piece], settings: Sequence[Thresholds], what: str) -> list[Setting]:
             found = []
-            for place, piece in enumerate(places):
-                said = f"{what} {place + 1} of {len(places)}"
-                bar.set_postfix_str(said)
-                everything, figures = measure(model, piece, settings, bar.update)
-                found.append([everything, *figures])
+            for place, piece in enumerate(places, start=1):
+                bar.set_postfix_str(f"{what} {place} of {len(places)}")
+                found.append(measure(model, piece, settings, bar.update))
             columns = zip((None, *settings), zip(*found, strict=True), strict=True)
             return [summarize(thresholds, column) for thresholds, column in columns]
 
@@ -183,9 +148,8 @@ def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Pie
         chosen, again = budget.choose(settings), None
         if chosen is not None and chosen.thresholds is not None:
             again = measured(held_out, [chosen.thresholds], "held-out piece")[1]
-    sizes = {"tokens": pieces[0].prompt.shape[1], "following": pieces[0].following.shape[1]}
-    counts = {"pieces": len(pieces), "held_out": len(held_out)}
-    return Outcome(everything, settings, budget, chosen, again, **counts, **sizes)
+    tokens, following = pieces[0].prompt.shape[1], pieces[0].following.shape[1]
+    return Outcome(everything, settings, budget, chosen, again, len(pieces), len(held_out), tokens, following)
 
 
 def keep(model: PreTrainedModel, outcome: Outcome) -> Path:
@@ -203,11 +167,10 @@ def keep(model: PreTrainedModel, outcome: Outcome) -> Path:
 
 def rows(outcome: Outcome) -> list[dict[str, str]]:
     """The curve as a table; its first row reads everything."""
-    named = [("all is read", ""), *((f"{one.token_threshold:g}", f"{one.threshold:g}") for one in SETTINGS)]
     return [
         {
-            "token_threshold": token_threshold,
-            "threshold": threshold,
+            "token_threshold": f"{one.thresholds.token_threshold:g}" if one.thresholds else "all is read",
+            "threshold": f"{one.thresholds.threshold:g}" if one.thresholds else "",
             "KL": f"{one.kl.mean:.5f}",
             "KL interval": f"{one.kl.low:.5f} - {one.kl.high:.5f}",
             "likeliest same": f"{one.top1:.3f}",
@@ -215,30 +178,27 @@ def rows(outcome: Outcome) -> list[dict[str, str]]:
             "bytes interval": f"{one.bytes_read.low:.1%} - {one.bytes_read.high:.1%}",
             "ms/token": f"{1e3 * one.seconds:.1f}",
         }
-        for (token_threshold, threshold), one in zip(named, (outcome.everything, *outcome.settings), strict=True)
+        for one in (outcome.everything, *outcome.settings)
     ]
 
 
 def sentences(outcome: Outcome) -> list[str]:
     """Sentences on the measurement, the choice, and its confirmation by other text."""
-    lines = [
+    measured = (
         f"Means of {outcome.pieces} pieces of {outcome.tokens} tokens, over the {outcome.following} tokens after each. "
         f"Intervals are of 90%, by Student's t over {outcome.pieces} pieces: in 1 of 20 cases the mean over all such "
         "text lies above the upper end. Bytes are those of keys and values outside sinks and window, in 16 bits a "
         f"value, the sketch included. The defaults are {TOKEN_THRESHOLD:g} and {THRESHOLD:g}."
-    ]
-    if outcome.chosen is None:
-        return [*lines, f"No setting is surely within {outcome.budget}: the interval of none ends there."]
-    assert outcome.again is not None
+    )
     found = outcome.again
+    if outcome.chosen is None or found is None:
+        return [measured, f"No setting is surely within {outcome.budget}: the interval of none ends there."]
+    verdict = "The choice is" if outcome.confirmed else "That exceeds the budget: the choice is not"
     return [
-        *lines,
+        measured,
         f"Chosen for {outcome.budget}: {outcome.chosen.thresholds}.",
         f"On {outcome.held_out} pieces that were held out: KL {found.kl.mean:.5f}, likeliest token the same "
-        f"{found.top1:.3f}, {found.bytes_read.mean:.1%} of the bytes. "
-        + (
-            "The choice is confirmed." if outcome.confirmed else "That exceeds the budget: the choice is not confirmed."
-        ),
+        f"{found.top1:.3f}, {found.bytes_read.mean:.1%} of the bytes. {verdict} confirmed.",
     ]
 
 
@@ -248,24 +208,25 @@ def plot(outcome: Outcome, path: Path) -> None:
 
     figure = Figure(figsize=(5.2, 3.6), layout="constrained")
     axes = figure.subplots()
-    means = [one.kl.mean for one in outcome.settings]
-    shares = [100 * one.bytes_read.mean for one in outcome.settings]
+
+    def place(one: Setting) -> tuple[float, float]:
+        return 100 * one.bytes_read.mean, one.kl.mean
+
+    shares, means = zip(*map(place, outcome.settings), strict=True)
     below = [one.kl.mean - one.kl.low for one in outcome.settings]
     above = [one.kl.high - one.kl.mean for one in outcome.settings]
     axes.errorbar(shares, means, yerr=(below, above), marker="o", capsize=3, label="settings, 90% intervals")
-    for one, share, mean in zip(outcome.settings, shares, means, strict=True):
+    for one in outcome.settings:
         name = str(one.thresholds).removeprefix("token_threshold=")
-        axes.annotate(name, (share, mean), textcoords="offset points", xytext=(5, 5))
+        axes.annotate(name, place(one), textcoords="offset points", xytext=(5, 5))
     if outcome.budget.kl is not None:
         axes.axhline(outcome.budget.kl, color="grey", linestyle="--", label="budget")
     elif outcome.budget.bytes_read is not None:
         axes.axvline(100 * outcome.budget.bytes_read, color="grey", linestyle="--", label="budget")
     if outcome.chosen is not None:
-        place = 100 * outcome.chosen.bytes_read.mean, outcome.chosen.kl.mean
-        axes.scatter(*place, s=140, facecolors="none", edgecolors="tab:red", label="chosen", zorder=3)
+        axes.scatter(*place(outcome.chosen), s=140, facecolors="none", edgecolors="tab:red", label="chosen", zorder=3)
     if outcome.again is not None:
-        place = 100 * outcome.again.bytes_read.mean, outcome.again.kl.mean
-        axes.scatter(*place, marker="x", color="tab:red", label="held out", zorder=3)
+        axes.scatter(*place(outcome.again), marker="x", color="tab:red", label="held out", zorder=3)
     axes.set(xlabel="bytes read, % of the bulk", ylabel="KL from reading everything, nats", ylim=(0, None))
     axes.legend()
     figure.savefig(path)

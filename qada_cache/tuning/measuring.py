@@ -20,15 +20,10 @@ VALUE_BITS = 16  # bits a value of the bulk, for counting bytes in any dtype
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of text and its continuation.
+    """A stretch of text and its continuation."""
 
-    Attributes:
-        prompt: int64 `[1, tokens]`.
-        following: int64 `[1, tokens]`.
-    """
-
-    prompt: Tensor
-    following: Tensor
+    prompt: Tensor  # int64 `[1, tokens]`
+    following: Tensor  # int64 `[1, tokens]`
 
 
 def default_text() -> str:
@@ -45,14 +40,9 @@ def default_text() -> str:
 
 
 def cut(text: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, following: int) -> list[Piece]:
-    """Pieces spread evenly over the text, without overlap.
+    """`count` pieces of `tokens` in the prompt and `following` after it, spread evenly over the text, without overlap.
 
     Each begins with the token that begins a text, if the tokenizer puts one there.
-
-    Args:
-        count: of pieces.
-        tokens: of each prompt.
-        following: tokens after each prompt.
 
     Raises:
         ValueError: the text is too short, or the tokenizer does not know its words.
@@ -84,35 +74,25 @@ def held_out(pieces: list[Piece], count: int) -> tuple[list[Piece], list[Piece]]
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one setting on one piece.
+    """Figures of one setting on one piece."""
 
-    Attributes:
-        kl: mean KL divergence of its next-token distributions from those of reading everything, in nats.
-        top1: share of tokens whose likeliest next token is the same.
-        bytes_read: share of the bulk's bytes that is read, with the sketch, as if values had `VALUE_BITS`.
-        seconds: of a decoded token, the median.
-    """
-
-    kl: float
-    top1: float
-    bytes_read: float
-    seconds: float
+    kl: float  # mean KL divergence of its next-token distributions from those of reading everything, in nats
+    top1: float  # share of tokens whose likeliest next token is the same
+    bytes_read: float  # share of the bulk's bytes that is read, with the sketch, as if values had `VALUE_BITS`
+    seconds: float  # of a decoded token, the median
 
 
 @torch.inference_mode()
 def measure(
     model: PreTrainedModel, piece: Piece, settings: Sequence[Thresholds], done: Callable[[], object]
-) -> tuple[Figures, list[Figures]]:
-    """Figures of reading everything, and of every setting.
+) -> list[Figures]:
+    """Figures of reading everything, then of every setting.
 
     The prompt is read once, exactly. Each setting goes on from a copy of that state. The following tokens are fed one
     by one: the queries of one call would share their reads.
 
-    Args:
-        model: in eval mode.
-        piece: of text.
-        settings: to measure; all else is a cache's default.
-        done: is called after the prompt, after reading everything, and after every setting.
+    The model is in eval mode. All but the settings is a cache's default. `done` is called after the prompt, after
+    reading everything, and after every setting.
     """
     device = inputs_device(model)
     read = QAdACache(model, tuned=False)
@@ -121,14 +101,13 @@ def measure(
     fed = torch.cat([piece.prompt[:, -1:], piece.following[:, :-1]], dim=1).to(device)
     full, seconds = _decode(model, read.fork(criterion="dense"), fed)
     done()
-    everything, found = Figures(0.0, 1.0, 1.0, seconds), []
-    value_bytes = model.dtype.itemsize
+    found = [Figures(0.0, 1.0, 1.0, seconds)]
     for setting in settings:
         cache = read.fork(**asdict(setting))
         logits, seconds = _decode(model, cache, fed)
-        found.append(Figures(*compared(full, logits), bytes_read(cache.stats(), value_bytes), seconds))
+        found.append(Figures(*compared(full, logits), bytes_read(cache.stats(), model.dtype.itemsize), seconds))
         done()
-    return everything, found
+    return found
 
 
 def _decode(model: PreTrainedModel, cache: QAdACache, ids: Tensor) -> tuple[Tensor, float]:
@@ -159,7 +138,5 @@ def bytes_read(stats: CacheStats, value_bytes: int) -> float:
     """
     if not stats.dense_bulk_bytes:
         raise ValueError("a QAdACache reads nothing of this model's layers, so there is nothing to tune")
-    sketch_read_bytes = stats.sketch_read_bytes * (
-        8 * value_bytes / VALUE_BITS
-    )  # the sketch has the same bits in any dtype
-    return (stats.bulk_read_bytes + stats.resident_hit_bytes + sketch_read_bytes) / stats.dense_bulk_bytes
+    sketch_bytes = stats.sketch_read_bytes * (8 * value_bytes / VALUE_BITS)  # the same bits in any dtype
+    return (stats.bulk_read_bytes + stats.resident_hit_bytes + sketch_bytes) / stats.dense_bulk_bytes

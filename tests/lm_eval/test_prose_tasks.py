@@ -19,8 +19,8 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 import qada_cache  # noqa: E402
 from eval.shared import language_model  # noqa: E402
 from qada_cache.lm_eval import QAdALM, startup  # noqa: E402
-from qada_cache.lm_eval.tasks.prose import haystack, prose, questions  # noqa: E402
-from qada_cache.lm_eval.tasks.prose.haystack import ADJECTIVES, KINDS, NOUNS  # noqa: E402
+from qada_cache.lm_eval.tasks.prose import prose, questions  # noqa: E402
+from qada_cache.lm_eval.tasks.prose.questions import ADJECTIVES, KINDS, NOUNS  # noqa: E402
 
 startup.install()  # for an environment in which the package is not installed
 
@@ -108,7 +108,7 @@ def test_needles_are_in_the_text_and_answers_are_what_is_asked(loaded: dict[str,
 
 
 def test_needles_lie_between_sentences_at_all_depths(loaded: dict[str, ConfigurableTask]) -> None:
-    text = 2 * "".join(haystack.load().words)  # a passage may begin again where the text ends
+    text = 2 * "".join(questions.load().words)  # a passage may begin again where the text ends
     depths: list[float] = []
     for document in documents(loaded["prose_niah_multikey_16"]):
         passage = document["input"].split("\n", 1)[1].rsplit("\n", 1)[0]
@@ -175,7 +175,7 @@ def test_labels_are_known_from_the_examples_alone(loaded: dict[str, Configurable
 
 
 def test_word_lists_have_no_doubles() -> None:
-    for words in (ADJECTIVES, NOUNS, " ".join(KINDS.values()).split()):
+    for words in (ADJECTIVES.split(), NOUNS.split(), " ".join(KINDS.values()).split()):
         assert len(set(words)) == len(words)
     assert len({len(words.split()) for words in KINDS.values()}) == 1
 

@@ -28,6 +28,8 @@ def model(tmp_path: Path) -> Path:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     code = {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "somebody/else--evil.Config"}
     (folder / "config.json").write_text(json.dumps({**config, "auto_map": code, "nested": [{"auto_map": code}]}))
+    spelt = json.dumps({"auto_map": code, "eos_token_id": 2}).replace("auto_map", "auto\\u005fmap")
+    (folder / "generation_config.json").write_text(spelt)
     (folder / "evil.py").write_text(EVIL, encoding="utf-8")
     (folder / "custom_generate").mkdir()
     (folder / "custom_generate/generate.py").write_text(EVIL, encoding="utf-8")
@@ -39,6 +41,7 @@ def test_none_of_the_models_code_is_there(model: Path, tmp_path: Path) -> None:
     make_folder(model, out)
     assert [str(path.relative_to(out)) for path in out.rglob("*.py")] == ["custom_generate/generate.py"]
     assert "auto_map" not in (out / "config.json").read_text(encoding="utf-8")
+    assert json.loads((out / "generation_config.json").read_text(encoding="utf-8")) == {"eos_token_id": 2}
     assert (out / "model.safetensors").resolve() == model / "model.safetensors"
     served, ids = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True), prompt(60)[0]
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 4}

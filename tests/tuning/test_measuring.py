@@ -29,7 +29,7 @@ def measured() -> tuple[PreTrainedModel, Tensor, Figures, list[Figures]]:
     done: list[int] = []
     found = measure(model, Piece(ids[:, :TOKENS], ids[:, TOKENS:]), SETTINGS, lambda: done.append(1))
     assert len(done) == 2 + len(SETTINGS)
-    return model, ids, *found
+    return model, ids, found[0], found[1:]
 
 
 @torch.no_grad()

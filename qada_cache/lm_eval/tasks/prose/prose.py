@@ -8,18 +8,14 @@ from typing import Any
 from datasets import Dataset, Split
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qada_cache.lm_eval.tasks.prose import haystack, questions
+from qada_cache.lm_eval.tasks.prose import questions
 from qada_cache.lm_eval.tasks.prose.questions import Question
 
 SMALLEST = 8  # a document's size, whatever that counts, when nothing is known
 FULL = 0.985  # of the room: a document that fills it to here is not made longer
-FORMS: dict[str, Callable[..., questions.Question]] = {
-    "needles": questions.needles,
-    "variables": questions.variables,
-    "common_words": questions.common_words,
-    "frequent_words": questions.frequent_words,
-    "classes": questions.classes,
-}
+GOLDEN = 0.6180339887498949  # successive multiples, modulo 1, are spread evenly however many there are
+_MAKERS = (questions.needles, questions.variables, questions.common_words, questions.frequent_words, questions.classes)
+FORMS: dict[str, Callable[..., Question]] = {make.__name__: make for make in _MAKERS}
 
 
 def fit(
@@ -56,16 +52,13 @@ def fit(
 def ruler_of(model_arguments: Mapping[str, Any]) -> Callable[[Question], int]:
     """What measures a question in tokens: with the answer's prefix, and in the chat template if there is one.
 
-    Args:
-        model_arguments: lm-eval's, with the tokenizer as RULER's tasks take it, `tokenizer`, `pretrained` or `model`,
-            and `gguf_file` where the model is one.
+    lm-eval's model arguments name the tokenizer as for RULER's tasks, by `tokenizer`, `pretrained` or `model`, and
+    `gguf_file` where the model is one.
 
     Raises:
         OSError, ValueError: no tokenizer is named, or it cannot be loaded.
     """
-    name = next(
-        (model_arguments[key] for key in ("tokenizer", "pretrained", "model") if model_arguments.get(key)), None
-    )
+    name = next(filter(None, map(model_arguments.get, ("tokenizer", "pretrained", "model"))), None)
     if not isinstance(name, str):
         raise ValueError(
             "no tokenizer to measure lengths with: it comes from --model_args pretrained=... or tokenizer=..., or from "
@@ -73,7 +66,11 @@ def ruler_of(model_arguments: Mapping[str, Any]) -> Callable[[Question], int]:
         )
     gguf = None if model_arguments.get("tokenizer") else model_arguments.get("gguf_file")
     tokenizer = load_tokenizer(name, gguf, bool(model_arguments.get("trust_remote_code")))
-    around = template_tokens(tokenizer)
+    around = 0
+    if tokenizer.chat_template:  # what it puts around a prompt is kept free, whether or not it is applied
+        said = [{"role": "user", "content": "A"}]
+        chat = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        around = count(tokenizer, str(chat)) - count(tokenizer, "A")
     return lambda question: around + count(tokenizer, f"{question.prompt} {question.prefix}")
 
 
@@ -82,14 +79,6 @@ def load_tokenizer(name: str, gguf_file: str | None, trust_remote_code: bool) ->
     """As `AutoTokenizer.from_pretrained`, once: of a GGUF file it takes seconds."""
     given = {} if gguf_file is None else {"gguf_file": gguf_file}
     return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **given)
-
-
-def template_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many tokens the chat template puts around a prompt: kept free, whether or not it is applied."""
-    if not tokenizer.chat_template:
-        return 0
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "A"}], tokenize=False, add_generation_prompt=True)
-    return count(tokenizer, str(chat)) - count(tokenizer, "A")
 
 
 def count(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
@@ -125,7 +114,7 @@ def dataset(
     Raises:
         OSError, ValueError: the text or the tokenizer cannot be used, or a length is too short.
     """
-    prose, ruler = haystack.load(text), ruler_of(model_arguments)
+    prose, ruler = questions.load(text), ruler_of(model_arguments)
     rows = []
     for length in max_seq_lengths:
         settings, size = dict(options or {}), SMALLEST
@@ -133,19 +122,14 @@ def dataset(
             settings = {"often": 6, "seldom": 1, **settings}  # RULER's, for short lists
         for number in range(documents):
 
-            def make(size: int, number: int = number, settings: dict = settings) -> questions.Question:
+            def make(size: int, number: int = number, settings: dict = settings) -> Question:
                 draw = Random(f"{form} {settings} {seed} {number}")
-                return FORMS[form](draw, size, prose, where=haystack.whereabouts(seed, number), **settings)
+                where = (Random(seed).random() + number * GOLDEN) % 1.0  # far from those of the numbers before it
+                return FORMS[form](draw, size, prose, where=where, **settings)
 
             question, size = fit(make, ruler, length - answer_tokens, size)
-            rows.append(
-                {
-                    "input": question.prompt,
-                    "gen_prefix": question.prefix,
-                    "outputs": question.answers,
-                    "max_length": length,
-                }
-            )
+            columns = {"input": question.prompt, "gen_prefix": question.prefix, "outputs": question.answers}
+            rows.append({**columns, "max_length": length})
     return {"test": Dataset.from_list(rows, split=Split.TEST)}
 
 

@@ -1,21 +1,116 @@
 """What a prompt of each form asks: numbers for keys, the variables of a value, frequent words, labels of words.
 
+A document is made of the Python language reference, part of every Python, or of a file, and of words for keys.
+
 The forms but the last, the prompts' wording and the answers' prefixes are those of RULER (Hsieh et al., 2024). Every
 maker takes the document's own random numbers `draw`, the `size` of the text around the question, and the prose. The
 same arguments give the same question; another size changes the surrounding text alone.
 """
 
+import re
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cache
+from itertools import cycle, islice
 from math import pi
+from pathlib import Path
+from pydoc_data.topics import topics
 from random import Random
 from string import ascii_lowercase, ascii_uppercase
 from typing import NamedTuple
 
-from qada_cache.lm_eval.tasks.prose.haystack import ADJECTIVES, KINDS, NOUNS, Haystack, hide
-
+ADJECTIVES = (
+    "amber ancient bitter brave brisk calm clever cosmic crimson curious distant eager faded gentle gloomy golden "
+    "hidden hollow humble icy jolly lively lonely loyal mellow misty noisy polite proud quiet rapid rusty silent "
+    "sleepy smooth stormy tidy velvet wild young"
+)
+NOUNS = (
+    "anchor badger bakery basket beacon blanket bridge button candle canyon castle comet compass cottage dolphin "
+    "engine falcon feather forest garden hammer harbor island kettle ladder lantern library marble meadow mirror "
+    "orchard pebble pillow puzzle river saddle teapot tunnel violin window"
+)
+KINDS = {
+    "animal": "badger bear camel cat cow deer dog donkey elephant fox frog goat hamster horse lion monkey mouse otter "
+    "rabbit sheep squirrel tiger wolf zebra",
+    "food": "apple bacon banana bread butter cake carrot cheese cherry cookie grape honey lemon onion orange pancake "
+    "peach pizza potato rice salad sausage soup tomato",
+    "clothing": "apron belt blouse boots cap cardigan coat dress gloves hat hoodie jacket jeans mittens pajamas robe "
+    "sandals scarf shirt shorts skirt socks sweater trousers",
+    "vehicle": "airplane ambulance bicycle boat bus canoe car ferry helicopter jeep kayak limousine lorry motorcycle "
+    "rocket scooter ship submarine taxi tractor train tram truck van",
+    "body": "ankle arm cheek chin ear elbow eye finger foot forehead hand heel hip jaw knee leg lip neck nose shoulder "
+    "stomach thumb tongue wrist",
+    "country": "Argentina Australia Austria Brazil Canada Chile China Cuba Denmark Egypt Finland France Germany Greece "
+    "India Ireland Italy Japan Kenya Mexico Norway Peru Poland Spain",
+}
+# The language reference has curved quotation marks too.
+SENTENCE_END = re.compile("[.!?:][\"')\u2019\u201d]*\\s+(?=[A-Z\"'(\u2018\u201c*])|\\n\\s*\\n")
+BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
+DEPTHS = 40  # places in a passage that a sentence may be put at, from its start to its end, RULER's number
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 HOPS = 4  # of a chain of variables
 COMMON = 10  # words asked for
 FREQUENT = 3  # coded words asked for
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A text to cut passages from."""
+
+    words: tuple[str, ...]  # each with the white space after it
+    paragraphs: tuple[int, ...]  # the numbers of the words that begin a paragraph, ascending
+    vocabulary: tuple[str, ...]  # words of lower-case letters, of which none is part of another, sorted
+
+    def passage(self, where: float, size: int) -> str:
+        """`size` words from the first paragraph after `where` (0 to 1, start to end); past the end it starts again."""
+        place = bisect_left(self.paragraphs, int(where * len(self.words)))
+        start = self.paragraphs[place % len(self.paragraphs)]
+        return "".join(islice(cycle(self.words), start, start + size))
+
+
+def hide(draw: Random, passage: str, sentences: list[str]) -> str:
+    """The passage with the sentences, in their order, between its own, at depths that `draw` picks.
+
+    Raises:
+        ValueError: more sentences than `DEPTHS`.
+    """
+    # Not the passage's end, where a sentence may be cut.
+    ends = [0, *(match.end() for match in SENTENCE_END.finditer(passage))]
+    depths = sorted(draw.sample(range(DEPTHS), len(sentences)))
+    made, done = [], 0
+    for depth, sentence in zip(depths, sentences, strict=True):
+        end = ends[round(depth / (DEPTHS - 1) * (len(ends) - 1))]
+        before = passage[done:end]
+        apart = "\n\n" if BLANK_LINE.search(before[len(before.rstrip()) :]) else " "
+        made += [before, "" if not before or before[-1].isspace() else " ", sentence, apart]
+        done = end
+    return "".join([*made, passage[done:]]).strip()
+
+
+def language_reference() -> str:
+    """The paragraphs of the Python language reference that are prose, one a line: no grammar, code or headings."""
+    blocks = (" ".join(block.split()) for topic in topics.values() for block in BLANK_LINE.split(topic))
+    long = (block for block in dict.fromkeys(blocks) if re.fullmatch(r"(\* )?[A-Z\"].{60,}[.:]", block))
+    letters = {block: sum(character.isalpha() or character == " " for character in block) for block in long}
+    return "\n\n".join(block for block, count in letters.items() if count / len(block) > 0.88)
+
+
+@cache
+def load(path: str | None = None) -> Haystack:
+    """The haystack in a UTF-8 text file, or the Python language reference.
+
+    Raises:
+        OSError: no such file.
+        ValueError: it is not a text, or has fewer than a hundred words.
+    """
+    text = language_reference() if path is None else Path(path).read_text("utf-8")
+    words = re.findall(r"\S+\s*", text.strip() + "\n\n\n")
+    if len(words) < 100:
+        raise ValueError(f"{path}: {len(words)} words are too few for a haystack")
+    paragraphs = [0, *(number for number, word in enumerate(words[:-1], start=1) if BLANK_LINE.search(word))]
+    found = sorted(set(re.findall(r"(?<![^\s(])[a-z]{4,10}(?![^\s.,:;!?)])", text)))
+    joined = " ".join(found)
+    return Haystack(tuple(words), tuple(paragraphs), tuple(word for word in found if joined.count(word) == 1))
 
 
 class Question(NamedTuple):
@@ -29,17 +124,12 @@ class Question(NamedTuple):
 def needles(
     draw: Random, size: int, prose: Haystack, *, where: float, keys: int = 1, values: int = 1, asked: int = 1
 ) -> Question:
-    """Seven-digit numbers for keys, in `size` words of prose.
+    """Seven-digit numbers for `keys` keys, `values` for each, in `size` words of prose; `asked` keys are asked for.
 
-    Args:
-        draw, size, prose: see above.
-        where: the part of the prose, 0 to 1.
-        keys: how many have numbers.
-        values: numbers of each key.
-        asked: keys whose numbers are asked for.
+    `where` is the part of the prose, 0 to 1.
     """
-    words = zip(draw.sample(ADJECTIVES, keys), draw.sample(NOUNS, keys), strict=True)  # no two keys share one
-    pairs = [f"{adjective}-{noun}" for adjective, noun in words]
+    adjectives, nouns = draw.sample(ADJECTIVES.split(), keys), draw.sample(NOUNS.split(), keys)  # no two keys share one
+    pairs = [f"{adjective}-{noun}" for adjective, noun in zip(adjectives, nouns, strict=True)]
     drawn = iter(draw.sample(range(1_000_000, 10_000_000), keys * values))
     numbers = {pair: [str(next(drawn)) for _ in range(values)] for pair in pairs}
     facts = [f"One of the special magic numbers for {pair} is: {value}." for pair in pairs for value in numbers[pair]]
@@ -48,19 +138,13 @@ def needles(
     text = hide(draw, prose.passage(where, size), facts)
     query = queries[0] if asked == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
     answers = [value for pair in queries for value in numbers[pair]]
-    if len(answers) == 1:
-        return Question(
-            "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you "
-            f"about the number afterwards.\n{text}\n"
-            f"What is the special magic number for {query} mentioned in the provided text?",
-            f"The special magic number for {query} mentioned in the provided text is",
-            answers,
-        )
+    one = "A", "number", "is", "is"
+    some, number, verb, ask = one if len(answers) == 1 else ("Some", "numbers", "are", "are all")
     return Question(
-        "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you "
-        f"about the numbers afterwards.\n{text}\n"
-        f"What are all the special magic numbers for {query} mentioned in the provided text?",
-        f"The special magic numbers for {query} mentioned in the provided text are",
+        f"{some} special magic {number} {verb} hidden within the following text. Make sure to memorize it. I will quiz "
+        f"you about the {number} afterwards.\n{text}\n"
+        f"What {ask} the special magic {number} for {query} mentioned in the provided text?",
+        f"The special magic {number} for {query} mentioned in the provided text {verb}",
         answers,
     )
 
@@ -105,9 +189,7 @@ def common_words(
 ) -> Question:
     """The ten most common of the prose's words in a list with `size` others, after a solved example.
 
-    Args:
-        draw, size, prose: see above.
-        often, seldom: how often the ten and the others are in the list.
+    The ten are in the list `often` times each, the others `seldom` times.
 
     Raises:
         ValueError: the prose has too few different words.

@@ -15,36 +15,19 @@ PROMPTS = 500  # per length, as many as RULER has
 ANSWER_TOKENS = 128  # within the length, as `max_gen_toks` in the YAML
 
 
-def documents(questions: Sequence[Mapping[str, Any]], texts: list[str], tokenizer: Any, tokens: int) -> list[dict]:
-    """RULER's prompts of at most `tokens`, answer included, for the first `PROMPTS` of `questions`, each replaced.
-
-    Args:
-        questions, texts: as `qa_utils.read_hotpotqa` gives them: a question names its texts by number.
-        tokenizer: measures the length.
-        tokens: length of prompt and answer.
-    """
-    replaced = [{**question, "query": QUESTION} for question in questions[:PROMPTS]]
-    return qa_utils.generate_samples(
-        tokenizer=tokenizer,
-        docs=texts,
-        qas=replaced,
-        max_seq_length=tokens,
-        num_samples=len(replaced),
-        tokens_to_generate=ANSWER_TOKENS,
-    )
-
-
 def context_free_dataset(*, max_seq_lengths: Iterable[int], **model_arguments: Any) -> dict[str, Dataset]:
-    """The split `test`: `input` and `gen_prefix` of every document.
+    """The split `test`: `input` and `gen_prefix` of every document, for RULER's first `PROMPTS` questions.
 
-    Args:
-        max_seq_lengths: tokens of prompt and answer; `--metadata` of the command line.
-        model_arguments: name the tokenizer, as `tokenizer` or `pretrained`.
+    `max_seq_lengths` are tokens of prompt and answer, from `--metadata`. The model arguments name the tokenizer.
     """
     tokenizer = common_utils.get_tokenizer(common_utils.resolve_tokenizer_name(model_arguments))
     questions, texts = qa_utils.read_hotpotqa()
-    rows = [row for tokens in max_seq_lengths for row in documents(questions, texts, tokenizer, tokens)]
-    return {"test": Dataset.from_list(rows, split=Split.TEST)}
+    replaced = [{**question, "query": QUESTION} for question in questions[:PROMPTS]]
+    given = {"docs": texts, "qas": replaced, "num_samples": len(replaced), "tokens_to_generate": ANSWER_TOKENS}
+    made = (
+        qa_utils.generate_samples(tokenizer=tokenizer, max_seq_length=tokens, **given) for tokens in max_seq_lengths
+    )
+    return {"test": Dataset.from_list([row for rows in made for row in rows], split=Split.TEST)}
 
 
 def process_results(document: Mapping[str, Any], answers: Sequence[str]) -> dict[str, float]:
