@@ -171,6 +171,5 @@ def attend_exactly(
             far = partial_attention(grouped_queries[at], part.keys, part.values, **kwargs)
             out[at], lse[at] = merge_partials(out[at], lse[at], *far)
             layer.counters.streamed_bytes += part.bulk_read_bytes
-            layer.counters.resident_hit_bytes += part.resident_hit_bytes
         result[rows, :, real] = out.reshape(*new_query.shape[:3], -1).to(query.dtype)
     return result

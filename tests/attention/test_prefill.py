@@ -178,7 +178,7 @@ def test_what_lies_on_the_device_is_not_streamed() -> None:
             outputs.append(attend_exactly(layer, layer.store, chunk[2], *chunk[:2], scaling=0.25, valid=None))
             whole = 2 * (60 - SINKS - WINDOW) * TOKEN_BYTES
             assert layer.counters.streamed_bytes == copies.bytes == (whole / 4 if budget else whole)
-            assert layer.counters.resident_hit_bytes == whole - layer.counters.streamed_bytes
+            assert layer.counters.resident_hit_bytes == 0  # of query-adaptive calls, which `read_share` is of
     assert torch.equal(*outputs)
 
 
