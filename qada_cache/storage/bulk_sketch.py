@@ -9,18 +9,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.reference import without_autocast
-from ..sketch import (
-    MIN_TOKENS,
-    SEGMENT_TOKENS,
-    Layout,
-    Sketch,
-    channel_means,
-    order_dtype,
-    quantize_segments,
-    round_slopes,
-    segment_start,
-    segments_of,
-)
+from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, segment_start, segments_of
+from ..sketch.codec import Sketch, channel_means, order_dtype, quantize_segments, round_slopes
 from . import transfers
 from .bulk import Bulk
 

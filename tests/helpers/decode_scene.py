@@ -12,7 +12,8 @@ from sketch_reference import estimates, half_variance, is_unreliable, log_shares
 from torch import Tensor
 
 from qada_cache import sketch
-from qada_cache.sketch import Layout, Sketch, channel_means, order_dtype, quantize_segments, round_slopes, segments_of
+from qada_cache.sketch import Layout, segments_of
+from qada_cache.sketch.codec import Sketch, channel_means, order_dtype, quantize_segments, round_slopes
 from qada_cache.storage.geometry import make_geometry
 
 SINKS, WINDOW = 3, 8
