@@ -8,7 +8,7 @@ integers and `w` gives every channel the deviation that its quantizer is made fo
 same. `c`, `w`, the order and the unit of the scales belong to a segment and follow from its keys.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Sketch:
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return dict(vars(self))
 
     def __getitem__(self, index: tuple[int, int]) -> "Sketch":
         """One row's and head's."""
