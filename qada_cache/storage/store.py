@@ -70,9 +70,11 @@ class TokenStore:
             self.local_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
             # Of a dtype of their own: models under autocast may hand out float32 keys beside bfloat16 values.
             self.local_values = self.local_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
-            self.moments = RunningMoments(batch, kv_heads, keys.shape[3], keys.device) if track_moments else None
         self.bulk = Bulk(self.local_keys, self.local_values, offloading=offloading, residents=residents, layer=layer)
-        self.sketch = BulkSketch.of(self.local_keys, self.local_values, sketch_bits, energies)
+        self.moments: RunningMoments | None = None
+        self.sketch: BulkSketch | None = None
+        self.keep_moments(track=track_moments, update=update_moments)
+        self.keep_sketch(sketch_bits, energies)
 
     @property
     def batch(self) -> int:
@@ -109,12 +111,8 @@ class TokenStore:
             self.end += tokens
             self.lengths = [length + tokens for length in self.lengths]
             return
-        groups, recents = self._single_rows(), []
-        for rows in groups:
-            real = real_tokens(valid, rows.start, keys.device)
-            pairs = zip(self._recent(rows), (keys[rows][:, :, real], values[rows][:, :, real]), strict=True)
-            recents.append(tuple(torch.cat(pair, dim=2) for pair in pairs))
-        self._set_recent(groups, recents)
+        groups = self._single_rows()
+        self._set_recent(groups, [self._extended(rows, keys, values, valid) for rows in groups])
         self.lengths = [length + int(new) for length, new in zip(self.lengths, valid.sum(dim=-1), strict=True)]
 
     def absorb(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
@@ -123,17 +121,7 @@ class TokenStore:
         recents, lengths = [], []
         for rows in groups:
             self._catch_up(rows)
-            new_keys, new_values = keys[rows], values[rows]
-            if valid is not None:
-                real = real_tokens(valid, rows.start, keys.device)
-                new_keys, new_values = new_keys[:, :, real], new_values[:, :, real]
-            if self.lengths[rows.start] > self.flushed[rows.start]:
-                pairs = zip(self._recent(rows), (new_keys, new_values), strict=True)
-                new_keys, new_values = (torch.cat(pair, dim=2) for pair in pairs)
-            older = max(new_keys.shape[2] - self.window, 0)
-            self._flush(rows, new_keys[:, :, :older], new_values[:, :, :older], exact=True)
-            # Not views: those would keep all of this row's new tokens until the last row is done.
-            recents.append((new_keys[:, :, older:].clone(), new_values[:, :, older:].clone()))
+            recents.append(self._flush(rows, *self._extended(rows, keys, values, valid), exact=True))
             lengths += [self.flushed[rows.start] + recents[-1][0].shape[2]] * len(self.lengths[rows])
         self._set_recent(groups, recents)
         self.lengths, self.decoded = lengths, False
@@ -233,8 +221,8 @@ class TokenStore:
             return
         for row in range(rows.start, rows.stop):
             own = slice(row, row + 1)
-            for keys, _ in self.bulk.blocks(own, self.moments.count[row]):
-                self.moments.update(own, keys)
+            for span in self.bulk.spans(row, self.moments.count[row], heads=self.local_keys.shape[1]):
+                self.moments.update(own, self.bulk.read(own, slice(None), *span)[0])
 
     def _recent(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Views of the recent tokens of rows alike."""
@@ -242,20 +230,25 @@ class TokenStore:
         start = stop - (self.lengths[rows.start] - self.flushed[rows.start])
         return self.local_keys[rows, :, start:stop], self.local_values[rows, :, start:stop]
 
+    def _extended(self, rows: slice, keys: Tensor, values: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The recent tokens of rows alike and the real ones of these behind them; no views of what is held."""
+        real = slice(None) if valid is None else real_tokens(valid, rows.start, keys.device)
+        new_keys, new_values = keys[rows][:, :, real], values[rows][:, :, real]
+        if self.lengths[rows.start] == self.flushed[rows.start]:
+            return new_keys, new_values
+        old_keys, old_values = self._recent(rows)
+        return torch.cat([old_keys, new_keys], dim=2), torch.cat([old_values, new_values], dim=2)
+
     def _tokens(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Copies of real tokens `start..stop` of rows alike, wherever they lie, on the compute device."""
-        row, sinks = rows.start, self.sinks
-        gone = self.flushed[row]
-        parts = []
-        for first, last, read in (
-            (0, min(gone, sinks), lambda a, b: (self.local_keys[rows, :, a:b], self.local_values[rows, :, a:b])),
-            (sinks, gone, lambda a, b: self.bulk.read(rows, slice(None), a - sinks, b - sinks)),
-            (gone, self.lengths[row], lambda a, b: tuple(t[:, :, a - gone : b - gone] for t in self._recent(rows))),
-        ):
-            if max(first, start) < min(last, stop):
-                parts.append(read(max(first, start), min(last, stop)))
-        if not parts:
-            parts.append(tuple(tensor[rows, :, :0] for tensor in (self.local_keys, self.local_values)))
+        gone = self.flushed[rows.start]
+        sinks, recent = slice(start, min(stop, gone, self.sinks)), slice(max(start - gone, 0), max(stop - gone, 0))
+        parts = [(self.local_keys[rows, :, sinks], self.local_values[rows, :, sinks])]
+        first, last = max(start, self.sinks), min(stop, gone)
+        if first < last:
+            parts.append(self.bulk.read(rows, slice(None), first - self.sinks, last - self.sinks))
+        keys, values = self._recent(rows)
+        parts.append((keys[:, :, recent], values[:, :, recent]))
         return torch.cat([keys for keys, _ in parts], dim=2), torch.cat([values for _, values in parts], dim=2)
 
     def _set_recent(self, groups: list[slice], recents: Sequence[tuple[Tensor, ...]]) -> None:
@@ -267,27 +260,29 @@ class TokenStore:
             self.local_keys[rows, :, stop - keys.shape[2] : stop] = keys
             self.local_values[rows, :, stop - values.shape[2] : stop] = values
 
-    def _flush(self, rows: slice, keys: Tensor, values: Tensor, *, exact: bool) -> None:
-        """Rows alike flush their oldest recent tokens, these: to the sinks until they are full, then to the bulk."""
-        gone = self.flushed[rows.start]
-        missing = min(max(self.sinks - gone, 0), keys.shape[2])
+    def _flush(self, rows: slice, keys: Tensor, values: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
+        """Rows alike keep a window of these recent tokens, which is returned. Older ones go to the sinks until they are
+        full, then to the bulk."""
+        older, gone = max(keys.shape[2] - self.window, 0), self.flushed[rows.start]
+        missing = min(max(self.sinks - gone, 0), older)
         self.local_keys[rows, :, gone : gone + missing] = keys[:, :, :missing]
         self.local_values[rows, :, gone : gone + missing] = values[:, :, :missing]
-        if keys.shape[2] > missing:
-            self.bulk.append(rows, keys[:, :, missing:], values[:, :, missing:])
+        if older > missing:
+            flushed = keys[:, :, missing:older], values[:, :, missing:older]
+            self.bulk.append(rows, *flushed)
             if self.sketch is not None:
-                self.sketch.append_from(self.bulk, rows, (keys[:, :, missing:], values[:, :, missing:]))
+                self.sketch.append_from(self.bulk, rows, flushed)
             self.decoded |= not exact
             if self.moments is not None and (self.update_moments or exact):
-                self.moments.update(rows, keys[:, :, missing:])
-        self.flushed[rows] = [gone + keys.shape[2]] * len(self.flushed[rows])
+                self.moments.update(rows, flushed[0])
+        self.flushed[rows] = [gone + older] * len(self.flushed[rows])
+        # Not views: those would keep all of a row's new tokens until the last row is done.
+        return keys[:, :, older:].clone(), values[:, :, older:].clone()
 
     def _flush_pending(self) -> None:
         """Flush every pending token, so that each row keeps at most its window."""
         groups, recents = self._alike(self.lengths, self.flushed), []
-        for rows in groups:
-            keys, values = (tensor.clone() for tensor in self._recent(rows))
-            pending = max(keys.shape[2] - self.window, 0)
-            self._flush(rows, keys[:, :, :pending], values[:, :, :pending], exact=False)
-            recents.append((keys[:, :, pending:], values[:, :, pending:]))
+        for rows in groups:  # copies, as their columns are written over while they go to the host
+            keys, values = (part.clone() for part in self._recent(rows))
+            recents.append(self._flush(rows, keys, values, exact=False))
         self._set_recent(groups, recents)

@@ -44,11 +44,6 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = HOS
     return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory
 
 
-def held_bytes(tensor: Tensor) -> int:
-    """Host memory that a tensor takes, rounded up where it is pinned."""
-    return pinned_bytes(tensor.nbytes) if tensor.is_pinned() else tensor.nbytes
-
-
 def pinned_bytes(size: int) -> int:
     """The block of `size` bytes that torch pins: a power of two (unless it is told otherwise)."""
     return 1 << (size - 1).bit_length()
@@ -152,22 +147,20 @@ def double_buffer(async_copies: Iterator[tuple[Name, AsyncCopy]]) -> Iterator[tu
 
     At most three are on the device: one in use, one waiting, one under way.
     """
-    return _double_buffer(next(async_copies, None), async_copies)
 
+    def arrive(first: tuple[Name, AsyncCopy] | None) -> Iterator[tuple[Name, tuple[Tensor, ...]]]:
+        used: deque[Any] = deque()
+        while first is not None:
+            if len(used) > 1:
+                used.popleft().synchronize()  # a host that runs ahead would find no memory free that it has let go of
+            upcoming = next(async_copies, None)
+            name, tensors = first[0], first[1].wait()
+            yield name, tensors
+            if tensors[0].is_cuda:
+                used.append(torch.cuda.current_stream(tensors[0].device).record_event())
+            first = upcoming
 
-def _double_buffer(
-    first: tuple[Name, AsyncCopy] | None, async_copies: Iterator[tuple[Name, AsyncCopy]]
-) -> Iterator[tuple[Name, tuple[Tensor, ...]]]:
-    used: deque[Any] = deque()
-    while first is not None:
-        if len(used) > 1:
-            used.popleft().synchronize()  # a host that runs ahead would find no memory free that it has let go of
-        upcoming = next(async_copies, None)
-        name, tensors = first[0], first[1].wait()
-        yield name, tensors
-        if tensors[0].is_cuda:
-            used.append(torch.cuda.current_stream(tensors[0].device).record_event())
-        first = upcoming
+    return arrive(next(async_copies, None))
 
 
 _outgoing: dict[torch.device, deque[tuple[Any, int]]] = {}
