@@ -19,10 +19,10 @@ from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.defaults import MomentsSource
 from .key_moments.models import full_attention_layers, inputs_device, unwrap_model
 from .key_moments.sharding import UNSHARDED
+from .state import SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .state.layer import QAdALayer
-from .state.shared import SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .stats import CacheStats, collect, layer_bytes, summary
-from .storage.shared_memory import move_to_shared_memory
+from .storage.transfers import move_to_shared_memory
 from .watched import WatchedCache
 
 _DECIDING = (

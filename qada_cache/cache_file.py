@@ -17,9 +17,9 @@ from .key_moments import KeyMoments, identity
 from .key_moments.defaults import combine_sources
 from .key_moments.models import full_attention_config
 from .key_moments.sharding import check_unsharded, processes
+from .state import Shared
 from .state.layer import QAdALayer
 from .state.record import BULK, check_alike, check_stock, layer_record, restore_layer
-from .state.shared import Shared
 from .storage import transfers
 from .storage.padding import NONE
 

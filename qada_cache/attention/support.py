@@ -23,7 +23,7 @@ from ..key_moments.models import full_attention_config
 from ..key_moments.prompts import PROMPTS
 from ..key_moments.rotation import rope_settings
 from ..key_moments.sharding import UNSHARDED, head_shard
-from ..state.shared import ManagedModel, Options
+from ..state import ManagedModel, Options
 
 logger = logging.get_logger(__name__)
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..files.private_map import PrivateMap
 from ..files.tensor_file import PaddedTensor
+from ..storage import PENDING_TOKENS
 from ..storage.padding import NONE, Padding
-from ..storage.store import PENDING_TOKENS
 from .counters import AUDITED, COUNTER_NAMES, Counters
 from .layer import QAdALayer
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qada_cache import QAdACache, sketch
 from qada_cache.state.layer import QAdALayer
-from qada_cache.storage.store import TokenStore
+from qada_cache.storage import TokenStore
 
 
 def test_device_bytes_are_as_computed() -> None:

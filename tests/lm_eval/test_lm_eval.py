@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 from qada_cache import QAdACache, StaticHeads, needle, tuned_choice  # noqa: E402
 from qada_cache.lm_eval import QAdALM, split_arguments  # noqa: E402
 from qada_cache.lm_eval.scoring import rows  # noqa: E402
-from qada_cache.state.shared import TOKEN_THRESHOLD  # noqa: E402
+from qada_cache.state import TOKEN_THRESHOLD  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
