@@ -25,10 +25,10 @@ from eval.trials import exact_cache
 from qada_cache import KeyMoments
 from qada_cache.kernels.query_adaptive import Step
 from qada_cache.sketch.codec import estimated_scores
+from qada_cache.state import SKETCH_BITS
 from qada_cache.state.layer import QAdALayer
-from qada_cache.state.shared import SKETCH_BITS
+from qada_cache.storage import TokenStore
 from qada_cache.storage.bulk_sketch import BulkSketch
-from qada_cache.storage.store import TokenStore
 
 ALIKE, OTHER, SAME = "all channels alike", "other prose", "the same prose"
 

@@ -33,8 +33,8 @@ from qada_cache.attention import forward as attention
 from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.state.counters import Counters
 from qada_cache.state.layer import QAdALayer
+from qada_cache.storage import TokenStore
 from qada_cache.storage.geometry import ForwardPass
-from qada_cache.storage.store import TokenStore
 
 # Column, and what is timed for it.
 PARTS: dict[str, tuple[Any, str]] = {

@@ -19,10 +19,10 @@ from .kernels import choice
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.defaults import MomentsSource
 from .key_moments.models import UNSHARDED, full_attention_layers, unwrap_model
+from .state import SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .state.layer import QAdALayer
-from .state.shared import SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .stats import CacheStats, collect, layer_bytes, summary
-from .storage.shared_memory import move_to_shared_memory
+from .storage.transfers import move_to_shared_memory
 from .watched import WatchedCache
 
 _DECIDING = (

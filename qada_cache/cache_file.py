@@ -13,9 +13,9 @@ from .files import tensor_file
 from .key_moments import KeyMoments, identity
 from .key_moments.defaults import combine_sources
 from .key_moments.models import check_unsharded, full_attention_config, inputs_device, processes
+from .state import Shared
 from .state.layer import QAdALayer
 from .state.record import BULK, check_alike, check_stock, layer_record, restore_layer
-from .state.shared import Shared
 from .storage import transfers
 from .storage.padding import NONE
 

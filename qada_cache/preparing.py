@@ -16,9 +16,9 @@ from .key_moments.models import inputs_device, sizes, unwrap_model
 from .key_moments.prompts import PROMPTS
 from .sketch import MIN_TOKENS as SKETCH_TOKENS
 from .sketch import Layout
+from .state import Shared
 from .state.layer import QAdALayer
-from .state.shared import Shared
-from .storage.store import PENDING_TOKENS, ROOM_TOKENS, TokenStore
+from .storage import PENDING_TOKENS, ROOM_TOKENS, TokenStore
 
 
 def prepare(

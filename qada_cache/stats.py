@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from .key_moments.models import HeadShard
+from .state import Options
 from .state.counters import Counters
 from .state.layer import QAdALayer
-from .state.shared import Options
 
 _RENAMED = {
     "pulled_bytes": "bulk_read_bytes",

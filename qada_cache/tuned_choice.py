@@ -17,7 +17,7 @@ from .criterion import StaticHeads
 from .files import tensor_file
 from .key_moments import KeyMoments, identity
 from .key_moments.defaults import CURRENT, FOLDER, sources
-from .state.shared import THRESHOLD, ManagedModel, Options
+from .state import THRESHOLD, ManagedModel, Options
 
 logger = logging.get_logger(__name__)
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
+from .state import Shared
 from .state.layer import QAdALayer
-from .state.shared import Shared
 from .storage.bulk import Bulk
 
 

@@ -25,9 +25,9 @@ from qada_cache.attention import by_torch, decode
 from qada_cache.criterion import GROUP_RULES
 from qada_cache.kernels import query_adaptive, softmax_average
 from qada_cache.kernels.query_adaptive import Step
+from qada_cache.state import SKETCH_BITS, TOKEN_THRESHOLD
 from qada_cache.state.layer import QAdALayer
-from qada_cache.state.shared import SKETCH_BITS, TOKEN_THRESHOLD
-from qada_cache.storage.store import TokenStore
+from qada_cache.storage import TokenStore
 from qada_cache.tuning.measuring import compared
 
 FEW = (0.1, 0.3, 0.6, 0.9)

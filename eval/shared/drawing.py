@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from eval.shared.tables import Rows, cells
 from eval.shared.texts import is_continued
-from qada_cache.state.shared import SKETCH_BITS
+from qada_cache.state import SKETCH_BITS
 
 ORACLE = 0.6  # the threshold at which a head counts as long-context in truth
 ESTIMATES = ("current", "random-words", "single-word")

@@ -25,9 +25,8 @@ from ..kernels.query_adaptive import (
 )
 from ..key_moments import KeyMoments
 from ..state.layer import QAdALayer
-from ..storage import reading
+from ..storage import TokenStore, reading
 from ..storage.geometry import Geometry
-from ..storage.store import TokenStore
 
 
 def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float, softcap: float | None = None) -> Rule:

@@ -10,10 +10,10 @@ from torch import Tensor
 from ..kernels import choice, merge_partials, partial_attention
 from ..kernels.decode_call import DecodeCall
 from ..state.layer import QAdALayer
+from ..storage import TokenStore
 from ..storage.geometry import Geometry
 from ..storage.padding import real_tokens
 from ..storage.reading import stream, update_residency
-from ..storage.store import TokenStore
 from .by_torch import attend_by_torch, get_rule, other_moments
 
 

@@ -22,7 +22,7 @@ from ..key_moments.defaults import combine_sources, kept_energies, resolve_momen
 from ..key_moments.models import UNSHARDED, full_attention_config, head_shard, sizes
 from ..key_moments.prompts import PROMPTS
 from ..key_moments.rotation import rope_settings
-from ..state.shared import ManagedModel, Options
+from ..state import ManagedModel, Options
 
 logger = logging.get_logger(__name__)
 

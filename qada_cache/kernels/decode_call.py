@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..criterion import logit
-from ..sketch import BLOCK, Sketch, order_dtype, segments_of
+from ..sketch import BLOCK, segments_of
+from ..sketch.codec import Sketch, order_dtype
 
 
 class OperandError(ValueError):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..criterion import fixed_log_bulk
-from ..sketch import MIN_TOKENS, Layout, Sketch, channel_means, quantize_segments, round_slopes
+from ..sketch import MIN_TOKENS, Layout
+from ..sketch.codec import Sketch, channel_means, quantize_segments, round_slopes
 from .decode_call import DecodeCall
 from .query_adaptive import Masks, Part, Request, Step, attend, decide, estimated_log_bulk
 from .reference import find_fault

@@ -20,7 +20,8 @@ from ..criterion import (
     score_moments,
     soft_cap,
 )
-from ..sketch import Selection, Sketch, select_tokens, unread_value, unreliable
+from ..sketch.codec import Sketch
+from ..sketch.selection import Selection, select_tokens, unread_value, unreliable
 from .decode_call import Rule
 from .reference import merge_partials, partial_attention, softmax_average
 

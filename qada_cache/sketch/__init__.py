@@ -1,26 +1,158 @@
-"""Keys in a few bits, coded in the metric of the queries, and the tokens that are selected by them."""
+"""Keys in a few bits, coded in the metric of the queries (`codec.py`), and tokens selected by them (`selection.py`).
 
-from .codec import Sketch, channel_means, order_dtype, quantize_segments, round_slopes
-from .layout import BLOCK, MAX_BITS, MIN_BITS, Layout
-from .segments import MIN_TOKENS, SEGMENT_TOKENS, segment_start, segments_of
-from .selection import Selection, select_tokens, unread_value, unreliable
+A channel of a key gets the more bits, the more of a score's variance it carries (`Layout`). A bulk's tokens lie in
+segments: a function of its length alone, however its tokens came.
+"""
 
-__all__ = [
-    "BLOCK",
-    "MAX_BITS",
-    "MIN_BITS",
-    "MIN_TOKENS",
-    "SEGMENT_TOKENS",
-    "Layout",
-    "Selection",
-    "Sketch",
-    "channel_means",
-    "order_dtype",
-    "quantize_segments",
-    "round_slopes",
-    "segment_start",
-    "segments_of",
-    "select_tokens",
-    "unread_value",
-    "unreliable",
-]
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MIN_TOKENS = 1024  # a bulk of fewer is read whole, which takes no longer than to select
+# Keys turn with position, so what they are coded by has to come from tokens close by; each segment has its own.
+SEGMENT_TOKENS = 512
+WORD_BITS = 32
+BITS = (4, 2, 1)  # of a value, in the order in which a key's words hold them
+MIN_BITS, MAX_BITS = 0.5, 4.0  # of a value, on average
+# For a Gaussian of deviation 1: the step of the uniform quantizer that is best, and the squared error it leaves.
+STEPS = {4: 0.3352, 2: 0.9957, 1: 1.5958}
+ERRORS = {4: 0.01154, 2: 0.1188, 1: 0.3634}
+BLOCK = 8  # channels that are rotated together; a word holds one block or several
+# Of channels in the order of their need, the need falls by this factor from first to last: SmolLM2, Qwen2.5-Coder-0.5B.
+NEED_FALLS = math.exp(5)
+UNCODED = 2.0  # what the error of a channel without bits counts: unlike a quantizer's, neighbours share it
+
+
+def segments_of(length: int) -> int:
+    """The number of segments of a bulk of `length` tokens. The last one has 256 to 767 tokens, all others 512."""
+    return max(1, (length + SEGMENT_TOKENS // 2) // SEGMENT_TOKENS)
+
+
+def segment_start(length: int) -> int:
+    """The first token of the last segment of a bulk of `length` tokens."""
+    return (segments_of(length) - 1) * SEGMENT_TOKENS
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The words of a key's code.
+
+    Attributes:
+        dim: channels of a key, a multiple of 8.
+        words: 32-bit words of 4-, 2- and 1-bit values, in this order. Channels are in the order of their need: the
+            first words hold those that need most, and channels for which no word is left have no bits.
+    """
+
+    dim: int
+    words: tuple[int, int, int]
+
+    @staticmethod
+    def from_bits_or_none(dim: int, bits: float | None) -> "Layout | None":
+        """As `from_bits`; None if no bits are asked for, or keys are of no whole blocks: then all is read."""
+        return None if bits is None or dim % BLOCK else Layout.from_bits(dim, bits)
+
+    @staticmethod
+    def from_bits(dim: int, bits: float) -> "Layout":
+        """`bits` a value on average, as near as whole words come to it."""
+        return Layout.from_words(dim, max(1, math.floor(dim * bits / WORD_BITS + 0.5)))
+
+    @staticmethod
+    @functools.cache
+    def from_words(dim: int, count: int) -> "Layout":
+        """The best one of so many words, from 1 to `dim / 8`.
+
+        Raises:
+            ValueError: there is none.
+        """
+        need = [NEED_FALLS ** (-channel / dim) for channel in range(dim)]
+        found = []
+        for fine in range(count + 1):
+            for middle in range(count - fine + 1):
+                layout = Layout(dim, (fine, middle, count - fine - middle))
+                if layout.coded <= dim:
+                    each = [ERRORS[bits] for bits in layout.bits] + [UNCODED] * (dim - layout.coded)
+                    found.append((sum(map(float.__mul__, each, need)), layout))
+        if not found or not count or dim % BLOCK:
+            raise ValueError(f"there is no code of {count} words for {dim} channels")
+        return min(found, key=lambda pair: pair[0])[1]
+
+    @property
+    def count(self) -> int:
+        """Words of a key."""
+        return sum(self.words)
+
+    @property
+    def bits(self) -> list[int]:
+        """Of each coded channel."""
+        return [bits for bits, words in zip(BITS, self.words, strict=True) for _ in range(words * WORD_BITS // bits)]
+
+    @property
+    def coded(self) -> int:
+        """Channels that have bits, a multiple of 8."""
+        return sum(words * WORD_BITS // bits for bits, words in zip(BITS, self.words, strict=True))
+
+    def half_steps(self, device: torch.device) -> Tensor:
+        """float32 `[dim]`: of a channel of deviation 1, half a quantizer's step."""
+        return _by_channel(self, tuple(STEPS[bits] / 2 for bits in BITS), device)
+
+    def errors(self, device: torch.device) -> Tensor:
+        """float32 `[dim]`: squared error of a value, in units of its squared half step."""
+        return _by_channel(self, tuple(ERRORS[bits] / (STEPS[bits] / 2) ** 2 for bits in BITS), device)
+
+    def levels(self, device: torch.device) -> Tensor:
+        """float32 `[dim]`: the number of a value's levels."""
+        return _by_channel(self, tuple(2.0**bits for bits in BITS), device)
+
+
+@functools.cache
+@torch.inference_mode(False)  # tensors may be used outside of it as well
+def _by_channel(layout: Layout, values: tuple[float, ...], device: torch.device) -> Tensor:
+    """The value of each channel's bits, which are as in `BITS`; 1 for channels without bits."""
+    channels = [values[BITS.index(bits)] for bits in layout.bits] + [1.0] * (layout.dim - layout.coded)
+    return torch.tensor(channels, dtype=torch.float32, device="cpu").to(device)
+
+
+def rotate(values: Tensor) -> Tensor:
+    """`R` of `[..., channels]`: orthonormal Hadamard blocks of 8, each its own inverse.
+
+    By sums and differences of neighbours, then of pairs, then of fours, as all kernels compute it.
+    """
+    blocks = values.unflatten(-1, (-1, 2, 2, 2))
+    for axis in (-1, -2, -3):
+        one, other = blocks.unbind(axis)
+        blocks = torch.stack([one + other, one - other], dim=axis)
+    return blocks.flatten(-4) * BLOCK**-0.5
+
+
+def pack(index: Tensor, layout: Layout) -> Tensor:
+    """Words int32 `[..., words, tokens]` of indices of levels `[..., tokens, coded]`.
+
+    A word has four bytes. Its value `4 p + j` lies in byte `j`, from bit `p * bits` on.
+    """
+    parts, first = [], 0
+    for bits, words in zip(BITS, layout.words, strict=True):
+        last = first + words * WORD_BITS // bits
+        values = index[..., first:last].to(torch.int32).mT.unflatten(-2, (words, WORD_BITS // bits))
+        parts.append((values << _shifts(bits, index.device)).sum(dim=-2, dtype=torch.int32))
+        first = last
+    return torch.cat(parts, dim=-2)
+
+
+def unpack(codes: Tensor, layout: Layout) -> Tensor:
+    """Odd integers float32 `[..., tokens, coded]` of words int32 `[..., words, tokens]`."""
+    parts, first = [], 0
+    for bits, words in zip(BITS, layout.words, strict=True):
+        held = codes[..., first : first + words, :].unsqueeze(-2)
+        index = (held >> _shifts(bits, codes.device)) & (2**bits - 1)
+        parts.append((2 * index - (2**bits - 1)).flatten(-3, -2))
+        first += words
+    return torch.cat(parts, dim=-2).mT.float()
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    """int32 `[32 / bits, 1]`, of a word's values."""
+    planes = torch.arange(8 // bits, dtype=torch.int32, device=device)[:, None] * bits
+    return (planes + 8 * torch.arange(4, dtype=torch.int32, device=device)).flatten().unsqueeze(-1)

@@ -1,20 +1,19 @@
 """Codes of keys, segment by segment, and the scores that they give.
 
 Channels are ordered by their need, `m v`: the energy `m` of the queries times the variance `v` of the segment's keys.
-The first ones have four bits, the next two, then one, the last none (`layout.py`). A key is centred, ordered, weighed,
+The first ones have four bits, the next two, then one, the last none (`Layout`). A key is centred, ordered, weighed,
 rotated and quantized with a scale of its own: `R (w * (k - c)) ~ scale * odd_levels`, where `odd_levels` are odd
 integers and `w` gives every channel the deviation that its quantizer is made for. A query is rotated alike,
 `R (q / w)`, and rounded to 8 bits, so that a score takes integer products alone and every implementation finds the
-same. `c`, `w`, the order and the unit of the scales belong to a segment (`segments.py`) and follow from its keys.
+same. `c`, `w`, the order and the unit of the scales belong to a segment and follow from its keys.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .layout import BLOCK, WORD_BITS, Layout, pack, rotate, unpack
-from .segments import SEGMENT_TOKENS, segment_start, segments_of
+from . import BLOCK, SEGMENT_TOKENS, WORD_BITS, Layout, pack, rotate, segment_start, segments_of, unpack
 
 QUERY_LEVELS = 127  # a rounded query's largest value
 SCALE_LEVELS = 255  # a rounded scale's largest value
@@ -29,7 +28,7 @@ class Sketch:
     """The tensors of a sketch; `...` are `[batch, kv_heads]`, or nothing for one head's.
 
     Attributes:
-        codes: int32 `[..., words, capacity]`, see `layout.pack`.
+        codes: int32 `[..., words, capacity]`, see `pack`.
         scales: uint8 `[..., capacity]`, in units of the token's segment.
         units: float32 `[..., segments]`.
         centres: bfloat16 `[..., segments, dim]`, the mean key.
@@ -58,7 +57,7 @@ class Sketch:
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return dict(vars(self))
 
     def __getitem__(self, index: tuple[int, int]) -> "Sketch":
         """One row's and head's."""
@@ -131,7 +130,7 @@ def quantize(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str,
     coded = slice(layout.coded)
     index = order[..., None, coded].expand(*centred.shape[:-1], -1)
     rotated = rotate(centred.gather(-1, index) * weights[..., None, coded].float())
-    importance, half = importance[..., None, coded], layout.levels(keys.device) / 2
+    importance, half = importance[..., None, coded], layout.levels(keys.device)[coded] / 2
     scale = (rotated * half_steps[coded]).square().mean(dim=-1).sqrt()
     for _ in range(ROUNDINGS):  # each to the nearest levels, then the scale that leaves these the least error
         level = torch.floor(rotated / (2 * scale.unsqueeze(-1)).clamp_min(tiny)).clamp(-half, half - 1)

@@ -1,1 +1,199 @@
-"""A cache and its layers beside their tokens: options, counters, progress of a pass."""
+"""What the layers of one cache share: its options, the model served, the progress of a pass."""
+
+import sys
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..criterion import CRITERIA, GROUP_RULES, StaticHeads
+from ..kernels import choice
+from ..key_moments import KeyMoments
+from ..key_moments.defaults import CURRENT, MomentsSource, sources
+from ..key_moments.models import UNSHARDED, HeadShard
+from ..sketch import MAX_BITS, MIN_BITS
+from ..storage.geometry import ForwardPass
+from ..storage.residents import Residents, check_budget
+
+THRESHOLD, TOKEN_THRESHOLD = 0.95, 4.4  # the defaults of models without a tuned setting
+SKETCH_BITS = 1.5
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """Options of one cache; see `QAdACache` for their meaning and units, and for what is raised.
+
+    Attributes:
+        moments: as asked for.
+        current_moments: whether these include the moments of the prompt being read.
+        other_moments: the moments of another prompt that they include, None if they include none.
+        query_energies: of the model `[layers, kv_heads, dim]`, None if they are not known.
+        tuned: whether `threshold` and `token_threshold` are those that `qada tune` kept of the model.
+    """
+
+    threshold: float
+    sink_tokens: int
+    local_tokens: int
+    criterion: str | StaticHeads
+    update_moments: bool
+    offloading: bool
+    group_rule: str = "any"
+    audit_every: int = 0
+    device_budget: int | float | str = 0
+    kernels: str = "auto"
+    token_threshold: float = TOKEN_THRESHOLD
+    sketch_bits: float = SKETCH_BITS
+    moments: MomentsSource = CURRENT
+    current_moments: bool = True
+    other_moments: KeyMoments | None = None
+    query_energies: Tensor | None = None
+    tuned: bool = False
+
+    def __post_init__(self) -> None:
+        for name, number, least, most, allowed in (
+            ("threshold", "a number in [0, 1]", 0.0, 1.0, "in [0, 1]"),
+            ("token_threshold", "a number", 0.0, sys.float_info.max, "finite and not negative"),
+            ("sketch_bits", "a number", MIN_BITS, MAX_BITS, f"from {MIN_BITS} to {MAX_BITS}"),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be {number}, got {type(value).__name__}")
+            if not least <= value <= most:  # also refuses nan, and ints that no float holds
+                raise ValueError(f"{name} must be {allowed}, got {value}")
+        for name in ("sink_tokens", "local_tokens", "audit_every"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        if self.local_tokens <= self.sink_tokens:
+            raise ValueError(
+                f"local_tokens ({self.local_tokens}) counts sinks and window together, so it must exceed "
+                f"sink_tokens ({self.sink_tokens})"
+            )
+        for name in ("update_moments", "offloading", "tuned"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
+        if isinstance(self.criterion, str):
+            if self.criterion not in CRITERIA:
+                raise ValueError(
+                    f"unknown criterion {self.criterion!r}: use one of {', '.join(CRITERIA)}, or StaticHeads"
+                )
+        elif not isinstance(self.criterion, StaticHeads):
+            raise TypeError(f"criterion must be a str or StaticHeads, got {type(self.criterion).__name__}")
+        if self.group_rule not in GROUP_RULES:
+            raise ValueError(f"unknown group_rule {self.group_rule!r}: use one of {', '.join(GROUP_RULES)}")
+        check_budget(self.device_budget)
+        choice.resolve_kernels(self.kernels)
+        sources(self.moments)
+
+    def __deepcopy__(self, memo: dict) -> "Options":
+        return self  # nothing in it ever changes, moments and tables of heads included
+
+    @property
+    def window(self) -> int:
+        """Tokens of the sliding window, the query's own included."""
+        return self.local_tokens - self.sink_tokens
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether a long-context head reads some of its tokens, and not all."""
+        some = self.criterion == "gaussian" and self.threshold < 1.0
+        return self.token_threshold > 0.0 and (some or isinstance(self.criterion, StaticHeads))
+
+    @property
+    def stored_sketch_bits(self) -> float | None:
+        """Bits a value of the sketch that layers keep; None: they keep none."""
+        return self.sketch_bits if self.selects_tokens else None
+
+    @property
+    def tracks_moments(self) -> bool:
+        """Whether layers keep running moments of the prompt being read."""
+        return self.criterion == "gaussian" and self.current_moments
+
+
+@dataclass(frozen=True, eq=False)
+class ManagedModel:
+    """The model that a cache is for.
+
+    Attributes:
+        model_type: its decoder's.
+        config: its decoder's, compared by identity.
+        whole_config: the model's; `config` is a part of it, or the same.
+        dtype: the model's; None if the cache was built with a config alone.
+        reference: to the model; None likewise.
+        layers: indices of the full-attention layers, served by the cache itself.
+        shard: this process's part of their heads.
+    """
+
+    model_type: str
+    config: Any = None
+    whole_config: Any = None
+    dtype: torch.dtype | None = None
+    reference: "weakref.ref[PreTrainedModel] | None" = None
+    layers: tuple[int, ...] = ()
+    shard: HeadShard = UNSHARDED
+
+    def __deepcopy__(self, memo: dict) -> "ManagedModel":
+        return self  # a copied config would not be the model's
+
+    def get(self) -> PreTrainedModel | None:
+        """The model itself, if the cache was given it and it is still there."""
+        return None if self.reference is None else self.reference()
+
+
+@dataclass
+class Progress:
+    """The layer that called the cache last, and the calls that it has made in this pass.
+
+    A layer may hold attention and states of another kind. It makes one call a pass for each, in an order of its own.
+    The same call again belongs to another pass.
+
+    Attributes:
+        reached: the layer that called last; -1 before the first call.
+        calls: calls of that layer in this pass; None: it has made all of them.
+        versions: of that layer's states (`watched._versions`), at its first call.
+        written: by kind of layer, the states that layers before it wrote in this pass.
+        changing: the verb ("crop") that all layers are going through, one after the other; empty if there is none.
+    """
+
+    reached: int = -1
+    calls: set[Hashable] | None = field(default_factory=set)
+    versions: dict[Hashable, int] = field(default_factory=dict)
+    written: dict[Hashable, set[Hashable]] = field(default_factory=dict)
+    changing: str = ""
+
+    def is_first_call(self, layer: int, event: Hashable) -> bool:
+        """Whether this is the first call of the layer in its pass."""
+        return self.calls is None or layer != self.reached or event in self.calls
+
+    def rewind_to(self, layer: int) -> None:
+        """Forget calls of later layers; this one has made all its calls in this pass."""
+        self.reached, self.calls = layer, None
+
+
+@dataclass(eq=False)
+class Shared:
+    """One object that a cache and all its layers refer to.
+
+    Attributes:
+        options: the cache's.
+        model: the one served.
+        forward_pass: padding and masks, computed once a pass.
+        progress: how far the pass under way has come.
+        residents: heads that lie on the device as well.
+    """
+
+    options: Options
+    model: ManagedModel
+    progress: Progress = field(default_factory=Progress)
+    forward_pass: ForwardPass = field(init=False)
+    residents: Residents = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.forward_pass = ForwardPass(self.options.sink_tokens, self.options.window)
+        self.residents = Residents(self.options.device_budget)

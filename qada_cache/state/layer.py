@@ -8,10 +8,10 @@ from transformers.cache_utils import DynamicLayer
 
 from ..kernels.decode_call import Binding
 from ..key_moments.running import LayerMoments
+from ..storage import TokenStore
 from ..storage.padding import NONE
-from ..storage.store import TokenStore
+from . import Options, Shared
 from .counters import Counters
-from .shared import Options, Shared
 
 
 def _no_tensor(name: str) -> Any:
@@ -174,15 +174,9 @@ class QAdALayer(DynamicLayer):
         self.shared.progress.rewind_to(self.index - 1)
 
     def read_mask(self, mask: Tensor | None, *, batch: int, tokens: int) -> Tensor | None:
-        """Compare a mask with the stored tokens, and note new padding.
+        """Note new padding. Returns which of the call's tokens are real: bool `[batch, tokens]` on the host; None: all.
 
-        Args:
-            mask: as the model hands it to its attention function.
-            batch: rows of this call.
-            tokens: of this call, the last of `seen`.
-
-        Returns:
-            bool `[batch, tokens]` on the host, which of the call's tokens are real; None if all are.
+        `mask` is as the model hands it to its attention function. `tokens` are the call's, the last of `seen`.
 
         Raises:
             ValueError: as `Padding.after`.

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..files.private_map import PrivateMap
 from ..files.tensor_file import PaddedTensor
-from ..storage.padding import Padding
-from ..storage.store import PENDING_TOKENS
+from ..storage import PENDING_TOKENS
+from ..storage.padding import NONE, Padding
 from .counters import AUDITED, COUNTER_NAMES, Counters
 from .layer import QAdALayer
 
@@ -24,7 +24,6 @@ _SHAPES = {  # the same word is the same size wherever it stands
     "local_heads": "kv_heads group",
     "local_groups": "kv_heads",
 }
-_ALIKE = (("local_keys", "bulk_keys"), ("local_values", "bulk_values"))  # of one dtype
 _DTYPES = {"mean": torch.float32, "covariance": torch.float32, "local_heads": torch.int64, "local_groups": torch.int64}
 
 
@@ -35,7 +34,8 @@ def layer_record(layer: QAdALayer) -> dict[str, Any]:
     if layer.store is None:
         return {}
     store = layer.store
-    record = {"seen": layer.seen, "padding": layer.padding.records, **layer.counters.record}
+    padding = [] if layer.padding.known is None else [(0, layer.padding.known)]
+    record = {"seen": layer.seen, "padding": padding, **layer.counters.record}
     used = slice(0, store.sinks + store.end)
     record |= {"local_keys": store.local_keys[:, :, used], "local_values": store.local_values[:, :, used]}
     bulk = store.bulk
@@ -62,30 +62,29 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
         return
     try:
         padding = _check(layer, record)
+        layer.lazy_initialization(record["local_keys"], record["local_values"])
+        store = layer.store
+        assert store is not None
+        columns = record["local_keys"].shape[2]
+        store.end = columns - store.sinks
+        store.reserve(store.end)
+        store.local_keys[:, :, :columns] = record["local_keys"]
+        store.local_values[:, :, :columns] = record["local_values"]
+        store.lengths, store.flushed, store.decoded = record["lengths"], record["flushed"], record["decoded"]
+        keys, values = (record[name] for name in BULK)
+        stored = record["stored"]
+        if store.bulk.mappable and any(stored):
+            store.bulk.adopt(source, keys, values, lengths=stored)
+        else:
+            for row, tokens in enumerate(stored):
+                rows = slice(row, row + 1)
+                store.bulk.append(rows, keys[rows, :, :tokens], values[rows, :, :tokens])
+        if store.moments is not None:
+            store.moments.restore(record["count"], record["mean"], record["covariance"])
+        if store.sketch is not None:
+            store.sketch.restore(record, store.bulk)
     except (KeyError, TypeError, AttributeError) as error:  # a field is missing, or of another kind
         raise ValueError(f"layer {layer.index} is no record of a layer: {error!r}") from error
-    layer.lazy_initialization(record["local_keys"], record["local_values"])
-    store = layer.store
-    assert store is not None
-    columns = record["local_keys"].shape[2]
-    store.reserve(columns - store.sinks)
-    store.local_keys[:, :, :columns] = record["local_keys"]
-    store.local_values[:, :, :columns] = record["local_values"]
-    store.end = columns - store.sinks
-    store.lengths, store.flushed = record["lengths"], record["flushed"]
-    store.decoded = record["decoded"]
-    keys, values = (record[name] for name in BULK)
-    stored = [max(gone - store.sinks, 0) for gone in store.flushed]
-    if store.bulk.mappable and any(stored):
-        store.bulk.adopt(source, keys, values, lengths=stored)
-    else:
-        for row, tokens in enumerate(stored):
-            rows = slice(row, row + 1)
-            store.bulk.append(rows, keys[rows, :, :tokens], values[rows, :, :tokens])
-    if store.moments is not None:
-        store.moments.restore(record["count"], record["mean"], record["covariance"])
-    if store.sketch is not None:
-        store.sketch.restore(record, store.bulk)
     layer.seen, layer.padding = record["seen"], padding
     layer.counters = Counters.from_record(record)
 
@@ -114,11 +113,14 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
         fits = fits and all(sizes.setdefault(axis, size) == size for axis, size in zip(axes, shape, strict=True))
         require(fits, f"{name} of shape {shape} beside {sizes}")
         require(record[name].dtype == _DTYPES.get(name, record[name].dtype), f"{name} in {record[name].dtype}")
-    for near, far in _ALIKE:
+    for near, far in (("local_keys", "bulk_keys"), ("local_values", "bulk_values")):
         require(record[near].dtype == record[far].dtype and record[near].is_floating_point(), f"{far} of another dtype")
     for name in COUNTER_NAMES:
         count = record[name]
-        require(_are_audits(count) if name == "audited" else _is_count(count), f"{name} of {count}")
+        require(name == "audited" or _is_count(count), f"{name} of {count}")
+    audited = record["audited"]
+    require(audited is None or (audited.dtype, audited.shape) == (torch.float64, (AUDITED,)), f"audited of {audited}")
+    require(type(record["decoded"]) is bool, f"decoded of {record['decoded']}")
 
     end, seen = sizes["columns"] - sinks, record["seen"]
     stored = [max(gone - sinks, 0) for gone in flushed]
@@ -142,7 +144,7 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     for first, valid in record["padding"]:
         fits = first == 0 and valid.dtype == torch.bool and valid.dim() == 2 and len(valid) == len(lengths)
         require(fits and valid.shape[1] <= seen, f"padding of shape {list(valid.shape)} from {first} on")
-    padding = Padding.from_records(record["padding"])
+    padding = Padding(record["padding"][0][1].cpu()) if record["padding"] else NONE
     real = [seen - padded for padded in padding.beyond(0) or [0] * len(lengths)]
     require(lengths == real, f"{lengths} tokens of {seen} that were seen")
     return padding
@@ -150,11 +152,6 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
 
 def _is_int(value: Any) -> bool:
     return type(value) is int
-
-
-def _are_audits(value: Any) -> bool:
-    """Whether a counter's `audited` may be this."""
-    return value is None or (value.dtype, value.shape) == (torch.float64, (AUDITED,))
 
 
 def _is_count(value: Any) -> bool:

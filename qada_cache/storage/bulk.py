@@ -2,7 +2,6 @@
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers.utils import logging
 from ..files.private_map import PrivateMap
 from . import transfers
 from .residents import ROOM, Head, Residents
-from .transfers import AsyncCopy, HostCopy, double_buffer, fetch, held_bytes, outlive, reader, send, wait_event
+from .transfers import AsyncCopy, HostCopy, double_buffer, fetch, outlive, reader, send, wait_event
 
 logger = logging.get_logger(__name__)
 
@@ -90,12 +89,9 @@ class Bulk:
         twin.source, twin.unwritten = copy.deepcopy(self.source, memo), list(self.unwritten)
         for name in ("keys", "values"):
             old = getattr(self, name)
-            if twin.source is None:
-                new = self._moved(old, range(len(self.lengths)), self.capacity)  # pinned as these are
-            else:
-                new = twin.source.same(old)
-                for row, (same, length) in enumerate(zip(self.unwritten, self.lengths, strict=True)):
-                    new[row, :, same:length] = old[row, :, same:length]
+            new = self._allocate(old, self.capacity) if twin.source is None else twin.source.same(old)
+            for row, (same, length) in enumerate(zip(self.unwritten, self.lengths, strict=True)):
+                new[row, :, same:length] = old[row, :, same:length]
             setattr(twin, name, new)
         return twin
 
@@ -110,11 +106,6 @@ class Bulk:
         self.source, self.keys, self.values = source, keys, values
         self.unwritten = [0] * len(lengths) if source is None else list(lengths)
         self._set_lengths(list(lengths))
-
-    def _written_from(self, start: int, rows: Iterable[int]) -> None:
-        """From token `start` on, rows no longer lie in `source`."""
-        for row in rows:
-            self.unwritten[row] = min(self.unwritten[row], start)
 
     @property
     def capacity(self) -> int:
@@ -134,7 +125,8 @@ class Bulk:
     @property
     def nbytes(self) -> int:
         """Bytes that the storage takes, unused capacity included."""
-        return sum(held_bytes(part) if self.offloaded else part.nbytes for part in (self.keys, self.values))
+        sizes = [(part.nbytes, self.offloaded and part.is_pinned()) for part in (self.keys, self.values)]
+        return sum(transfers.pinned_bytes(size) if pinned else size for size, pinned in sizes)
 
     def synchronize(self) -> None:
         """Wait for copies to the host that are still under way, before the host itself reads them."""
@@ -160,13 +152,10 @@ class Bulk:
 
     def _moved(self, old: Tensor, index: list[int] | range, capacity: int) -> Tensor:
         """A new storage whose row `i` is the row `index[i]` of the old one."""
-        used = max((self.lengths[row] for row in index), default=0)
         new = self._allocate(old, capacity, batch=len(index))
-        if list(index) == list(range(old.shape[0])):
-            new[:, :, :used] = old[:, :, :used]
-        else:
-            for row, source in enumerate(index):
-                new[row, :, :used] = old[source, :, :used]
+        for row, source in enumerate(index):
+            length = self.lengths[source]
+            new[row, :, :length] = old[source, :, :length]
         return new
 
     def _wait_for_readers(self) -> None:
@@ -179,7 +168,8 @@ class Bulk:
         """Row `i` becomes the old row `index[i]`, in place: rows that stay are not copied, as most in a beam search."""
         self._wait_for_readers()
         changed = {row: source for row, source in enumerate(index) if row != source}
-        self._written_from(0, changed)
+        for row in changed:
+            self.unwritten[row] = 0
         for store in (self.keys, self.values):
             # The old content of rows that are both read and written.
             held = {row: store[row, :, : self.lengths[row]].clone() for row in set(changed.values()) & set(changed)}
@@ -227,7 +217,7 @@ class Bulk:
         start, tokens = self.lengths[rows.start], keys.shape[2]
         stop = start + tokens
         self.reserve(stop)
-        self._written_from(start, range(rows.start, rows.stop))
+        self.unwritten[rows] = [min(same, start) for same in self.unwritten[rows]]
         if self.offloaded:
             copies = [
                 (store[row, head, start:stop], new[row - rows.start, head])
@@ -275,12 +265,6 @@ class Bulk:
         """A row's tokens from `start` on, `(first, end)` each, so short that `heads` heads hold `STREAM_TOKENS`."""
         length, step = self.lengths[row], max(1, STREAM_TOKENS // heads)
         return [(first, min(first + step, length)) for first in range(start, length, step)]
-
-    def blocks(self, rows: slice, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Tokens of rows of equal length from `start` on, as blocks `[rows, kv_heads, tokens, dim]` of bounded size on
-        the compute device."""
-        for span in self.spans(rows.start, start, heads=self.keys.shape[1]):
-            yield self.read(rows, slice(None), *span)
 
     def truncate(self, lengths: list[int]) -> None:
         """Forget the newest tokens: row `r` keeps its first `lengths[r]`."""

@@ -1,7 +1,6 @@
 """What the compute device knows of every token of a bulk: its key in few bits, and what values go with keys."""
 
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -9,24 +8,19 @@ import torch
 from torch import Tensor
 
 from ..kernels.reference import without_autocast
-from ..sketch import (
-    MIN_TOKENS,
-    SEGMENT_TOKENS,
-    Layout,
-    Sketch,
-    channel_means,
-    order_dtype,
-    quantize_segments,
-    round_slopes,
-    segment_start,
-    segments_of,
-)
+from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, segment_start, segments_of
+from ..sketch.codec import Sketch, channel_means, order_dtype, quantize_segments, round_slopes
 from . import transfers
 from .bulk import Bulk
 
 TOKENS = ("codes", "scales")  # of a sketch, what every token has, in its last dimension
 SEGMENTS = ("units", "centres", "order", "weights", "mean_squares")  # what every segment has
 Read = Callable[[int, int], tuple[Tensor, Tensor]]
+
+
+def _first(name: str, tensor: Tensor, tokens: int) -> Tensor:
+    """A view of what belongs to the first `tokens` tokens, of a sketch's tensor that tokens or segments have."""
+    return tensor[..., :tokens] if name in TOKENS else tensor[:, :, : segments_of(tokens) if tokens else 0]
 
 
 class BulkSketch:
@@ -137,9 +131,7 @@ class BulkSketch:
     def record(self) -> dict[str, Any]:
         """What a file keeps, by name."""
         kept, tokens = self.tensors.tensors(), max(self.lengths)
-        segments = segments_of(tokens) if tokens else 0
-        found = {name: kept[name][..., :tokens] for name in TOKENS}
-        found |= {name: kept[name][:, :, :segments] for name in SEGMENTS}
+        found: dict[str, Any] = {name: _first(name, kept[name], tokens) for name in (*TOKENS, *SEGMENTS)}
         found |= {"mean_value": kept["mean_value"], "mean_key": self.mean_key, "value_key_covariance": self.covariance}
         return found | {"sketch_lengths": self.lengths, "query_energies": self.energies}
 
@@ -150,34 +142,21 @@ class BulkSketch:
             ValueError: it is not of this bulk, or not in these bits.
         """
         wanted = [length if length >= MIN_TOKENS else 0 for length in bulk.lengths]
-        tokens = max(wanted)
-        energies = record["query_energies"]
-        expected = {name: part for name, part in self.record.items() if isinstance(part, Tensor)}
-        expected.pop("query_energies", None)  # perhaps known now and not then, or the other way round
-        if energies is not None:
-            expected["query_energies"] = self.mean_key[0]
-        for name, like in expected.items():
-            shape, found = list(like.shape), record[name]
-            if name in TOKENS:  # those of the longest row
-                shape[-1] = tokens
-            if name in SEGMENTS:
-                shape[2] = segments_of(tokens) * bool(tokens)
-            if list(found.shape) != shape or found.dtype != like.dtype:
-                found = f"{found.dtype} {list(found.shape)}"
-                raise ValueError(f"its sketch of {wanted} tokens in {self.layout} has {name} {found}")
         if record["sketch_lengths"] != wanted:
             raise ValueError(f"its sketch is of {record['sketch_lengths']} tokens, and should be of {wanted}")
-        self.lengths, self.energies = wanted, energies  # other energies may be known now
+        self.lengths, self.energies, energies = wanted, None, record["query_energies"]
         if self.in_use:
             self._reserve(bulk.capacity)
-        kept = self.tensors.tensors()
-        for name in TOKENS:
-            kept[name][..., : record[name].shape[-1]] = record[name]
-        for name in SEGMENTS:
-            kept[name][:, :, : record[name].shape[2]] = record[name]
-        kept["mean_value"].copy_(record["mean_value"])
-        self.mean_key.copy_(record["mean_key"])
-        self.covariance.copy_(record["value_key_covariance"])
+        held = {name: part for name, part in self.record.items() if isinstance(part, Tensor)}
+        expected = held if energies is None else held | {"query_energies": self.mean_key[0]}
+        for name, like in expected.items():
+            if ((found := record[name]).shape, found.dtype) != (like.shape, like.dtype):
+                raise ValueError(
+                    f"its sketch of {wanted} tokens in {self.layout} has {name} {found.dtype} {list(found.shape)}"
+                )
+        for name, part in held.items():
+            part.copy_(record[name])
+        self.energies = energies  # the file's: others may be known now
         self._round_slopes(slice(None))
         for row, length in enumerate(wanted):
             self._average_channels(slice(row, row + 1), length)
@@ -212,7 +191,7 @@ class BulkSketch:
     def _average_channels(self, rows: slice, length: int) -> None:
         if length:
             kept = self.tensors.tensors()
-            used = {name: kept[name][rows, :, : segments_of(length)] for name in SEGMENTS}
+            used = {name: _first(name, kept[name][rows], length) for name in SEGMENTS}
             for name, mean in channel_means(used, self.layout, length).items():
                 kept[name][rows] = mean
 
@@ -240,19 +219,15 @@ class BulkSketch:
     @torch.inference_mode(False)  # as in __init__
     def _reserve(self, capacity: int) -> None:
         """Have room for so many tokens a row, as the bulk has."""
-        old, held = self.tensors, max(self.lengths)
-        if capacity <= old.scales.shape[2]:
+        made, held = self.tensors.tensors(), max(self.lengths)
+        if capacity <= self.tensors.scales.shape[2]:
             return
-        made = {}
-        for field in fields(Sketch):
-            tensor = getattr(old, field.name)
-            if field.name in TOKENS:
-                used = min(held, tensor.shape[-1])
-                made[field.name] = transfers.empty((*tensor.shape[:-1], capacity), tensor.dtype, tensor.device)
-                made[field.name][..., :used] = tensor[..., :used]
-            elif field.name in SEGMENTS:
-                made[field.name] = tensor.new_zeros(*tensor.shape[:2], segments_of(capacity), *tensor.shape[3:])
-                made[field.name][:, :, : tensor.shape[2]] = tensor
-            else:
-                made[field.name] = tensor
+        for name in TOKENS:
+            old, used = made[name], min(held, made[name].shape[-1])
+            made[name] = transfers.empty((*old.shape[:-1], capacity), old.dtype, old.device)
+            made[name][..., :used] = old[..., :used]
+        for name in SEGMENTS:
+            old = made[name]
+            made[name] = old.new_zeros(*old.shape[:2], segments_of(capacity), *old.shape[3:])
+            made[name][:, :, : old.shape[2]] = old
         self.tensors = Sketch(**made)

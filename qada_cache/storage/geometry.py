@@ -44,59 +44,6 @@ class Geometry(Masks):
         return Rows(self.local.flatten(1), self.pending.flatten(1), self.stored.flatten(), self.decided.flatten())
 
 
-def make_geometry(
-    *,
-    lengths: list[int],
-    flushed: list[int],
-    end: int,
-    queries: int,
-    valid: Tensor | None,
-    sinks: int,
-    window: int,
-    device: torch.device,
-) -> Geometry:
-    """Masks for a call whose tokens have already been appended.
-
-    For one query, masks follow from the beginning and end of a row's tokens; for several, from comparing positions.
-
-    Args:
-        lengths: real tokens of each row, the call's own included.
-        flushed: of each row, how many of its oldest tokens have been flushed to sinks and bulk.
-        end: recent columns in use; they are right-aligned, so column `end - 1` is every row's newest token.
-        queries: tokens of the call, padding included.
-        valid: bool `[batch, queries]` on the host, False for padding; None when every token is real.
-        sinks: sink tokens, which are also the first columns of the local buffer.
-        window: tokens of the sliding window.
-        device: where the masks go.
-    """
-    batch = len(lengths)
-    alike = valid is None and len(set(lengths)) == 1 and len(set(flushed)) == 1
-    rows = 1 if alike else batch
-    see = _see_of_one if queries == 1 else _see_of_several
-    masks, counts = see(lengths[:rows], flushed[:rows], valid, queries=queries, end=end, sinks=sinks, window=window)
-    bulk_tokens, stored, decided = counts
-    deciding = [
-        [(tokens, gone) for tokens, gone, decides in zip(*row, strict=True) if decides]
-        for row in zip(bulk_tokens, stored, decided, strict=True)
-    ]
-    row_lengths = tuple(round_length(max(1, row[-1])) for row in bulk_tokens)
-    tensors = [*masks, *(torch.tensor(count).unsqueeze(1) for count in counts)]
-    # A blocking copy would wait for everything the accelerator still has to do.
-    local, pending, *placed = (tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors)
-    return Geometry(
-        local,
-        pending,
-        bulk_tokens=placed[0],
-        stored=placed[1],
-        decided=placed[2],
-        distinct_moment_lengths=tuple(sorted({round_length(tokens) for row in deciding for tokens, _ in row})),
-        row_lengths=row_lengths[:1] if len(set(row_lengths)) == 1 else row_lengths,
-        decisions=sum(map(len, deciding)) * (batch // rows),
-        dense_tokens=sum(max((gone for _, gone in row), default=0) for row in deciding) * (batch // rows),
-        any_pending=bulk_tokens != stored,
-    )
-
-
 # Masks `[rows, 1, queries, columns]`, local and pending; of each row and query `bulk_tokens`, `stored` and `decided`.
 MasksAndCounts = tuple[tuple[Tensor, ...], tuple[list[list[int]], ...]]
 
@@ -148,10 +95,11 @@ def _see_of_one(
 
 
 class ForwardPass:
-    """Padding and geometry of the pass under way.
+    """Padding and geometry of the pass under way, found by its first layer for all.
 
     Args:
-        sinks, window: tokens, as for `make_geometry`.
+        sinks: sink tokens, which are also the first columns of the local buffer.
+        window: tokens of the sliding window.
 
     Attributes:
         is_prefill_chunk: whether the pass reads a chunk of `generate`'s prompt, which is exact whatever its length.
@@ -184,19 +132,48 @@ class ForwardPass:
         valid: Tensor | None,
         device: torch.device,
     ) -> Geometry:
-        """`make_geometry`, once per call: layers move in lockstep, so the first one's serves them all."""
+        """Masks for a call whose tokens have already been appended: layers move in lockstep, so they share them.
+
+        For one query, masks follow from the beginning and end of a row's tokens; for several, from comparing positions.
+
+        Args:
+            lengths: real tokens of each row, the call's own included.
+            flushed: of each row, how many of its oldest tokens have been flushed to sinks and bulk.
+            end: recent columns in use; they are right-aligned, so column `end - 1` is every row's newest token.
+            queries: tokens of the call, padding included.
+            valid: bool `[batch, queries]` on the host, False for padding; None when every token is real.
+            device: where the masks go.
+        """
         # By content, not identity: a layer whose state differs must get its own masks.
         key = (tuple(lengths), tuple(flushed), end, queries, None if valid is None else valid.numpy().tobytes(), device)
-        if self._geometry is None or self._geometry[0] != key:
-            made = make_geometry(
-                lengths=lengths,
-                flushed=flushed,
-                end=end,
-                queries=queries,
-                valid=valid,
-                sinks=self.sinks,
-                window=self.window,
-                device=device,
-            )
-            self._geometry = (key, made)
-        return self._geometry[1]
+        if self._geometry is not None and self._geometry[0] == key:
+            return self._geometry[1]
+        alike = valid is None and len(set(lengths)) == 1 and len(set(flushed)) == 1
+        rows = 1 if alike else len(lengths)
+        stands_for = len(lengths) // rows  # rows of the batch
+        see = _see_of_one if queries == 1 else _see_of_several
+        sizes = {"queries": queries, "end": end, "sinks": self.sinks, "window": self.window}
+        masks, counts = see(lengths[:rows], flushed[:rows], valid, **sizes)
+        bulk_tokens, stored, decided = counts
+        deciding = [
+            [(tokens, gone) for tokens, gone, decides in zip(*row, strict=True) if decides]
+            for row in zip(bulk_tokens, stored, decided, strict=True)
+        ]
+        row_lengths = tuple(round_length(max(1, row[-1])) for row in bulk_tokens)
+        tensors = [*masks, *(torch.tensor(count).unsqueeze(1) for count in counts)]
+        # A blocking copy would wait for everything the accelerator still has to do.
+        local, pending, *placed = (tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors)
+        made = Geometry(
+            local,
+            pending,
+            bulk_tokens=placed[0],
+            stored=placed[1],
+            decided=placed[2],
+            distinct_moment_lengths=tuple(sorted({round_length(tokens) for row in deciding for tokens, _ in row})),
+            row_lengths=row_lengths[:1] if len(set(row_lengths)) == 1 else row_lengths,
+            decisions=sum(map(len, deciding)) * stands_for,
+            dense_tokens=sum(max((gone for _, gone in row), default=0) for row in deciding) * stands_for,
+            any_pending=bulk_tokens != stored,
+        )
+        self._geometry = (key, made)
+        return made

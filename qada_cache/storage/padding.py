@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Record = tuple[int, Tensor]
-
 
 class Padding:
     """Which of the tokens seen are padding. Immutable, so that all layers share one.
@@ -94,16 +92,6 @@ class Padding:
         if self._next is None or self._next[0] != what:
             self._next = (what, make())
         return self._next[1]
-
-    @property
-    def records(self) -> list[Record]:
-        """What a file keeps: `(0, known)`, or nothing without padding."""
-        return [] if self.known is None else [(0, self.known)]
-
-    @classmethod
-    def from_records(cls, records: list[Record]) -> "Padding":
-        """The inverse of `records`."""
-        return cls(records[0][1].cpu()) if records else NONE
 
 
 NONE = Padding()  # one for all caches and layers

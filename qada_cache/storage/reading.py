@@ -1,6 +1,7 @@
 """What attention reads of a bulk: the heads that need it, or all of it block by block, and heads it may need next."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -184,10 +185,7 @@ def _make_part(
 
 def _runs(wanted: list[bool]) -> Iterator[slice]:
     """Maximal runs of neighbouring True entries."""
-    start = None
-    for index, flag in enumerate([*wanted, False]):
-        if flag and start is None:
-            start = index
-        elif not flag and start is not None:
-            yield slice(start, index)
-            start = None
+    for flag, indices in itertools.groupby(range(len(wanted)), key=wanted.__getitem__):
+        if flag:
+            run = list(indices)
+            yield slice(run[0], run[-1] + 1)

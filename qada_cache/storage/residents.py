@@ -123,16 +123,12 @@ class Residents:
         try:
             return work()
         except torch.OutOfMemoryError:
-            if not self.clear():
+            if not any(layer.held for layer in self.layers.values()):
                 raise
+            for layer in self.layers.values():
+                layer.held.clear()
+                layer.nbytes = 0
         return work()  # not in the handler, whose traceback keeps what the first try held
-
-    def clear(self) -> bool:
-        """Drop all; whether there were any."""
-        held = any(layer.held for layer in self.layers.values())
-        for layer in self.layers.values():
-            layer.clear()
-        return held
 
     def _on(self, device: torch.device) -> list["LayerResidents"]:
         return [layer for layer in self.layers.values() if layer.device == device]
@@ -228,11 +224,6 @@ class LayerResidents:
     def drop(self, head: Head) -> None:
         """Let one go."""
         self.nbytes -= self.held.pop(head).nbytes
-
-    def clear(self) -> None:
-        """Let all go."""
-        self.held.clear()
-        self.nbytes = 0
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Tokens `[rows, kv_heads, tokens, dim]` went into the bulk: residents get them too."""

@@ -1,4 +1,4 @@
-"""Host memory, and copies between it and the device that run beside the computation.
+"""Host memory, which copies of a cache may share, and copies between it and the device beside the computation.
 
 Host memory comes in huge pages: with pages of 4 KiB, looking up addresses costs a third of the speed of reading a bulk.
 It goes back to the system as soon as it is let go of.
@@ -13,12 +13,21 @@ import math
 import mmap
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
+from transformers.utils import logging
+
+from ..files import private_map
+from ..files.private_map import PrivateMap
+
+if TYPE_CHECKING:
+    from .bulk import Bulk
+
+logger = logging.get_logger(__name__)
 
 # At most so many bytes of copies to the host, or a single copy, are under way: the host waits for older ones. Without a
 # bound, a host that runs ahead of the device would find no layer's memory free again, and a prefill would need it all.
@@ -44,9 +53,41 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = HOS
     return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory
 
 
-def held_bytes(tensor: Tensor) -> int:
-    """Host memory that a tensor takes, rounded up where it is pinned."""
-    return pinned_bytes(tensor.nbytes) if tensor.is_pinned() else tensor.nbytes
+_moving = threading.Lock()  # of one cache, several threads may make copies at once
+
+
+def move_to_shared_memory(bulks: Sequence["Bulk"]) -> None:
+    """Move bulks to memory that their copies can share, unless they lie there already.
+
+    They stay where they are if they are small, pinned, on an accelerator, or the system is none that can do that.
+    """
+    with _moving:
+        # Every copy would copy the parts of a bulk that were written over, so mostly overwritten ones move anew.
+        loose = [bulk for bulk in bulks if bulk.mappable and bulk.stored_bytes > 2 * bulk.shared_bytes]
+        if not (private_map.AVAILABLE and loose and sum(bulk.stored_bytes for bulk in loose) >= private_map.WORTH):
+            return
+        try:
+            file = private_map.create_anonymous(
+                sum(_room(tensor) for bulk in loose for tensor in (bulk.keys, bulk.values))
+            )
+            content, source = file.map(shared=True), PrivateMap(file)
+        except (OSError, RuntimeError) as error:
+            logger.warning_once(f"copies of a QAdACache share no memory, as the system does not give any: {error}")
+            return
+        start = 0
+        for bulk in loose:  # one after the other, so that only one bulk at a time takes its memory twice
+            moved, used = [], slice(0, max(bulk.lengths))  # the room behind them takes no memory yet
+            for held in (bulk.keys, bulk.values):
+                target = content[start : start + held.nbytes].view(held.dtype).view(held.shape)
+                target[:, :, used] = held[:, :, used]
+                moved.append(source.tensor(start, held.shape, held.dtype))
+                start += _room(held)
+            bulk.adopt(source, *moved, lengths=bulk.lengths)
+
+
+def _room(tensor: Tensor) -> int:
+    """Bytes of whole pages."""
+    return -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def pinned_bytes(size: int) -> int:
@@ -152,22 +193,20 @@ def double_buffer(async_copies: Iterator[tuple[Name, AsyncCopy]]) -> Iterator[tu
 
     At most three are on the device: one in use, one waiting, one under way.
     """
-    return _double_buffer(next(async_copies, None), async_copies)
 
+    def arrive(first: tuple[Name, AsyncCopy] | None) -> Iterator[tuple[Name, tuple[Tensor, ...]]]:
+        used: deque[Any] = deque()
+        while first is not None:
+            if len(used) > 1:
+                used.popleft().synchronize()  # a host that runs ahead would find no memory free that it has let go of
+            upcoming = next(async_copies, None)
+            name, tensors = first[0], first[1].wait()
+            yield name, tensors
+            if tensors[0].is_cuda:
+                used.append(torch.cuda.current_stream(tensors[0].device).record_event())
+            first = upcoming
 
-def _double_buffer(
-    first: tuple[Name, AsyncCopy] | None, async_copies: Iterator[tuple[Name, AsyncCopy]]
-) -> Iterator[tuple[Name, tuple[Tensor, ...]]]:
-    used: deque[Any] = deque()
-    while first is not None:
-        if len(used) > 1:
-            used.popleft().synchronize()  # a host that runs ahead would find no memory free that it has let go of
-        upcoming = next(async_copies, None)
-        name, tensors = first[0], first[1].wait()
-        yield name, tensors
-        if tensors[0].is_cuda:
-            used.append(torch.cuda.current_stream(tensors[0].device).record_event())
-        first = upcoming
+    return arrive(next(async_copies, None))
 
 
 _outgoing: dict[torch.device, deque[tuple[Any, int]]] = {}

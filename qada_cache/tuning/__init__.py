@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from .. import tuned_choice
 from ..cache import QAdACache
-from ..sketch.segments import MIN_TOKENS
-from ..state.shared import THRESHOLD, TOKEN_THRESHOLD
+from ..sketch import MIN_TOKENS
+from ..state import THRESHOLD, TOKEN_THRESHOLD
 from ..tuned_choice import Thresholds
 from .measuring import Figures, Piece, measure
 

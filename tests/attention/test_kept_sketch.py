@@ -10,10 +10,9 @@ from stand_in import accelerator
 from test_token_choice import EVERY, ask, filled, small  # noqa: F401 - a fixture
 from torch import Tensor
 
-from qada_cache import QAdACache
-from qada_cache.sketch import layout
+from qada_cache import QAdACache, sketch
 from qada_cache.state.layer import QAdALayer
-from qada_cache.storage.store import TokenStore
+from qada_cache.storage import TokenStore
 
 
 def test_device_bytes_are_as_computed() -> None:
@@ -76,7 +75,7 @@ def test_does_not_depend_on_the_default_dtype(default: torch.dtype) -> None:
     inputs = Inputs(3)
     calls = [inputs(tokens) for tokens in (90, 1, 1)]
     expected = played(calls)[0]
-    layout._by_channel.cache_clear()
+    sketch._by_channel.cache_clear()
     torch.set_default_dtype(default)
     try:
         outputs, store = played(calls)

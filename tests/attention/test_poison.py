@@ -9,8 +9,8 @@ import torch
 from scenarios import SCENARIOS, play, small_buffers
 from torch import Tensor
 
+from qada_cache.storage import TokenStore
 from qada_cache.storage.bulk import Bulk
-from qada_cache.storage.store import TokenStore
 
 
 @pytest.fixture

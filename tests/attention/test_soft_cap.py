@@ -13,8 +13,9 @@ from transformers import DynamicCache, Gemma2ForCausalLM
 from qada_cache import QAdACache
 from qada_cache.criterion import score_moments
 from qada_cache.kernels import partial_attention
-from qada_cache.sketch import Layout, select_tokens
+from qada_cache.sketch import Layout
 from qada_cache.sketch.codec import estimated_scores
+from qada_cache.sketch.selection import select_tokens
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.bulk_sketch import BulkSketch
 from qada_cache.storage.residents import Residents

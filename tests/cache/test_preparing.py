@@ -21,7 +21,7 @@ from qada_cache.kernels.cpu import compiled
 from qada_cache.key_moments import defaults, identity
 from qada_cache.key_moments.identity import find_tokenizer
 from qada_cache.sketch import Layout
-from qada_cache.state.shared import Shared
+from qada_cache.state import Shared
 
 LONG = 1400  # tokens, of which enough are bulk for the CPU's kernel
 

@@ -112,6 +112,16 @@ def test_a_number_in_every_layer(scene: Scene) -> None:
             scene.check(scene.tensors, {**scene.state, "layers": changed})
 
 
+@pytest.mark.parametrize("scene", [SCENES["sketched"]], ids=["sketched"], indirect=True)
+def test_fields_that_are_missing_or_of_another_kind(scene: Scene) -> None:
+    for field in range(len(scene.state["layers"][0]["dict"])):
+        for forged in ([], [None], [[1, 2]]):
+            state = copy.deepcopy(scene.state)
+            fields = state["layers"][0]["dict"]
+            fields[field : field + 1] = [[fields[field][0], value] for value in forged]
+            scene.check(scene.tensors, state)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shape=st.booleans(),

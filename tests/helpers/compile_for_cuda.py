@@ -19,7 +19,8 @@ from triton.compiler import ASTSource
 
 from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.kernels.triton import decode as triton_decode
-from qada_cache.sketch import Layout, Sketch, segments_of
+from qada_cache.sketch import Layout, segments_of
+from qada_cache.sketch.codec import Sketch
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1"}

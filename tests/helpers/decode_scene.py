@@ -12,8 +12,9 @@ from sketch_reference import estimates, half_variance, is_unreliable, log_shares
 from torch import Tensor
 
 from qada_cache import sketch
-from qada_cache.sketch import Layout, Sketch, channel_means, order_dtype, quantize_segments, round_slopes, segments_of
-from qada_cache.storage.geometry import make_geometry
+from qada_cache.sketch import Layout, segments_of
+from qada_cache.sketch.codec import Sketch, channel_means, order_dtype, quantize_segments, round_slopes
+from qada_cache.storage.geometry import ForwardPass
 
 SINKS, WINDOW = 3, 8
 SIZES = {"sink_tokens": SINKS, "local_tokens": SINKS + WINDOW}
@@ -78,9 +79,9 @@ class Scene:
         valid = torch.ones(self.batch, 1, dtype=torch.bool)
         valid[list(self.padding)] = False
         self.real = valid[:, 0] if self.padding else valid[:1, 0]  # whether or not there is a bulk to decide about
-        self.geometry = make_geometry(
+        self.geometry = ForwardPass(SINKS, WINDOW).geometry(
             lengths=self.lengths, flushed=self.flushed, end=end, queries=1, valid=valid if self.padding else None,
-            sinks=SINKS, window=WINDOW, device=torch.device("cpu"),
+            device=torch.device("cpu"),
         )  # fmt: skip
         self.counts = [max(gone - SINKS, 0) for gone in self.flushed]
         other = [key_moments(keys=torch.randn(50, self.dim, generator=made) + 0.2) for _ in range(self.kv_heads)]

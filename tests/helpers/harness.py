@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 
 from qada_cache.attention.forward import attention_forward, switch_on
 from qada_cache.kernels import choice
+from qada_cache.state import ManagedModel, Options, Shared
 from qada_cache.state.counters import Counters
 from qada_cache.state.layer import QAdALayer
-from qada_cache.state.shared import ManagedModel, Options, Shared
 from qada_cache.storage.geometry import Geometry
 
 SINKS, LOCAL = 3, 11  # small, so that a few dozen tokens reach every place a token can be

@@ -13,10 +13,9 @@ from reference_layer import ReferenceLayer
 from torch import Tensor
 
 from qada_cache import KeyMoments, StaticHeads
-from qada_cache.sketch import channel_means, quantize_segments
+from qada_cache.sketch.codec import channel_means, quantize_segments
 from qada_cache.state.layer import QAdALayer
-from qada_cache.storage import bulk_sketch
-from qada_cache.storage.store import TokenStore
+from qada_cache.storage import TokenStore, bulk_sketch
 
 
 @dataclass

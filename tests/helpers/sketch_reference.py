@@ -9,7 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from qada_cache.sketch import Layout, Sketch, layout, selection
+from qada_cache.sketch import ERRORS, STEPS, Layout, selection
+from qada_cache.sketch.codec import Sketch
 
 BITS = (1, 1.5, 2, 4)  # of a value on average, that tests try
 
@@ -91,7 +92,7 @@ def estimates(*, query: Tensor, sketch: Sketch, length: int, scaling: float) -> 
 
 def squared_errors(sketch: Sketch) -> Tensor:
     """Of every channel `[dim]`, in order, where a value's odd integer counts once; of one without bits all of it."""
-    found = [layout.ERRORS[bits] / (layout.STEPS[bits] / 2) ** 2 if bits else 1.0 for bits in value_bits(sketch)]
+    found = [ERRORS[bits] / (STEPS[bits] / 2) ** 2 if bits else 1.0 for bits in value_bits(sketch)]
     return torch.tensor(found, dtype=torch.float64)
 
 
@@ -112,7 +113,7 @@ def half_variance(*, query: Tensor, sketch: Sketch, length: int, scaling: float)
 
 def channel_variances(sketch: Sketch, length: int) -> Tensor:
     """The mean over segments of the variance `[dim]` of each channel of the keys."""
-    steps = [layout.STEPS[bits] / 2 if bits else 1.0 for bits in value_bits(sketch)]
+    steps = [STEPS[bits] / 2 if bits else 1.0 for bits in value_bits(sketch)]
     total = torch.zeros(sketch.centres.shape[-1], dtype=torch.float64)
     for segment, (first, last) in enumerate(segment_spans(length)):
         deviation = 1 / (sketch.weights[segment].double() * torch.tensor(steps, dtype=torch.float64))

@@ -8,7 +8,7 @@ from unittest import mock
 
 KERNELS = ["decode_reference", "cpu.compiled_decode"] + ["triton.decode"] * bool(importlib.util.find_spec("triton"))
 MODULES = [
-    *("sketch", "sketch.segments", "sketch.codec", "sketch.selection", "storage.bulk_sketch"),
+    *("sketch", "sketch.codec", "sketch.selection", "storage.bulk_sketch"),
     *(f"kernels.{name}" for name in KERNELS),
 ]
 

@@ -14,7 +14,7 @@ from qada_cache import KeyMoments, QAdACache
 from qada_cache.kernels import decode_call, decode_reference
 from qada_cache.kernels.cpu import compiled, compiled_decode
 from qada_cache.kernels.decode_call import Binding, DecodeCall, OperandError
-from qada_cache.sketch import Sketch
+from qada_cache.sketch.codec import Sketch
 
 BULK = [(1100, 5), (63, 0)]
 

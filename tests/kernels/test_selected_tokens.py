@@ -16,7 +16,8 @@ from qada_cache.kernels import decode_reference
 from qada_cache.kernels.cpu import compiled, compiled_decode
 from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.kernels.triton import decode as triton_decode
-from qada_cache.sketch import Layout, Sketch, channel_means, quantize_segments, round_slopes, selection
+from qada_cache.sketch import Layout, selection
+from qada_cache.sketch.codec import Sketch, channel_means, quantize_segments, round_slopes
 
 EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED, KERNEL, GPU])
 BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]

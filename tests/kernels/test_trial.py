@@ -20,7 +20,8 @@ from transformers.utils.logging import warning_once
 from qada_cache import QAdACache
 from qada_cache.kernels import choice, decode_reference, reference
 from qada_cache.kernels.decode_call import DecodeCall
-from qada_cache.sketch import MIN_TOKENS, Layout, Sketch
+from qada_cache.sketch import MIN_TOKENS, Layout
+from qada_cache.sketch.codec import Sketch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels.triton import decode

@@ -17,7 +17,7 @@ from torch import Tensor
 from qada_cache.kernels import decode_reference
 from qada_cache.kernels.cpu import compiled, compiled_decode
 from qada_cache.kernels.decode_call import DecodeCall
-from qada_cache.sketch import Sketch
+from qada_cache.sketch.codec import Sketch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels.triton import decode as triton_decode

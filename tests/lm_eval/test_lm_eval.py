@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 from qada_cache import QAdACache, StaticHeads, tuned_choice  # noqa: E402
 from qada_cache.lm_eval import QAdALM, split_arguments  # noqa: E402
 from qada_cache.lm_eval.scoring import rows  # noqa: E402
-from qada_cache.state.shared import TOKEN_THRESHOLD  # noqa: E402
+from qada_cache.state import TOKEN_THRESHOLD  # noqa: E402
 
 HERE = Path(__file__).parent
 TASKS = {"tiny_choice": "acc,none", "tiny_perplexity": "word_perplexity,none", "needle": "exact_match,none"}

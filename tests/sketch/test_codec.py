@@ -20,16 +20,8 @@ from sketch_reference import (
 )
 from torch import Tensor
 
-from qada_cache.sketch import (
-    Layout,
-    Sketch,
-    channel_means,
-    codec,
-    layout,
-    quantize_segments,
-    round_slopes,
-    selection,
-)
+from qada_cache.sketch import STEPS, Layout, codec, selection
+from qada_cache.sketch.codec import Sketch, channel_means, quantize_segments, round_slopes
 
 CPU = torch.device("cpu")
 DIMS = (16, 64, 80, 96)
@@ -99,7 +91,7 @@ def test_what_is_kept_of_a_segment(bits: float, dim: int, with_energies: bool) -
     assert sketch.codes.shape == (sketch.layout.count, LENGTH)
     assert len(sketch.units) == len(segment_spans(LENGTH)) == 3
     each = torch.tensor(value_bits(sketch))
-    half_steps = torch.tensor([layout.STEPS[one] / 2 if one else 1.0 for one in each.tolist()]).double()
+    half_steps = torch.tensor([STEPS[one] / 2 if one else 1.0 for one in each.tolist()]).double()
     coded = int((each > 0).sum())
     for index, (first, last) in enumerate(segment_spans(LENGTH)):
         keys, order = made.keys[first:last].double(), sketch.order[index].long()

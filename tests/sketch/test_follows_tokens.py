@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from qada_cache import QAdACache, StaticHeads
-from qada_cache.sketch import Layout, channel_means, quantize_segments
+from qada_cache.sketch import Layout
+from qada_cache.sketch.codec import channel_means, quantize_segments
 
 SINKS, WINDOW = 3, 8
 TOKENS = 2300  # of which the bulk has four segments

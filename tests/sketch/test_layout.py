@@ -6,13 +6,13 @@ import pytest
 import torch
 from sketch_reference import BITS, odd_values, rotation
 
-from qada_cache.sketch import Layout, layout
+from qada_cache.sketch import ERRORS, STEPS, Layout, pack, rotate, unpack
 
 DIMS = (16, 64, 80, 96)
 
 
 def test_rotation_is_orthogonal_in_blocks_of_eight() -> None:
-    turn = layout.rotate(torch.eye(24))
+    turn = rotate(torch.eye(24))
     torch.testing.assert_close(turn.double(), rotation(24))
     torch.testing.assert_close(turn @ turn.mT, torch.eye(24))
 
@@ -43,15 +43,15 @@ def test_words_unpack_to_what_was_packed(bits: float, dim: int) -> None:
     made = Layout.from_bits(dim, bits)
     levels = torch.tensor([2**one for one in made.bits])
     index = (torch.rand(3, 50, made.coded, generator=torch.Generator().manual_seed(0)) * levels).long()
-    codes = layout.pack(index, made)
+    codes = pack(index, made)
     assert codes.shape == (3, made.count, 50)
     assert (codes < 0).any()
     odd_levels = 2 * index - (levels - 1)
-    assert torch.equal(layout.unpack(codes, made).long(), odd_levels)
+    assert torch.equal(unpack(codes, made).long(), odd_levels)
     assert torch.equal(odd_values(codes[1], words=made.words).long(), odd_levels[1])
 
 
-@pytest.mark.parametrize("bits", layout.BITS)
+@pytest.mark.parametrize("bits", STEPS)
 def test_constants_are_those_of_a_gaussian(bits: int) -> None:
     """By integration: the error at the step given, which is the least of steps near it."""
     x = torch.linspace(-12, 12, 2_000_001, dtype=torch.float64)
@@ -62,5 +62,5 @@ def test_constants_are_those_of_a_gaussian(bits: int) -> None:
         level = torch.floor(x / step).clamp(-top, top - 1) + 0.5
         return float(((x - level * step).square() * density).sum())
 
-    assert error(layout.STEPS[bits]) == pytest.approx(layout.ERRORS[bits], rel=2e-3)
-    assert error(layout.STEPS[bits]) <= min(error(layout.STEPS[bits] * factor) for factor in (0.97, 1.03))
+    assert error(STEPS[bits]) == pytest.approx(ERRORS[bits], rel=2e-3)
+    assert error(STEPS[bits]) <= min(error(STEPS[bits] * factor) for factor in (0.97, 1.03))

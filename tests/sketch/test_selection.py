@@ -8,16 +8,9 @@ from sketch_reference import BITS, estimates, log_shares, unread
 from torch import Tensor
 
 from qada_cache.kernels.reference import merge_partials, partial_attention
-from qada_cache.sketch import (
-    Layout,
-    Selection,
-    Sketch,
-    channel_means,
-    quantize_segments,
-    round_slopes,
-    select_tokens,
-    unread_value,
-)
+from qada_cache.sketch import Layout
+from qada_cache.sketch.codec import Sketch, channel_means, quantize_segments, round_slopes
+from qada_cache.sketch.selection import Selection, select_tokens, unread_value
 
 LENGTH, DIM, GROUP = 2300, 64, 4
 SCALING = DIM**-0.5

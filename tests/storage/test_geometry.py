@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qada_cache.storage.geometry import make_geometry
+from qada_cache.storage.geometry import ForwardPass
 
 SINKS, WINDOW = 3, 8
 ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 25)), min_size=1, max_size=4)
@@ -23,9 +23,9 @@ def test_one_query_sees_what_the_last_of_two_sees(
     lengths = [gone + max(recent, 1) for gone, recent in rows]
     end = max(length - gone for length, gone in zip(lengths, flushed, strict=True)) + spare
     shown = torch.tensor(real[: len(rows)])[:, None]
-    given: dict = {"lengths": lengths, "flushed": flushed, "end": end, "sinks": SINKS, "window": WINDOW}
+    given: dict = {"lengths": lengths, "flushed": flushed, "end": end, "device": torch.device("cpu")}
     one, two = (
-        make_geometry(**given, queries=queries, valid=valid if padded else None, device=torch.device("cpu"))
+        ForwardPass(SINKS, WINDOW).geometry(**given, queries=queries, valid=valid if padded else None)
         for queries, valid in ((1, shown), (2, torch.cat([torch.zeros_like(shown), shown], dim=1)))
     )
     for field in fields(one):
@@ -41,10 +41,9 @@ def test_one_query_sees_what_the_last_of_two_sees(
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_rows_alike_are_counted_all(batch: int) -> None:
-    made = make_geometry(
-        lengths=[40] * batch, flushed=[20] * batch, end=20, queries=1, valid=None, sinks=SINKS, window=WINDOW,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    made = ForwardPass(SINKS, WINDOW).geometry(
+        lengths=[40] * batch, flushed=[20] * batch, end=20, queries=1, valid=None, device=torch.device("cpu")
+    )
     assert made.local.shape == (1, 1, 1, SINKS + 20)
     assert (made.decisions, made.dense_tokens) == (batch, batch * (40 - SINKS - WINDOW - 12))
     assert made.any_pending

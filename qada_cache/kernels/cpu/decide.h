@@ -57,7 +57,7 @@ struct Decode {
         const uint8_t* mask = rows.pending.at(row);
         return stored(row) + std::count(mask, mask + rows.columns, 1);
     }
-    // Of a bulk of so many tokens; see sketch/segments.py.
+    // Of a bulk of so many tokens; see sketch/__init__.py.
     int64_t segments_of(int64_t tokens) const {
         return std::max<int64_t>(1, (tokens + segment_tokens / 2) / segment_tokens);
     }

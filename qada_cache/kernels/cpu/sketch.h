@@ -23,7 +23,7 @@ inline float widened(uint16_t bfloat16) {
     return value;
 }
 
-// Words of a key's code, by `Layout` of layout.py.
+// Words of a key's code, by `Layout` of sketch/__init__.py.
 struct Words {
     int of_four, of_two, of_one;  // bits
     int count() const { return of_four + of_two + of_one; }

@@ -20,8 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, selection
-from ...sketch.layout import BITS, WORD_BITS
+from ...sketch import BITS, MIN_TOKENS, SEGMENT_TOKENS, WORD_BITS, selection
 from ..decode_call import DecodeCall, check
 from .kernels import bulk_kernel, local_kernel, merge_kernel
 from .sketch_kernels import estimate_kernel, selected_kernel
