@@ -10,7 +10,7 @@ from .attention.decode import attend_adaptively
 from .attention.support import sizes
 from .cache import QAdACache
 from .kernels import choice, partial_attention
-from .kernels.cpu.compiled import MIN_TOKENS
+from .kernels.cpu import MIN_TOKENS
 from .key_moments.defaults import CURRENT, MomentsSource, default_moments, sources
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.models import inputs_device, unwrap_model

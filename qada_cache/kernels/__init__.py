@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import reference, sdpa
-from .cpu import compiled
+from . import cpu, reference, sdpa
 from .reference import merge_partials, softmax_average
 
 __all__ = ["merge_partials", "partial_attention", "softmax_average"]
@@ -30,8 +29,8 @@ def partial_attention(
     Args and returns as `reference.partial_attention`, without a mask; `kernels` as `choice.KINDS`. `tokens` may be 0.
     """
     plain = softcap is None
-    if plain and kernels != "torch" and not causal and compiled.supports(query, key, value):
-        found = compiled.compiled_partial_attention(query, key, value, scaling=scaling)
+    if plain and kernels != "torch" and not causal and cpu.supports(query, key, value):
+        found = cpu.compiled_partial_attention(query, key, value, scaling=scaling)
         if found is not None:
             return found
     if plain and sdpa.supports(query, key, value):

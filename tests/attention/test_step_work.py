@@ -25,8 +25,7 @@ from transformers import PreTrainedModel
 
 from qada_cache import QAdACache
 from qada_cache.files import private_map
-from qada_cache.kernels import sdpa
-from qada_cache.kernels.cpu import compiled
+from qada_cache.kernels import cpu, sdpa
 from qada_cache.storage.padding import Padding
 
 
@@ -69,7 +68,7 @@ def test_python_work_does_not_grow_with_the_context(
 ) -> None:
     """The same calls at two lengths, both long enough to be split among threads, and into parts of the same kind."""
     monkeypatch.setenv("QADA_KERNELS", kernels)
-    monkeypatch.setattr(compiled, "MIN_TOKENS", 1)
+    monkeypatch.setattr(cpu, "MIN_TOKENS", 1)
     model = tiny(max_position_embeddings=8192, num_hidden_layers=2)
     made = []
     for tokens in (2400, 2400 + 333 * 12):

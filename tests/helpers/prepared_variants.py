@@ -66,7 +66,7 @@ def main() -> None:
     for name in KERNELS:
         setattr(triton_decode, name, Launches(getattr(triton_decode, name), seen))
     choice.AUTO_DEVICES = ("cpu",)
-    choice.compiled_decode.unsupported_reason = lambda *_: "not here"
+    choice.compiled_decode.supports = lambda *_: False
     choice.unsupported_reason = lambda *_: None
     model = tiny(num_hidden_layers=1, head_dim=16, max_position_embeddings=2**14)
     for name, options in SCENES.items():

@@ -52,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(choice, "AUTO_DEVICES", ("cpu",))
     monkeypatch.setattr(choice, "unsupported_reason", lambda *call: None)
-    monkeypatch.setattr(choice.compiled_decode, "unsupported_reason", lambda *call: "not here")
+    monkeypatch.setattr(choice.compiled_decode, "supports", lambda *call: False)
     plant(monkeypatch, lambda kwargs: kwargs, seen=seen)
     return seen
 

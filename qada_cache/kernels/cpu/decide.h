@@ -43,7 +43,7 @@ struct Decode {
     View<const uint16_t> centres, weights;
     View<const Channel> order;
     const float* errors;         // [DIM] of `Layout`, times half the squared scaling
-    int64_t *bulk_read_bytes, *sketch_read_bytes;  // the latter may be null
+    int64_t *bulk_read_bytes, *sketch_read_bytes;  // may be null
     int64_t batch, kv_heads, split_tokens;
     int64_t min_sketched, segment_tokens;  // a bulk of fewer tokens than the first is read whole
     float scaling, logit_threshold;  // `log A_local - log A_bulk` below which a head is long-context

@@ -17,7 +17,7 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__F16C__)
+#if defined(__SSE__)
 #include <immintrin.h>
 #endif
 
@@ -151,10 +151,11 @@ inline float unpacked_at(const Floats* parts, int d) {
     return parts[unpacked_index<SIZE>(d) / WIDTH][unpacked_index<SIZE>(d) % WIDTH];
 }
 
-inline float sum(Floats lanes) {
+template <typename Lanes>
+inline float sum_of(Lanes lanes) {
     float total = 0;
 #pragma omp simd reduction(+ : total)
-    for (int i = 0; i < WIDTH; i++) total += lanes[i];
+    for (int i = 0; i < int(sizeof lanes / sizeof lanes[0]); i++) total += lanes[i];
     return total;
 }
 
@@ -221,7 +222,7 @@ struct Partial {
         for (int q = 0; q < QUERIES; q++) {
             Floats products = scaled[q][0] * unpacked[0];
             for (int c = 1; c < PARTS; c++) products += scaled[q][c] * unpacked[c];
-            scores[q * stride] = sum(products);
+            scores[q * stride] = sum_of(products);
         }
     }
 
