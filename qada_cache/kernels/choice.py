@@ -98,7 +98,7 @@ def decode_kernel(
         return None
     reason = unsupported_reason(*call)
     if reason is None:
-        from .triton.decode import fused_decode
+        from .triton import fused_decode
 
         if kernels == "auto":
             reason = decode_reference.find_decode_fault(

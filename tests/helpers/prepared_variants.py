@@ -16,7 +16,7 @@ from stand_in import accelerator
 
 from qada_cache import QAdACache, StaticHeads, prepare
 from qada_cache.kernels import choice, decode_reference
-from qada_cache.kernels.triton import decode as triton_decode
+from qada_cache.kernels import triton as triton_decode
 
 SCENES: dict[str, dict[str, Any]] = {
     "default": {"moments": "current+random-tokens"},

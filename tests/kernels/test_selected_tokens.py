@@ -13,9 +13,9 @@ from test_triton import COMPILED, GPU, KERNEL, REFERENCE, Path
 from torch import Tensor
 
 from qada_cache.kernels import cpu, decode_reference
+from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.kernels.decode_call import DecodeCall
-from qada_cache.kernels.triton import decode as triton_decode
 from qada_cache.sketch import Layout, Sketch, channel_means, quantize_segments, round_slopes, selection
 
 EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED, KERNEL, GPU])

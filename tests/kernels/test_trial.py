@@ -23,7 +23,7 @@ from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.sketch import MIN_TOKENS, Layout, Sketch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from qada_cache.kernels.triton import decode
+from qada_cache.kernels import triton as decode
 from qada_cache.kernels.triton.kernels import INTERPRETED
 
 CPU = torch.device("cpu")

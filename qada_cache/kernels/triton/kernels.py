@@ -1,4 +1,4 @@
-"""The Triton kernels of one decode step; `decode.py` launches them and says what they compute.
+"""The Triton kernels of one decode step; `__init__.py` launches them and says what they compute.
 
 Names: `b_` block of values, `p_` pointer, `i_` index, `o_` offsets, `m_` mask, `s_` stride in elements. Sizes: `G`
 query heads of a group, `D` dim, `V` value_dim; `BLOCK_*` is the power of two that holds them. "Part" 0 of a head is the
@@ -9,8 +9,7 @@ local buffer, the others are the splits of its bulk. The kernels that select tok
 import triton
 import triton.language as tl
 
-from .blocks import attend, dot, resolve_pointer, scores, store_part
-from .sketch_blocks import along, tilt, unreliable
+from .blocks import along, attend, dot, resolve_pointer, scores, store_part, tilt, unreliable
 
 INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are decorated
 
