@@ -49,7 +49,16 @@ def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:
         for request in requests or ():
             yield _part(call, request.row, request.head, request.tokens.to(call.bulk_keys.device), request)
 
-    flags = decide(step, _log_bulk(call, step))
+    if call.rule.kind == "gaussian":
+        current, others = None, []
+        if call.mean is not None and call.covariance is not None and call.count is not None:
+            current = call.mean, call.covariance, call.count
+        if call.other_mean is not None and call.other_covariance is not None:
+            others = [(0, call.other_mean, call.other_covariance)]
+        log_bulk = estimated_log_bulk(step, current, others, pool=call.rule.pool_pending)
+    else:
+        log_bulk = fixed_log_bulk(call.rule.criterion, step.scores[..., 0])
+    flags = decide(step, log_bulk)
     out, _, selecting = attend(step, flags, read)
     if sketch is not None and call.sketch_read_bytes is not None:
         call.sketch_read_bytes += sum(
@@ -66,18 +75,6 @@ def _part(call: DecodeCall, row: int, head: int, tokens: slice | Tensor, request
     if call.bulk_read_bytes is not None:
         call.bulk_read_bytes += keys.nbytes + values.nbytes
     return Part(slice(row, row + 1), slice(head, head + 1), keys, values, request)
-
-
-def _log_bulk(call: DecodeCall, step: Step) -> Tensor:
-    """`log A_bulk` `[batch, kv_heads, group, 1]`, as a call's rule has it."""
-    if call.rule.kind != "gaussian":
-        return fixed_log_bulk(call.rule.criterion, step.scores[..., 0])
-    current, others = None, []
-    if call.mean is not None and call.covariance is not None and call.count is not None:
-        current = call.mean, call.covariance, call.count
-    if call.other_mean is not None and call.other_covariance is not None:
-        others = [(0, call.other_mean, call.other_covariance)]
-    return estimated_log_bulk(step, current, others, pool=call.rule.pool_pending)
 
 
 # Of a trial.

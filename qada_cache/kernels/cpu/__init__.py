@@ -118,7 +118,10 @@ def _load(macros: tuple[str, ...]) -> ctypes.CDLL:
     """
     compiler = _compiler()
     texts = [path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
-    built_from = (*texts, *FLAGS, *macros, compiler, _version(compiler), _processor())
+    # What `-march=native` means: different machines may share the cache folder.
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    built_from = (*texts, *FLAGS, *macros, compiler, _version(compiler), *processor)
     name = hashlib.sha256("\0".join(built_from).encode()).hexdigest()[:32] + ".so"
     if (kept := _kept(name)) is not None:
         return kept
@@ -197,10 +200,3 @@ def _compiler() -> str:
 @functools.cache
 def _version(compiler: str) -> str:
     return _run([compiler, "--version"], timeout=60).stdout
-
-
-@functools.cache
-def _processor() -> str:
-    """The processor that `-march=native` means; different machines may share the cache folder."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))

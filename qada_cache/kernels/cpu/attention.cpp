@@ -73,24 +73,22 @@ struct Step {
                 add_part(head, &local_out[head * SIZE], &local_lse[head * QUERIES]);
                 bulk_read_bytes += tokens * TOKEN_BYTES;
             } else {
-                int64_t segment = (4 + sizeof(Channel)) * DIM + 4, once = 4 * (VALUE_DIM + 3 * DIM) + VALUE_DIM * DIM;
-                sketch_read_bytes += tokens * (4 * call.layout().count() + 1) + call.segments_of(tokens) * segment + once;
+                const int64_t* bytes = call.sketch_bytes;
+                sketch_read_bytes += tokens * bytes[0] + call.segments_of(tokens) * bytes[1] + bytes[2];
             }
             for (int64_t split = 0; split < splits; split++) {
                 int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
-                if (selects[head])  // a span lies in one segment
-                    add_scan(head, start / SPAN * SPAN, split + 1 < splits ? stop / SPAN * SPAN : stop);
-                else jobs.push_back({head, start, stop, add_part(head), nullptr});
+                if (!selects[head]) {
+                    jobs.push_back({head, start, stop, add_part(head), nullptr});
+                    continue;
+                }
+                if (scan_count == (int64_t)pool.size()) pool.emplace_back();
+                Scan& part = pool[scan_count++];
+                part.head = head;
+                part.start = start / SPAN * SPAN;  // a span lies in one segment
+                part.stop = split + 1 < splits ? stop / SPAN * SPAN : stop;
             }
         }
-    }
-
-    void add_scan(int64_t head, int64_t start, int64_t stop) {
-        if (scan_count == (int64_t)pool.size()) pool.emplace_back();
-        Scan& part = pool[scan_count++];
-        part.head = head;
-        part.start = start;
-        part.stop = stop;
     }
 
     void scan(Scan& part, const float* score_cut) {

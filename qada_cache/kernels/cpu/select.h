@@ -157,7 +157,10 @@ struct Scan {
             if (span % REFRESH == REFRESH - 1)
                 for (int q = 0; q < queries; q++)
                     score_cut[q] = std::max(score_cut[q], log_sum(log_buffer[q], log_mass(q)) + log_share - ROUNDING);
-            make_room();
+            if (count + SPAN > (int64_t)tokens.size()) {
+                tokens.resize(2 * tokens.size() + 4 * SPAN);
+                for (auto& scores : estimates) scores.resize(tokens.size());
+            }
             for (int v = 0; v < VECTORS; v++) {
                 Integers selected = {};
                 for (int q = 0; q < queries; q++) selected |= found.scores[q][v] >= score_cut[q];
@@ -170,7 +173,11 @@ struct Scan {
                     sum[q] += above;
                     squares[q] += above * above;
                 }
-                keep(bits_of(selected & held), found.scores, v, queries, first);
+                uint64_t bits = bits_of(selected & held);
+                if (!bits) continue;
+                compress(numbered + (int32_t)(first + v * TOKENS), bits, &tokens[count]);
+                for (int q = 0; q < queries; q++) compress(found.scores[q][v], bits, &estimates[q][count]);
+                count += __builtin_popcountll(bits);
             }
         }
     }
@@ -197,20 +204,6 @@ struct Scan {
             for (Singles* part : {mass, unread_mass, lifted}) part[q] *= shrunk;
             highest[q] = peak;
         }
-    }
-
-    // For another span.
-    void make_room() {
-        if (count + SPAN <= (int64_t)tokens.size()) return;
-        tokens.resize(2 * tokens.size() + 4 * SPAN);
-        for (auto& scores : estimates) scores.resize(tokens.size());
-    }
-
-    INLINED void keep(uint64_t bits, const Singles (*scores)[VECTORS], int v, int queries, int64_t first) {
-        if (!bits) return;
-        compress(numbered + (int32_t)(first + v * TOKENS), bits, &tokens[count]);
-        for (int q = 0; q < queries; q++) compress(scores[q][v], bits, &estimates[q][count]);
-        count += __builtin_popcountll(bits);
     }
 
     float log_mass(int q) const { return highest[q] + logf(sum_of(mass[q])); }

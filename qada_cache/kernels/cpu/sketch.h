@@ -27,13 +27,6 @@ typedef int32_t Integers __attribute__((vector_size(4 * TOKENS)));
 typedef uint8_t Octets __attribute__((vector_size(TOKENS)));
 
 
-template <typename Lanes>
-inline Lanes loaded(const void* from) {
-    Lanes lanes;
-    std::memcpy(&lanes, from, sizeof lanes);
-    return lanes;
-}
-
 constexpr int32_t NUMBERS[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 const Integers numbered = loaded<Integers>(NUMBERS);
 

@@ -108,9 +108,8 @@ def rotate(b_query):
 def round_queries(b_rotated):
     """Rotated queries in 8-bit integers [BLOCK_G, BLOCK_D], and their units [BLOCK_G]."""
     b_unit = tl.div_rn(tl.maximum(tl.max(tl.abs(b_rotated), axis=1), 1e-35), 127.0)  # a normal number
-    b_rounded = (
-        tl.div_rn(b_rotated, b_unit[:, None].broadcast_to(b_rotated.shape)) + 12582912.0
-    )  # 1.5 * 2^23: to nearest
+    b_scaled = tl.div_rn(b_rotated, b_unit[:, None].broadcast_to(b_rotated.shape))
+    b_rounded = b_scaled + 12582912.0  # 1.5 * 2^23: to nearest
     return (b_rounded - 12582912.0).to(tl.int32), b_unit
 
 
