@@ -21,14 +21,14 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from eval.shared.timing import Peak, load_model, report, timing_parser, wait
 from qada_cache import QAdACache, restore_attention
-from qada_cache.kernels.cpu import compiled
+from qada_cache.kernels import cpu
 
 
 @contextlib.contextmanager
 def empty_cache_folder() -> Iterator[None]:
     """As for a user who has never run this package: what was kept before goes by another folder."""
     before = os.environ.get("QADA_HOME")
-    compiled.build.cache_clear()
+    cpu.build.cache_clear()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["QADA_HOME"] = folder
         try:

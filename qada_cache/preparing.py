@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .attention.decode import attend_adaptively
 from .cache import QAdACache
 from .kernels import choice, partial_attention
-from .kernels.cpu.compiled import MIN_TOKENS
+from .kernels.cpu import MIN_TOKENS
 from .key_moments.defaults import CURRENT, MomentsSource, default_moments, sources
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.models import inputs_device, sizes, unwrap_model

@@ -52,7 +52,7 @@ def speeds(device: torch.device) -> dict[str, float]:
 def _zero_copy(host: torch.Tensor, data: torch.Tensor) -> float:
     """Bytes a second that a decode step's kernel reads of a bulk in pinned memory, every head flagged."""
     from qada_cache.kernels.decode_call import DecodeCall
-    from qada_cache.kernels.triton.decode import fused_decode
+    from qada_cache.kernels.triton import fused_decode
 
     dim, heads = 128, 8
     tokens = host.numel() * 2 // (2 * heads * dim)  # keys and values as half-precision numbers

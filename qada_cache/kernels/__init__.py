@@ -1,18 +1,35 @@
-"""Attention over parts of the keys: a reference, faster paths with the same signature, and the choice."""
+"""Attention over parts of the keys: a reference, faster paths with the same signature, and the choice.
+
+Our kernel for CPUs is one. The other is torch's fused operators: one pass over the keys, no score matrix. Those behind
+`scaled_dot_product_attention` compute the log-sum-exp, and only they return it. They are private to torch and may
+change with any release. So each is tried against plain torch when a device first meets a dtype and head size, and is
+used only if it agrees.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+from transformers.utils import logging
 
-from . import reference, sdpa
-from .cpu import compiled
-from .reference import merge_partials, softmax_average
+from . import cpu, reference
+from .reference import TOLERANCE, find_fault, merge_partials, softmax_average
 
 __all__ = ["merge_partials", "partial_attention", "softmax_average"]
+
+logger = logging.get_logger(__name__)
 
 # The path without a fused kernel takes a block of queries at a time, and of keys as many as it can hold in float32:
 # scores, which it has up to four times over, keys and values. Few queries so take few launches, whatever the context.
 QUERY_BLOCK, KEY_BLOCK = 512, 256  # at most; at least
 HELD = 1 << 26  # numbers, 256 MiB
+SPLIT_TOKENS = 2048  # keys of fewer tokens are not worth splitting among workers
+SPLIT_QUERIES = 64  # more queries than these make enough work for all of them by themselves
+TRIED_TOKENS = 2111  # so that keys are split, and their last blocks are ragged
 
 
 def partial_attention(
@@ -29,16 +46,18 @@ def partial_attention(
 
     Args and returns as `reference.partial_attention`, without a mask; `kernels` as `choice.KINDS`. `tokens` may be 0.
     """
-    plain = softcap is None
-    if plain and kernels != "torch" and not causal and compiled.supports(query, key, value):
-        found = compiled.compiled_partial_attention(query, key, value, scaling=scaling)
+    if softcap is None and kernels != "torch" and not causal and cpu.supports(query, key, value):
+        found = cpu.compiled_partial_attention(query, key, value, scaling=scaling)
         if found is not None:
             return found
-    if plain and sdpa.supports(query, key, value):
-        return sdpa.sdpa_partial_attention(query, key, value, scaling=scaling, causal=causal)
+    if softcap is None and (operator := find_operator(query, key, value)) is not None:
+        return _attend(operator, query, key, value, scaling, causal)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
-    at_once, block = _blocks(query, key, value, causal)
+    at_once = block = max(1, min(QUERY_BLOCK, query.shape[-2]))
+    if not causal:  # else a query's own token lies in a block on the diagonal
+        numbers = query.shape[:-2].numel() * (4 * at_once + key.shape[-1] + value.shape[-1])
+        block = max(KEY_BLOCK, HELD // numbers)
     for first in range(0, query.shape[-2], at_once):
         queries = slice(first, min(first + at_once, query.shape[-2]))
         seen = queries.stop if causal else key.shape[-2]
@@ -56,10 +75,162 @@ def partial_attention(
     return out, lse
 
 
-def _blocks(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[int, int]:
-    """How many queries and how many keys to take at once."""
-    queries = max(1, min(QUERY_BLOCK, query.shape[-2]))
-    if causal:  # a query's own token lies in a block on the diagonal
-        return queries, queries
-    numbers = query.shape[:-2].numel() * (4 * queries + key.shape[-1] + value.shape[-1])
-    return queries, max(KEY_BLOCK, HELD // numbers)
+class Operator(NamedTuple):
+    """One of torch's.
+
+    Attributes:
+        name: in `torch.ops.aten`.
+        attend: of query, key, value, scaling and whether it is causal: `out` in the query's dtype, `lse` float32.
+        serves: whether torch says that it is made for tensors like these.
+        workers: of a device: each takes whole heads. 1: the operator splits the keys of a head by itself.
+    """
+
+    name: str
+    attend: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
+    serves: Callable[[Tensor, Tensor, Tensor], bool]
+    workers: Callable[[torch.device], int]
+
+
+def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scaling)[:2]
+
+
+def _flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    # Other sizes are padded in front of the operator.
+    return query.shape[3] % 8 == 0 and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, False))
+
+
+def _efficient(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    found = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, None, True, 0.0, causal, scale=scaling
+    )
+    return found[0], found[1][..., : query.shape[2]]  # the operator rounds the number of queries up
+
+
+# By type of device, the better one first. The second of a GPU has float32, older GPUs, and values of another size.
+OPERATORS = {
+    "cpu": (
+        Operator(
+            "_scaled_dot_product_flash_attention_for_cpu",
+            _on_cpu,
+            serves=lambda query, _, value: query.shape[3] == value.shape[3],
+            workers=lambda _: torch.get_num_threads(),
+        ),
+    ),
+    "cuda": (
+        Operator("_scaled_dot_product_flash_attention", _flash, _flash_serves, workers=lambda _: 1),
+        Operator(
+            "_scaled_dot_product_efficient_attention",
+            _efficient,
+            serves=lambda query, key, value: can_use_efficient_attention(
+                SDPAParams(query, key, value, None, 0.0, False, False)
+            ),
+            workers=lambda device: torch.cuda.get_device_properties(device).multi_processor_count,
+        ),
+    ),
+}
+
+
+def find_operator(query: Tensor, key: Tensor, value: Tensor) -> Operator | None:
+    """The one of torch's operators that computes this call (shapes as for `partial_attention`), if any does."""
+    if (
+        query.dtype == key.dtype == value.dtype
+        and query.device == key.device == value.device
+        and query.numel() > 0  # without queries the CPU's operator ends the process
+        and key.numel() > 0
+        # The CPU's operator takes other strides, and reads by these.
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+    ):
+        return _operator(query.device, query.dtype, query.shape[3], value.shape[3])
+    return None
+
+
+def _attend(
+    operator: Operator, query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """`partial_attention` by an operator; `out` is rounded to the input dtype, as by SDPA.
+
+    Most operators give a worker, a thread or a processor of a GPU, whole heads. When a decode step reads few of them,
+    some would wait, so the keys are split as well, into parts that are merged by their log-sum-exps.
+    """
+    splits = 1 if causal else _splits(query, key, operator.workers(query.device))
+    if splits == 1:
+        out, lse = operator.attend(query, key, value, scaling, causal)
+        return out.float(), lse
+    tokens = key.shape[2] // splits * splits  # fewer than `splits` are left over
+    keys, values = (tensor[0, :, :tokens].unflatten(1, (splits, -1)) for tensor in (key, value))
+    out, lse = operator.attend(query[0].unsqueeze(1).expand(-1, splits, -1, -1), keys, values, scaling, False)
+    weights = lse.softmax(dim=1)
+    out, lse = (out.float() * weights.unsqueeze(-1)).sum(dim=1)[None], lse.logsumexp(dim=1)[None]
+    if tokens < key.shape[2]:
+        rest, rest_lse = operator.attend(query, key[:, :, tokens:], value[:, :, tokens:], scaling, False)
+        out, lse = merge_partials(out, lse, rest.float(), rest_lse)
+    return out, lse
+
+
+def _splits(query: Tensor, key: Tensor, workers: int) -> int:
+    """Into how many parts to split the keys of one row, so that every worker gets the same number of them."""
+    if query.shape[0] != 1 or query.shape[2] > SPLIT_QUERIES or key.shape[2] < SPLIT_TOKENS:
+        return 1
+    return workers // math.gcd(workers, query.shape[1])
+
+
+@functools.cache
+def _operator(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> Operator | None:
+    """The first of the device's operators that serves and agrees with plain torch; a warning names the others once."""
+    if dtype not in TOLERANCE:
+        return None
+    sample = _sample(dtype, dim, value_dim)
+    for operator in OPERATORS.get(device.type, ()):
+        if not operator.serves(*(tensor.to(device) for tensor in sample)):
+            continue
+        if (wrong := _find_fault(operator, sample, device)) is None:
+            return operator
+        logger.warning_once(
+            f"torch's {operator.name} is not used on {device} for {dtype} and head dimensions {dim} and {value_dim}, "
+            f"plainer operations serve: {wrong}"
+        )
+    return None
+
+
+def _sample(dtype: torch.dtype, dim: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Five queries, each with a token of its own that gets much of its attention, the first and the last among them.
+
+    Keys and values have room for more tokens than `TRIED_TOKENS`, as the bulk's buffers do, which is nan.
+    """
+    made = torch.Generator("cpu").manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 2, *shape, generator=made, dtype=torch.float32, device="cpu")
+        for shape in ((5, dim), (TRIED_TOKENS + 9, dim), (TRIED_TOKENS + 9, value_dim))
+    )
+    key[:, :, [0, 255, 256, TRIED_TOKENS - 2, TRIED_TOKENS - 1]] = query
+    for buffer in (key, value):
+        buffer[:, :, TRIED_TOKENS:] = torch.nan
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _find_fault(operator: Operator, sample: tuple[Tensor, Tensor, Tensor], device: torch.device) -> str | None:
+    """An operator's fault over the keys of a sample, and causally over fewer of them (see `find_fault`)."""
+    scaling = 8 / sample[0].shape[3]  # the score of a query and its own token is then about 8
+
+    def calls(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, float, bool]]:
+        yield query, key[:, :, :TRIED_TOKENS], value[:, :, :TRIED_TOKENS], scaling, False
+        yield key[:, :, :70], key[:, :, :70], value[:, :, :70], scaling, True
+
+    def compute() -> tuple[Tensor, ...]:
+        found = [_attend(operator, *call) for call in calls(*(tensor.to(device) for tensor in sample))]
+        return tuple(part.cpu() for out, lse in found for part in (out.to(sample[0].dtype), lse))
+
+    return find_fault(compute, tuple(part for call in calls(*sample) for part in _plain(*call)))
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """`out` in the query's dtype and `lse`, computed in float64, as no setting of torch lowers its precision."""
+    scores = torch.matmul(query.double(), key.double().mT) * scaling
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").triu(1), -torch.inf)
+    return torch.matmul(scores.softmax(dim=-1), value.double()).to(query.dtype), scores.logsumexp(dim=-1).float()

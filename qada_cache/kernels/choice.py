@@ -92,13 +92,13 @@ def decode_kernel(
         RuntimeError: it is "triton", and the kernel cannot compute the call.
     """
     call = (query, bulk_keys, bulk_values, criterion)
-    if kernels == "auto" and compiled_decode.unsupported_reason(*call) is None:
+    if kernels == "auto" and compiled_decode.supports(*call):
         return compiled_decode.fused_decode
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
         return None
     reason = unsupported_reason(*call)
     if reason is None:
-        from .triton.decode import fused_decode
+        from .triton import fused_decode
 
         if kernels == "auto":
             reason = decode_reference.find_decode_fault(

@@ -56,17 +56,12 @@ class Rows:
         fits = fits and self.bulk_lengths.dim() == self.decided.dim() == 1
         for mask in (self.local, self.pending):
             fits = fits and mask.dtype == torch.bool and mask.shape[1:] == (self.columns,) and mask.stride(1) == 1
-        fits = fits and all(len(part) in (1, self.number) and part.device == self.device for part in parts)
+        fits = fits and all(len(part) in (1, self.number) and part.device == self.local.device for part in parts)
         if fits and self.bulk_lengths.is_cpu:
             lengths = self.bulk_lengths.tolist()
             self.longest, fits = max(lengths), min(lengths) >= 0
         if not fits:
             raise OperandError(parts)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all of it."""
-        return self.local.device
 
 
 @dataclass(eq=False)
@@ -231,16 +226,13 @@ def check(call: DecodeCall) -> None:
         and rows.number in (1, query.shape[0])
         and rows.columns <= call.local_keys.shape[2]
         and (rows.longest is None or rows.longest <= call.bulk_keys.shape[2])
-        and rows.device == query.device
+        and rows.local.device == query.device
     ):
         kept = () if call.sketch is None else call.sketch.tensors().values()
         parts = (part for part in call.parts() if isinstance(part, Tensor))
         raise OperandError((query, rows.local, rows.bulk_lengths, rows.decided, *parts, *kept))
     if not known:
         binding.remember(call)
-
-
-Expected = tuple[Tensor | None, torch.dtype, tuple[int, ...]]  # a tensor, and what it has to be
 
 
 def _parts_fit(call: DecodeCall) -> bool:
@@ -258,44 +250,38 @@ def _parts_fit(call: DecodeCall) -> bool:
             return False
         if keys.device != values.device:
             return False
-    of_rows: list[Expected] = [(call.count, torch.int64, ())]
+    # A tensor, and what it has to be.
+    of_rows: list[tuple[Tensor | None, torch.dtype, tuple[int, ...]]] = [(call.count, torch.int64, ())]
     of_rows += [(mean, torch.float32, (kv_heads, dim)) for mean in (call.mean, call.other_mean)]
     of_rows += [(part, torch.float32, (kv_heads, dim, dim)) for part in (call.covariance, call.other_covariance)]
     if any(len(part) not in (1, batch) for part, *_ in of_rows if part is not None):
         return False
-    expected: list[Expected] = [(None if part is None else part[0], dtype, shape) for part, dtype, shape in of_rows]
+    expected = [(None if part is None else part[0], dtype, shape) for part, dtype, shape in of_rows]
     expected += [(call.rule.table, torch.bool, (kv_heads, heads // kv_heads))]
     expected += [(counted, torch.int64, ()) for counted in (call.bulk_read_bytes, call.sketch_read_bytes)]
     if call.sketch is not None:
         capacity, words = call.sketch.scales.shape[2], call.sketch.codes.shape[2]
         if dim % BLOCK or not 0 < words <= dim // BLOCK or capacity < call.bulk_keys.shape[2]:
             return False
-        expected += _of_sketch(call.sketch, (batch, kv_heads), words, capacity, dim, value_dim)
+        sketch, segments = call.sketch, segments_of(capacity) if capacity else 0
+        expected += [
+            (part, dtype, (batch, kv_heads, *shape))
+            for part, dtype, shape in (
+                (sketch.codes, torch.int32, (words, capacity)),
+                (sketch.scales, torch.uint8, (capacity,)),
+                (sketch.units, torch.float32, (segments,)),
+                (sketch.centres, torch.bfloat16, (segments, dim)),
+                (sketch.order, order_dtype(dim), (segments, dim)),
+                (sketch.weights, torch.bfloat16, (segments, dim)),
+                (sketch.noise, torch.float32, (dim,)),
+                (sketch.variances, torch.float32, (dim,)),
+                (sketch.mean_value, torch.float32, (value_dim,)),
+                (sketch.slopes, torch.int8, (value_dim, dim)),
+                (sketch.slope_units, torch.float32, (dim,)),
+            )
+        ]
     return all(
         (part.dtype, tuple(part.shape), part.device) == (dtype, shape, query.device) and part.is_contiguous()
         for part, dtype, shape in expected
         if part is not None
     )
-
-
-def _of_sketch(
-    sketch: Sketch, heads: tuple[int, int], words: int, capacity: int, dim: int, value_dim: int
-) -> list[Expected]:
-    """The parts of a sketch that kernels read, with the dtypes and shapes that they are to have."""
-    segments = segments_of(capacity) if capacity else 0
-    return [
-        (part, dtype, heads + shape)
-        for part, dtype, shape in (
-            (sketch.codes, torch.int32, (words, capacity)),
-            (sketch.scales, torch.uint8, (capacity,)),
-            (sketch.units, torch.float32, (segments,)),
-            (sketch.centres, torch.bfloat16, (segments, dim)),
-            (sketch.order, order_dtype(dim), (segments, dim)),
-            (sketch.weights, torch.bfloat16, (segments, dim)),
-            (sketch.noise, torch.float32, (dim,)),
-            (sketch.variances, torch.float32, (dim,)),
-            (sketch.mean_value, torch.float32, (value_dim,)),
-            (sketch.slopes, torch.int8, (value_dim, dim)),
-            (sketch.slope_units, torch.float32, (dim,)),
-        )
-    ]

@@ -50,7 +50,16 @@ def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:
         for request in requests or ():
             yield _part(call, request.row, request.head, request.tokens.to(call.bulk_keys.device), request)
 
-    flags = decide(step, _log_bulk(call, step))
+    if call.rule.kind == "gaussian":
+        current, others = None, []
+        if call.mean is not None and call.covariance is not None and call.count is not None:
+            current = call.mean, call.covariance, call.count
+        if call.other_mean is not None and call.other_covariance is not None:
+            others = [(0, call.other_mean, call.other_covariance)]
+        log_bulk = estimated_log_bulk(step, current, others, pool=call.rule.pool_pending)
+    else:
+        log_bulk = fixed_log_bulk(call.rule.criterion, step.scores[..., 0])
+    flags = decide(step, log_bulk)
     out, _, selecting = attend(step, flags, read)
     if sketch is not None and call.sketch_read_bytes is not None:
         call.sketch_read_bytes += sum(
@@ -67,18 +76,6 @@ def _part(call: DecodeCall, row: int, head: int, tokens: slice | Tensor, request
     if call.bulk_read_bytes is not None:
         call.bulk_read_bytes += keys.nbytes + values.nbytes
     return Part(slice(row, row + 1), slice(head, head + 1), keys, values, request)
-
-
-def _log_bulk(call: DecodeCall, step: Step) -> Tensor:
-    """`log A_bulk` `[batch, kv_heads, group, 1]`, as a call's rule has it."""
-    if call.rule.kind != "gaussian":
-        return fixed_log_bulk(call.rule.criterion, step.scores[..., 0])
-    current, others = None, []
-    if call.mean is not None and call.covariance is not None and call.count is not None:
-        current = call.mean, call.covariance, call.count
-    if call.other_mean is not None and call.other_covariance is not None:
-        others = [(0, call.other_mean, call.other_covariance)]
-    return estimated_log_bulk(step, current, others, pool=call.rule.pool_pending)
 
 
 # Of a trial.
@@ -139,24 +136,21 @@ def _compute(
         name: part.to(device) if isinstance(part, Tensor) else part for name, part in scene.items()
     }
     if "sketch" in kwargs:
-        kwargs["sketch"] = Sketch(**{name: part.to(device) for name, part in kwargs["sketch"].tensors().items()})
+        kwargs["sketch"] = Sketch(**{name: part.to(device) for name, part in scene["sketch"].tensors().items()})
     bulk_read_bytes, resident_hit_bytes, sketch_read_bytes = (
         torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)
     )
-    if elsewhere:
-        moved = [kwargs[name][ELSEWHERE].clone() for name in ("bulk_keys", "bulk_values")]
-        kwargs["resident_pointers"] = torch.zeros(*scene["bulk_keys"].shape[:2], 2, dtype=torch.int64, device="cpu")
-        kwargs["resident_pointers"][ELSEWHERE] = torch.tensor([part.data_ptr() for part in moved], device="cpu")
-        kwargs |= {
-            "resident_pointers": kwargs["resident_pointers"].to(device),
-            "resident_hit_bytes": resident_hit_bytes,
-        }
+    moved = []
     for name in ("bulk_keys", "bulk_values"):
+        buffer = scene[name].clone()
         if elsewhere:
-            kwargs[name] = kwargs[name].clone()
-            kwargs[name][ELSEWHERE] = torch.nan
-        if pinned:
-            kwargs[name] = kwargs[name].cpu().pin_memory()
+            moved.append(buffer[ELSEWHERE].to(device, copy=True))
+            buffer[ELSEWHERE] = torch.nan
+        kwargs[name] = buffer.pin_memory() if pinned else buffer.to(device)
+    if elsewhere:
+        pointers = torch.zeros(*scene["bulk_keys"].shape[:2], 2, dtype=torch.int64, device="cpu")
+        pointers[ELSEWHERE] = torch.tensor([part.data_ptr() for part in moved], device="cpu")
+        kwargs |= {"resident_pointers": pointers.to(device), "resident_hit_bytes": resident_hit_bytes}
     out, flags = kernel(DecodeCall.of(**kwargs, bulk_read_bytes=bulk_read_bytes, sketch_read_bytes=sketch_read_bytes))
     # Here, as the host waits for the device: until then nothing that the kernels read may be let go of.
     return tuple(part.cpu() for part in (flags, out, bulk_read_bytes + resident_hit_bytes, sketch_read_bytes))
@@ -202,24 +196,17 @@ def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, layout: Lay
     kwargs["query"] = query.to(dtype).reshape(batch, KV_HEADS * group, 1, dim)
     columns = torch.arange(COLUMNS, device="cpu")[None]
     kwargs["local"], kwargs["pending"] = columns < LOCAL, (columns >= LOCAL) & (columns < LOCAL + PENDING_COLUMNS)
-    rows = [bulk_keys[row, :, :tokens].float() for row, tokens in enumerate(lengths.tolist())]
-    kwargs["mean"] = torch.stack([keys.mean(dim=1) for keys in rows])
-    centred = [keys - keys.mean(dim=1, keepdim=True) for keys in rows]
+    known = [keys[:, :tokens].float() for keys, tokens in zip(bulk_keys, lengths.tolist(), strict=True)]
+    kwargs["mean"] = torch.stack([keys.mean(dim=1) for keys in known])
+    centred = [keys - keys.mean(dim=1, keepdim=True) for keys in known]
     kwargs["covariance"] = torch.stack([keys.mT @ keys / keys.shape[1] for keys in centred])
     kwargs |= {"other_mean": kwargs["mean"][:1], "other_covariance": kwargs["covariance"][:1], "pool_pending": True}
     if layout is not None:
-        kwargs["sketch"] = _sketch(bulk_keys, bulk_values, layout)
-        kwargs["token_threshold"] = 0.8
+        kwargs |= {"sketch": _sketch(bulk_keys, bulk_values, layout), "token_threshold": 0.8}
     local_keys[:, :, LOCAL + PENDING_COLUMNS :] = local_values[:, :, LOCAL + PENDING_COLUMNS :] = torch.nan
     for row, tokens in enumerate(lengths.tolist()):
         bulk_keys[row, :, tokens:] = bulk_values[row, :, tokens:] = torch.nan
-    kwargs |= {
-        "local_keys": local_keys,
-        "local_values": local_values,
-        "bulk_keys": bulk_keys,
-        "bulk_values": bulk_values,
-    }
-    return kwargs
+    return dict(kwargs, local_keys=local_keys, local_values=local_values, bulk_keys=bulk_keys, bulk_values=bulk_values)
 
 
 def _sketch(keys: Tensor, values: Tensor, layout: Layout) -> Sketch:

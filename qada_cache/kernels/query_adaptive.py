@@ -109,7 +109,6 @@ class Part(NamedTuple):
 # None without a sketch.
 Read = Callable[[list[list[bool]], Iterator[Request] | None], Iterable[Part]]
 
-
 LengthMoments = tuple[int, Tensor, Tensor]  # tokens, mean, covariance: of keys in bulks of more tokens
 
 
@@ -140,14 +139,9 @@ def estimated_log_bulk(
     """
     estimates = [other_log_bulk(step, others)] if others else []
     if current is not None:
-        pending, scaling = step.masks.pending if pool else None, step.rule.scaling
+        query, pending, rule = step.grouped_queries.float(), step.masks.pending if pool else None, step.rule
         mean, variance, known = current_score_moments(
-            step.grouped_queries.float(),
-            step.scores,
-            *current,
-            pending=pending,
-            scaling=scaling,
-            softcap=step.rule.softcap,
+            query, step.scores, *current, pending=pending, scaling=rule.scaling, softcap=rule.softcap
         )
         own = gaussian_log_bulk(mean, variance, step.masks.bulk_tokens.unsqueeze(2))
         estimates.append(own.masked_fill(~known, torch.nan))

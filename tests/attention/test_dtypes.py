@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from qada_cache import QAdACache
-from qada_cache.kernels.cpu import compiled, compiled_decode
+from qada_cache.kernels import cpu
+from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.kernels.decode_call import DecodeCall, check
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -70,7 +71,7 @@ def test_model_converted_between_turns(tokens: int) -> None:
 
 def test_kernel_of_parts_serves_tensors_that_agree_only() -> None:
     query, key, value = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 1024, 32), torch.randn(1, 2, 1024, 16)
-    assert compiled.supports(query, key, value)
+    assert cpu.supports(query, key, value)
     for wrong in (
         (query.bfloat16(), key, value),
         (query, key.half(), value),
@@ -83,7 +84,7 @@ def test_kernel_of_parts_serves_tensors_that_agree_only() -> None:
         (query, key.mT.contiguous().mT, value),
         (query, key[:, :, ::2], value[:, :, ::2]),
     ):
-        assert not compiled.supports(*wrong)
+        assert not cpu.supports(*wrong)
 
 
 # Of `Scene.arguments` and `moment_arguments`, in each of the ways that a kernel would read something else or elsewhere.

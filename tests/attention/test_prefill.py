@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from qada_cache import QAdACache, kernels
 from qada_cache.attention.decode import attend_exactly
-from qada_cache.kernels import sdpa
 from qada_cache.key_moments import running
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import bulk, transfers
@@ -55,7 +54,7 @@ def test_no_tensor_of_a_long_turn_is_of_queries_times_keys(
     Masks as transformers makes them are of queries times keys.
     """
     if not operators:
-        monkeypatch.setattr(sdpa, "supports", lambda *_: False)
+        monkeypatch.setattr(kernels, "find_operator", lambda *_: None)
         monkeypatch.setattr(kernels, "QUERY_BLOCK", 32)
         monkeypatch.setattr(kernels, "HELD", 1 << 12)
     model, largest = tiny(vocab_size=8, num_hidden_layers=1), []

@@ -23,10 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
-from qada_cache import QAdACache
+from qada_cache import QAdACache, kernels
 from qada_cache.files import private_map
-from qada_cache.kernels import sdpa
-from qada_cache.kernels.cpu import compiled
+from qada_cache.kernels import cpu
 from qada_cache.storage.padding import Padding
 
 
@@ -69,7 +68,7 @@ def test_python_work_does_not_grow_with_the_context(
 ) -> None:
     """The same calls at two lengths, both long enough to be split among threads, and into parts of the same kind."""
     monkeypatch.setenv("QADA_KERNELS", kernels)
-    monkeypatch.setattr(compiled, "MIN_TOKENS", 1)
+    monkeypatch.setattr(cpu, "MIN_TOKENS", 1)
     model = tiny(max_position_embeddings=8192, num_hidden_layers=2)
     made = []
     for tokens in (2400, 2400 + 333 * 12):
@@ -118,13 +117,13 @@ def test_launches_do_not_grow_with_the_context(
     """What computes on a GPU without Triton: with torch's fused operators, and without any."""
     monkeypatch.setenv("QADA_KERNELS", "torch")
     if not operators:
-        monkeypatch.setattr(sdpa, "OPERATORS", {})
-    sdpa._operator.cache_clear()
+        monkeypatch.setattr(kernels, "OPERATORS", {})
+    kernels._operator.cache_clear()
     model = tiny(max_position_embeddings=2**15, num_hidden_layers=1)
     options = {"threshold": 0.999999} | options
     with accelerator() if offloaded else nullcontext():
         short, long = (launches(model, tokens, **options) for tokens in (4096, 16384))
-    sdpa._operator.cache_clear()
+    kernels._operator.cache_clear()
     assert short == long
     assert ("aten._scaled_dot_product_flash_attention_for_cpu.default" in long) == (
         operators and "token_threshold" not in options

@@ -16,8 +16,7 @@ from transformers.utils.logging import warning_once
 from transformers.utils.quantization_config import GgufConfig
 
 from qada_cache import QAdACache, prepare, preparing
-from qada_cache.kernels import choice
-from qada_cache.kernels.cpu import compiled
+from qada_cache.kernels import choice, cpu
 from qada_cache.key_moments import defaults, identity
 from qada_cache.key_moments.identity import find_tokenizer
 from qada_cache.sketch import Layout
@@ -32,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(defaults, "_remembered", {})
     warning_once.cache_clear()
-    compiled.build.cache_clear()
+    cpu.build.cache_clear()
     return tmp_path / "home"
 
 
@@ -154,9 +153,9 @@ def test_nothing_is_left_to_do(options: dict[str, Any], folder: Path, monkeypatc
         cache = QAdACache(model, moments="wiki", **options)
     assert used(cache) == ("current" if options.get("criterion") == "oracle" else "wiki")
     forbid(monkeypatch, subprocess, "run")
-    built = compiled.build.cache_info()
+    built = cpu.build.cache_info()
     model.generate(prompt(LONG)[0], past_key_values=cache, max_new_tokens=4, do_sample=False)
-    found = compiled.build.cache_info()
+    found = cpu.build.cache_info()
     assert found.misses == built.misses
     assert found.hits > built.hits  # the kernel did serve
     assert sorted(folder.rglob("*")) == before
@@ -200,7 +199,7 @@ def test_triton_is_tried_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[dict[str, Any]] = []
     monkeypatch.setattr(kernels, "INTERPRETED", True)
     monkeypatch.setattr(choice, "AUTO_DEVICES", ("cpu",))
-    monkeypatch.setattr(choice.compiled_decode, "unsupported_reason", lambda *_: "not here")
+    monkeypatch.setattr(choice.compiled_decode, "supports", lambda *_: False)
     monkeypatch.setattr(choice.decode_reference, "find_decode_fault", lambda *_, **kwargs: tried.append(kwargs))
     prepare(tiny(num_attention_heads=6, num_key_value_heads=2, hidden_size=48), moments="current")
     layouts = [wanted.pop("layout") for wanted in tried]

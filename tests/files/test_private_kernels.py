@@ -18,17 +18,17 @@ from models import tiny
 from open_to_others import OPEN_TO_OTHERS, link_away
 
 from qada_cache import QAdACache
-from qada_cache.kernels.cpu import compiled
+from qada_cache.kernels import cpu
 
 
 @pytest.fixture(autouse=True)
 def quick_builds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has loaded no kernel, and that builds them quickly."""
-    monkeypatch.setattr(compiled, "build", functools.cache(compiled.build.__wrapped__))
+    monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))
     (tmp_path / "session").mkdir(mode=0o700)
-    monkeypatch.setattr(compiled, "_session_folder", lambda: SimpleNamespace(name=tmp_path / "session"))
+    monkeypatch.setattr(cpu, "_session_folder", lambda: SimpleNamespace(name=tmp_path / "session"))
     # By a name of every test's own, as a process loads what goes by one name once.
-    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-O0", f"-DTEST={abs(hash(tmp_path))}"))
+    monkeypatch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-O0", f"-DTEST={abs(hash(tmp_path))}"))
 
 
 held: list[int] = []  # open files
@@ -36,9 +36,9 @@ held: list[int] = []  # open files
 
 def kernels() -> ctypes.CDLL | None:
     """As the first decode step of another process would get them."""
-    compiled.build.cache_clear()
+    cpu.build.cache_clear()
     held.append(os.open(os.devnull, os.O_RDONLY))  # the folder gets another number, and so the library another name
-    return compiled.build(torch.float32, 16, 24, 1)
+    return cpu.build(torch.float32, 16, 24, 1)
 
 
 def attends(loaded: ctypes.CDLL | None) -> bool:

@@ -17,8 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
+from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.decode_call import DecodeCall
-from qada_cache.kernels.triton import decode as triton_decode
 from qada_cache.sketch import Layout, segments_of
 from qada_cache.sketch.codec import Sketch
 

@@ -16,7 +16,7 @@ from stand_in import accelerator
 
 from qada_cache import QAdACache, StaticHeads, prepare
 from qada_cache.kernels import choice, decode_reference
-from qada_cache.kernels.triton import decode as triton_decode
+from qada_cache.kernels import triton as triton_decode
 
 SCENES: dict[str, dict[str, Any]] = {
     "default": {"moments": "current+random-tokens"},
@@ -66,7 +66,7 @@ def main() -> None:
     for name in KERNELS:
         setattr(triton_decode, name, Launches(getattr(triton_decode, name), seen))
     choice.AUTO_DEVICES = ("cpu",)
-    choice.compiled_decode.unsupported_reason = lambda *_: "not here"
+    choice.compiled_decode.supports = lambda *_: False
     choice.unsupported_reason = lambda *_: None
     model = tiny(num_hidden_layers=1, head_dim=16, max_position_embeddings=2**14)
     for name, options in SCENES.items():

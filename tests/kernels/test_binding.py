@@ -11,8 +11,8 @@ from models import prompt, tiny
 from torch import Tensor
 
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.kernels import decode_call, decode_reference
-from qada_cache.kernels.cpu import compiled, compiled_decode
+from qada_cache.kernels import cpu, decode_call, decode_reference
+from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.kernels.decode_call import Binding, DecodeCall, OperandError
 from qada_cache.sketch.codec import Sketch
 
@@ -117,7 +117,7 @@ def test_a_step_is_looked_at_whatever_is_bound(change: Any) -> None:
 @needs_compiler
 @torch.inference_mode()
 def test_layers_bind_when_storage_changes_and_not_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "MIN_TOKENS", 1)
+    monkeypatch.setattr(cpu, "MIN_TOKENS", 1)
     made, original = [], compiled_decode._Bound
 
     def counted(call: DecodeCall) -> Any:
@@ -147,7 +147,7 @@ def test_layers_bind_when_storage_changes_and_not_every_step(monkeypatch: pytest
 @torch.inference_mode()
 def test_caches_that_take_turns_make_no_moments_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of different lengths, by another prompt's moments, which depend on the length."""
-    monkeypatch.setattr(compiled, "MIN_TOKENS", 1)
+    monkeypatch.setattr(cpu, "MIN_TOKENS", 1)
     model, made, original = tiny(max_position_embeddings=8192, num_hidden_layers=2), [], KeyMoments._layer_at
     ids = prompt(900)[0]
     caches = [QAdACache(model, moments="random-tokens") for _ in range(4)]
@@ -169,7 +169,7 @@ def test_caches_that_take_turns_make_no_moments_anew(monkeypatch: pytest.MonkeyP
 @torch.inference_mode()
 def test_rows_of_several_lengths_are_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their moments are not put together in every step, so that what was bound holds."""
-    monkeypatch.setattr(compiled, "MIN_TOKENS", 1)
+    monkeypatch.setattr(cpu, "MIN_TOKENS", 1)
     model, bound, original = tiny(num_hidden_layers=1), [], compiled_decode._Bound
     monkeypatch.setattr(compiled_decode, "_Bound", lambda call: bound.append(call) or original(call))
     ids, mask = prompt(400)[0].expand(2, -1), torch.ones(2, 400, dtype=torch.int64)

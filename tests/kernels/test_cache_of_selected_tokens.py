@@ -23,7 +23,7 @@ from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.sketch import selection
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from qada_cache.kernels.triton import decode as triton_decode
+from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.triton.kernels import INTERPRETED
 
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")

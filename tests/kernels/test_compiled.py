@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers.utils.logging import warning_once
 
 from qada_cache import kernels
-from qada_cache.kernels import reference
-from qada_cache.kernels.cpu import compiled, compiled_decode
+from qada_cache.kernels import cpu, reference
+from qada_cache.kernels.cpu import compiled_decode
 
 # Each dtype, and each way that dimensions and queries fill a block; every pair is a build.
 SIZES = [
-    *((64, 64, 4, dtype) for dtype in compiled.ELEMENTS),
+    *((64, 64, 4, dtype) for dtype in cpu.ELEMENTS),
     *((16, 24, 1, torch.bfloat16), (80, 48, 7, torch.float16), (128, 128, 16, torch.bfloat16)),
     (8, 256, 5, torch.float32),
 ]
@@ -43,8 +43,8 @@ def tensors(dim: int, value_dim: int, queries: int, tokens: int, dtype: torch.dt
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any number of keys is worth the kernel, and splitting."""
-    monkeypatch.setattr(compiled, "MIN_TOKENS", 1)
-    monkeypatch.setattr(compiled, "SPLIT_TOKENS", 8)
+    monkeypatch.setattr(cpu, "MIN_TOKENS", 1)
+    monkeypatch.setattr(cpu, "SPLIT_TOKENS", 8)
 
 
 @needs_compiler
@@ -56,10 +56,10 @@ def test_equals_float64(
     """Around the block size, one key, and more than a few blocks; by one thread, and by several of uneven parts."""
     for tokens in (1, 63, 64, 65, 500):
         query, key, value = tensors(dim, value_dim, queries, tokens, dtype)
-        assert compiled.supports(query, key, value)
+        assert cpu.supports(query, key, value)
         for threads in (1, 5, 8):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-            found = compiled.compiled_partial_attention(query, key, value, scaling=SCALING)
+            found = cpu.compiled_partial_attention(query, key, value, scaling=SCALING)
             assert found is not None
             check(found, query, key, value, torch.ones(1, 1, queries, tokens, dtype=torch.bool))
 
@@ -68,11 +68,11 @@ def test_equals_float64(
 @pytest.mark.usefixtures("short")
 def test_numbers_of_queries_share_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build for each power of two serves calls of any number of queries."""
-    built, original = set(), compiled.build
-    monkeypatch.setattr(compiled, "build", lambda *sizes: built.add(sizes[3]) or original(*sizes))
+    built, original = set(), cpu.build
+    monkeypatch.setattr(cpu, "build", lambda *sizes: built.add(sizes[3]) or original(*sizes))
     for queries in (1, 2, 3, 4):
         query, key, value = tensors(64, 64, queries, 70, torch.float32)
-        found = compiled.compiled_partial_attention(query, key, value, scaling=SCALING)
+        found = cpu.compiled_partial_attention(query, key, value, scaling=SCALING)
         check(found, query, key, value, torch.ones(1, 1, queries, 70, dtype=torch.bool))
     assert built == {1, 2, 4}
 
@@ -85,7 +85,7 @@ def test_what_is_not_finite_shows(bad: float) -> None:
     for poisoned in (key, value):
         before = poisoned[1, 2, 150, 5].clone()
         poisoned[1, 2, 150, 5] = bad
-        out, lse = compiled.compiled_partial_attention(query, key, value, scaling=SCALING)
+        out, lse = cpu.compiled_partial_attention(query, key, value, scaling=SCALING)
         expected, expected_lse = reference.partial_attention(query, key, value, scaling=SCALING)
         assert out.isfinite().equal(expected.isfinite())
         assert lse.isfinite().equal(expected_lse.isfinite())
@@ -100,7 +100,7 @@ def test_scores_far_apart() -> None:
     query, key, value = tensors(64, 64, 4, 200, torch.float32)
     for order in (key, key.flip(2)):
         ramp = torch.linspace(0, 40, 200)[None, None, :, None] * order.abs()
-        found = compiled.compiled_partial_attention(query.abs(), ramp, value.contiguous(), scaling=SCALING)
+        found = cpu.compiled_partial_attention(query.abs(), ramp, value.contiguous(), scaling=SCALING)
         check(found, query.abs(), ramp, value, torch.ones(1, 1, 4, 200, dtype=torch.bool))
 
 
@@ -122,7 +122,7 @@ def test_results_do_not_depend_on_torch_defaults(default: None) -> None:
     """The kernel writes float32 to the addresses that it is given: of anything else it would overrun the memory."""
     with torch.device("cpu"):
         query, key, value = tensors(64, 64, 4, 200, torch.float32)
-    out, lse = compiled.compiled_partial_attention(query, key, value, scaling=SCALING)
+    out, lse = cpu.compiled_partial_attention(query, key, value, scaling=SCALING)
     assert out.dtype == lse.dtype == torch.float32
     expected, expected_lse = reference.partial_attention(query, key, value, scaling=SCALING)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
@@ -131,15 +131,15 @@ def test_results_do_not_depend_on_torch_defaults(default: None) -> None:
 
 def test_admits_only_what_it_computes() -> None:
     query, key, value = tensors(64, 64, 4, 1024, torch.float32)
-    assert compiled.supports(query, key, value)
-    assert not compiled.supports(query, key[:, :, 1:], value[:, :, 1:])
-    assert not compiled.supports(query.half(), key, value)
-    assert not compiled.supports(query.double(), key.double(), value.double())
-    assert not compiled.supports(query.repeat(1, 1, 5, 1), key, value)
-    assert not compiled.supports(query, key.mT.contiguous().mT, value)
-    assert not compiled.supports(query, key, value[..., ::2])
-    assert not compiled.supports(query[..., :60], key[..., :60].contiguous(), value)
-    assert not compiled.supports(*(tensor.to("meta") for tensor in (query, key, value)))
+    assert cpu.supports(query, key, value)
+    assert not cpu.supports(query, key[:, :, 1:], value[:, :, 1:])
+    assert not cpu.supports(query.half(), key, value)
+    assert not cpu.supports(query.double(), key.double(), value.double())
+    assert not cpu.supports(query.repeat(1, 1, 5, 1), key, value)
+    assert not cpu.supports(query, key.mT.contiguous().mT, value)
+    assert not cpu.supports(query, key, value[..., ::2])
+    assert not cpu.supports(query[..., :60], key[..., :60].contiguous(), value)
+    assert not cpu.supports(*(tensor.to("meta") for tensor in (query, key, value)))
 
 
 @needs_compiler
@@ -158,7 +158,7 @@ def test_cache_with_the_kernel_equals_reference(scenario: str, monkeypatch: pyte
 
         monkeypatch.setattr(module, name, counted)
 
-    spy(compiled, "compiled_partial_attention")
+    spy(cpu, "compiled_partial_attention")
     spy(compiled_decode, "fused_decode")
     with small_buffers():
         pair = play(scenario)
@@ -167,7 +167,7 @@ def test_cache_with_the_kernel_equals_reference(scenario: str, monkeypatch: pyte
 
 
 def test_chosen_for_a_long_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "build", lambda *_: object())
+    monkeypatch.setattr(cpu, "build", lambda *_: object())
     query, bulk = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 1024, 16)
     assert find_kernel(query, bulk, bulk, "gaussian") is compiled_decode.fused_decode
     for refused in (
@@ -177,7 +177,7 @@ def test_chosen_for_a_long_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
         (query.repeat(1, 10, 1, 1), bulk, bulk, "gaussian"),
     ):
         assert find_kernel(*refused) is None
-    monkeypatch.setattr(compiled, "build", lambda *_: None)
+    monkeypatch.setattr(cpu, "build", lambda *_: None)
     assert find_kernel(query, bulk, bulk, "gaussian") is None
     monkeypatch.setenv("QADA_KERNELS", "torch")
     assert find_kernel(query, bulk, bulk, "gaussian") is None
@@ -186,7 +186,7 @@ def test_chosen_for_a_long_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """As in a process that has built nothing yet; its cache folder."""
-    monkeypatch.setattr(compiled, "build", functools.cache(compiled.build.__wrapped__))
+    monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))
     warning_once.cache_clear()
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
@@ -207,13 +207,13 @@ def without_kernel(caplog: pytest.LogCaptureFixture) -> str:
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(compiled.sys, "platform", "linux")
+    monkeypatch.setattr(cpu.sys, "platform", "linux")
     assert "there is no C++ compiler" in without_kernel(caplog)
 
 
 @pytest.mark.usefixtures("fresh")
 def test_on_another_system(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(compiled.sys, "platform", "darwin")
+    monkeypatch.setattr(cpu.sys, "platform", "darwin")
     assert "it is built on Linux only, not on darwin" in without_kernel(caplog)
 
 
@@ -232,29 +232,29 @@ def test_a_compiler_that_fails(
 @needs_compiler
 def test_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = tensors(64, 64, 2, 1100, torch.float32)
-    assert compiled.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
+    assert cpu.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
     assert len(list((fresh / "kernels").iterdir())) == 1
-    compiled.build.cache_clear()  # another process
+    cpu.build.cache_clear()  # another process
 
     def refuse(command: list[str], **_: Any) -> Any:
         raise AssertionError(command)
 
     monkeypatch.setattr(subprocess, "run", refuse)
-    assert compiled.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
+    assert cpu.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
 
 
 @needs_compiler
 def test_a_folder_that_cannot_be_written_to(fresh: Path) -> None:
     fresh.write_text("in the way")
     query, key, value = tensors(64, 64, 2, 1100, torch.float32)
-    assert compiled.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
+    assert cpu.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
 
 
 @needs_compiler
 @pytest.mark.parametrize(("name", "used"), [("auto", 1), ("torch", 0)])
 def test_chosen_by_name(name: str, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(compiled, "compiled_partial_attention", lambda *_, **__: calls.append(name))
+    monkeypatch.setattr(cpu, "compiled_partial_attention", lambda *_, **__: calls.append(name))
     query, key, value = tensors(64, 64, 4, 1100, torch.float32)
     kernels.partial_attention(query, key, value, scaling=SCALING, kernels=name)
     assert len(calls) == used

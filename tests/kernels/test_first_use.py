@@ -9,10 +9,11 @@ from parts import DTYPES, SCALING, check, tensors
 from torch import Tensor
 from transformers.utils.logging import warning_once
 
-from qada_cache.kernels import partial_attention, sdpa
+from qada_cache import kernels
+from qada_cache.kernels import partial_attention
 from qada_cache.kernels.reference import find_fault
 
-PLAIN = sdpa.OPERATORS["cpu"][0]
+PLAIN = kernels.OPERATORS["cpu"][0]
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -20,10 +21,10 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 @pytest.fixture(autouse=True)
 def nothing_tried(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """What other tests have found out is not known here, nor the reverse."""
-    sdpa._operator.cache_clear()
+    kernels._operator.cache_clear()
     warning_once.cache_clear()
     yield
-    sdpa._operator.cache_clear()
+    kernels._operator.cache_clear()
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, *operators: Attend, device: str = "cpu", workers: int = 1) -> list[int]:
@@ -38,10 +39,10 @@ def plant(monkeypatch: pytest.MonkeyPatch, *operators: Attend, device: str = "cp
         return call
 
     made = (
-        sdpa.Operator(f"planted_{place}", counted(place, attend), PLAIN.serves, lambda _: workers)
+        kernels.Operator(f"planted_{place}", counted(place, attend), PLAIN.serves, lambda _: workers)
         for place, attend in enumerate(operators)
     )
-    monkeypatch.setitem(sdpa.OPERATORS, device, tuple(made))
+    monkeypatch.setitem(kernels.OPERATORS, device, tuple(made))
     return calls
 
 
@@ -153,9 +154,9 @@ def test_what_torch_does_not_offer_is_not_tried(
 def test_the_right_one_is_tried_once(dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = plant(monkeypatch, PLAIN.attend)
     device = torch.device("cpu")
-    assert sdpa._operator(device, dtype, dim, dim) is not None
+    assert kernels._operator(device, dtype, dim, dim) is not None
     assert calls == [2]
-    assert sdpa._operator(device, dtype, dim, dim) is not None
+    assert kernels._operator(device, dtype, dim, dim) is not None
     assert calls == [2]
 
 
@@ -163,7 +164,7 @@ def test_the_right_one_is_tried_once(dim: int, dtype: torch.dtype, monkeypatch: 
 def test_the_way_of_a_decode_step_is_tried(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys split among the processors of a GPU, as many as that."""
     calls = plant(monkeypatch, PLAIN.attend, workers=workers)
-    assert sdpa._operator(torch.device("cpu"), torch.bfloat16, 64, 64) is not None
+    assert kernels._operator(torch.device("cpu"), torch.bfloat16, 64, 64) is not None
     assert calls == [3]  # the parts, the tokens left over, and causally
 
 
@@ -180,7 +181,7 @@ def test_out_of_memory_says_nothing_of_an_operator(monkeypatch: pytest.MonkeyPat
     with pytest.raises(torch.OutOfMemoryError):
         partial_attention(query, key, value, scaling=SCALING)
     full[0] = False
-    assert sdpa.supports(query, key, value)
+    assert kernels.find_operator(query, key, value) is not None
 
 
 def test_other_defaults_and_random_numbers_are_the_users() -> None:
@@ -189,7 +190,7 @@ def test_other_defaults_and_random_numbers_are_the_users() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            assert sdpa._operator(torch.device("cpu"), torch.bfloat16, 32, 32) is not None
+            assert kernels._operator(torch.device("cpu"), torch.bfloat16, 32, 32) is not None
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.get_rng_state(), before)
@@ -213,7 +214,7 @@ def test_operators_of_a_gpu_have_these_signatures(place: int, causal: bool) -> N
     query, key, value = (torch.empty(2, 3, 40, 64, dtype=torch.float16, device="meta") for _ in range(3))
     if not causal:
         query = query[:, :, :5]
-    out, lse = sdpa.OPERATORS["cuda"][place].attend(query, key, value, SCALING, causal)
+    out, lse = kernels.OPERATORS["cuda"][place].attend(query, key, value, SCALING, causal)
     assert (out.shape, lse.shape) == (query.shape, query.shape[:3])
     assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
 
@@ -223,12 +224,12 @@ def test_operators_of_a_gpu_have_these_signatures(place: int, causal: bool) -> N
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_operators_of_a_gpu(place: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each on its own, where torch offers it."""
-    operator = sdpa.OPERATORS["cuda"][place]
-    monkeypatch.setitem(sdpa.OPERATORS, "cuda", (operator,))
+    operator = kernels.OPERATORS["cuda"][place]
+    monkeypatch.setitem(kernels.OPERATORS, "cuda", (operator,))
     made = [torch.randn(1, 2, tokens, dim).to(dtype) for tokens in (4, 5000, 5000)]
     there = [tensor.cuda() for tensor in made]
     if not operator.serves(*there):
         pytest.skip("torch does not offer it for these")
-    assert sdpa.supports(*there)
-    out, lse = sdpa.sdpa_partial_attention(*there, scaling=SCALING)
+    assert kernels.find_operator(*there) is not None
+    out, lse = kernels.partial_attention(*there, scaling=SCALING)
     check((out.cpu(), lse.cpu()), *made, torch.ones(1, 1, 4, 5000, dtype=torch.bool))

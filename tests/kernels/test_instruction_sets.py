@@ -9,7 +9,7 @@ from decode_scene import Scene
 from test_selected_tokens import run, share, small  # noqa: F401 - a fixture
 from test_triton import COMPILED, needs_compiler
 
-from qada_cache.kernels.cpu import compiled
+from qada_cache.kernels import cpu
 
 SETS = {"x86-64": set(), "x86-64-v3": {"avx2", "fma"}, "x86-64-v4": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}}
 
@@ -28,11 +28,11 @@ def supported() -> set[str]:
 def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if platform.machine() not in ("x86_64", "AMD64") or not SETS[request.param] <= supported():
         pytest.skip("the processor cannot run it")
-    flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in compiled.FLAGS]
-    monkeypatch.setattr(compiled, "FLAGS", tuple(flags))
-    compiled.build.cache_clear()
+    flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in cpu.FLAGS]
+    monkeypatch.setattr(cpu, "FLAGS", tuple(flags))
+    cpu.build.cache_clear()
     yield
-    compiled.build.cache_clear()
+    cpu.build.cache_clear()
 
 
 @needs_compiler

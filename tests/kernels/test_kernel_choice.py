@@ -15,7 +15,7 @@ from qada_cache.kernels import choice
 from qada_cache.kernels.decode_call import DecodeCall
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from qada_cache.kernels.triton import decode as triton_decode
+from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.triton import kernels as triton_kernels
 
 DEVICES = [

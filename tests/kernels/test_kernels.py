@@ -7,7 +7,7 @@ import torch
 from parts import DTYPES, LSE_BUDGET, SCALING, check, tensors
 
 from qada_cache import kernels
-from qada_cache.kernels import merge_partials, partial_attention, reference, sdpa, softmax_average
+from qada_cache.kernels import merge_partials, partial_attention, reference, softmax_average
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -36,8 +36,8 @@ def test_causal(tokens: int, value_dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_fused_equals_reference(causal: bool, dtype: torch.dtype) -> None:
     query, key, value = tensors(111, 111, dtype=dtype)
-    assert sdpa.supports(query, key, value)
-    out, lse = sdpa.sdpa_partial_attention(query, key, value, scaling=SCALING, causal=causal)
+    assert kernels.find_operator(query, key, value) is not None
+    out, lse = kernels.partial_attention(query, key, value, scaling=SCALING, causal=causal)
     expected_out, expected_lse = reference.partial_attention(query, key, value, scaling=SCALING, causal=causal)
     ulp = torch.finfo(dtype).eps
     torch.testing.assert_close(out, expected_out, rtol=4 * ulp, atol=4 * ulp)
@@ -46,11 +46,11 @@ def test_fused_equals_reference(causal: bool, dtype: torch.dtype) -> None:
 
 def test_fused_admits_only_what_it_computes() -> None:
     query, key, value = tensors(4, 4)
-    assert sdpa.supports(query, key, value)
-    assert not sdpa.supports(query, key, tensors(4, 4, value_dim=24)[2])
-    assert not sdpa.supports(query, key, value.half())
-    assert not sdpa.supports(query.double(), key.double(), value.double())
-    assert not sdpa.supports(query, key[:, :, :0], value[:, :, :0])
+    assert kernels.find_operator(query, key, value) is not None
+    assert kernels.find_operator(query, key, tensors(4, 4, value_dim=24)[2]) is None
+    assert kernels.find_operator(query, key, value.half()) is None
+    assert kernels.find_operator(query.double(), key.double(), value.double()) is None
+    assert kernels.find_operator(query, key[:, :, :0], value[:, :, :0]) is None
 
 
 @pytest.mark.parametrize("value_dim", [16, 24])
@@ -166,11 +166,11 @@ def test_keys_split_among_threads(
     tokens: int, heads: int, threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a few heads out of a larger buffer, as the bulk hands them out; every thread gets as many parts."""
-    monkeypatch.setattr(sdpa, "SPLIT_TOKENS", 64)
+    monkeypatch.setattr(kernels, "SPLIT_TOKENS", 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     query, key, value = (tensor[1:, :heads] for tensor in tensors(1, 200, group=4, dtype=dtype))
     key, value = key[:, :, :tokens], value[:, :, :tokens]
-    splits = sdpa._splits(query, key, threads)
+    splits = kernels._splits(query, key, threads)
     assert splits == 1 if tokens < 64 else (heads * splits) % threads == 0
-    found = sdpa.sdpa_partial_attention(query, key, value, scaling=SCALING)
+    found = kernels.partial_attention(query, key, value, scaling=SCALING)
     check(found, query, key, value, torch.ones(1, 1, 4, tokens, dtype=torch.bool))

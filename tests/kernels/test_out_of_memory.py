@@ -13,7 +13,8 @@ from test_compiled import SCALING, check, tensors
 from test_selected_tokens import BULK, small  # noqa: F401 - a fixture
 from torch import Tensor
 
-from qada_cache.kernels.cpu import compiled, compiled_decode
+from qada_cache.kernels import cpu
+from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.kernels.decode_call import DecodeCall
 
 ALLOCATOR = """
@@ -38,8 +39,8 @@ def fail_after(
     """Kernels are built with an allocator that fails after so many allocations."""
     header = tmp_path / "allocator.h"
     header.write_text(ALLOCATOR)
-    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-include", str(header), "-Wl,-Bsymbolic"))
-    monkeypatch.setattr(compiled, "build", functools.cache(compiled.build.__wrapped__))
+    monkeypatch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-include", str(header), "-Wl,-Bsymbolic"))
+    monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
 
     def set_limit(kernels: ctypes.CDLL, allocations: int) -> None:
@@ -60,7 +61,7 @@ def test_a_decode_step(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
     arguments = scene.arguments("cpu") | decision | scene.moment_arguments("cpu")
     call = DecodeCall.of(**arguments, **scene.sketch_arguments("cpu", threshold))
     assert call.bulk_read_bytes is not None
-    kernels = compiled.build(torch.float32, scene.dim, scene.dim, scene.group)
+    kernels = cpu.build(torch.float32, scene.dim, scene.dim, scene.group)
     assert kernels is not None
     for allocations in range(1000):
         fail_after(kernels, allocations)
@@ -80,12 +81,12 @@ def test_a_decode_step(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
 @needs_compiler
 def test_partial_attention(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
     query, key, value = tensors(64, 64, 4, 1100, torch.float32)
-    kernels = compiled.build(torch.float32, 64, 64, 4)
+    kernels = cpu.build(torch.float32, 64, 64, 4)
     assert kernels is not None
 
     def attend(allocations: int) -> tuple[Tensor, Tensor] | None:
         fail_after(kernels, allocations)
-        return compiled.compiled_partial_attention(query, key, value, scaling=SCALING)
+        return cpu.compiled_partial_attention(query, key, value, scaling=SCALING)
 
     for allocations in (0, 1):
         with pytest.raises(MemoryError, match="no memory"):

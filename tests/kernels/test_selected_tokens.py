@@ -12,10 +12,10 @@ from small_sketch import small_sketch
 from test_triton import COMPILED, GPU, KERNEL, REFERENCE, Path
 from torch import Tensor
 
-from qada_cache.kernels import decode_reference
-from qada_cache.kernels.cpu import compiled, compiled_decode
+from qada_cache.kernels import cpu, decode_reference
+from qada_cache.kernels import triton as triton_decode
+from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.kernels.decode_call import DecodeCall
-from qada_cache.kernels.triton import decode as triton_decode
 from qada_cache.sketch import Layout, selection
 from qada_cache.sketch.codec import Sketch, channel_means, quantize_segments, round_slopes
 
@@ -26,7 +26,7 @@ BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rows of few tokens have a sketch, and are split."""
-    monkeypatch.setattr(compiled, "SPLIT_TOKENS", 50)
+    monkeypatch.setattr(cpu, "SPLIT_TOKENS", 50)
     monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 100)
     monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
     with small_sketch(40):

@@ -24,7 +24,7 @@ from qada_cache.sketch import MIN_TOKENS, Layout
 from qada_cache.sketch.codec import Sketch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from qada_cache.kernels.triton import decode
+from qada_cache.kernels import triton as decode
 from qada_cache.kernels.triton.kernels import INTERPRETED
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(choice, "AUTO_DEVICES", ("cpu",))
     monkeypatch.setattr(choice, "unsupported_reason", lambda *call: None)
-    monkeypatch.setattr(choice.compiled_decode, "unsupported_reason", lambda *call: "not here")
+    monkeypatch.setattr(choice.compiled_decode, "supports", lambda *call: False)
     plant(monkeypatch, lambda kwargs: kwargs, seen=seen)
     return seen
 

@@ -14,13 +14,13 @@ from decode_scene import RAGGED, SINKS, WINDOW, Scene
 from small_sketch import small_sketch
 from torch import Tensor
 
-from qada_cache.kernels import decode_reference
-from qada_cache.kernels.cpu import compiled, compiled_decode
+from qada_cache.kernels import cpu, decode_reference
+from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.sketch.codec import Sketch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from qada_cache.kernels.triton import decode as triton_decode
+from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.triton.kernels import INTERPRETED
 
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -43,7 +43,7 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three splits for the longest row of `RAGGED`, whose last ones are empty for shorter rows."""
     monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 100)
     monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
-    monkeypatch.setattr(compiled, "SPLIT_TOKENS", 100)
+    monkeypatch.setattr(cpu, "SPLIT_TOKENS", 100)
     with small_sketch(40):
         yield
 

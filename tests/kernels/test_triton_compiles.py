@@ -45,7 +45,7 @@ def test_what_is_used_was_prepared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [0, 2])
 def test_nothing_is_compiled_anew_when_the_bulk_grows(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What kernels are compiled for, their constants, does not follow the capacity."""
-    from qada_cache.kernels.triton import decode as triton_decode
+    from qada_cache.kernels import triton as triton_decode
 
     constants: dict[str, set[str]] = {}
 

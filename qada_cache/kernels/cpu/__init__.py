@@ -1,1 +1,202 @@
-"""The kernels in C++, for CPUs: built for a model's sizes when they are first needed."""
+"""Kernels in C++, for CPUs: `attention.cpp` built for each shape when it is first met, and partial attention by it.
+
+Building takes a second and a C++ compiler; the library is kept in the user's cache folder. Without a compiler, or if it
+fails, torch's own kernel serves, at a fraction of the memory's speed.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.utils import logging
+
+from ... import files
+
+logger = logging.get_logger(__name__)
+
+MIN_TOKENS = 1024  # fewer keys are not worth a build
+MAX_QUERIES = 16  # a power of two; more are compute enough for torch's kernel, which multiplies matrices
+SPLIT_TOKENS = 512  # a thread's part of a head's keys is at least this long
+ELEMENTS = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
+FOLDER = "kernels"  # of `files.home()`
+DIGEST_BYTES = 32
+# Sums may be reordered, as vectors need. Not -ffast-math: loading a library linked with it changes the rounding of the
+# whole process.
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-w"),
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
+)
+SOURCE = Path(__file__).with_name("attention.cpp")
+
+
+def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `compiled_partial_attention` computes this call, but for the build (shapes as there)."""
+    return (
+        query.device.type == key.device.type == value.device.type == "cpu"
+        and query.dtype == key.dtype == value.dtype
+        and query.dtype in ELEMENTS
+        and 1 <= query.shape[2] <= MAX_QUERIES
+        and key.shape[2] >= MIN_TOKENS
+        and query.shape[3] % 8 == value.shape[3] % 8 == 0
+        and query.shape[:2] == key.shape[:2]
+        and query.shape[3] == key.shape[3]
+        and key.shape[:3] == value.shape[:3]
+        and rows_contiguous(key)
+        and rows_contiguous(value)
+    )
+
+
+def compiled_partial_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float
+) -> tuple[Tensor, Tensor] | None:
+    """Same contract as `reference.partial_attention`, for the calls that `supports` admits; None if it cannot be built.
+
+    Threads share the work evenly for any number of heads, by splitting keys if needed.
+    """
+    batch, heads, queries, dim = query.shape
+    room = 1 << (queries - 1).bit_length()  # calls of 1, 2, 3... tokens would each need a build of their own
+    kernels = build(query.dtype, dim, value.shape[3], room)
+    if kernels is None:
+        return None
+    query = functional.pad(query, (0, 0, 0, room - queries)).contiguous()
+    out = torch.empty(batch, heads, room, value.shape[3], dtype=torch.float32, device=query.device)
+    lse = torch.empty(batch, heads, room, dtype=torch.float32, device=query.device)
+    kernels.partial_attention(
+        *(tensor.data_ptr() for tensor in (query, key, value, out, lse)),
+        *(batch, heads, key.shape[2], *key.stride()[:2], *value.stride()[:2]),
+        *(SPLIT_TOKENS, torch.get_num_threads(), scaling),
+    )
+    return out[:, :, :queries], lse[:, :, :queries]
+
+
+def rows_contiguous(tensor: Tensor) -> bool:
+    """Whether the tokens of each head of `[batch, heads, tokens, dim]` lie one after the other."""
+    return tensor.stride()[2:] == (tensor.shape[3], 1)
+
+
+@functools.cache
+def build(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -> ctypes.CDLL | None:
+    """The kernels for these sizes, built if need be; None, with one warning, if they cannot be built."""
+    macros = (f"-D{ELEMENTS[dtype]}", f"-DDIM={dim}", f"-DVALUE_DIM={value_dim}", f"-DQUERIES={queries}")
+    try:
+        kernels = _load(macros)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning_once(
+            f"the fast attention kernel for CPUs could not be built, torch's slower one serves: {error}"
+        )
+        return None
+    counts = [ctypes.c_int64] * 8
+    kernels.partial_attention.argtypes = [*[ctypes.c_void_p] * 5, *counts, ctypes.c_int, ctypes.c_float]
+    kernels.partial_attention.errcheck = kernels.fused_decode.errcheck = _check
+    return kernels
+
+
+def _check(failed: Any, *_: Any) -> Any:
+    if failed:
+        raise MemoryError("there is no memory for the temporaries of attention on the CPU")
+    return failed
+
+
+def _load(macros: tuple[str, ...]) -> ctypes.CDLL:
+    """`SOURCE` and the headers beside it built with `macros` (`-DNAME=VALUE`), before or now.
+
+    The library is kept in a folder that only the user can write to, else in one that lasts as long as the process.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it cannot be built here; the message says why.
+    """
+    compiler = _compiler()
+    texts = [path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    # What `-march=native` means: different machines may share the cache folder.
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    built_from = (*texts, *FLAGS, *macros, compiler, _version(compiler), *processor)
+    name = hashlib.sha256("\0".join(built_from).encode()).hexdigest()[:32] + ".so"
+    if (kept := _kept(name)) is not None:
+        return kept
+    built = _built(compiler, macros)
+    digest = hashlib.sha256(built).digest()
+    try:
+        with files.opened(FOLDER, make=True) as folder:
+            files.write(name, (built, digest), folder=folder)
+            return _linked(folder, name)
+    except OSError as error:  # a cache folder that cannot be used is no reason to be slow
+        where = files.home() / FOLDER
+        logger.warning_once(f"kernels cannot be kept in {where} ({error}): they will be built in every process")
+    path = Path(_session_folder().name, name)
+    files.write(path, (built, digest))
+    return ctypes.CDLL(str(path))
+
+
+def _kept(name: str) -> ctypes.CDLL | None:
+    """The kept library of this name, if its bytes are those that were built: loading others may end the process.
+
+    The digest of the library follows it in its file, where no loader looks.
+    """
+    with contextlib.suppress(OSError), files.opened(FOLDER) as folder:  # a warning comes with the first write to it
+        try:
+            content = files.read(folder, name)
+            if hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]:
+                return _linked(folder, name)
+            raise OSError("it is damaged")
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning_once(f"the kernel {files.home() / FOLDER / name} is built again: {error}")
+    return None
+
+
+def _linked(folder: int, name: str) -> ctypes.CDLL:
+    # By the descriptor, as the folder's path may lead to another folder by now. Loaded libraries are told apart by such
+    # paths; equal names are equal libraries.
+    return ctypes.CDLL(f"/proc/self/fd/{folder}/{name}")
+
+
+def _built(compiler: str, macros: tuple[str, ...]) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="qada-kernels-") as folder:
+        library = Path(folder, "library.so")
+        done = _run([compiler, *FLAGS, *macros, str(SOURCE), "-o", str(library)], timeout=300)
+        if done.returncode:
+            raise OSError(f"{compiler} failed with {(done.stderr.splitlines() or [str(done.returncode)])[0]}")
+        return library.read_bytes()
+
+
+def _run(command: list[str], timeout: int) -> subprocess.CompletedProcess[str]:
+    # Compilers speak the user's language, in whatever encoding.
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout)
+
+
+@functools.cache
+def _session_folder() -> tempfile.TemporaryDirectory:
+    """For the user alone; removed when the interpreter exits."""
+    return tempfile.TemporaryDirectory(prefix="qada-kernels-")
+
+
+def _compiler() -> str:
+    """The path of a C++ compiler.
+
+    Raises:
+        OSError: there is none, or it is not known to build for this system.
+    """
+    if not sys.platform.startswith("linux"):
+        raise OSError(f"it is built on Linux only, not on {sys.platform}")
+    for candidate in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if candidate and (path := shutil.which(candidate)):
+            return path
+    raise OSError("there is no C++ compiler (install g++, or name one in CXX)")
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    return _run([compiler, "--version"], timeout=60).stdout

@@ -1,5 +1,5 @@
 // The CPU's kernels, each with the contract of its reference in Python, which it is tested against: `partial_attention`
-// (reference.py) and `decode_step` (decode_reference.py). `compiled.py` builds this file once for every shape it meets.
+// (reference.py) and `decode_step` (decode_reference.py). `__init__.py` builds this file once for every shape it meets.
 
 #include <atomic>
 
@@ -13,37 +13,6 @@ int64_t splits_of(int64_t tokens, int64_t heads, int threads, int64_t split_toke
     int64_t wanted = (4 * threads + heads - 1) / heads;
     return std::max<int64_t>(1, std::min(wanted, tokens / split_tokens));
 }
-
-}  // namespace
-
-// `query` [batch, heads, QUERIES, DIM] contiguous; `key` and `value` [batch, heads, tokens, *], whose rows of a head
-// are contiguous and whose batches and heads are so many elements apart; `out` [batch, heads, QUERIES, VALUE_DIM] and
-// `lse` [batch, heads, QUERIES]. Returns 1 if memory ran out.
-extern "C" int partial_attention(const Element* query, const Element* key, const Element* value, float* out,
-                                 float* lse, int64_t batch, int64_t heads, int64_t tokens, int64_t key_batch,
-                                 int64_t key_head, int64_t value_batch, int64_t value_head, int64_t split_tokens,
-                                 int threads, float scaling) try {
-    int64_t splits = splits_of(tokens, batch * heads, threads, split_tokens);
-    std::vector<float> parts(batch * heads * splits * SIZE), part_lse(batch * heads * splits * QUERIES);
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int64_t job = 0; job < batch * heads * splits; job++) {
-        int64_t head = job / splits, split = job % splits;
-        int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
-        Partial partial(query + head * QUERIES * DIM, scaling);
-        partial.add(key + head / heads * key_batch + head % heads * key_head + start * DIM,
-                    value + head / heads * value_batch + head % heads * value_head + start * VALUE_DIM, stop - start);
-        partial.finish(&parts[job * SIZE], &part_lse[job * QUERIES]);
-    }
-    for (int64_t head = 0; head < batch * heads; head++)
-        for (int q = 0; q < QUERIES; q++)
-            merge(&parts[head * splits * SIZE], &part_lse[head * splits * QUERIES], splits, q,
-                  out + (head * QUERIES + q) * VALUE_DIM, lse + head * QUERIES + q);
-    return 0;
-} catch (...) {
-    return 1;
-}
-
-namespace {
 
 constexpr int64_t TOKEN_BYTES = (DIM + VALUE_DIM) * (int64_t)sizeof(Element);
 
@@ -79,16 +48,18 @@ struct Step {
         selects[head] = needed[head] && call.sketched_row(row) && selecting[head].ask(call, row, kv_head, lse);
     }
 
-    void add_part(int64_t head, const float* out, const float* lse) {
-        parts.insert(parts.end(), out, out + SIZE);
-        part_lse.insert(part_lse.end(), lse, lse + QUERIES);
-        part_count[head]++;
-    }
+    // The place of one more part of a head, all of which lie side by side.
     int64_t add_part(int64_t head) {
-        parts.resize(parts.size() + SIZE);
-        part_lse.resize(part_lse.size() + QUERIES);
-        part_count[head]++;
-        return (int64_t)part_lse.size() / QUERIES - 1;
+        int64_t part = part_lse.size() / QUERIES;
+        if (!part_count[head]++) first_part[head] = part;
+        parts.resize((part + 1) * SIZE);
+        part_lse.resize((part + 1) * QUERIES);
+        return part;
+    }
+    void add_part(int64_t head, const float* out, const float* lse) {
+        int64_t part = add_part(head);
+        std::copy(out, out + SIZE, &parts[part * SIZE]);
+        std::copy(lse, lse + QUERIES, &part_lse[part * QUERIES]);
     }
 
     // Of heads that need their bulk: what to read, or to scan.
@@ -99,28 +70,25 @@ struct Step {
             int64_t tokens = call.stored(row_of(head));
             int64_t splits = splits_of(tokens, flagged, call.threads, call.split_tokens);
             if (!selects[head]) {
-                first_part[head] = (int64_t)part_lse.size() / QUERIES;
                 add_part(head, &local_out[head * SIZE], &local_lse[head * QUERIES]);
                 bulk_read_bytes += tokens * TOKEN_BYTES;
             } else {
-                int64_t segment = (4 + sizeof(Channel)) * DIM + 4, once = 4 * (VALUE_DIM + 3 * DIM) + VALUE_DIM * DIM;
-                sketch_read_bytes += tokens * (4 * call.layout().count() + 1) + call.segments_of(tokens) * segment + once;
+                const int64_t* bytes = call.sketch_bytes;
+                sketch_read_bytes += tokens * bytes[0] + call.segments_of(tokens) * bytes[1] + bytes[2];
             }
             for (int64_t split = 0; split < splits; split++) {
                 int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
-                if (selects[head])  // a span lies in one segment
-                    add_scan(head, start / SPAN * SPAN, split + 1 < splits ? stop / SPAN * SPAN : stop);
-                else jobs.push_back({head, start, stop, add_part(head), nullptr});
+                if (!selects[head]) {
+                    jobs.push_back({head, start, stop, add_part(head), nullptr});
+                    continue;
+                }
+                if (scan_count == (int64_t)pool.size()) pool.emplace_back();
+                Scan& part = pool[scan_count++];
+                part.head = head;
+                part.start = start / SPAN * SPAN;  // a span lies in one segment
+                part.stop = split + 1 < splits ? stop / SPAN * SPAN : stop;
             }
         }
-    }
-
-    void add_scan(int64_t head, int64_t start, int64_t stop) {
-        if (scan_count == (int64_t)pool.size()) pool.emplace_back();
-        Scan& part = pool[scan_count++];
-        part.head = head;
-        part.start = start;
-        part.stop = stop;
     }
 
     void scan(Scan& part, const float* score_cut) {
@@ -142,18 +110,13 @@ struct Step {
             missed |= own.score_cut[q] > score_cut[q];
         }
         if (missed) {  // others still read this scan's weights
-            Scan again{};
-            again.head = part.head;
-            again.start = part.start;
-            again.stop = part.stop;
+            Scan again{part.head, part.start, part.stop};
             scan(again, score_cut);
             part.count = again.count;
             part.tokens.swap(again.tokens);
-            for (int q = 0; q < QUERIES; q++) {
-                part.estimates[q].swap(again.estimates[q]);
-                part.unread_mass[q] = again.unread_mass[q];
-                part.lifted[q] = again.lifted[q];
-            }
+            std::swap(part.estimates, again.estimates);
+            std::copy(again.unread_mass, again.unread_mass + QUERIES, part.unread_mass);
+            std::copy(again.lifted, again.lifted + QUERIES, part.lifted);
         }
         part.apply_cut(score_cut, own.segments[0].count);
     }
@@ -180,15 +143,15 @@ struct Step {
                     lifted += expf(pool[i].log_unread_mass[asked] - log_unread[q]) * sum_of(pool[i].lifted[asked]) /
                               sum_of(pool[i].unread_mass[asked]);
             double variance = squares / count - sum / count * (sum / count);
+            const float* along = selecting[head].along + asked * VALUE_DIM;
             if (variance > 0 && log_unread[q] > -INFINITY)
                 for (int v = 0; v < VALUE_DIM; v++)
-                    values[q * VALUE_DIM + v] += (lifted - sum / count) / variance * own_along(head, asked)[v];
+                    values[q * VALUE_DIM + v] += (lifted - sum / count) / variance * along[v];
             log_unread[q] += call.log_unread_weight;
             asked++;
         }
         add_part(head, values, log_unread);
     }
-    const float* own_along(int64_t head, int asked) const { return selecting[head].along + asked * VALUE_DIM; }
 
     void plan_selected() {
         int64_t selected = 0;
@@ -199,7 +162,6 @@ struct Step {
             const Scan& part = pool[i];
             int64_t head = part.head, tokens = part.count;
             if (!part_count[head]) {
-                first_part[head] = (int64_t)part_lse.size() / QUERIES;
                 add_part(head, &local_out[head * SIZE], &local_lse[head * QUERIES]);
                 add_part(head, selecting[head].pending, selecting[head].pending_lse);
                 add_unread(head);
@@ -278,11 +240,38 @@ void decode(const Decode& call, std::vector<Scan>& pool, Attempt& attempt) {
     }
     if (attempt.failed) return;
     for (int64_t head = 0; head < step.kv_heads; head++) step.merge_parts(head);
-    *call.bulk_read_bytes += step.bulk_read_bytes;
+    if (call.bulk_read_bytes) *call.bulk_read_bytes += step.bulk_read_bytes;
     if (call.sketch_read_bytes) *call.sketch_read_bytes += step.sketch_read_bytes;
 }
 
 }  // namespace
+
+// `query` [batch, heads, QUERIES, DIM] contiguous; `key` and `value` [batch, heads, tokens, *], whose rows of a head
+// are contiguous and whose batches and heads are so many elements apart; `out` [batch, heads, QUERIES, VALUE_DIM] and
+// `lse` [batch, heads, QUERIES]. Returns 1 if memory ran out.
+extern "C" int partial_attention(const Element* query, const Element* key, const Element* value, float* out,
+                                 float* lse, int64_t batch, int64_t heads, int64_t tokens, int64_t key_batch,
+                                 int64_t key_head, int64_t value_batch, int64_t value_head, int64_t split_tokens,
+                                 int threads, float scaling) try {
+    int64_t splits = splits_of(tokens, batch * heads, threads, split_tokens);
+    std::vector<float> parts(batch * heads * splits * SIZE), part_lse(batch * heads * splits * QUERIES);
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (int64_t job = 0; job < batch * heads * splits; job++) {
+        int64_t head = job / splits, split = job % splits;
+        int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
+        Partial partial(query + head * QUERIES * DIM, scaling);
+        partial.add(key + head / heads * key_batch + head % heads * key_head + start * DIM,
+                    value + head / heads * value_batch + head % heads * value_head + start * VALUE_DIM, stop - start);
+        partial.finish(&parts[job * SIZE], &part_lse[job * QUERIES]);
+    }
+    for (int64_t head = 0; head < batch * heads; head++)
+        for (int q = 0; q < QUERIES; q++)
+            merge(&parts[head * splits * SIZE], &part_lse[head * splits * QUERIES], splits, q,
+                  out + (head * QUERIES + q) * VALUE_DIM, lse + head * QUERIES + q);
+    return 0;
+} catch (...) {
+    return 1;
+}
 
 // What compiled_decode.py says of the size of the arguments is compared with this before they are read.
 extern "C" int64_t decode_size() { return sizeof(Decode); }

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, selection
+from .. import cpu
 from ..decode_call import DecodeCall, check
-from . import compiled
 
 CRITERIA = {"local": 0, "dense": 1, "static": 2, "gaussian": 3}
 GROUP_RULES = {"head": 0, "any": 1}
+OF_ROWS = ("local", "pending", "decided", "bulk_lengths")
 
 
 class View(ctypes.Structure):
@@ -33,10 +34,7 @@ def view(tensor: Tensor | None) -> View:
 class Rows(ctypes.Structure):
     """`Rows` of decode_call.py."""
 
-    _fields_ = (
-        *((name, View) for name in ("local", "pending", "decided", "bulk_lengths")),
-        ("columns", ctypes.c_int64),
-    )
+    _fields_ = (*((name, View) for name in OF_ROWS), ("columns", ctypes.c_int64))
 
 
 class Decode(ctypes.Structure):
@@ -51,63 +49,50 @@ class Decode(ctypes.Structure):
         *((name, View) for name in ("slope_units", "centres", "weights", "order")),
         *((name, ctypes.c_void_p) for name in ("errors", "bulk_read_bytes", "sketch_read_bytes")),
         *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "split_tokens", "min_sketched", "segment_tokens")),
-        *(
-            (name, ctypes.c_float)
-            for name in ("scaling", "logit_threshold", "log_token_threshold", "log_unread_weight")
-        ),
-        *((name, ctypes.c_float) for name in ("unreliable", "noise_share")),
+        ("sketch_bytes", ctypes.c_int64 * 3),
+        *((name, ctypes.c_float) for name in ("scaling", "logit_threshold", "log_token_threshold")),
+        *((name, ctypes.c_float) for name in ("log_unread_weight", "unreliable", "noise_share")),
         *((name, ctypes.c_int) for name in ("criterion", "group_rule", "pool_pending", "threads")),
         ("words", ctypes.c_int * 3),
     )
 
 
-def unsupported_reason(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> str | None:
-    """Why this module cannot compute this call, None if it can (arguments as for `choice.unsupported_reason`)."""
-    group, dim, value_dim = query.shape[1] // bulk_keys.shape[1], query.shape[3], bulk_values.shape[3]
-    if query.device.type != "cpu" or query.dtype not in compiled.ELEMENTS:
-        return f"there is no kernel for {query.dtype} on {query.device.type}"
-    if not (
-        query.dtype == bulk_keys.dtype == bulk_values.dtype and bulk_keys.device == bulk_values.device == query.device
-    ):
-        return "query, keys and values differ in dtype or device"
-    if bulk_keys.shape[2] < compiled.MIN_TOKENS or group > compiled.MAX_QUERIES or dim % 8 or value_dim % 8:
-        return "the kernel is not made for these sizes"
-    if criterion == "oracle":
-        return "criterion='oracle' needs every score"
-    return None if compiled.build(query.dtype, dim, value_dim, group) else "it cannot be built"
+def supports(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> bool:
+    """Whether `fused_decode` computes such calls (arguments as for `choice.unsupported_reason`), its build included."""
+    grouped_queries = query.reshape(query.shape[0], bulk_keys.shape[1], -1, query.shape[3])
+    sizes = query.shape[3], bulk_values.shape[3], grouped_queries.shape[2]
+    return (
+        criterion != "oracle"  # which needs every score
+        and cpu.supports(grouped_queries, bulk_keys, bulk_values)
+        and cpu.build(query.dtype, *sizes) is not None
+    )
 
 
 def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """Same contract as `decode_reference.decode_step`, for the calls that have no `unsupported_reason`."""
+    """Same contract as `decode_reference.decode_step`, for the calls that `supports` admits."""
     check(call)
-    bound = call.binding.bound
-    if bound is None:
-        bound = call.binding.bound = _Bound(call)
-    return bound.compute(call)
+    if call.binding.bound is None:
+        call.binding.bound = _Bound(call)
+    return call.binding.bound.compute(call)
 
 
 class _Bound:
     """The kernel with those of its arguments that stay as they are until storage changes."""
 
     def __init__(self, call: DecodeCall) -> None:
-        rule, sketch, dim, value_dim = call.rule, call.sketch, call.query.shape[3], call.local_values.shape[3]
+        rule, sketch, value_dim = call.rule, call.sketch, call.local_values.shape[3]
         buffers = {name: getattr(call, name) for name in ("local_keys", "local_values", "bulk_keys", "bulk_values")}
-        if not all(map(compiled.rows_contiguous, buffers.values())):
+        if not all(map(cpu.rows_contiguous, buffers.values())):
             raise ValueError("the tokens of a head do not lie one after the other")
-        self._table = None if rule.table is None else rule.table.contiguous().unsqueeze(0)
-        self._bulk_read_bytes = (
-            call.bulk_read_bytes
-            if call.bulk_read_bytes is not None
-            else torch.zeros((), dtype=torch.int64, device="cpu")
-        )
+        table = None if rule.table is None else rule.table.unsqueeze(0)
         moments = ("mean", "covariance", "other_mean", "other_covariance", "count")
-        views = buffers | {name: getattr(call, name) for name in moments} | {"table": self._table}
-        self._decode = Decode(
-            bulk_read_bytes=self._bulk_read_bytes.data_ptr(),
+        views = buffers | {name: getattr(call, name) for name in moments} | {"table": table}
+        decode = self._decode = Decode(
+            bulk_read_bytes=None if call.bulk_read_bytes is None else call.bulk_read_bytes.data_ptr(),
             sketch_read_bytes=None if call.sketch_read_bytes is None else call.sketch_read_bytes.data_ptr(),
             batch=call.query.shape[0],
             kv_heads=call.local_keys.shape[1],
-            split_tokens=compiled.SPLIT_TOKENS,
+            split_tokens=cpu.SPLIT_TOKENS,
             min_sketched=MIN_TOKENS,
             segment_tokens=SEGMENT_TOKENS,
             scaling=rule.scaling,
@@ -118,19 +103,19 @@ class _Bound:
         )
         if sketch is not None:
             views |= {name: part for name, part in sketch.tensors().items() if name != "mean_squares"}
-            decode = self._decode
             self._errors = 0.5 * rule.scaling**2 * sketch.layout.errors(call.query.device)
-            decode.errors, decode.words = self._errors.data_ptr(), sketch.layout.words
+            decode.words, decode.sketch_bytes = sketch.layout.words, sketch.byte_counts
+            decode.errors = self._errors.data_ptr()
             decode.log_token_threshold = math.log(rule.token_threshold)
             decode.log_unread_weight = math.log(selection.UNREAD_WEIGHT)
             decode.unreliable, decode.noise_share = selection.UNRELIABLE, selection.NOISE_SHARE
         for name, tensor in views.items():
-            setattr(self._decode, name, view(tensor))
-        kernels = compiled.build(call.query.dtype, dim, value_dim, call.group)
+            setattr(decode, name, view(tensor))
+        kernels = cpu.build(call.query.dtype, call.query.shape[3], value_dim, call.group)
         assert kernels is not None
         if (size := kernels.decode_size()) != ctypes.sizeof(Decode):
             raise RuntimeError(f"decide.h has a Decode of {size} bytes, and this module of {ctypes.sizeof(Decode)}")
-        self._run: Callable[[], None] = functools.partial(kernels.fused_decode, ctypes.byref(self._decode))
+        self._run: Callable[[], None] = functools.partial(kernels.fused_decode, ctypes.byref(decode))
         self._out = (*call.query.shape[:3], value_dim)
         self._flags = (*call.local_keys.shape[:2], call.group)
 
@@ -138,8 +123,7 @@ class _Bound:
         """`fused_decode` for a call that differs from the one that was bound in its query and rows alone."""
         query, rows, decode = call.query.contiguous(), call.rows, self._decode
         if rows.bound is None:
-            views = {name: view(getattr(rows, name)) for name in ("local", "pending", "decided", "bulk_lengths")}
-            rows.bound = Rows(**views, columns=rows.columns)
+            rows.bound = Rows(**{name: view(getattr(rows, name)) for name in OF_ROWS}, columns=rows.columns)
         out = torch.empty(self._out, dtype=torch.float32, device=query.device)
         flags = torch.empty(self._flags, dtype=torch.bool, device=query.device)
         decode.query, decode.out, decode.flags = query.data_ptr(), out.data_ptr(), flags.data_ptr()

@@ -43,9 +43,10 @@ struct Decode {
     View<const uint16_t> centres, weights;
     View<const Channel> order;
     const float* errors;         // [DIM] of `Layout`, times half the squared scaling
-    int64_t *bulk_read_bytes, *sketch_read_bytes;  // the latter may be null
+    int64_t *bulk_read_bytes, *sketch_read_bytes;  // may be null
     int64_t batch, kv_heads, split_tokens;
     int64_t min_sketched, segment_tokens;  // a bulk of fewer tokens than the first is read whole
+    int64_t sketch_bytes[3];  // of a token, of a segment, and once
     float scaling, logit_threshold;  // `log A_local - log A_bulk` below which a head is long-context
     float log_token_threshold, log_unread_weight;
     float unreliable, noise_share;  // see `unreliable` of selection.py

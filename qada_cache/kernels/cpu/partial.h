@@ -17,7 +17,7 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__F16C__)
+#if defined(__SSE__)
 #include <immintrin.h>
 #endif
 
@@ -59,11 +59,13 @@ constexpr float LOG2_E = 1.44269504f;
 constexpr float ROUNDING = 1e-3f;  // of logarithms of sums, at most
 constexpr float NEGLIGIBLE = -87;  // the exponential of less is less than float32's smallest normal number
 
-inline float from_bits(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
+template <typename To>
+inline To loaded(const void* from) {
+    To value;
+    std::memcpy(&value, from, sizeof value);
     return value;
 }
+inline float from_bits(uint32_t bits) { return loaded<float>(&bits); }
 
 // Where `unpack` puts dimension `d` of `SIZE`: bfloat16 pairs are split into all even and all odd dimensions, which
 // takes one instruction each and no shuffling. What is computed does not depend on the order, only its ends do.
@@ -80,22 +82,22 @@ constexpr int unpacked_index(int d) {
 // `N` = WIDTH numbers. GCC does not think of the processor's own instruction for more than one.
 template <int N>
 inline Floats widened(const _Float16* numbers) {
-    Floats out;
 #if defined(__F16C__)
     if constexpr (N == 16) {
         __m512 wide = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)numbers));
-        std::memcpy(&out, &wide, sizeof out);
+        return loaded<Floats>(&wide);
     } else if constexpr (N == 8) {
         __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)numbers));
-        std::memcpy(&out, &wide, sizeof out);
+        return loaded<Floats>(&wide);
     } else {
         __m128 wide = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)numbers));
-        std::memcpy(&out, &wide, sizeof out);
+        return loaded<Floats>(&wide);
     }
 #else
+    Floats out;
     for (int i = 0; i < N; i++) out[i] = numbers[i];
-#endif
     return out;
+#endif
 }
 #endif
 
@@ -104,15 +106,14 @@ inline void unpack(const Element* row, Floats* out) {
 #if defined(BFLOAT16)
     typedef uint32_t Pairs __attribute__((vector_size(4 * WIDTH)));
     for (int c = 0; c < SIZE / 2 / WIDTH; c++) {
-        Pairs pairs;
-        std::memcpy(&pairs, row + 2 * WIDTH * c, sizeof pairs);
+        Pairs pairs = loaded<Pairs>(row + 2 * WIDTH * c);
         out[c] = (Floats)(pairs << 16);
         out[SIZE / 2 / WIDTH + c] = (Floats)(pairs & 0xffff0000u);
     }
 #elif defined(FLOAT16)
     for (int c = 0; c < SIZE / WIDTH; c++) out[c] = widened<WIDTH>(row + c * WIDTH);
 #else
-    for (int c = 0; c < SIZE / WIDTH; c++) std::memcpy(&out[c], row + c * WIDTH, sizeof out[c]);
+    for (int c = 0; c < SIZE / WIDTH; c++) out[c] = loaded<Floats>(row + c * WIDTH);
 #endif
 }
 
@@ -151,10 +152,11 @@ inline float unpacked_at(const Floats* parts, int d) {
     return parts[unpacked_index<SIZE>(d) / WIDTH][unpacked_index<SIZE>(d) % WIDTH];
 }
 
-inline float sum(Floats lanes) {
+template <typename Lanes>
+inline float sum_of(Lanes lanes) {
     float total = 0;
 #pragma omp simd reduction(+ : total)
-    for (int i = 0; i < WIDTH; i++) total += lanes[i];
+    for (int i = 0; i < int(sizeof lanes / sizeof lanes[0]); i++) total += lanes[i];
     return total;
 }
 
@@ -221,7 +223,7 @@ struct Partial {
         for (int q = 0; q < QUERIES; q++) {
             Floats products = scaled[q][0] * unpacked[0];
             for (int c = 1; c < PARTS; c++) products += scaled[q][c] * unpacked[c];
-            scores[q * stride] = sum(products);
+            scores[q * stride] = sum_of(products);
         }
     }
 

@@ -1,4 +1,5 @@
-// Which tokens of a sketched bulk a head reads: `select_tokens` of selection.py, in one pass over the sketch.
+// Which tokens of a sketched bulk a head reads: `select_tokens` of selection.py, in one pass over the sketch, a span of
+// tokens at a time.
 //
 // What a token must weigh depends on the weight of all, which is known at the end only. A sample says beforehand about
 // what it will be: few tokens are left by it to be judged again. Should they turn out to have been asked for too much,
@@ -6,13 +7,111 @@
 
 #pragma once
 
-#include "estimates.h"
+#include "sketch.h"
 
 namespace {
 
-constexpr int REFRESH = 16;        // spans after which the weight so far is looked at
+constexpr int VECTORS = SPAN / TOKENS;
+constexpr int SAMPLED_SPANS = 15;      // spans of which a sample is made, at most
+constexpr int MIN_SAMPLED_SPANS = 64;  // spans from which on there is one
+constexpr float MARGIN = 0.5f;         // by which the logarithm of all weight may be below what the sample says
+constexpr int REFRESH = 16;            // spans after which the weight so far is looked at
 constexpr float LOWEST = -1e30f;
-constexpr float MAX_WEIGHT = 1e9;  // of a weight: a score may be so much above what weights are relative to
+constexpr float MAX_WEIGHT = 1e9;      // of a weight: a score may be so much above what weights are relative to
+
+// Estimates of a head's queries over its sketch: `codes` [words, *], `room` words apart, and `scales` [tokens], in
+// segments of `segment_tokens`, for each of which the queries were rounded; the last one has what is left.
+struct Estimates {
+    const std::vector<Rounded>& segments;
+    const int64_t segment_tokens;
+    const uint32_t* codes;
+    const int64_t room;
+    const Words words;
+    const uint8_t* scales;
+    const int count = segments[0].count;  // of queries
+    Singles scores[QUERIES][VECTORS];  // of the span that was computed last, -inf where there is no token
+
+    // Of `tokens` tokens from `first` on, all of one segment.
+    template <bool ALL = false>
+    INLINED void compute(int64_t first, int tokens) {
+        const int count = ALL ? QUERIES : this->count;
+        const Rounded& queries = segments[std::min<int64_t>(first / segment_tokens, segments.size() - 1)];
+        const uint32_t* block = codes + first;
+        const uint8_t* block_scales = scales + first;
+        int64_t stride = room;
+        uint32_t padded[DIM / 8 * SPAN];  // no more words than blocks of channels
+        uint8_t padded_scales[SPAN];
+        if (tokens < SPAN) {
+            std::memset(padded, 0, sizeof padded);
+            std::memset(padded_scales, 0, sizeof padded_scales);
+            for (int word = 0; word < words.count(); word++)
+                std::memcpy(padded + word * SPAN, block + word * stride, tokens * sizeof *block);
+            std::memcpy(padded_scales, block_scales, tokens);
+            block = padded;
+            block_scales = padded_scales;
+            stride = SPAN;
+        } else {
+            prefetch_span(first + PREFETCH_SPANS * SPAN);
+        }
+        alignas(CACHE_LINE) int32_t exact[QUERIES][SPAN];
+        multiply(block, stride, words, queries, exact);
+        Singles scale[VECTORS];
+        for (int v = 0; v < VECTORS; v++)
+            scale[v] = __builtin_convertvector(loaded<Octets>(block_scales + v * TOKENS), Singles);
+        for (int q = 0; q < count; q++) {
+            float step = queries.step[q], offset = queries.offset[q];
+            float spread = queries.spread[q], middle = queries.middle[q];
+            for (int v = 0; v < VECTORS; v++) {
+                Integers whole = loaded<Integers>(&exact[q][v * TOKENS]);
+                Singles along = step * __builtin_convertvector(whole, Singles) - offset;
+                scores[q][v] = middle + scale[v] * (along + spread * scale[v]);
+            }
+        }
+        for (int t = tokens; t < SPAN; t++)
+            for (int q = 0; q < count; q++) scores[q][t / TOKENS][t % TOKENS] = -INFINITY;
+    }
+
+    INLINED void prefetch_span(int64_t first) const {
+        for (int word = 0; word < words.count(); word++)
+            for (int key = 0; key < SPAN; key += CACHE_LINE / 4)
+                __builtin_prefetch(codes + word * room + first + key, 0, TO_L2);
+    }
+
+    // How many spans are sampled, and where the first token of one of them lies.
+    static int sampled_spans(int64_t spans) {
+        return spans < MIN_SAMPLED_SPANS ? 0 : (int)std::min<int64_t>(SAMPLED_SPANS, spans / 16 | 1);
+    }
+    static int64_t sampled_span(int i, int64_t spans) {
+        return (2 * i + 1) * spans / (2 * sampled_spans(spans)) * SPAN;
+    }
+    INLINED void prefetch_sample(int64_t tokens) const {
+        for (int i = 0; i < sampled_spans(tokens / SPAN); i++) prefetch_span(sampled_span(i, tokens / SPAN));
+    }
+
+    // About the log-sum-exp of each query's scores of `tokens` tokens, seldom above it; -inf where they are few.
+    void sample_log_mass(int64_t tokens, float* log_mass) {
+        float sampled[QUERIES][SAMPLED_SPANS];
+        int64_t spans = tokens / SPAN;
+        std::fill(log_mass, log_mass + QUERIES, -INFINITY);
+        const int many = sampled_spans(spans);
+        if (!many) return;
+        for (int i = 0; i < many; i++) {
+            compute(sampled_span(i, spans), SPAN);
+            for (int q = 0; q < count; q++) {
+                Singles peaks = scores[q][0], mass = {};
+                for (int v = 1; v < VECTORS; v++) peaks = scores[q][v] > peaks ? scores[q][v] : peaks;
+                const float peak = largest(peaks);
+                for (int v = 0; v < VECTORS; v++) mass += power_of_two((scores[q][v] - peak) * LOG2_E);
+                float log_span = peak + logf(sum_of(mass));
+                sampled[q][i] = log_span > -INFINITY ? log_span : -INFINITY;  // no nan, which cannot be sorted
+            }
+        }
+        for (int q = 0; q < count; q++) {  // the median, which a few heavy tokens cannot raise
+            std::nth_element(sampled[q], sampled[q] + many / 2, sampled[q] + many);
+            log_mass[q] = sampled[q][many / 2] + logf((float)spans) - MARGIN;
+        }
+    }
+};
 
 // A part of a head's sketched bulk: which of its tokens may be read, and how much its queries see in it.
 struct Scan {
@@ -58,7 +157,10 @@ struct Scan {
             if (span % REFRESH == REFRESH - 1)
                 for (int q = 0; q < queries; q++)
                     score_cut[q] = std::max(score_cut[q], log_sum(log_buffer[q], log_mass(q)) + log_share - ROUNDING);
-            make_room();
+            if (count + SPAN > (int64_t)tokens.size()) {
+                tokens.resize(2 * tokens.size() + 4 * SPAN);
+                for (auto& scores : estimates) scores.resize(tokens.size());
+            }
             for (int v = 0; v < VECTORS; v++) {
                 Integers selected = {};
                 for (int q = 0; q < queries; q++) selected |= found.scores[q][v] >= score_cut[q];
@@ -71,7 +173,11 @@ struct Scan {
                     sum[q] += above;
                     squares[q] += above * above;
                 }
-                keep(bits_of(selected & held), found.scores, v, queries, first);
+                uint64_t bits = bits_of(selected & held);
+                if (!bits) continue;
+                compress(numbered + (int32_t)(first + v * TOKENS), bits, &tokens[count]);
+                for (int q = 0; q < queries; q++) compress(found.scores[q][v], bits, &estimates[q][count]);
+                count += __builtin_popcountll(bits);
             }
         }
     }
@@ -98,20 +204,6 @@ struct Scan {
             for (Singles* part : {mass, unread_mass, lifted}) part[q] *= shrunk;
             highest[q] = peak;
         }
-    }
-
-    // For another span.
-    void make_room() {
-        if (count + SPAN <= (int64_t)tokens.size()) return;
-        tokens.resize(2 * tokens.size() + 4 * SPAN);
-        for (auto& scores : estimates) scores.resize(tokens.size());
-    }
-
-    INLINED void keep(uint64_t bits, const Singles (*scores)[VECTORS], int v, int queries, int64_t first) {
-        if (!bits) return;
-        compress(numbered + (int32_t)(first + v * TOKENS), bits, &tokens[count]);
-        for (int q = 0; q < queries; q++) compress(scores[q][v], bits, &estimates[q][count]);
-        count += __builtin_popcountll(bits);
     }
 
     float log_mass(int q) const { return highest[q] + logf(sum_of(mass[q])); }

@@ -6,21 +6,83 @@
 
 #include "partial.h"
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 namespace {
 
 constexpr int SPAN = 64;         // keys that are scored at once
 constexpr int PREFETCH_SPANS = 8;    // whose codes are asked for before they are needed
 constexpr float LEVELS = 127;    // a rounded query's largest value
 
-inline float widened(uint16_t bfloat16) {
-    uint32_t bits = (uint32_t)bfloat16 << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
+inline float widened(uint16_t bfloat16) { return from_bits((uint32_t)bfloat16 << 16); }
+
+// As wide as the processor's vectors: one float of each of so many tokens.
+#if defined(__AVX512F__)
+constexpr int TOKENS = 16;
+#elif defined(__AVX__)
+constexpr int TOKENS = 8;
+#else
+constexpr int TOKENS = 4;
+#endif
+typedef float Singles __attribute__((vector_size(4 * TOKENS)));
+typedef int32_t Integers __attribute__((vector_size(4 * TOKENS)));
+typedef uint8_t Octets __attribute__((vector_size(TOKENS)));
+
+
+constexpr int32_t NUMBERS[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+const Integers numbered = loaded<Integers>(NUMBERS);
+
+// 2^x but for an error of 3e-6: a whole power times a polynomial for what is left. Far above 1, large or infinite.
+inline Singles power_of_two(Singles x) {
+#if defined(__AVX512DQ__)
+    Singles r = (Singles)_mm512_reduce_ps((__m512)x, 1);  // above the next lower whole number
+#else
+    x = x > -125.0f ? x : Singles{} - 125.0f;
+    x = x < 125.0f ? x : Singles{} + 125.0f;
+    Integers whole = __builtin_convertvector(x + 1023, Integers) - 1023;  // as it rounds towards zero
+    Singles r = x - __builtin_convertvector(whole, Singles);
+#endif
+    Singles p = r * 1.35341678e-2f + 5.20114601e-2f;
+    p = p * r + 2.41442755e-1f;
+    p = p * r + 6.93003833e-1f;
+    p = p * r + 1.00000262f;
+#if defined(__AVX512DQ__)
+    return (Singles)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+    return (Singles)((Integers)p + (whole << 23));
+#endif
+}
+
+// One bit for each token where `mask` is set, which is in all bits or none.
+inline uint64_t bits_of(Integers mask) {
+#if defined(__AVX512DQ__)
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#elif defined(__AVX__)
+    return (uint64_t)_mm256_movemask_ps((__m256)mask);
+#else
+    uint64_t bits = 0;
+    for (int i = 0; i < TOKENS; i++) bits |= (uint64_t)(mask[i] & 1) << i;
+    return bits;
+#endif
+}
+
+// Writes the marked ones of `lanes` one after the other, and anything behind them, as many as a vector has in all.
+template <typename Lanes>
+inline void compress(Lanes lanes, uint64_t bits, void* to) {
+#if defined(__AVX512F__)
+    _mm512_storeu_si512(to, _mm512_maskz_compress_epi32((__mmask16)bits, (__m512i)lanes));
+#else
+    for (Integers values = (Integers)lanes; bits; bits &= bits - 1, to = (int32_t*)to + 1) {
+        int32_t value = values[__builtin_ctzll(bits)];
+        std::memcpy(to, &value, sizeof value);
+    }
+#endif
+}
+
+inline float largest(Singles lanes) {
+    float found = lanes[0];
+    for (int i = 1; i < TOKENS; i++) found = std::max(found, lanes[i]);
+    return found;
 }
 
 // Words of a key's code, by `Layout` of sketch/__init__.py.
@@ -100,24 +162,17 @@ struct Rounded {
     static void put(float* to, int v, Slots slots) { std::memcpy(to + v * SLOTS, &slots, sizeof slots); }
 };
 
+#if defined(__AVX2__)
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define WIDE_PRODUCTS
 typedef __m512i Bytes;
-inline Bytes loaded(const void* from) { return _mm512_loadu_si512(from); }
-inline void store(void* to, Bytes a) { _mm512_storeu_si512(to, a); }
-inline Bytes zeros() { return _mm512_setzero_si512(); }
 inline Bytes bits_of(Bytes a, int shift, int mask) {
     return _mm512_and_si512(_mm512_srli_epi16(a, shift), _mm512_set1_epi8((char)mask));
 }
 // Adds products of unsigned with signed bytes, four to an integer.
 inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) { return _mm512_dpbusd_epi32(sums, codes, query); }
 inline Bytes broadcast(int32_t four) { return _mm512_set1_epi32(four); }
-#elif defined(__AVX2__)
-#define WIDE_PRODUCTS
+#else
 typedef __m256i Bytes;
-inline Bytes loaded(const void* from) { return _mm256_loadu_si256((const Bytes*)from); }
-inline void store(void* to, Bytes a) { _mm256_storeu_si256((Bytes*)to, a); }
-inline Bytes zeros() { return _mm256_setzero_si256(); }
 inline Bytes bits_of(Bytes a, int shift, int mask) {
     return _mm256_and_si256(_mm256_srli_epi16(a, shift), _mm256_set1_epi8((char)mask));
 }
@@ -126,8 +181,6 @@ inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {  // pairs stay
 }
 inline Bytes broadcast(int32_t four) { return _mm256_set1_epi32(four); }
 #endif
-
-#if defined(WIDE_PRODUCTS)
 constexpr int KEYS = sizeof(Bytes) / 4;  // that are multiplied at once
 
 // Adds products of `KEYS` keys' words of `BITS` a value to `sums`; the next word's codes lie `stride` further on. Words
@@ -135,7 +188,7 @@ constexpr int KEYS = sizeof(Bytes) / 4;  // that are multiplied at once
 template <int BITS>
 inline void add_words(const uint32_t* codes, int64_t stride, int words, const Rounded& queries, int first, Bytes* sums) {
     for (int word = 0; word < words; word++) {
-        Bytes packed = loaded(codes + word * stride);
+        Bytes packed = loaded<Bytes>(codes + word * stride);
 #pragma GCC unroll 8
         for (int plane = 0; plane < 8 / BITS; plane++) {
             Bytes values = bits_of(packed, plane * BITS, (1 << BITS) - 1);
@@ -168,14 +221,13 @@ INLINED void multiply(const uint32_t* codes, int64_t stride, Words words, const 
                       int32_t (*products)[SPAN]) {
     const uint32_t *twos = codes + words.of_four * stride, *ones = twos + words.of_two * stride;
     const int first_two = 8 * words.of_four, first_one = first_two + 16 * words.of_two;
-#if defined(WIDE_PRODUCTS)
+#if defined(__AVX2__)
     for (int key = 0; key < SPAN; key += KEYS) {
-        Bytes sums[QUERIES];
-        for (int q = 0; q < QUERIES; q++) sums[q] = zeros();
+        Bytes sums[QUERIES] = {};
         add_words<4>(codes + key, stride, words.of_four, queries, 0, sums);
         add_words<2>(twos + key, stride, words.of_two, queries, first_two, sums);
         add_words<1>(ones + key, stride, words.of_one, queries, first_one, sums);
-        for (int q = 0; q < QUERIES; q++) store(&products[q][key], sums[q]);
+        for (int q = 0; q < QUERIES; q++) std::memcpy(&products[q][key], &sums[q], sizeof(Bytes));
     }
 #else
     std::memset(products, 0, sizeof(int32_t) * QUERIES * SPAN);

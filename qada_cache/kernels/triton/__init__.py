@@ -1,1 +1,141 @@
-"""The kernels in Triton, for GPUs."""
+"""Triton kernels for GPUs: one decode step of one layer in three or four, without a word between host and device.
+
+`local_kernel` computes local attention and decides, `bulk_kernel` reads the bulk of KV heads that need it, in splits,
+`merge_kernel` puts the parts together. With a sketch, `estimate_kernel` estimates all scores of the bulk. Instead of
+`bulk_kernel`, `selected_kernel` then reads the selected tokens and sums the estimates of the others, and `merge_kernel`
+adds the expected value of unread tokens.
+
+The launches depend on shapes alone: flags, lengths and selections stay on the device, programs of local heads return at
+once, and a CUDA graph can hold all of it. The bulk may be device memory, or pinned host memory that is read in place
+over the bus. A byte that no head needs is never moved. A needed one is moved once, as the query heads of a group are
+packed.
+
+It has been run under Triton's interpreter and compiled for CUDA, not run on a GPU: block sizes and splits are first
+guesses.
+"""
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from ...sketch import BITS, MIN_TOKENS, SEGMENT_TOKENS, WORD_BITS, selection
+from ..decode_call import DecodeCall, check
+from .kernels import bulk_kernel, local_kernel, merge_kernel
+from .sketch_kernels import estimate_kernel, selected_kernel
+
+SPLIT_TOKENS = 256  # a split has at least about this many tokens, as its result must be written and read again
+MAX_SPLITS = 128  # one flagged KV head alone should still occupy most of a GPU; blocks of splits have room for all,
+# as one that followed the capacity would be compiled anew when the bulk grows
+SCAN_TOKENS = 128  # among which a program chooses at once; a power of two, as:
+SCAN_SCORES = 2048  # of so many estimates at most: with more, registers spill
+UNPACKED_BYTES = 4096  # of words in the registers of a program, a byte a value, and of no more tokens than make:
+ESTIMATES = 2048
+TURNS = 2  # in which the tokens of a segment are estimated, mostly by different programs; a power of two
+MOMENT_COLUMNS = 16  # of a covariance at once: with more, registers spill
+SLOPE_COLUMNS = 32  # of what values gain along a query, at once
+BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeline of a program
+SELECTED_STAGES = 5  # half of them fetch indices: as many keys and values are in flight as in the default 3
+
+
+def _padded(size: int) -> int:
+    """The block that holds `size` rows or columns of a matrix product."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """Same contract as `decode_reference.decode_step`, for the calls that `choice.unsupported_reason` admits.
+
+    Everything but the bulk buffers, and heads that lie elsewhere, lies on the query's device. The last dimension of the
+    buffers is contiguous. Nothing waits for the device. A captured graph can be replayed as long as the tensors stay
+    where they are, so until the bulk grows; lengths, masks and moments may be written to in place.
+    """
+    check(call)
+    rows, rule, sketch, bulk_keys, bulk_values = call.rows, call.rule, call.sketch, call.bulk_keys, call.bulk_values
+    batch, heads, _, dim = call.query.shape
+    kv_heads, value_dim, group = bulk_keys.shape[1], bulk_values.shape[3], call.group
+    splits = min(triton.cdiv(bulk_keys.shape[2], SPLIT_TOKENS), MAX_SPLITS)
+    query = call.query.contiguous()
+    out = query.new_empty(batch, heads, 1, value_dim)
+    flags = query.new_empty(batch, kv_heads, group, dtype=torch.bool)
+    parts = query.new_empty(batch, heads, 1 + splits, value_dim, dtype=torch.float32)
+    lse = query.new_empty(batch, heads, 1 + splits, dtype=torch.float32)
+
+    token_bytes = dim * bulk_keys.element_size() + value_dim * bulk_values.element_size()
+    sizes = {"G": group, "BLOCK_G": _padded(group), "D": dim, "BLOCK_D": _padded(dim), "V": value_dim}
+    sizes["BLOCK_V"] = _padded(value_dim)
+    in_flight = BLOCK_BYTES // ((sizes["BLOCK_D"] + sizes["BLOCK_V"]) * query.element_size())
+    sizes["BLOCK_N"] = 64 if in_flight >= 64 else 32 if in_flight >= 32 else 16
+    local, pending, bulk_lengths, decided = (
+        t.expand(batch, *t.shape[1:]) for t in (rows.local, rows.pending, rows.bulk_lengths, rows.decided)
+    )
+    moments = (call.mean, call.covariance, call.count, call.other_mean, call.other_covariance)
+    # A shared row has stride 0.
+    row_strides = [0 if t is None else t.expand(batch, *t.shape[1:]).stride(0) for t in moments]
+    if bulk_keys.shape[2] < MIN_TOKENS:
+        sketch = None  # there is no room for a bulk that has one
+    # What `local_kernel` leaves for the choice: the number of tokens in each bulk.
+    tokens = noise = variances = unread = sums = mean_value = slopes = slope_units = None
+    if sketch is not None:
+        tokens = bulk_lengths.new_empty(batch, kv_heads)
+        noise, variances, mean_value = sketch.noise, sketch.variances, sketch.mean_value
+        slopes, slope_units = sketch.slopes, sketch.slope_units
+    bulk_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        local_kernel[(kv_heads, batch)](
+            query, call.local_keys, call.local_values, local, pending, bulk_lengths, decided, *moments, rule.table,
+            parts, lse, flags, call.bulk_read_bytes if sketch is None else None, call.resident_pointers,
+            call.resident_hit_bytes, tokens, noise, variances,
+            *call.local_keys.stride()[:3], *call.local_values.stride()[:3], local.stride(0), pending.stride(0),
+            bulk_lengths.stride(0), decided.stride(0), *row_strides, rows.columns, 1 + splits, rule.scaling,
+            rule.logit_threshold, 2 * selection.UNRELIABLE / rule.scaling**2, selection.NOISE_SHARE,
+            CRITERION=rule.kind, GROUP_RULE=rule.group_rule, POOL=rule.pool_pending and call.mean is not None,
+            TOKEN_BYTES=token_bytes,
+            MIN_TOKENS=MIN_TOKENS, BLOCK_C=MOMENT_COLUMNS, **sizes,
+        )  # fmt: skip
+        if sketch is not None:
+            # Of whole blocks, and as many for every split.
+            scan = min(SCAN_TOKENS, SCAN_SCORES // triton.next_power_of_2(group))
+            room = splits * triton.cdiv(triton.cdiv(bulk_keys.shape[2], scan), splits) * scan
+            estimates = query.new_empty(batch, heads, room, dtype=torch.float32)
+            index = query.new_empty(batch, kv_heads, room, dtype=torch.int32)
+            sums = query.new_empty(batch, heads, 4, splits, dtype=torch.float32)
+            unread = query.new_empty(batch, heads, 2, splits, dtype=torch.float32)
+            turn, layout = SEGMENT_TOKENS // TURNS, sketch.layout
+            fours, twos, ones = layout.words
+            # Products of 8-bit integers take at least 32 values.
+            blocks = [max(bits, triton.next_power_of_2(words)) for bits, words in zip(BITS, layout.words, strict=True)]
+            values = max(block * WORD_BITS // bits for block, bits in zip(blocks, BITS, strict=True))
+            token, segment, head = sketch.byte_counts
+            estimate_kernel[(splits, kv_heads, batch)](
+                query, layout.errors(query.device), sketch.codes, sketch.scales, sketch.units, sketch.centres,
+                sketch.order, sketch.weights,
+                bulk_lengths, tokens, flags, estimates, sums, call.sketch_read_bytes,
+                bulk_lengths.stride(0), sketch.scales.shape[2], sketch.units.shape[2], room, rule.scaling,
+                FOURS=fours, TWOS=twos, ONES=ones,
+                BLOCK_FOURS=blocks[0], BLOCK_TWOS=blocks[1], BLOCK_ONES=blocks[2],
+                SEGMENT=SEGMENT_TOKENS, TURN=turn,
+                BLOCK_N=max(16, min(UNPACKED_BYTES // values, ESTIMATES // sizes["BLOCK_G"], turn)),
+                TOKEN_BYTES=token, SEGMENT_BYTES=segment, HEAD_BYTES=head,
+                G=group, BLOCK_G=sizes["BLOCK_G"], D=dim, BLOCK_D=sizes["BLOCK_D"],
+            )  # fmt: skip
+            selected_kernel[(splits, kv_heads, batch)](
+                query, bulk_keys, bulk_values, call.resident_pointers, bulk_lengths, tokens, flags, estimates, sums,
+                index, parts, lse, unread, call.bulk_read_bytes, call.resident_hit_bytes, *bulk_strides, room,
+                rule.scaling, math.log(rule.token_threshold),
+                BLOCK_S=scan, BLOCK_P=triton.next_power_of_2(MAX_SPLITS), BLOCK_Q=triton.next_power_of_2(group),
+                TOKEN_BYTES=token_bytes, **sizes, num_stages=SELECTED_STAGES,
+            )  # fmt: skip
+        elif splits:
+            bulk_kernel[(splits, kv_heads, batch)](
+                query, bulk_keys, bulk_values, call.resident_pointers, bulk_lengths, flags, parts, lse, *bulk_strides,
+                rule.scaling, **sizes,
+            )  # fmt: skip
+        merge_kernel[(batch * heads,)](
+            parts, lse, flags, unread, sums, query, mean_value, slopes, slope_units, out, 1 + splits, rule.scaling,
+            selection.UNREAD_WEIGHT,
+            G=group, D=dim, BLOCK_C=SLOPE_COLUMNS, V=value_dim, BLOCK_V=sizes["BLOCK_V"],
+            BLOCK_P=triton.next_power_of_2(1 + MAX_SPLITS), BLOCK_N=16,
+        )  # fmt: skip
+    return out, flags

@@ -1,4 +1,7 @@
-"""Operations of all decode kernels on a block of tokens; names as in `kernels.py`."""
+"""What the decode kernels do with a block of tokens, and with the segments of a sketch; names as in `kernels.py`.
+
+`../../sketch` says what is computed of a sketch.
+"""
 
 import triton
 import triton.language as tl
@@ -67,3 +70,111 @@ def resolve_pointer(p_own, p_place):
     if place != 0:
         p_own = tl.multiple_of(place.to(p_own.dtype), 16)  # as every allocation
     return p_own
+
+
+@triton.jit
+def segments_of(length, SEGMENT: tl.constexpr):
+    """Segments of a bulk: all have `SEGMENT` tokens but the last, which ends with the bulk."""
+    return tl.maximum((length + SEGMENT // 2) // SEGMENT, 1)
+
+
+@triton.jit
+def unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`selection.unreliable` [BLOCK_G] of queries [BLOCK_G, BLOCK_D]; `noise_limit` bounds `sum q_i^2 noise_i`."""
+    o_dim = tl.arange(0, BLOCK_D)
+    b_square = b_query.to(tl.float32) * b_query.to(tl.float32)
+    b_noise = tl.sum(b_square * tl.load(p_noise + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
+    b_variance = tl.sum(b_square * tl.load(p_variances + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
+    return (b_noise > noise_limit) & (b_noise > noise_share * b_variance)
+
+
+@triton.jit
+def rotate(b_query):
+    """`layout.rotate` of queries [BLOCK_G, BLOCK_D].
+
+    A step takes sums and differences of neighbours and puts the differences behind the sums, which turns the bits of
+    an index around by one; after all three they are where they were.
+    """
+    BLOCK_G: tl.constexpr = b_query.shape[0]  # noqa: N806
+    BLOCK_D: tl.constexpr = b_query.shape[1]  # noqa: N806
+    b_rotated = b_query
+    for _ in tl.static_range(3):
+        b_one, b_other = tl.split(b_rotated.reshape(BLOCK_G * BLOCK_D // 8, 4, 2))
+        b_rotated = tl.permute(tl.join(b_one + b_other, b_one - b_other), (0, 2, 1)).reshape(BLOCK_G, BLOCK_D)
+    return b_rotated * 0.35355339059327373
+
+
+@triton.jit
+def round_queries(b_rotated):
+    """Rotated queries in 8-bit integers [BLOCK_G, BLOCK_D], and their units [BLOCK_G]."""
+    b_unit = tl.div_rn(tl.maximum(tl.max(tl.abs(b_rotated), axis=1), 1e-35), 127.0)  # a normal number
+    b_scaled = tl.div_rn(b_rotated, b_unit[:, None].broadcast_to(b_rotated.shape))
+    b_rounded = b_scaled + 12582912.0  # 1.5 * 2^23: to nearest
+    return (b_rounded - 12582912.0).to(tl.int32), b_unit
+
+
+@triton.jit
+def take_channels(b_integers, WORDS: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Of integers [BLOCK_G, BLOCK_D], those that meet `WORDS` words of `BITS` a value, from channel `FIRST` on.
+
+    [BLOCK_G, BLOCK_W * 32 / BITS], 0 behind them.
+    """
+    o_value = tl.arange(0, BLOCK_W * 32 // BITS)
+    m_value = o_value < WORDS * 32 // BITS
+    o_channel = tl.where(m_value, FIRST + o_value, 0)[None, :].broadcast_to(b_integers.shape[0], o_value.shape[0])
+    return tl.where(m_value[None, :], tl.gather(b_integers, o_channel, 1), 0).to(tl.int8)
+
+
+@triton.jit
+def multiply_codes(
+    b_integers, p_codes, room, o_tokens, m_tokens, WORDS: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Products int32 [BLOCK_G, BLOCK_N] of integers of `take_channels` with the odd integers of these tokens' words.
+
+    Words of a token lie `room` apart. Odd integers are `2 * index - (2^BITS - 1)`. Products are exact.
+    """
+    o_word, o_value = tl.arange(0, BLOCK_W), tl.arange(0, 32 // BITS)
+    m_codes = m_tokens[:, None] & (o_word < WORDS)[None, :]
+    b_codes = tl.load(p_codes + o_word.to(tl.int64)[None, :] * room + o_tokens[:, None], mask=m_codes, other=0)
+    b_index = b_codes[:, :, None] >> (o_value % 4 * 8 + o_value // 4 * BITS)[None, None, :]
+    b_index = (b_index & (2**BITS - 1)).reshape(o_tokens.shape[0], BLOCK_W * 32 // BITS).to(tl.int8)
+    b_offset = tl.sum(b_integers.to(tl.int32), axis=1) * (2**BITS - 1)
+    return 2 * tl.dot(b_integers, tl.trans(b_index), out_dtype=tl.int32) - b_offset[:, None]
+
+
+@triton.jit
+def tilt(p_sums, splits, b_log, b_score, BLOCK_P: tl.constexpr):
+    """How far a query head's unread tokens lie from the mean, in units of the variance of all estimates.
+
+    `b_log`, `b_score` [BLOCK_P]: of the unread tokens of every split, the log of the sum of exponentials of their
+    estimates, and the mean of these weighed by it. `p_sums` are the head's, see `estimate_kernel`.
+    """
+    o_split = tl.arange(0, BLOCK_P)
+    m_split = o_split < splits
+    b_tokens = tl.load(p_sums + splits + o_split, mask=m_split, other=0.0)
+    b_mean = tl.load(p_sums + 2 * splits + o_split, mask=m_split, other=0.0)
+    b_scatter = tl.load(p_sums + 3 * splits + o_split, mask=m_split, other=0.0)
+    tokens = tl.sum(b_tokens, axis=0)
+    mean = tl.sum(b_tokens * b_mean, axis=0) / tokens
+    b_off = b_mean - mean
+    variance = tl.sum(b_scatter + b_tokens * b_off * b_off, axis=0) / tokens
+    b_weight = tl.exp(b_log - tl.max(b_log, axis=0))
+    lifted = tl.sum(b_weight * (b_score - mean), axis=0) / tl.sum(b_weight, axis=0)
+    return tl.where(variance > 0.0, lifted / variance, 0.0)
+
+
+@triton.jit
+def along(
+    p_query, p_slopes, p_units, D: tl.constexpr, BLOCK_C: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """What values gain along a query [BLOCK_V], `slopes (slope_units q)`, by `BLOCK_C` channels at once."""
+    o_value = tl.arange(0, BLOCK_V)
+    b_along = tl.zeros([BLOCK_V], tl.float32)
+    for start in range(0, D, BLOCK_C):
+        o_dim = start + tl.arange(0, BLOCK_C)
+        m_block = (o_value < V)[:, None] & (o_dim < D)[None, :]
+        b_slopes = tl.load(p_slopes + o_value[:, None] * D + o_dim[None, :], mask=m_block, other=0.0)
+        b_query = tl.load(p_query + o_dim, mask=o_dim < D, other=0.0)
+        b_query = b_query.to(tl.float32) * tl.load(p_units + o_dim, mask=o_dim < D, other=0.0)
+        b_along += tl.sum(b_slopes.to(tl.float32) * b_query[None, :], axis=1)
+    return b_along

@@ -1,4 +1,4 @@
-"""The Triton kernels of one decode step; `decode.py` launches them and says what they compute.
+"""The Triton kernels of one decode step; `__init__.py` launches them and says what they compute.
 
 Names: `b_` block of values, `p_` pointer, `i_` index, `o_` offsets, `m_` mask, `s_` stride in elements. Sizes: `G`
 query heads of a group, `D` dim, `V` value_dim; `BLOCK_*` is the power of two that holds them. "Part" 0 of a head is the
@@ -9,8 +9,7 @@ local buffer, the others are the splits of its bulk. The kernels that select tok
 import triton
 import triton.language as tl
 
-from .blocks import attend, dot, resolve_pointer, scores, store_part
-from .sketch_blocks import along, tilt, unreliable
+from .blocks import along, attend, dot, resolve_pointer, scores, store_part, tilt, unreliable
 
 INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are decorated
 
@@ -158,20 +157,14 @@ def local_kernel(
                 if tl.load(p_resident_pointers + 2 * i_group) != 0:
                     p_bulk_read_bytes = p_resident_hit_bytes
             tl.atomic_add(p_bulk_read_bytes, tl.load(p_lengths + i_row * s_length) * TOKEN_BYTES, sem="relaxed")
+        if p_tokens is not None:
+            b_unreliable = unreliable(
+                b_query, p_noise + i_group * D, p_variances + i_group * D, noise_limit, noise_share, D, BLOCK_D
+            )
+            whole = tl.max((b_flags & b_unreliable).to(tl.int32), axis=0) == 1
+            whole = whole | (tl.load(p_lengths + i_row * s_length) < MIN_TOKENS)  # which are in no sketch
+            tl.store(p_tokens + i_group, tl.where(whole, 0, bulk_tokens))
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 0, parts, G, BLOCK_G, V, BLOCK_V)
-
-    if p_tokens is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
-        if tl.max(b_flags.to(tl.int32), axis=0) == 1:
-            length, selected = tl.load(p_lengths + i_row * s_length), bulk_tokens
-            if length < MIN_TOKENS:
-                selected = bulk_tokens * 0
-            else:
-                p_noise += i_group * D
-                p_variances += i_group * D
-                b_unreliable = unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D, BLOCK_D)
-                any_unreliable = tl.max((b_flags & b_unreliable).to(tl.int32), axis=0)
-                selected = tl.where(any_unreliable == 1, 0, bulk_tokens)
-            tl.store(p_tokens + i_group, selected)
 
 
 @triton.jit

@@ -9,8 +9,17 @@ Programs take turns at a bulk's blocks, because selected tokens lie close togeth
 import triton
 import triton.language as tl
 
-from .blocks import attend, resolve_pointer, scores, store_part
-from .sketch_blocks import multiply_codes, rotate, round_queries, segments_of, take_channels
+from .blocks import (
+    attend,
+    multiply_codes,
+    resolve_pointer,
+    rotate,
+    round_queries,
+    scores,
+    segments_of,
+    store_part,
+    take_channels,
+)
 
 
 @triton.jit(do_not_specialize=["s_segment"])  # it grows with the bulk
