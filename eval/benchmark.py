@@ -13,6 +13,7 @@ Before anything is timed, QAdACache at f = 1 must give what DynamicCache gives.
 import argparse
 import contextlib
 import gc
+import itertools
 import os
 import sys
 import textwrap
@@ -80,10 +81,13 @@ def draw(table: Path) -> None:
 
 
 @torch.inference_mode()
-def decode(work: Work, cache: Cache, steps: int | None = None) -> tuple[list[float], Tensor]:
-    """Seconds of every timed step, and the last step's logits `[batch, vocabulary]`; `steps` is all of the inputs'."""
+def decode(work: Work, *caches: Cache, steps: int | None = None) -> tuple[list[float], Tensor]:
+    """Seconds of every timed step, and the last step's logits `[batch, vocabulary]`; `steps` is all of the inputs'.
+
+    Caches take turns, token by token.
+    """
     seconds, device = [], work.model.device
-    for step in range(work.inputs.shape[1] if steps is None else steps):
+    for step, cache in itertools.product(range(work.inputs.shape[1] if steps is None else steps), caches):
         wait(device)
         begin = time.perf_counter()
         logits = work.model(input_ids=work.inputs[:, step : step + 1], past_key_values=cache).logits[:, -1]

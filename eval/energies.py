@@ -33,9 +33,7 @@ from qada_cache.storage.bulk_sketch import BulkSketch
 ALIKE, OTHER, SAME = "all channels alike", "other prose", "the same prose"
 
 
-def collected(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: dict[str, str | Tensor]
-) -> dict[str, Tensor | None]:
+def collected(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: dict) -> dict[str, Tensor | None]:
     """Query energies `[layers, kv_heads, dim]` of prompts: names, or token ids."""
     return {
         name: KeyMoments.collect(model, tokenizer, prompt, progress=False).query_energies
@@ -90,8 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
         model, tokenizer = load(options.model)
     for length in options.lengths:
         *documents, other = islice(prose(tokenizer, length=length, following=64), options.documents + 1)
-        named: dict[str, str | Tensor] = {name: name for name in PROMPTS}
-        known = {ALIKE: None} | collected(model, tokenizer, named | {OTHER: other.text[0]})
+        named = dict(zip(PROMPTS, PROMPTS, strict=True)) | {OTHER: other.text[0]}
+        known = {ALIKE: None} | collected(model, tokenizer, named)
         found = defaultdict(list)
         for document in tqdm(documents, unit="text"):
             energies = known | collected(model, tokenizer, {SAME: document.text[0]})

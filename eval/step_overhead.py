@@ -8,6 +8,7 @@ bulk (`threshold=0`), so whatever QAdACache adds to a step without a context is 
 each without the parts it calls, and summed over the layers of a step. On an accelerator, whose work goes on beside,
 that is the time to launch it. A whole step is compared with DynamicCache's, which has the same context and reads all of
 it: `over_dynamic`, of the fastest quarters of both, as what else a machine does makes steps slower and never faster.
+`in_turn` compares a step of four caches of different lengths that take turns with a step of one, likewise.
 """
 
 import contextlib
@@ -36,6 +37,7 @@ from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import TokenStore
 from qada_cache.storage.geometry import ForwardPass
 
+CACHES = 4  # that take turns
 # Column, and what is timed for it.
 PARTS: dict[str, tuple[Any, str]] = {
     "take_in": (QAdALayer, "update"),
@@ -101,6 +103,7 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
     without: list[float] = []
     dynamic: list[float] = []
     unwatched: list[float] = []
+    in_turn: list[float] = []
     ours: list[dict[str, float]] = []
     config = work.model.config
     # Sizes alone have no tokenizer, without which there is no other prompt to go by.
@@ -111,6 +114,10 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
         without += benchmark.decode(work, DynamicCache(config=config))[0]
         dynamic += benchmark.decode(work, fill(DynamicCache(config=config), work))[0]
         unwatched += benchmark.decode(work, fill(make(), work))[0]
+        several = [fill(make(), work) for _ in range(CACHES)]
+        for index, cache in enumerate(several):
+            cache.crop(-1 - index * work.tokens // 8)
+        in_turn += benchmark.decode(work, *several)[0]
         restore_attention(work.model)
         watch = Stopwatch()
         with watch.watching():
@@ -127,6 +134,7 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
         "no_context_ms": f"{1e3 * nothing:.2f}",
         "dynamic_ms": f"{1e3 * median_high(dynamic):.2f}",
         "over_dynamic": f"{_fast(unwatched) / _fast(dynamic):.3f}",
+        "in_turn": f"{_fast(in_turn) / _fast(unwatched):.3f}",
         "step_ms": f"{1e3 * whole:.2f}",
         "ours_ms": f"{sum(parts.values()) / 1e3:.2f}",
         "share": f"{sum(parts.values()) / 1e6 / whole:.3f}",

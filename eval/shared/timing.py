@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from eval.shared.language_model import label, loading
 from eval.shared.tables import machine, plain, write
-from eval.shared.workloads import MODEL_HELP, load, slug
+from eval.shared.workloads import MODEL_HELP, load
 
 SIZE = 1 << 30  # bytes that are read: more than any processor's cache
 
@@ -141,7 +141,7 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]], name: str, *
     print(plain(rows))
     if not options.out:
         return None
-    path = options.out / f"{name}-{slug(options.model)}-{torch.device(options.device).type}.csv"
+    path = options.out / f"{name}-{Path(options.model).name}-{torch.device(options.device).type}.csv"
     shared = {"seed": options.seed, "threads": torch.get_num_threads(), "machine": machine()}
     write(path, rows, model=label(options.model), dtype=options.dtype, **everywhere, **shared)
     return path

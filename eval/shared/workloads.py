@@ -187,11 +187,6 @@ PRETRAINED = f"{language_model.DEFAULT}, a path or Hub repository, or a GGUF fil
 MODEL_HELP = f"sizes by name ({', '.join(GEOMETRIES)}), {PRETRAINED}"
 
 
-def slug(name: str) -> str:
-    """A model's name as part of a file's."""
-    return name.rstrip("/").split("/")[-1]
-
-
 def fill(cache: Cache, work: Work) -> Cache:
     """Give a cache the context, as a prefill would have."""
     for index, (keys, values) in enumerate(work.states):

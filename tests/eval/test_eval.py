@@ -180,6 +180,7 @@ def test_step_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         for row in rows:
             assert all(float(row[f"{part}_us"]) > 0 for part in step_overhead.PARTS)
             assert 0 < float(row["share"]) < 1
+            assert float(row["in_turn"]) > 0
     assert originals == [getattr(owner, name) for owner, name in step_overhead.PARTS.values()]
     assert "the_rest_us" in capsys.readouterr().out
     for wrong in (["--model", "nothing"], ["--out", str(tmp_path / "nowhere")], ["--tokens", "many"]):
