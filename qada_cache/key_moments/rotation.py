@@ -121,14 +121,11 @@ def _mean_cos_sin(frequency: Tensor, first: int, length: int) -> tuple[Tensor, T
 
 
 def round_length(length: int) -> int:
-    """`length` rounded up by less than 256 tokens or one part in 32, for moments. A growing sequence seldom needs new
+    """`length` rounded up by at most 64 tokens or one part in 32, for moments. A growing sequence seldom needs new
     moments then, and a row gets the same ones in any batch.
-
-    With the tokens beside the bulk, sequences end at multiples of 256: longrope's frequencies change at one.
     """
-    whole = length + LOCAL_TOKENS
-    step = max(256, 1 << max(0, math.ceil(math.log2(whole)) - 6))
-    return -(-whole // step) * step - LOCAL_TOKENS
+    step = max(64, 1 << max(0, math.ceil(math.log2(max(length, 1))) - 6))
+    return -(-length // step) * step
 
 
 def takes_positions(model: PreTrainedModel) -> bool:

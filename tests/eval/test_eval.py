@@ -245,7 +245,7 @@ def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 4 * 8
     model, tokenizer = needle.load_model(), needle.load_tokenizer()
-    mean, covariance = KeyMoments.collect(model, tokenizer, progress=False).at(1280 - 128)  # rounded up
+    mean, covariance = KeyMoments.collect(model, tokenizer, progress=False).at(1024 - 128 + 64)  # rounded up
     for row in rows:
         layer, head = int(row["layer"]), int(row["head"])
         index, grouped_queries, bulk, recent, sinks, scaling = calls[layer - 4]  # the first ones are `prepare`'s
