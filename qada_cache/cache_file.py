@@ -64,6 +64,9 @@ def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) 
     tensor_file.write(path, KIND, tensors, state)
 
 
+_FIELDS = ("model", "weights", "dtypes", "options", "current_moments", "layers")
+
+
 def read_cache(
     path: str | os.PathLike,
     make: Callable[..., Any],
@@ -75,12 +78,17 @@ def read_cache(
     """The inverse of `write_cache`; see `QAdACache.load`. `config` is the decoder's.
 
     `make` takes the keywords of `QAdACache` that make a cache like the one saved, and returns an empty one.
+
+    Raises:
+        FileNotFoundError, ValueError, NotImplementedError: as there. Without a model, weights and dtype count for none.
     """
     if model is not None:
         check_unsharded(processes(model))
     tensors, state, source = tensor_file.mapped(path, KIND, transfers.empty, mmap=mmap)
     if source is not None:
         tensors = {name: tensor if name.endswith(BULK) else tensor.clone() for name, tensor in tensors.items()}
+    if lacking := [name for name in _FIELDS if name not in state]:
+        raise ValueError(f"{path} cannot be loaded: it lacks {lacking[0]}")
     _check_model(path, state, model, config)
     try:
         if unset := [name for name, value in state["options"].items() if value is None]:
@@ -102,8 +110,9 @@ def read_cache(
                 check_stock(layer, record)
                 vars(layer).update(record)
         check_alike(cache.layers)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} cannot be loaded: {error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        said = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} cannot be loaded: {said}") from error
     return cache
 
 
@@ -112,10 +121,8 @@ def _check_model(
 ) -> None:
     """Raise ValueError if the file is of another model."""
     for name, value in _identity(config).items():
-        if state["model"][name] != value:
-            raise ValueError(
-                f"{path} was saved for another model: its {name} is {state['model'][name]!r}, this model's is {value!r}"
-            )
+        if (saved := state["model"].get(name)) != value:
+            raise ValueError(f"{path} was saved for another model: its {name} is {saved!r}, this model's is {value!r}")
     if model is None:
         return
     dtype, dtypes = str(model.dtype).removeprefix("torch."), state["dtypes"]

@@ -25,7 +25,7 @@ class Profile:
     token_seconds: list[float] = field(default_factory=list)  # every decoded token's
     device_bytes: list[int] = field(default_factory=list)  # held by the cache, after every token
     host_bytes: list[int] = field(default_factory=list)  # likewise
-    read_share: float = 1.0  # of the bulk's bytes, see `CacheStats.read_share`
+    read_share: float = 1.0  # of the bulk's bytes that decoding read, see `CacheStats.read_share`; 1 for DynamicCache
     peak_bytes: int | None = None  # the most memory the accelerator had allocated, model included; None on a CPU
     layers: list[tuple[int, int, float]] = field(default_factory=list)  # device bytes, host bytes, `kv_local_share`
 

@@ -50,7 +50,8 @@ CONDITIONS = frozenset({*_UNDER, "update_moments", *_CHOSEN})  # others need ano
 def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> Path:
     """Keep `token_threshold` and `threshold` of these options as the model's own, in place of an earlier one.
 
-    The measurements behind the choice, `figures`, are JSON-able and for people. The file comes back.
+    The measurements behind the choice, `figures`, are JSON-able and for people; `options` are those of the caches that
+    were measured. Returns the file's path.
 
     Raises:
         OSError: the user's cache folder cannot be written to, or is not the user's alone.

@@ -137,7 +137,9 @@ def attend_exactly(
     Args:
         query: `[batch, heads, tokens, dim]`.
         key, value: the new tokens' own, `[batch, kv_heads, tokens, dim]`.
-        layer, scaling, valid, sink_logits, softcap: as for `attend_adaptively`.
+        store: the tokens before these.
+        valid: bool `[batch, tokens]` on the host, False for padding; None without padding.
+        layer, scaling, sink_logits, softcap: as for `attend_adaptively`.
 
     Returns:
         `[batch, heads, tokens, value_dim]` in the query's dtype; zeros for padding.

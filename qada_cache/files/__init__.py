@@ -149,7 +149,7 @@ def _begun(beginning: str, folder: int | None) -> tuple[int, str]:
 
 
 def _sweep(folder: str | int, beginning: str) -> None:
-    """Remove unfinished files of killed processes from this folder; those of other beginnings have to be old."""
+    """Remove unfinished files of killed processes, which are those not locked; of other beginnings, old ones alone."""
     within = folder if isinstance(folder, int) else None
     with suppress(OSError), os.scandir(folder) as entries:  # a folder may be written to and not listed
         for entry in entries:

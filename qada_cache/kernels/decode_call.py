@@ -71,7 +71,7 @@ class Rule:
     Attributes:
         scaling, softcap: of the scores, as for `reference.partial_attention`; no kernel caps them.
         threshold: tau of eq. 2 and eq. 7, in [0, 1].
-        group_rule, token_threshold: as in `criterion.group_decision`, `sketch.select_tokens`.
+        group_rule, token_threshold: as in `criterion.group_decision`, `sketch.selection.select_tokens`.
         criterion: "gaussian" (eq. 7), "dense" (no head is local), "local" (every head is), or the static table bool
             `[kv_heads, group]`, True for a long-context head; "oracle", which no kernel computes.
         pool_pending: pool the moments of stored keys, where there are any, with those of the pending tokens.

@@ -158,6 +158,10 @@ def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
     `--trust-remote-code` trusts all the code that a folder holds or names. So Python files are left out, and configs
     that name code are copied without these names.
 
+    Args:
+        model: a folder that the model can be loaded from.
+        out: a folder that is not there yet.
+
     Raises:
         FileNotFoundError: `model` is no folder with a config.
         FileExistsError: `out` is there.
@@ -185,4 +189,6 @@ def _without_code(file: Path) -> Any:
         kept = json.loads(text, object_hook=lambda found: {name: found[name] for name in found if name != _CODE})
         return None if kept == json.loads(text) else kept
     except json.JSONDecodeError as error:
+        if f'"{_CODE}"' not in text:  # no config: transformers cannot read it either
+            return None
         raise ValueError(f"{file} is no JSON: {error}") from error

@@ -30,9 +30,8 @@ class Limits:
     """
 
     conversations: int = CONVERSATIONS  # how many are kept, the one under way included
-    memory: int | float = (
-        MEMORY  # of their caches, on all devices: bytes (an int), or a share of `host_memory` (a float)
-    )
+    # Of their caches, on host and devices together: bytes (an int), or a share of `host_memory` (a float in [0, 1]).
+    memory: int | float = MEMORY
     seconds: float = SECONDS  # since one was last used
 
     def __post_init__(self) -> None:

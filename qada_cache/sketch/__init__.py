@@ -95,7 +95,7 @@ class Layout:
         return sum(words * WORD_BITS // bits for bits, words in zip(BITS, self.words, strict=True))
 
     def half_steps(self, device: torch.device) -> Tensor:
-        """float32 `[dim]`: of a channel of deviation 1, half a quantizer's step."""
+        """float32 `[dim]`: of a channel of deviation 1, half a quantizer's step; 1 of channels without bits."""
         return _by_channel(self, tuple(STEPS[bits] / 2 for bits in BITS), device)
 
     def errors(self, device: torch.device) -> Tensor:
@@ -103,7 +103,7 @@ class Layout:
         return _by_channel(self, tuple(ERRORS[bits] / (STEPS[bits] / 2) ** 2 for bits in BITS), device)
 
     def levels(self, device: torch.device) -> Tensor:
-        """float32 `[dim]`: the number of a value's levels."""
+        """float32 `[dim]`: the number of a value's levels; 1 of channels without bits."""
         return _by_channel(self, tuple(2.0**bits for bits in BITS), device)
 
 

@@ -131,7 +131,8 @@ class Outcome:
 def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Piece], budget: Budget) -> Outcome:
     """Measure every setting on `pieces`, choose one, and measure that again on `held_out`.
 
-    The model is in eval mode. Pieces are two or more, as one says nothing of how sure its figures are.
+    The model is in eval mode. `pieces` are two or more, as one says nothing of how sure its figures are. `budget` is
+    what a setting may cost.
     """
     steps = len(pieces) * (2 + len(SETTINGS)) + len(held_out) * 3
     with tqdm(total=steps, unit="step") as bar:

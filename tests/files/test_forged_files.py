@@ -120,6 +120,10 @@ def test_fields_that_are_missing_or_of_another_kind(scene: Scene) -> None:
             fields = state["layers"][0]["dict"]
             fields[field : field + 1] = [[fields[field][0], value] for value in forged]
             scene.check(scene.tensors, state)
+    for name in scene.state:
+        scene.check(scene.tensors, {key: value for key, value in scene.state.items() if key != name})
+    for name in scene.tensors:
+        scene.check({key: value for key, value in scene.tensors.items() if key != name}, scene.state)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

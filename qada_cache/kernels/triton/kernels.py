@@ -220,7 +220,7 @@ def merge_kernel(
     """Attention over the union of a query head's parts, one for a local head; one program a query head.
 
     With `p_unread`, written by `selected_kernel`, the estimated mass of unread tokens counts `unread_weight` times,
-    with the value of `sketch.unread_value`.
+    with the value of `sketch.selection.unread_value`.
     """
     i_head, splits = tl.program_id(0).to(tl.int64), parts - 1
     used = tl.where(tl.load(p_flags + i_head), parts, 1)

@@ -74,6 +74,8 @@ def hide(draw: Random, passage: str, sentences: list[str]) -> str:
     Raises:
         ValueError: more sentences than `DEPTHS`.
     """
+    if len(sentences) > DEPTHS:
+        raise ValueError(f"{len(sentences)} sentences to hide, there are {DEPTHS} depths")
     # Not the passage's end, where a sentence may be cut.
     ends = [0, *(match.end() for match in SENTENCE_END.finditer(passage))]
     depths = sorted(draw.sample(range(DEPTHS), len(sentences)))
