@@ -5,7 +5,7 @@ of ours, which remembers the original: for the keys of a QAdACache our function 
 passes straight through to what the model used before. `restore_attention` puts the old name back.
 """
 
-import sys
+import inspect
 import traceback
 import weakref
 from collections.abc import Callable
@@ -263,7 +263,7 @@ def _reads_chunk() -> bool:
     No argument of a forward pass tells: a last chunk looks like a short turn. A prompt that is read by other code is
     taken for turns.
     """
-    for frame, _ in traceback.walk_stack(sys._getframe()):
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_code is GenerationMixin._prefill.__code__:
             return getattr(frame.f_locals.get("generation_config"), "prefill_chunk_size", None) is not None
     return False
