@@ -31,10 +31,11 @@ from qada_cache.storage import TokenStore
 from qada_cache.storage.bulk_sketch import BulkSketch
 
 ALIKE, OTHER, SAME = "all channels alike", "other prose", "the same prose"
+Energies = dict[str, Tensor | None]  # query energies `[layers, kv_heads, dim]` by their source; None: all alike
 
 
-def collected(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: dict) -> dict[str, Tensor | None]:
-    """Query energies `[layers, kv_heads, dim]` of prompts: names, or token ids."""
+def collected(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: dict[str, str | Tensor]) -> Energies:
+    """Query energies of prompts: names, or token ids."""
     return {
         name: KeyMoments.collect(model, tokenizer, prompt, progress=False).query_energies
         for name, prompt in prompts.items()
@@ -55,9 +56,7 @@ def errors(store: TokenStore, step: Step, bits: float, energies: Tensor | None) 
     return float(torch.stack(found).mean())
 
 
-def measure(
-    model: PreTrainedModel, document: Document, energies: dict[str, Tensor | None], bits: float
-) -> dict[str, list[float]]:
+def measure(model: PreTrainedModel, document: Document, energies: Energies, bits: float) -> dict[str, list[float]]:
     """By the source of the energies, `errors` of every layer."""
     found = defaultdict(list)
 
@@ -88,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         model, tokenizer = load(options.model)
     for length in options.lengths:
         *documents, other = islice(prose(tokenizer, length=length, following=64), options.documents + 1)
-        named = dict(zip(PROMPTS, PROMPTS, strict=True)) | {OTHER: other.text[0]}
+        named = {name: name for name in PROMPTS} | {OTHER: other.text[0]}
         known = {ALIKE: None} | collected(model, tokenizer, named)
         found = defaultdict(list)
         for document in tqdm(documents, unit="text"):

@@ -30,6 +30,7 @@ def model(tmp_path: Path) -> Path:
     (folder / "config.json").write_text(json.dumps({**config, "auto_map": code, "nested": [{"auto_map": code}]}))
     spelt = json.dumps({"auto_map": code, "eos_token_id": 2}).replace("auto_map", "auto\\u005fmap")
     (folder / "generation_config.json").write_text(spelt)
+    (folder / "lines.json").write_text('{"word": "\\u00e9"}\n{}\n')  # no config
     (folder / "evil.py").write_text(EVIL, encoding="utf-8")
     (folder / "custom_generate").mkdir()
     (folder / "custom_generate/generate.py").write_text(EVIL, encoding="utf-8")
@@ -42,7 +43,8 @@ def test_none_of_the_models_code_is_there(model: Path, tmp_path: Path) -> None:
     assert [str(path.relative_to(out)) for path in out.rglob("*.py")] == ["custom_generate/generate.py"]
     assert "auto_map" not in (out / "config.json").read_text(encoding="utf-8")
     assert json.loads((out / "generation_config.json").read_text(encoding="utf-8")) == {"eos_token_id": 2}
-    assert (out / "model.safetensors").resolve() == model / "model.safetensors"
+    for name in ("model.safetensors", "lines.json"):
+        assert (out / name).resolve() == model / name
     served, ids = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True), prompt(60)[0]
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 4}
     wanted = tiny().generate(ids, **settings)
