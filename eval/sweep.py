@@ -29,6 +29,8 @@ from qada_cache import QAdACache, StaticHeads
 from qada_cache.criterion import GROUP_RULES
 from qada_cache.key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from qada_cache.lm_eval import QAdALM
+from qada_cache.state import THRESHOLD, TOKEN_THRESHOLD
+from qada_cache.tuning.measuring import bytes_read
 
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.995)  # the paper's
 ALPHAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6)
@@ -41,8 +43,8 @@ class Variant:
 
     Args:
         criterion: "qada", "oracle", "static oracle" (heads found on the task itself), "static other" (on the other
-            tasks of the sweep), "dense", "local".
-        moments: for "qada": as for `QAdACache`.
+            tasks of the sweep), "dense", "local"; "selected": the cache's defaults, by which heads read some tokens.
+        moments: for "qada" and "selected": as for `QAdACache`.
         group_rule: as for `QAdACache`.
         threshold: as for `QAdACache`; for static criteria alpha, the share of heads made local.
     """
@@ -56,6 +58,7 @@ class Variant:
 def variants(options: argparse.Namespace) -> list[Variant]:
     """What the command line asks for, full attention and sinks + window always."""
     made = [Variant("dense"), Variant("local")]
+    made += [Variant("selected", DEFAULT_MOMENTS, "any", THRESHOLD)] * options.tokens
     for rule in options.group_rules:
         made += [Variant("oracle", "", rule, threshold) for threshold in options.thresholds]
         made += [Variant("qada", kind, rule, tau) for kind in options.moments for tau in options.thresholds]
@@ -155,6 +158,8 @@ def measure(
     for variant in wanted:
         lm.shown = variant
         found = evaluate(lm, task, length, options.limit)
+        read = [bytes_read(ways[variant][1], lm.model.dtype.itemsize) for ways in lm.kept.values()]
+        found["bytes_read"] = f"{sum(read) / len(read):.4f}"
         rows.append({"task": task, "length": length, **asdict(variant), "documents": len(lm.kept), **found})
     return rows
 
@@ -162,9 +167,11 @@ def measure(
 def cache_options(variant: Variant) -> dict[str, Any]:
     """Keywords of `QAdACache`."""
     options: dict[str, Any] = {"group_rule": variant.group_rule, "threshold": variant.threshold}
-    if variant.criterion != "qada":
-        return {"criterion": variant.criterion, **options, "moments": "current"}
-    return {"moments": variant.moments, **options}
+    if variant.criterion == "selected":
+        options["token_threshold"] = TOKEN_THRESHOLD
+    if variant.moments:
+        return {"moments": variant.moments, **options}
+    return {"criterion": variant.criterion, **options, "moments": "current"}
 
 
 def with_static(lm: SweepLM, options: argparse.Namespace, done: set, bar: tqdm) -> None:
@@ -196,16 +203,9 @@ def with_static(lm: SweepLM, options: argparse.Namespace, done: set, bar: tqdm) 
 
 def known(path: Path) -> set[tuple[str, int, Variant]]:
     """What the table holds already."""
-    if not path.exists():
-        return set()
-    return {
-        (
-            row["task"],
-            int(row["length"]),
-            Variant(row["criterion"], row["moments"], row["group_rule"], float(row["threshold"])),
-        )
-        for row in read(path)
-    }
+    rows = read(path) if path.exists() else []
+    made = [Variant(row["criterion"], row["moments"], row["group_rule"], float(row["threshold"])) for row in rows]
+    return {(row["task"], int(row["length"]), variant) for row, variant in zip(rows, made, strict=True)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -222,6 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--thresholds", type=float, nargs="*", default=list(THRESHOLDS), help="(default: the paper's twelve)")
     add("--static", nargs="*", default=["oracle"], choices=("oracle", "other"), help="(default: %(default)s)")
     add("--alphas", type=float, nargs="*", default=list(ALPHAS), help="of static heads (default: the paper's twelve)")
+    add("--tokens", action="store_true", help="the cache's defaults, too, by which heads read some tokens only")
     add("--limit", type=int, help="documents per task and length (default: all that the task has)")
     add("--batch-size", default="1", help="as lm-eval's (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")

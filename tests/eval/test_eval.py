@@ -53,9 +53,13 @@ def test_sweep(tmp_path: Path) -> None:
         with table.open(encoding="utf-8") as file:
             return list(csv.DictReader(file))
 
-    assert sweep.main([*arguments, "current", "--thresholds", "1"]) == 0
+    assert sweep.main([*arguments, "current", "--thresholds", "1", "--tokens"]) == 0
     found = {row["criterion"]: row for row in rows()}
-    assert list(found) == ["dense", "local", "oracle", "qada", "static oracle"]
+    assert list(found) == ["dense", "local", "selected", "oracle", "qada", "static oracle"]
+    reads = {name: float(row["bytes_read"]) for name, row in found.items()}
+    assert [reads[name] for name in ("dense", "local", "oracle", "qada")] == [1, 0, 1, 1]
+    assert 0 < reads["static oracle"] < 1
+    assert found["selected"]["moments"] == "current+random-tokens"
     assert {row["documents"] for row in rows()} == {"2"}
     assert {row["group_rule"] for row in rows() if row["criterion"] in ("oracle", "qada")} == {"any"}
     assert [found[name]["score_stderr"] for name in ("dense", "local")] == ["0.0000", "0.0000"]  # all right, all wrong
