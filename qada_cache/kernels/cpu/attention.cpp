@@ -29,6 +29,7 @@ struct Step {
     int64_t kv_heads;  // of all rows
     std::vector<float> local_out, local_lse, parts, part_lse;
     std::vector<int64_t> first_part, part_count;  // of each head: local attention, pending tokens, bulk; none if local
+    std::vector<int64_t> first_scan;  // of each head, whose scans lie side by side; and where the last one's end
     std::vector<uint8_t> needed, selects;  // whether a head reads its bulk, and selects tokens of it
     std::vector<Job> jobs;
     std::vector<Selecting> selecting;
@@ -36,8 +37,8 @@ struct Step {
 
     Step(const Decode& call, std::vector<Scan>& pool)
         : call(call), pool(pool), kv_heads(call.batch * call.kv_heads), local_out(kv_heads * SIZE),
-          local_lse(kv_heads * QUERIES), first_part(kv_heads), part_count(kv_heads), needed(kv_heads), selects(kv_heads),
-          selecting(call.codes.data ? kv_heads : 0) {}
+          local_lse(kv_heads * QUERIES), first_part(kv_heads), part_count(kv_heads), first_scan(kv_heads + 1),
+          needed(kv_heads), selects(kv_heads), selecting(call.codes.data ? kv_heads : 0) {}
 
     int64_t row_of(int64_t head) const { return head / call.kv_heads; }
     int64_t kv_head_of(int64_t head) const { return head % call.kv_heads; }
@@ -66,6 +67,7 @@ struct Step {
     void plan_reading() {
         int64_t flagged = std::count(needed.begin(), needed.end(), 1);
         for (int64_t head = 0; head < kv_heads; head++) {
+            first_scan[head] = scan_count;
             if (!needed[head]) continue;
             int64_t tokens = call.stored(row_of(head));
             int64_t splits = splits_of(tokens, flagged, call.threads, call.split_tokens);
@@ -89,6 +91,7 @@ struct Step {
                 part.stop = split + 1 < splits ? stop / SPAN * SPAN : stop;
             }
         }
+        first_scan[kv_heads] = scan_count;
     }
 
     void scan(Scan& part, const float* score_cut) {
@@ -104,8 +107,8 @@ struct Step {
         bool missed = false;
         for (int q = 0; q < own.segments[0].count; q++) {
             float log_all = own.log_buffer[q];
-            for (int64_t i = 0; i < scan_count; i++)
-                if (pool[i].head == part.head) log_all = log_sum(log_all, pool[i].log_mass(q));
+            for (int64_t i = first_scan[part.head]; i < first_scan[part.head + 1]; i++)
+                log_all = log_sum(log_all, pool[i].log_mass(q));
             score_cut[q] = log_all + log_share;
             missed |= own.score_cut[q] > score_cut[q];
         }
@@ -124,24 +127,24 @@ struct Step {
     // What is not read, as one more token: see `select_tokens` for what it weighs and says.
     void add_unread(int64_t head) {
         const float* mean = call.mean_value.at(row_of(head), kv_head_of(head));
-        float values[SIZE], log_unread[QUERIES];
+        float *values = &parts[unread_part(head) * SIZE], *log_unread = &part_lse[unread_part(head) * QUERIES];
+        const Scan *begin = &pool[first_scan[head]], *end = begin + first_scan[head + 1] - first_scan[head];
         int asked = 0;  // of the queries, those that ask
         for (int q = 0; q < QUERIES; q++) {
             std::copy(mean, mean + VALUE_DIM, values + q * VALUE_DIM);
             log_unread[q] = -INFINITY;
             if (!call.flags[head * QUERIES + q]) continue;
             double count = 0, sum = 0, squares = 0, lifted = 0;
-            for (int64_t i = 0; i < scan_count; i++) {
-                if (pool[i].head != head) continue;
-                count += pool[i].stop - pool[i].start;
-                sum += sum_of(pool[i].sum[asked]);
-                squares += sum_of(pool[i].squares[asked]);
-                log_unread[q] = log_sum(log_unread[q], pool[i].log_unread_mass[asked]);
+            for (const Scan* scan = begin; scan < end; scan++) {
+                count += scan->stop - scan->start;
+                sum += sum_of(scan->sum[asked]);
+                squares += sum_of(scan->squares[asked]);
+                log_unread[q] = log_sum(log_unread[q], scan->log_unread_mass[asked]);
             }
-            for (int64_t i = 0; i < scan_count; i++)
-                if (pool[i].head == head && pool[i].log_unread_mass[asked] > -INFINITY)
-                    lifted += expf(pool[i].log_unread_mass[asked] - log_unread[q]) * sum_of(pool[i].lifted[asked]) /
-                              sum_of(pool[i].unread_mass[asked]);
+            for (const Scan* scan = begin; scan < end; scan++)
+                if (scan->log_unread_mass[asked] > -INFINITY)
+                    lifted += expf(scan->log_unread_mass[asked] - log_unread[q]) * sum_of(scan->lifted[asked]) /
+                              sum_of(scan->unread_mass[asked]);
             double variance = squares / count - sum / count * (sum / count);
             const float* along = selecting[head].along + asked * VALUE_DIM;
             if (variance > 0 && log_unread[q] > -INFINITY)
@@ -150,8 +153,8 @@ struct Step {
             log_unread[q] += call.log_unread_weight;
             asked++;
         }
-        add_part(head, values, log_unread);
     }
+    int64_t unread_part(int64_t head) const { return first_part[head] + 2; }  // behind local and pending tokens
 
     void plan_selected() {
         int64_t selected = 0;
@@ -164,7 +167,7 @@ struct Step {
             if (!part_count[head]) {
                 add_part(head, &local_out[head * SIZE], &local_lse[head * QUERIES]);
                 add_part(head, selecting[head].pending, selecting[head].pending_lse);
-                add_unread(head);
+                add_part(head);
             }
             int64_t splits = (tokens + enough - 1) / enough;
             for (int64_t split = 0; split < splits; split++)
@@ -234,12 +237,16 @@ void decode(const Decode& call, std::vector<Scan>& pool, Attempt& attempt) {
             for (int64_t index = 0; index < step.scan_count; index++) attempt([&] { step.apply_cut(pool[index]); });
 #pragma omp single
             attempt([&] { step.plan_selected(); });
+#pragma omp for schedule(dynamic) nowait
+            for (int64_t head = 0; head < step.kv_heads; head++)
+                attempt([&] { if (step.selects[head]) step.add_unread(head); });
 #pragma omp for schedule(dynamic)
             for (size_t index = 0; index < step.jobs.size(); index++) attempt([&] { step.read(step.jobs[index]); });
         }
+#pragma omp for schedule(dynamic)
+        for (int64_t head = 0; head < step.kv_heads; head++) attempt([&] { step.merge_parts(head); });
     }
     if (attempt.failed) return;
-    for (int64_t head = 0; head < step.kv_heads; head++) step.merge_parts(head);
     if (call.bulk_read_bytes) *call.bulk_read_bytes += step.bulk_read_bytes;
     if (call.sketch_read_bytes) *call.sketch_read_bytes += step.sketch_read_bytes;
 }

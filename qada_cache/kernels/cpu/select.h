@@ -57,7 +57,7 @@ struct Estimates {
         multiply(block, stride, words, queries, exact);
         Singles scale[VECTORS];
         for (int v = 0; v < VECTORS; v++)
-            scale[v] = __builtin_convertvector(loaded<Octets>(block_scales + v * TOKENS), Singles);
+            scale[v] = widened(loaded<Octets>(block_scales + v * TOKENS));
         for (int q = 0; q < count; q++) {
             float step = queries.step[q], offset = queries.offset[q];
             float spread = queries.spread[q], middle = queries.middle[q];
@@ -157,29 +157,46 @@ struct Scan {
             if (span % REFRESH == REFRESH - 1)
                 for (int q = 0; q < queries; q++)
                     score_cut[q] = std::max(score_cut[q], log_sum(log_buffer[q], log_mass(q)) + log_share - ROUNDING);
-            if (count + SPAN > (int64_t)tokens.size()) {
-                tokens.resize(2 * tokens.size() + 4 * SPAN);
-                for (auto& scores : estimates) scores.resize(tokens.size());
-            }
-            for (int v = 0; v < VECTORS; v++) {
-                Integers selected = {};
-                for (int q = 0; q < queries; q++) selected |= found.scores[q][v] >= score_cut[q];
-                Integers held = numbered + v * TOKENS < here;
-                for (int q = 0; q < queries; q++) {
-                    Singles above = held ? found.scores[q][v] - middle[q] : Singles{};
-                    Singles left = selected ? Singles{} : weights[q][v];
-                    unread_mass[q] += left;
-                    lifted[q] += left * above;
-                    sum[q] += above;
-                    squares[q] += above * above;
-                }
-                uint64_t bits = bits_of(selected & held);
-                if (!bits) continue;
-                compress(numbered + (int32_t)(first + v * TOKENS), bits, &tokens[count]);
-                for (int q = 0; q < queries; q++) compress(found.scores[q][v], bits, &estimates[q][count]);
-                count += __builtin_popcountll(bits);
-            }
+            if (here == SPAN) sort<true>(found.scores, weights, score_cut, queries, first, here);
+            else sort<false>(found.scores, weights, score_cut, queries, first, here);
         }
+    }
+
+    // Keeps those of `here` tokens from `first` on that reach the cut of a query, and adds up what the others weigh.
+    template <bool WHOLE>
+    INLINED void sort(const Singles (*scores)[VECTORS], const Singles (*weights)[VECTORS], const float* score_cut,
+                      int queries, int64_t first, int here) {
+        Integers selected[VECTORS] = {};
+        for (int q = 0; q < queries; q++)
+            for (int v = 0; v < VECTORS; v++) selected[v] |= scores[q][v] >= score_cut[q];
+        for (int q = 0; q < queries; q++) {  // sums of a span, which stay in registers
+            Singles unread = {}, lift = {}, total = {}, total_squares = {};
+            for (int v = 0; v < VECTORS; v++) {
+                Singles above = scores[q][v] - middle[q], left = selected[v] ? Singles{} : weights[q][v];
+                if (!WHOLE) above = numbered + v * TOKENS < here ? above : Singles{};
+                unread += left;
+                lift += left * above;
+                total += above;
+                total_squares += above * above;
+            }
+            unread_mass[q] += unread;
+            lifted[q] += lift;
+            sum[q] += total;
+            squares[q] += total_squares;
+        }
+        if (count + SPAN > (int64_t)tokens.size()) {
+            tokens.resize(2 * tokens.size() + 4 * SPAN);
+            for (auto& scores : estimates) scores.resize(tokens.size());
+        }
+        int64_t kept = count;
+        for (int v = 0; v < VECTORS; v++) {
+            uint64_t bits = bits_of(WHOLE ? selected[v] : selected[v] & (numbered + v * TOKENS < here));
+            if (!bits) continue;
+            compress(numbered + (int32_t)(first + v * TOKENS), bits, &tokens[kept]);
+            for (int q = 0; q < queries; q++) compress(scores[q][v], bits, &estimates[q][kept]);
+            kept += __builtin_popcountll(bits);
+        }
+        count = kept;
     }
 
     // The weights of a span and their sums; whether none of its scores is too high for that.

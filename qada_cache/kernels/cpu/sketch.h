@@ -26,6 +26,16 @@ typedef float Singles __attribute__((vector_size(4 * TOKENS)));
 typedef int32_t Integers __attribute__((vector_size(4 * TOKENS)));
 typedef uint8_t Octets __attribute__((vector_size(TOKENS)));
 
+// As floats; compilers would convert one after the other.
+inline Singles widened(Octets octets) {
+#if defined(__AVX512F__)
+    return (Singles)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)octets));
+#elif defined(__AVX2__)
+    return (Singles)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(loaded<int64_t>(&octets))));
+#else
+    return __builtin_convertvector(octets, Singles);
+#endif
+}
 
 constexpr int32_t NUMBERS[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 const Integers numbered = loaded<Integers>(NUMBERS);
