@@ -1,4 +1,4 @@
-"""Compile the decode kernels for CUDA devices that need not be there: `python tests/helpers/compile_for_cuda.py`.
+"""Compile the decode kernels for CUDA devices that need not be there: `python tests/helpers/compile_for_cuda.py few`.
 
 The interpreter accepts kernels that the compiler refuses. Prints, for each, the shared memory a program takes; exits
 with an error if one does not compile, spills registers to memory, takes more than the device has, or reads the bulk in
@@ -7,6 +7,7 @@ copies of less than 16 bytes.
 
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -124,38 +125,32 @@ def check(recorder: Recorder, capability: int, label: str) -> None:
 
 
 def main() -> None:
-    """A few of the many combinations: every criterion, group rule and dtype, the largest sizes, odd sizes, no bulk;
-    each with a sketch and without."""
-    kv_heads = 2
+    """Some of the many combinations: every criterion, group rule and dtype, the largest sizes, odd sizes, no bulk; each
+    with a sketch and without. The first argument says whether the "few" that most people meet, or the "rest"."""
+    few, kv_heads = sys.argv[1] == "few", 2
     count = {"count": torch.zeros(2, dtype=torch.int64), "bulk_read_bytes": torch.zeros((), dtype=torch.int64)}
     placed = {
         "resident_pointers": torch.zeros(2, kv_heads, 2, dtype=torch.int64),
         "resident_hit_bytes": torch.zeros((), dtype=torch.int64),
     }
     static = torch.ones(kv_heads, 3, dtype=torch.bool)
-    for capability, dtype, dim, value_dim, group, capacity, sources, bits, options in (
+    usual: list[tuple[Any, ...]] = [
         (90, torch.bfloat16, 128, 128, 4, 40_000, ("", "other_"), 0, {**count, **placed, "pool_pending": True}),
         (90, torch.bfloat16, 128, 128, 4, 40_000, ("",), 2, {**count, **placed, "pool_pending": True}),
-        (80, torch.float16, 256, 256, 8, 2000, ("",), 0, {**count, "group_rule": "any"}),
-        (
-            80,
-            torch.float16,
-            256,
-            256,
-            8,
-            2000,
-            (),
-            4,
-            {"bulk_read_bytes": count["bulk_read_bytes"], "criterion": "dense"},
-        ),
-        (89, torch.float32, 64, 64, 1, 2000, ("other_",), 0, {"group_rule": "any"}),
         (89, torch.float32, 64, 64, 1, 2000, (), 1, {"criterion": "dense"}),
+        (89, torch.bfloat16, 96, 80, 3, 2000, (), 2, {"criterion": static, "group_rule": "any"}),
+    ]
+    counted = {"bulk_read_bytes": count["bulk_read_bytes"], "criterion": "dense"}
+    rest: list[tuple[Any, ...]] = [
+        (80, torch.float16, 256, 256, 8, 2000, ("",), 0, {**count, "group_rule": "any"}),
+        (80, torch.float16, 256, 256, 8, 2000, (), 4, counted),
+        (89, torch.float32, 64, 64, 1, 2000, ("other_",), 0, {"group_rule": "any"}),
         (80, torch.float32, 256, 256, 2, 2000, (), 0, {"criterion": "dense"}),
         (80, torch.float32, 256, 256, 2, 2000, (), 1, {"criterion": "dense"}),
         (89, torch.bfloat16, 96, 80, 3, 0, (), 2, {"criterion": static, "group_rule": "any"}),
-        (89, torch.bfloat16, 96, 80, 3, 2000, (), 2, {"criterion": static, "group_rule": "any"}),
         (90, torch.bfloat16, 64, 64, 64, 2000, (), 2, {"criterion": "dense"}),
-    ):
+    ]
+    for capability, dtype, dim, value_dim, group, capacity, sources, bits, options in usual if few else rest:
         for prefix in sources:
             options[f"{prefix}mean"] = torch.zeros(1, kv_heads, dim)
             options[f"{prefix}covariance"] = torch.zeros(1, kv_heads, dim, dim)

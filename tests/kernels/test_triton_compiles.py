@@ -17,7 +17,7 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def run_compiled(name: str, folder: Path) -> str:
+def run_compiled(name: str, folder: Path, *arguments: str) -> str:
     """What a script of tests/helpers prints, in a process whose kernels are not bound to the interpreter."""
     script = Path(__file__).parents[1] / "helpers" / name
     environment = os.environ | {
@@ -25,14 +25,15 @@ def run_compiled(name: str, folder: Path) -> str:
         "TRITON_CACHE_DIR": str(folder),  # or nothing might be compiled
         "PYTHONPATH": os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")]),
     }
-    ran = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, script, *arguments], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
 
 @needs_triton
-def test_kernels_compile_for_cuda(tmp_path: Path) -> None:
-    assert run_compiled("compile_for_cuda.py", tmp_path).count("bytes of shared memory") == 38
+@pytest.mark.parametrize(("cases", "kernels"), [("few", 15), pytest.param("rest", 23, marks=pytest.mark.slow)])
+def test_kernels_compile_for_cuda(cases: str, kernels: int, tmp_path: Path) -> None:
+    assert run_compiled("compile_for_cuda.py", tmp_path, cases).count("bytes of shared memory") == kernels
 
 
 @needs_triton

@@ -66,7 +66,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return Environment(tmp_path_factory.mktemp("bare") / "venv", str(REPOSITORY))
 
 
-@pytest.fixture(scope="module", params=["wheel", "editable"])
+@pytest.fixture(scope="module", params=["wheel", pytest.param("editable", marks=pytest.mark.slow)])
 def fresh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """qada-cache as a user installs it, with lm-eval and torch."""
     install = [str(REPOSITORY)] if request.param == "wheel" else ["--editable", str(REPOSITORY)]
