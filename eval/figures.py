@@ -40,14 +40,16 @@ def curves(rows: Rows) -> dict[str, list[tuple[float, float]]]:
 def draw_performance(rows: Rows) -> Figure:
     """Score against local heads, for every task and length (the paper's figures 4 and 5)."""
     parts = cells(rows)
-    figure, axes = canvas(len(parts))
-    for axis, ((task, length), part) in zip(axes[0], parts.items(), strict=True):
+    figure, axes = canvas(min(3, len(parts)), -(-len(parts) // 3))
+    for axis, ((task, length), part) in zip(axes.flat, parts.items(), strict=False):
         for name, points in curves(part).items():
             axis.plot(*zip(*points, strict=True), "o-", ms=3, label=name)
         for criterion, style, name in (("dense", ":", "full attention"), ("local", "--", "window only")):
             score = next(float(row["score"]) for row in part if row["criterion"] == criterion)
             axis.axhline(score, ls=style, c="grey", lw=1, label=name)
         axis.set(title=f"{task}, {length} tokens", xlabel="query heads local", ylabel="score", ylim=(-0.03, 1.05))
+    for axis in axes.flat[len(parts) :]:
+        axis.remove()
     axes[0, 0].legend(fontsize=7)
     return figure
 
@@ -69,8 +71,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     heads = Heads(read(options.results / "heads.csv"))
     for name, draw_heads in HEADS_FIGURES.items():
         write(out, name, draw_heads(heads), options.note)
-    found = sorted(path for path in options.results.glob("trials*.csv") if path.name != "trials_summary.csv")
-    trials = {path.name: read(path) for path in found}
+    trials = {path.name: read(path) for path in sorted(options.results.glob("trials[.-]*csv"))}  # no summary
     write(out, "moments", draw_moments(trials["trials.csv"]), options.note)
     table = error_table(heads)
     tables.write(out / "log_error.csv", table)
