@@ -18,8 +18,7 @@ from qada_cache.storage.geometry import ForwardPass
 
 SINKS, WINDOW = 3, 8
 SIZES = {"sink_tokens": SINKS, "local_tokens": SINKS + WINDOW}
-# (tokens in the bulk buffers, tokens pending) of a row with a bulk.
-RAGGED = [(257, 5), (0, 1), (63, 0), (1, 9), (111, 70)]
+RAGGED = [(257, 5), (0, 1), (63, 0), (1, 9), (111, 70)]  # of rows with a bulk (tokens in its buffers, tokens pending)
 
 
 def within_widest_gap(ranked: list[float], least: float) -> float:
