@@ -3,8 +3,8 @@
 It is a test model, trained for minutes on the synthetic text of this module. Its heads are local by default and
 turn long-context for a question about something far away, as tests of the cache need. Training sees to that: its last
 stages penalise far attention, and train the Gaussian estimate of it. So key moments of random words find the heads that
-a question needs, and moments of the prompt itself mostly miss them. Measurements on this model are no evidence about a
-real language model's quality.
+a question needs, and moments of the prompt itself mostly miss them. The script that trained it is in the history, up to
+commit db97d06. Measurements on this model are no evidence about a real language model's quality.
 
     model, tokenizer = load_model(), load_tokenizer()
     prompt = make_prompt(tokens=4096)
