@@ -174,7 +174,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{machine()}; {torch.get_num_threads()} threads")
     print(plain(rows))
     if options.out:
-        write(options.out, rows, model=options.model, threads=torch.get_num_threads(), machine=machine())
+        name = language_model.label(options.model)
+        write(options.out, rows, model=name, threads=torch.get_num_threads(), machine=machine())
     return 0
 
 
