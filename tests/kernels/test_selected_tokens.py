@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,20 +35,25 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(path: Path, scene: Scene, *, token_threshold: float, **decision: Any) -> dict[tuple[int, int], Tensor]:
-    """Compute, and compare flags, outputs and bytes read with float64's; tokens that are not to be read are nan."""
+    """Compute, and compare flags, outputs and bytes read with float64's; tokens that are not to be read are nan.
+
+    On a CPU by one thread, which does a few heads at a time, and by so many that heads are split.
+    """
     function, device = path
     flags = scene.flags(**{"criterion": "dense"} | decision)
     selected = scene.selected(flags, token_threshold)
     needed = scene.forget_unneeded(flags, selected)
-    arguments = scene.arguments(device) | {"criterion": "dense", "threshold": 0.5} | decision
-    arguments |= scene.sketch_arguments(device, token_threshold)
-    if arguments["criterion"] == "gaussian":
-        arguments |= scene.moment_arguments(device)
-    out, found = function(DecodeCall.of(**arguments))
-    assert torch.equal(found.cpu(), flags)
-    scene.check(out.cpu(), flags, selected)
-    assert arguments["bulk_read_bytes"].item() == needed
-    assert arguments["sketch_read_bytes"].item() == scene.sketch_read_bytes(selected)
+    for threads in (1, 16) if function is compiled_decode.fused_decode else (1,):
+        arguments = scene.arguments(device) | {"criterion": "dense", "threshold": 0.5} | decision
+        arguments |= scene.sketch_arguments(device, token_threshold)
+        if arguments["criterion"] == "gaussian":
+            arguments |= scene.moment_arguments(device)
+        with mock.patch.object(torch, "get_num_threads", lambda threads=threads: threads):
+            out, found = function(DecodeCall.of(**arguments))
+        assert torch.equal(found.cpu(), flags)
+        scene.check(out.cpu(), flags, selected)
+        assert arguments["bulk_read_bytes"].item() == needed
+        assert arguments["sketch_read_bytes"].item() == scene.sketch_read_bytes(selected)
     return selected
 
 

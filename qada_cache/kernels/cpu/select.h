@@ -29,11 +29,10 @@ struct Estimates {
     const Words words;
     const uint8_t* scales;
     const int count = segments[0].count;  // of queries
-    Singles scores[QUERIES][VECTORS];  // of the span that was computed last, -inf where there is no token
 
-    // Of `tokens` tokens from `first` on, all of one segment.
+    // Scores of `tokens` tokens from `first` on, all of one segment; -inf where there is no token.
     template <bool ALL = false>
-    INLINED void compute(int64_t first, int tokens) {
+    INLINED void compute(int64_t first, int tokens, Singles (*scores)[VECTORS]) const {
         const int count = ALL ? QUERIES : this->count;
         const Rounded& queries = segments[std::min<int64_t>(first / segment_tokens, segments.size() - 1)];
         const uint32_t* block = codes + first;
@@ -89,14 +88,15 @@ struct Estimates {
     }
 
     // About the log-sum-exp of each query's scores of `tokens` tokens, seldom above it; -inf where they are few.
-    void sample_log_mass(int64_t tokens, float* log_mass) {
+    void sample_log_mass(int64_t tokens, float* log_mass) const {
+        Singles scores[QUERIES][VECTORS];
         float sampled[QUERIES][SAMPLED_SPANS];
         int64_t spans = tokens / SPAN;
         std::fill(log_mass, log_mass + QUERIES, -INFINITY);
         const int many = sampled_spans(spans);
         if (!many) return;
         for (int i = 0; i < many; i++) {
-            compute(sampled_span(i, spans), SPAN);
+            compute(sampled_span(i, spans), SPAN, scores);
             for (int q = 0; q < count; q++) {
                 Singles peaks = scores[q][0], mass = {};
                 for (int v = 1; v < VECTORS; v++) peaks = scores[q][v] > peaks ? scores[q][v] : peaks;
@@ -147,80 +147,76 @@ struct Scan {
         }
         for (int64_t first = start, span = 0; first < stop; first += SPAN, span++) {
             int here = (int)std::min<int64_t>(SPAN, stop - first);
-            found.template compute<ALL>(first, here);
-            Singles weights[QUERIES][VECTORS], added[QUERIES];
-            if (!weigh(found.scores, queries, weights, added)) {
-                raise(found.scores, queries);
-                weigh(found.scores, queries, weights, added);
-            }
-            for (int q = 0; q < queries; q++) mass[q] += added[q];
+            Singles scores[QUERIES][VECTORS];
+            found.template compute<ALL>(first, here, scores);
+            Marks selected[VECTORS] = {};
+            for (int q = 0; q < queries; q++)
+                for (int v = 0; v < VECTORS; v++) selected[v] |= at_least(scores[q][v], score_cut[q]);
+            if (here == SPAN) for (int q = 0; q < queries; q++) weigh<true>(q, scores[q], selected, here);
+            else for (int q = 0; q < queries; q++) weigh<false>(q, scores[q], selected, here);
+            keep(scores, selected, queries, first, here);
             if (span % REFRESH == REFRESH - 1)
                 for (int q = 0; q < queries; q++)
                     score_cut[q] = std::max(score_cut[q], log_sum(log_buffer[q], log_mass(q)) + log_share - ROUNDING);
-            if (here == SPAN) sort<true>(found.scores, weights, score_cut, queries, first, here);
-            else sort<false>(found.scores, weights, score_cut, queries, first, here);
         }
     }
 
-    // Keeps those of `here` tokens from `first` on that reach the cut of a query, and adds up what the others weigh.
+    // Adds up what a span's tokens weigh for a query, and those of them that are not selected.
     template <bool WHOLE>
-    INLINED void sort(const Singles (*scores)[VECTORS], const Singles (*weights)[VECTORS], const float* score_cut,
-                      int queries, int64_t first, int here) {
-        Integers selected[VECTORS] = {};
-        for (int q = 0; q < queries; q++)
-            for (int v = 0; v < VECTORS; v++) selected[v] |= scores[q][v] >= score_cut[q];
-        for (int q = 0; q < queries; q++) {  // sums of a span, which stay in registers
-            Singles unread = {}, lift = {}, total = {}, total_squares = {};
-            for (int v = 0; v < VECTORS; v++) {
-                Singles above = scores[q][v] - middle[q], left = selected[v] ? Singles{} : weights[q][v];
-                if (!WHOLE) above = numbered + v * TOKENS < here ? above : Singles{};
-                unread += left;
-                lift += left * above;
-                total += above;
-                total_squares += above * above;
-            }
-            unread_mass[q] += unread;
-            lifted[q] += lift;
-            sum[q] += total;
-            squares[q] += total_squares;
+    INLINED void weigh(int q, const Singles* scores, const Marks* selected, int here) {
+        Singles weights[VECTORS], added = weights_of(q, scores, weights);
+        if (bits_of(~(added < MAX_WEIGHT))) {  // a nan stays one
+            raise(q, scores);
+            added = weights_of(q, scores, weights);
         }
+        Singles unread = {}, lift = {}, total = {}, total_squares = {};
+        for (int v = 0; v < VECTORS; v++) {
+            Singles above = scores[v] - middle[q], left = without(weights[v], selected[v]);
+            if (!WHOLE) above = numbered + v * TOKENS < here ? above : Singles{};
+            unread += left;
+            lift += left * above;
+            total += above;
+            total_squares += above * above;
+        }
+        mass[q] += added;
+        unread_mass[q] += unread;
+        lifted[q] += lift;
+        sum[q] += total;
+        squares[q] += total_squares;
+    }
+
+    // The weights of a span, and their sum.
+    INLINED Singles weights_of(int q, const Singles* scores, Singles* weights) const {
+        Singles sum = {};
+        const float offset = highest[q] * LOG2_E;
+        for (int v = 0; v < VECTORS; v++) sum += weights[v] = power_of_two(scores[v] * LOG2_E - offset);
+        return sum;
+    }
+
+    // A query's highest score is one of this span.
+    void raise(int q, const Singles* scores) {
+        float peak = highest[q];
+        for (int v = 0; v < VECTORS; v++) peak = std::max(peak, largest(scores[v]));
+        float shrunk = ::exponential(highest[q] - peak);
+        for (Singles* part : {mass, unread_mass, lifted}) part[q] *= shrunk;
+        highest[q] = peak;
+    }
+
+    // Writes down the selected ones of `here` tokens from `first` on.
+    INLINED void keep(const Singles (*scores)[VECTORS], const Marks* selected, int queries, int64_t first, int here) {
         if (count + SPAN > (int64_t)tokens.size()) {
             tokens.resize(2 * tokens.size() + 4 * SPAN);
             for (auto& scores : estimates) scores.resize(tokens.size());
         }
         int64_t kept = count;
         for (int v = 0; v < VECTORS; v++) {
-            uint64_t bits = bits_of(WHOLE ? selected[v] : selected[v] & (numbered + v * TOKENS < here));
+            uint64_t bits = bits_of_marks(selected[v] & first_marks(here - v * TOKENS));
             if (!bits) continue;
             compress(numbered + (int32_t)(first + v * TOKENS), bits, &tokens[kept]);
             for (int q = 0; q < queries; q++) compress(scores[q][v], bits, &estimates[q][kept]);
             kept += __builtin_popcountll(bits);
         }
         count = kept;
-    }
-
-    // The weights of a span and their sums; whether none of its scores is too high for that.
-    INLINED bool weigh(const Singles (*scores)[VECTORS], int queries, Singles (*weights)[VECTORS], Singles* added) const {
-        Integers fit = ~Integers{};
-        for (int q = 0; q < queries; q++) {
-            Singles sum = {};
-            float offset = highest[q] * LOG2_E;
-            for (int v = 0; v < VECTORS; v++) sum += weights[q][v] = power_of_two(scores[q][v] * LOG2_E - offset);
-            added[q] = sum;
-            fit &= sum < MAX_WEIGHT;
-        }
-        return bits_of(~fit) == 0;
-    }
-
-    // A query's highest score is one of this span.
-    void raise(const Singles (*scores)[VECTORS], int queries) {
-        for (int q = 0; q < queries; q++) {
-            float peak = highest[q];
-            for (int v = 0; v < VECTORS; v++) peak = std::max(peak, largest(scores[q][v]));
-            float shrunk = ::exponential(highest[q] - peak);
-            for (Singles* part : {mass, unread_mass, lifted}) part[q] *= shrunk;
-            highest[q] = peak;
-        }
     }
 
     float log_mass(int q) const { return highest[q] + logf(sum_of(mass[q])); }

@@ -89,6 +89,23 @@ inline void compress(Lanes lanes, uint64_t bits, void* to) {
 #endif
 }
 
+// Marked tokens of a vector: a bit each where the processor has masks, else all bits or none of its lane.
+#if defined(__AVX512F__)
+typedef __mmask16 Marks;
+inline Marks at_least(Singles lanes, float least) {
+    return _mm512_cmp_ps_mask((__m512)lanes, _mm512_set1_ps(least), _CMP_GE_OQ);
+}
+inline Singles without(Singles lanes, Marks marks) { return (Singles)_mm512_maskz_mov_ps((Marks)~marks, (__m512)lanes); }
+inline Marks first_marks(int count) { return (Marks)((1u << std::clamp(count, 0, TOKENS)) - 1); }
+inline uint64_t bits_of_marks(Marks marks) { return marks; }
+#else
+typedef Integers Marks;
+inline Marks at_least(Singles lanes, float least) { return lanes >= least; }
+inline Singles without(Singles lanes, Marks marks) { return marks ? Singles{} : lanes; }
+inline Marks first_marks(int count) { return numbered < count; }
+inline uint64_t bits_of_marks(Marks marks) { return bits_of(marks); }
+#endif
+
 inline float largest(Singles lanes) {
     float found = lanes[0];
     for (int i = 1; i < TOKENS; i++) found = std::max(found, lanes[i]);

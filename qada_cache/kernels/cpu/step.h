@@ -1,0 +1,244 @@
+// One decode step of some heads, from the decision to the output.
+
+#pragma once
+
+#include <atomic>
+
+#include "decide.h"
+
+namespace {
+
+constexpr int SHARES = 4;  // of the work for each thread, as they do not all get to work at once
+
+// Parts to split a head's keys into when `heads` of them are shared by `threads`.
+int64_t splits_of(int64_t tokens, int64_t heads, int threads, int64_t split_tokens) {
+    int64_t wanted = threads == 1 ? 1 : (SHARES * threads + heads - 1) / heads;
+    return std::max<int64_t>(1, std::min(wanted, tokens / split_tokens));
+}
+
+constexpr int64_t TOKEN_BYTES = (DIM + VALUE_DIM) * (int64_t)sizeof(Element);
+
+// A bulk, or of a sketched one the tokens that a scan has left, from `start` to `stop`; the result goes to `part`.
+struct Job {
+    int64_t head, start, stop, part;
+    const Scan* scan;
+};
+
+// One decode step of some heads, in phases: what follows from a phase is planned by one thread, the rest is done by all
+// that the step has.
+struct Step {
+    const Decode& call;
+    const int64_t first_head, kv_heads;  // of all rows' heads: the first one here, and how many
+    const int threads;
+    std::vector<Scan>& pool;  // which keeps its memory, as that of a step comes page by page, slower than it is used
+    std::vector<float> local_out, local_lse, parts, part_lse;
+    std::vector<int64_t> first_part, part_count;  // of each head: local attention, pending tokens, bulk; none if local
+    std::vector<int64_t> first_scan;  // of each head, whose scans lie side by side; and where the last one's end
+    std::vector<uint8_t> needed, selects;  // whether a head reads its bulk, and selects tokens of it
+    std::vector<Job> jobs;
+    std::vector<Selecting> selecting;
+    int64_t scan_count = 0, bulk_read_bytes = 0, sketch_read_bytes = 0;  // bytes for the call's counters
+
+    Step(const Decode& call, int64_t first_head, int64_t kv_heads, int threads, std::vector<Scan>& pool)
+        : call(call), first_head(first_head), kv_heads(kv_heads), threads(threads), pool(pool), local_out(kv_heads * SIZE),
+          local_lse(kv_heads * QUERIES), first_part(kv_heads), part_count(kv_heads), first_scan(kv_heads + 1),
+          needed(kv_heads), selects(kv_heads), selecting(call.codes.data ? kv_heads : 0) {}
+
+    int64_t row_of(int64_t head) const { return (first_head + head) / call.kv_heads; }
+    int64_t kv_head_of(int64_t head) const { return (first_head + head) % call.kv_heads; }
+    void decide_head(int64_t head) {
+        int64_t row = row_of(head), kv_head = kv_head_of(head);
+        float* lse = &local_lse[head * QUERIES];
+        needed[head] = decide(call, row, kv_head, &local_out[head * SIZE], lse);
+        selects[head] = needed[head] && call.sketched_row(row) && selecting[head].ask(call, row, kv_head, lse);
+    }
+
+    // The place of one more part of a head, all of which lie side by side.
+    int64_t add_part(int64_t head) {
+        int64_t part = part_lse.size() / QUERIES;
+        if (!part_count[head]++) first_part[head] = part;
+        parts.resize((part + 1) * SIZE);
+        part_lse.resize((part + 1) * QUERIES);
+        return part;
+    }
+    void add_part(int64_t head, const float* out, const float* lse) {
+        int64_t part = add_part(head);
+        std::copy(out, out + SIZE, &parts[part * SIZE]);
+        std::copy(lse, lse + QUERIES, &part_lse[part * QUERIES]);
+    }
+
+    // Of heads that need their bulk: what to read, or to scan.
+    void plan_reading() {
+        int64_t flagged = std::count(needed.begin(), needed.end(), 1);
+        for (int64_t head = 0; head < kv_heads; head++) {
+            first_scan[head] = scan_count;
+            if (!needed[head]) continue;
+            int64_t tokens = call.stored(row_of(head));
+            int64_t splits = splits_of(tokens, flagged, threads, call.split_tokens);
+            if (!selects[head]) {
+                add_part(head, &local_out[head * SIZE], &local_lse[head * QUERIES]);
+                bulk_read_bytes += tokens * TOKEN_BYTES;
+            } else {
+                const int64_t* bytes = call.sketch_bytes;
+                sketch_read_bytes += tokens * bytes[0] + call.segments_of(tokens) * bytes[1] + bytes[2];
+            }
+            for (int64_t split = 0; split < splits; split++) {
+                int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
+                if (!selects[head]) {
+                    jobs.push_back({head, start, stop, add_part(head), nullptr});
+                    continue;
+                }
+                if (scan_count == (int64_t)pool.size()) pool.emplace_back();
+                Scan& part = pool[scan_count++];
+                part.head = head;
+                part.start = start / SPAN * SPAN;  // a span lies in one segment
+                part.stop = split + 1 < splits ? stop / SPAN * SPAN : stop;
+            }
+        }
+        first_scan[kv_heads] = scan_count;
+    }
+
+    void scan(Scan& part, const float* score_cut) {
+        const Selecting& own = selecting[part.head];
+        Estimates found = own.estimates(call, row_of(part.head), kv_head_of(part.head));
+        part.run(found, own.log_buffer, score_cut, call.log_share_cut(row_of(part.head)));
+    }
+
+    // Of what a scan has left, by the weight of all tokens of the head.
+    void apply_cut(Scan& part) {
+        const Selecting& own = selecting[part.head];
+        float score_cut[QUERIES], log_share = call.log_share_cut(row_of(part.head));
+        bool missed = false;
+        for (int q = 0; q < own.segments[0].count; q++) {
+            float log_all = own.log_buffer[q];
+            for (int64_t i = first_scan[part.head]; i < first_scan[part.head + 1]; i++)
+                log_all = log_sum(log_all, pool[i].log_mass(q));
+            score_cut[q] = log_all + log_share;
+            missed |= own.score_cut[q] > score_cut[q];
+        }
+        if (missed) {  // others still read this scan's weights
+            Scan again{part.head, part.start, part.stop};
+            scan(again, score_cut);
+            part.count = again.count;
+            part.tokens.swap(again.tokens);
+            std::swap(part.estimates, again.estimates);
+            std::copy(again.unread_mass, again.unread_mass + QUERIES, part.unread_mass);
+            std::copy(again.lifted, again.lifted + QUERIES, part.lifted);
+        }
+        part.apply_cut(score_cut, own.segments[0].count);
+    }
+
+    // What is not read, as one more token: see `select_tokens` for what it weighs and says.
+    void add_unread(int64_t head) {
+        const float* mean = call.mean_value.at(row_of(head), kv_head_of(head));
+        float *values = &parts[unread_part(head) * SIZE], *log_unread = &part_lse[unread_part(head) * QUERIES];
+        const Scan *begin = &pool[first_scan[head]], *end = begin + first_scan[head + 1] - first_scan[head];
+        int asked = 0;  // of the queries, those that ask
+        for (int q = 0; q < QUERIES; q++) {
+            std::copy(mean, mean + VALUE_DIM, values + q * VALUE_DIM);
+            log_unread[q] = -INFINITY;
+            if (!call.flags[(first_head + head) * QUERIES + q]) continue;
+            double count = 0, sum = 0, squares = 0, lifted = 0;
+            for (const Scan* scan = begin; scan < end; scan++) {
+                count += scan->stop - scan->start;
+                sum += sum_of(scan->sum[asked]);
+                squares += sum_of(scan->squares[asked]);
+                log_unread[q] = log_sum(log_unread[q], scan->log_unread_mass[asked]);
+            }
+            for (const Scan* scan = begin; scan < end; scan++)
+                if (scan->log_unread_mass[asked] > -INFINITY)
+                    lifted += expf(scan->log_unread_mass[asked] - log_unread[q]) * sum_of(scan->lifted[asked]) /
+                              sum_of(scan->unread_mass[asked]);
+            double variance = squares / count - sum / count * (sum / count);
+            const float* along = selecting[head].along + asked * VALUE_DIM;
+            if (variance > 0 && log_unread[q] > -INFINITY)
+                for (int v = 0; v < VALUE_DIM; v++)
+                    values[q * VALUE_DIM + v] += (lifted - sum / count) / variance * along[v];
+            log_unread[q] += call.log_unread_weight;
+            asked++;
+        }
+    }
+    int64_t unread_part(int64_t head) const { return first_part[head] + 2; }  // behind local and pending tokens
+
+    void plan_selected() {
+        int64_t selected = 0;
+        jobs.clear();
+        for (int64_t i = 0; i < scan_count; i++) selected += pool[i].count;
+        int64_t enough = std::max(call.split_tokens, selected / (SHARES * threads));
+        for (int64_t i = 0; i < scan_count; i++) {
+            const Scan& part = pool[i];
+            int64_t head = part.head, tokens = part.count;
+            if (!part_count[head]) {
+                add_part(head, &local_out[head * SIZE], &local_lse[head * QUERIES]);
+                add_part(head, selecting[head].pending, selecting[head].pending_lse);
+                add_part(head);
+            }
+            int64_t splits = (tokens + enough - 1) / enough;
+            for (int64_t split = 0; split < splits; split++)
+                jobs.push_back({head, tokens * split / splits, tokens * (split + 1) / splits, add_part(head), &part});
+        }
+        bulk_read_bytes += selected * TOKEN_BYTES;
+    }
+
+    void read(const Job& job) {
+        int64_t row = row_of(job.head), kv_head = kv_head_of(job.head), count = job.stop - job.start;
+        const Element *key = call.bulk_keys.at(row, kv_head), *value = call.bulk_values.at(row, kv_head);
+        Partial bulk(call.query + (first_head + job.head) * QUERIES * DIM, call.scaling);
+        if (job.scan) {
+            bulk.add(key, value, count, IndexedRows{&job.scan->tokens[job.start], count});
+        } else {
+            if (job.start == 0) call.add_columns(bulk, call.rows.pending.at(row), row, kv_head);
+            bulk.add(key + job.start * DIM, value + job.start * VALUE_DIM, count);
+        }
+        bulk.finish(&parts[job.part * SIZE], &part_lse[job.part * QUERIES]);
+    }
+
+    void merge_parts(int64_t head) {
+        for (int q = 0; q < QUERIES; q++) {
+            float* out = call.out + (first_head + head) * SIZE + q * VALUE_DIM;
+            const float* local = &local_out[head * SIZE + q * VALUE_DIM];
+            int64_t part = first_part[head];
+            float lse;
+            if (call.flags[(first_head + head) * QUERIES + q])
+                merge(&parts[part * SIZE], &part_lse[part * QUERIES], part_count[head], q, out, &lse);
+            else
+                std::copy(local, local + VALUE_DIM, out);
+        }
+    }
+
+    // Calls `work` with each number below `count`. No exception may leave a thread of a parallel region: the first one
+    // ends all work that is tried after it.
+    template <typename Work>
+    void each(int64_t count, Work work) {
+        if (threads == 1) {
+            for (int64_t i = 0; i < count; i++) work(i);
+            return;
+        }
+        std::atomic<bool> failed{false};
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (count > 1)
+        for (int64_t i = 0; i < count; i++) try {
+                if (!failed) work(i);
+            } catch (...) {
+                failed = true;
+            }
+        if (failed) throw std::bad_alloc();
+    }
+
+    // Heads are decided about first; then the bulks of those that need it are read, which is where the time goes, or
+    // their sketches and what these leave.
+    void run() {
+        each(kv_heads, [&](int64_t head) { decide_head(head); });
+        plan_reading();
+        each(jobs.size(), [&](int64_t i) { read(jobs[i]); });
+        each(scan_count, [&](int64_t i) { scan(pool[i], selecting[pool[i].head].score_cut); });
+        if (scan_count) {
+            each(scan_count, [&](int64_t i) { apply_cut(pool[i]); });
+            plan_selected();
+            each(kv_heads, [&](int64_t head) { if (selects[head]) add_unread(head); });
+            each(jobs.size(), [&](int64_t i) { read(jobs[i]); });
+        }
+        each(kv_heads, [&](int64_t head) { merge_parts(head); });
+    }
+};
+
+}  // namespace
