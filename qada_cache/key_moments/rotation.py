@@ -8,7 +8,8 @@ mean of `cos` and `sin` of sums and differences of two frequencies.
 
 import inspect
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -53,9 +54,9 @@ class Rotation:
 
     def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys `[..., tokens, dim]` of position 0 at `positions` `[tokens]`; negative positions turn back."""
-        frequency, partner, sign = (tensor.to(keys.device) for tensor in _by_dim(self))
+        frequency, partner = (tensor.to(keys.device) for tensor in _by_dim(self))
         angle = positions.to(keys.device, torch.float64)[:, None] * frequency
-        return keys * angle.cos().to(keys.dtype) + keys[..., partner] * (angle.sin() * sign).to(keys.dtype)
+        return keys * angle.cos().to(keys.dtype) + keys[..., partner] * angle.sin().to(keys.dtype)
 
     def average(self, mean: Tensor, covariance: Tensor, *, first: int, length: int) -> tuple[Tensor, Tensor]:
         """Moments of keys at every position of `first .. first + length - 1`, each key at each position.
@@ -68,7 +69,7 @@ class Rotation:
         Returns:
             mean `[..., dim]` and population covariance `[..., dim, dim]`, float64 on the CPU.
         """
-        _, partner, _ = _by_dim(self)
+        partner = self.partners
         cos, sin, cos_cos, cos_sin, sin_sin = _means(self, first, length)
         mean = mean.double().cpu()
         second = covariance.double().cpu() + mean[..., :, None] * mean[..., None, :]
@@ -80,44 +81,42 @@ class Rotation:
 
 
 @lru_cache(maxsize=64)
-def _by_dim(rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every dim: its frequency, its partner's index, and the sign of the partner's sine; all `[dim]`."""
-    dim, pairs = rotation.dim, len(rotation.frequencies)
-    frequency, partner, sign = torch.zeros(dim, dtype=torch.float64), torch.arange(dim), torch.zeros(dim).double()
-    pair = torch.arange(pairs)
+def _by_dim(rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Of every dim: its frequency, negative for the first dim of a pair, and its partner's index; both `[dim]`."""
+    frequency, partner = torch.zeros(rotation.dim, dtype=torch.float64), torch.arange(rotation.dim)
+    pair = torch.arange(pairs := len(rotation.frequencies))
     one, other = (pair, pair + pairs) if rotation.layout == "half" else (2 * pair, 2 * pair + 1)
-    frequency[one] = frequency[other] = torch.tensor(rotation.frequencies, dtype=torch.float64)
+    frequency[other] = torch.tensor(rotation.frequencies, dtype=torch.float64)
+    frequency[one] = -frequency[other]
     partner[one], partner[other] = other, one
-    sign[one], sign[other] = -1.0, 1.0
-    return frequency, partner, sign
+    return frequency, partner
 
 
 @lru_cache(maxsize=64)
 def _means(rotation: Rotation, first: int, length: int) -> tuple[Tensor, ...]:
     """Means over the positions of `cos`, `sin` `[dim]`, and of their products for two dims `[dim, dim]`.
 
-    The sines carry the sign of their dim. `cos_sin[a, b]` is the mean of `cos_a * sin_b`.
+    `cos_sin[a, b]`, the second of the products, is the mean of `cos_a * sin_b`.
     """
-    frequency, _, sign = _by_dim(rotation)
-    cos, sin = _mean_cos_sin(frequency, first, length)
-    cos_less, sin_less = _mean_cos_sin(frequency[:, None] - frequency[None, :], first, length)
-    cos_more, sin_more = _mean_cos_sin(frequency[:, None] + frequency[None, :], first, length)
-    cos_cos, sin_sin = (cos_less + cos_more) / 2, (cos_less - cos_more) / 2 * sign[:, None] * sign[None, :]
-    cos_sin = (sin_more - sin_less) / 2 * sign[None, :]
-    return cos, sin * sign, cos_cos, cos_sin, sin_sin
+    frequency, _ = _by_dim(rotation)
+    once, less, more = (
+        _mean_turn(turn, first, length)
+        for turn in (frequency, frequency[:, None] - frequency, frequency[:, None] + frequency)
+    )
+    return once.real, once.imag, (less + more).real / 2, (more - less).imag / 2, (less - more).real / 2
 
 
-def _mean_cos_sin(frequency: Tensor, first: int, length: int) -> tuple[Tensor, Tensor]:
-    """Means of `cos(n * frequency)` and `sin(n * frequency)` over `n = first .. first + length - 1`, float64.
+def _mean_turn(frequency: Tensor, first: int, length: int) -> Tensor:
+    """Means of `exp(i n frequency)` over `n = first .. first + length - 1`, complex128.
 
-    The sum of a geometric series (Dirichlet's kernel): its middle term's cosine or sine, times a ratio of sines.
+    The sum of a geometric series (Dirichlet's kernel): its middle term times a ratio of sines.
     """
     half = frequency / 2
     whole_turns = (half.sin().abs() < 1e-15) | (frequency == 0)  # 0/0: the limit is 1
     ratio = (length * half).sin() / (length * half.sin()).masked_fill(whole_turns, 1.0)
     ratio = ratio.masked_fill(whole_turns, 1.0)
     middle = (first + (length - 1) / 2) * frequency
-    return ratio * middle.cos(), ratio * middle.sin()
+    return torch.complex(ratio * middle.cos(), ratio * middle.sin())
 
 
 def round_length(length: int) -> int:
@@ -167,12 +166,12 @@ def find_rotations(
     found = {}
     for index in full_attention_layers(cache):
         keys = shard.gather(layer_keys(cache, index, config), 1)[:, :, 0].unflatten(0, (len(tokens), -1))
-        # [kv_heads, tokens, positions, dim]
-        found[index] = _best_rotation(keys.permute(2, 0, 1, 3).double().cpu(), positions, list(candidates))
+        found[index] = _best_rotation(keys.permute(2, 0, 1, 3).double().cpu(), positions, candidates)
     return found
 
 
-def _best_rotation(keys: Tensor, positions: Tensor, candidates: list[tuple[float, ...]]) -> Rotation | None:
+def _best_rotation(keys: Tensor, positions: Tensor, candidates: Iterable[tuple[float, ...]]) -> Rotation | None:
+    """The one that turns keys `[kv_heads, tokens, positions, dim]`, by these frequencies or not at all."""
     dim = keys.shape[-1]
     rotations = [Rotation(dim)]
     rotations += [Rotation(dim, found, layout) for found in candidates for layout in LAYOUTS if 2 * len(found) <= dim]
@@ -181,9 +180,8 @@ def _best_rotation(keys: Tensor, positions: Tensor, candidates: list[tuple[float
         rotated = rotation.rotate(keys[:, :, :1].expand_as(keys), positions)
         return float((rotated - keys).norm() / keys.norm().clamp_min(1e-30))
 
-    errors = [error(rotation) for rotation in rotations]
-    best = min(range(len(rotations)), key=errors.__getitem__)
-    return rotations[best] if errors[best] < PROBE_ERROR else None
+    best = min(rotations, key=error)
+    return best if error(best) < PROBE_ERROR else None
 
 
 def rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
@@ -208,14 +206,12 @@ def frequencies_by_length(settings: dict[str, Any]) -> bool:
 
 def rotation_at(rotation: Rotation, settings: dict[str, Any], layer: int, length: int) -> Rotation:
     """The rotation of a layer's keys once the bulk has `length` tokens, where frequencies depend on that."""
-    parameters = settings.get("rope_parameters", {})
-    layer_type = settings["layer_types"][layer] if "layer_types" in settings else None
-    parameters = parameters if layer_type is None else parameters.get(layer_type) or {}
+    sizes = dict(settings)
+    parameters, types = sizes.pop("rope_parameters", {}), sizes.pop("layer_types", None)
+    if types is not None:
+        parameters = parameters.get(types[layer]) or {}
     if not rotation.frequencies or parameters.get("rope_type") not in FREQUENCIES_BY_LENGTH:
         return rotation
-    fields = {name: value for name, value in settings.items() if name != "layer_types"}
-    if layer_type is not None:
-        fields["rope_parameters"] = parameters
-    config = PreTrainedConfig(**fields)
+    config = PreTrainedConfig(**sizes, rope_parameters=parameters)
     frequencies, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu", seq_len=length + LOCAL_TOKENS)
-    return Rotation(rotation.dim, tuple(frequencies.double().tolist()), rotation.layout)
+    return replace(rotation, frequencies=tuple(frequencies.double().tolist()))
