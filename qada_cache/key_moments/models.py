@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -187,13 +187,12 @@ def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequenc
     Raises:
         NotImplementedError: the model is split over processes in another way than by equal numbers of KV heads.
     """
-    if (found := _fully_sharded(model) or _pipelined(model, layers)) is not None:
-        _refuse(config.model_type, found)
-    if (size := processes(model)) == 1:
-        check_sharding(model, config.model_type)
+    size = processes(model)
+    found = _fully_sharded(model) or _pipelined(model, layers)
+    found = found or (_distributed(model) if size == 1 else _not_by_heads(model, config, layers, size))
+    _refuse(config.model_type, found)
+    if size == 1:
         return UNSHARDED
-    if (found := _not_by_heads(model, config, layers, size)) is not None:
-        _refuse(config.model_type, f"tensor parallelism over {size}, where {found}")
     weight = next(_attention(model))[1].k_proj.weight
     mesh = weight.device_mesh
     return HeadShard(mesh.get_local_rank(), size, mesh.get_group(), weight.to_local().device)
@@ -215,14 +214,12 @@ def check_unsharded(size: int) -> None:
 
 def check_sharding(module: nn.Module, name: str) -> None:
     """Raise NotImplementedError for a model, or a layer of one, with parts of its weights; `name` is its type's."""
-    found = _fully_sharded(module)
-    if found is None and any(_is_distributed(parameter) for parameter in module.parameters()):
-        found = "its parameters are DTensors"
-    if found is not None:
-        _refuse(name, found)
+    _refuse(name, _fully_sharded(module) or _distributed(module))
 
 
-def _refuse(name: str, found: str) -> NoReturn:
+def _refuse(name: str, found: str | None) -> None:
+    if found is None:
+        return
     raise NotImplementedError(
         f"this {name} model is split over processes ({found}), and QAdACache serves whole models and those whose KV "
         "heads tensor parallelism splits, built as QAdACache(model): load it with "
@@ -232,30 +229,25 @@ def _refuse(name: str, found: str) -> NoReturn:
     )
 
 
-def _is_distributed(parameter: Tensor | None) -> bool:
-    # Such tensors exist only if their module is imported; importing it takes long.
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(parameter, tensors.DTensor)
+# How a model is split, in words; None if it is not in this way.
 
 
 def _fully_sharded(module: nn.Module) -> str | None:
-    """How weights are kept in parts that make no sense alone, in words; None if they are not."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return None
-    kinds = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
-    return "FSDP" if any(isinstance(part, kinds) for part in module.modules()) else None
+    kinds = {kind.__name__ for part in module.modules() for kind in type(part).__mro__}  # to import them takes long
+    return None if kinds.isdisjoint(("FullyShardedDataParallel", "FSDPModule")) else "FSDP"
+
+
+def _distributed(module: nn.Module) -> str | None:
+    split = any(hasattr(parameter, "to_local") for parameter in module.parameters())
+    return "its parameters are DTensors" if split else None
 
 
 def _pipelined(model: PreTrainedModel, layers: Sequence[int]) -> str | None:
-    """Which of these layers are another process's, in words; None if this one has all, or is alone."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     there = {getattr(module, "layer_idx", None) for module in model.modules()} - {None}
     gone = sorted(set(layers) - there)
-    if not there or not gone:
-        return None
-    return f"pipeline parallelism: layers {', '.join(map(str, gone))} are not in this one"
+    return f"pipeline parallelism: layers {', '.join(map(str, gone))} are not in this one" if there and gone else None
 
 
 def _attention(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
@@ -266,18 +258,20 @@ def _attention(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def _not_by_heads(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int], size: int) -> str | None:
-    """Why a process has no equal part of the KV heads, and of the query heads that share them, in words; or None."""
+    """Else each of `size` processes has an equal part of the KV heads, and of the query heads that share them."""
+    where = f"tensor parallelism over {size}, where"
     _, heads, kv_heads, _ = sizes(config)
     if kv_heads % size or heads % size:
-        return f"{kv_heads} KV heads and {heads} query heads have no {size} equal parts"
+        return f"{where} {kv_heads} KV heads and {heads} query heads have no {size} equal parts"
     plan, left = model.tp_plan or {}, set(layers)
     for name, module in _attention(model):
         for projection in _PROJECTIONS:
             weight: Any = getattr(getattr(module, projection, None), "weight", None)
             style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{projection}"))
             # Its outputs are split into that many parts, and nothing else is.
-            split = style == "colwise" and _is_distributed(weight) and weight.device_mesh.size() == size
+            split = style == "colwise" and hasattr(weight, "to_local") and weight.device_mesh.size() == size
             if not (split and len(weight.placements) == 1 and weight.placements[0].is_shard(0)):
-                return f"every process has all heads of {name}.{projection}, or they are split in another way"
+                return f"{where} every process has all heads of {name}.{projection}, or they are split in another way"
         left.discard(module.layer_idx)
-    return f"layers {', '.join(map(str, sorted(left)))} make keys by no projection of their own" if left else None
+    gone = ", ".join(map(str, sorted(left)))
+    return f"{where} layers {gone} make keys by no projection of their own" if left else None

@@ -86,9 +86,7 @@ class LayerMoments:
         self._key: Any = None
         self._lengths: tuple[int, ...] = ()
 
-    def get(
-        self, moments: Any, layer: int, lengths: tuple[int, ...], device: torch.device, shard: HeadShard
-    ) -> Pair:
+    def get(self, moments: Any, layer: int, lengths: tuple[int, ...], device: torch.device, shard: HeadShard) -> Pair:
         """Mean `[lengths, kv_heads, dim]` and covariance of the shard's heads, by `moments` (`KeyMoments`)."""
         key = weakref.ref(moments), device, len(lengths) if len(lengths) > 1 else lengths
         if self._key != key:
