@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -13,9 +14,17 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..kernels.reference import without_autocast
-from .models import HeadShard, full_attention_layers, head_shard, inputs_device, layer_keys, observed, unwrap_model
+from .models import HeadShard, full_attention_layers, head_shard, inputs_device, observed, unwrap_model
 from .prompts import PROMPTS, choose_prompt, prompt_ids
-from .rotation import Rotation, find_rotations, frequencies_by_length, rope_settings, takes_positions
+from .rotation import (
+    CHUNK_TOKENS,
+    Rotation,
+    find_rotations,
+    frequencies_by_length,
+    read_keys,
+    rope_settings,
+    takes_positions,
+)
 from .running import RunningMoments
 
 if TYPE_CHECKING:
@@ -25,7 +34,6 @@ SCHEMES = ("auto", "analytic", "spread", "prompt")
 TOKENS = 1024
 PROBE_TOKENS = 4
 SHORTEST_PREFIX = 256
-CHUNK_TOKENS = 512  # of one forward pass
 LONGEST_SPREAD = 131072  # longer bulks get the moments of this one
 
 
@@ -34,13 +42,13 @@ class QueryEnergies:
 
     def __init__(self) -> None:
         self.sums: dict[int, Tensor] = {}
-        self.tokens: dict[int, int] = {}
+        self.tokens: Counter[int] = Counter()
 
     def __call__(self, layer: int, query: Tensor) -> None:
         """Take in a layer's queries `[batch, heads, tokens, dim]`."""
         squares = query.detach().float().square().sum(dim=(0, 2)).double().cpu()  # [heads, dim]
-        self.sums[layer] = squares + self.sums[layer] if layer in self.sums else squares
-        self.tokens[layer] = self.tokens.get(layer, 0) + query.shape[0] * query.shape[2]
+        self.sums[layer] = squares + self.sums.get(layer, 0)
+        self.tokens[layer] += query.shape[0] * query.shape[2]
 
     def gathered(
         self, keys: dict[int, Tensor], layers: int, rotations: dict[int, Rotation], shard: HeadShard
@@ -121,32 +129,30 @@ def collect(
         chosen = prompt if kind == "custom" else kind
         ids = prompt_ids(chosen, model=model, tokenizer=tokenizer, tokens=tokens, seed=seed, text=text, fewer=fewer)
         _check_same(shard, kind, ids)
-        tokens = len(ids)
-        if tokens <= sink_tokens:
+        tokens, bulk = len(ids), len(ids) - sink_tokens
+        if bulk <= 0:
             raise ValueError(f"tokens ({tokens}) must exceed sink_tokens ({sink_tokens}), whose keys are left out")
         scheme, rotations = _choose_scheme(model, scheme, ids, shard)
-        lengths = _lengths(scheme, tokens - sink_tokens, min(longest, LONGEST_SPREAD))
-        passes = lengths if scheme == "spread" else lengths[-1:]
+        lengths = _lengths(scheme, bulk, min(longest, LONGEST_SPREAD))
+        passes = lengths if scheme == "spread" else [bulk]
+        # With frequencies of the sequence's length, every chunk would get those of its own.
+        chunk = tokens if frequencies_by_length(rope_settings(config)) else CHUNK_TOKENS
         grid: list[tuple[Tensor, Tensor]] = []
         energies = QueryEnergies()
+        hidden = not progress or shard.rank > 0
         with tqdm(
-            total=tokens * len(passes),
-            desc=f"key moments ({kind})",
-            unit="token",
-            leave=False,
-            delay=1,
-            disable=not progress or shard.rank > 0,
+            total=tokens * len(passes), desc=f"key moments ({kind})", unit="token", leave=False, delay=1, disable=hidden
         ) as bar:
             for length in passes:
-                spread = torch.linspace(0, length - 1, tokens - sink_tokens).round().long() + sink_tokens
-                positions = torch.cat([torch.arange(sink_tokens), spread])
+                spread = torch.linspace(0, length - 1, bulk).round().long() + sink_tokens
+                # Contiguous positions are left to the model: not every one takes them as an argument.
+                positions = None if length == bulk else torch.cat([torch.arange(sink_tokens), spread])[None]
                 with observed(model, energies):
-                    keys = read_keys(model, ids, positions, bar, shard)
+                    keys = read_keys(model, ids[None], positions, shard, chunk=chunk, done=bar.update)
                 if scheme == "analytic":
-                    keys = {
-                        index: rotations[index].rotate(kept.cpu().double(), -positions) for index, kept in keys.items()
-                    }
-                prefixes = lengths if scheme == "prompt" else [tokens - sink_tokens]
+                    back = -torch.arange(tokens)
+                    keys = {index: rotations[index].rotate(kept.cpu().double(), back) for index, kept in keys.items()}
+                prefixes = lengths if scheme == "prompt" else [bulk]
                 grid += [_moments(keys, slice(sink_tokens, sink_tokens + prefix), layers) for prefix in prefixes]
     name = model.config._name_or_path
     mean, covariance = (torch.stack(moments) for moments in zip(*grid, strict=True))
@@ -237,25 +243,6 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def read_keys(model: PreTrainedModel, ids: Tensor, positions: Tensor, bar: tqdm, shard: HeadShard) -> dict[int, Tensor]:
-    """Keys `[1, kv_heads, tokens, dim]` of every full-attention layer, of `ids` `[tokens]` read at `positions`."""
-    config = model.config.get_text_config(decoder=True)
-    cache = DynamicCache(config=config)
-    device = inputs_device(model)
-    contiguous = torch.equal(positions, torch.arange(len(ids)))
-    # Every chunk would get the frequencies of its own length.
-    chunk = len(ids) if frequencies_by_length(rope_settings(config)) else CHUNK_TOKENS
-    for part, where in zip(ids.split(chunk), positions.split(chunk), strict=True):
-        # Contiguous positions are left to the model: not every one takes them as an argument.
-        place = {} if contiguous else {"position_ids": where[None].to(device)}
-        model(input_ids=part[None].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1, **place)
-        bar.update(len(part))
-    managed = full_attention_layers(cache)
-    if not managed:
-        raise ValueError(f"{config.model_type} has no full-attention layers, so there are no key moments to collect")
-    return {index: shard.gather(layer_keys(cache, index, config), 1) for index in managed}
 
 
 def _moments(keys: dict[int, Tensor], part: slice, layers: int) -> tuple[Tensor, Tensor]:

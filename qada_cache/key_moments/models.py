@@ -90,21 +90,6 @@ def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
     return config.num_hidden_layers, heads, kv_heads, dim
 
 
-def layer_keys(cache: DynamicCache, index: int, config: PreTrainedConfig) -> Tensor:
-    """The keys `[batch, kv_heads, tokens, dim]` that a layer holds.
-
-    Raises:
-        ValueError: it holds none of that shape.
-    """
-    keys = getattr(cache.layers[index], "keys", None)
-    if keys is None or keys.dim() != 4:
-        raise ValueError(
-            f"layer {index} of {config.model_type} keeps no [batch, heads, tokens, dim] keys to take moments of: use "
-            'moments="current"'
-        )
-    return keys
-
-
 def own_attention(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The function that `module` calls under the attention implementation `name`."""
     # Eager attention is not registered anywhere, each modeling file defines or imports its own; and a file may have a

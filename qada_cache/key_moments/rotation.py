@@ -8,7 +8,7 @@ mean of `cos` and `sin` of sums and differences of two frequencies.
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -18,12 +18,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .models import UNSHARDED, HeadShard, full_attention_config, full_attention_layers, inputs_device, layer_keys
+from .models import UNSHARDED, HeadShard, full_attention_config, full_attention_layers, inputs_device
 
 LAYOUTS = ("half", "interleaved")
 PROBE_POSITIONS = (1, 17, 331)
 PROBE_ERROR = 0.05  # relative: rounding in bfloat16 stays below 0.01, a wrong layout is off by about 1
 FREQUENCIES_BY_LENGTH = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the sequence
+CHUNK_TOKENS = 512  # of one forward pass
 LOCAL_TOKENS = 128  # of a sequence beside its bulk: sinks and window at their defaults
 
 
@@ -132,6 +133,46 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
+def read_keys(
+    model: PreTrainedModel,
+    ids: Tensor,
+    positions: Tensor | None,
+    shard: HeadShard,
+    *,
+    chunk: int = CHUNK_TOKENS,
+    done: Callable[[int], object] = lambda tokens: None,
+) -> dict[int, Tensor]:
+    """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, all processes' heads.
+
+    Args:
+        ids: `[batch, tokens]`, read `chunk` at a time; `done` is told how many were.
+        positions: of the tokens `[batch, tokens]`; None: the model's own.
+
+    Raises:
+        ValueError: there are no such layers, or one holds no keys of that shape.
+    """
+    config = model.config.get_text_config(decoder=True)
+    cache, device = DynamicCache(config=config), inputs_device(model)
+    managed = full_attention_layers(cache)
+    if not managed:
+        raise ValueError(f"{config.model_type} has no full-attention layers, so there are no key moments to collect")
+    for start in range(0, ids.shape[1], chunk):
+        part = slice(start, start + chunk)
+        place = {} if positions is None else {"position_ids": positions[:, part].to(device)}
+        model(input_ids=ids[:, part].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1, **place)
+        done(len(ids[0, part]))
+    found = {}
+    for index in managed:
+        keys = getattr(cache.layers[index], "keys", None)
+        if keys is None or keys.dim() != 4:
+            raise ValueError(
+                f"layer {index} of {config.model_type} keeps no [batch, heads, tokens, dim] keys to take moments of: "
+                'use moments="current"'
+            )
+        found[index] = shard.gather(keys, 1)
+    return found
+
+
 @torch.no_grad()
 def find_rotations(
     model: PreTrainedModel, tokens: Tensor, length: int, shard: HeadShard = UNSHARDED
@@ -149,14 +190,8 @@ def find_rotations(
         shard: the heads of this process.
     """
     positions = torch.tensor([0, *(position for position in PROBE_POSITIONS if position < length), length - 1])
-    config = model.config.get_text_config(decoder=True)
-    cache = DynamicCache(config=config)
     if not takes_positions(model):
-        return dict.fromkeys(full_attention_layers(cache))
-    ids = tokens[:, None].expand(-1, len(positions)).reshape(-1, 1)
-    position_ids = positions.repeat(len(tokens))[:, None]
-    device = inputs_device(model)
-    model(input_ids=ids.to(device), position_ids=position_ids.to(device), past_key_values=cache, use_cache=True)
+        return dict.fromkeys(full_attention_layers(DynamicCache(config=model.config.get_text_config(decoder=True))))
     candidates = dict.fromkeys(
         tuple(buffer.double().tolist())
         for module in model.modules()
@@ -164,9 +199,10 @@ def find_rotations(
         if name.endswith("inv_freq") and buffer.dim() == 1 and not buffer.is_meta
     )
     found = {}
-    for index in full_attention_layers(cache):
-        keys = shard.gather(layer_keys(cache, index, config), 1)[:, :, 0].unflatten(0, (len(tokens), -1))
-        found[index] = _best_rotation(keys.permute(2, 0, 1, 3).double().cpu(), positions, candidates)
+    ids, places = tokens.repeat_interleave(len(positions)), positions.repeat(len(tokens))
+    for index, keys in read_keys(model, ids[:, None], places[:, None], shard).items():
+        keys = keys[:, :, 0].unflatten(0, (len(tokens), -1)).permute(2, 0, 1, 3)
+        found[index] = _best_rotation(keys.double().cpu(), positions, candidates)
     return found
 
 
