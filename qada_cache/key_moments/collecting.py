@@ -16,15 +16,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 from ..kernels.reference import without_autocast
 from .models import HeadShard, full_attention_layers, head_shard, inputs_device, observed, unwrap_model
 from .prompts import PROMPTS, choose_prompt, prompt_ids
-from .rotation import (
-    CHUNK_TOKENS,
-    Rotation,
-    find_rotations,
-    frequencies_by_length,
-    read_keys,
-    rope_settings,
-    takes_positions,
-)
+from .rotation import Rotation, find_rotations, read_keys, rope_settings, takes_positions
 from .running import RunningMoments
 
 if TYPE_CHECKING:
@@ -135,8 +127,6 @@ def collect(
         scheme, rotations = _choose_scheme(model, scheme, ids, shard)
         lengths = _lengths(scheme, bulk, min(longest, LONGEST_SPREAD))
         passes = lengths if scheme == "spread" else [bulk]
-        # With frequencies of the sequence's length, every chunk would get those of its own.
-        chunk = tokens if frequencies_by_length(rope_settings(config)) else CHUNK_TOKENS
         grid: list[tuple[Tensor, Tensor]] = []
         energies = QueryEnergies()
         hidden = not progress or shard.rank > 0
@@ -148,7 +138,7 @@ def collect(
                 # Contiguous positions are left to the model: not every one takes them as an argument.
                 positions = None if length == bulk else torch.cat([torch.arange(sink_tokens), spread])[None]
                 with observed(model, energies):
-                    keys = read_keys(model, ids[None], positions, shard, chunk=chunk, done=bar.update)
+                    keys = read_keys(model, ids[None], positions, shard, bar.update)
                 if scheme == "analytic":
                     back = -torch.arange(tokens)
                     keys = {index: rotations[index].rotate(kept.cpu().double(), back) for index, kept in keys.items()}

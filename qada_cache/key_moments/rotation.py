@@ -138,20 +138,21 @@ def read_keys(
     ids: Tensor,
     positions: Tensor | None,
     shard: HeadShard,
-    *,
-    chunk: int = CHUNK_TOKENS,
     done: Callable[[int], object] = lambda tokens: None,
 ) -> dict[int, Tensor]:
     """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, all processes' heads.
 
     Args:
-        ids: `[batch, tokens]`, read `chunk` at a time; `done` is told how many were.
+        ids: `[batch, tokens]`, read in chunks.
         positions: of the tokens `[batch, tokens]`; None: the model's own.
+        done: is told after each chunk how many tokens it had.
 
     Raises:
         ValueError: there are no such layers, or one holds no keys of that shape.
     """
     config = model.config.get_text_config(decoder=True)
+    # With frequencies of the sequence's length, every chunk would get those of its own.
+    chunk = ids.shape[1] if frequencies_by_length(rope_settings(config)) else CHUNK_TOKENS
     cache, device = DynamicCache(config=config), inputs_device(model)
     managed = full_attention_layers(cache)
     if not managed:
@@ -192,15 +193,16 @@ def find_rotations(
     positions = torch.tensor([0, *(position for position in PROBE_POSITIONS if position < length), length - 1])
     if not takes_positions(model):
         return dict.fromkeys(full_attention_layers(DynamicCache(config=model.config.get_text_config(decoder=True))))
-    candidates = dict.fromkeys(
+    ids, places = tokens.repeat_interleave(len(positions)), positions.repeat(len(tokens))
+    read = read_keys(model, ids[:, None], places[:, None], shard)
+    candidates = dict.fromkeys(  # some follow the positions that were read last
         tuple(buffer.double().tolist())
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name.endswith("inv_freq") and buffer.dim() == 1 and not buffer.is_meta
     )
     found = {}
-    ids, places = tokens.repeat_interleave(len(positions)), positions.repeat(len(tokens))
-    for index, keys in read_keys(model, ids[:, None], places[:, None], shard).items():
+    for index, keys in read.items():
         keys = keys[:, :, 0].unflatten(0, (len(tokens), -1)).permute(2, 0, 1, 3)
         found[index] = _best_rotation(keys.double().cpu(), positions, candidates)
     return found
