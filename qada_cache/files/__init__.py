@@ -46,18 +46,12 @@ def opened(name: str, *, make: bool = False) -> Iterator[int]:
         raise OSError(f"who can write to {path} cannot be told on {sys.platform}")
     if make:
         path.parent.mkdir(parents=True, exist_ok=True)
-    outer = _own_folder(path, path, None, make)
-    try:
-        inner = _own_folder(name, path / name, outer, make)
-    finally:
-        os.close(outer)
-    try:
+    with _own_folder(path, path, None, make) as outer, _own_folder(name, path / name, outer, make) as inner:
         yield inner
-    finally:
-        os.close(inner)
 
 
-def _own_folder(name: str | Path, path: Path, within: int | None, make: bool) -> int:
+@contextmanager
+def _own_folder(name: str | Path, path: Path, within: int | None, make: bool) -> Iterator[int]:
     if make:
         with suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=within)
@@ -67,10 +61,9 @@ def _own_folder(name: str | Path, path: Path, within: int | None, make: bool) ->
         raise NotADirectoryError(f"{path} is a link or no folder: set QADA_HOME to a folder") from error
     try:
         _check_own(os.fstat(descriptor), path)
-    except OSError:
+        yield descriptor
+    finally:
         os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _check_own(found: os.stat_result, path: str | Path) -> None:
@@ -137,9 +130,8 @@ def _begun(beginning: str, folder: int | None) -> tuple[int, str]:
     """A new unfinished file, open and locked for as long as this process lives and writes; and its name."""
     while True:
         name = f"{beginning}{secrets.token_hex(8)}{UNFINISHED}"
-        descriptor = os.open(
-            name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if folder is None else 0o600, dir_fd=folder
-        )
+        flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if folder is None else 0o600
+        descriptor = os.open(name, flags, mode, dir_fd=folder)
         if LOCKS:
             with suppress(OSError):  # a file system without them
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -166,17 +158,12 @@ def _remove(path: str, within: int | None, *, old: bool) -> None:
     Raises:
         OSError: its process lives, or it cannot be removed, or is gone.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=within)
-    try:
+    with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=within), "rb") as file:
         try:
             if LOCKS:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:  # a file system without locks
-            if not old:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if isinstance(error, BlockingIOError) or not old:  # else a file system without locks
                 raise
         if LOCKS or old:
             os.unlink(path, dir_fd=within)
-    finally:
-        os.close(descriptor)

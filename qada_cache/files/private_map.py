@@ -27,11 +27,6 @@ class OpenFile:
         self._state = self._changes()
 
     @property
-    def link(self) -> str:
-        """A path of this very file, wherever it may be by now."""
-        return link(self._descriptor)
-
-    @property
     def quiet(self) -> bool:
         """Whether nobody has it open for writing; False if the system cannot tell.
 
@@ -54,7 +49,7 @@ class OpenFile:
             RuntimeError: the system has no room for it.
         """
         size = os.fstat(self._descriptor).st_size
-        return torch.from_file(self.link, shared=shared, size=size, dtype=torch.uint8)
+        return torch.from_file(link(self._descriptor), shared=shared, size=size, dtype=torch.uint8)
 
     @property
     def changed(self) -> bool:
@@ -82,8 +77,7 @@ class PrivateMap:
         self.file, self.content = file, file.map(shared=False)
 
     def __deepcopy__(self, memo: dict) -> "PrivateMap":
-        twin = memo[id(self)] = PrivateMap(self.file)
-        return twin
+        return PrivateMap(self.file)
 
     def tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor that begins at byte `start`, a multiple of its elements' size."""
@@ -106,7 +100,6 @@ def create_anonymous(size: int) -> OpenFile:
     Raises:
         OSError: the system does not give it.
     """
-    descriptor = os.memfd_create("qada-cache")
-    file = OpenFile(descriptor, None)
-    os.ftruncate(descriptor, size)
+    file = OpenFile(os.memfd_create("qada-cache"), None)
+    os.ftruncate(file._descriptor, size)
     return file
