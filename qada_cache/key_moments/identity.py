@@ -8,6 +8,7 @@ import json
 import os
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -133,27 +134,20 @@ def _readable(weight: Tensor) -> bool:
 
 @torch.no_grad()
 def _sample(weights: dict[str, Tensor]) -> list[str]:
-    read: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    found = []
     for name, weight in weights.items():
+        found.append(_digest(f"{name} {list(weight.shape)} {weight.dtype}".encode()))
         if not weight.numel() or not _readable(weight):
             continue
         index = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), device=weight.device).long()
         places = torch.unravel_index(index, weight.shape) if weight.dim() else ()
-        try:
-            with torch._C.DisableTorchFunctionSubclass():  # the plain tensor of a Parameter's subclass
-                found = weight.detach()[places].reshape(-1).float()
-        except NotImplementedError:  # torch indexes no tensors of dtypes smaller than a byte
-            continue
-        read.setdefault(weight.device, []).append((name, found))
-    values: dict[str, Tensor] = {}
-    for entries in read.values():  # one transfer for each device
-        parts = torch.cat([part for _, part in entries]).cpu().split([len(part) for _, part in entries])
-        values |= {name: part for (name, _), part in zip(entries, parts, strict=True)}
-    return [
-        _digest(f"{name} {list(weight.shape)} {weight.dtype}".encode())
-        + (_digest(values[name].numpy().tobytes()) if name in values else "")
-        for name, weight in weights.items()
-    ]
+        with (
+            suppress(NotImplementedError),  # torch indexes no tensors of dtypes smaller than a byte
+            torch._C.DisableTorchFunctionSubclass(),  # the plain tensor of a Parameter's subclass
+        ):
+            values = weight.detach()[places].reshape(-1).float()
+            found[-1] += _digest(values.cpu().numpy().tobytes())
+    return found
 
 
 def _digest(content: bytes) -> str:
