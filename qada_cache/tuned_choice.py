@@ -5,7 +5,7 @@ weights, config and dtype, wherever the model lies. A cache that was built with 
 cache of a split model, as each process sees its own part of the weights.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from .state import THRESHOLD, ManagedModel, Options
 logger = logging.get_logger(__name__)
 
 KIND = "qada-choice"
+_CHOSEN = ("token_threshold", "threshold")
 # A setting was measured under these options.
-_UNDER = ("sink_tokens", "local_tokens", "criterion", "group_rule", "moments", "sketch_bits")
+_UNDER = ("sink_tokens", "local_tokens", "criterion", "group_rule", "moments", "sketch_bits", "update_moments")
+CONDITIONS = frozenset(_UNDER + _CHOSEN)  # others need another measurement
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,6 @@ class Thresholds:
     def __str__(self) -> str:
         threshold = "" if self.threshold == THRESHOLD else f", threshold={self.threshold:g}"
         return f"token_threshold={self.token_threshold:g}{threshold}"
-
-
-_CHOSEN = tuple(field.name for field in fields(Thresholds))
-CONDITIONS = frozenset({*_UNDER, "update_moments", *_CHOSEN})  # others need another measurement
 
 
 def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> Path:
@@ -101,7 +99,7 @@ def apply_tuned(options: Options, managed: ManagedModel, *, threshold: float | N
 
 def _conditions(options: Options) -> dict[str, Any]:
     """The options that a setting was measured under, JSON-able."""
-    found = {name: getattr(options, name) for name in (*_UNDER, "update_moments")}
+    found = {name: getattr(options, name) for name in _UNDER}
     current, other = sources(options.moments)
     prompt = other.prompt if isinstance(other, KeyMoments) else other
     found["moments"] = "+".join([CURRENT] * current + [str(prompt)] * (prompt is not None))
