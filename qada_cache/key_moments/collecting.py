@@ -47,20 +47,21 @@ class QueryEnergies:
     ) -> Tensor | None:
         """Energies float32 `[layers, kv_heads, dim]`: means over a KV head's query heads and over each rotary pair.
 
-        None if the queries of a layer that has `keys` were not seen, or are of other heads. Channels without a rotation
-        keep their own.
+        None if the queries of a layer that has `keys` were not seen, or are of other heads.
         """
         found = {}
         for index, kept in keys.items():
             heads, dim = kept.shape[1] // shard.size, kept.shape[3]
             if index in self.sums and not len(self.sums[index]) % heads and self.sums[index].shape[-1] == dim:
                 mean = (self.sums[index] / self.tokens[index]).unflatten(0, (heads, -1)).mean(dim=1)
-                if index in rotations:
-                    mean = (mean + mean[:, rotations[index].partners]) / 2
-                found[index] = mean.float()
-        if shard.all_true(len(found) == len(keys)):
-            return _by_layer({index: shard.gather(mean, 0) for index, mean in found.items()}, layers)
-        return None
+                partners = rotations.get(index, Rotation(dim)).partners
+                found[index] = ((mean + mean[:, partners]) / 2).float()
+        if not shard.all_true(len(found) == len(keys)):
+            return None
+        energies = torch.zeros(layers, kept.shape[1], dim)
+        for index, mean in found.items():
+            energies[index] = shard.gather(mean, 0)
+        return energies
 
 
 def collect(
@@ -141,7 +142,7 @@ def collect(
                     keys = read_keys(model, ids[None], positions, shard, bar.update)
                 if scheme == "analytic":
                     back = -torch.arange(tokens)
-                    keys = {index: rotations[index].rotate(kept.cpu().double(), back) for index, kept in keys.items()}
+                    keys = {index: rotations[index].rotate(kept.double(), back) for index, kept in keys.items()}
                 prefixes = lengths if scheme == "prompt" else [bulk]
                 grid += [_moments(keys, slice(sink_tokens, sink_tokens + prefix), layers) for prefix in prefixes]
     name = model.config._name_or_path
@@ -236,21 +237,12 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _moments(keys: dict[int, Tensor], part: slice, layers: int) -> tuple[Tensor, Tensor]:
-    """Mean `[layers, kv_heads, dim]` and covariance `[layers, kv_heads, dim, dim]` of the keys of these tokens."""
-    means, covariances = {}, {}
+    """Mean `[layers, kv_heads, dim]` and covariance `[layers, kv_heads, dim, dim]` of the keys of these tokens; zeros
+    for layers that have none."""
+    shapes = sorted({(kept.shape[1], kept.shape[3]) for kept in keys.values()})
+    if len(shapes) > 1:
+        raise ValueError(f'layers differ in the shape of their keys, {shapes}: use moments="current"')
+    running = RunningMoments(layers, *shapes[0], torch.device("cpu"))
     for index, kept in keys.items():
-        running = RunningMoments(1, kept.shape[1], kept.shape[3], kept.device)
-        running.update(slice(0, 1), kept[:, :, part])
-        means[index], covariances[index] = running.mean[0].cpu(), running.covariance[0].cpu()
-    return _by_layer(means, layers), _by_layer(covariances, layers)
-
-
-def _by_layer(found: dict[int, Tensor], layers: int) -> Tensor:
-    """`[layers, ...]`, zeros for layers that have none."""
-    like = next(iter(found.values()))
-    if any(tensor.shape != like.shape for tensor in found.values()):
-        raise ValueError(
-            f"layers differ in the shape of their keys, {sorted({tuple(t.shape) for t in found.values()})}: "
-            'use moments="current"'
-        )
-    return torch.stack([found.get(layer, torch.zeros_like(like)) for layer in range(layers)])
+        running.update(slice(index, index + 1), kept[:, :, part])
+    return running.mean, running.covariance

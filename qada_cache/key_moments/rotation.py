@@ -140,7 +140,7 @@ def read_keys(
     shard: HeadShard,
     done: Callable[[int], object] = lambda tokens: None,
 ) -> dict[int, Tensor]:
-    """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, all processes' heads.
+    """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, all processes' heads, on the CPU.
 
     Args:
         ids: `[batch, tokens]`, read in chunks.
@@ -170,7 +170,7 @@ def read_keys(
                 f"layer {index} of {config.model_type} keeps no [batch, heads, tokens, dim] keys to take moments of: "
                 'use moments="current"'
             )
-        found[index] = shard.gather(keys, 1)
+        found[index] = shard.gather(keys, 1).cpu()
     return found
 
 
@@ -204,7 +204,7 @@ def find_rotations(
     found = {}
     for index, keys in read.items():
         keys = keys[:, :, 0].unflatten(0, (len(tokens), -1)).permute(2, 0, 1, 3)
-        found[index] = _best_rotation(keys.double().cpu(), positions, candidates)
+        found[index] = _best_rotation(keys.double(), positions, candidates)
     return found
 
 
