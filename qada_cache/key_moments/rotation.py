@@ -7,7 +7,6 @@ mean of `cos` and `sin` of sums and differences of two frequencies.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -62,13 +61,8 @@ class Rotation:
     def average(self, mean: Tensor, covariance: Tensor, *, first: int, length: int) -> tuple[Tensor, Tensor]:
         """Moments of keys at every position of `first .. first + length - 1`, each key at each position.
 
-        Args:
-            mean: of the keys at position 0, `[..., dim]`.
-            covariance: population covariance of the same, `[..., dim, dim]`.
-            first, length: in tokens.
-
-        Returns:
-            mean `[..., dim]` and population covariance `[..., dim, dim]`, float64 on the CPU.
+        Mean `[..., dim]` and population covariance `[..., dim, dim]` are those of the keys at position 0; those
+        returned are float64 on the CPU.
         """
         partner = self.partners
         cos, sin, cos_cos, cos_sin, sin_sin = _means(self, first, length)
@@ -95,10 +89,8 @@ def _by_dim(rotation: Rotation) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def _means(rotation: Rotation, first: int, length: int) -> tuple[Tensor, ...]:
-    """Means over the positions of `cos`, `sin` `[dim]`, and of their products for two dims `[dim, dim]`.
-
-    `cos_sin[a, b]`, the second of the products, is the mean of `cos_a * sin_b`.
-    """
+    """Means over the positions of `cos`, `sin` `[dim]`, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b`
+    `[dim, dim]`."""
     frequency, _ = _by_dim(rotation)
     once, less, more = (
         _mean_turn(turn, first, length)
@@ -108,23 +100,19 @@ def _means(rotation: Rotation, first: int, length: int) -> tuple[Tensor, ...]:
 
 
 def _mean_turn(frequency: Tensor, first: int, length: int) -> Tensor:
-    """Means of `exp(i n frequency)` over `n = first .. first + length - 1`, complex128.
-
-    The sum of a geometric series (Dirichlet's kernel): its middle term times a ratio of sines.
-    """
+    """Means of `exp(i n frequency)` over `n = first .. first + length - 1`: of a geometric series (Dirichlet's kernel),
+    its middle term times a ratio of sines."""
     half = frequency / 2
     whole_turns = (half.sin().abs() < 1e-15) | (frequency == 0)  # 0/0: the limit is 1
-    ratio = (length * half).sin() / (length * half.sin()).masked_fill(whole_turns, 1.0)
-    ratio = ratio.masked_fill(whole_turns, 1.0)
+    ratio = torch.where(whole_turns, 1.0, (length * half).sin() / (length * half.sin()))
     middle = (first + (length - 1) / 2) * frequency
     return torch.complex(ratio * middle.cos(), ratio * middle.sin())
 
 
 def round_length(length: int) -> int:
     """`length` rounded up by at most 64 tokens or one part in 32, for moments. A growing sequence seldom needs new
-    moments then, and a row gets the same ones in any batch.
-    """
-    step = max(64, 1 << max(0, math.ceil(math.log2(max(length, 1))) - 6))
+    moments then, and a row gets the same ones in any batch."""
+    step = 1 << max(6, (length - 1).bit_length() - 6)
     return -(-length // step) * step
 
 
@@ -142,10 +130,8 @@ def read_keys(
 ) -> dict[int, Tensor]:
     """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, all processes' heads, on the CPU.
 
-    Args:
-        ids: `[batch, tokens]`, read in chunks.
-        positions: of the tokens `[batch, tokens]`; None: the model's own.
-        done: is told after each chunk how many tokens it had.
+    The model reads `ids` `[batch, tokens]` in chunks, at `positions` `[batch, tokens]` (None: its own). `done` is told
+    after each how many tokens it had.
 
     Raises:
         ValueError: there are no such layers, or one holds no keys of that shape.
@@ -181,14 +167,8 @@ def find_rotations(
     """How each full-attention layer turns its keys with position; None where that was not found out.
 
     A single token attends to itself alone. So in every layer its key at position `p` is its key at position 0, turned
-    by that layer's rotation. One forward pass over single tokens shows a layer's rotary frequencies and pairs of dims,
-    or that it has no rotary positions.
-
-    Args:
-        model: in eval mode.
-        tokens: a few different token ids `[tokens]`.
-        length: of the sequence of keys to turn back: frequencies may depend on it.
-        shard: the heads of this process.
+    by that layer's rotation. One forward pass over a few single `tokens` `[tokens]` shows a layer's rotary frequencies
+    and pairs of dims, or that it has no rotary positions. Frequencies may depend on the `length` of the sequence.
     """
     positions = torch.tensor([0, *(position for position in PROBE_POSITIONS if position < length), length - 1])
     if not takes_positions(model):
@@ -210,8 +190,7 @@ def find_rotations(
 
 def _best_rotation(keys: Tensor, positions: Tensor, candidates: Iterable[tuple[float, ...]]) -> Rotation | None:
     """The one that turns keys `[kv_heads, tokens, positions, dim]`, by these frequencies or not at all."""
-    dim = keys.shape[-1]
-    rotations = [Rotation(dim)]
+    rotations = [Rotation(dim := keys.shape[-1])]
     rotations += [Rotation(dim, found, layout) for found in candidates for layout in LAYOUTS if 2 * len(found) <= dim]
 
     def error(rotation: Rotation) -> float:
