@@ -33,9 +33,7 @@ def home() -> Path:
 
 @contextmanager
 def opened(name: str, *, make: bool = False) -> Iterator[int]:
-    """A descriptor of the folder `name` in `home()`: it goes on reaching that folder, whatever becomes of its path.
-
-    Missing folders are made if `make`, for the user alone.
+    """A descriptor of the folder `name` in `home()`, whatever becomes of its path; made if `make`, for the user alone.
 
     Raises:
         FileNotFoundError: there is no such folder, and `make` is False.
@@ -127,7 +125,7 @@ def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, fold
 
 
 def _begun(beginning: str, folder: int | None) -> tuple[int, str]:
-    """A new unfinished file, open and locked for as long as this process lives and writes; and its name."""
+    """A new unfinished file, locked for as long as this process lives and writes, and its name."""
     while True:
         name = f"{beginning}{secrets.token_hex(8)}{UNFINISHED}"
         flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if folder is None else 0o600
@@ -153,11 +151,7 @@ def _sweep(folder: str | int, beginning: str) -> None:
 
 
 def _remove(path: str, within: int | None, *, old: bool) -> None:
-    """Remove an unfinished file unless its process lives, as far as a lock tells; if none can, it has to be old.
-
-    Raises:
-        OSError: its process lives, or it cannot be removed, or is gone.
-    """
+    """Remove an unfinished file; OSError if its process lives, as a lock tells, or, where none can, if it is young."""
     with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=within), "rb") as file:
         try:
             if LOCKS:

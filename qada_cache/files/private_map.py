@@ -14,24 +14,18 @@ WORTH = 4 << 20  # bytes; to copy less costs nothing
 
 
 class OpenFile:
-    """A descriptor, closed when nobody refers to this any more. Its file may be renamed, replaced or deleted.
-
-    Args:
-        descriptor: of a file with something in it.
-        path: where others may find it; None: nowhere.
-    """
+    """A descriptor, closed when nobody refers to this any more. Others may find its file at `path` (None: nowhere), and
+    rename, replace or delete it."""
 
     def __init__(self, descriptor: int, path: str | None) -> None:
         self._descriptor, self.path = descriptor, path
         weakref.finalize(self, os.close, descriptor)
-        self._state = self._changes()
+        self._state = self._size_and_time()
 
     @property
     def quiet(self) -> bool:
-        """Whether nobody has it open for writing; False if the system cannot tell.
-
-        It cannot tell of network file systems, nor of a file that is another user's.
-        """
+        """Whether nobody has it open for writing; False if the system cannot tell, as of network file systems, and of
+        a file that is another user's."""
         import fcntl
 
         try:
@@ -54,23 +48,18 @@ class OpenFile:
     @property
     def changed(self) -> bool:
         """Whether others have written to it since it was opened; its maps may show that."""
-        return self.path is not None and self._changes() != self._state
+        return self.path is not None and self._size_and_time() != self._state
 
-    def _changes(self) -> tuple[int, int]:
-        """Size and time of the file, which a write changes."""
+    def _size_and_time(self) -> tuple[int, int]:
         state = os.fstat(self._descriptor)
         return state.st_size, state.st_mtime_ns
 
 
 class PrivateMap:
-    """A file's content as memory of one holder.
+    """A file's content, uint8 `[size]`, as memory of one holder; nobody may write to the file.
 
     `copy.deepcopy` maps the file once more: the copy holds the file's content, without writes to this map. Pages that
     nobody has written to take memory once, however often they are mapped.
-
-    Attributes:
-        file: nobody may write to it.
-        content: uint8 `[size]`.
     """
 
     def __init__(self, file: OpenFile) -> None:

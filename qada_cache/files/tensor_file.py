@@ -37,10 +37,7 @@ _ALIGNMENT = 64  # bytes, as torch aligns memory on the CPU
 class PaddedTensor:
     """A tensor as a file holds it, `[rows, heads, room, dim]`: of each row its first `lengths[row]` tokens, then zeros.
 
-    Attributes:
-        tensor: `[rows, heads, tokens, dim]`, on any device; it comes to the host one head at a time.
-        lengths: of each row, in tokens.
-        room: tokens of each head in the file.
+    The `tensor` `[rows, heads, tokens, dim]`, on any device, comes to the host one head at a time.
     """
 
     tensor: Tensor
@@ -54,7 +51,7 @@ class PaddedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The tensor's shape in the file."""
+        """In the file."""
         rows, heads, _, dim = self.tensor.shape
         return rows, heads, self.room, dim
 
@@ -94,11 +91,10 @@ def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, FileTensor],
 
 
 def encoded(kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any]) -> Iterator[bytes | memoryview | int]:
-    """The bytes of a file, piece by piece, numbers standing for that many zeros. Tensors on a device are copied to the
-    host twice, as the checksum stands before them. (safetensors' own function copies all first, and ignores the umask.)
+    """The bytes of a file for `write`, piece by piece, numbers standing for that many zeros.
 
-    Raises:
-        NotImplementedError: as `write`.
+    Tensors on a device are copied to the host twice, as the checksum stands before them. (safetensors' own function
+    copies all first, and ignores the umask.)
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
