@@ -54,7 +54,7 @@ class QueryEnergies:
             heads, dim = kept.shape[1] // shard.size, kept.shape[3]
             if index in self.sums and not len(self.sums[index]) % heads and self.sums[index].shape[-1] == dim:
                 mean = (self.sums[index] / self.tokens[index]).unflatten(0, (heads, -1)).mean(dim=1)
-                partners = rotations.get(index, Rotation(dim)).partners
+                _, partners = rotations.get(index, Rotation(dim)).by_dim
                 found[index] = ((mean + mean[:, partners]) / 2).float()
         if not shard.all_true(len(found) == len(keys)):
             return None
@@ -127,7 +127,7 @@ def collect(
             raise ValueError(f"tokens ({tokens}) must exceed sink_tokens ({sink_tokens}), whose keys are left out")
         scheme, rotations = _choose_scheme(model, scheme, ids, shard)
         lengths = _lengths(scheme, bulk, min(longest, LONGEST_SPREAD))
-        passes = lengths if scheme == "spread" else [bulk]
+        passes, prefixes = (lengths, [bulk]) if scheme == "spread" else ([bulk], lengths)
         grid: list[tuple[Tensor, Tensor]] = []
         energies = QueryEnergies()
         hidden = not progress or shard.rank > 0
@@ -143,7 +143,6 @@ def collect(
                 if scheme == "analytic":
                     back = -torch.arange(tokens)
                     keys = {index: rotations[index].rotate(kept.double(), back) for index, kept in keys.items()}
-                prefixes = lengths if scheme == "prompt" else [bulk]
                 grid += [_moments(keys, slice(sink_tokens, sink_tokens + prefix), layers) for prefix in prefixes]
     name = model.config._name_or_path
     mean, covariance = (torch.stack(moments) for moments in zip(*grid, strict=True))

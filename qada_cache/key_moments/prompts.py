@@ -16,14 +16,12 @@ UNKNOWN_SHARE = 0.1  # of a text's tokens: beyond it the tokenizer does not know
 
 
 def choose_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase | None, text: str | None = None) -> str:
-    """`prompt`, or its counterpart of tokens if there can be no words.
-
-    "random-words" and "single-word" of our article (no `text` given) take a tokenizer that knows its words. Without one
-    they become "random-tokens" and "single-token".
-    """
+    """`prompt`, or its counterpart of tokens if it is one of words of our article (no `text` given), and there is no
+    tokenizer that knows them."""
     if prompt not in TOKENS_FOR_WORDS or text is not None:
         return prompt
-    known = tokenizer is not None and knows(tokenizer, tokenizer(_article(), return_tensors="pt").input_ids[0])
+    article = ARTICLE.read_text(encoding="utf-8")
+    known = tokenizer is not None and knows(tokenizer, tokenizer(article, return_tensors="pt").input_ids[0])
     return prompt if known else TOKENS_FOR_WORDS[prompt]
 
 
@@ -61,7 +59,7 @@ def prompt_ids(
     else:
         if tokenizer is None:
             raise ValueError(f"a prompt of text ({shown}) needs the model's tokenizer: give tokenizer=...")
-        whole = text or _article() if prompt in PROMPTS else prompt
+        whole = text or ARTICLE.read_text(encoding="utf-8") if prompt in PROMPTS else prompt
         most: int | None = None
         if prompt in TOKENS_FOR_WORDS:
             words, most = whole.split(), 2 * tokens
@@ -76,10 +74,6 @@ def prompt_ids(
             f"tokens={len(ids)}"
         )
     return ids[:tokens]
-
-
-def _article() -> str:
-    return ARTICLE.read_text(encoding="utf-8")
 
 
 def knows(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> bool:
@@ -121,11 +115,11 @@ def _ordinary_tokens(
     special = set(tokenizer.all_special_ids if tokenizer is not None else [])
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"):
         found = getattr(config, name, None)
-        special |= set(found if isinstance(found, list) else [found]) - {None}
-    ordinary[[index for index in special if 0 <= index < len(ordinary)]] = False
+        special |= set(found if isinstance(found, list) else [found])
+    known = range(len(ordinary))
+    ordinary[[index for index in special if index in known]] = False
     choices = ordinary.nonzero().squeeze(-1)
-    begin = getattr(config, "bos_token_id", None)
-    begin = torch.tensor([] if begin is None or not 0 <= begin < len(ordinary) else [begin], dtype=torch.long)
+    begin = torch.tensor([index for index in [getattr(config, "bos_token_id", None)] if index in known]).long()
     count = tokens - len(begin)
     drawn = choices[torch.randint(len(choices), (1 if prompt == "single-token" else count,), generator=generator)]
     return torch.cat([begin, drawn.expand(count)])

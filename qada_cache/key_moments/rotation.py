@@ -9,7 +9,7 @@ mean of `cos` and `sin` of sums and differences of two frequencies.
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -47,14 +47,21 @@ class Rotation:
         if 2 * len(self.frequencies) > self.dim:
             raise ValueError(f"{len(self.frequencies)} rotary frequencies need more than {self.dim} dims")
 
-    @property
-    def partners(self) -> Tensor:
-        """The index of every dim's partner int64 `[dim]`; unturned dims are their own partners."""
-        return _by_dim(self)[1]
+    @cached_property
+    def by_dim(self) -> tuple[Tensor, Tensor]:
+        """Frequencies `[dim]`, negative for the first dim of a pair; and partners' indices `[dim]`, of unturned dims
+        their own."""
+        frequency, partner = torch.zeros(self.dim, dtype=torch.float64), torch.arange(self.dim)
+        pair = torch.arange(pairs := len(self.frequencies))
+        one, other = (pair, pair + pairs) if self.layout == "half" else (2 * pair, 2 * pair + 1)
+        frequency[other] = torch.tensor(self.frequencies, dtype=torch.float64)
+        frequency[one] = -frequency[other]
+        partner[one], partner[other] = other, one
+        return frequency, partner
 
     def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys `[..., tokens, dim]` of position 0 at `positions` `[tokens]`; negative positions turn back."""
-        frequency, partner = (tensor.to(keys.device) for tensor in _by_dim(self))
+        frequency, partner = (tensor.to(keys.device) for tensor in self.by_dim)
         angle = positions.to(keys.device, torch.float64)[:, None] * frequency
         return keys * angle.cos().to(keys.dtype) + keys[..., partner] * angle.sin().to(keys.dtype)
 
@@ -64,7 +71,7 @@ class Rotation:
         Mean `[..., dim]` and population covariance `[..., dim, dim]` are those of the keys at position 0; those
         returned are float64 on the CPU.
         """
-        partner = self.partners
+        _, partner = self.by_dim
         cos, sin, cos_cos, cos_sin, sin_sin = _means(self, first, length)
         mean = mean.double().cpu()
         second = covariance.double().cpu() + mean[..., :, None] * mean[..., None, :]
@@ -76,22 +83,10 @@ class Rotation:
 
 
 @lru_cache(maxsize=64)
-def _by_dim(rotation: Rotation) -> tuple[Tensor, Tensor]:
-    """Of every dim: its frequency, negative for the first dim of a pair, and its partner's index; both `[dim]`."""
-    frequency, partner = torch.zeros(rotation.dim, dtype=torch.float64), torch.arange(rotation.dim)
-    pair = torch.arange(pairs := len(rotation.frequencies))
-    one, other = (pair, pair + pairs) if rotation.layout == "half" else (2 * pair, 2 * pair + 1)
-    frequency[other] = torch.tensor(rotation.frequencies, dtype=torch.float64)
-    frequency[one] = -frequency[other]
-    partner[one], partner[other] = other, one
-    return frequency, partner
-
-
-@lru_cache(maxsize=64)
 def _means(rotation: Rotation, first: int, length: int) -> tuple[Tensor, ...]:
     """Means over the positions of `cos`, `sin` `[dim]`, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b`
     `[dim, dim]`."""
-    frequency, _ = _by_dim(rotation)
+    frequency, _ = rotation.by_dim
     once, less, more = (
         _mean_turn(turn, first, length)
         for turn in (frequency, frequency[:, None] - frequency, frequency[:, None] + frequency)
