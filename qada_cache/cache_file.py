@@ -71,12 +71,10 @@ def read_cache(
     config: PreTrainedConfig,
     mmap: bool,
 ) -> Any:
-    """The inverse of `write_cache`; see `QAdACache.load`. `config` is the decoder's.
+    """The inverse of `write_cache`; see `QAdACache.load`. `config` is the decoder's. Without a model, weights and dtype
+    are not compared.
 
     `make` takes the keywords of `QAdACache` that make a cache like the one saved, and returns an empty one.
-
-    Raises:
-        FileNotFoundError, ValueError, NotImplementedError: as there. Without a model, weights and dtype count for none.
     """
     if model is not None:
         check_unsharded(processes(model))
@@ -115,7 +113,6 @@ def read_cache(
 def _check_model(
     path: str | os.PathLike, state: dict[str, Any], model: PreTrainedModel | None, config: PreTrainedConfig
 ) -> None:
-    """Raise ValueError if the file is of another model."""
     for name, value in _identity(config).items():
         if (saved := state["model"].get(name)) != value:
             raise ValueError(f"{path} was saved for another model: its {name} is {saved!r}, this model's is {value!r}")
@@ -153,11 +150,7 @@ def _look(tensor: tensor_file.FileTensor) -> dict[str, Any]:
 
 
 def _decode(value: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
-    """The inverse of `_encode`, every tensor on `device`, but for the bulk's: these stay on the host.
-
-    Raises:
-        ValueError: a tensor is of another shape or dtype than was written.
-    """
+    """The inverse of `_encode`, with tensors on `device`, but for the bulk's; ValueError if one is of another kind."""
     if isinstance(value, list):
         return [_decode(item, tensors, device) for item in value]
     if not isinstance(value, dict):

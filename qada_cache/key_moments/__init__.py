@@ -94,11 +94,11 @@ class KeyMoments:
         return tuple(self.mean.shape[1:])  # type: ignore[return-value]  # it has four dimensions, checked when made
 
     def at(self, length: int) -> tuple[Tensor, Tensor]:
-        """Moments of a bulk of `length` tokens: mean `[layers, kv_heads, dim]` and covariance `[..., dim, dim]`.
+        """Moments of a bulk of `length` tokens: mean `[layers, kv_heads, dim]` and covariance `[..., dim, dim]`,
+        float64 on the CPU.
 
-        With known rotations they are averaged over the bulk's `length` positions. Otherwise they are those of the
-        greatest of `lengths` up to `length`: moments of a shorter bulk do little harm, of a longer one much. float64 on
-        the CPU.
+        With known rotations they are averaged over the bulk's positions. Otherwise they are those of the greatest of
+        `lengths` up to `length`: moments of a shorter bulk do little harm, of a longer one much.
 
         Raises:
             ValueError: `length` is below 1.
@@ -118,13 +118,11 @@ class KeyMoments:
     def layer(
         self, layer: int, lengths: Sequence[int], device: torch.device, shard: HeadShard = UNSHARDED
     ) -> list[tuple[Tensor, Tensor]]:
-        """Moments of one layer for bulks of these many tokens each, on `device`, float32.
+        """Moments of one layer for bulks of these many tokens each, of the shard's heads: mean `[1, kv_heads, dim]` and
+        covariance `[1, kv_heads, dim, dim]`, float32 on `device`.
 
         They are made once for all callers that keep them (`running.LayerMoments`), so any number of caches may take
         turns. Callers round lengths (`rotation.round_length`), so that few different ones are ever asked for.
-
-        Returns:
-            for each length: mean `[1, kv_heads, dim]` and covariance `[1, kv_heads, dim, dim]` of the shard's heads.
         """
         found = []
         with _placing:
@@ -211,11 +209,9 @@ class KeyMoments:
         return cls.from_file(*tensor_file.read(path, KIND))
 
     def push_to_hub(self, repository: str, *, revision: str | None = None, private: bool | None = None) -> str:
-        """Put the moments into the repository "owner/name" of the Hugging Face Hub, made if it does not exist; they are
-        loaded from "hf://owner/name".
+        """Put the moments into the repository "owner/name" of the Hugging Face Hub, made if it does not exist.
 
-        Returns:
-            the address of the commit.
+        They are loaded from "hf://owner/name". Returns the address of the commit.
         """
         api, about = huggingface_hub.HfApi(), f"of {self.origin.get('model') or self.model_type}, {self.prompt}"
         api.create_repo(repository, exist_ok=True, private=private)

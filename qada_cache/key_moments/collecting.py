@@ -1,6 +1,7 @@
 """The forward passes that key moments come from."""
 
 import hashlib
+import inspect
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 from ..kernels.reference import without_autocast
 from .models import HeadShard, full_attention_layers, head_shard, inputs_device, observed, unwrap_model
 from .prompts import PROMPTS, choose_prompt, prompt_ids
-from .rotation import Rotation, find_rotations, read_keys, rope_settings, takes_positions
+from .rotation import Rotation, find_rotations, read_keys, rope_settings
 from .running import RunningMoments
 
 if TYPE_CHECKING:
@@ -49,19 +50,16 @@ class QueryEnergies:
 
         None if the queries of a layer that has `keys` were not seen, or are of other heads.
         """
-        found = {}
-        for index, kept in keys.items():
-            heads, dim = kept.shape[1] // shard.size, kept.shape[3]
-            if index in self.sums and not len(self.sums[index]) % heads and self.sums[index].shape[-1] == dim:
-                mean = (self.sums[index] / self.tokens[index]).unflatten(0, (heads, -1)).mean(dim=1)
+        _, heads, _, dim = next(iter(keys.values())).shape
+        energies, seen = torch.zeros(layers, heads, dim), 0
+        for index in keys.keys() & self.sums.keys():
+            sums = self.sums[index]
+            if not len(sums) % heads and sums.shape[1] == dim:
+                mean = (sums / self.tokens[index]).unflatten(0, (heads, -1)).mean(dim=1)
                 _, partners = rotations.get(index, Rotation(dim)).by_dim
-                found[index] = ((mean + mean[:, partners]) / 2).float()
-        if not shard.all_true(len(found) == len(keys)):
-            return None
-        energies = torch.zeros(layers, kept.shape[1], dim)
-        for index, mean in found.items():
-            energies[index] = shard.gather(mean, 0)
-        return energies
+                energies[index] = (mean + mean[:, partners]) / 2
+                seen += 1
+        return shard.gather(energies, 1) if shard.all_true(seen == len(keys)) else None
 
 
 def collect(
@@ -111,7 +109,8 @@ def collect(
     if scheme not in SCHEMES:
         raise ValueError(f"unknown scheme {scheme!r}: use one of {', '.join(SCHEMES)}")
     config = model.config.get_text_config(decoder=True)
-    shard = head_shard(model, config, full_attention_layers(DynamicCache(config=config)))
+    managed = full_attention_layers(DynamicCache(config=config))
+    shard = head_shard(model, config, managed)
     layers, longest = config.num_hidden_layers, _longest(model, config)
     kind = choose_prompt(prompt, tokenizer, text) if isinstance(prompt, str) and prompt in PROMPTS else "custom"
     # Our article is long enough, but for a tokenizer that puts several words into a token: then it is read as it is.
@@ -125,7 +124,7 @@ def collect(
         tokens, bulk = len(ids), len(ids) - sink_tokens
         if bulk <= 0:
             raise ValueError(f"tokens ({tokens}) must exceed sink_tokens ({sink_tokens}), whose keys are left out")
-        scheme, rotations = _choose_scheme(model, scheme, ids, shard)
+        scheme, rotations = _choose_scheme(model, scheme, ids, shard, managed)
         lengths = _lengths(scheme, bulk, min(longest, LONGEST_SPREAD))
         passes, prefixes = (lengths, [bulk]) if scheme == "spread" else ([bulk], lengths)
         grid: list[tuple[Tensor, Tensor]] = []
@@ -139,13 +138,13 @@ def collect(
                 # Contiguous positions are left to the model: not every one takes them as an argument.
                 positions = None if length == bulk else torch.cat([torch.arange(sink_tokens), spread])[None]
                 with observed(model, energies):
-                    keys = read_keys(model, ids[None], positions, shard, bar.update)
+                    keys = read_keys(model, ids[None], positions, bar.update)
                 if scheme == "analytic":
                     back = -torch.arange(tokens)
                     keys = {index: rotations[index].rotate(kept.double(), back) for index, kept in keys.items()}
                 grid += [_moments(keys, slice(sink_tokens, sink_tokens + prefix), layers) for prefix in prefixes]
     name = model.config._name_or_path
-    mean, covariance = (torch.stack(moments) for moments in zip(*grid, strict=True))
+    mean, covariance = (shard.gather(torch.stack(moments), 2) for moments in zip(*grid, strict=True))
     analytic = scheme == "analytic"
     return cls(
         query_energies=energies.gathered(keys, layers, rotations, shard),
@@ -190,22 +189,22 @@ def _check_same(shard: HeadShard, kind: str, ids: Tensor) -> None:
 
 
 def _choose_scheme(
-    model: PreTrainedModel, scheme: str, ids: Tensor, shard: HeadShard
+    model: PreTrainedModel, scheme: str, ids: Tensor, shard: HeadShard, managed: list[int]
 ) -> tuple[str, dict[int, Rotation]]:
-    """The scheme that "auto" stands for, and the rotations of the layers if it is "analytic"."""
-    known: dict[int, Rotation] = {}
-    if scheme in ("auto", "analytic"):
+    """The scheme that "auto" stands for, and the rotations of the managed layers if it is "analytic"."""
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    found: dict[int, Rotation | None] = dict.fromkeys(managed)
+    if takes_positions and scheme in ("auto", "analytic"):
         found = find_rotations(model, ids.unique()[:PROBE_TOKENS], len(ids), shard)
-        known = {index: rotation for index, rotation in found.items() if rotation is not None}
-        if scheme == "analytic" and len(known) < len(found):
-            raise ValueError(
-                f"how layers {sorted(found.keys() - known.keys())} of {model.config.model_type} turn their keys with "
-                'position was not found out: use scheme="spread"'
-            )
+    known = {index: rotation for index, rotation in found.items() if rotation is not None}
+    if scheme == "analytic" and len(known) < len(found):
+        raise ValueError(
+            f"how layers {sorted(found.keys() - known.keys())} of {model.config.model_type} turn their keys with "
+            'position was not found out: use scheme="spread"'
+        )
+    if scheme == "auto":
         scheme = "analytic" if len(known) == len(found) else "spread"
-    if scheme == "spread" and not takes_positions(model):
-        scheme = "prompt"
-    return scheme, known
+    return "prompt" if scheme == "spread" and not takes_positions else scheme, known
 
 
 def _lengths(scheme: str, tokens: int, longest: int) -> list[int]:
@@ -220,11 +219,7 @@ def _lengths(scheme: str, tokens: int, longest: int) -> list[int]:
 
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Run the model without dropout, gradients and autocast.
-
-    Moments are kept for later runs, under a name that says the weights and their dtype: an autocast around the first
-    run must not change them.
-    """
+    """Run the model without dropout, gradients and autocast: moments are kept for runs without."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

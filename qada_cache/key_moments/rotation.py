@@ -6,7 +6,6 @@ stay as they are. If unturned keys do not depend on their positions, the moments
 mean of `cos` and `sin` of sums and differences of two frequencies.
 """
 
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -111,19 +110,13 @@ def round_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether a forward pass can be told the tokens' positions."""
-    return "position_ids" in inspect.signature(model.forward).parameters
-
-
 def read_keys(
     model: PreTrainedModel,
     ids: Tensor,
     positions: Tensor | None,
-    shard: HeadShard,
     done: Callable[[int], object] = lambda tokens: None,
 ) -> dict[int, Tensor]:
-    """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, all processes' heads, on the CPU.
+    """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, of this process's heads, on the CPU.
 
     The model reads `ids` `[batch, tokens]` in chunks, at `positions` `[batch, tokens]` (None: its own). `done` is told
     after each how many tokens it had.
@@ -151,7 +144,7 @@ def read_keys(
                 f"layer {index} of {config.model_type} keeps no [batch, heads, tokens, dim] keys to take moments of: "
                 'use moments="current"'
             )
-        found[index] = shard.gather(keys, 1).cpu()
+        found[index] = keys.cpu()
     return found
 
 
@@ -166,10 +159,8 @@ def find_rotations(
     and pairs of dims, or that it has no rotary positions. Frequencies may depend on the `length` of the sequence.
     """
     positions = torch.tensor([0, *(position for position in PROBE_POSITIONS if position < length), length - 1])
-    if not takes_positions(model):
-        return dict.fromkeys(full_attention_layers(DynamicCache(config=model.config.get_text_config(decoder=True))))
     ids, places = tokens.repeat_interleave(len(positions)), positions.repeat(len(tokens))
-    read = read_keys(model, ids[:, None], places[:, None], shard)
+    read = read_keys(model, ids[:, None], places[:, None])
     candidates = dict.fromkeys(  # some follow the positions that were read last
         tuple(buffer.double().tolist())
         for module in model.modules()
@@ -178,7 +169,7 @@ def find_rotations(
     )
     found = {}
     for index, keys in read.items():
-        keys = keys[:, :, 0].unflatten(0, (len(tokens), -1)).permute(2, 0, 1, 3)
+        keys = shard.gather(keys[:, :, 0], 1).unflatten(0, (len(tokens), -1)).permute(2, 0, 1, 3)
         found[index] = _best_rotation(keys.double(), positions, candidates)
     return found
 

@@ -16,8 +16,7 @@ Pair = tuple[Tensor, Tensor]  # mean and covariance
 class RunningMoments:
     """Count, mean and covariance of the keys of one layer, row by row, in float32.
 
-    Updated by Chan's pairwise merge of centred blocks: stable for keys with large means, and independent of the split
-    into blocks, to rounding.
+    Chan's merge of centred blocks is stable for keys with large means, and independent of the split, to rounding.
 
     Attributes:
         count: tokens taken in, one int a row; and `known`, the same as int64 `[batch]` beside the other tensors.
@@ -59,7 +58,7 @@ class RunningMoments:
         self.covariance[rows] = 0.0
 
     def select(self, index: list[int]) -> None:
-        """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
+        """Row `i` becomes the old row `index[i]`."""
         self.count = [self.count[row] for row in index]
         self.known, self.mean, self.covariance = self.known[index], self.mean[index], self.covariance[index]
 
