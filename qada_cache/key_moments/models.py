@@ -26,9 +26,7 @@ _observing = threading.Lock()  # two at once would restore each other's entry in
 
 
 def unwrap_model(model: Any) -> Any:
-    """The model that `torch.compile` or peft wrapped; anything else as it is.
-
-    Both compute by the very model that they hold: peft puts its adapters into that one's layers.
+    """The model that `torch.compile` or peft wrapped, and compute by; anything else as it is.
 
     Raises:
         NotImplementedError: peft's prompt learning.
@@ -134,16 +132,13 @@ def observed(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> 
 class HeadShard:
     """The KV heads that this process has of every layer: of `size` equal parts, in order, the one with number `rank`.
 
-    Attributes:
-        rank, size: see above; a model that is not split is one part.
-        group: the processes that have the other parts; None: there are none.
-        device: this process's, where tensors that go to the others have to lie.
+    A model that is not split is one part.
     """
 
     rank: int
     size: int
-    group: Any
-    device: torch.device
+    group: Any  # the processes that have the parts
+    device: torch.device  # where tensors that go to the others have to lie
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
         """This process's part of a tensor over all heads, a view; `dim` counts heads."""
@@ -173,9 +168,8 @@ def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequenc
         NotImplementedError: the model is split over processes in another way than by equal numbers of KV heads.
     """
     size = processes(model)
-    found = _fully_sharded(model) or _pipelined(model, layers)
-    found = found or (_distributed(model) if size == 1 else _not_by_heads(model, config, layers, size))
-    _refuse(config.model_type, found)
+    found = _in_parts(model, by_heads=size > 1) or _pipelined(model, layers)
+    _refuse(config.model_type, found if found or size == 1 else _not_by_heads(model, config, layers, size))
     if size == 1:
         return UNSHARDED
     weight = next(_attention(model))[1].k_proj.weight
@@ -199,7 +193,7 @@ def check_unsharded(size: int) -> None:
 
 def check_sharding(module: nn.Module, name: str) -> None:
     """Raise NotImplementedError for a model, or a layer of one, with parts of its weights; `name` is its type's."""
-    _refuse(name, _fully_sharded(module) or _distributed(module))
+    _refuse(name, _in_parts(module))
 
 
 def _refuse(name: str, found: str | None) -> None:
@@ -217,13 +211,11 @@ def _refuse(name: str, found: str | None) -> None:
 # How a model is split, in words; None if it is not in this way.
 
 
-def _fully_sharded(module: nn.Module) -> str | None:
+def _in_parts(module: nn.Module, *, by_heads: bool = False) -> str | None:
     kinds = {kind.__name__ for part in module.modules() for kind in type(part).__mro__}  # to import them takes long
-    return None if kinds.isdisjoint(("FullyShardedDataParallel", "FSDPModule")) else "FSDP"
-
-
-def _distributed(module: nn.Module) -> str | None:
-    split = any(hasattr(parameter, "to_local") for parameter in module.parameters())
+    if not kinds.isdisjoint(("FullyShardedDataParallel", "FSDPModule")):
+        return "FSDP"
+    split = not by_heads and any(hasattr(parameter, "to_local") for parameter in module.parameters())
     return "its parameters are DTensors" if split else None
 
 
