@@ -14,7 +14,7 @@ from .. import files
 from ..files import home, tensor_file
 from . import KIND, KeyMoments, identity
 from .identity import find_tokenizer
-from .models import UNSHARDED, HeadShard
+from .models import HeadShard
 from .prompts import PROMPTS, TOKENS_FOR_WORDS, choose_prompt
 
 logger = logging.get_logger(__name__)
@@ -56,12 +56,7 @@ def sources(moments: MomentsSource) -> tuple[bool, str | os.PathLike | KeyMoment
 
 
 def resolve_moments(
-    moments: MomentsSource,
-    *,
-    model: PreTrainedModel | None,
-    config: PreTrainedConfig,
-    used: bool,
-    shard: HeadShard = UNSHARDED,
+    moments: MomentsSource, *, model: PreTrainedModel | None, config: PreTrainedConfig, used: bool, shard: HeadShard
 ) -> tuple[bool, KeyMoments | None]:
     """Load or collect `QAdACache(moments=...)`: whether the current prompt's count, and another prompt's moments.
 
@@ -79,7 +74,7 @@ def resolve_moments(
     if not used:
         return True, None
     if model is not None:
-        return current, default_moments(model, str(other), shard=shard)
+        return current, default_moments(model, str(other), None, shard)
     found = find_moments(config, str(other))
     if found is None:
         logger.warning_once(
@@ -98,11 +93,7 @@ def combine_sources(current: bool, other: KeyMoments | None) -> MomentsSource:
 
 
 def default_moments(
-    model: PreTrainedModel,
-    prompt: str,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    shard: HeadShard = UNSHARDED,
+    model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBase | None, shard: HeadShard
 ) -> KeyMoments:
     """This model's moments on one of `prompts.PROMPTS`: remembered, else read from the file, else collected and kept.
 
@@ -182,7 +173,7 @@ def _made(
     if shard.all_true(choose_prompt(prompt, tokenizer) == prompt):
         return _collect(model, tokenizer, prompt, path)
     _say_tokens(prompt, reason)
-    return default_moments(model, TOKENS_FOR_WORDS[prompt], shard=shard)
+    return default_moments(model, TOKENS_FOR_WORDS[prompt], None, shard)
 
 
 def _say_tokens(prompt: str, reason: str) -> None:

@@ -111,10 +111,7 @@ def round_length(length: int) -> int:
 
 
 def read_keys(
-    model: PreTrainedModel,
-    ids: Tensor,
-    positions: Tensor | None,
-    done: Callable[[int], object] = lambda tokens: None,
+    model: PreTrainedModel, ids: Tensor, positions: Tensor | None, done: Callable[[int], object] = lambda tokens: None
 ) -> dict[int, Tensor]:
     """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, of this process's heads, on the CPU.
 
