@@ -71,11 +71,8 @@ def read_cache(
     config: PreTrainedConfig,
     mmap: bool,
 ) -> Any:
-    """The inverse of `write_cache`; see `QAdACache.load`. `config` is the decoder's. Without a model, weights and dtype
-    are not compared.
-
-    `make` takes the keywords of `QAdACache` that make a cache like the one saved, and returns an empty one.
-    """
+    """The inverse of `write_cache`; see `QAdACache.load`. `config` is the decoder's. `make` takes the keywords of
+    `QAdACache` that make a cache like the one saved, and returns an empty one."""
     if model is not None:
         check_unsharded(processes(model))
     tensors, state, source = tensor_file.mapped(path, KIND, transfers.empty, mmap=mmap)

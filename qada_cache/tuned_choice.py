@@ -1,8 +1,7 @@
 """The tuned setting of a model: `qada tune` keeps it beside the key moments, and caches take it as their default.
 
-A tuned setting counts only for caches with the other deciding options of its measurement. It is found by the model's
-weights, config and dtype, wherever the model lies. A cache that was built with a config alone does without. So does a
-cache of a split model, as each process sees its own part of the weights.
+It counts only for caches with the other deciding options of its measurement, and is found by the model's weights,
+config and dtype. Caches of a config alone, or of a split model, whose processes see parts of the weights, do without.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -46,10 +45,9 @@ class Thresholds:
 
 
 def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> Path:
-    """Keep `token_threshold` and `threshold` of these options as the model's own, in place of an earlier one.
+    """Keep the thresholds of these options, under which caches were measured, as the model's own. Returns the path.
 
-    The measurements behind the choice, `figures`, are JSON-able and for people; `options` are those of the caches that
-    were measured. Returns the file's path.
+    `figures`, the measurements behind the choice, are JSON-able and for people.
 
     Raises:
         OSError: the user's cache folder cannot be written to, or is not the user's alone.

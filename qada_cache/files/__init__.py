@@ -1,7 +1,4 @@
-"""Files that are whole or not there, and the user's own cache folder.
-
-Files that somebody else can have put there are not read.
-"""
+"""Files that are whole or not there, and the user's own cache folder, of which no file of somebody else's is read."""
 
 import os
 import secrets
@@ -72,12 +69,7 @@ def _check_own(found: os.stat_result, path: str | Path) -> None:
 
 
 def read(folder: int, name: str) -> bytes:
-    """The content of the file `name` of a folder of `opened`.
-
-    Raises:
-        FileNotFoundError: there is none.
-        OSError: it is a link or no file, belongs to somebody else, or others can write to it.
-    """
+    """The content of the file `name` of a folder of `opened`; an OSError unless it is a file, and the user's alone."""
     # Not blocking: opening a pipe would wait for a writer.
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     with open(descriptor, "rb") as file:

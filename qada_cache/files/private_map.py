@@ -37,13 +37,9 @@ class OpenFile:
         return True
 
     def map(self, *, shared: bool) -> Tensor:
-        """Its content, uint8 `[size]`. Writes go to the file if `shared`, else to nobody else.
-
-        Raises:
-            RuntimeError: the system has no room for it.
-        """
+        """Its content, uint8 `[size]`; writes go to the file if `shared`. A RuntimeError if the system has no room."""
         size = os.fstat(self._descriptor).st_size
-        return torch.from_file(link(self._descriptor), shared=shared, size=size, dtype=torch.uint8)
+        return torch.from_file(f"/proc/self/fd/{self._descriptor}", shared=shared, size=size, dtype=torch.uint8)
 
     @property
     def changed(self) -> bool:
@@ -78,17 +74,8 @@ class PrivateMap:
         return self.tensor(int(tensor.storage_offset()) * tensor.element_size(), tensor.shape, tensor.dtype)
 
 
-def link(descriptor: int) -> str:
-    """A path of a file that is open, wherever it may be by now."""
-    return f"/proc/self/fd/{descriptor}"
-
-
 def create_anonymous(size: int) -> OpenFile:
-    """A file of `size` zeros in memory alone; it takes memory for its written pages.
-
-    Raises:
-        OSError: the system does not give it.
-    """
+    """A file of `size` zeros in memory alone, which takes memory for its written pages; an OSError if there is none."""
     file = OpenFile(os.memfd_create("qada-cache"), None)
     os.ftruncate(file._descriptor, size)
     return file

@@ -137,17 +137,14 @@ def mapped(
 ) -> tuple[dict[str, Tensor], dict[str, Any], PrivateMap | None]:
     """As `read`, with tensors that are views of the mapped file. A map of None means copies, which `empty` makes room
     for as `torch.empty`, read once from the first byte to the last: `mmap` is False, the file is too small, or the
-    system cannot map it, or cannot tell whether somebody writes to it.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read`.
-    """
+    system cannot map it, or cannot tell whether somebody writes to it."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no {kind} file at {path}")
     source, tensors = None, {}
     with open(path, "rb") as file:
         number = file.fileno()
-        with _whole(path), safe_open(private_map.link(number) if private_map.AVAILABLE else path, framework="pt"):
+        very_file = f"/proc/self/fd/{number}" if private_map.AVAILABLE else path
+        with _whole(path), safe_open(very_file, framework="pt"):
             about, entries = _header(path, kind, file)
         if mmap and private_map.AVAILABLE and os.fstat(number).st_size >= private_map.WORTH:
             held = private_map.OpenFile(os.dup(number), os.fspath(path))
@@ -165,11 +162,7 @@ def mapped(
 
 
 def decoded(content: bytes, kind: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As `read`, of a file that was read already; `path` is only named in errors.
-
-    Raises:
-        ValueError: as `read`.
-    """
+    """As `read`, of a file that was read already; `path` is only named in errors."""
     with _whole(path):
         tensors = safetensors.torch.load(content)
         about, _ = _header(path, kind, io.BytesIO(content))

@@ -160,11 +160,7 @@ class KeyMoments:
 
     @classmethod
     def from_file(cls, tensors: dict[str, Tensor], header: dict[str, Any]) -> "KeyMoments":
-        """The inverse of `tensors` and `header`.
-
-        Raises:
-            ValueError: they do not fit each other.
-        """
+        """The inverse of `tensors` and `header`; a ValueError if they do not fit each other."""
         header = dict(header)
         mean, frequencies, rotated = tensors["moments.mean"], header.pop("frequencies"), header.pop("rotations")
         if any(index not in range(len(frequencies)) for _, index in rotated):

@@ -34,10 +34,7 @@ MomentsSource = str | os.PathLike | KeyMoments | tuple[str, str | os.PathLike | 
 
 def sources(moments: MomentsSource) -> tuple[bool, str | os.PathLike | KeyMoments | None]:
     """The parts of `QAdACache(moments=...)`: whether the current prompt's count, and the other prompt (None: no other).
-
-    Raises:
-        TypeError, ValueError: it is something else.
-    """
+    A TypeError or ValueError if it is something else."""
     parts: Any = moments
     if isinstance(moments, str) and moments.startswith(f"{CURRENT}+"):
         parts = moments.split("+", 1)
@@ -132,9 +129,8 @@ def kept_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Te
 def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     """The file that `default_moments` kept for the model that this config was loaded with; None without exactly one.
 
-    The config names a model by path or repository and commit, not by weights. So a config made by hand finds none, and
-    several files of one name (weights changed in memory) count as none. Instead of missing words, kept tokens are
-    found, with a warning.
+    The config names no weights. So a config made by hand finds none, and several files of one name (weights changed in
+    memory) count as none. Instead of missing words, kept tokens are found, with a warning.
     """
     source, found = identity.source(config, **VERSIONS), []
     try:

@@ -1,7 +1,4 @@
-"""What a model is known by where something is kept of it: where it came from, its config, its dtype and its weights.
-
-Its tokenizer lies where it came from.
-"""
+"""What a model is known by where something is kept of it: its origin, with its tokenizer; its config, dtype, weights."""
 
 import hashlib
 import json

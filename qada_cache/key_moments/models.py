@@ -1,8 +1,7 @@
 """A model as a cache meets it: wrappers, its inputs' device, full-attention layers, their queries, and parts of it.
 
-Under transformers' tensor parallelism every process has some of the KV heads of every layer, with the query heads that
-share them, and sees every token. A decision is about one head and its keys, so it needs no other process. Key moments
-and tables of heads have the whole model's heads, and each process uses its own.
+Under transformers' tensor parallelism every process sees every token, and has some of the KV heads of every layer, with
+the query heads that share them. It decides about these alone, by its part of key moments and tables of all heads.
 """
 
 import re
@@ -26,11 +25,7 @@ _observing = threading.Lock()  # two at once would restore each other's entry in
 
 
 def unwrap_model(model: Any) -> Any:
-    """The model that `torch.compile` or peft wrapped, and compute by; anything else as it is.
-
-    Raises:
-        NotImplementedError: peft's prompt learning.
-    """
+    """The model that `torch.compile` or peft wrapped; anything else as it is. Peft's prompt learning is refused."""
     if isinstance(model, OptimizedModule):
         model = model._orig_mod
     if hasattr(model, "get_base_model"):
@@ -61,10 +56,7 @@ def full_attention_layers(cache: DynamicCache) -> list[int]:
 
 def full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A decoder's config as its managed layers have it; the config itself unless it has others for some layers.
-
-    Raises:
-        NotImplementedError: these layers differ in their heads.
-    """
+    Managed layers that differ in their heads are refused."""
     if not config.is_heterogeneous:
         return config
     # Without any, the cache acts as DynamicCache, and the first layer stands for all.
@@ -101,10 +93,8 @@ def own_attention(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, T
 
 @contextmanager
 def observed(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Inside, `observe(layer, query)` sees the queries `[batch, heads, tokens, dim]` of each of the model's layers.
-
-    Models that do not take their attention function from transformers' table are not seen.
-    """
+    """Inside, `observe(layer, query)` sees the queries `[batch, heads, tokens, dim]` of each of the model's layers, if
+    these take their attention function from transformers' table."""
     ours = set(model.modules())
     name = model.config.get_text_config(decoder=True)._attn_implementation
     table = ALL_ATTENTION_FUNCTIONS
@@ -130,10 +120,7 @@ def observed(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> 
 
 @dataclass(frozen=True, eq=False)
 class HeadShard:
-    """The KV heads that this process has of every layer: of `size` equal parts, in order, the one with number `rank`.
-
-    A model that is not split is one part.
-    """
+    """The KV heads that this process has of every layer: of `size` equal parts, in order, the one numbered `rank`."""
 
     rank: int
     size: int

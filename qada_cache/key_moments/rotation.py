@@ -116,10 +116,7 @@ def read_keys(
     """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, of this process's heads, on the CPU.
 
     The model reads `ids` `[batch, tokens]` in chunks, at `positions` `[batch, tokens]` (None: its own). `done` is told
-    after each how many tokens it had.
-
-    Raises:
-        ValueError: there are no such layers, or one holds no keys of that shape.
+    after each how many tokens it had. A ValueError if there are no such layers, or one keeps other keys.
     """
     config = model.config.get_text_config(decoder=True)
     # With frequencies of the sequence's length, every chunk would get those of its own.
