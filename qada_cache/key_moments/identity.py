@@ -1,4 +1,4 @@
-"""What a model is known by where something is kept of it: its origin, with its tokenizer; its config, dtype, weights."""
+"""What a model is known by where something is kept of it: its origin, with its tokenizer, config, dtype and weights."""
 
 import hashlib
 import json
