@@ -73,13 +73,12 @@ def read_cache(
 ) -> Any:
     """The inverse of `write_cache`; see `QAdACache.load`. `config` is the decoder's. `make` takes the keywords of
     `QAdACache` that make a cache like the one saved, and returns an empty one."""
-    if model is not None:
-        check_unsharded(processes(model))
+    check_unsharded(processes(model))
     tensors, state, source = tensor_file.mapped(path, KIND, transfers.empty, mmap=mmap)
     if source is not None:
         tensors = {name: tensor if name.endswith(BULK) else tensor.clone() for name, tensor in tensors.items()}
     if lacking := {"model", "weights", "dtypes"} - state.keys():
-        raise ValueError(f"{path} cannot be loaded: it lacks {lacking}")
+        raise ValueError(f"{path} cannot be loaded: it lacks {min(lacking)}")
     _check_model(path, state, model, config)
     try:
         if unset := [name for name, value in state["options"].items() if value is None]:

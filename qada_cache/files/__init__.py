@@ -93,7 +93,8 @@ def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, fold
     """
     head, name = os.path.split(path)
     beginning = f".{name[:100]}."
-    _sweep(folder if folder is not None else head or ".", beginning)
+    if LOCKS:
+        _sweep(folder if folder is not None else head or ".", beginning)
     # Beside the target, so that the rename cannot cross file systems.
     descriptor, unfinished = _begun(os.path.join(head, beginning), folder)
     try:
@@ -146,10 +147,8 @@ def _remove(path: str, within: int | None, *, old: bool) -> None:
     """Remove an unfinished file; OSError if its process lives, as a lock tells, or, where none can, if it is young."""
     with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=within), "rb") as file:
         try:
-            if LOCKS:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if isinstance(error, BlockingIOError) or not old:  # else a file system without locks
                 raise
-        if LOCKS or old:
-            os.unlink(path, dir_fd=within)
+        os.unlink(path, dir_fd=within)

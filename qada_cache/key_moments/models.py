@@ -164,8 +164,8 @@ def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequenc
     return HeadShard(mesh.get_local_rank(), size, mesh.get_group(), weight.to_local().device)
 
 
-def processes(model: PreTrainedModel) -> int:
-    """Over how many processes tensor parallelism splits the model."""
+def processes(model: PreTrainedModel | None) -> int:
+    """Over how many processes tensor parallelism splits the model; one, if it is not known."""
     return getattr(model, "_tp_size", None) or 1
 
 
