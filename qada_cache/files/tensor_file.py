@@ -140,7 +140,8 @@ def mapped(
     system cannot map it, or cannot tell whether somebody writes to it."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no {kind} file at {path}")
-    source, tensors = None, {}
+    source: PrivateMap | None = None
+    tensors: dict[str, Tensor] = {}
     with open(path, "rb") as file:
         number = file.fileno()
         very_file = f"/proc/self/fd/{number}" if private_map.AVAILABLE else path

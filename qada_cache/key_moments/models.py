@@ -156,7 +156,9 @@ def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequenc
     """
     size = processes(model)
     found = _in_parts(model, by_heads=size > 1) or _pipelined(model, layers)
-    _refuse(config.model_type, found if found or size == 1 else _not_by_heads(model, config, layers, size))
+    if found is None and size > 1:
+        found = _not_by_heads(model, config, layers, size)
+    _refuse(config.model_type, found)
     if size == 1:
         return UNSHARDED
     weight = next(_attention(model))[1].k_proj.weight
