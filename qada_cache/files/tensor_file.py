@@ -182,7 +182,7 @@ def _whole(path: str | os.PathLike) -> Iterator[None]:
 def _header(path: str | os.PathLike, kind: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, Any]]:
     """Metadata and entries of a file of this kind; what is read next are its tensors."""
     entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    about = entries.pop("__metadata__", {})
+    about = entries.pop("__metadata__", None) or {}
     if about.get("kind") != kind:
         raise ValueError(f"{path} is not a {kind} file (it says {about.get('kind', 'nothing about what it is')!r})")
     version = about.get("version", "")
