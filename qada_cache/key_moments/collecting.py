@@ -110,6 +110,8 @@ def collect(
         raise ValueError(f"unknown scheme {scheme!r}: use one of {', '.join(SCHEMES)}")
     config = model.config.get_text_config(decoder=True)
     managed = full_attention_layers(DynamicCache(config=config))
+    if not managed:
+        raise ValueError(f"{config.model_type} has no full-attention layers, so there are no key moments to collect")
     shard = head_shard(model, config, managed)
     layers, longest = config.num_hidden_layers, _longest(model, config)
     kind = choose_prompt(prompt, tokenizer, text) if isinstance(prompt, str) and prompt in PROMPTS else "custom"

@@ -119,7 +119,8 @@ def _ordinary_tokens(
     known = range(len(ordinary))
     ordinary[[index for index in special if index in known]] = False
     choices = ordinary.nonzero().squeeze(-1)
-    begin = torch.tensor([index for index in [getattr(config, "bos_token_id", None)] if index in known]).long()
+    begin: Any = getattr(config, "bos_token_id", None)
+    begin = torch.tensor([begin] if begin in known else []).long()
     count = tokens - len(begin)
     drawn = choices[torch.randint(len(choices), (1 if prompt == "single-token" else count,), generator=generator)]
     return torch.cat([begin, drawn.expand(count)])

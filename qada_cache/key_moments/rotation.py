@@ -116,22 +116,19 @@ def read_keys(
     """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, of this process's heads, on the CPU.
 
     The model reads `ids` `[batch, tokens]` in chunks, at `positions` `[batch, tokens]` (None: its own). `done` is told
-    after each how many tokens it had. A ValueError if there are no such layers, or one keeps other keys.
+    after each how many tokens it had. A ValueError if a layer keeps other keys.
     """
     config = model.config.get_text_config(decoder=True)
     # With frequencies of the sequence's length, every chunk would get those of its own.
     chunk = ids.shape[1] if frequencies_by_length(rope_settings(config)) else CHUNK_TOKENS
     cache, device = DynamicCache(config=config), inputs_device(model)
-    managed = full_attention_layers(cache)
-    if not managed:
-        raise ValueError(f"{config.model_type} has no full-attention layers, so there are no key moments to collect")
     for start in range(0, ids.shape[1], chunk):
         part = slice(start, start + chunk)
         place = {} if positions is None else {"position_ids": positions[:, part].to(device)}
         model(input_ids=ids[:, part].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1, **place)
         done(len(ids[0, part]))
     found = {}
-    for index in managed:
+    for index in full_attention_layers(cache):
         keys = getattr(cache.layers[index], "keys", None)
         if keys is None or keys.dim() != 4:
             raise ValueError(
@@ -209,6 +206,6 @@ def rotation_at(rotation: Rotation, settings: dict[str, Any], layer: int, length
         parameters = parameters.get(types[layer]) or {}
     if not rotation.frequencies or parameters.get("rope_type") not in FREQUENCIES_BY_LENGTH:
         return rotation
-    config = PreTrainedConfig(**sizes, rope_parameters=parameters)
+    config = PreTrainedConfig(**sizes | {"rope_parameters": parameters})
     frequencies, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu", seq_len=length + LOCAL_TOKENS)
     return replace(rotation, frequencies=tuple(frequencies.double().tolist()))
