@@ -15,9 +15,9 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..kernels.reference import without_autocast
-from .models import HeadShard, full_attention_layers, head_shard, inputs_device, observed, unwrap_model
+from .models import HeadShard, full_attention_layers, head_shard, inputs_device, observed, read_keys, unwrap_model
 from .prompts import PROMPTS, choose_prompt, prompt_ids
-from .rotation import Rotation, find_rotations, read_keys, rope_settings
+from .rotation import Rotation, find_rotations, frequencies_by_length, rope_settings
 from .running import RunningMoments
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ SCHEMES = ("auto", "analytic", "spread", "prompt")
 TOKENS = 1024
 PROBE_TOKENS = 4
 SHORTEST_PREFIX = 256
+CHUNK_TOKENS = 512  # of one forward pass
 LONGEST_SPREAD = 131072  # longer bulks get the moments of this one
 
 
@@ -129,6 +130,8 @@ def collect(
         scheme, rotations = _choose_scheme(model, scheme, ids, shard, managed)
         lengths = _lengths(scheme, bulk, min(longest, LONGEST_SPREAD))
         passes, prefixes = (lengths, [bulk]) if scheme == "spread" else ([bulk], lengths)
+        # With frequencies of the sequence's length, every chunk would get those of its own.
+        chunk = tokens if frequencies_by_length(rope_settings(config)) else CHUNK_TOKENS
         grid: list[tuple[Tensor, Tensor]] = []
         energies = QueryEnergies()
         hidden = not progress or shard.rank > 0
@@ -140,7 +143,7 @@ def collect(
                 # Contiguous positions are left to the model: not every one takes them as an argument.
                 positions = None if length == bulk else torch.cat([torch.arange(sink_tokens), spread])[None]
                 with observed(model, energies):
-                    keys = read_keys(model, ids[None], positions, bar.update)
+                    keys = read_keys(model, ids[None], positions, chunk=chunk, done=bar.update)
                 if scheme == "analytic":
                     back = -torch.arange(tokens)
                     keys = {index: rotations[index].rotate(kept.double(), back) for index, kept in keys.items()}

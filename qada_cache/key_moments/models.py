@@ -80,6 +80,38 @@ def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
     return config.num_hidden_layers, heads, kv_heads, dim
 
 
+def read_keys(
+    model: PreTrainedModel,
+    ids: Tensor,
+    positions: Tensor | None,
+    *,
+    chunk: int,
+    done: Callable[[int], object] = lambda tokens: None,
+) -> dict[int, Tensor]:
+    """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, of this process's heads, on the CPU.
+
+    The model reads `chunk` tokens of `ids` `[batch, tokens]` at a time, at `positions` `[batch, tokens]` (None: its
+    own). `done` is told after each chunk how many it had. A ValueError if a layer keeps other keys.
+    """
+    config = model.config.get_text_config(decoder=True)
+    cache, device = DynamicCache(config=config), inputs_device(model)
+    for start in range(0, ids.shape[1], chunk):
+        part = slice(start, start + chunk)
+        place = {} if positions is None else {"position_ids": positions[:, part].to(device)}
+        model(input_ids=ids[:, part].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1, **place)
+        done(len(ids[0, part]))
+    found = {}
+    for index in full_attention_layers(cache):
+        keys = getattr(cache.layers[index], "keys", None)
+        if keys is None or keys.dim() != 4:
+            raise ValueError(
+                f"layer {index} of {config.model_type} keeps no [batch, heads, tokens, dim] keys to take moments of: "
+                'use moments="current"'
+            )
+        found[index] = keys.cpu()
+    return found
+
+
 def own_attention(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The function that `module` calls under the attention implementation `name`."""
     # Eager attention is not registered anywhere, each modeling file defines or imports its own; and a file may have a

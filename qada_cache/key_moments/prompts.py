@@ -112,7 +112,7 @@ def _ordinary_tokens(
     outside = len(norms) // 20
     low, high = norms.kthvalue(1 + outside).values, norms.kthvalue(len(norms) - outside).values
     ordinary = (norms >= low) & (norms <= high)
-    special = set(tokenizer.all_special_ids if tokenizer is not None else [])
+    special: set[Any] = set(tokenizer.all_special_ids if tokenizer is not None else [])
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"):
         found = getattr(config, name, None)
         special |= set(found if isinstance(found, list) else [found])

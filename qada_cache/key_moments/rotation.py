@@ -6,23 +6,22 @@ stay as they are. If unturned keys do not depend on their positions, the moments
 mean of `cos` and `sin` of sums and differences of two frequencies.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .models import UNSHARDED, HeadShard, full_attention_config, full_attention_layers, inputs_device
+from .models import UNSHARDED, HeadShard, full_attention_config, read_keys
 
 LAYOUTS = ("half", "interleaved")
 PROBE_POSITIONS = (1, 17, 331)
 PROBE_ERROR = 0.05  # relative: rounding in bfloat16 stays below 0.01, a wrong layout is off by about 1
 FREQUENCIES_BY_LENGTH = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the sequence
-CHUNK_TOKENS = 512  # of one forward pass
 LOCAL_TOKENS = 128  # of a sequence beside its bulk: sinks and window at their defaults
 
 
@@ -110,35 +109,6 @@ def round_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def read_keys(
-    model: PreTrainedModel, ids: Tensor, positions: Tensor | None, done: Callable[[int], object] = lambda tokens: None
-) -> dict[int, Tensor]:
-    """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, of this process's heads, on the CPU.
-
-    The model reads `ids` `[batch, tokens]` in chunks, at `positions` `[batch, tokens]` (None: its own). `done` is told
-    after each how many tokens it had. A ValueError if a layer keeps other keys.
-    """
-    config = model.config.get_text_config(decoder=True)
-    # With frequencies of the sequence's length, every chunk would get those of its own.
-    chunk = ids.shape[1] if frequencies_by_length(rope_settings(config)) else CHUNK_TOKENS
-    cache, device = DynamicCache(config=config), inputs_device(model)
-    for start in range(0, ids.shape[1], chunk):
-        part = slice(start, start + chunk)
-        place = {} if positions is None else {"position_ids": positions[:, part].to(device)}
-        model(input_ids=ids[:, part].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1, **place)
-        done(len(ids[0, part]))
-    found = {}
-    for index in full_attention_layers(cache):
-        keys = getattr(cache.layers[index], "keys", None)
-        if keys is None or keys.dim() != 4:
-            raise ValueError(
-                f"layer {index} of {config.model_type} keeps no [batch, heads, tokens, dim] keys to take moments of: "
-                'use moments="current"'
-            )
-        found[index] = keys.cpu()
-    return found
-
-
 @torch.no_grad()
 def find_rotations(
     model: PreTrainedModel, tokens: Tensor, length: int, shard: HeadShard = UNSHARDED
@@ -151,7 +121,7 @@ def find_rotations(
     """
     positions = torch.tensor([0, *(position for position in PROBE_POSITIONS if position < length), length - 1])
     ids, places = tokens.repeat_interleave(len(positions)), positions.repeat(len(tokens))
-    read = read_keys(model, ids[:, None], places[:, None])
+    read = read_keys(model, ids[:, None], places[:, None], chunk=1)
     candidates = dict.fromkeys(  # some follow the positions that were read last
         tuple(buffer.double().tolist())
         for module in model.modules()
