@@ -32,9 +32,7 @@ def home() -> Path:
 def opened(name: str, *, make: bool = False) -> Iterator[int]:
     """A descriptor of the folder `name` in `home()`, whatever becomes of its path; made if `make`, for the user alone.
 
-    Raises:
-        FileNotFoundError: there is no such folder, and `make` is False.
-        OSError: it cannot be made, is a link or no folder, belongs to somebody else, or others can write to it.
+    An OSError unless it is a folder, no link, and the user's alone (FileNotFoundError: there is none).
     """
     path = home()
     if os.mkdir not in os.supports_dir_fd:
@@ -83,13 +81,8 @@ def read(folder: int, name: str) -> bytes:
 def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, folder: int | None = None) -> None:
     """Put `content` into the file `path`, whole or not at all; whoever reads meanwhile sees the old file or the new.
 
-    Args:
-        path: a new file has the permissions of the umask, an old one keeps its own.
-        content: in pieces; a number is that many zeros, written as a hole if the file system has holes.
-        folder: a descriptor that `opened` gave. `path` is then a name in it, and the file is for the user alone.
-
-    Raises:
-        OSError: it cannot be written.
+    A number in `content` is that many zeros, a hole if the file system has holes. A new file has the permissions of the
+    umask, an old one keeps its own. In `folder`, a descriptor that `opened` gave, the file `path` is for the user alone.
     """
     head, name = os.path.split(path)
     beginning = f".{name[:100]}."

@@ -20,7 +20,7 @@ class OpenFile:
     def __init__(self, descriptor: int, path: str | None) -> None:
         self._descriptor, self.path = descriptor, path
         weakref.finalize(self, os.close, descriptor)
-        self._state = self._size_and_time()
+        self._before = os.fstat(descriptor)
 
     @property
     def quiet(self) -> bool:
@@ -44,11 +44,8 @@ class OpenFile:
     @property
     def changed(self) -> bool:
         """Whether others have written to it since it was opened; its maps may show that."""
-        return self.path is not None and self._size_and_time() != self._state
-
-    def _size_and_time(self) -> tuple[int, int]:
-        state = os.fstat(self._descriptor)
-        return state.st_size, state.st_mtime_ns
+        now, before = os.fstat(self._descriptor), self._before
+        return self.path is not None and (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns)
 
 
 class PrivateMap:

@@ -58,10 +58,8 @@ def resolve_moments(
     """Load or collect `QAdACache(moments=...)`: whether the current prompt's count, and another prompt's moments.
 
     At least one of the two: the current prompt's if another's cannot be had. The model is None if only its config is
-    known. By a prompt's name, none are collected unless they are `used`.
-
-    Raises:
-        TypeError, FileNotFoundError, ValueError: it is something else, or cannot be loaded or collected.
+    known. By a prompt's name, none are collected unless they are `used`. A TypeError, FileNotFoundError or ValueError
+    if it is something else, or cannot be loaded or collected.
     """
     current, other = sources(moments)
     if other is None or isinstance(other, KeyMoments):

@@ -52,8 +52,7 @@ def _settings(config: PreTrainedConfig, versions: dict[str, int]) -> dict[str, A
 def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
     """The tokenizer in the folder, GGUF file or Hub repository that the model came from; its code is not run.
 
-    Raises:
-        LookupError: there is none; the message has the place and the reason.
+    A LookupError says where there is none, and why.
     """
     config = model.config
     name = config._name_or_path

@@ -181,11 +181,8 @@ UNSHARDED = HeadShard(0, 1, None, torch.device("cpu"))  # of a model that is in 
 
 
 def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int]) -> HeadShard:
-    """Which KV heads of these full-attention layers this process has; `config` is the decoder's.
-
-    Raises:
-        NotImplementedError: the model is split over processes in another way than by equal numbers of KV heads.
-    """
+    """Which KV heads of these full-attention layers this process has; `config` is the decoder's. A model that is split
+    in another way than by equal numbers of KV heads is refused."""
     size = processes(model)
     found = _in_parts(model, by_heads=size > 1) or _pipelined(model, layers)
     if found is None and size > 1:
