@@ -82,7 +82,7 @@ def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, fold
     """Put `content` into the file `path`, whole or not at all; whoever reads meanwhile sees the old file or the new.
 
     A number in `content` is that many zeros, a hole if the file system has holes. A new file has the permissions of the
-    umask, an old one keeps its own. In `folder`, a descriptor that `opened` gave, the file `path` is for the user alone.
+    umask, an old one keeps its own. In `folder`, a descriptor that `opened` gave, it is for the user alone.
     """
     head, name = os.path.split(path)
     beginning = f".{name[:100]}."

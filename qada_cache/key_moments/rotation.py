@@ -83,23 +83,19 @@ class Rotation:
 @lru_cache(maxsize=64)
 def _means(rotation: Rotation, first: int, length: int) -> tuple[Tensor, ...]:
     """Means over the positions of `cos`, `sin` `[dim]`, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b`
-    `[dim, dim]`."""
+    `[dim, dim]`.
+
+    The mean of `exp(i n turn)` is one of a geometric series (Dirichlet's kernel): its middle term times a ratio of
+    sines.
+    """
     frequency, _ = rotation.by_dim
-    once, less, more = (
-        _mean_turn(turn, first, length)
-        for turn in (frequency, frequency[:, None] - frequency, frequency[:, None] + frequency)
-    )
-    return once.real, once.imag, (less + more).real / 2, (more - less).imag / 2, (less - more).real / 2
-
-
-def _mean_turn(frequency: Tensor, first: int, length: int) -> Tensor:
-    """Means of `exp(i n frequency)` over `n = first .. first + length - 1`: of a geometric series (Dirichlet's kernel),
-    its middle term times a ratio of sines."""
-    half = frequency / 2
-    whole_turns = (half.sin().abs() < 1e-15) | (frequency == 0)  # 0/0: the limit is 1
+    one, other = frequency.expand(rotation.dim, -1), frequency[:, None]
+    turn = torch.stack([one, other - one, other + one])
+    half, middle = turn / 2, (first + (length - 1) / 2) * turn
+    whole_turns = (half.sin().abs() < 1e-15) | (turn == 0)  # 0/0: the limit is 1
     ratio = torch.where(whole_turns, 1.0, (length * half).sin() / (length * half.sin()))
-    middle = (first + (length - 1) / 2) * frequency
-    return torch.complex(ratio * middle.cos(), ratio * middle.sin())
+    (cos, less_cos, more_cos), (sin, less_sin, more_sin) = ratio * middle.cos(), ratio * middle.sin()
+    return cos[0], sin[0], (less_cos + more_cos) / 2, (more_sin - less_sin) / 2, (less_cos - more_cos) / 2
 
 
 def round_length(length: int) -> int:
