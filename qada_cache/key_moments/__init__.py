@@ -130,7 +130,7 @@ class KeyMoments:
                 keys = [(name, layer, length, device, shard.rank, shard.size) for name in ("mean", "covariance")]
                 mean, covariance = map(self._placed.get, keys)
                 if mean is None or covariance is None:
-                    made = (shard.own(moment, 0).float() for moment in self._layer_at(layer, length))
+                    made = (shard.own(moment).float() for moment in self._layer_at(layer, length))
                     mean, covariance = (moment.to(device).contiguous().unsqueeze(0) for moment in made)
                     self._placed.update(zip(keys, (mean, covariance), strict=True))
                 found.append((mean, covariance))

@@ -159,9 +159,9 @@ class HeadShard:
     group: Any  # the processes that have the parts
     device: torch.device  # where tensors that go to the others have to lie
 
-    def own(self, whole: Tensor, dim: int) -> Tensor:
-        """This process's part of a tensor over all heads, a view; `dim` counts heads."""
-        return whole if self.size == 1 else whole.chunk(self.size, dim)[self.rank]
+    def own(self, whole: Tensor) -> Tensor:
+        """This process's part of a tensor `[kv_heads, ...]` over all heads, a view."""
+        return whole.chunk(self.size)[self.rank]
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """The inverse of `own`, on the part's device; every process calls it, with parts of one shape and dtype."""
