@@ -215,18 +215,15 @@ def check_sharding(module: nn.Module, name: str) -> None:
 
 
 def _refuse(name: str, found: str | None) -> None:
-    if found is None:
-        return
-    raise NotImplementedError(
-        f"this {name} model is split over processes ({found}), and QAdACache serves whole models and those whose KV "
-        "heads tensor parallelism splits, built as QAdACache(model): load it with "
-        'distributed_config=DistributedConfig(tp_plan="auto") if its plan splits keys and values by head and their '
-        'number divides, or without (device_map="auto" lays whole layers on several devices of one process), '
-        "or use transformers.DynamicCache"
-    )
-
-
-# How a model is split, in words; None if it is not in this way.
+    """Raise NotImplementedError if it was `found`, in words, how a model is split."""
+    if found is not None:
+        raise NotImplementedError(
+            f"this {name} model is split over processes ({found}), and QAdACache serves whole models and those whose "
+            "KV heads tensor parallelism splits, built as QAdACache(model): load it with "
+            'distributed_config=DistributedConfig(tp_plan="auto") if its plan splits keys and values by head and their '
+            'number divides, or without (device_map="auto" lays whole layers on several devices of one process), '
+            "or use transformers.DynamicCache"
+        )
 
 
 def _in_parts(module: nn.Module, *, by_heads: bool = False) -> str | None:
