@@ -81,12 +81,7 @@ def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
 
 
 def read_keys(
-    model: PreTrainedModel,
-    ids: Tensor,
-    positions: Tensor | None,
-    *,
-    chunk: int,
-    done: Callable[[int], object] = lambda tokens: None,
+    model: PreTrainedModel, ids: Tensor, positions: Tensor | None, *, chunk: int, done: Callable[[int], object]
 ) -> dict[int, Tensor]:
     """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, of this process's heads, on the CPU.
 
