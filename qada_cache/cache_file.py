@@ -40,31 +40,27 @@ def _identity(config: PreTrainedConfig) -> dict[str, Any]:
 def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) -> None:
     """Write what the layers of a cache hold, and share; see `QAdACache.save`."""
     options, managed = shared.options, shared.model
-    tensors: dict[str, tensor_file.FileTensor] = {}
     check_unsharded(managed.shard.size)
-    state: dict[str, Any] = {"options": {name: getattr(options, name) for name in _OPTIONS}}
-    state["model"] = _identity(managed.config)
-    model = managed.get()
-    state["weights"] = None if model is None else identity.sample(model)
+    model, stores = managed.get(), [layer.store for layer in layers if isinstance(layer, QAdALayer) and layer.store]
+    dtypes = {dtype for store in stores for dtype in store.dtypes} | {managed.dtype} - {None}
+    state: dict[str, Any] = {
+        "options": {name: getattr(options, name) for name in _OPTIONS},
+        "model": _identity(managed.config),
+        "weights": None if model is None else identity.sample(model),
+        "current_moments": options.current_moments,
+        "dtypes": sorted(str(dtype).removeprefix("torch.") for dtype in dtypes),  # of tokens, and of their model
+    }
+    tensors: dict[str, tensor_file.FileTensor] = {}
     if isinstance(options.criterion, StaticHeads):
         tensors["static_heads"] = options.criterion.long_context
     else:
         state["criterion"] = options.criterion
-    state["current_moments"] = options.current_moments
     if options.other_moments is not None:
         tensors |= options.other_moments.tensors()
         state["moments"] = options.other_moments.header()
-    stores = [layer.store for layer in layers if isinstance(layer, QAdALayer) and layer.store is not None]
-    dtypes = {dtype for store in stores for dtype in store.dtypes} | {managed.dtype} - {None}
-    state["dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)  # of tokens, and of their model
-    state["layers"] = []
-    for index, layer in enumerate(layers):
-        kept = layer_record(layer) if isinstance(layer, QAdALayer) else vars(layer)
-        state["layers"].append(_encode(kept, f"layer {index}", tensors))
+    kept = [layer_record(layer) if isinstance(layer, QAdALayer) else vars(layer) for layer in layers]
+    state["layers"] = [_encode(record, f"layer {index}", tensors) for index, record in enumerate(kept)]
     tensor_file.write(path, KIND, tensors, state)
-
-
-_FIELDS = ("model", "weights", "dtypes", "options", "current_moments", "layers")
 
 
 def read_cache(
@@ -75,20 +71,14 @@ def read_cache(
     config: PreTrainedConfig,
     mmap: bool,
 ) -> Any:
-    """The inverse of `write_cache`; see `QAdACache.load`. `config` is the decoder's.
-
-    `make` takes the keywords of `QAdACache` that make a cache like the one saved, and returns an empty one.
-
-    Raises:
-        FileNotFoundError, ValueError, NotImplementedError: as there. Without a model, weights and dtype count for none.
-    """
-    if model is not None:
-        check_unsharded(processes(model))
+    """The inverse of `write_cache`; see `QAdACache.load`. `config` is the decoder's. `make` takes the keywords of
+    `QAdACache` that make a cache like the one saved, and returns an empty one."""
+    check_unsharded(processes(model))
     tensors, state, source = tensor_file.mapped(path, KIND, transfers.empty, mmap=mmap)
     if source is not None:
         tensors = {name: tensor if name.endswith(BULK) else tensor.clone() for name, tensor in tensors.items()}
-    if lacking := [name for name in _FIELDS if name not in state]:
-        raise ValueError(f"{path} cannot be loaded: it lacks {lacking[0]}")
+    if lacking := {"model", "weights", "dtypes"} - state.keys():
+        raise ValueError(f"{path} cannot be loaded: it lacks {min(lacking)}")
     _check_model(path, state, model, config)
     try:
         if unset := [name for name, value in state["options"].items() if value is None]:
@@ -119,7 +109,6 @@ def read_cache(
 def _check_model(
     path: str | os.PathLike, state: dict[str, Any], model: PreTrainedModel | None, config: PreTrainedConfig
 ) -> None:
-    """Raise ValueError if the file is of another model."""
     for name, value in _identity(config).items():
         if (saved := state["model"].get(name)) != value:
             raise ValueError(f"{path} was saved for another model: its {name} is {saved!r}, this model's is {value!r}")
@@ -157,11 +146,7 @@ def _look(tensor: tensor_file.FileTensor) -> dict[str, Any]:
 
 
 def _decode(value: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
-    """The inverse of `_encode`, every tensor on `device`, but for the bulk's: these stay on the host.
-
-    Raises:
-        ValueError: a tensor is of another shape or dtype than was written.
-    """
+    """The inverse of `_encode`, with tensors on `device`, but for the bulk's; ValueError if one is of another kind."""
     if isinstance(value, list):
         return [_decode(item, tensors, device) for item in value]
     if not isinstance(value, dict):

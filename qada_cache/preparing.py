@@ -56,7 +56,7 @@ def prepare(
     shared = QAdACache(model, moments=CURRENT, **{**options, "tuned": False})._shared
     _, other = sources(moments)
     if other in PROMPTS and shared.options.criterion == "gaussian" and shared.model.layers:
-        default_moments(model, str(other), tokenizer, shard=shared.model.shard)
+        default_moments(model, str(other), tokenizer, shared.model.shard)
     shared = QAdACache(model, moments=moments, **options)._shared
     devices = {inputs_device(model), *(weight.device for weight in model.parameters())}
     for device in devices if shared.model.layers else ():

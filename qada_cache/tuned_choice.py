@@ -1,11 +1,10 @@
 """The tuned setting of a model: `qada tune` keeps it beside the key moments, and caches take it as their default.
 
-A tuned setting counts only for caches with the other deciding options of its measurement. It is found by the model's
-weights, config and dtype, wherever the model lies. A cache that was built with a config alone does without. So does a
-cache of a split model, as each process sees its own part of the weights.
+It counts only for caches with the other deciding options of its measurement, and is found by the model's weights,
+config and dtype. Caches of a config alone, or of a split model, whose processes see parts of the weights, do without.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,10 @@ from .state import THRESHOLD, ManagedModel, Options
 logger = logging.get_logger(__name__)
 
 KIND = "qada-choice"
+_CHOSEN = ("token_threshold", "threshold")
 # A setting was measured under these options.
-_UNDER = ("sink_tokens", "local_tokens", "criterion", "group_rule", "moments", "sketch_bits")
+_UNDER = ("sink_tokens", "local_tokens", "criterion", "group_rule", "moments", "sketch_bits", "update_moments")
+CONDITIONS = frozenset(_UNDER + _CHOSEN)  # others need another measurement
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,10 @@ class Thresholds:
         return f"token_threshold={self.token_threshold:g}{threshold}"
 
 
-_CHOSEN = tuple(field.name for field in fields(Thresholds))
-CONDITIONS = frozenset({*_UNDER, "update_moments", *_CHOSEN})  # others need another measurement
-
-
 def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> Path:
-    """Keep `token_threshold` and `threshold` of these options as the model's own, in place of an earlier one.
+    """Keep the thresholds of these options, under which caches were measured, as the model's own. Returns the path.
 
-    The measurements behind the choice, `figures`, are JSON-able and for people; `options` are those of the caches that
-    were measured. Returns the file's path.
+    `figures`, the measurements behind the choice, are JSON-able and for people.
 
     Raises:
         OSError: the user's cache folder cannot be written to, or is not the user's alone.
@@ -101,7 +97,7 @@ def apply_tuned(options: Options, managed: ManagedModel, *, threshold: float | N
 
 def _conditions(options: Options) -> dict[str, Any]:
     """The options that a setting was measured under, JSON-able."""
-    found = {name: getattr(options, name) for name in (*_UNDER, "update_moments")}
+    found = {name: getattr(options, name) for name in _UNDER}
     current, other = sources(options.moments)
     prompt = other.prompt if isinstance(other, KeyMoments) else other
     found["moments"] = "+".join([CURRENT] * current + [str(prompt)] * (prompt is not None))

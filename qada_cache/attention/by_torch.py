@@ -57,7 +57,7 @@ def other_moments(
     moments: KeyMoments, layer: QAdALayer, lengths: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Mean `[lengths, kv_heads, dim]` and covariance for bulks of these lengths, of the heads of this process."""
-    return layer.kept_moments.get(moments, layer.index, lengths, device, layer.shared.model.shard.own)
+    return layer.kept_moments.get(moments, layer.index, lengths, device, layer.shared.model.shard)
 
 
 def log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry, bulk_lse: Tensor | None) -> Tensor:

@@ -1,7 +1,4 @@
-"""Files that are whole or not there, and the user's own cache folder.
-
-Files that somebody else can have put there are not read.
-"""
+"""Files that are whole or not there, and the user's own cache folder, of which no file of somebody else's is read."""
 
 import os
 import secrets
@@ -33,31 +30,21 @@ def home() -> Path:
 
 @contextmanager
 def opened(name: str, *, make: bool = False) -> Iterator[int]:
-    """A descriptor of the folder `name` in `home()`: it goes on reaching that folder, whatever becomes of its path.
+    """A descriptor of the folder `name` in `home()`, whatever becomes of its path; made if `make`, for the user alone.
 
-    Missing folders are made if `make`, for the user alone.
-
-    Raises:
-        FileNotFoundError: there is no such folder, and `make` is False.
-        OSError: it cannot be made, is a link or no folder, belongs to somebody else, or others can write to it.
+    An OSError unless it is a folder, no link, and the user's alone (FileNotFoundError: there is none).
     """
     path = home()
     if os.mkdir not in os.supports_dir_fd:
         raise OSError(f"who can write to {path} cannot be told on {sys.platform}")
     if make:
         path.parent.mkdir(parents=True, exist_ok=True)
-    outer = _own_folder(path, path, None, make)
-    try:
-        inner = _own_folder(name, path / name, outer, make)
-    finally:
-        os.close(outer)
-    try:
+    with _own_folder(path, path, None, make) as outer, _own_folder(name, path / name, outer, make) as inner:
         yield inner
-    finally:
-        os.close(inner)
 
 
-def _own_folder(name: str | Path, path: Path, within: int | None, make: bool) -> int:
+@contextmanager
+def _own_folder(name: str | Path, path: Path, within: int | None, make: bool) -> Iterator[int]:
     if make:
         with suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=within)
@@ -67,10 +54,9 @@ def _own_folder(name: str | Path, path: Path, within: int | None, make: bool) ->
         raise NotADirectoryError(f"{path} is a link or no folder: set QADA_HOME to a folder") from error
     try:
         _check_own(os.fstat(descriptor), path)
-    except OSError:
+        yield descriptor
+    finally:
         os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _check_own(found: os.stat_result, path: str | Path) -> None:
@@ -81,12 +67,7 @@ def _check_own(found: os.stat_result, path: str | Path) -> None:
 
 
 def read(folder: int, name: str) -> bytes:
-    """The content of the file `name` of a folder of `opened`.
-
-    Raises:
-        FileNotFoundError: there is none.
-        OSError: it is a link or no file, belongs to somebody else, or others can write to it.
-    """
+    """The content of the file `name` of a folder of `opened`; an OSError unless it is a file, and the user's alone."""
     # Not blocking: opening a pipe would wait for a writer.
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     with open(descriptor, "rb") as file:
@@ -100,17 +81,13 @@ def read(folder: int, name: str) -> bytes:
 def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, folder: int | None = None) -> None:
     """Put `content` into the file `path`, whole or not at all; whoever reads meanwhile sees the old file or the new.
 
-    Args:
-        path: a new file has the permissions of the umask, an old one keeps its own.
-        content: in pieces; a number is that many zeros, written as a hole if the file system has holes.
-        folder: a descriptor that `opened` gave. `path` is then a name in it, and the file is for the user alone.
-
-    Raises:
-        OSError: it cannot be written.
+    A number in `content` is that many zeros, a hole if the file system has holes. A new file has the permissions of the
+    umask, an old one keeps its own. In `folder`, a descriptor that `opened` gave, it is for the user alone.
     """
     head, name = os.path.split(path)
     beginning = f".{name[:100]}."
-    _sweep(folder if folder is not None else head or ".", beginning)
+    if LOCKS:
+        _sweep(folder if folder is not None else head or ".", beginning)
     # Beside the target, so that the rename cannot cross file systems.
     descriptor, unfinished = _begun(os.path.join(head, beginning), folder)
     try:
@@ -134,12 +111,11 @@ def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, fold
 
 
 def _begun(beginning: str, folder: int | None) -> tuple[int, str]:
-    """A new unfinished file, open and locked for as long as this process lives and writes; and its name."""
+    """A new unfinished file, locked for as long as this process lives and writes, and its name."""
     while True:
         name = f"{beginning}{secrets.token_hex(8)}{UNFINISHED}"
-        descriptor = os.open(
-            name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if folder is None else 0o600, dir_fd=folder
-        )
+        flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if folder is None else 0o600
+        descriptor = os.open(name, flags, mode, dir_fd=folder)
         if LOCKS:
             with suppress(OSError):  # a file system without them
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -161,22 +137,11 @@ def _sweep(folder: str | int, beginning: str) -> None:
 
 
 def _remove(path: str, within: int | None, *, old: bool) -> None:
-    """Remove an unfinished file unless its process lives, as far as a lock tells; if none can, it has to be old.
-
-    Raises:
-        OSError: its process lives, or it cannot be removed, or is gone.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=within)
-    try:
+    """Remove an unfinished file; OSError if its process lives, as a lock tells, or, where none can, if it is young."""
+    with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=within), "rb") as file:
         try:
-            if LOCKS:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:  # a file system without locks
-            if not old:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if isinstance(error, BlockingIOError) or not old:  # else a file system without locks
                 raise
-        if LOCKS or old:
-            os.unlink(path, dir_fd=within)
-    finally:
-        os.close(descriptor)
+        os.unlink(path, dir_fd=within)

@@ -14,29 +14,18 @@ WORTH = 4 << 20  # bytes; to copy less costs nothing
 
 
 class OpenFile:
-    """A descriptor, closed when nobody refers to this any more. Its file may be renamed, replaced or deleted.
-
-    Args:
-        descriptor: of a file with something in it.
-        path: where others may find it; None: nowhere.
-    """
+    """A descriptor, closed when nobody refers to this any more. Others may find its file at `path` (None: nowhere), and
+    rename, replace or delete it."""
 
     def __init__(self, descriptor: int, path: str | None) -> None:
         self._descriptor, self.path = descriptor, path
         weakref.finalize(self, os.close, descriptor)
-        self._state = self._changes()
-
-    @property
-    def link(self) -> str:
-        """A path of this very file, wherever it may be by now."""
-        return link(self._descriptor)
+        self._before = os.fstat(descriptor)
 
     @property
     def quiet(self) -> bool:
-        """Whether nobody has it open for writing; False if the system cannot tell.
-
-        It cannot tell of network file systems, nor of a file that is another user's.
-        """
+        """Whether nobody has it open for writing; False if the system cannot tell, as of network file systems, and of
+        a file that is another user's."""
         import fcntl
 
         try:
@@ -48,42 +37,29 @@ class OpenFile:
         return True
 
     def map(self, *, shared: bool) -> Tensor:
-        """Its content, uint8 `[size]`. Writes go to the file if `shared`, else to nobody else.
-
-        Raises:
-            RuntimeError: the system has no room for it.
-        """
+        """Its content, uint8 `[size]`; writes go to the file if `shared`. A RuntimeError if the system has no room."""
         size = os.fstat(self._descriptor).st_size
-        return torch.from_file(self.link, shared=shared, size=size, dtype=torch.uint8)
+        return torch.from_file(f"/proc/self/fd/{self._descriptor}", shared=shared, size=size, dtype=torch.uint8)
 
     @property
     def changed(self) -> bool:
         """Whether others have written to it since it was opened; its maps may show that."""
-        return self.path is not None and self._changes() != self._state
-
-    def _changes(self) -> tuple[int, int]:
-        """Size and time of the file, which a write changes."""
-        state = os.fstat(self._descriptor)
-        return state.st_size, state.st_mtime_ns
+        now, before = os.fstat(self._descriptor), self._before
+        return self.path is not None and (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns)
 
 
 class PrivateMap:
-    """A file's content as memory of one holder.
+    """A file's content, uint8 `[size]`, as memory of one holder; nobody may write to the file.
 
     `copy.deepcopy` maps the file once more: the copy holds the file's content, without writes to this map. Pages that
     nobody has written to take memory once, however often they are mapped.
-
-    Attributes:
-        file: nobody may write to it.
-        content: uint8 `[size]`.
     """
 
     def __init__(self, file: OpenFile) -> None:
         self.file, self.content = file, file.map(shared=False)
 
     def __deepcopy__(self, memo: dict) -> "PrivateMap":
-        twin = memo[id(self)] = PrivateMap(self.file)
-        return twin
+        return PrivateMap(self.file)
 
     def tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor that begins at byte `start`, a multiple of its elements' size."""
@@ -95,18 +71,8 @@ class PrivateMap:
         return self.tensor(int(tensor.storage_offset()) * tensor.element_size(), tensor.shape, tensor.dtype)
 
 
-def link(descriptor: int) -> str:
-    """A path of a file that is open, wherever it may be by now."""
-    return f"/proc/self/fd/{descriptor}"
-
-
 def create_anonymous(size: int) -> OpenFile:
-    """A file of `size` zeros in memory alone; it takes memory for its written pages.
-
-    Raises:
-        OSError: the system does not give it.
-    """
-    descriptor = os.memfd_create("qada-cache")
-    file = OpenFile(descriptor, None)
-    os.ftruncate(descriptor, size)
+    """A file of `size` zeros in memory alone, which takes memory for its written pages; an OSError if there is none."""
+    file = OpenFile(os.memfd_create("qada-cache"), None)
+    os.ftruncate(file._descriptor, size)
     return file

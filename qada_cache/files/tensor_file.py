@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import json
 import math
 import os
@@ -30,17 +31,13 @@ _TYPES = {  # by safetensors' names
 _DTYPES = {dtype: name for name, dtype in _TYPES.items()}
 _ZEROS = bytes(1 << 20)
 _ALIGNMENT = 64  # bytes, as torch aligns memory on the CPU
-Empty = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedTensor:
     """A tensor as a file holds it, `[rows, heads, room, dim]`: of each row its first `lengths[row]` tokens, then zeros.
 
-    Attributes:
-        tensor: `[rows, heads, tokens, dim]`, on any device; it comes to the host one head at a time.
-        lengths: of each row, in tokens.
-        room: tokens of each head in the file.
+    The `tensor` `[rows, heads, tokens, dim]`, on any device, comes to the host one head at a time.
     """
 
     tensor: Tensor
@@ -54,7 +51,7 @@ class PaddedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The tensor's shape in the file."""
+        """In the file."""
         rows, heads, _, dim = self.tensor.shape
         return rows, heads, self.room, dim
 
@@ -94,11 +91,10 @@ def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, FileTensor],
 
 
 def encoded(kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any]) -> Iterator[bytes | memoryview | int]:
-    """The bytes of a file, piece by piece, numbers standing for that many zeros. Tensors on a device are copied to the
-    host twice, as the checksum stands before them. (safetensors' own function copies all first, and ignores the umask.)
+    """The bytes of a file for `write`, piece by piece, numbers standing for that many zeros.
 
-    Raises:
-        NotImplementedError: as `write`.
+    Tensors on a device are copied to the host twice, as the checksum stands before them. (safetensors' own function
+    copies all first, and ignores the umask.)
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
@@ -125,112 +121,68 @@ def encoded(kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any])
         yield from _pieces(tensors[name])
 
 
-def read(path: str | os.PathLike, kind: str, empty: Empty = torch.empty) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors (on the CPU) and state that `write` put into `path`, read once from the first byte to the last.
-
-    Args:
-        path, kind: as for `write`.
-        empty: makes the tensors, as `torch.empty`.
+def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors (on the CPU) and state that `write` put into `path`.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is truncated, altered, of another kind, or of another format, as the message says.
     """
-    path = _found(path, kind)
-    with path.open("rb") as file:
-        about = _metadata(path, kind, private_map.link(file.fileno()) if private_map.AVAILABLE else path)
-        entries, tensors = _header(_read(path, file))[2], {}
-        for name, entry in sorted(entries.items(), key=lambda named: named[1]["data_offsets"]):
-            tensors[name] = empty(tuple(entry["shape"]), dtype=_TYPES[entry["dtype"]])
-            if file.readinto(_content(tensors[name])) != tensors[name].nbytes:
-                raise ValueError(f"{path} was truncated while it was read")
-    return tensors, _checked(path, about, tensors)
+    tensors, state, _ = mapped(path, kind, mmap=False)
+    return tensors, state
 
 
 def mapped(
-    path: str | os.PathLike, kind: str, empty: Empty = torch.empty, *, mmap: bool = True
+    path: str | os.PathLike, kind: str, empty: Callable[..., Tensor] = torch.empty, *, mmap: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Any], PrivateMap | None]:
-    """As `read`, with tensors that are views of the mapped file. A map of None means copies: `mmap` is False, the file
-    is too small, or the system cannot map it, or cannot tell whether somebody writes to it.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read`.
-    """
-    path = _found(path, kind)
-    file = None
-    if mmap and private_map.AVAILABLE and path.stat().st_size >= private_map.WORTH:
-        file = private_map.OpenFile(os.open(path, os.O_RDONLY), str(path))
-    if file is None or not file.quiet:
-        return *read(path, kind, empty), None
-    source, about = PrivateMap(file), _metadata(path, kind, file.link)
-    begin, _, entries = _header(_content(source.content))
-    tensors = {
-        name: source.tensor(begin + entry["data_offsets"][0], tuple(entry["shape"]), _TYPES[entry["dtype"]])
-        for name, entry in entries.items()
-    }
+    """As `read`, with tensors that are views of the mapped file. A map of None means copies, which `empty` makes room
+    for as `torch.empty`, read once from the first byte to the last: `mmap` is False, the file is too small, or the
+    system cannot map it, or cannot tell whether somebody writes to it."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no {kind} file at {path}")
+    source: PrivateMap | None = None
+    tensors: dict[str, Tensor] = {}
+    with open(path, "rb") as file:
+        number = file.fileno()
+        very_file = f"/proc/self/fd/{number}" if private_map.AVAILABLE else path
+        with _whole(path), safe_open(very_file, framework="pt"):
+            about, entries = _header(path, kind, file)
+        if mmap and private_map.AVAILABLE and os.fstat(number).st_size >= private_map.WORTH:
+            held = private_map.OpenFile(os.dup(number), os.fspath(path))
+            source = PrivateMap(held) if held.quiet else None
+        begin = file.tell()
+        for name, entry in sorted(entries.items(), key=lambda named: named[1]["data_offsets"]):
+            shape, dtype = tuple(entry["shape"]), _TYPES[entry["dtype"]]
+            if source is not None:
+                tensors[name] = source.tensor(begin + entry["data_offsets"][0], shape, dtype)
+                continue
+            tensors[name] = empty(shape, dtype=dtype)
+            if file.readinto(_content(tensors[name])) != tensors[name].nbytes:
+                raise ValueError(f"{path} was truncated while it was read")
     return tensors, _checked(path, about, tensors), source
 
 
 def decoded(content: bytes, kind: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As `read`, of a file that was read already; `path` is only named in errors.
-
-    Raises:
-        ValueError: as `read`.
-    """
+    """As `read`, of a file that was read already; `path` is only named in errors."""
     with _whole(path):
         tensors = safetensors.torch.load(content)
-    about = _header(content)[1]
-    _check_kind(path, kind, about)
+        about, _ = _header(path, kind, io.BytesIO(content))
     return tensors, _checked(path, about, tensors)
 
 
-def _metadata(path: Path, kind: str, link: str | Path) -> dict[str, str]:
-    """Metadata of the file at `link`, if it is whole and of this kind; errors call it `path`."""
-    with _whole(path), safe_open(link, framework="pt") as file:
-        about = file.metadata() or {}
-    _check_kind(path, kind, about)
-    return about
-
-
 @contextmanager
-def _whole(path: Path) -> Iterator[None]:
+def _whole(path: str | os.PathLike) -> Iterator[None]:
     """What safetensors refuses, incomplete files too, is an error that names the file."""
     try:
         yield
-    except SafetensorError as error:
+    except (SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a safetensors file, or is truncated: {error}") from error
 
 
-def _read(path: Path, file: BinaryIO) -> bytes:
-    """The beginning of a file, up to its tensors."""
-    size = file.read(8)
-    text = file.read(int.from_bytes(size, "little"))
-    if len(text) != int.from_bytes(size, "little") or not text:
-        raise ValueError(f"{path} was truncated while it was read")
-    return size + text
-
-
-def _header(content: bytes | memoryview) -> tuple[int, dict[str, str], dict[str, Any]]:
-    """The start of the tensors, the metadata and the entries of a file that safetensors has read."""
-    begin = 8 + int.from_bytes(content[:8], "little")
-    entries = json.loads(bytes(content[8:begin]))
-    return begin, entries.pop("__metadata__", {}), entries
-
-
-def _found(path: str | os.PathLike, kind: str) -> Path:
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no {kind} file at {path}")
-    return Path(path)
-
-
-def _checked(path: Path, about: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The state of a file whose tensors and state are what was written."""
-    if about.get("sha256") != _digest(about.get("state", ""), tensors):
-        raise ValueError(f"{path} was altered after it was written (checksum mismatch)")
-    return json.loads(about["state"])
-
-
-def _check_kind(path: Path, kind: str, about: dict[str, str]) -> None:
+def _header(path: str | os.PathLike, kind: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, Any]]:
+    """Metadata and entries of a file of this kind; what is read next are its tensors."""
+    entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    about = entries.pop("__metadata__", None) or {}
     if about.get("kind") != kind:
         raise ValueError(f"{path} is not a {kind} file (it says {about.get('kind', 'nothing about what it is')!r})")
     version = about.get("version", "")
@@ -238,6 +190,14 @@ def _check_kind(path: Path, kind: str, about: dict[str, str]) -> None:
         old = version.isdigit() and int(version) < FORMAT_VERSION
         way_out = "make it again" if old else "upgrade qada-cache"
         raise ValueError(f"{path} has format version {version!r}, this qada-cache reads {FORMAT_VERSION}: {way_out}")
+    return about, entries
+
+
+def _checked(path: str | os.PathLike, about: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The state of a file whose tensors and state are what was written."""
+    if about.get("sha256") != _digest(about.get("state", ""), tensors):
+        raise ValueError(f"{path} was altered after it was written (checksum mismatch)")
+    return json.loads(about["state"])
 
 
 def _digest(state: str, tensors: Mapping[str, FileTensor]) -> str:

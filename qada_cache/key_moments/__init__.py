@@ -1,23 +1,30 @@
 """Key moments of a whole model, kept from a prompt other than the one being read, for bulks of any length."""
 
 import os
+import tempfile
+import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
+import huggingface_hub
 import torch
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
 from torch import Tensor
 
 from ..files import tensor_file
 from . import collecting
+from .models import UNSHARDED, HeadShard
 from .rotation import Rotation, rotation_at
-from .running import DeviceMoments
 
 KIND = "qada-moments"
 HUB = "hf://"
 HUB_FILE = "moments.safetensors"
 _HEADER = ("lengths", "model_type", "prompt", "tokens", "sink_tokens", "rope", "origin")  # fields kept as they are
+# Caches in several threads may share moments. One lock for all, as locks cannot be copied.
+_placing = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +64,7 @@ class KeyMoments:
     rope: dict[str, Any] = field(default_factory=dict)
     query_energies: Tensor | None = None
     origin: dict[str, Any] = field(default_factory=dict)
-    _device_moments: DeviceMoments = field(default_factory=DeviceMoments, repr=False)
+    _placed: WeakValueDictionary[Any, Tensor] = field(default_factory=WeakValueDictionary, repr=False)
 
     collect = classmethod(collecting.collect)
 
@@ -87,11 +94,11 @@ class KeyMoments:
         return tuple(self.mean.shape[1:])  # type: ignore[return-value]  # it has four dimensions, checked when made
 
     def at(self, length: int) -> tuple[Tensor, Tensor]:
-        """Moments of a bulk of `length` tokens: mean `[layers, kv_heads, dim]` and covariance `[..., dim, dim]`.
+        """Moments of a bulk of `length` tokens: mean `[layers, kv_heads, dim]` and covariance `[..., dim, dim]`,
+        float64 on the CPU.
 
-        With known rotations they are averaged over the bulk's `length` positions. Otherwise they are those of the
-        greatest of `lengths` up to `length`: moments of a shorter bulk do little harm, of a longer one much. float64 on
-        the CPU.
+        With known rotations they are averaged over the bulk's positions. Otherwise they are those of the greatest of
+        `lengths` up to `length`: moments of a shorter bulk do little harm, of a longer one much.
 
         Raises:
             ValueError: `length` is below 1.
@@ -108,21 +115,32 @@ class KeyMoments:
         rotation = rotation_at(self.rotations[layer], self.rope, layer, length)
         return rotation.average(self.mean[0, layer], self.covariance[0, layer], first=self.sink_tokens, length=length)
 
-    def layer(self, layer: int, lengths: Sequence[int], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """Moments of one layer for bulks of these many tokens each, on `device`, float32.
+    def layer(
+        self, layer: int, lengths: Sequence[int], device: torch.device, shard: HeadShard = UNSHARDED
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Moments of one layer for bulks of these many tokens each, of the shard's heads: mean `[1, kv_heads, dim]` and
+        covariance `[1, kv_heads, dim, dim]`, float32 on `device`.
 
         They are made once for all callers that keep them (`running.LayerMoments`), so any number of caches may take
         turns. Callers round lengths (`rotation.round_length`), so that few different ones are ever asked for.
-
-        Returns:
-            for each length: mean `[1, kv_heads, dim]` and covariance `[1, kv_heads, dim, dim]`.
         """
-        return self._device_moments.get(layer, lengths, device, self._layer_at)
+        found = []
+        with _placing:
+            for length in lengths:
+                keys = [(name, layer, length, device, shard.rank, shard.size) for name in ("mean", "covariance")]
+                mean, covariance = map(self._placed.get, keys)
+                if mean is None or covariance is None:
+                    made = (shard.own(moment).float() for moment in self._layer_at(layer, length))
+                    mean, covariance = (moment.to(device).contiguous().unsqueeze(0) for moment in made)
+                    self._placed.update(zip(keys, (mean, covariance), strict=True))
+                found.append((mean, covariance))
+        return found
 
     @property
     def device_bytes(self) -> int:
         """Bytes of what callers of `layer` keep on devices, for all caches that share these moments."""
-        return self._device_moments.nbytes
+        with _placing:
+            return sum(moment.nbytes for moment in self._placed.values())
 
     # -- files ----------------------------------------------------------------------------------------------------
 
@@ -142,11 +160,7 @@ class KeyMoments:
 
     @classmethod
     def from_file(cls, tensors: dict[str, Tensor], header: dict[str, Any]) -> "KeyMoments":
-        """The inverse of `tensors` and `header`.
-
-        Raises:
-            ValueError: they do not fit each other.
-        """
+        """The inverse of `tensors` and `header`; a ValueError if they do not fit each other."""
         header = dict(header)
         mean, frequencies, rotated = tensors["moments.mean"], header.pop("frequencies"), header.pop("rotations")
         if any(index not in range(len(frequencies)) for _, index in rotated):
@@ -172,48 +186,32 @@ class KeyMoments:
             FileNotFoundError: there is no such file or repository.
             ValueError: the file is truncated, altered, not a moments file, or of another format.
         """
-        text = os.fspath(source)
-        if not text.startswith(HUB):
-            if revision is not None:
-                raise ValueError(f"revision is for a repository of the Hub, {HUB}owner/name, and {text} is a path")
-            if not os.path.exists(text):
-                raise FileNotFoundError(
-                    f"no {KIND} file at {text}, nor a prompt of that name; a repository of the Hugging Face Hub is "
-                    f"written {HUB}owner/name"
-                )
-            return cls.from_file(*tensor_file.read(text, KIND))
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-        try:
-            path = hf_hub_download(text.removeprefix(HUB), HUB_FILE, revision=revision)
-        except LocalEntryNotFoundError as error:
-            raise FileNotFoundError(f"no file at {text}, and the Hugging Face Hub cannot be reached") from error
-        except (RepositoryNotFoundError, EntryNotFoundError) as error:
-            raise FileNotFoundError(f"no file at {text}, and no {HUB_FILE} in a Hub repository of that name") from error
+        path = os.fspath(source)
+        if path.startswith(HUB):
+            try:
+                path = huggingface_hub.hf_hub_download(path.removeprefix(HUB), HUB_FILE, revision=revision)
+            except LocalEntryNotFoundError as error:
+                raise FileNotFoundError(f"no file at {path}, and the Hugging Face Hub cannot be reached") from error
+            except (RepositoryNotFoundError, EntryNotFoundError) as error:
+                missing = f"no {HUB_FILE} in a Hub repository of that name"
+                raise FileNotFoundError(f"no file at {path}, and {missing}") from error
+        elif revision is not None:
+            raise ValueError(f"revision is for a repository of the Hub, {HUB}owner/name, and {path} is a path")
+        elif not os.path.exists(path):
+            raise FileNotFoundError(
+                f"no {KIND} file at {path}, nor a prompt of that name; a repository of the Hugging Face Hub is "
+                f"written {HUB}owner/name"
+            )
         return cls.from_file(*tensor_file.read(path, KIND))
 
     def push_to_hub(self, repository: str, *, revision: str | None = None, private: bool | None = None) -> str:
-        """Put the moments into the repository "owner/name" of the Hugging Face Hub, made if it does not exist; they are
-        loaded from "hf://owner/name".
+        """Put the moments into the repository "owner/name" of the Hugging Face Hub, made if it does not exist.
 
-        Returns:
-            the address of the commit.
+        They are loaded from "hf://owner/name". Returns the address of the commit.
         """
-        import tempfile
-
-        from huggingface_hub import HfApi
-
-        api = HfApi()
+        api, about = huggingface_hub.HfApi(), f"of {self.origin.get('model') or self.model_type}, {self.prompt}"
         api.create_repo(repository, exist_ok=True, private=private)
         with tempfile.TemporaryDirectory() as folder:
             self.save(path := os.path.join(folder, HUB_FILE))
-            return str(
-                api.upload_file(
-                    path_or_fileobj=path,
-                    path_in_repo=HUB_FILE,
-                    repo_id=repository,
-                    revision=revision,
-                    commit_message=f"Key moments of {self.origin.get('model') or self.model_type}, {self.prompt}",
-                )
-            )
+            what: dict[str, Any] = {"path_or_fileobj": path, "path_in_repo": HUB_FILE, "repo_id": repository}
+            return str(api.upload_file(**what, revision=revision, commit_message=f"Key moments {about}"))

@@ -1,7 +1,9 @@
 """The forward passes that key moments come from."""
 
 import hashlib
+import inspect
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -13,9 +15,9 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..kernels.reference import without_autocast
-from .models import HeadShard, full_attention_layers, head_shard, inputs_device, layer_keys, observed, unwrap_model
+from .models import HeadShard, full_attention_layers, head_shard, inputs_device, observed, read_keys, unwrap_model
 from .prompts import PROMPTS, choose_prompt, prompt_ids
-from .rotation import Rotation, find_rotations, frequencies_by_length, rope_settings, takes_positions
+from .rotation import Rotation, find_rotations, frequencies_by_length, rope_settings
 from .running import RunningMoments
 
 if TYPE_CHECKING:
@@ -34,33 +36,31 @@ class QueryEnergies:
 
     def __init__(self) -> None:
         self.sums: dict[int, Tensor] = {}
-        self.tokens: dict[int, int] = {}
+        self.tokens: Counter[int] = Counter()
 
     def __call__(self, layer: int, query: Tensor) -> None:
         """Take in a layer's queries `[batch, heads, tokens, dim]`."""
         squares = query.detach().float().square().sum(dim=(0, 2)).double().cpu()  # [heads, dim]
-        self.sums[layer] = squares + self.sums[layer] if layer in self.sums else squares
-        self.tokens[layer] = self.tokens.get(layer, 0) + query.shape[0] * query.shape[2]
+        self.sums[layer] = squares + self.sums.get(layer, 0)
+        self.tokens[layer] += query.shape[0] * query.shape[2]
 
     def gathered(
         self, keys: dict[int, Tensor], layers: int, rotations: dict[int, Rotation], shard: HeadShard
     ) -> Tensor | None:
         """Energies float32 `[layers, kv_heads, dim]`: means over a KV head's query heads and over each rotary pair.
 
-        None if the queries of a layer that has `keys` were not seen, or are of other heads. Channels without a rotation
-        keep their own.
+        None if the queries of a layer that has `keys` were not seen, or are of other heads.
         """
-        found = {}
-        for index, kept in keys.items():
-            heads, dim = kept.shape[1] // shard.size, kept.shape[3]
-            if index in self.sums and not len(self.sums[index]) % heads and self.sums[index].shape[-1] == dim:
-                mean = (self.sums[index] / self.tokens[index]).unflatten(0, (heads, -1)).mean(dim=1)
-                if index in rotations:
-                    mean = (mean + mean[:, rotations[index].partners]) / 2
-                found[index] = mean.float()
-        if shard.all_true(len(found) == len(keys)):
-            return _by_layer({index: shard.gather(mean, 0) for index, mean in found.items()}, layers)
-        return None
+        _, heads, _, dim = next(iter(keys.values())).shape
+        energies, seen = torch.zeros(layers, heads, dim), 0
+        for index in keys.keys() & self.sums.keys():
+            sums = self.sums[index]
+            if not len(sums) % heads and sums.shape[1] == dim:
+                mean = (sums / self.tokens[index]).unflatten(0, (heads, -1)).mean(dim=1)
+                _, partners = rotations.get(index, Rotation(dim)).by_dim
+                energies[index] = (mean + mean[:, partners]) / 2
+                seen += 1
+        return shard.gather(energies, 1) if shard.all_true(seen == len(keys)) else None
 
 
 def collect(
@@ -110,7 +110,10 @@ def collect(
     if scheme not in SCHEMES:
         raise ValueError(f"unknown scheme {scheme!r}: use one of {', '.join(SCHEMES)}")
     config = model.config.get_text_config(decoder=True)
-    shard = head_shard(model, config, full_attention_layers(DynamicCache(config=config)))
+    managed = full_attention_layers(DynamicCache(config=config))
+    if not managed:
+        raise ValueError(f"{config.model_type} has no full-attention layers, so there are no key moments to collect")
+    shard = head_shard(model, config, managed)
     layers, longest = config.num_hidden_layers, _longest(model, config)
     kind = choose_prompt(prompt, tokenizer, text) if isinstance(prompt, str) and prompt in PROMPTS else "custom"
     # Our article is long enough, but for a tokenizer that puts several words into a token: then it is read as it is.
@@ -121,35 +124,32 @@ def collect(
         chosen = prompt if kind == "custom" else kind
         ids = prompt_ids(chosen, model=model, tokenizer=tokenizer, tokens=tokens, seed=seed, text=text, fewer=fewer)
         _check_same(shard, kind, ids)
-        tokens = len(ids)
-        if tokens <= sink_tokens:
+        tokens, bulk = len(ids), len(ids) - sink_tokens
+        if bulk <= 0:
             raise ValueError(f"tokens ({tokens}) must exceed sink_tokens ({sink_tokens}), whose keys are left out")
-        scheme, rotations = _choose_scheme(model, scheme, ids, shard)
-        lengths = _lengths(scheme, tokens - sink_tokens, min(longest, LONGEST_SPREAD))
-        passes = lengths if scheme == "spread" else lengths[-1:]
+        scheme, rotations = _choose_scheme(model, scheme, ids, shard, managed)
+        lengths = _lengths(scheme, bulk, min(longest, LONGEST_SPREAD))
+        passes, prefixes = (lengths, [bulk]) if scheme == "spread" else ([bulk], lengths)
+        # With frequencies of the sequence's length, every chunk would get those of its own.
+        chunk = tokens if frequencies_by_length(rope_settings(config)) else CHUNK_TOKENS
         grid: list[tuple[Tensor, Tensor]] = []
         energies = QueryEnergies()
+        hidden = not progress or shard.rank > 0
         with tqdm(
-            total=tokens * len(passes),
-            desc=f"key moments ({kind})",
-            unit="token",
-            leave=False,
-            delay=1,
-            disable=not progress or shard.rank > 0,
+            total=tokens * len(passes), desc=f"key moments ({kind})", unit="token", leave=False, delay=1, disable=hidden
         ) as bar:
             for length in passes:
-                spread = torch.linspace(0, length - 1, tokens - sink_tokens).round().long() + sink_tokens
-                positions = torch.cat([torch.arange(sink_tokens), spread])
+                spread = torch.linspace(0, length - 1, bulk).round().long() + sink_tokens
+                # Contiguous positions are left to the model: not every one takes them as an argument.
+                positions = None if length == bulk else torch.cat([torch.arange(sink_tokens), spread])[None]
                 with observed(model, energies):
-                    keys = read_keys(model, ids, positions, bar, shard)
+                    keys = read_keys(model, ids[None], positions, chunk=chunk, done=bar.update)
                 if scheme == "analytic":
-                    keys = {
-                        index: rotations[index].rotate(kept.cpu().double(), -positions) for index, kept in keys.items()
-                    }
-                prefixes = lengths if scheme == "prompt" else [tokens - sink_tokens]
+                    back = -torch.arange(tokens)
+                    keys = {index: rotations[index].rotate(kept.double(), back) for index, kept in keys.items()}
                 grid += [_moments(keys, slice(sink_tokens, sink_tokens + prefix), layers) for prefix in prefixes]
     name = model.config._name_or_path
-    mean, covariance = (torch.stack(moments) for moments in zip(*grid, strict=True))
+    mean, covariance = (shard.gather(torch.stack(moments), 2) for moments in zip(*grid, strict=True))
     analytic = scheme == "analytic"
     return cls(
         query_energies=energies.gathered(keys, layers, rotations, shard),
@@ -194,22 +194,22 @@ def _check_same(shard: HeadShard, kind: str, ids: Tensor) -> None:
 
 
 def _choose_scheme(
-    model: PreTrainedModel, scheme: str, ids: Tensor, shard: HeadShard
+    model: PreTrainedModel, scheme: str, ids: Tensor, shard: HeadShard, managed: list[int]
 ) -> tuple[str, dict[int, Rotation]]:
-    """The scheme that "auto" stands for, and the rotations of the layers if it is "analytic"."""
-    known: dict[int, Rotation] = {}
-    if scheme in ("auto", "analytic"):
+    """The scheme that "auto" stands for, and the rotations of the managed layers if it is "analytic"."""
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    found: dict[int, Rotation | None] = dict.fromkeys(managed)
+    if takes_positions and scheme in ("auto", "analytic"):
         found = find_rotations(model, ids.unique()[:PROBE_TOKENS], len(ids), shard)
-        known = {index: rotation for index, rotation in found.items() if rotation is not None}
-        if scheme == "analytic" and len(known) < len(found):
-            raise ValueError(
-                f"how layers {sorted(found.keys() - known.keys())} of {model.config.model_type} turn their keys with "
-                'position was not found out: use scheme="spread"'
-            )
+    known = {index: rotation for index, rotation in found.items() if rotation is not None}
+    if scheme == "analytic" and len(known) < len(found):
+        raise ValueError(
+            f"how layers {sorted(found.keys() - known.keys())} of {model.config.model_type} turn their keys with "
+            'position was not found out: use scheme="spread"'
+        )
+    if scheme == "auto":
         scheme = "analytic" if len(known) == len(found) else "spread"
-    if scheme == "spread" and not takes_positions(model):
-        scheme = "prompt"
-    return scheme, known
+    return "prompt" if scheme == "spread" and not takes_positions else scheme, known
 
 
 def _lengths(scheme: str, tokens: int, longest: int) -> list[int]:
@@ -224,11 +224,7 @@ def _lengths(scheme: str, tokens: int, longest: int) -> list[int]:
 
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Run the model without dropout, gradients and autocast.
-
-    Moments are kept for later runs, under a name that says the weights and their dtype: an autocast around the first
-    run must not change them.
-    """
+    """Run the model without dropout, gradients and autocast: moments are kept for runs without."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -239,41 +235,13 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
-def read_keys(model: PreTrainedModel, ids: Tensor, positions: Tensor, bar: tqdm, shard: HeadShard) -> dict[int, Tensor]:
-    """Keys `[1, kv_heads, tokens, dim]` of every full-attention layer, of `ids` `[tokens]` read at `positions`."""
-    config = model.config.get_text_config(decoder=True)
-    cache = DynamicCache(config=config)
-    device = inputs_device(model)
-    contiguous = torch.equal(positions, torch.arange(len(ids)))
-    # Every chunk would get the frequencies of its own length.
-    chunk = len(ids) if frequencies_by_length(rope_settings(config)) else CHUNK_TOKENS
-    for part, where in zip(ids.split(chunk), positions.split(chunk), strict=True):
-        # Contiguous positions are left to the model: not every one takes them as an argument.
-        place = {} if contiguous else {"position_ids": where[None].to(device)}
-        model(input_ids=part[None].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1, **place)
-        bar.update(len(part))
-    managed = full_attention_layers(cache)
-    if not managed:
-        raise ValueError(f"{config.model_type} has no full-attention layers, so there are no key moments to collect")
-    return {index: shard.gather(layer_keys(cache, index, config), 1) for index in managed}
-
-
 def _moments(keys: dict[int, Tensor], part: slice, layers: int) -> tuple[Tensor, Tensor]:
-    """Mean `[layers, kv_heads, dim]` and covariance `[layers, kv_heads, dim, dim]` of the keys of these tokens."""
-    means, covariances = {}, {}
+    """Mean `[layers, kv_heads, dim]` and covariance `[layers, kv_heads, dim, dim]` of the keys of these tokens; zeros
+    for layers that have none."""
+    shapes = sorted({(kept.shape[1], kept.shape[3]) for kept in keys.values()})
+    if len(shapes) > 1:
+        raise ValueError(f'layers differ in the shape of their keys, {shapes}: use moments="current"')
+    running = RunningMoments(layers, *shapes[0], torch.device("cpu"))
     for index, kept in keys.items():
-        running = RunningMoments(1, kept.shape[1], kept.shape[3], kept.device)
-        running.update(slice(0, 1), kept[:, :, part])
-        means[index], covariances[index] = running.mean[0].cpu(), running.covariance[0].cpu()
-    return _by_layer(means, layers), _by_layer(covariances, layers)
-
-
-def _by_layer(found: dict[int, Tensor], layers: int) -> Tensor:
-    """`[layers, ...]`, zeros for layers that have none."""
-    like = next(iter(found.values()))
-    if any(tensor.shape != like.shape for tensor in found.values()):
-        raise ValueError(
-            f"layers differ in the shape of their keys, {sorted({tuple(t.shape) for t in found.values()})}: "
-            'use moments="current"'
-        )
-    return torch.stack([found.get(layer, torch.zeros_like(like)) for layer in range(layers)])
+        running.update(slice(index, index + 1), kept[:, :, part])
+    return running.mean, running.covariance

@@ -4,6 +4,7 @@ import os
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ from .. import files
 from ..files import home, tensor_file
 from . import KIND, KeyMoments, identity
 from .identity import find_tokenizer
-from .models import UNSHARDED, HeadShard
+from .models import HeadShard
 from .prompts import PROMPTS, TOKENS_FOR_WORDS, choose_prompt
 
 logger = logging.get_logger(__name__)
@@ -28,22 +29,16 @@ FOLDER = "moments"  # of `files.home()`
 _remembered: dict[Path, KeyMoments] = {}
 _remembering = threading.RLock()  # one thread collects, others that ask for the same moments wait
 
-
 MomentsSource = str | os.PathLike | KeyMoments | tuple[str, str | os.PathLike | KeyMoments]
 
 
 def sources(moments: MomentsSource) -> tuple[bool, str | os.PathLike | KeyMoments | None]:
     """The parts of `QAdACache(moments=...)`: whether the current prompt's count, and the other prompt (None: no other).
-
-    Raises:
-        TypeError, ValueError: it is something else.
-    """
-    if isinstance(moments, (tuple, list)):
-        parts = tuple(moments)
-    elif isinstance(moments, str) and moments.startswith(f"{CURRENT}+"):
-        parts = (CURRENT, moments.removeprefix(f"{CURRENT}+"))
-    else:
-        parts = (moments,)
+    A TypeError or ValueError if it is something else."""
+    parts: Any = moments
+    if isinstance(moments, str) and moments.startswith(f"{CURRENT}+"):
+        parts = moments.split("+", 1)
+    parts = parts if isinstance(parts, (tuple, list)) else [parts]
     other = parts[-1] if parts else None
     if not isinstance(other, (str, os.PathLike, KeyMoments)):
         raise TypeError(
@@ -58,20 +53,13 @@ def sources(moments: MomentsSource) -> tuple[bool, str | os.PathLike | KeyMoment
 
 
 def resolve_moments(
-    moments: MomentsSource,
-    *,
-    model: PreTrainedModel | None,
-    config: PreTrainedConfig,
-    used: bool,
-    shard: HeadShard = UNSHARDED,
+    moments: MomentsSource, *, model: PreTrainedModel | None, config: PreTrainedConfig, used: bool, shard: HeadShard
 ) -> tuple[bool, KeyMoments | None]:
     """Load or collect `QAdACache(moments=...)`: whether the current prompt's count, and another prompt's moments.
 
     At least one of the two: the current prompt's if another's cannot be had. The model is None if only its config is
-    known. Without being `used`, none are collected. Moments are of all heads, whatever this process's `shard`.
-
-    Raises:
-        TypeError, FileNotFoundError, ValueError: it is something else, or cannot be loaded or collected.
+    known. By a prompt's name, none are collected unless they are `used`. A TypeError, FileNotFoundError or ValueError
+    if it is something else, or cannot be loaded or collected.
     """
     current, other = sources(moments)
     if other is None or isinstance(other, KeyMoments):
@@ -81,7 +69,7 @@ def resolve_moments(
     if not used:
         return True, None
     if model is not None:
-        return current, default_moments(model, str(other), shard=shard)
+        return current, default_moments(model, str(other), None, shard)
     found = find_moments(config, str(other))
     if found is None:
         logger.warning_once(
@@ -100,21 +88,14 @@ def combine_sources(current: bool, other: KeyMoments | None) -> MomentsSource:
 
 
 def default_moments(
-    model: PreTrainedModel,
-    prompt: str,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    shard: HeadShard = UNSHARDED,
+    model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBase | None, shard: HeadShard
 ) -> KeyMoments:
     """This model's moments on one of `prompts.PROMPTS`: remembered, else read from the file, else collected and kept.
 
-    The file's name holds all that determines the moments: the weights (a sample of every one), the config, the dtype,
-    the prompt, and the format. A folder that cannot be written to, or is not the user's alone (`files.opened`), costs
-    a warning, not the moments. Words without a tokenizer (`prompts.choose_prompt`) become tokens, with a warning, and
-    are kept under the tokens' name. Processes that share a model collect together: each keeps a file named by its part
-    of the weights, and if one finds none, all collect.
-
-    Without the model's `tokenizer`, the one beside the model (`identity.find_tokenizer`) serves if one is needed.
+    A folder that cannot be written to, or is not the user's alone (`files.opened`), costs a warning, not the moments.
+    Words without a tokenizer (`prompts.choose_prompt`) become tokens, with a warning, and are kept under the tokens'
+    name. Processes that share a model collect together: each keeps a file named by its part of the weights, and if one
+    finds none, all collect. The tokenizer beside the model (`identity.find_tokenizer`) serves if none is given.
 
     Raises:
         ValueError: "wiki" without a tokenizer, or with one that does not know its words; or as `KeyMoments.collect`.
@@ -127,8 +108,7 @@ def default_moments(
         if not shard.all_true(kept is not None):
             kept = _made(model, prompt, tokenizer, path, shard)
         assert kept is not None  # found or made above
-        _remember(path, kept)
-    return kept
+        return _remember(path, kept)
 
 
 def kept_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Tensor | None:
@@ -147,9 +127,8 @@ def kept_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Te
 def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     """The file that `default_moments` kept for the model that this config was loaded with; None without exactly one.
 
-    The config names a model by path or repository and commit, not by weights. So a config made by hand finds none, and
-    several files of one name (weights changed in memory) count as none. Instead of missing words, kept tokens are
-    found, with a warning.
+    The config names no weights. So a config made by hand finds none, and several files of one name (weights changed in
+    memory) count as none. Instead of missing words, kept tokens are found, with a warning.
     """
     source, found = identity.source(config, **VERSIONS), []
     try:
@@ -188,7 +167,7 @@ def _made(
     if shard.all_true(choose_prompt(prompt, tokenizer) == prompt):
         return _collect(model, tokenizer, prompt, path)
     _say_tokens(prompt, reason)
-    return default_moments(model, TOKENS_FOR_WORDS[prompt], shard=shard)
+    return default_moments(model, TOKENS_FOR_WORDS[prompt], None, shard)
 
 
 def _say_tokens(prompt: str, reason: str) -> None:
@@ -199,17 +178,17 @@ def _say_tokens(prompt: str, reason: str) -> None:
     )
 
 
-def _remember(path: Path, kept: KeyMoments) -> None:
-    if path not in _remembered and len(_remembered) >= REMEMBERED:
-        del _remembered[next(iter(_remembered))]
+def _remember(path: Path, kept: KeyMoments) -> KeyMoments:
     _remembered[path] = kept
+    if len(_remembered) > REMEMBERED:
+        del _remembered[next(iter(_remembered))]
+    return kept
 
 
 def _read_moments(path: Path) -> KeyMoments | None:
     with suppress(OSError), files.opened(FOLDER) as folder:  # a warning comes with the first write to the folder
         try:
-            content = files.read(folder, path.name)
-            return KeyMoments.from_file(*tensor_file.decoded(content, KIND, path))
+            return KeyMoments.from_file(*tensor_file.decoded(files.read(folder, path.name), KIND, path))
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:

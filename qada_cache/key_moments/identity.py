@@ -1,13 +1,11 @@
-"""What a model is known by where something is kept of it: where it came from, its config, its dtype and its weights.
-
-Its tokenizer lies where it came from.
-"""
+"""What a model is known by where something is kept of it: its origin, with its tokenizer, config, dtype and weights."""
 
 import hashlib
 import json
 import os
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,11 +19,8 @@ _known: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[tuple], list[str]
 
 
 def digest(model: PreTrainedModel, **versions: int) -> str:
-    """A digest of a model's config, dtype and a sample of every weight, independent of its path.
-
-    Args:
-        versions: of the kept content; another version is another digest.
-    """
+    """A digest of a model's config, dtype and a sample of every weight, independent of its path; and of the `versions`
+    of what is kept."""
     whole = {"config": _settings(model.config, versions), "dtype": str(model.dtype)}
     content = json.dumps(whole, sort_keys=True, default=str) + "".join(sample(model))
     return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -34,8 +29,7 @@ def digest(model: PreTrainedModel, **versions: int) -> str:
 def source(config: PreTrainedConfig, **versions: int) -> str:
     """The path or repository of the weights and their commit; empty if they were not loaded.
 
-    A config alone tells that, and no more: it is wrong about weights changed since, and about another path to the same
-    folder.
+    A config tells no more: it is wrong about weights changed since, and about another path to the same folder.
     """
     where = config._name_or_path
     if not where:
@@ -56,12 +50,9 @@ def _settings(config: PreTrainedConfig, versions: dict[str, int]) -> dict[str, A
 
 
 def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies where the model was loaded from: its folder, its GGUF file or its repository of the Hub.
+    """The tokenizer in the folder, GGUF file or Hub repository that the model came from; its code is not run.
 
-    A folder needs no network. Code that comes with a tokenizer is not run.
-
-    Raises:
-        LookupError: there is none; the message has the place and the reason.
+    A LookupError says where there is none, and why.
     """
     config = model.config
     name = config._name_or_path
@@ -85,12 +76,10 @@ def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
 
 
 def sample(model: PreTrainedModel) -> list[str]:
-    """For every weight, digests of its name, shape and dtype, and of a few values unless they cannot be read.
+    """For every weight, digests of its name, shape and dtype, and of a few values if they can be read.
 
-    Values are not there of a weight that is kept elsewhere, and cannot be read of a tensor class that keeps them to
-    itself. A quantised weight stands as the tensors it names as its parts. A weight that is split over processes stands
-    as this process's part. Remembered until a weight is replaced or written to, as far as torch counts that: it does
-    not for `weight.data`.
+    A quantised weight stands as the tensors it names as its parts, one that is split over processes as this process's
+    part. Remembered until a weight is replaced or written to, as far as torch counts that: not for `weight.data`.
     """
     held = model.state_dict(keep_vars=True)
     weights = dict(part for name, weight in held.items() if isinstance(weight, Tensor) for part in _parts(name, weight))
@@ -125,35 +114,27 @@ def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _readable(weight: Tensor) -> bool:
-    """Whether values can be read by index: not those of weights kept elsewhere, nor of tensor classes with rules of
-    their own."""
+    """Whether values are there, and torch's own to read by index."""
     own_rules = type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return not (own_rules or weight.is_meta or weight.is_quantized) and weight.layout is torch.strided
 
 
 @torch.no_grad()
 def _sample(weights: dict[str, Tensor]) -> list[str]:
-    read: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    found = []
     for name, weight in weights.items():
+        found.append(_digest(f"{name} {list(weight.shape)} {weight.dtype}".encode()))
         if not weight.numel() or not _readable(weight):
             continue
         index = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), device=weight.device).long()
         places = torch.unravel_index(index, weight.shape) if weight.dim() else ()
-        try:
-            with torch._C.DisableTorchFunctionSubclass():  # the plain tensor of a Parameter's subclass
-                found = weight.detach()[places].reshape(-1).float()
-        except NotImplementedError:  # torch indexes no tensors of dtypes smaller than a byte
-            continue
-        read.setdefault(weight.device, []).append((name, found))
-    values: dict[str, Tensor] = {}
-    for entries in read.values():  # one transfer for each device
-        parts = torch.cat([part for _, part in entries]).cpu().split([len(part) for _, part in entries])
-        values |= {name: part for (name, _), part in zip(entries, parts, strict=True)}
-    return [
-        _digest(f"{name} {list(weight.shape)} {weight.dtype}".encode())
-        + (_digest(values[name].numpy().tobytes()) if name in values else "")
-        for name, weight in weights.items()
-    ]
+        with (
+            suppress(NotImplementedError),  # torch indexes no tensors of dtypes smaller than a byte
+            torch._C.DisableTorchFunctionSubclass(),  # the plain tensor of a Parameter's subclass
+        ):
+            values = weight.detach()[places].reshape(-1).float()
+            found[-1] += _digest(values.cpu().numpy().tobytes())
+    return found
 
 
 def _digest(content: bytes) -> str:

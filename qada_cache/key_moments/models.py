@@ -1,8 +1,7 @@
 """A model as a cache meets it: wrappers, its inputs' device, full-attention layers, their queries, and parts of it.
 
-Under transformers' tensor parallelism every process has some of the KV heads of every layer, with the query heads that
-share them, and sees every token. A decision is about one head and its keys, so it needs no other process. Key moments
-and tables of heads have the whole model's heads, and each process uses its own.
+Under transformers' tensor parallelism every process sees every token, and has some of the KV heads of every layer, with
+the query heads that share them. It decides about these alone, by its part of key moments and tables of all heads.
 """
 
 import re
@@ -11,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -26,13 +25,7 @@ _observing = threading.Lock()  # two at once would restore each other's entry in
 
 
 def unwrap_model(model: Any) -> Any:
-    """The model that `torch.compile` or peft wrapped; anything else as it is.
-
-    Both compute by the very model that they hold: peft puts its adapters into that one's layers.
-
-    Raises:
-        NotImplementedError: peft's prompt learning.
-    """
+    """The model that `torch.compile` or peft wrapped; anything else as it is. Peft's prompt learning is refused."""
     if isinstance(model, OptimizedModule):
         model = model._orig_mod
     if hasattr(model, "get_base_model"):
@@ -63,10 +56,7 @@ def full_attention_layers(cache: DynamicCache) -> list[int]:
 
 def full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A decoder's config as its managed layers have it; the config itself unless it has others for some layers.
-
-    Raises:
-        NotImplementedError: these layers differ in their heads.
-    """
+    Managed layers that differ in their heads are refused."""
     if not config.is_heterogeneous:
         return config
     # Without any, the cache acts as DynamicCache, and the first layer stands for all.
@@ -90,19 +80,31 @@ def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
     return config.num_hidden_layers, heads, kv_heads, dim
 
 
-def layer_keys(cache: DynamicCache, index: int, config: PreTrainedConfig) -> Tensor:
-    """The keys `[batch, kv_heads, tokens, dim]` that a layer holds.
+def read_keys(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor | None, *, chunk: int, done: Callable[[int], object]
+) -> dict[int, Tensor]:
+    """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, of this process's heads, on the CPU.
 
-    Raises:
-        ValueError: it holds none of that shape.
+    The model reads `chunk` tokens of `ids` `[batch, tokens]` at a time, at `positions` `[batch, tokens]` (None: its
+    own). `done` is told after each chunk how many it had. A ValueError if a layer keeps other keys.
     """
-    keys = getattr(cache.layers[index], "keys", None)
-    if keys is None or keys.dim() != 4:
-        raise ValueError(
-            f"layer {index} of {config.model_type} keeps no [batch, heads, tokens, dim] keys to take moments of: use "
-            'moments="current"'
-        )
-    return keys
+    config = model.config.get_text_config(decoder=True)
+    cache, device = DynamicCache(config=config), inputs_device(model)
+    for start in range(0, ids.shape[1], chunk):
+        part = slice(start, start + chunk)
+        place = {} if positions is None else {"position_ids": positions[:, part].to(device)}
+        model(input_ids=ids[:, part].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1, **place)
+        done(len(ids[0, part]))
+    found = {}
+    for index in full_attention_layers(cache):
+        keys = getattr(cache.layers[index], "keys", None)
+        if keys is None or keys.dim() != 4:
+            raise ValueError(
+                f"layer {index} of {config.model_type} keeps no [batch, heads, tokens, dim] keys to take moments of: "
+                'use moments="current"'
+            )
+        found[index] = keys.cpu()
+    return found
 
 
 def own_attention(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -118,10 +120,8 @@ def own_attention(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, T
 
 @contextmanager
 def observed(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Inside, `observe(layer, query)` sees the queries `[batch, heads, tokens, dim]` of each of the model's layers.
-
-    Models that do not take their attention function from transformers' table are not seen.
-    """
+    """Inside, `observe(layer, query)` sees the queries `[batch, heads, tokens, dim]` of each of the model's layers, if
+    these take their attention function from transformers' table."""
     ours = set(model.modules())
     name = model.config.get_text_config(decoder=True)._attn_implementation
     table = ALL_ATTENTION_FUNCTIONS
@@ -147,22 +147,16 @@ def observed(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> 
 
 @dataclass(frozen=True, eq=False)
 class HeadShard:
-    """The KV heads that this process has of every layer: of `size` equal parts, in order, the one with number `rank`.
-
-    Attributes:
-        rank, size: see above; a model that is not split is one part.
-        group: the processes that have the other parts; None: there are none.
-        device: this process's, where tensors that go to the others have to lie.
-    """
+    """The KV heads that this process has of every layer: of `size` equal parts, in order, the one numbered `rank`."""
 
     rank: int
     size: int
-    group: Any
-    device: torch.device
+    group: Any  # the processes that have the parts
+    device: torch.device  # where tensors that go to the others have to lie
 
-    def own(self, whole: Tensor, dim: int) -> Tensor:
-        """This process's part of a tensor over all heads, a view; `dim` counts heads."""
-        return whole if self.size == 1 else whole.chunk(self.size, dim)[self.rank]
+    def own(self, whole: Tensor) -> Tensor:
+        """This process's part of a tensor `[kv_heads, ...]` over all heads, a view."""
+        return whole.chunk(self.size)[self.rank]
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """The inverse of `own`, on the part's device; every process calls it, with parts of one shape and dtype."""
@@ -182,25 +176,22 @@ UNSHARDED = HeadShard(0, 1, None, torch.device("cpu"))  # of a model that is in 
 
 
 def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int]) -> HeadShard:
-    """Which KV heads of these full-attention layers this process has; `config` is the decoder's.
-
-    Raises:
-        NotImplementedError: the model is split over processes in another way than by equal numbers of KV heads.
-    """
-    if (found := _fully_sharded(model) or _pipelined(model, layers)) is not None:
-        _refuse(config.model_type, found)
-    if (size := processes(model)) == 1:
-        check_sharding(model, config.model_type)
+    """Which KV heads of these full-attention layers this process has; `config` is the decoder's. A model that is split
+    in another way than by equal numbers of KV heads is refused."""
+    size = processes(model)
+    found = _in_parts(model, by_heads=size > 1) or _pipelined(model, layers)
+    if found is None and size > 1:
+        found = _not_by_heads(model, config, layers, size)
+    _refuse(config.model_type, found)
+    if size == 1:
         return UNSHARDED
-    if (found := _not_by_heads(model, config, layers, size)) is not None:
-        _refuse(config.model_type, f"tensor parallelism over {size}, where {found}")
     weight = next(_attention(model))[1].k_proj.weight
     mesh = weight.device_mesh
     return HeadShard(mesh.get_local_rank(), size, mesh.get_group(), weight.to_local().device)
 
 
-def processes(model: PreTrainedModel) -> int:
-    """Over how many processes tensor parallelism splits the model."""
+def processes(model: PreTrainedModel | None) -> int:
+    """Over how many processes tensor parallelism splits the model; one, if it is not known."""
     return getattr(model, "_tp_size", None) or 1
 
 
@@ -215,47 +206,35 @@ def check_unsharded(size: int) -> None:
 
 def check_sharding(module: nn.Module, name: str) -> None:
     """Raise NotImplementedError for a model, or a layer of one, with parts of its weights; `name` is its type's."""
-    found = _fully_sharded(module)
-    if found is None and any(_is_distributed(parameter) for parameter in module.parameters()):
-        found = "its parameters are DTensors"
+    _refuse(name, _in_parts(module))
+
+
+def _refuse(name: str, found: str | None) -> None:
+    """Raise NotImplementedError if it was `found`, in words, how a model is split."""
     if found is not None:
-        _refuse(name, found)
+        raise NotImplementedError(
+            f"this {name} model is split over processes ({found}), and QAdACache serves whole models and those whose "
+            "KV heads tensor parallelism splits, built as QAdACache(model): load it with "
+            'distributed_config=DistributedConfig(tp_plan="auto") if its plan splits keys and values by head and their '
+            'number divides, or without (device_map="auto" lays whole layers on several devices of one process), '
+            "or use transformers.DynamicCache"
+        )
 
 
-def _refuse(name: str, found: str) -> NoReturn:
-    raise NotImplementedError(
-        f"this {name} model is split over processes ({found}), and QAdACache serves whole models and those whose KV "
-        "heads tensor parallelism splits, built as QAdACache(model): load it with "
-        'distributed_config=DistributedConfig(tp_plan="auto") if its plan splits keys and values by head and their '
-        'number divides, or without (device_map="auto" lays whole layers on several devices of one process), '
-        "or use transformers.DynamicCache"
-    )
-
-
-def _is_distributed(parameter: Tensor | None) -> bool:
-    # Such tensors exist only if their module is imported; importing it takes long.
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(parameter, tensors.DTensor)
-
-
-def _fully_sharded(module: nn.Module) -> str | None:
-    """How weights are kept in parts that make no sense alone, in words; None if they are not."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return None
-    kinds = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
-    return "FSDP" if any(isinstance(part, kinds) for part in module.modules()) else None
+def _in_parts(module: nn.Module, *, by_heads: bool = False) -> str | None:
+    kinds = {kind.__name__ for part in module.modules() for kind in type(part).__mro__}  # to import them takes long
+    if not kinds.isdisjoint(("FullyShardedDataParallel", "FSDPModule")):
+        return "FSDP"
+    split = not by_heads and any(hasattr(parameter, "to_local") for parameter in module.parameters())
+    return "its parameters are DTensors" if split else None
 
 
 def _pipelined(model: PreTrainedModel, layers: Sequence[int]) -> str | None:
-    """Which of these layers are another process's, in words; None if this one has all, or is alone."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     there = {getattr(module, "layer_idx", None) for module in model.modules()} - {None}
     gone = sorted(set(layers) - there)
-    if not there or not gone:
-        return None
-    return f"pipeline parallelism: layers {', '.join(map(str, gone))} are not in this one"
+    return f"pipeline parallelism: layers {', '.join(map(str, gone))} are not in this one" if there and gone else None
 
 
 def _attention(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
@@ -266,18 +245,20 @@ def _attention(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def _not_by_heads(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int], size: int) -> str | None:
-    """Why a process has no equal part of the KV heads, and of the query heads that share them, in words; or None."""
+    """Else each of `size` processes has an equal part of the KV heads, and of the query heads that share them."""
+    where = f"tensor parallelism over {size}, where"
     _, heads, kv_heads, _ = sizes(config)
     if kv_heads % size or heads % size:
-        return f"{kv_heads} KV heads and {heads} query heads have no {size} equal parts"
+        return f"{where} {kv_heads} KV heads and {heads} query heads have no {size} equal parts"
     plan, left = model.tp_plan or {}, set(layers)
     for name, module in _attention(model):
         for projection in _PROJECTIONS:
             weight: Any = getattr(getattr(module, projection, None), "weight", None)
             style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{projection}"))
             # Its outputs are split into that many parts, and nothing else is.
-            split = style == "colwise" and _is_distributed(weight) and weight.device_mesh.size() == size
+            split = style == "colwise" and hasattr(weight, "to_local") and weight.device_mesh.size() == size
             if not (split and len(weight.placements) == 1 and weight.placements[0].is_shard(0)):
-                return f"every process has all heads of {name}.{projection}, or they are split in another way"
+                return f"{where} every process has all heads of {name}.{projection}, or they are split in another way"
         left.discard(module.layer_idx)
-    return f"layers {', '.join(map(str, sorted(left)))} make keys by no projection of their own" if left else None
+    gone = ", ".join(map(str, sorted(left)))
+    return f"{where} layers {gone} make keys by no projection of their own" if left else None

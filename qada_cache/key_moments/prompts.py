@@ -16,14 +16,12 @@ UNKNOWN_SHARE = 0.1  # of a text's tokens: beyond it the tokenizer does not know
 
 
 def choose_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase | None, text: str | None = None) -> str:
-    """`prompt`, or its counterpart of tokens if there can be no words.
-
-    "random-words" and "single-word" of our article (no `text` given) take a tokenizer that knows its words. Without one
-    they become "random-tokens" and "single-token".
-    """
+    """`prompt`, or its counterpart of tokens if it is one of words of our article (no `text` given), and there is no
+    tokenizer that knows them."""
     if prompt not in TOKENS_FOR_WORDS or text is not None:
         return prompt
-    known = tokenizer is not None and knows(tokenizer, tokenizer(_article(), return_tensors="pt").input_ids[0])
+    article = ARTICLE.read_text(encoding="utf-8")
+    known = tokenizer is not None and knows(tokenizer, tokenizer(article, return_tensors="pt").input_ids[0])
     return prompt if known else TOKENS_FOR_WORDS[prompt]
 
 
@@ -61,12 +59,13 @@ def prompt_ids(
     else:
         if tokenizer is None:
             raise ValueError(f"a prompt of text ({shown}) needs the model's tokenizer: give tokenizer=...")
+        whole = text or ARTICLE.read_text(encoding="utf-8") if prompt in PROMPTS else prompt
+        most: int | None = None
         if prompt in TOKENS_FOR_WORDS:
-            whole = _words(prompt, text or _article(), tokens, generator)
-            ids = tokenizer(whole, return_tensors="pt", truncation=True, max_length=2 * tokens).input_ids[0]
-        else:
-            whole = text or _article() if prompt in PROMPTS else prompt
-            ids = tokenizer(whole, return_tensors="pt").input_ids[0]
+            words, most = whole.split(), 2 * tokens
+            drawn = torch.randint(len(words), (1 if prompt == "single-word" else tokens,), generator=generator)
+            whole = " ".join(words[index] for index in drawn.expand(tokens).tolist())
+        ids = tokenizer(whole, return_tensors="pt", truncation=most is not None, max_length=most).input_ids[0]
         if not knows(tokenizer, ids):
             raise ValueError(f"the tokenizer does not know the words of the prompt ({shown}): give another text")
     if len(ids) < tokens and not fewer:
@@ -77,18 +76,6 @@ def prompt_ids(
     return ids[:tokens]
 
 
-def _article() -> str:
-    return ARTICLE.read_text(encoding="utf-8")
-
-
-def _words(prompt: str, text: str, count: int, generator: torch.Generator) -> str:
-    """Random or repeated words of the text."""
-    words = text.split()
-    if prompt == "single-word":
-        return " ".join([words[int(torch.randint(len(words), (), generator=generator))]] * count)
-    return " ".join(words[index] for index in torch.randint(len(words), (count,), generator=generator).tolist())
-
-
 def knows(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> bool:
     """Whether the tokenizer knew the words of a text with these ids."""
     unknown = tokenizer.unk_token_id
@@ -96,16 +83,20 @@ def knows(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _norms(embeddings: Any, weights: Tensor) -> Tensor:
-    """The norm of every token's embedding, float32 on the CPU."""
-    if hasattr(weights, "full_tensor"):  # each process takes in its own part
-        return torch.linalg.vector_norm(weights.float(), dim=-1).full_tensor().cpu()
-    if type(weights) is Tensor and weights.is_floating_point():
-        rows = weights.split(ROWS)
-    else:  # quantised, packed perhaps: only the module itself can look tokens up
-        ids = torch.arange(embeddings.num_embeddings, device=weights.device)
-        rows = map(embeddings, ids.split(ROWS))
-    return torch.cat([torch.linalg.vector_norm(part.float(), dim=-1).cpu() for part in rows])
+def _norms(embeddings: Any) -> Tensor:
+    """The norm of every token's embedding, float32 on the CPU; all zero if there is nothing to tell them by."""
+    with align_module_device(embeddings):  # accelerate may keep them elsewhere
+        weights: Tensor = embeddings.weight.detach()
+        if weights.is_meta:
+            return torch.zeros(len(weights))
+        if hasattr(weights, "full_tensor"):  # each process takes in its own part
+            return torch.linalg.vector_norm(weights.float(), dim=-1).full_tensor().cpu()
+        if type(weights) is Tensor and weights.is_floating_point():
+            rows = weights.split(ROWS)
+        else:  # quantised, packed perhaps: only the module itself can look tokens up
+            ids = torch.arange(embeddings.num_embeddings, device=weights.device)
+            rows = map(embeddings, ids.split(ROWS))
+        return torch.cat([torch.linalg.vector_norm(part.float(), dim=-1).cpu() for part in rows])
 
 
 def _ordinary_tokens(
@@ -116,26 +107,20 @@ def _ordinary_tokens(
     generator: torch.Generator,
 ) -> Tensor:
     """Random or repeated tokens that are ordinary: not special, and trained, after the token that begins a prompt."""
-    config = model.config.get_text_config(decoder=True)
-    embeddings: Any = model.get_input_embeddings()
-    with align_module_device(embeddings):  # accelerate may keep them elsewhere
-        weights: Tensor = embeddings.weight.detach()
-        norms = None if weights.is_meta else _norms(embeddings, weights)
-    if norms is None:  # nothing to tell trained tokens by
-        ordinary = torch.ones(len(weights), dtype=torch.bool)
-    else:
-        # Vocabularies hold rows that no text ever trained, and their norms stand out.
-        outside = len(norms) // 20
-        low, high = norms.kthvalue(1 + outside).values, norms.kthvalue(len(norms) - outside).values
-        ordinary = (norms >= low) & (norms <= high)
-    special = set(tokenizer.all_special_ids if tokenizer is not None else [])
+    config, norms = model.config.get_text_config(decoder=True), _norms(model.get_input_embeddings())
+    # Vocabularies hold rows that no text ever trained, and their norms stand out.
+    outside = len(norms) // 20
+    low, high = norms.kthvalue(1 + outside).values, norms.kthvalue(len(norms) - outside).values
+    ordinary = (norms >= low) & (norms <= high)
+    special: set[Any] = set(tokenizer.all_special_ids if tokenizer is not None else [])
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"):
         found = getattr(config, name, None)
-        special |= set(found if isinstance(found, list) else [found]) - {None}
-    ordinary[[index for index in special if 0 <= index < len(ordinary)]] = False
+        special |= set(found if isinstance(found, list) else [found])
+    known = range(len(ordinary))
+    ordinary[[index for index in special if index in known]] = False
     choices = ordinary.nonzero().squeeze(-1)
-    begin = getattr(config, "bos_token_id", None)
-    begin = torch.tensor([] if begin is None or not 0 <= begin < len(ordinary) else [begin], dtype=torch.long)
+    begin: Any = getattr(config, "bos_token_id", None)
+    begin = torch.tensor([begin] if begin in known else []).long()
     count = tokens - len(begin)
     drawn = choices[torch.randint(len(choices), (1 if prompt == "single-token" else count,), generator=generator)]
     return torch.cat([begin, drawn.expand(count)])

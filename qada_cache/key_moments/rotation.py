@@ -6,18 +6,17 @@ stay as they are. If unturned keys do not depend on their positions, the moments
 mean of `cos` and `sin` of sums and differences of two frequencies.
 """
 
-import inspect
-import math
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .models import UNSHARDED, HeadShard, full_attention_config, full_attention_layers, inputs_device, layer_keys
+from .models import UNSHARDED, HeadShard, full_attention_config, read_keys
 
 LAYOUTS = ("half", "interleaved")
 PROBE_POSITIONS = (1, 17, 331)
@@ -46,29 +45,31 @@ class Rotation:
         if 2 * len(self.frequencies) > self.dim:
             raise ValueError(f"{len(self.frequencies)} rotary frequencies need more than {self.dim} dims")
 
-    @property
-    def partners(self) -> Tensor:
-        """The index of every dim's partner int64 `[dim]`; unturned dims are their own partners."""
-        return _by_dim(self)[1]
+    @cached_property
+    def by_dim(self) -> tuple[Tensor, Tensor]:
+        """Frequencies `[dim]`, negative for the first dim of a pair; and partners' indices `[dim]`, of unturned dims
+        their own."""
+        frequency, partner = torch.zeros(self.dim, dtype=torch.float64), torch.arange(self.dim)
+        pair = torch.arange(pairs := len(self.frequencies))
+        one, other = (pair, pair + pairs) if self.layout == "half" else (2 * pair, 2 * pair + 1)
+        frequency[other] = torch.tensor(self.frequencies, dtype=torch.float64)
+        frequency[one] = -frequency[other]
+        partner[one], partner[other] = other, one
+        return frequency, partner
 
     def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys `[..., tokens, dim]` of position 0 at `positions` `[tokens]`; negative positions turn back."""
-        frequency, partner, sign = (tensor.to(keys.device) for tensor in _by_dim(self))
+        frequency, partner = (tensor.to(keys.device) for tensor in self.by_dim)
         angle = positions.to(keys.device, torch.float64)[:, None] * frequency
-        return keys * angle.cos().to(keys.dtype) + keys[..., partner] * (angle.sin() * sign).to(keys.dtype)
+        return keys * angle.cos().to(keys.dtype) + keys[..., partner] * angle.sin().to(keys.dtype)
 
     def average(self, mean: Tensor, covariance: Tensor, *, first: int, length: int) -> tuple[Tensor, Tensor]:
         """Moments of keys at every position of `first .. first + length - 1`, each key at each position.
 
-        Args:
-            mean: of the keys at position 0, `[..., dim]`.
-            covariance: population covariance of the same, `[..., dim, dim]`.
-            first, length: in tokens.
-
-        Returns:
-            mean `[..., dim]` and population covariance `[..., dim, dim]`, float64 on the CPU.
+        Mean `[..., dim]` and population covariance `[..., dim, dim]` are those of the keys at position 0; those
+        returned are float64 on the CPU.
         """
-        _, partner, _ = _by_dim(self)
+        _, partner = self.by_dim
         cos, sin, cos_cos, cos_sin, sin_sin = _means(self, first, length)
         mean = mean.double().cpu()
         second = covariance.double().cpu() + mean[..., :, None] * mean[..., None, :]
@@ -80,57 +81,28 @@ class Rotation:
 
 
 @lru_cache(maxsize=64)
-def _by_dim(rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every dim: its frequency, its partner's index, and the sign of the partner's sine; all `[dim]`."""
-    dim, pairs = rotation.dim, len(rotation.frequencies)
-    frequency, partner, sign = torch.zeros(dim, dtype=torch.float64), torch.arange(dim), torch.zeros(dim).double()
-    pair = torch.arange(pairs)
-    one, other = (pair, pair + pairs) if rotation.layout == "half" else (2 * pair, 2 * pair + 1)
-    frequency[one] = frequency[other] = torch.tensor(rotation.frequencies, dtype=torch.float64)
-    partner[one], partner[other] = other, one
-    sign[one], sign[other] = -1.0, 1.0
-    return frequency, partner, sign
-
-
-@lru_cache(maxsize=64)
 def _means(rotation: Rotation, first: int, length: int) -> tuple[Tensor, ...]:
-    """Means over the positions of `cos`, `sin` `[dim]`, and of their products for two dims `[dim, dim]`.
+    """Means over the positions of `cos`, `sin` `[dim]`, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b`
+    `[dim, dim]`.
 
-    The sines carry the sign of their dim. `cos_sin[a, b]` is the mean of `cos_a * sin_b`.
+    The mean of `exp(i n turn)` is one of a geometric series (Dirichlet's kernel): its middle term times a ratio of
+    sines.
     """
-    frequency, _, sign = _by_dim(rotation)
-    cos, sin = _mean_cos_sin(frequency, first, length)
-    cos_less, sin_less = _mean_cos_sin(frequency[:, None] - frequency[None, :], first, length)
-    cos_more, sin_more = _mean_cos_sin(frequency[:, None] + frequency[None, :], first, length)
-    cos_cos, sin_sin = (cos_less + cos_more) / 2, (cos_less - cos_more) / 2 * sign[:, None] * sign[None, :]
-    cos_sin = (sin_more - sin_less) / 2 * sign[None, :]
-    return cos, sin * sign, cos_cos, cos_sin, sin_sin
-
-
-def _mean_cos_sin(frequency: Tensor, first: int, length: int) -> tuple[Tensor, Tensor]:
-    """Means of `cos(n * frequency)` and `sin(n * frequency)` over `n = first .. first + length - 1`, float64.
-
-    The sum of a geometric series (Dirichlet's kernel): its middle term's cosine or sine, times a ratio of sines.
-    """
-    half = frequency / 2
-    whole_turns = (half.sin().abs() < 1e-15) | (frequency == 0)  # 0/0: the limit is 1
-    ratio = (length * half).sin() / (length * half.sin()).masked_fill(whole_turns, 1.0)
-    ratio = ratio.masked_fill(whole_turns, 1.0)
-    middle = (first + (length - 1) / 2) * frequency
-    return ratio * middle.cos(), ratio * middle.sin()
+    frequency, _ = rotation.by_dim
+    one, other = frequency.expand(rotation.dim, -1), frequency[:, None]
+    turn = torch.stack([one, other - one, other + one])
+    half, middle = turn / 2, (first + (length - 1) / 2) * turn
+    whole_turns = (half.sin().abs() < 1e-15) | (turn == 0)  # 0/0: the limit is 1
+    ratio = torch.where(whole_turns, 1.0, (length * half).sin() / (length * half.sin()))
+    (cos, less_cos, more_cos), (sin, less_sin, more_sin) = ratio * middle.cos(), ratio * middle.sin()
+    return cos[0], sin[0], (less_cos + more_cos) / 2, (more_sin - less_sin) / 2, (less_cos - more_cos) / 2
 
 
 def round_length(length: int) -> int:
     """`length` rounded up by at most 64 tokens or one part in 32, for moments. A growing sequence seldom needs new
-    moments then, and a row gets the same ones in any batch.
-    """
-    step = max(64, 1 << max(0, math.ceil(math.log2(max(length, 1))) - 6))
+    moments then, and a row gets the same ones in any batch."""
+    step = 1 << max(6, (length - 1).bit_length() - 6)
     return -(-length // step) * step
-
-
-def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether a forward pass can be told the tokens' positions."""
-    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 @torch.no_grad()
@@ -140,50 +112,36 @@ def find_rotations(
     """How each full-attention layer turns its keys with position; None where that was not found out.
 
     A single token attends to itself alone. So in every layer its key at position `p` is its key at position 0, turned
-    by that layer's rotation. One forward pass over single tokens shows a layer's rotary frequencies and pairs of dims,
-    or that it has no rotary positions.
-
-    Args:
-        model: in eval mode.
-        tokens: a few different token ids `[tokens]`.
-        length: of the sequence of keys to turn back: frequencies may depend on it.
-        shard: the heads of this process.
+    by that layer's rotation. One forward pass over a few single `tokens` `[tokens]` shows a layer's rotary frequencies
+    and pairs of dims, or that it has no rotary positions. Frequencies may depend on the `length` of the sequence.
     """
     positions = torch.tensor([0, *(position for position in PROBE_POSITIONS if position < length), length - 1])
-    config = model.config.get_text_config(decoder=True)
-    cache = DynamicCache(config=config)
-    if not takes_positions(model):
-        return dict.fromkeys(full_attention_layers(cache))
-    ids = tokens[:, None].expand(-1, len(positions)).reshape(-1, 1)
-    position_ids = positions.repeat(len(tokens))[:, None]
-    device = inputs_device(model)
-    model(input_ids=ids.to(device), position_ids=position_ids.to(device), past_key_values=cache, use_cache=True)
-    candidates = dict.fromkeys(
+    ids, places = tokens.repeat_interleave(len(positions)), positions.repeat(len(tokens))
+    read = read_keys(model, ids[:, None], places[:, None], chunk=1, done=lambda tokens: None)
+    candidates = dict.fromkeys(  # some follow the positions that were read last
         tuple(buffer.double().tolist())
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name.endswith("inv_freq") and buffer.dim() == 1 and not buffer.is_meta
     )
     found = {}
-    for index in full_attention_layers(cache):
-        keys = shard.gather(layer_keys(cache, index, config), 1)[:, :, 0].unflatten(0, (len(tokens), -1))
-        # [kv_heads, tokens, positions, dim]
-        found[index] = _best_rotation(keys.permute(2, 0, 1, 3).double().cpu(), positions, list(candidates))
+    for index, keys in read.items():
+        keys = shard.gather(keys[:, :, 0], 1).unflatten(0, (len(tokens), -1)).permute(2, 0, 1, 3)
+        found[index] = _best_rotation(keys.double(), positions, candidates)
     return found
 
 
-def _best_rotation(keys: Tensor, positions: Tensor, candidates: list[tuple[float, ...]]) -> Rotation | None:
-    dim = keys.shape[-1]
-    rotations = [Rotation(dim)]
+def _best_rotation(keys: Tensor, positions: Tensor, candidates: Iterable[tuple[float, ...]]) -> Rotation | None:
+    """The one that turns keys `[kv_heads, tokens, positions, dim]`, by these frequencies or not at all."""
+    rotations = [Rotation(dim := keys.shape[-1])]
     rotations += [Rotation(dim, found, layout) for found in candidates for layout in LAYOUTS if 2 * len(found) <= dim]
 
     def error(rotation: Rotation) -> float:
         rotated = rotation.rotate(keys[:, :, :1].expand_as(keys), positions)
         return float((rotated - keys).norm() / keys.norm().clamp_min(1e-30))
 
-    errors = [error(rotation) for rotation in rotations]
-    best = min(range(len(rotations)), key=errors.__getitem__)
-    return rotations[best] if errors[best] < PROBE_ERROR else None
+    best = min(rotations, key=error)
+    return best if error(best) < PROBE_ERROR else None
 
 
 def rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
@@ -208,14 +166,12 @@ def frequencies_by_length(settings: dict[str, Any]) -> bool:
 
 def rotation_at(rotation: Rotation, settings: dict[str, Any], layer: int, length: int) -> Rotation:
     """The rotation of a layer's keys once the bulk has `length` tokens, where frequencies depend on that."""
-    parameters = settings.get("rope_parameters", {})
-    layer_type = settings["layer_types"][layer] if "layer_types" in settings else None
-    parameters = parameters if layer_type is None else parameters.get(layer_type) or {}
+    sizes = dict(settings)
+    parameters, types = sizes.pop("rope_parameters", {}), sizes.pop("layer_types", None)
+    if types is not None:
+        parameters = parameters.get(types[layer]) or {}
     if not rotation.frequencies or parameters.get("rope_type") not in FREQUENCIES_BY_LENGTH:
         return rotation
-    fields = {name: value for name, value in settings.items() if name != "layer_types"}
-    if layer_type is not None:
-        fields["rope_parameters"] = parameters
-    config = PreTrainedConfig(**fields)
+    config = PreTrainedConfig(**sizes | {"rope_parameters": parameters})
     frequencies, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu", seq_len=length + LOCAL_TOKENS)
-    return Rotation(rotation.dim, tuple(frequencies.double().tolist()), rotation.layout)
+    return replace(rotation, frequencies=tuple(frequencies.double().tolist()))

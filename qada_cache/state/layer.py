@@ -94,7 +94,7 @@ class QAdALayer(DynamicLayer):
     def _energies(self) -> Tensor | None:
         """Query energies of this process's heads `[kv_heads, dim]`; None if they are not known."""
         energies = self.options.query_energies
-        return None if energies is None else self.shared.model.shard.own(energies[self.index], 0)
+        return None if energies is None else self.shared.model.shard.own(energies[self.index])
 
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""

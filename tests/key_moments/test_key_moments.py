@@ -112,10 +112,10 @@ def test_rows_of_several_lengths_are_made_one_by_one(monkeypatch: pytest.MonkeyP
         return original(self, layer, length)
 
     monkeypatch.setattr(KeyMoments, "_layer_at", counted)
-    first = kept.get(made, 1, (64, 128, 64), CPU, UNSHARDED.own)
+    first = kept.get(made, 1, (64, 128, 64), CPU, UNSHARDED)
     for lengths, new in (((64, 128, 64), []), ((64, 192, 64), [192]), ((64, 192, 128), [128])):
         asked.clear()
-        found = kept.get(made, 1, lengths, CPU, UNSHARDED.own)
+        found = kept.get(made, 1, lengths, CPU, UNSHARDED)
         assert asked == new
         assert found is first
         for row, length in enumerate(lengths):
@@ -123,10 +123,10 @@ def test_rows_of_several_lengths_are_made_one_by_one(monkeypatch: pytest.MonkeyP
                 torch.testing.assert_close(part[row], whole.float())
     assert kept.nbytes == 3 * (3 * 8 * 4 + 3 * 8 * 8 * 4)
     assert made.device_bytes == 0
-    (shared,), alone = made.layer(1, [64], CPU), kept.get(made, 1, (64,), CPU, UNSHARDED.own)
+    (shared,), alone = made.layer(1, [64], CPU), kept.get(made, 1, (64,), CPU, UNSHARDED)
     assert all(mine is theirs for mine, theirs in zip(alone, shared, strict=True))
     assert kept.nbytes == 0
-    assert copy.deepcopy(kept).get(made, 1, (64,), CPU, UNSHARDED.own)[0] is shared[0]
+    assert copy.deepcopy(kept).get(made, 1, (64,), CPU, UNSHARDED)[0] is shared[0]
 
 
 def test_rounding() -> None:
@@ -181,7 +181,7 @@ def test_save_and_load(tmp_path: Path, made: KeyMoments) -> None:
     )
     made.save(tmp_path / "moments.safetensors")
     loaded = KeyMoments.load(str(tmp_path / "moments.safetensors"))
-    for name in vars(made).keys() - {"_device_moments"}:
+    for name in vars(made).keys() - {"_placed"}:
         ours, theirs = getattr(made, name), getattr(loaded, name)
         assert torch.equal(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
     assert torch.equal(loaded.at(333)[1], made.at(333)[1])  # frequencies too, to the bit

@@ -260,7 +260,7 @@ def test_moments_without_them(tmp_path: Path) -> None:
     """Of a file that an unseen model made, say: those that are kept."""
     model = tiny()
     made = KeyMoments.collect(model, prompt=IDS, progress=False)
-    kwargs = {name: value for name, value in vars(made).items() if name not in ("_device_moments", "query_energies")}
+    kwargs = {name: value for name, value in vars(made).items() if name not in ("_placed", "query_energies")}
     assert of(QAdACache(model, moments=KeyMoments(**kwargs))) is None
     kept = of(QAdACache(model))
     assert torch.equal(of(QAdACache(model, moments=KeyMoments(**kwargs))), kept)
