@@ -2,6 +2,7 @@
 
 import copy
 from collections import deque
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -51,16 +52,12 @@ class Bulk:
         self.device = keys.device
         self.offloaded = offloading and self.device.type != "cpu"
         self.residents = residents.layer(layer, keys.device, *keys.shape[:2])
-        self.lengths = [0] * keys.shape[0]
-        self.source: PrivateMap | None = None
-        self.unwritten = [0] * keys.shape[0]
-        self.keys = self._allocate(keys, 0)
-        self.values = self._allocate(values, 0)
         self.token_bytes = sum(t.shape[3] * t.element_size() for t in (keys, values))
         self.flagged: list[Head] = []
         self.prefetched: dict[Head, AsyncCopy] = {}
         self.flag_copies: deque[HostCopy] = deque(maxlen=FLAG_COPIES)
         self._written: Any = None  # event of the last copy to the host
+        self.adopt(None, self._allocate(keys, 0), self._allocate(values, 0), lengths=[0] * keys.shape[0])
 
     def __del__(self) -> None:
         if self._reader is not None:
@@ -69,16 +66,14 @@ class Bulk:
     def _allocate(self, like: Tensor, capacity: int, batch: int | None = None) -> Tensor:
         shape = (like.shape[0] if batch is None else batch, like.shape[1], capacity, like.shape[3])
         with torch.inference_mode(False):  # an inference tensor could not be appended to outside inference mode
-            if self.device.type == "cpu":
-                return transfers.empty(shape, like.dtype)
-            if self.offloaded and capacity > 0:
+            if self.offloaded and self.device.type != "cpu" and capacity > 0:
                 try:
                     return torch.empty(shape, dtype=like.dtype, pin_memory=True)
                 except RuntimeError as error:  # the system limits it, or has none left
                     logger.warning_once(
                         f"the bulk lies in host memory that is not pinned, so that copies of it wait: {error}"
                     )
-            return torch.empty(shape, dtype=like.dtype, device="cpu" if self.offloaded else self.device)
+            return transfers.empty(shape, like.dtype, transfers.HOST if self.offloaded else self.device)
 
     def __deepcopy__(self, memo: dict) -> "Bulk":
         twin = memo[id(self)] = copy.copy(self)
@@ -150,7 +145,7 @@ class Bulk:
         self.prefetched.clear()  # early copies hold another number of tokens
         self.residents.bulk_bytes = int(self.stored_bytes * (1 + ROOM))
 
-    def _moved(self, old: Tensor, index: list[int] | range, capacity: int) -> Tensor:
+    def _moved(self, old: Tensor, index: Sequence[int], capacity: int) -> Tensor:
         """A new storage whose row `i` is the row `index[i]` of the old one."""
         new = self._allocate(old, capacity, batch=len(index))
         for row, source in enumerate(index):
@@ -178,23 +173,19 @@ class Bulk:
                 store[row, :, :length] = held[source] if source in held else store[source, :, :length]
         self._set_lengths([self.lengths[row] for row in index])
 
-    def _rebuild(self, index: list[int], capacity: int) -> None:
+    def _rebuild(self, index: Sequence[int], capacity: int) -> None:
         """Move to a new storage whose row `i` is the old row `index[i]`."""
         self._wait_for_readers()
-        self.keys, self.values = (self._moved(old, index, capacity) for old in (self.keys, self.values))
-        self.source, self.unwritten = None, [0] * len(index)
-        self._set_lengths([self.lengths[row] for row in index])
+        keys, values = (self._moved(old, index, capacity) for old in (self.keys, self.values))
+        self.adopt(None, keys, values, lengths=[self.lengths[row] for row in index])
 
     def take(self, other: "Bulk") -> None:
         """Take over another one's tokens for this device; the other is not to be used again."""
         other._wait_for_readers()
-        if self.offloaded and other.offloaded:  # host memory serves every device
-            self.keys, self.values = other.keys, other.values
-        else:
-            rows = range(len(other.lengths))
-            self.lengths = other.lengths
-            self.keys, self.values = (self._moved(old, rows, other.capacity) for old in (other.keys, other.values))
-        self._set_lengths(other.lengths)
+        kept, self.lengths = [other.keys, other.values], other.lengths
+        if not (self.offloaded and other.offloaded):  # host memory serves every device
+            kept = [self._moved(old, range(len(self.lengths)), other.capacity) for old in kept]
+        self.adopt(None, *kept, lengths=self.lengths)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row."""
@@ -205,12 +196,10 @@ class Bulk:
             need = tokens if self.offloaded else int(tokens * (1 + share * (GROWTH - 1)))
             capacity = -(-(need + 1) // GRANULE) * GRANULE
             if self.offloaded:
-                sizes = [
-                    len(self.lengths) * t.shape[1] * t.shape[3] * t.element_size() for t in (self.keys, self.values)
-                ]
+                sizes = [t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in (self.keys, self.values)]
                 room = min(transfers.pinned_bytes(capacity * size) // size for size in sizes)
                 capacity = room // GRANULE * GRANULE
-            self._rebuild(list(range(len(self.lengths))), capacity)
+            self._rebuild(range(len(self.lengths)), capacity)
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Add `keys` and `values` `[rows, kv_heads, tokens, dim]` to rows of equal length."""
@@ -248,8 +237,7 @@ class Bulk:
         for store in (self.keys, self.values):
             room = torch.empty(len(selected), store.shape[3], dtype=store.dtype, pin_memory=store.is_pinned())
             found.append(torch.index_select(store[head], 0, selected, out=room)[None, None])
-        keys, values = found
-        return fetch(keys, values, self.device, after=None)
+        return fetch(*found, self.device, after=None)
 
     def read(self, rows: slice, heads: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[rows, heads, stop - start, dim]` on the compute device: a view, or a copy if offloaded."""

@@ -41,44 +41,22 @@ def read_flagged(bulk: Bulk, wanted: list[list[bool]], *, update_residency: bool
     """
     if not bulk.offloaded:
         for row, flags in enumerate(wanted):
-            for run in _runs(flags) if bulk.lengths[row] else ():
-                yield _view(bulk, slice(row, row + 1), run, 0, bulk.lengths[row])
+            for flag, indices in itertools.groupby(range(len(flags)), key=flags.__getitem__):
+                if flag and bulk.lengths[row]:
+                    run = list(indices)
+                    yield _view(bulk, slice(row, row + 1), slice(run[0], run[-1] + 1), 0, bulk.lengths[row])
         return
     heads = _heads(bulk, wanted)
     prefetched, before = bulk.prefetched, {}
     if update_residency:
         before = bulk.residents.flag(heads)
         bulk.flagged, bulk.prefetched = heads, {}
-    held = _held(bulk, heads)
-    missing = (head for head in heads if head not in held)
-    async_copies = double_buffer(
-        (head, prefetched.get(head) or bulk.fetch(head, 0, bulk.lengths[head[0]])) for head in missing
-    )
-    for head, resident in held.items():
-        yield _make_part(head, resident.tensors, from_resident=True)
-    for head, tensors in async_copies:
-        if update_residency:
-            nbytes = bulk.token_bytes * bulk.lengths[head[0]]
+    for part in _bring(bulk, [(head, (0, bulk.lengths[head[0]])) for head in heads], prefetched):
+        if update_residency and not part.resident_hit_bytes:
+            head, tensors = (part.rows.start, part.heads.start), (part.keys, part.values)
+            nbytes = part.keys.nbytes + part.values.nbytes
             bulk.residents.keep(head, nbytes, before[head], functools.partial(AsyncCopy, tensors))
-        yield _make_part(head, tensors, from_bulk=head not in prefetched)
-
-
-def _selected(bulk: Bulk, requests: Iterator[Request]) -> Iterator[Part]:
-    """Some tokens of heads. Offloaded, they are put together on the host, or on the device for heads that are there;
-    the next ones are selected while these are on their way."""
-
-    def async_copies() -> Iterator[tuple[tuple[Request, bool], AsyncCopy]]:
-        for request in requests:
-            head = request.row, request.head
-            if (resident := _held(bulk, [head]).get(head)) is None:
-                yield (request, False), bulk.gather(head, request.tokens)
-            else:
-                yield (request, True), AsyncCopy(tuple(part[:, :, request.tokens] for part in resident.tensors))
-
-    for (request, resident_hit), tensors in double_buffer(async_copies()):
-        yield _make_part(
-            (request.row, request.head), tensors, request, from_bulk=not resident_hit, from_resident=resident_hit
-        )
+        yield part
 
 
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
@@ -87,19 +65,42 @@ def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
     If the bulk is not offloaded, a block is a view of all heads. If it is, a block is one head of one row, copied
     unless it is resident, so that device memory stays bounded.
     """
-    spans = bulk.spans(rows.start)
+    spans, heads = bulk.spans(rows.start), range(bulk.keys.shape[1])
     if not bulk.offloaded:
-        yield from (_view(bulk, rows, slice(0, bulk.keys.shape[1]), *span) for span in spans)
+        yield from (_view(bulk, rows, slice(0, len(heads)), *span) for span in spans)
         return
-    every = [(row, head) for row in range(rows.start, rows.stop) for head in range(bulk.keys.shape[1])]
-    held = _held(bulk, every)
-    missing = ((head, span) for head in every if head not in held for span in spans)
-    async_copies = double_buffer((head, bulk.fetch(head, *span)) for head, span in missing)
-    for head, resident in held.items():
-        for first, end in spans:
-            yield _make_part(head, tuple(part[:, :, first:end] for part in resident.tensors), from_resident=True)
+    every = itertools.product(range(rows.start, rows.stop), heads)
+    yield from _bring(bulk, list(itertools.product(every, spans)), {})
+
+
+def _bring(bulk: Bulk, wanted: list[tuple[Head, tuple[int, int]]], prefetched: dict[Head, AsyncCopy]) -> Iterator[Part]:
+    """Spans of heads to the device: those of residents first, while others are being copied."""
+    held = _held(bulk, [head for head, _ in wanted])
+    async_copies = double_buffer(
+        (head, prefetched.get(head) or bulk.fetch(head, *span)) for head, span in wanted if head not in held
+    )
+    for head, (first, end) in wanted:
+        if head in held:
+            yield _make_part(head, tuple(part[:, :, first:end] for part in held[head].tensors), "resident_hit_bytes")
     for head, tensors in async_copies:
-        yield _make_part(head, tensors, from_bulk=True)
+        yield _make_part(head, tensors, "" if head in prefetched else "bulk_read_bytes")
+
+
+def _selected(bulk: Bulk, requests: Iterator[Request]) -> Iterator[Part]:
+    """Some tokens of heads. Offloaded, they are put together on the host, or on the device for heads that are there;
+    the next ones are selected while these are on their way."""
+
+    def async_copies() -> Iterator[tuple[tuple[Request, str], AsyncCopy]]:
+        for request in requests:
+            head = request.row, request.head
+            if (resident := _held(bulk, [head]).get(head)) is None:
+                yield (request, "bulk_read_bytes"), bulk.gather(head, request.tokens)
+            else:
+                found = AsyncCopy(tuple(part[:, :, request.tokens] for part in resident.tensors))
+                yield (request, "resident_hit_bytes"), found
+
+    for (request, counted), tensors in double_buffer(async_copies()):
+        yield _make_part((request.row, request.head), tensors, counted, request)
 
 
 def prefetch(bulk: Bulk) -> int:
@@ -135,8 +136,8 @@ def update_residency(bulk: Bulk, flags: Tensor) -> int:
     Returns:
         bytes of the copies that were started.
     """
-    bulk.flag_copies.append(HostCopy(flags))
     moved = 0
+    bulk.flag_copies.append(HostCopy(flags))
     while bulk.flag_copies and (wanted := bulk.flag_copies[0].read()) is not None:
         bulk.flag_copies.popleft()
         heads = _heads(bulk, wanted)
@@ -168,24 +169,8 @@ def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> Part:
     return Part(rows, heads, keys, values, bulk_read_bytes=keys.nbytes + values.nbytes)
 
 
-def _make_part(
-    head: Head,
-    tensors: tuple[Tensor, ...],
-    request: Request | None = None,
-    *,
-    from_bulk: bool = False,
-    from_resident: bool = False,
-) -> Part:
+def _make_part(head: Head, tensors: tuple[Tensor, ...], counted: str, request: Request | None = None) -> Part:
+    """`counted` is the field for its bytes; empty: they were counted before."""
     (row, column), (keys, values) = head, tensors
-    moved = keys.nbytes + values.nbytes
-    return Part(
-        slice(row, row + 1), slice(column, column + 1), keys, values, request, moved * from_bulk, moved * from_resident
-    )
-
-
-def _runs(wanted: list[bool]) -> Iterator[slice]:
-    """Maximal runs of neighbouring True entries."""
-    for flag, indices in itertools.groupby(range(len(wanted)), key=wanted.__getitem__):
-        if flag:
-            run = list(indices)
-            yield slice(run[0], run[-1] + 1)
+    part = Part(slice(row, row + 1), slice(column, column + 1), keys, values, request)
+    return part._replace(**{counted: keys.nbytes + values.nbytes}) if counted else part

@@ -104,19 +104,15 @@ def _side_stream(device: torch.device, direction: str) -> Any:
 class AsyncCopy:
     """Keys and values `[1, 1, tokens, dim]` on the device, or on their way: to be read after `wait`.
 
-    They are the first tokens of `room`, if there is any.
+    They are the first tokens of `room`, if there is any. `nbytes` are those held.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], event: Any = None, room: tuple[Tensor, ...] = ()) -> None:
         self.tensors, self.room, self._event = tensors, room, event
+        self.nbytes = sum(tensor.nbytes for tensor in room or tensors)
 
     def __deepcopy__(self, memo: dict) -> "AsyncCopy":
         return AsyncCopy(tuple(tensor.clone() for tensor in self.wait()))  # else it would be a copy of older memory
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(tensor.nbytes for tensor in self.room or self.tensors)
 
     @property
     def tokens(self) -> int:
@@ -149,13 +145,11 @@ def fetch(keys: Tensor, values: Tensor, device: torch.device, *, after: Any = No
     `after`: the event of `send` for the last copy into them, None if nothing is under way.
     """
     side = _side_stream(device, "in")
-    if side is None:
-        return AsyncCopy(send_to_device((keys, values), device, non_blocking=True))
-    if after is not None:
+    if side is not None and after is not None:
         side.wait_event(after)
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(side):  # None: as before
         tensors = send_to_device((keys, values), device, non_blocking=True)
-    return AsyncCopy(tensors, side.record_event())
+    return AsyncCopy(tensors, None if side is None else side.record_event())
 
 
 def reader(device: torch.device) -> Any:
@@ -219,19 +213,17 @@ def send(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Any:
     The sources may be freed at once. Returns an event for the end of the copies. None: they have ended, or on an
     accelerator other than CUDA will have after `torch.accelerator.synchronize`.
     """
-    side = _side_stream(device, "out")
-    if side is None:
-        for target, source in copies:
-            target.copy_(source, non_blocking=True)
-        return None
-    side.wait_stream(torch.cuda.current_stream(device))
-    sent = 0
-    with torch.cuda.stream(side):
+    side, sent = _side_stream(device, "out"), 0
+    if side is not None:
+        side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):  # None: as before
         for target, source in copies:
             target.copy_(source, non_blocking=True)
             if source.is_cuda:
                 source.record_stream(side)
             sent += source.nbytes
+    if side is None:
+        return None
     event = side.record_event()
     limit_in_flight(_outgoing.setdefault(device, deque()), event, sent)
     return event
