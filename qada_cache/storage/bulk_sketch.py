@@ -26,8 +26,8 @@ def _first(name: str, tensor: Tensor, tokens: int) -> Tensor:
 class BulkSketch:
     """Of one layer, for rows that have at least `MIN_TOKENS` in the bulk: what tokens are selected by.
 
-    What is known of a row follows from its tokens alone, however they came: each segment is coded by what its own keys
-    say, and the last one again as it grows. So after a crop it is as if the rest had never been seen.
+    It follows from a row's tokens alone, however they came: each segment is coded by its own keys, and the last one
+    again as it grows. So after a crop it is as if the rest had never been seen.
 
     Attributes:
         layout: of the codes.
@@ -90,8 +90,7 @@ class BulkSketch:
     def append_from(self, bulk: Bulk, rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
         """Append the bulk's tokens that rows of equal length lack.
 
-        `newest` are keys and values that were appended to it last `[rows, kv_heads, tokens, dim]`: what lies in them is
-        not read from the bulk.
+        `newest` are its last keys and values `[rows, kv_heads, tokens, dim]`, which are not read from it then.
         """
         length, known = bulk.lengths[rows.start], self.lengths[rows.start]
         if length < MIN_TOKENS or length == known:
@@ -131,9 +130,11 @@ class BulkSketch:
     def record(self) -> dict[str, Any]:
         """What a file keeps, by name."""
         kept, tokens = self.tensors.tensors(), max(self.lengths)
-        found: dict[str, Any] = {name: _first(name, kept[name], tokens) for name in (*TOKENS, *SEGMENTS)}
-        found |= {"mean_value": kept["mean_value"], "mean_key": self.mean_key, "value_key_covariance": self.covariance}
-        return found | {"sketch_lengths": self.lengths, "query_energies": self.energies}
+        return {
+            **{name: _first(name, kept[name], tokens) for name in (*TOKENS, *SEGMENTS)},
+            **{"mean_value": kept["mean_value"], "mean_key": self.mean_key, "value_key_covariance": self.covariance},
+            **{"sketch_lengths": self.lengths, "query_energies": self.energies},
+        }
 
     def restore(self, record: dict[str, Any], bulk: Bulk) -> None:
         """The inverse of `record`, which may hold other things as well, for an empty one of `bulk`.
@@ -157,9 +158,9 @@ class BulkSketch:
         for name, part in held.items():
             part.copy_(record[name])
         self.energies = energies  # the file's: others may be known now
-        self._round_slopes(slice(None))
         for row, length in enumerate(wanted):
-            self._average_channels(slice(row, row + 1), length)
+            if length:
+                self._derive(slice(row, row + 1), length)
 
     def _take(self, rows: slice, known: int, length: int, read: Read) -> None:
         """Code rows of equal `length` from where their first `known` tokens leave the open segment on."""
@@ -180,20 +181,15 @@ class BulkSketch:
                 kept[name][rows, ..., start:stop] = made[name]
             for name in SEGMENTS:
                 kept[name][rows, :, segments] = made[name]
-        self._round_slopes(rows)
-        self._average_channels(rows, length)
+        self._derive(rows, length)
         self.lengths[rows] = [length] * len(self.lengths[rows])
 
-    def _round_slopes(self, rows: slice) -> None:
-        for name, rounded in round_slopes(self.covariance[rows]).items():
-            getattr(self.tensors, name)[rows] = rounded
-
-    def _average_channels(self, rows: slice, length: int) -> None:
-        if length:
-            kept = self.tensors.tensors()
-            used = {name: _first(name, kept[name][rows], length) for name in SEGMENTS}
-            for name, mean in channel_means(used, self.layout, length).items():
-                kept[name][rows] = mean
+    def _derive(self, rows: slice, length: int) -> None:
+        """What follows from the rest, for rows of equal length."""
+        kept = self.tensors.tensors()
+        used = {name: _first(name, kept[name][rows], length) for name in SEGMENTS}
+        for name, part in (round_slopes(self.covariance[rows]) | channel_means(used, self.layout, length)).items():
+            kept[name][rows] = part
 
     def _correlate(self, rows: slice, keys: Tensor, values: Tensor, before: int) -> None:
         """Take tokens into the means and the covariance of `before` others, by Chan's merge."""
@@ -219,11 +215,12 @@ class BulkSketch:
     @torch.inference_mode(False)  # as in __init__
     def _reserve(self, capacity: int) -> None:
         """Have room for so many tokens a row, as the bulk has."""
-        made, held = self.tensors.tensors(), max(self.lengths)
-        if capacity <= self.tensors.scales.shape[2]:
+        made, room = self.tensors.tensors(), self.tensors.scales.shape[2]
+        if capacity <= room:
             return
+        used = min(max(self.lengths), room)
         for name in TOKENS:
-            old, used = made[name], min(held, made[name].shape[-1])
+            old = made[name]
             made[name] = transfers.empty((*old.shape[:-1], capacity), old.dtype, old.device)
             made[name][..., :used] = old[..., :used]
         for name in SEGMENTS:
