@@ -35,12 +35,11 @@ _LAID_OUT = ("sink_tokens", "local_tokens", "offloading", "device_budget")
 class QAdACache(WatchedCache):
     """A KV cache for transformers: each attention head reads 128 tokens near it, and selected tokens of the rest.
 
-    Implements QAdA ("Adaptive Long-Context Head Identification", arXiv 2502.09647). The *bulk* is all tokens outside
-    sinks and sliding window. For every generated token each head has `A_local = sum exp(score)` over sinks and window,
-    and an estimate of the sum over the bulk from its keys' mean and covariance (eq. 7): `log A_bulk = log T_bulk + mu_s
-    + sigma_s^2 / 2`. A head with `A_local / (A_local + A_bulk) < threshold` is long-context: it reads selected tokens
-    of the bulk as well, or with `token_threshold=0` all of them. The other heads are local: they read sinks and window.
-    Nothing is evicted. The bulk lies in host memory.
+    Implements QAdA ("Adaptive Long-Context Head Identification", arXiv 2502.09647). The *bulk*, all tokens outside
+    sinks and sliding window, lies in host memory. For every generated token each head has `A_local = sum exp(score)`
+    over sinks and window, and an estimate for the bulk by its keys' mean and covariance (eq. 7): `log A_bulk =
+    log T_bulk + mu_s + sigma_s^2 / 2`. A head with `A_local / (A_local + A_bulk) < threshold` is long-context: it reads
+    selected tokens of the bulk as well, or with `token_threshold=0` all of them. Nothing is evicted.
 
         cache = QAdACache(model)
         model.generate(**inputs, past_key_values=cache)
@@ -77,8 +76,8 @@ class QAdACache(WatchedCache):
             "single-token", with a warning. With `config`, moments are looked up in the cache folder and not collected;
             without them the current prompt's alone count, with a warning.
         token_threshold: a long-context head reads the tokens of its bulk with at least so many times an even share of
-            its attention, by the sketch. An estimate stands for unread tokens. 0: all are read, as in the paper; so
-            they are under "dense", "oracle" and a threshold of 1. None: the setting kept by `qada tune`, else 4.4.
+            its attention, by the sketch. An estimate stands for others. 0: all are read, as in the paper, and always
+            under "dense", "oracle" and a threshold of 1. None: the setting kept by `qada tune`, else 4.4.
         sketch_bits: bits a value, on average, of the sketch, a copy of the bulk's keys on the compute device: 0.5 to 4.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
@@ -147,11 +146,10 @@ class QAdACache(WatchedCache):
         self._shared = Shared(
             support.resolve_options(tuned_choice.apply_tuned(options, managed, threshold=threshold), managed), managed
         )
-        made = [QAdALayer(self._shared, index) for index in ours]
-        for layer, next_layer in itertools.pairwise(made):
-            layer.next_layer = next_layer
-        for layer in made:
-            self.layers[layer.index] = layer
+        for index in ours:
+            self.layers[index] = QAdALayer(self._shared, index)
+        for index, following in itertools.pairwise(ours):
+            self.layers[index].next_layer = self.layers[following]
         if not ours:
             support.warn_of_no_layers(self.layers, text_config)
         attention.switch_on(text_config)
@@ -185,11 +183,8 @@ class QAdACache(WatchedCache):
             model(**inputs, past_key_values=cache)  # prefill once, which is exact whatever decides afterwards
             full = cache.fork(criterion="dense")
 
-        The prompt's own moments are dropped if not needed, and taken from the stored keys if needed and not kept.
-
         Args:
-            options: deciding options of `QAdACache`; the others stay. Moments by a prompt's name are those of this
-                cache's model.
+            options: deciding options of `QAdACache`; the others stay.
 
         Raises:
             TypeError, ValueError, FileNotFoundError: as `QAdACache`; no such option, or one that tokens are laid out
@@ -253,8 +248,7 @@ class QAdACache(WatchedCache):
     def save(self, path: str | os.PathLike) -> None:
         """Write the whole state to one safetensors file, so that a long prompt is prefilled once and reused.
 
-        The file names its model by config, and by a sample of the weights if the cache was built with the model. It is
-        written through symbolic links and under the umask.
+        The file names its model by config, and by a sample of the weights if the cache was built with the model.
 
         Raises:
             RuntimeError: a forward pass was interrupted, so there is no whole state.

@@ -45,10 +45,8 @@ class AuditStats:
 
 @dataclass(frozen=True, eq=False)
 class CacheStats:
-    """A snapshot made by `QAdACache.stats()`.
-
-    A layer takes one decision for each query token of each row that has a bulk by then. The first call and long calls
-    are exact and decide nothing.
+    """A snapshot made by `QAdACache.stats()`. A layer takes one decision for each query token of each row that has a
+    bulk by then; exact calls decide nothing.
 
     Attributes:
         layers: indices of the layers that decide (full attention), the row order of the tables below.
@@ -59,11 +57,10 @@ class CacheStats:
         decisions: decisions taken per layer.
         tokens: logical length of the cache, padding included.
         device_bytes: bytes on the compute device: sinks, window, pending tokens, sketch, key moments (shared by a
-            model's caches), layers of other kinds, residents, and the bulk unless it is offloaded. On a CPU model host
-            and device are one memory; under `offloading=True` the bulk counts as host bytes even so.
-        host_bytes: bytes of the offloaded bulk, preallocated room included. Pinned memory counts as torch allocates it:
-            each layer's keys, and its values, rounded up to a power of two. Memory that torch's allocator keeps for
-            later is left out; `torch.cuda.host_memory_stats()` has it.
+            model's caches), layers of other kinds, residents, and the bulk unless it is offloaded.
+        host_bytes: bytes of the offloaded bulk, preallocated room included; also of a CPU model, under
+            `offloading=True`. Pinned memory counts as torch allocates it: each layer's keys, and its values, rounded up
+            to a power of two. `torch.cuda.host_memory_stats()` has what torch's allocator keeps for later.
         shared_bytes: part of the bulk's bytes: tokens in memory shared with copies of the cache, or in a mapped file.
             Every cache counts them, and they take memory once.
         resident_bytes: part of `device_bytes`, heads of an offloaded bulk that are kept on the device as well.
@@ -122,42 +119,38 @@ class CacheStats:
         )
 
 
-def _tensor_bytes(*holders: object) -> int:
-    """Bytes of the tensors that these objects hold themselves."""
-    values = [value for holder in holders if holder is not None for value in vars(holder).values()]
-    return sum(value.nbytes for value in values if isinstance(value, Tensor))
-
-
 def layer_bytes(layer: object, *, offloading: bool) -> tuple[int, int]:
     """Bytes that one layer of a cache holds on its device, and on the host."""
-    store = layer.store if isinstance(layer, QAdALayer) else None
-    on_device, bulk = _tensor_bytes(layer), 0
+    holders, counted, bulk = [layer], [], 0
     if isinstance(layer, QAdALayer):
-        on_device += layer.counters.nbytes + layer.kept_moments.nbytes
-    if store is not None:
-        on_device += _tensor_bytes(store, store.moments, store.bulk.residents) + store.bulk.residents.nbytes
-        on_device += 0 if store.sketch is None else store.sketch.nbytes
-        bulk = store.bulk.nbytes
+        counted = [layer.counters, layer.kept_moments]
+        if (store := layer.store) is not None:
+            holders += [store, store.moments, store.bulk.residents]
+            counted += [store.bulk.residents, store.sketch]
+            bulk = store.bulk.nbytes
+    held = [value for holder in holders if holder is not None for value in vars(holder).values()]
+    counted += [value for value in held if isinstance(value, Tensor)]
+    on_device = sum(each.nbytes for each in counted if each is not None)
     return (on_device, bulk) if offloading else (on_device + bulk, 0)
 
 
 def collect(cache: DynamicCache, *, offloading: bool, shard: HeadShard) -> CacheStats:
     """Read the counters of all layers (waits for the device once per layer).
 
-    All processes of the shard call this together. They get the shares of all heads in order, and sums of bytes and
-    audits. Steps, decisions and tokens are the same in each.
+    All processes of the shard call this together, and get the shares of all heads, and sums of bytes and audits.
     """
     ours = [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
     counted = [layer.counters for layer in ours]
-    shares, kv_shares = [], []
-    for counters in counted:
-        if counters.local_heads is not None and counters.local_groups is not None:
-            shares.append(counters.local_heads.flatten().cpu() / counters.decisions)
-            kv_shares.append(counters.local_groups.cpu() / counters.decisions)
+
+    def share(name: str) -> Tensor:
+        found = [
+            getattr(counters, name).flatten().cpu() / counters.decisions for counters in counted if counters.decisions
+        ]
+        return shard.gather(torch.stack(found) if found else torch.full((len(ours), 1), math.nan), 1)
+
     bytes_held = [layer_bytes(layer, offloading=offloading) for layer in cache.layers]
     moments = {layer.options.other_moments for layer in ours}
     bulks = [layer.store.bulk for layer in ours if layer.store is not None]
-    undecided = torch.full((len(ours), 1), math.nan)
     held = {
         "device_bytes": sum(on_device for on_device, _ in bytes_held)
         + sum(each.device_bytes for each in moments if each is not None),
@@ -169,8 +162,8 @@ def collect(cache: DynamicCache, *, offloading: bool, shard: HeadShard) -> Cache
     summed = shard.gather(torch.tensor([list(held.values())]), 0).sum(dim=0).tolist()
     return CacheStats(
         layers=tuple(layer.index for layer in ours),
-        local_share=shard.gather(torch.stack(shares) if shares else undecided, 1),
-        kv_local_share=shard.gather(torch.stack(kv_shares) if kv_shares else undecided, 1),
+        local_share=share("local_heads"),
+        kv_local_share=share("local_groups"),
         steps=max((counters.steps for counters in counted), default=0),
         decisions=max((counters.decisions for counters in counted), default=0),
         tokens=cache.get_seq_length(),

@@ -16,9 +16,8 @@ from .storage.bulk import Bulk
 class WatchedCache(DynamicCache):
     """Compares every call of a layer with those before it (`Progress`), and refuses to go on after an interruption.
 
-    Linear layers may write to their states in place. Before that they ask for a state, or whether there is one, which
-    counts as a call. The last layer wrote all its states if it wrote as many as earlier layers of its kind: those were
-    whole, else the last one would not have been reached.
+    Linear layers may write to their states in place, and ask for them before, which counts as a call. The last layer
+    wrote all its states if it wrote as many as earlier ones of its kind, which were whole, or it had not been reached.
     """
 
     _shared: Shared
@@ -89,7 +88,6 @@ class WatchedCache(DynamicCache):
         self._record_call(layer_idx, event)
 
     def _record_call(self, layer_idx: int, event: Hashable) -> None:
-        """Note that the layer has made this call."""
         progress = self._shared.progress
         if progress.calls is None or progress.is_first_call(layer_idx, event):
             left = progress.reached
@@ -115,8 +113,7 @@ class WatchedCache(DynamicCache):
     def _check_order(self, layer_idx: int, event: Hashable) -> None:
         """Raise if a forward pass that comes to this layer left something undone before it."""
         progress = self._shared.progress
-        new_pass = layer_idx <= progress.reached and progress.is_first_call(layer_idx, event)
-        if progress.changing or new_pass:
+        if progress.changing or (layer_idx <= progress.reached and progress.is_first_call(layer_idx, event)):
             self._check_whole()
         elif layer_idx > progress.reached:
             self._check_handed_back()
@@ -136,10 +133,9 @@ class WatchedCache(DynamicCache):
         self._check_files()
         progress = self._shared.progress
         if progress.changing or 0 <= progress.reached < self._last_layer():
-            passed = f"a forward pass was interrupted after layer {progress.reached}"
-            interrupted = f"{progress.changing} was interrupted" if progress.changing else passed
+            interrupted = progress.changing or f"a forward pass that reached layer {progress.reached}"
             raise RuntimeError(
-                f"{interrupted}, so layers hold different tokens: call reset() and read the prompt again"
+                f"{interrupted} was interrupted, so layers hold different tokens: call reset(), read the prompt again"
             )
 
     def _check_files(self) -> None:
@@ -174,20 +170,16 @@ class WatchedCache(DynamicCache):
         self._shared.progress.changing = ""
 
     def _bulks(self) -> list[Bulk]:
-        """The bulks of the layers that hold tokens."""
-        ours = [layer for layer in self.layers if isinstance(layer, QAdALayer)]
-        return [layer.store.bulk for layer in ours if layer.store is not None]
+        return [layer.store.bulk for layer in self.layers if isinstance(layer, QAdALayer) and layer.store is not None]
 
     def _last_layer(self) -> int:
         """The last layer that calls in every pass."""
         # In older transformers feed-forward layers have a linear cache and never call it.
         types = getattr(self._shared.model.config, "layer_types", None) or [""] * len(self.layers)
-        calling = [
-            index
-            for index, (layer, kind) in enumerate(zip(self.layers, types, strict=False))
-            if isinstance(layer, (CacheLayerMixin, LinearAttentionCacheLayerMixin)) and kind not in ("mlp", "moe")
-        ]
-        return max(calling, default=-1)
+        for index, (layer, kind) in reversed(list(enumerate(zip(self.layers, types, strict=False)))):
+            if isinstance(layer, (CacheLayerMixin, LinearAttentionCacheLayerMixin)) and kind not in ("mlp", "moe"):
+                return index
+        return -1
 
 
 def _is_linear(layer: Any) -> bool:

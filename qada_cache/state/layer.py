@@ -15,11 +15,9 @@ from .counters import Counters
 
 
 def _no_tensor(name: str) -> Any:
-    """The property `keys` or `values`, for code that takes a layer for transformers' own. It raises once the layer
-    holds tokens.
+    """The property `keys` or `values`, for code that takes a layer for transformers' own: None as long as it is empty.
 
-    There is no single tensor to return: on an accelerator, making one would copy the whole bulk to the device, and it
-    would lack the padding. An empty layer returns None.
+    Then there is no single tensor to return: to make one would copy the whole bulk to the device, without its padding.
     """
 
     def refuse(layer: "QAdALayer", *given: Tensor | None) -> None:
@@ -39,14 +37,15 @@ class Seen(int):
 class QAdALayer(DynamicLayer):
     """One full-attention layer: its tokens, padding and counters.
 
-    `update` only tags new tokens. The registered attention function (`attention/forward.py`) stores them: it has the
-    queries, and the mask that tells real tokens from padding.
+    `update` only tags new tokens. The attention function (`attention/forward.py`) stores them: it has the queries, and
+    the mask that tells real tokens from padding.
 
     Attributes:
         store: the real tokens; None before the first update.
         seen: logical tokens, padding included (what transformers calls the sequence length).
         padding: of these tokens; shared by the layers of a cache.
         incoming: the key tensor handed out by `update` and not yet seen by the attention function.
+        bound_module: weak reference to the attention module served.
         counters: what it did.
         binding: what decode kernels keep between its steps.
         kept_moments: what it keeps of another prompt's.
@@ -58,22 +57,19 @@ class QAdALayer(DynamicLayer):
 
     def __init__(self, shared: Shared, index: int) -> None:
         super().__init__()
-        self.shared = shared
-        self.index = index
+        self.shared, self.index = shared, index
         self.next_layer: QAdALayer | None = None
         self.reset()
 
     def reset(self) -> None:
         """Drop all tokens and counters."""
         self.is_initialized = False
-        self.bound_module: Any = None  # weak reference to the attention module served, see attention/forward.py
+        self.bound_module: Any = None
         self.incoming: Tensor | None = None
         self.store: TokenStore | None = None
         self.shared.residents.layers.pop(self.index, None)
-        self.seen = 0
-        self.padding = NONE
-        self.counters = Counters()
-        self.binding, self.kept_moments = Binding(), LayerMoments()
+        self.seen, self.padding = 0, NONE
+        self.counters, self.binding, self.kept_moments = Counters(), Binding(), LayerMoments()
 
     @property
     def options(self) -> Options:
@@ -139,10 +135,8 @@ class QAdALayer(DynamicLayer):
                 "batch_repeat_interleave or batch_select_indices first, or reset()"
             )
         elif (key_states.dtype, value_states.dtype) != self.store.dtypes:
-            held, given = (
-                " and ".join(map(str, dict.fromkeys(dtypes)))
-                for dtypes in (self.store.dtypes, (key_states.dtype, value_states.dtype))
-            )
+            dtypes = self.store.dtypes, (key_states.dtype, value_states.dtype)
+            held, given = (" and ".join(map(str, dict.fromkeys(pair))) for pair in dtypes)
             raise RuntimeError(
                 f"this QAdACache holds keys and values in {held} and was given {given}: use it with a model of the "
                 "dtype it was filled with, or reset() it"
@@ -174,13 +168,8 @@ class QAdALayer(DynamicLayer):
         self.shared.progress.rewind_to(self.index - 1)
 
     def read_mask(self, mask: Tensor | None, *, batch: int, tokens: int) -> Tensor | None:
-        """Note new padding. Returns which of the call's tokens are real: bool `[batch, tokens]` on the host; None: all.
-
-        `mask` is as the model hands it to its attention function. `tokens` are the call's, the last of `seen`.
-
-        Raises:
-            ValueError: as `Padding.after`.
-        """
+        """Note new padding of a call, whose `tokens` are the last of `seen`; arguments, result and errors as of
+        `Padding.after`."""
         self.padding, new = self.shared.forward_pass.padding_after(
             self.padding, mask, batch=batch, seen=self.seen, queries=tokens
         )
@@ -204,8 +193,9 @@ class QAdALayer(DynamicLayer):
             return
         seen = max(self.seen + tokens_to_remove, 0)
         padded = self.padding.beyond(seen) or [0] * self.store.batch
-        removed = self.seen - seen
-        self.store.crop([length - removed + gone for length, gone in zip(self.store.lengths, padded, strict=True)])
+        self.store.crop(
+            [length - self.seen + seen + gone for length, gone in zip(self.store.lengths, padded, strict=True)]
+        )
         self.seen, self.padding = seen, self.padding.crop(seen)
 
     def select(self, index: list[int]) -> None:
