@@ -82,15 +82,12 @@ class QAdALayer(DynamicLayer):
         Raises:
             ValueError: as `TokenStore.keep_moments`.
         """
-        self.counters = Counters()
+        self.counters, options = Counters(), self.options
         if self.store is not None:
-            self.store.keep_moments(track=self.options.tracks_moments, update=self.options.update_moments)
-            self.store.keep_sketch(self.options.stored_sketch_bits, self._energies())
-
-    def _energies(self) -> Tensor | None:
-        """Query energies of this process's heads `[kv_heads, dim]`; None if they are not known."""
-        energies = self.options.query_energies
-        return None if energies is None else self.shared.model.shard.own(energies[self.index], 0)
+            self.store.keep_moments(track=options.tracks_moments, update=options.update_moments)
+            energies = options.query_energies
+            own = None if energies is None else self.shared.model.shard.own(energies[self.index], 0)
+            self.store.keep_sketch(options.stored_sketch_bits, own)
 
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""
@@ -106,13 +103,10 @@ class QAdALayer(DynamicLayer):
             sinks=self.options.sink_tokens,
             window=self.options.window,
             offloading=self.options.offloading,
-            track_moments=self.options.tracks_moments,
-            update_moments=self.options.update_moments,
-            sketch_bits=self.options.stored_sketch_bits,
-            energies=self._energies(),
             residents=self.shared.residents,
             layer=self.index,
         )
+        self.apply_options()
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -192,7 +186,7 @@ class QAdALayer(DynamicLayer):
         if tokens_to_remove == 0 or self.store is None:
             return
         seen = max(self.seen + tokens_to_remove, 0)
-        padded = self.padding.beyond(seen) or [0] * self.store.batch
+        padded = self.padding.beyond(seen, self.store.batch)
         self.store.crop(
             [length - self.seen + seen + gone for length, gone in zip(self.store.lengths, padded, strict=True)]
         )

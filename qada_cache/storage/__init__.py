@@ -34,6 +34,7 @@ class TokenStore:
         flushed: of those, the oldest ones, that are no longer recent.
         bulk: where they are, but for the sinks.
         moments: of the keys in the bulk, or None if not asked for. Frozen moments cover a prefix of the bulk.
+        update_moments: False freezes them in `append`, so that only `absorb` adds to them.
         sketch: likewise.
         decoded: whether `append` put anything into the bulk since the last `absorb`; frozen moments leave it out.
     """
@@ -46,20 +47,12 @@ class TokenStore:
         sinks: int,
         window: int,
         offloading: bool,
-        track_moments: bool,
-        update_moments: bool,
-        sketch_bits: float | None,
-        energies: Tensor | None,
         residents: Residents,
         layer: int,
     ) -> None:
-        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`).
-
-        `update_moments` False leaves the moments alone in `append`, so that only `absorb` adds to them. `sketch_bits`
-        None keeps no sketch; `energies` are for it, see `BulkSketch`. `residents` and `layer` are as for `Bulk`.
-        """
-        self.sinks, self.window = sinks, window
-        self.offloading, self.update_moments = offloading, update_moments
+        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`), which keeps no
+        moments and no sketch yet. `residents` and `layer` are as for `Bulk`."""
+        self.sinks, self.window, self.offloading = sinks, window, offloading
         batch, kv_heads = keys.shape[:2]
         self.end, self.decoded = 0, False
         self.lengths, self.flushed = [0] * batch, [0] * batch
@@ -73,9 +66,8 @@ class TokenStore:
             self.local_values = self.local_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
         self.bulk = Bulk(self.local_keys, self.local_values, offloading=offloading, residents=residents, layer=layer)
         self.moments: RunningMoments | None = None
+        self.update_moments = True
         self.sketch: BulkSketch | None = None
-        self.keep_moments(track=track_moments, update=update_moments)
-        self.keep_sketch(sketch_bits, energies)
 
     @property
     def batch(self) -> int:
@@ -152,7 +144,7 @@ class TokenStore:
                     self._catch_up([row])
 
     def keep_moments(self, *, track: bool, update: bool) -> None:
-        """Keep running moments or not, as if `track_moments` and `update_moments` had been so from the start.
+        """Keep running moments or not, and `update` them or not, as if from the start.
 
         Raises:
             ValueError: the tokens of frozen moments are not known.
@@ -175,7 +167,7 @@ class TokenStore:
             self._catch_up(range(self.batch))
 
     def keep_sketch(self, bits: float | None, energies: Tensor | None) -> None:
-        """Keep a sketch or none, as if `sketch_bits` and `energies` had been these from the start."""
+        """Keep a sketch or none, with these `BulkSketch.energies`, as if from the start; `bits` None: none."""
         if self.sketch is None or not self.sketch.matches(bits, energies):
             self.sketch = BulkSketch.of(self.local_keys, self.local_values, bits, energies)
             if self.sketch is not None:

@@ -27,11 +27,11 @@ STREAM_TOKENS = 32768  # tokens of one head in a block that is streamed through 
 class Bulk:
     """Every key and value outside sinks and recent tokens, oldest first, row by row.
 
-    Layout `[batch, kv_heads, capacity, dim]`; row `r` holds its first `lengths[r]` tokens, the rest is not
-    initialised and never read. With `offloading` on an accelerator the storage is pinned host memory, and heads may be
-    kept on the device as well (`residents.py`). Otherwise it lies on the compute device, and reads are views.
+    With `offloading` on an accelerator the storage is pinned host memory, and heads may be kept on the device as well
+    (`residents.py`). Otherwise it lies on the compute device, and reads are views.
 
     Attributes:
+        keys, values: `[batch, kv_heads, capacity, dim]`; what follows a row's tokens is not initialised and never read.
         lengths: tokens of each row.
         token_bytes: of one token of one head.
         source: the memory that copies share, or the file, under `keys` and `values`; else None.
@@ -78,10 +78,9 @@ class Bulk:
     def __deepcopy__(self, memo: dict) -> "Bulk":
         twin = memo[id(self)] = copy.copy(self)
         self.synchronize()
-        twin.lengths, twin.flagged, twin.prefetched = list(self.lengths), list(self.flagged), {}
-        twin.flag_copies = deque(maxlen=FLAG_COPIES)
-        twin.residents = copy.deepcopy(self.residents, memo)
-        twin.source, twin.unwritten = copy.deepcopy(self.source, memo), list(self.unwritten)
+        twin.lengths, twin.unwritten, twin.flagged = list(self.lengths), list(self.unwritten), list(self.flagged)
+        twin.prefetched, twin.flag_copies = {}, deque(maxlen=FLAG_COPIES)
+        twin.residents, twin.source = copy.deepcopy(self.residents, memo), copy.deepcopy(self.source, memo)
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = self._allocate(old, self.capacity) if twin.source is None else twin.source.same(old)
@@ -190,8 +189,8 @@ class Bulk:
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row."""
         if tokens > self.capacity:
-            # After the first fill, which is a prefill, layers have room for different numbers of tokens: if all of them
-            # were full at once, they would all be copied in the same step. Pinned blocks have room by their rounding.
+            # After the first fill, which is a prefill, layers have room for different numbers of tokens, so as not to
+            # be copied in the same step all of them. Pinned blocks have room by their rounding.
             share = 1.0 if self.capacity else self.residents.index * GOLDEN % 1.0
             need = tokens if self.offloaded else int(tokens * (1 + share * (GROWTH - 1)))
             capacity = -(-(need + 1) // GRANULE) * GRANULE

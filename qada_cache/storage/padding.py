@@ -14,13 +14,13 @@ class Padding:
 
     Attributes:
         known: bool `[batch, tokens]` on the host, False at padding, up to the last of it; later tokens are all real.
-            None without padding.
+            `[1, 0]` without padding.
     """
 
-    def __init__(self, known: Tensor | None = None) -> None:
-        padded = [] if known is None else (~known).any(dim=0).nonzero().squeeze(-1).tolist()
+    def __init__(self, known: Tensor) -> None:
+        padded = (~known).any(dim=0).nonzero().squeeze(-1).tolist()
         # A copy: a view would keep the whole mask alive, [batch, 1, tokens, tokens] on a CPU model.
-        self.known = known[:, : padded[-1] + 1].clone() if known is not None and padded else None
+        self.known = (known[:, : padded[-1] + 1] if padded else known[:1, :0]).clone()
         self._there = self.known  # on the device of masks
         self._next: tuple[Any, Padding] | None = None
 
@@ -42,15 +42,13 @@ class Padding:
         Raises:
             ValueError: the mask hides a token that was real, or shows one that was padding; or as `newest_row`.
         """
-        past, width = seen - queries, 0 if self.known is None else self.known.shape[1]
-        agrees, new = self.known is None, None
+        past, width = seen - queries, self.known.shape[1]
+        agrees, new = not width, None
         if mask is not None:
             valid = newest_row(mask, batch=batch, seen=seen, queries=queries)
-            alike = valid[:, width:past].all()
-            if self.known is not None:
-                if self._there is None or self._there.device != mask.device:
-                    self._there = self.known.to(mask.device)
-                alike = alike & (valid[:, :width] == self._there).all()
+            if (there := self._there).device != mask.device:
+                self._there = there = self.known.to(mask.device)
+            alike = valid[:, width:past].all() & (valid[:, :width] == there).all()
             told = torch.cat([alike[None], valid[:, past:].expand(batch, queries).flatten()]).cpu()  # one transfer
             agrees, new = bool(told[0]), told[1:].view(batch, queries)
         if not agrees:
@@ -62,31 +60,26 @@ class Padding:
             return self, None
         known = torch.ones(batch, seen, dtype=torch.bool)
         known[:, past:] = new
-        if self.known is not None:
-            known[:, :width] = self.known
+        known[:, :width] = self.known
         return Padding(known), new
 
     def crop(self, seen: int) -> "Padding":
         """The padding of the first `seen` tokens."""
-        known = self.known
-        if known is None or known.shape[1] <= seen:
-            return self
-        return self._once(("crop", seen), lambda: Padding(known[:, :seen]))
+        kept = self.known[:, :seen]
+        return self if kept.shape == self.known.shape else self._once(("crop", seen), lambda: Padding(kept))
 
-    def beyond(self, seen: int) -> list[int]:
-        """For each row the number of padding tokens after the first `seen`; empty without padding."""
-        return [] if self.known is None else (~self.known[:, seen:]).sum(dim=-1).tolist()
+    def beyond(self, seen: int, batch: int) -> list[int]:
+        """For each of `batch` rows the number of padding tokens after the first `seen`."""
+        return (~self.known[:, seen:]).sum(dim=-1).expand(batch).tolist()
 
     def select(self, index: list[int]) -> "Padding":
         """Row `i` becomes the old row `index[i]`."""
         known = self.known
-        return self if known is None else self._once(("select", *index), lambda: Padding(known[index]))
+        return self._once(("select", *index), lambda: Padding(known[index])) if known.numel() else self
 
     def equals(self, other: "Padding") -> bool:
         """Whether both say the same."""
-        if self.known is None or other.known is None:
-            return self.known is other.known
-        return self.known.equal(other.known)
+        return torch.equal(self.known, other.known)
 
     def _once(self, what: Any, make: "Callable[[], Padding]") -> "Padding":
         if self._next is None or self._next[0] != what:
@@ -94,7 +87,7 @@ class Padding:
         return self._next[1]
 
 
-NONE = Padding()  # one for all caches and layers
+NONE = Padding(torch.ones(1, 0, dtype=torch.bool))  # one for all caches and layers
 
 
 def newest_row(mask: Tensor, *, batch: int, seen: int, queries: int) -> Tensor:

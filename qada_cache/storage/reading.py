@@ -36,8 +36,8 @@ def read_parts(
 def read_flagged(bulk: Bulk, wanted: list[list[bool]], *, update_residency: bool = True) -> Iterator[Part]:
     """All tokens of the wanted heads of each row, for an adaptive call (arguments as for `read_parts`).
 
-    If the bulk is not offloaded, they are views of neighbouring heads. If it is, one head comes at a time: residents
-    first, while the others are being copied to the device, where those copies may stay as residents.
+    If the bulk is not offloaded, they are views of neighbouring heads. If it is, one head comes at a time, and may stay
+    as a resident.
     """
     if not bulk.offloaded:
         for row, flags in enumerate(wanted):
@@ -62,8 +62,8 @@ def read_flagged(bulk: Bulk, wanted: list[list[bool]], *, update_residency: bool
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
     """Everything that rows of equal length hold, for an exact call, in blocks of `bulk.STREAM_TOKENS` tokens.
 
-    If the bulk is not offloaded, a block is a view of all heads. If it is, a block is one head of one row, copied
-    unless it is resident, so that device memory stays bounded.
+    If the bulk is not offloaded, a block is a view of all heads. If it is, a block is of one head, so that device memory
+    stays bounded.
     """
     spans, heads = bulk.spans(rows.start), range(bulk.keys.shape[1])
     if not bulk.offloaded:
@@ -104,10 +104,8 @@ def _selected(bulk: Bulk, requests: Iterator[Request]) -> Iterator[Part]:
 
 
 def prefetch(bulk: Bulk) -> int:
-    """Start to copy heads that the last adaptive call flagged: the next one is likely to flag them. Returns the bytes.
-
-    Heads that are flagged most come first. Copies that the next call does not ask for are dropped.
-    """
+    """Start to copy heads that the last adaptive call flagged, those first that are flagged most. Returns the bytes.
+    Copies that the next call does not ask for are dropped."""
     if not bulk.offloaded:
         return 0
     scores, moved = bulk.residents.scores, 0
@@ -124,17 +122,11 @@ def prefetch(bulk: Bulk) -> int:
 
 
 def update_residency(bulk: Bulk, flags: Tensor) -> int:
-    """Select residents by the flags of a kernel that reads heads where they lie, on the host or on the device.
+    """Select residents of an offloaded bulk by the flags of a kernel that reads heads where they lie: bool
+    `[batch, kv_heads]` on the device. Returns the bytes of copies that were started.
 
-    Nothing here waits for the device. Flags count once they have reached the host, in this call or a later one. A head
-    that may then stay is copied, and is read on the device once its copy is whole.
-
-    Args:
-        bulk: an offloaded one.
-        flags: bool `[batch, kv_heads]`, on the device.
-
-    Returns:
-        bytes of the copies that were started.
+    Nothing here waits for the device. Flags count once they have reached the host, in this call or a later one. A
+    resident is read on the device once its copy is whole.
     """
     moved = 0
     bulk.flag_copies.append(HostCopy(flags))

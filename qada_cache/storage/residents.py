@@ -1,7 +1,6 @@
 """Residents: heads with their bulk on the device as well, within a budget.
 
-A resident is a copy that was made to be read, and kept. The host holds every bulk all the same, so a resident can be
-dropped at any time.
+A resident is a copy that was made to be read, and kept. As the host holds every bulk, it can be dropped at any time.
 """
 
 import contextlib
@@ -50,10 +49,7 @@ def _longer(old: AsyncCopy, keys: Tensor, values: Tensor) -> AsyncCopy:
 
 
 class Residents:
-    """What one cache keeps on its devices: the layers' `LayerResidents`, and the budget they share.
-
-    Each device with layers has this budget.
-    """
+    """What one cache keeps on its devices: the layers' `LayerResidents`, and the budget that each device has."""
 
     def __init__(self, budget: int | float | str) -> None:
         self.budget = budget
@@ -82,10 +78,8 @@ class Residents:
         return self._auto[device]
 
     def admits(self, nbytes: int, score: float, device: torch.device) -> bool:
-        """Whether a head of this score may have `nbytes` more on `device`; if so there is room for them now.
-
-        Residents give way only to a head with a higher score.
-        """
+        """Whether a head of this score may have `nbytes` more on `device`; if so residents with lower scores have made
+        room for them."""
         limit = self.budget_bytes(device)
         if nbytes > limit or not self._spill(self._held_on(device) + nbytes - limit, device, score):
             return False
@@ -97,8 +91,8 @@ class Residents:
         self._spill(self._held_on(device) - self.budget_bytes(device), device, math.inf)
 
     def _spill(self, over: int, device: torch.device, score: float) -> bool:
-        """Let go of at least `over` bytes, if residents with a lower score hold them: those flagged least often and
-        least recently first. Returns whether they do."""
+        """Let go of `over` bytes, if residents with lower scores hold as many: the weakest first, flagged least often
+        and least recently. Returns whether they do."""
         if over <= 0:
             return True
         if score <= self._weakest.get(device, -math.inf):
@@ -161,10 +155,9 @@ class LayerResidents:
         return sum(resident.nbytes for resident in self.held.values())
 
     def flag(self, heads: list[Head]) -> dict[Head, float]:
-        """Count one call that flagged `heads`; returns their scores before it.
+        """Count one call that flagged `heads`; returns their scores before it, with which they ask to stay.
 
-        A head asks to stay with its score from before this flag. With the flag, always the newest, it would push out
-        the head flagged longest ago: the next one needed if heads take turns.
+        With this flag, the newest of all, one would push out the next one needed, if heads take turns.
         """
         self._calls += 1
         now, before = self._calls / HALF_LIFE, {}
@@ -174,10 +167,8 @@ class LayerResidents:
         return before
 
     def keep(self, head: Head, nbytes: int, score: float, fetch: Callable[[], AsyncCopy]) -> bool:
-        """Keep a copy of a head's bulk, of `nbytes` bytes, if the budget, or a weaker resident, has the room for it.
-
-        `fetch` then makes it, or starts to. Returns whether the copy stays.
-        """
+        """Keep the copy of a head's bulk that `fetch` makes, or starts to make, if there is room for its `nbytes`.
+        Returns whether it stays."""
         self.held.pop(head, None)  # of another number of tokens, else it would have been read instead
         if self.shared.budget and self.shared.admits(nbytes, score, self.device):
             with contextlib.suppress(torch.OutOfMemoryError):  # then it is read where it lies
@@ -190,10 +181,11 @@ class LayerResidents:
         return resident if resident is not None and resident.tokens == tokens else None
 
     def resident_pointers(self, lengths: list[int]) -> Tensor:
-        """Addresses of resident keys and values, for kernels: int64 `[batch, kv_heads, 2]` on the device.
+        """Addresses of resident keys and values, for kernels: int64 `[batch, kv_heads, 2]` on the device, 0 for a head
+        without a resident of `lengths[row]` tokens.
 
-        A head without a resident of `lengths[row]` tokens has 0. Addresses are valid for work given to the device
-        before anything here changes: memory freed later is not used again before that work is done.
+        They are valid for work given to the device before anything here changes: memory freed later is used again after
+        that work.
         """
         found = {
             head: tuple(tensor.data_ptr() for tensor in resident.wait())

@@ -1,10 +1,8 @@
 """Host memory, which copies of a cache may share, and copies between it and the device beside the computation.
 
 Host memory comes in huge pages: with pages of 4 KiB, looking up addresses costs a third of the speed of reading a bulk.
-It goes back to the system as soon as it is let go of.
-
-A copy is asynchronous only between pinned host memory and device memory, each contiguous: anything else goes through a
-pageable temporary, and the host waits for it. So all copies here are of one head of one row.
+A copy is asynchronous only between pinned host memory and device memory, each contiguous: for anything else the host
+waits. So all copies here are of one head of one row.
 """
 
 import contextlib
@@ -67,9 +65,7 @@ def move_to_shared_memory(bulks: Sequence["Bulk"]) -> None:
         if not (private_map.AVAILABLE and loose and sum(bulk.stored_bytes for bulk in loose) >= private_map.WORTH):
             return
         try:
-            file = private_map.create_anonymous(
-                sum(_room(tensor) for bulk in loose for tensor in (bulk.keys, bulk.values))
-            )
+            file = private_map.create_anonymous(sum(_room(part) for bulk in loose for part in (bulk.keys, bulk.values)))
             content, source = file.map(shared=True), PrivateMap(file)
         except (OSError, RuntimeError) as error:
             logger.warning_once(f"copies of a QAdACache share no memory, as the system does not give any: {error}")
@@ -102,10 +98,8 @@ def _side_stream(device: torch.device, direction: str) -> Any:
 
 
 class AsyncCopy:
-    """Keys and values `[1, 1, tokens, dim]` on the device, or on their way: to be read after `wait`.
-
-    They are the first tokens of `room`, if there is any. `nbytes` are those held.
-    """
+    """Keys and values `[1, 1, tokens, dim]` on the device, or on their way: to be read after `wait`. They are the first
+    tokens of `room`, if there is any."""
 
     def __init__(self, tensors: tuple[Tensor, ...], event: Any = None, room: tuple[Tensor, ...] = ()) -> None:
         self.tensors, self.room, self._event = tensors, room, event
@@ -160,8 +154,7 @@ def reader(device: torch.device) -> Any:
 def outlive(stream: Any, keys: Tensor, values: Tensor) -> None:
     """Let go of host tensors `[batch, heads, tokens, dim]` that kernels on `stream` may still read in place.
 
-    Torch keeps pinned memory until copies of it have ended, and knows nothing of kernels: one token is copied after
-    them.
+    Torch keeps pinned memory until copies of it have ended, not kernels: so one token is copied after them.
     """
     if stream is not None and not stream.query():
         fetch(keys[:1, :1, :1], values[:1, :1, :1], stream.device, after=stream.record_event())
@@ -183,10 +176,7 @@ class HostCopy:
 
 def double_buffer(async_copies: Iterator[tuple[Name, AsyncCopy]]) -> Iterator[tuple[Name, tuple[Tensor, ...]]]:
     """Keys and values as they arrive, each under its name. Each copy is started before the one in front of it is used,
-    the first at once.
-
-    At most three are on the device: one in use, one waiting, one under way.
-    """
+    the first at once. At most three are on the device: one in use, one waiting, one under way."""
 
     def arrive(first: tuple[Name, AsyncCopy] | None) -> Iterator[tuple[Name, tuple[Tensor, ...]]]:
         used: deque[Any] = deque()
