@@ -124,8 +124,10 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     end, seen = sizes["columns"] - sinks, record["seen"]
     stored = [max(gone - sinks, 0) for gone in flushed]
     rows = [lengths, flushed, record["stored"], *([record["count"]] if options.tracks_moments else [])]
-    whole = all(isinstance(row, list) and len(row) == len(lengths) and all(map(_is_int, row)) for row in rows)
-    require(lengths and whole and _is_int(seen), f"{seen} tokens seen, in rows of {rows}")
+    whole = all(
+        isinstance(row, list) and len(row) == len(lengths) and all(type(count) is int for count in row) for row in rows
+    )
+    require(lengths and whole and type(seen) is int, f"{seen} tokens seen, in rows of {rows}")
     require(0 <= end <= window + max(window, PENDING_TOKENS), f"{end} tokens beside {sinks} sinks")
     require(rows[2] == stored and max(stored) <= sizes["room"], f"{rows[2]} tokens in a bulk of {sizes['room']}")
     recents = [length - gone for length, gone in zip(lengths, flushed, strict=True)]
@@ -148,15 +150,11 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     return padding
 
 
-def _is_int(value: Any) -> bool:
-    return type(value) is int
-
-
 def _is_count(value: Any) -> bool:
     """Whether a counter may hold this: an int, or int64 `[]` where a kernel counts."""
     if isinstance(value, Tensor):
         return value.dtype == torch.int64 and not value.dim() and value.item() >= 0
-    return _is_int(value) and 0 <= value < 2**63
+    return type(value) is int and 0 <= value < 2**63
 
 
 COUNTED = "cumulative_length"  # the one number of such a layer that a text changes

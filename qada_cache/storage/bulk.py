@@ -158,20 +158,6 @@ class Bulk:
         if self.offloaded and self.capacity:
             torch.accelerator.synchronize(self.device)
 
-    def _reorder(self, index: list[int]) -> None:
-        """Row `i` becomes the old row `index[i]`, in place: rows that stay are not copied, as most in a beam search."""
-        self._wait_for_readers()
-        changed = {row: source for row, source in enumerate(index) if row != source}
-        for row in changed:
-            self.unwritten[row] = 0
-        for store in (self.keys, self.values):
-            # The old content of rows that are both read and written.
-            held = {row: store[row, :, : self.lengths[row]].clone() for row in set(changed.values()) & set(changed)}
-            for row, source in changed.items():
-                length = self.lengths[source]
-                store[row, :, :length] = held[source] if source in held else store[source, :, :length]
-        self._set_lengths([self.lengths[row] for row in index])
-
     def _rebuild(self, index: Sequence[int], capacity: int) -> None:
         """Move to a new storage whose row `i` is the old row `index[i]`."""
         self._wait_for_readers()
@@ -261,11 +247,22 @@ class Bulk:
 
     def select(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
-        used = max((self.lengths[row] for row in index), default=0)
-        if used and len(index) == len(self.lengths):
-            self._reorder(index)
+        lengths = [self.lengths[row] for row in index]
+        if any(lengths) and len(index) == len(self.lengths):
+            # In place: rows that stay are not copied, as most in a beam search.
+            self._wait_for_readers()
+            changed = {row: source for row, source in enumerate(index) if row != source}
+            for row in changed:
+                self.unwritten[row] = 0
+            for store in (self.keys, self.values):
+                # The old content of rows that are both read and written.
+                held = {row: store[row, :, : self.lengths[row]].clone() for row in set(changed.values()) & set(changed)}
+                for row, source in changed.items():
+                    length = self.lengths[source]
+                    store[row, :, :length] = held[source] if source in held else store[source, :, :length]
+            self._set_lengths(lengths)
         else:
-            self._rebuild(index, self.capacity if used else 0)
+            self._rebuild(index, self.capacity if any(lengths) else 0)
         self.residents.select(index)
         self.flagged = []
         self.flag_copies.clear()

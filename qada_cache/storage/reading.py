@@ -62,8 +62,8 @@ def read_flagged(bulk: Bulk, wanted: list[list[bool]], *, update_residency: bool
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
     """Everything that rows of equal length hold, for an exact call, in blocks of `bulk.STREAM_TOKENS` tokens.
 
-    If the bulk is not offloaded, a block is a view of all heads. If it is, a block is of one head, so that device memory
-    stays bounded.
+    If the bulk is not offloaded, a block is a view of all heads. If it is, a block is of one head, so that they take
+    little device memory.
     """
     spans, heads = bulk.spans(rows.start), range(bulk.keys.shape[1])
     if not bulk.offloaded:

@@ -7,6 +7,7 @@ waits. So all copies here are of one head of one row.
 
 import contextlib
 import functools
+import itertools
 import math
 import mmap
 import threading
@@ -64,26 +65,22 @@ def move_to_shared_memory(bulks: Sequence["Bulk"]) -> None:
         loose = [bulk for bulk in bulks if bulk.mappable and bulk.stored_bytes > 2 * bulk.shared_bytes]
         if not (private_map.AVAILABLE and loose and sum(bulk.stored_bytes for bulk in loose) >= private_map.WORTH):
             return
+        pages = (-(-part.nbytes // mmap.PAGESIZE) for bulk in loose for part in (bulk.keys, bulk.values))
+        ends = [end * mmap.PAGESIZE for end in itertools.accumulate(pages, initial=0)]
         try:
-            file = private_map.create_anonymous(sum(_room(part) for bulk in loose for part in (bulk.keys, bulk.values)))
+            file = private_map.create_anonymous(ends[-1])
             content, source = file.map(shared=True), PrivateMap(file)
         except (OSError, RuntimeError) as error:
             logger.warning_once(f"copies of a QAdACache share no memory, as the system does not give any: {error}")
             return
-        start = 0
+        starts = iter(ends)
         for bulk in loose:  # one after the other, so that only one bulk at a time takes its memory twice
             moved, used = [], slice(0, max(bulk.lengths))  # the room behind them takes no memory yet
-            for held in (bulk.keys, bulk.values):
+            for held, start in zip((bulk.keys, bulk.values), starts, strict=False):
                 target = content[start : start + held.nbytes].view(held.dtype).view(held.shape)
                 target[:, :, used] = held[:, :, used]
                 moved.append(source.tensor(start, held.shape, held.dtype))
-                start += _room(held)
             bulk.adopt(source, *moved, lengths=bulk.lengths)
-
-
-def _room(tensor: Tensor) -> int:
-    """Bytes of whole pages."""
-    return -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def pinned_bytes(size: int) -> int:
