@@ -71,10 +71,9 @@ class QAdACache(WatchedCache):
             text, one word repeated). The model reads these once (seconds); they are kept in memory and the user's cache
             folder (`QADA_HOME`). Or `KeyMoments`, or their file's path or "hf://owner/name". "current+" and one of the
             others, or a tuple of "current" and one, goes by both: the larger estimate of `A_bulk` counts. Words need
-            the model's tokenizer: the one where the model was loaded from (folder, GGUF file, Hub), or given to
-            `prepare`. Without one that knows the words "wiki" raises, and the others become "random-tokens" and
-            "single-token", with a warning. With `config`, moments are looked up in the cache folder and not collected;
-            without them the current prompt's alone count, with a warning.
+            the tokenizer where the model was loaded from, or given to `prepare`: without it "wiki" raises, and the
+            others become "random-tokens" and "single-token", with a warning. With `config`, moments are looked up in
+            the cache folder; without them the current prompt's alone count, with a warning.
         token_threshold: a long-context head reads the tokens of its bulk with at least so many times an even share of
             its attention, by the sketch. An estimate stands for others. 0: all are read, as in the paper, and always
             under "dense", "oracle" and a threshold of 1. None: the setting kept by `qada tune`, else 4.4.
@@ -84,9 +83,8 @@ class QAdACache(WatchedCache):
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
         device_budget: the part of an offloaded bulk that may lie on each of the model's devices as well: bytes (an
             int), a share of the bulk (a float in [0, 1]), or "auto", the memory free when the first head asks for it,
-            less a tenth and at least 1 GiB. A head's bulk stays once it has been read, until heads that are read more
-            often or more recently need the room. 0 keeps no heads, 1.0 all that were ever read. Outputs do not depend
-            on it.
+            less a tenth and at least 1 GiB. A head that was read stays, until heads that are read more often or more
+            recently need the room. Outputs do not depend on it.
         audit_every: every so many query-adaptive steps one layer's whole bulk is read, layers taking turns, to record
             missed attention in `stats().audit`; outputs stay the same. 0: never.
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".

@@ -64,8 +64,7 @@ class CacheStats:
         shared_bytes: part of the bulk's bytes: tokens in memory shared with copies of the cache, or in a mapped file.
             Every cache counts them, and they take memory once.
         resident_bytes: part of `device_bytes`, heads of an offloaded bulk that are kept on the device as well.
-        bulk_read_bytes: bulk bytes read by query-adaptive calls from the bulk's own memory, since the last reset. Heads
-            fetched early count, needed or not.
+        bulk_read_bytes: bulk bytes read by query-adaptive calls from the bulk's own memory, or fetched early for them.
         resident_hit_bytes: bulk bytes that the same calls read from residents instead.
         sketch_read_bytes: bytes of the key sketch read by query-adaptive calls.
         dense_bulk_bytes: bulk bytes of the same calls if every head had read all of its own.

@@ -20,19 +20,17 @@ Pair = tuple[Tensor, ...]  # keys and values
 class TokenStore:
     """Keys and values of one layer, every row kept as `sinks | bulk | recent`, oldest first.
 
-    Recent tokens are the sliding window and pending tokens. Pending tokens have left the window and wait on the compute
-    device, to move on in chunks. Recent tokens are right-aligned in their columns, so the newest tokens of all rows
-    share columns. Padding is never stored, so rows may differ in length. A flush moves the oldest recent tokens into
-    the sinks until these are full, then into the bulk and the running moments. Flushed tokens precede the window of
-    every query of the next call of at most `window` tokens.
+    Recent tokens are the sliding window, and pending tokens, which wait to move on in chunks. They are right-aligned:
+    the newest tokens of all rows share columns. Padding is never stored, so rows may differ in length. A flush moves
+    the oldest recent tokens into the sinks until these are full, then into the bulk and the running moments. Flushed
+    tokens precede the window of every query of the next call of at most `window` tokens.
 
     Attributes:
         local_keys, local_values: `[batch, kv_heads, columns, dim]`, sink columns first, then recent ones.
         capacity: recent columns, at most; there are as many as have been needed.
         end: recent columns in use.
-        lengths: tokens of each row.
-        flushed: of those, the oldest ones, that are no longer recent.
-        bulk: where they are, but for the sinks.
+        lengths, flushed: tokens of each row; of those, the oldest ones, that are no longer recent.
+        bulk: where these are, but for the sinks.
         moments: of the keys in the bulk, or None if not asked for. Frozen moments cover a prefix of the bulk.
         update_moments: False freezes them in `append`, so that only `absorb` adds to them.
         sketch: likewise.
@@ -158,8 +156,7 @@ class TokenStore:
         self.update_moments = update
         if not track:
             self.moments = None
-            return
-        if self.moments is None:
+        elif self.moments is None:
             batch, kv_heads, _, dim = self.local_keys.shape
             with torch.inference_mode(False):  # as in __init__
                 self.moments = RunningMoments(batch, kv_heads, dim, self.local_keys.device)
@@ -170,9 +167,8 @@ class TokenStore:
         """Keep a sketch or none, with these `BulkSketch.energies`, as if from the start; `bits` None: none."""
         if self.sketch is None or not self.sketch.matches(bits, energies):
             self.sketch = BulkSketch.of(self.local_keys, self.local_values, bits, energies)
-            if self.sketch is not None:
-                for row in self._single_rows():
-                    self.sketch.append_from(self.bulk, row)
+            for row in self._single_rows() if self.sketch is not None else ():
+                self.sketch.append_from(self.bulk, row)
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
     def select(self, index: list[int]) -> None:

@@ -15,7 +15,6 @@ from .bulk import Bulk
 
 TOKENS = ("codes", "scales")  # of a sketch, what every token has, in its last dimension
 SEGMENTS = ("units", "centres", "order", "weights", "mean_squares")  # what every segment has
-Read = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
 def _first(name: str, tensor: Tensor, tokens: int) -> Tensor:
@@ -95,26 +94,36 @@ class BulkSketch:
         length, known = bulk.lengths[rows.start], self.lengths[rows.start]
         if length < MIN_TOKENS or length == known:
             return
-        older = length if newest is None else length - newest[0].shape[2]
-
-        def read(start: int, stop: int) -> tuple[Tensor, Tensor]:
-            if newest is None or start < older:
-                return bulk.read(rows, slice(None), start, stop)
-            keys, values = (part[:, :, start - older : stop - older] for part in newest)
-            return keys, values
-
         bulk.residents.shared.retried(partial(self._reserve, bulk.capacity))
-        self._take(rows, known, length, read)
+        kept, last = self.tensors.tensors(), segment_start(length)
+        # The open segment is coded again.
+        first, older = segment_start(known) if known else 0, length if newest is None else length - newest[0].shape[2]
+        step = max(1, 2**16 // (SEGMENT_TOKENS * self.mean_key.shape[1])) * SEGMENT_TOKENS
+        for start, stop in [*((start, min(start + step, last)) for start in range(first, last, step)), (last, length)]:
+            if newest is None or start < older:
+                keys, values = bulk.read(rows, slice(None), start, stop)
+            else:
+                keys, values = (part[:, :, start - older : stop - older] for part in newest)
+            with without_autocast(keys.device):
+                energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
+                made = quantize_segments(keys, energies, self.layout, last=stop == length)
+                new = max(0, known - start)
+                if new < stop - start:
+                    self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
+            segments = slice(start // SEGMENT_TOKENS, start // SEGMENT_TOKENS + made["units"].shape[2])
+            for name in TOKENS:
+                kept[name][rows, ..., start:stop] = made[name]
+            for name in SEGMENTS:
+                kept[name][rows, :, segments] = made[name]
+        self._derive(rows, length)
+        self.lengths[rows] = [length] * len(self.lengths[rows])
 
     def truncate(self, bulk: Bulk) -> None:
         """Forget what the bulk has forgotten."""
         for row, (known, length) in enumerate(zip(self.lengths, bulk.lengths, strict=True)):
-            if known > length:
-                rows = slice(row, row + 1)
+            if known > length:  # taken anew rather than subtracted, which leaves errors that no later token heals
                 self.lengths[row] = 0
-                if length >= MIN_TOKENS:
-                    # Taken anew rather than subtracted: cancellation would leave errors that no later token heals.
-                    self._take(rows, 0, length, partial(bulk.read, rows, slice(None)))
+                self.append_from(bulk, slice(row, row + 1))
 
     def select(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`."""
@@ -161,28 +170,6 @@ class BulkSketch:
         for row, length in enumerate(wanted):
             if length:
                 self._derive(slice(row, row + 1), length)
-
-    def _take(self, rows: slice, known: int, length: int, read: Read) -> None:
-        """Code rows of equal `length` from where their first `known` tokens leave the open segment on."""
-        kept, last = self.tensors.tensors(), segment_start(length)
-        first = segment_start(known) if known else 0
-        step = max(1, 2**16 // (SEGMENT_TOKENS * self.mean_key.shape[1])) * SEGMENT_TOKENS
-        spans = [(start, min(start + step, last)) for start in range(first, last, step)] + [(last, length)]
-        for start, stop in spans:
-            keys, values = read(start, stop)
-            with without_autocast(keys.device):
-                energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
-                made = quantize_segments(keys, energies, self.layout, last=stop == length)
-                new = max(0, known - start)
-                if new < stop - start:
-                    self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
-            segments = slice(start // SEGMENT_TOKENS, start // SEGMENT_TOKENS + made["units"].shape[2])
-            for name in TOKENS:
-                kept[name][rows, ..., start:stop] = made[name]
-            for name in SEGMENTS:
-                kept[name][rows, :, segments] = made[name]
-        self._derive(rows, length)
-        self.lengths[rows] = [length] * len(self.lengths[rows])
 
     def _derive(self, rows: slice, length: int) -> None:
         """What follows from the rest, for rows of equal length."""

@@ -22,8 +22,8 @@ class Geometry(Masks):
 
     Attributes:
         stored: int64 `[rows, 1, queries]`, of `bulk_tokens` the ones that have left the local buffer.
-        distinct_moment_lengths: the bulk lengths that another prompt's moments are asked for (`rotation.round_length`):
-            of the `decided` queries, each once, ascending, on the host; nearly always one.
+        distinct_moment_lengths: bulk lengths of `decided` queries, rounded for another prompt's moments
+            (`rotation.round_length`), each once, ascending; nearly always one.
         row_lengths: likewise of each row's last query, decided or not; one for all rows if they agree.
         decisions: how many (row, query) pairs `decided` holds over the whole batch.
         dense_tokens: tokens in the bulks of rows with such a query, over the whole batch.
@@ -63,11 +63,8 @@ def _see(total: int, gone: int, later: int, *, end: int, sinks: int, window: int
 class ForwardPass:
     """Padding and geometry of the pass under way, found by its first layer for all.
 
-    Args:
-        sinks: sink tokens, which are also the first columns of the local buffer.
-        window: tokens of the sliding window.
-
     Attributes:
+        sinks, window: in tokens.
         is_prefill_chunk: whether the pass reads a chunk of `generate`'s prompt, which is exact whatever its length.
     """
 

@@ -8,9 +8,8 @@ from torch import Tensor
 
 
 class Padding:
-    """Which of the tokens seen are padding. Immutable, so that all layers share one.
-
-    Each layer asks for the same changes in turn. The first one's result is kept, and all layers share it.
+    """Which of the tokens seen are padding. Immutable. Each layer asks for the same changes in turn: the first one's
+    result is kept, and all layers share it.
 
     Attributes:
         known: bool `[batch, tokens]` on the host, False at padding, up to the last of it; later tokens are all real.
@@ -132,10 +131,10 @@ def _shown(mask: Tensor) -> Tensor:
 
 
 def real_tokens(valid: Tensor, row: int, device: torch.device) -> slice | Tensor:
-    """Which tokens of a row are real, from bool `[batch, tokens]` on the host, as an index for a tensor on `device`.
+    """Which tokens of a row are real, from bool `[batch, tokens]` on the host, as an index for a tensor on `device`; a
+    slice, which selects a view, if they are neighbours.
 
-    A slice if they are neighbours, as with padding on one side: it selects a view. All layers of a pass are handed the
-    same `valid`, which keeps what was found for the first: a copy to the device is waited for.
+    `valid` keeps what was found for the first layer, as a copy to the device is waited for.
     """
     known = vars(valid).setdefault("real_tokens", {})
     if (row, device) not in known:
