@@ -186,11 +186,9 @@ class QAdALayer(DynamicLayer):
         if tokens_to_remove == 0 or self.store is None:
             return
         seen = max(self.seen + tokens_to_remove, 0)
-        padded = self.padding.beyond(seen, self.store.batch)
-        self.store.crop(
-            [length - self.seen + seen + gone for length, gone in zip(self.store.lengths, padded, strict=True)]
-        )
-        self.seen, self.padding = seen, self.padding.crop(seen)
+        padding = self.padding.crop(seen)
+        self.store.crop([seen - padded for padded in padding.counts(self.store.batch)])
+        self.seen, self.padding = seen, padding
 
     def select(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""

@@ -145,8 +145,10 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
         fits = first == 0 and valid.dtype == torch.bool and valid.dim() == 2 and len(valid) == len(lengths)
         require(fits and valid.shape[1] <= seen, f"padding of shape {list(valid.shape)} from {first} on")
         padding = Padding(valid.cpu())
-    real = [seen - padded for padded in padding.beyond(0, len(lengths))]
-    require(lengths == real, f"{lengths} tokens of {seen} that were seen")
+    require(
+        lengths == [seen - padded for padded in padding.counts(len(lengths))],
+        f"{lengths} tokens of {seen} that were seen",
+    )
     return padding
 
 

@@ -67,9 +67,9 @@ class Padding:
         kept = self.known[:, :seen]
         return self if kept.shape == self.known.shape else self._once(("crop", seen), lambda: Padding(kept))
 
-    def beyond(self, seen: int, batch: int) -> list[int]:
-        """For each of `batch` rows the number of padding tokens after the first `seen`."""
-        return (~self.known[:, seen:]).sum(dim=-1).expand(batch).tolist()
+    def counts(self, batch: int) -> list[int]:
+        """The number of padding tokens in each of `batch` rows."""
+        return (~self.known).sum(dim=-1).expand(batch).tolist()
 
     def select(self, index: list[int]) -> "Padding":
         """Row `i` becomes the old row `index[i]`."""

@@ -27,10 +27,11 @@ def check_budget(budget: int | float | str) -> None:
     way_out = '0 (keep none), a number of bytes (an int), a share of the bulk (a float in [0, 1]) or "auto"'
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise TypeError(f"device_budget must be {way_out}, got {type(budget).__name__}")
-    share = isinstance(budget, float) and not 0.0 <= budget <= 1.0  # also nan
-    # One byte is of no use, and likely meant as the share.
-    count = isinstance(budget, int) and (budget < 0 or budget == 1)
-    if share or count or (isinstance(budget, str) and budget != "auto"):
+    share = isinstance(budget, float) and 0.0 <= budget <= 1.0
+    count = (
+        isinstance(budget, int) and budget >= 0 and budget != 1
+    )  # a byte is of no use, and likely meant as the share
+    if not (share or count or budget == "auto"):
         raise ValueError(f"device_budget must be {way_out}, got {budget!r}")
 
 
@@ -163,7 +164,7 @@ class LayerResidents:
         now, before = self._calls / HALF_LIFE, {}
         for row, head in heads:
             before[row, head] = old = self.scores[row][head]
-            self.scores[row][head] = now if old == -math.inf else max(old, now) + math.log2(1 + 2 ** -abs(old - now))
+            self.scores[row][head] = max(old, now) + math.log2(1 + 2 ** -abs(old - now))
         return before
 
     def keep(self, head: Head, nbytes: int, score: float, fetch: Callable[[], AsyncCopy]) -> bool:
