@@ -107,9 +107,8 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     sizes = {"batch": len(lengths)}
     for name in ("local_keys", "local_values", *BULK, *tracked, *counted):
         shape, axes = list(record[name].shape), _SHAPES[name].split()
-        fits = len(shape) == len(axes) and all(
-            sizes.setdefault(*pair) == pair[1] for pair in zip(axes, shape, strict=True)
-        )
+        fits = len(shape) == len(axes)
+        fits = fits and all(sizes.setdefault(axis, size) == size for axis, size in zip(axes, shape, strict=True))
         require(fits, f"{name} of shape {shape} beside {sizes}")
         require(record[name].dtype == _DTYPES.get(name, record[name].dtype), f"{name} in {record[name].dtype}")
     for near, far in (("local_keys", "bulk_keys"), ("local_values", "bulk_values")):
@@ -124,9 +123,7 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     end, seen = sizes["columns"] - sinks, record["seen"]
     stored = [max(gone - sinks, 0) for gone in flushed]
     rows = [lengths, flushed, record["stored"], *([record["count"]] if options.tracks_moments else [])]
-    whole = all(
-        isinstance(row, list) and len(row) == len(lengths) and all(type(count) is int for count in row) for row in rows
-    )
+    whole = all(isinstance(row, list) and len(row) == len(lengths) and {*map(type, row)} == {int} for row in rows)
     require(lengths and whole and type(seen) is int, f"{seen} tokens seen, in rows of {rows}")
     require(0 <= end <= window + max(window, PENDING_TOKENS), f"{end} tokens beside {sinks} sinks")
     require(rows[2] == stored and max(stored) <= sizes["room"], f"{rows[2]} tokens in a bulk of {sizes['room']}")
@@ -136,19 +133,15 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     if options.tracks_moments:
         behind = not options.update_moments and record["decoded"]  # frozen moments leave out decoded tokens
         pairs = zip(record["count"], stored, strict=True)
-        require(
-            all(0 <= count <= most if behind else count == most for count, most in pairs),
-            f"moments of {record['count']} tokens",
-        )
+        fits = all((0 if behind else most) <= count <= most for count, most in pairs)
+        require(fits, f"moments of {record['count']} tokens")
     padding = NONE
     for first, valid in record["padding"]:
         fits = first == 0 and valid.dtype == torch.bool and valid.dim() == 2 and len(valid) == len(lengths)
         require(fits and valid.shape[1] <= seen, f"padding of shape {list(valid.shape)} from {first} on")
         padding = Padding(valid.cpu())
-    require(
-        lengths == [seen - padded for padded in padding.counts(len(lengths))],
-        f"{lengths} tokens of {seen} that were seen",
-    )
+    real = [seen - padded for padded in padding.counts(len(lengths))]
+    require(lengths == real, f"{lengths} tokens of {seen} that were seen")
     return padding
 
 

@@ -28,9 +28,7 @@ def check_budget(budget: int | float | str) -> None:
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise TypeError(f"device_budget must be {way_out}, got {type(budget).__name__}")
     share = isinstance(budget, float) and 0.0 <= budget <= 1.0
-    count = (
-        isinstance(budget, int) and budget >= 0 and budget != 1
-    )  # a byte is of no use, and likely meant as the share
+    count = isinstance(budget, int) and budget >= 0 and budget != 1  # a byte of no use: likely meant as the share
     if not (share or count or budget == "auto"):
         raise ValueError(f"device_budget must be {way_out}, got {budget!r}")
 
