@@ -164,9 +164,7 @@ class QAdALayer(DynamicLayer):
     def read_mask(self, mask: Tensor | None, *, batch: int, tokens: int) -> Tensor | None:
         """Note new padding of a call, whose `tokens` are the last of `seen`; arguments, result and errors as of
         `Padding.after`."""
-        self.padding, new = self.shared.forward_pass.padding_after(
-            self.padding, mask, batch=batch, seen=self.seen, queries=tokens
-        )
+        self.padding, new = self.padding.after(mask, batch=batch, seen=self.seen, queries=tokens)
         return new
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

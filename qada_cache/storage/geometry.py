@@ -1,6 +1,5 @@
-"""Which tokens of the local buffer each query sees, and padding: computed by the first layer of a pass for all."""
+"""Which tokens of the local buffer each query sees: computed by the first layer of a pass for all."""
 
-import weakref
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, chain, compress
@@ -13,7 +12,6 @@ from torch import Tensor
 from ..kernels.decode_call import Rows
 from ..kernels.query_adaptive import Masks
 from ..key_moments.rotation import round_length
-from .padding import Padding
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +59,7 @@ def _see(total: int, gone: int, later: int, *, end: int, sinks: int, window: int
 
 
 class ForwardPass:
-    """Padding and geometry of the pass under way, found by its first layer for all.
+    """The geometry of the pass under way, found by its first layer for all.
 
     Attributes:
         sinks, window: in tokens.
@@ -71,19 +69,7 @@ class ForwardPass:
     def __init__(self, sinks: int, window: int) -> None:
         self.sinks, self.window = sinks, window
         self.is_prefill_chunk = False
-        self._mask: tuple[Any, Any, tuple[Padding, Tensor | None]] | None = None
         self._geometry: tuple[Any, Geometry] | None = None
-
-    def padding_after(
-        self, padding: Padding, mask: Tensor | None, *, batch: int, seen: int, queries: int
-    ) -> tuple[Padding, Tensor | None]:
-        """`Padding.after`, once per mask: every layer of a forward pass is handed the same tensor."""
-        if mask is None:
-            return padding.after(mask, batch=batch, seen=seen, queries=queries)
-        call = (padding, batch, seen, queries)
-        if self._mask is None or self._mask[0]() is not mask or self._mask[1] != call:
-            self._mask = (weakref.ref(mask), call, padding.after(mask, batch=batch, seen=seen, queries=queries))
-        return self._mask[2]
 
     def geometry(
         self,

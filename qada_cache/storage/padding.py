@@ -26,7 +26,8 @@ class Padding:
     def after(self, mask: Tensor | None, *, batch: int, seen: int, queries: int) -> "tuple[Padding, Tensor | None]":
         """The padding known after a call, from the mask handed to the attention function.
 
-        The mask is compared with known padding on its device; only the call's own tokens come to the host.
+        The mask is compared with known padding on its device; only the call's own tokens come to the host. Every layer
+        of a pass is handed the same mask, which keeps what was found for the first.
 
         Args:
             mask: as for `newest_row`.
@@ -42,8 +43,12 @@ class Padding:
             ValueError: the mask hides a token that was real, or shows one that was padding; or as `newest_row`.
         """
         past, width = seen - queries, self.known.shape[1]
-        agrees, new = not width, None
+        agrees, new, found = not width, None, {}
+        call = self, batch, seen, queries, None if mask is None or mask.is_inference() else mask._version
         if mask is not None:
+            found = vars(mask).setdefault("padding", found)
+            if call in found:
+                return found[call]
             valid = newest_row(mask, batch=batch, seen=seen, queries=queries)
             if (there := self._there).device != mask.device:
                 self._there = there = self.known.to(mask.device)
@@ -55,12 +60,13 @@ class Padding:
                 "the attention mask of this call does not agree with the tokens already cached: pass the whole mask "
                 "[batch, cached + new tokens], with the same padding as before"
             )
-        if new is None or new.all():
-            return self, None
-        known = torch.ones(batch, seen, dtype=torch.bool)
-        known[:, past:] = new
-        known[:, :width] = self.known
-        return Padding(known), new
+        found[call] = self, None
+        if new is not None and not new.all():
+            known = torch.ones(batch, seen, dtype=torch.bool)
+            known[:, past:] = new
+            known[:, :width] = self.known
+            found[call] = Padding(known), new
+        return found[call]
 
     def crop(self, seen: int) -> "Padding":
         """The padding of the first `seen` tokens."""
