@@ -20,43 +20,36 @@ def read_parts(
 ) -> Iterator[Part]:
     """What an adaptive call reads, as `query_adaptive.Read` has it.
 
+    If the bulk is not offloaded, whole heads are views of neighbouring ones. If it is, one head comes at a time:
+    residents first, while others are being copied to the device, where these may stay as residents.
+
     Args:
         bulk: to read from.
         whole: of every row and KV head, whether it is read whole.
         requests: for selected tokens of others; None without a sketch.
         update_residency: False leaves residents and prefetched heads as they are (for an audit).
     """
-    if requests is None or any(map(any, whole)):  # residents count the calls that ask for some
-        yield from read_flagged(bulk, whole, update_residency=update_residency)
-    else:  # the next call is not expected to read any whole, and what was fetched for this one goes
-        bulk.flagged, bulk.prefetched = [], {}
-    yield from _selected(bulk, requests or iter(()))
-
-
-def read_flagged(bulk: Bulk, wanted: list[list[bool]], *, update_residency: bool = True) -> Iterator[Part]:
-    """All tokens of the wanted heads of each row, for an adaptive call (arguments as for `read_parts`).
-
-    If the bulk is not offloaded, they are views of neighbouring heads. If it is, one head comes at a time, and may stay
-    as a resident.
-    """
     if not bulk.offloaded:
-        for row, flags in enumerate(wanted):
+        for row, flags in enumerate(whole):
             for flag, indices in itertools.groupby(range(len(flags)), key=flags.__getitem__):
                 if flag and bulk.lengths[row]:
                     run = list(indices)
                     yield _view(bulk, slice(row, row + 1), slice(run[0], run[-1] + 1), 0, bulk.lengths[row])
-        return
-    heads = _heads(bulk, wanted)
-    prefetched, before = bulk.prefetched, {}
-    if update_residency:
-        before = bulk.residents.flag(heads)
-        bulk.flagged, bulk.prefetched = heads, {}
-    for part in _bring(bulk, [(head, (0, bulk.lengths[head[0]])) for head in heads], prefetched):
-        if update_residency and not part.resident_hit_bytes:
-            head, tensors = (part.rows.start, part.heads.start), (part.keys, part.values)
-            nbytes = part.keys.nbytes + part.values.nbytes
-            bulk.residents.keep(head, nbytes, before[head], functools.partial(AsyncCopy, tensors))
-        yield part
+    elif requests is None or any(map(any, whole)):  # residents count the calls that ask for some
+        heads = _heads(bulk, whole)
+        prefetched, before = bulk.prefetched, {}
+        if update_residency:
+            before = bulk.residents.flag(heads)
+            bulk.flagged, bulk.prefetched = heads, {}
+        for part in _bring(bulk, [(head, (0, bulk.lengths[head[0]])) for head in heads], prefetched):
+            if update_residency and not part.resident_hit_bytes:
+                head, tensors = (part.rows.start, part.heads.start), (part.keys, part.values)
+                nbytes = part.keys.nbytes + part.values.nbytes
+                bulk.residents.keep(head, nbytes, before[head], functools.partial(AsyncCopy, tensors))
+            yield part
+    else:  # the next call is not expected to read any whole, and what was fetched for this one goes
+        bulk.flagged, bulk.prefetched = [], {}
+    yield from _selected(bulk, requests or iter(()))
 
 
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
