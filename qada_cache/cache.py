@@ -236,12 +236,11 @@ class QAdACache(WatchedCache):
 
     def layer_bytes(self) -> list[tuple[int, int]]:
         """Bytes of every layer, on the device and on the host (key moments of another prompt are in `stats` only)."""
-        return [layer_bytes(layer, offloading=self.options.offloading) for layer in self.layers]
+        return list(map(layer_bytes, self.layers))
 
     def stats(self, *, gather: bool = False) -> CacheStats:
         """Sparsity, bytes held and bytes read so far. `gather`: of all processes of a split model, called together."""
-        shard = self._shared.model.shard if gather else UNSHARDED
-        return collect(self, offloading=self.options.offloading, shard=shard)
+        return collect(self, self._shared.model.shard if gather else UNSHARDED)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the whole state to one safetensors file, so that a long prompt is prefilled once and reused.
@@ -286,4 +285,4 @@ class QAdACache(WatchedCache):
         return cache_file.read_cache(path, make, model=model, config=decoder, mmap=mmap)
 
     def __repr__(self) -> str:  # from host numbers alone: printing must not wait for the device
-        return summary(self, self.options, self._shared.model.model_type, self.layer_bytes())
+        return summary(self, self.options, self._shared.model.model_type)

@@ -118,22 +118,21 @@ class CacheStats:
         )
 
 
-def layer_bytes(layer: object, *, offloading: bool) -> tuple[int, int]:
+def layer_bytes(layer: Any) -> tuple[int, int]:
     """Bytes that one layer of a cache holds on its device, and on the host."""
-    holders, counted, bulk = [layer], [], 0
+    holders, on_host, counted = [layer], 0, []
     if isinstance(layer, QAdALayer):
-        counted = [layer.counters, layer.kept_moments]
+        counted += [layer.counters, layer.kept_moments]
         if (store := layer.store) is not None:
             holders += [store, store.moments, store.bulk.residents]
-            counted += [store.bulk.residents, store.sketch]
-            bulk = store.bulk.nbytes
+            counted += [store.bulk.residents, store.sketch, None if layer.options.offloading else store.bulk]
+            on_host = store.bulk.nbytes if layer.options.offloading else 0
     held = [value for holder in holders if holder is not None for value in vars(holder).values()]
     counted += [value for value in held if isinstance(value, Tensor)]
-    on_device = sum(each.nbytes for each in counted if each is not None)
-    return (on_device, bulk) if offloading else (on_device + bulk, 0)
+    return sum(each.nbytes for each in counted if each is not None), on_host
 
 
-def collect(cache: DynamicCache, *, offloading: bool, shard: HeadShard) -> CacheStats:
+def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
     """Read the counters of all layers (waits for the device once per layer).
 
     All processes of the shard call this together, and get the shares of all heads, and sums of bytes and audits.
@@ -147,7 +146,7 @@ def collect(cache: DynamicCache, *, offloading: bool, shard: HeadShard) -> Cache
         ]
         return shard.gather(torch.stack(found) if found else torch.full((len(ours), 1), math.nan), 1)
 
-    bytes_held = [layer_bytes(layer, offloading=offloading) for layer in cache.layers]
+    bytes_held = list(map(layer_bytes, cache.layers))
     moments = {layer.options.other_moments for layer in ours}
     bulks = [layer.store.bulk for layer in ours if layer.store is not None]
     held = {
@@ -188,18 +187,18 @@ def _audit(counted: list[Counters], shard: HeadShard) -> AuditStats | None:
     )
 
 
-def summary(cache: DynamicCache, options: Options, model_type: str, held: list[tuple[int, int]]) -> str:
-    """A cache in one line; `held` are the bytes of each layer, on the device and on the host."""
+def summary(cache: DynamicCache, options: Options, model_type: str) -> str:
+    """A cache in one line."""
     criterion = options.criterion if isinstance(options.criterion, str) else "static heads"
     other = [] if options.other_moments is None else [f"of {options.other_moments.prompt}"]
     moments = " and ".join(["current"] * options.current_moments + other)
     tuned = " (tuned)" if options.tuned else ""
     tokens = f"token threshold {options.token_threshold:g}{tuned}, " if options.selects_tokens else ""
     ours = sum(isinstance(layer, QAdALayer) for layer in cache.layers)
-    bytes_held = [sum(part) / 2**20 for part in zip(*held, strict=True)] or [0.0, 0.0]
+    on_device, on_host = (sum(part) / 2**20 for part in zip((0, 0), *map(layer_bytes, cache.layers), strict=True))
     return (
         f"QAdACache({model_type}, {ours} of {len(cache.layers)} layers, criterion {criterion}, "
         f"moments {moments}, threshold {options.threshold}, {tokens}{options.sink_tokens} sinks + {options.window} "
         f"window, offloading {'on' if options.offloading else 'off'}; {cache.get_seq_length()} tokens, "
-        f"device {bytes_held[0]:.1f} MiB, host {bytes_held[1]:.1f} MiB)"
+        f"device {on_device:.1f} MiB, host {on_host:.1f} MiB)"
     )

@@ -41,15 +41,13 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = HOS
     """As `torch.empty`, but large tensors on the CPU have mappings of their own, in huge pages where the system has
     them (Linux)."""
     size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or size < WORTH or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype, device=device)
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages only
-    except OSError:  # the process has all the mappings it may have, and malloc others; or says that memory ended
-        return torch.empty(shape, dtype=dtype, device=device)
-    with contextlib.suppress(OSError):  # a kernel without them: pages of the usual size, then
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory
+    if device.type == "cpu" and size >= WORTH and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # the process has all the mappings it may have, and malloc others
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones have small pages
+            with contextlib.suppress(OSError):  # a kernel without huge ones
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 _moving = threading.Lock()  # of one cache, several threads may make copies at once
