@@ -254,8 +254,6 @@ class QAdACache(WatchedCache):
             OSError: the file cannot be written, or is no regular file.
         """
         self._check_whole()
-        for bulk in self._bulks():
-            bulk.synchronize()
         cache_file.write_cache(path, self._shared, self.layers)
 
     @classmethod

@@ -34,6 +34,7 @@ def layer_record(layer: QAdALayer) -> dict[str, Any]:
     if (store := layer.store) is None:
         return {}
     bulk, used = store.bulk, slice(0, store.sinks + store.end)
+    bulk.synchronize()
     room = bulk.capacity if any(bulk.lengths) else 0
     record = {
         "seen": layer.seen,

@@ -1,5 +1,6 @@
 """What attention reads of a bulk: the heads that need it, or all of it block by block, and heads it may need next."""
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
 
 def _bring(bulk: Bulk, wanted: list[tuple[Head, tuple[int, int]]], prefetched: dict[Head, AsyncCopy]) -> Iterator[Part]:
     """Spans of heads to the device: those of residents first, while others are being copied."""
-    held = _held(bulk, [head for head, _ in wanted])
+    held = {head: resident for head, _ in wanted if (resident := _resident(bulk, head)) is not None}
     async_copies = double_buffer(
         (head, prefetched.get(head) or bulk.fetch(head, *span)) for head, span in wanted if head not in held
     )
@@ -86,7 +87,7 @@ def _selected(bulk: Bulk, requests: Iterator[Request]) -> Iterator[Part]:
     def async_copies() -> Iterator[tuple[tuple[Request, str], AsyncCopy]]:
         for request in requests:
             head = request.row, request.head
-            if (resident := _held(bulk, [head]).get(head)) is None:
+            if (resident := _resident(bulk, head)) is None:
                 yield (request, "bulk_read_bytes"), bulk.gather(head, request.tokens)
             else:
                 found = AsyncCopy(tuple(part[:, :, request.tokens] for part in resident.tensors))
@@ -104,13 +105,10 @@ def prefetch(bulk: Bulk) -> int:
     scores, moved = bulk.residents.scores, 0
     missing = [head for head in bulk.flagged if head not in bulk.residents.held and head not in bulk.prefetched]
     missing.sort(key=lambda head: -scores[head[0]][head[1]])
-    for head in missing[: max(1, len(bulk.lengths) * bulk.keys.shape[1] // PREFETCH_SHARE)]:
-        tokens = bulk.lengths[head[0]]
-        try:
-            bulk.prefetched[head] = bulk.fetch(head, 0, tokens)
-        except torch.OutOfMemoryError:  # it will be copied when it is needed
-            break
-        moved += bulk.token_bytes * tokens
+    with contextlib.suppress(torch.OutOfMemoryError):  # they will be copied when they are needed
+        for head in missing[: max(1, len(bulk.lengths) * bulk.keys.shape[1] // PREFETCH_SHARE)]:
+            bulk.prefetched[head] = bulk.fetch(head, 0, bulk.lengths[head[0]])
+            moved += bulk.prefetched[head].nbytes
     return moved
 
 
@@ -140,13 +138,11 @@ def _heads(bulk: Bulk, wanted: list[list[bool]]) -> list[Head]:
     return [(row, head) for row, flags in enumerate(wanted) if bulk.lengths[row] for head, f in enumerate(flags) if f]
 
 
-def _held(bulk: Bulk, heads: list[Head]) -> dict[Head, AsyncCopy]:
-    """Those of the heads that lie on the device, whole."""
-    found = {head: bulk.residents.get(head, bulk.lengths[head[0]]) for head in heads}
-    held = {head: resident for head, resident in found.items() if resident is not None}
-    for resident in held.values():
+def _resident(bulk: Bulk, head: Head) -> AsyncCopy | None:
+    """All of a head, if it lies on the device."""
+    if (resident := bulk.residents.get(head, bulk.lengths[head[0]])) is not None:
         resident.wait()
-    return held
+    return resident
 
 
 def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> Part:
