@@ -117,23 +117,20 @@ def newest_row(mask: Tensor, *, batch: int, seen: int, queries: int) -> Tensor:
             f"cannot read an attention mask of shape {shape} in a call of {queries} tokens with {seen} seen so far; "
             "QAdACache supports None and 2-D attention masks [batch, tokens]"
         )
-    if not 1 < queries < seen:
-        return _shown(mask[:, 0, -1])
-    visible = _shown(mask[:, 0])
+    continues = 1 < queries < seen
+    visible = mask[:, 0] if continues else mask[:, 0, -1:]
+    visible = visible if mask.dtype == torch.bool else visible == 0
     valid = visible[:, -1]
-    causal = torch.ones(queries, seen, dtype=torch.bool, device=mask.device).tril(seen - queries)
-    # A padding query may see anything (transformers lets it see itself or all): only real ones count.
-    wrong = (visible != (causal & valid[:, None, :])) & valid[:, seen - queries :, None]
-    if wrong.any():
-        raise ValueError(
-            "this attention mask is not causal attention over the real tokens (a custom 4-D mask?); "
-            "QAdACache supports None and 2-D attention masks: pass one of those, or use DynamicCache"
-        )
+    if continues:
+        causal = torch.ones(queries, seen, dtype=torch.bool, device=mask.device).tril(seen - queries)
+        # A padding query may see anything (transformers lets it see itself or all): only real ones count.
+        wrong = (visible != (causal & valid[:, None, :])) & valid[:, seen - queries :, None]
+        if wrong.any():
+            raise ValueError(
+                "this attention mask is not causal attention over the real tokens (a custom 4-D mask?); "
+                "QAdACache supports None and 2-D attention masks: pass one of those, or use DynamicCache"
+            )
     return valid
-
-
-def _shown(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask == 0
 
 
 def real_tokens(valid: Tensor, row: int, device: torch.device) -> slice | Tensor:
