@@ -5,6 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+_READ: Any = WeakTensorKeyDictionary()  # what `Padding.after` found for masks
 
 
 class Padding:
@@ -27,7 +31,7 @@ class Padding:
         """The padding known after a call, from the mask handed to the attention function.
 
         The mask is compared with known padding on its device; only the call's own tokens come to the host. Every layer
-        of a pass is handed the same mask, which keeps what was found for the first.
+        of a pass is handed the same mask: the first one reads it for all.
 
         Args:
             mask: as for `newest_row`.
@@ -46,7 +50,7 @@ class Padding:
         agrees, new, found = not width, None, {}
         call = self, batch, seen, queries, None if mask is None or mask.is_inference() else mask._version
         if mask is not None:
-            found = vars(mask).setdefault("padding", found)
+            found = _READ.setdefault(mask, found)
             if call in found:
                 return found[call]
             valid = newest_row(mask, batch=batch, seen=seen, queries=queries)
