@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-
 _READ: Any = WeakTensorKeyDictionary()  # what `Padding.after` found for masks
 
 
@@ -47,7 +46,8 @@ class Padding:
             ValueError: the mask hides a token that was real, or shows one that was padding; or as `newest_row`.
         """
         past, width = seen - queries, self.known.shape[1]
-        agrees, new, found = not width, None, {}
+        agrees, new = not width, None
+        found: dict[Any, tuple[Padding, Tensor | None]] = {}
         call = self, batch, seen, queries, None if mask is None or mask.is_inference() else mask._version
         if mask is not None:
             found = _READ.setdefault(mask, found)
