@@ -1,7 +1,6 @@
 """QAdACache: the KV cache a user hands to `generate()`."""
 
 import copy
-import itertools
 import os
 from dataclasses import replace
 from functools import partial
@@ -144,10 +143,9 @@ class QAdACache(WatchedCache):
         self._shared = Shared(
             support.resolve_options(tuned_choice.apply_tuned(options, managed, threshold=threshold), managed), managed
         )
-        for index in ours:
-            self.layers[index] = QAdALayer(self._shared, index)
-        for index, following in itertools.pairwise(ours):
-            self.layers[index].next_layer = self.layers[following]
+        following = None
+        for index in reversed(ours):
+            self.layers[index] = following = QAdALayer(self._shared, index, following)
         if not ours:
             support.warn_of_no_layers(self.layers, text_config)
         attention.switch_on(text_config)

@@ -120,7 +120,8 @@ class CacheStats:
 
 def layer_bytes(layer: Any) -> tuple[int, int]:
     """Bytes that one layer of a cache holds on its device, and on the host."""
-    holders, on_host, counted = [layer], 0, []
+    holders, on_host = [layer], 0
+    counted: list[Any] = []
     if isinstance(layer, QAdALayer):
         counted += [layer.counters, layer.kept_moments]
         if (store := layer.store) is not None:

@@ -55,10 +55,9 @@ class QAdALayer(DynamicLayer):
     supports_early_init = False  # nothing is preallocated by transformers' export path
     keys, values = _no_tensor("keys"), _no_tensor("values")
 
-    def __init__(self, shared: Shared, index: int) -> None:
+    def __init__(self, shared: Shared, index: int, next_layer: "QAdALayer | None" = None) -> None:
         super().__init__()
-        self.shared, self.index = shared, index
-        self.next_layer: QAdALayer | None = None
+        self.shared, self.index, self.next_layer = shared, index, next_layer
         self.reset()
 
     def reset(self) -> None:

@@ -167,8 +167,9 @@ class TokenStore:
         """Keep a sketch or none, with these `BulkSketch.energies`, as if from the start; `bits` None: none."""
         if self.sketch is None or not self.sketch.matches(bits, energies):
             self.sketch = BulkSketch.of(self.local_keys, self.local_values, bits, energies)
-            for row in self._single_rows() if self.sketch is not None else ():
-                self.sketch.append_from(self.bulk, row)
+            if self.sketch is not None:
+                for row in self._single_rows():
+                    self.sketch.append_from(self.bulk, row)
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
     def select(self, index: list[int]) -> None:
@@ -204,7 +205,9 @@ class TokenStore:
 
     def _catch_up(self, rows: Iterable[int]) -> None:
         """Add the bulk's missing tokens to the moments, before an exact call: those decoded under frozen moments."""
-        for row in rows if self.moments is not None else ():
+        if self.moments is None:
+            return
+        for row in rows:
             own = slice(row, row + 1)
             for span in self.bulk.spans(row, self.moments.count[row], heads=self.local_keys.shape[1]):
                 self.moments.update(own, self.bulk.read(own, slice(None), *span)[0])

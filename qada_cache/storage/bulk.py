@@ -222,7 +222,7 @@ class Bulk:
         for store in (self.keys, self.values):
             room = torch.empty(len(selected), store.shape[3], dtype=store.dtype, pin_memory=store.is_pinned())
             found.append(torch.index_select(store[head], 0, selected, out=room)[None, None])
-        return fetch(*found, self.device, after=None)
+        return fetch(found[0], found[1], self.device, after=None)
 
     def read(self, rows: slice, heads: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[rows, heads, stop - start, dim]` on the compute device: a view, or a copy if offloaded."""

@@ -153,5 +153,5 @@ def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> Part:
 def _make_part(head: Head, tensors: tuple[Tensor, ...], counted: str, request: Request | None = None) -> Part:
     """`counted` is the field for its bytes; empty: they were counted before."""
     (row, column), (keys, values) = head, tensors
-    part = Part(slice(row, row + 1), slice(column, column + 1), keys, values, request)
-    return part._replace(**{counted: keys.nbytes + values.nbytes}) if counted else part
+    nbytes = {counted: keys.nbytes + values.nbytes} if counted else {}
+    return Part(slice(row, row + 1), slice(column, column + 1), keys, values, request, **nbytes)
