@@ -117,16 +117,18 @@ class ForwardPass:
         masks = [torch.frombuffer(mask, dtype=torch.bool).view(rows, 1, queries, -1) for mask in (local, pending)]
         # A blocking copy would wait for everything the accelerator still has to do.
         tensors = [*masks, *(torch.tensor(count).unsqueeze(1) for count in counts)]
-        placed = [tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors]
+        near, waiting, far, decides, left = (
+            tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors
+        )
         row_lengths = tuple(round_length(max(1, row[-1])) for row in bulk_tokens)
         deciding = chain.from_iterable(map(compress, bulk_tokens, decided))
-        numbers: dict[str, Any] = {
-            "distinct_moment_lengths": tuple(sorted(set(map(round_length, deciding)))),
-            "row_lengths": row_lengths[:1] if len(set(row_lengths)) == 1 else row_lengths,
-            "decisions": sum(map(sum, decided)) * stands_for,
-            "dense_tokens": sum(max(map(mul, *row)) for row in zip(stored, decided, strict=True)) * stands_for,
-            "any_pending": bulk_tokens != stored,
-        }
-        made = Geometry(*placed, **numbers)
+        made = Geometry(
+            *(near, waiting, far, decides, left),
+            distinct_moment_lengths=tuple(sorted(set(map(round_length, deciding)))),
+            row_lengths=row_lengths[:1] if len(set(row_lengths)) == 1 else row_lengths,
+            decisions=sum(map(sum, decided)) * stands_for,
+            dense_tokens=sum(max(map(mul, *row)) for row in zip(stored, decided, strict=True)) * stands_for,
+            any_pending=bulk_tokens != stored,
+        )
         self._geometry = (key, made)
         return made
