@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..key_moments.running import RunningMoments
+from ..sketch import Layout
 from .bulk import GROWTH, Bulk
 from .bulk_sketch import BulkSketch
 from .padding import real_tokens
@@ -164,12 +165,15 @@ class TokenStore:
             self._catch_up(range(self.batch))
 
     def keep_sketch(self, bits: float | None, energies: Tensor | None) -> None:
-        """Keep a sketch or none, with these `BulkSketch.energies`, as if from the start; `bits` None: none."""
-        if self.sketch is None or not self.sketch.matches(bits, energies):
-            self.sketch = BulkSketch.of(self.local_keys, self.local_values, bits, energies)
-            if self.sketch is not None:
-                for row in self._single_rows():
-                    self.sketch.append_from(self.bulk, row)
+        """Keep a sketch with these `BulkSketch.energies`, as if from the start; none if `bits` are None, or keys are of
+        no whole blocks (then all is read)."""
+        layout = Layout.from_bits_or_none(self.local_keys.shape[3], bits)
+        if layout is None:
+            self.sketch = None
+        elif self.sketch is None or not self.sketch.matches(layout, energies):
+            self.sketch = BulkSketch(self.local_keys, self.local_values, layout, energies)
+            for row in self._single_rows():
+                self.sketch.append_from(self.bulk, row)
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
     def select(self, index: list[int]) -> None:

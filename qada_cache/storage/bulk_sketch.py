@@ -61,19 +61,11 @@ class BulkSketch:
                 **round_slopes(self.covariance),
             )
 
-    @classmethod
-    def of(cls, keys: Tensor, values: Tensor, bits: float | None, energies: Tensor | None) -> "BulkSketch | None":
-        """One for such tokens; None if none is asked for, or keys are of no whole blocks (then all is read)."""
-        layout = Layout.from_bits_or_none(keys.shape[3], bits)
-        return None if layout is None else cls(keys, values, layout, energies)
-
-    def matches(self, bits: float | None, energies: Tensor | None) -> bool:
-        """Whether it has these bits and energies."""
-        if Layout.from_bits_or_none(self.layout.dim, bits) != self.layout:
-            return False
+    def matches(self, layout: Layout, energies: Tensor | None) -> bool:
+        """Whether it has this layout and these energies."""
         if self.energies is None or energies is None:
-            return self.energies is energies
-        return torch.equal(self.energies, energies.to(self.energies.device))
+            return self.layout == layout and self.energies is energies
+        return self.layout == layout and torch.equal(self.energies, energies.to(self.energies.device))
 
     @property
     def in_use(self) -> bool:
