@@ -129,10 +129,8 @@ def wait_event(event: Any, device: torch.device) -> None:
 
 
 def fetch(keys: Tensor, values: Tensor, device: torch.device, *, after: Any = None) -> AsyncCopy:
-    """Start to copy `keys` and `values`, contiguous host tensors, to `device`.
-
-    `after`: the event of `send` for the last copy into them, None if nothing is under way.
-    """
+    """Start to copy `keys` and `values`, contiguous host tensors, to `device`, after the event of `send` for the last
+    copy into them; None: nothing is under way."""
     side = _side_stream(device, "in")
     if side is not None and after is not None:
         side.wait_event(after)
