@@ -45,8 +45,8 @@ class Bulk:
     _reader: Any = None  # stream of the last kernel that read it in place
 
     def __init__(self, keys: Tensor, values: Tensor, *, offloading: bool, residents: Residents, layer: int) -> None:
-        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`); `residents` are
-        the cache's, `layer` is this one's index."""
+        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`). `residents`
+        are the cache's, `layer` is this one's index."""
         self.device = keys.device
         self.offloaded = offloading and self.device.type != "cpu"
         self.residents = residents.layer(layer, keys.device, *keys.shape[:2])
