@@ -24,6 +24,7 @@ from eval.shared.texts import Document, prose
 from eval.trials import exact_cache
 from qada_cache import KeyMoments
 from qada_cache.kernels.query_adaptive import Step
+from qada_cache.sketch import Layout
 from qada_cache.sketch.codec import estimated_scores
 from qada_cache.state import SKETCH_BITS
 from qada_cache.state.layer import QAdALayer
@@ -46,8 +47,7 @@ def errors(store: TokenStore, step: Step, bits: float, energies: Tensor | None) 
     """Mean over one layer's queries and heads of the variance, over tokens, of what estimates are off by."""
     bulk, length = store.bulk, store.bulk.lengths[0]
     keys, values = bulk.read(slice(0, 1), slice(None), 0, length)
-    sketch = BulkSketch.of(keys, values, bits, energies)
-    assert sketch is not None
+    sketch = BulkSketch(keys, values, Layout.from_bits(keys.shape[3], bits), energies)
     sketch.append_from(bulk, slice(0, 1))
     found = []
     for head, queries in enumerate(step.grouped_queries[0].float()):

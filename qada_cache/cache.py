@@ -1,7 +1,6 @@
 """QAdACache: the KV cache a user hands to `generate()`."""
 
 import copy
-import itertools
 import os
 from dataclasses import replace
 from functools import partial
@@ -35,12 +34,11 @@ _LAID_OUT = ("sink_tokens", "local_tokens", "offloading", "device_budget")
 class QAdACache(WatchedCache):
     """A KV cache for transformers: each attention head reads 128 tokens near it, and selected tokens of the rest.
 
-    Implements QAdA ("Adaptive Long-Context Head Identification", arXiv 2502.09647). The *bulk* is all tokens outside
-    sinks and sliding window. For every generated token each head has `A_local = sum exp(score)` over sinks and window,
-    and an estimate of the sum over the bulk from its keys' mean and covariance (eq. 7): `log A_bulk = log T_bulk + mu_s
-    + sigma_s^2 / 2`. A head with `A_local / (A_local + A_bulk) < threshold` is long-context: it reads selected tokens
-    of the bulk as well, or with `token_threshold=0` all of them. The other heads are local: they read sinks and window.
-    Nothing is evicted. The bulk lies in host memory.
+    Implements QAdA ("Adaptive Long-Context Head Identification", arXiv 2502.09647). The *bulk*, all tokens outside
+    sinks and sliding window, lies in host memory. For every generated token each head has `A_local = sum exp(score)`
+    over sinks and window, and an estimate for the bulk by its keys' mean and covariance (eq. 7): `log A_bulk =
+    log T_bulk + mu_s + sigma_s^2 / 2`. A head with `A_local / (A_local + A_bulk) < threshold` is long-context: it reads
+    selected tokens of the bulk as well, or with `token_threshold=0` all of them. Nothing is evicted.
 
         cache = QAdACache(model)
         model.generate(**inputs, past_key_values=cache)
@@ -72,22 +70,20 @@ class QAdACache(WatchedCache):
             text, one word repeated). The model reads these once (seconds); they are kept in memory and the user's cache
             folder (`QADA_HOME`). Or `KeyMoments`, or their file's path or "hf://owner/name". "current+" and one of the
             others, or a tuple of "current" and one, goes by both: the larger estimate of `A_bulk` counts. Words need
-            the model's tokenizer: the one where the model was loaded from (folder, GGUF file, Hub), or given to
-            `prepare`. Without one that knows the words "wiki" raises, and the others become "random-tokens" and
-            "single-token", with a warning. With `config`, moments are looked up in the cache folder and not collected;
-            without them the current prompt's alone count, with a warning.
+            the tokenizer where the model was loaded from, or given to `prepare`: without it "wiki" raises, and the
+            others become "random-tokens" and "single-token", with a warning. With `config`, moments are looked up in
+            the cache folder; without them the current prompt's alone count, with a warning.
         token_threshold: a long-context head reads the tokens of its bulk with at least so many times an even share of
-            its attention, by the sketch. An estimate stands for unread tokens. 0: all are read, as in the paper; so
-            they are under "dense", "oracle" and a threshold of 1. None: the setting kept by `qada tune`, else 4.4.
+            its attention, by the sketch. An estimate stands for others. 0: all are read, as in the paper, and always
+            under "dense", "oracle" and a threshold of 1. None: the setting kept by `qada tune`, else 4.4.
         sketch_bits: bits a value, on average, of the sketch, a copy of the bulk's keys on the compute device: 0.5 to 4.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
         device_budget: the part of an offloaded bulk that may lie on each of the model's devices as well: bytes (an
             int), a share of the bulk (a float in [0, 1]), or "auto", the memory free when the first head asks for it,
-            less a tenth and at least 1 GiB. A head's bulk stays once it has been read, until heads that are read more
-            often or more recently need the room. 0 keeps no heads, 1.0 all that were ever read. Outputs do not depend
-            on it.
+            less a tenth and at least 1 GiB. A head that was read stays, until heads that are read more often or more
+            recently need the room. Outputs do not depend on it.
         audit_every: every so many query-adaptive steps one layer's whole bulk is read, layers taking turns, to record
             missed attention in `stats().audit`; outputs stay the same. 0: never.
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
@@ -147,11 +143,9 @@ class QAdACache(WatchedCache):
         self._shared = Shared(
             support.resolve_options(tuned_choice.apply_tuned(options, managed, threshold=threshold), managed), managed
         )
-        made = [QAdALayer(self._shared, index) for index in ours]
-        for layer, next_layer in itertools.pairwise(made):
-            layer.next_layer = next_layer
-        for layer in made:
-            self.layers[layer.index] = layer
+        following = None
+        for index in reversed(ours):
+            self.layers[index] = following = QAdALayer(self._shared, index, following)
         if not ours:
             support.warn_of_no_layers(self.layers, text_config)
         attention.switch_on(text_config)
@@ -185,11 +179,8 @@ class QAdACache(WatchedCache):
             model(**inputs, past_key_values=cache)  # prefill once, which is exact whatever decides afterwards
             full = cache.fork(criterion="dense")
 
-        The prompt's own moments are dropped if not needed, and taken from the stored keys if needed and not kept.
-
         Args:
-            options: deciding options of `QAdACache`; the others stay. Moments by a prompt's name are those of this
-                cache's model.
+            options: deciding options of `QAdACache`; the others stay.
 
         Raises:
             TypeError, ValueError, FileNotFoundError: as `QAdACache`; no such option, or one that tokens are laid out
@@ -243,18 +234,16 @@ class QAdACache(WatchedCache):
 
     def layer_bytes(self) -> list[tuple[int, int]]:
         """Bytes of every layer, on the device and on the host (key moments of another prompt are in `stats` only)."""
-        return [layer_bytes(layer, offloading=self.options.offloading) for layer in self.layers]
+        return list(map(layer_bytes, self.layers))
 
     def stats(self, *, gather: bool = False) -> CacheStats:
         """Sparsity, bytes held and bytes read so far. `gather`: of all processes of a split model, called together."""
-        shard = self._shared.model.shard if gather else UNSHARDED
-        return collect(self, offloading=self.options.offloading, shard=shard)
+        return collect(self, self._shared.model.shard if gather else UNSHARDED)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the whole state to one safetensors file, so that a long prompt is prefilled once and reused.
 
-        The file names its model by config, and by a sample of the weights if the cache was built with the model. It is
-        written through symbolic links and under the umask.
+        The file names its model by config, and by a sample of the weights if the cache was built with the model.
 
         Raises:
             RuntimeError: a forward pass was interrupted, so there is no whole state.
@@ -263,8 +252,6 @@ class QAdACache(WatchedCache):
             OSError: the file cannot be written, or is no regular file.
         """
         self._check_whole()
-        for bulk in self._bulks():
-            bulk.synchronize()
         cache_file.write_cache(path, self._shared, self.layers)
 
     @classmethod
@@ -294,4 +281,4 @@ class QAdACache(WatchedCache):
         return cache_file.read_cache(path, make, model=model, config=decoder, mmap=mmap)
 
     def __repr__(self) -> str:  # from host numbers alone: printing must not wait for the device
-        return summary(self, self.options, self._shared.model.model_type, self.layer_bytes())
+        return summary(self, self.options, self._shared.model.model_type)

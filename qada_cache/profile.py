@@ -58,7 +58,6 @@ def profile(model: PreTrainedModel, ids: Tensor, *, new_tokens: int, chunk: int,
 
 def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: int, chunk: int, bar: tqdm) -> Profile:
     device, found = inputs_device(model), Profile(type(cache).__name__)
-    offloading = isinstance(cache, QAdACache) and cache.options.offloading
     bar.set_postfix_str(found.name)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -77,7 +76,7 @@ def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: i
         token = forward(token)
         _wait(device)
         found.token_seconds.append(time.perf_counter() - begin)
-        layers = [layer_bytes(layer, offloading=offloading) for layer in cache.layers]
+        layers = list(map(layer_bytes, cache.layers))
         found.device_bytes.append(sum(on_device for on_device, _ in layers))
         found.host_bytes.append(sum(on_host for _, on_host in layers))
         bar.update()

@@ -45,10 +45,8 @@ class AuditStats:
 
 @dataclass(frozen=True, eq=False)
 class CacheStats:
-    """A snapshot made by `QAdACache.stats()`.
-
-    A layer takes one decision for each query token of each row that has a bulk by then. The first call and long calls
-    are exact and decide nothing.
+    """A snapshot made by `QAdACache.stats()`. A layer takes one decision for each query token of each row that has a
+    bulk by then; exact calls decide nothing.
 
     Attributes:
         layers: indices of the layers that decide (full attention), the row order of the tables below.
@@ -59,16 +57,14 @@ class CacheStats:
         decisions: decisions taken per layer.
         tokens: logical length of the cache, padding included.
         device_bytes: bytes on the compute device: sinks, window, pending tokens, sketch, key moments (shared by a
-            model's caches), layers of other kinds, residents, and the bulk unless it is offloaded. On a CPU model host
-            and device are one memory; under `offloading=True` the bulk counts as host bytes even so.
-        host_bytes: bytes of the offloaded bulk, preallocated room included. Pinned memory counts as torch allocates it:
-            each layer's keys, and its values, rounded up to a power of two. Memory that torch's allocator keeps for
-            later is left out; `torch.cuda.host_memory_stats()` has it.
+            model's caches), layers of other kinds, residents, and the bulk unless it is offloaded.
+        host_bytes: bytes of the offloaded bulk, preallocated room included; also of a CPU model, under
+            `offloading=True`. Pinned memory counts as torch allocates it: each layer's keys, and its values, rounded up
+            to a power of two. `torch.cuda.host_memory_stats()` has what torch's allocator keeps for later.
         shared_bytes: part of the bulk's bytes: tokens in memory shared with copies of the cache, or in a mapped file.
             Every cache counts them, and they take memory once.
         resident_bytes: part of `device_bytes`, heads of an offloaded bulk that are kept on the device as well.
-        bulk_read_bytes: bulk bytes read by query-adaptive calls from the bulk's own memory, since the last reset. Heads
-            fetched early count, needed or not.
+        bulk_read_bytes: bulk bytes read by query-adaptive calls from the bulk's own memory, or fetched early for them.
         resident_hit_bytes: bulk bytes that the same calls read from residents instead.
         sketch_read_bytes: bytes of the key sketch read by query-adaptive calls.
         dense_bulk_bytes: bulk bytes of the same calls if every head had read all of its own.
@@ -122,42 +118,38 @@ class CacheStats:
         )
 
 
-def _tensor_bytes(*holders: object) -> int:
-    """Bytes of the tensors that these objects hold themselves."""
-    values = [value for holder in holders if holder is not None for value in vars(holder).values()]
-    return sum(value.nbytes for value in values if isinstance(value, Tensor))
-
-
-def layer_bytes(layer: object, *, offloading: bool) -> tuple[int, int]:
+def layer_bytes(layer: Any) -> tuple[int, int]:
     """Bytes that one layer of a cache holds on its device, and on the host."""
-    store = layer.store if isinstance(layer, QAdALayer) else None
-    on_device, bulk = _tensor_bytes(layer), 0
+    holders, on_host = [layer], 0
+    counted: list[Any] = []
     if isinstance(layer, QAdALayer):
-        on_device += layer.counters.nbytes + layer.kept_moments.nbytes
-    if store is not None:
-        on_device += _tensor_bytes(store, store.moments, store.bulk.residents) + store.bulk.residents.nbytes
-        on_device += 0 if store.sketch is None else store.sketch.nbytes
-        bulk = store.bulk.nbytes
-    return (on_device, bulk) if offloading else (on_device + bulk, 0)
+        counted += [layer.counters, layer.kept_moments]
+        if (store := layer.store) is not None:
+            holders += [store, store.moments, store.bulk.residents]
+            counted += [store.bulk.residents, store.sketch, None if layer.options.offloading else store.bulk]
+            on_host = store.bulk.nbytes if layer.options.offloading else 0
+    held = [value for holder in holders if holder is not None for value in vars(holder).values()]
+    counted += [value for value in held if isinstance(value, Tensor)]
+    return sum(each.nbytes for each in counted if each is not None), on_host
 
 
-def collect(cache: DynamicCache, *, offloading: bool, shard: HeadShard) -> CacheStats:
+def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
     """Read the counters of all layers (waits for the device once per layer).
 
-    All processes of the shard call this together. They get the shares of all heads in order, and sums of bytes and
-    audits. Steps, decisions and tokens are the same in each.
+    All processes of the shard call this together, and get the shares of all heads, and sums of bytes and audits.
     """
     ours = [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
     counted = [layer.counters for layer in ours]
-    shares, kv_shares = [], []
-    for counters in counted:
-        if counters.local_heads is not None and counters.local_groups is not None:
-            shares.append(counters.local_heads.flatten().cpu() / counters.decisions)
-            kv_shares.append(counters.local_groups.cpu() / counters.decisions)
-    bytes_held = [layer_bytes(layer, offloading=offloading) for layer in cache.layers]
+
+    def share(name: str) -> Tensor:
+        found = [
+            getattr(counters, name).flatten().cpu() / counters.decisions for counters in counted if counters.decisions
+        ]
+        return shard.gather(torch.stack(found) if found else torch.full((len(ours), 1), math.nan), 1)
+
+    bytes_held = list(map(layer_bytes, cache.layers))
     moments = {layer.options.other_moments for layer in ours}
     bulks = [layer.store.bulk for layer in ours if layer.store is not None]
-    undecided = torch.full((len(ours), 1), math.nan)
     held = {
         "device_bytes": sum(on_device for on_device, _ in bytes_held)
         + sum(each.device_bytes for each in moments if each is not None),
@@ -169,8 +161,8 @@ def collect(cache: DynamicCache, *, offloading: bool, shard: HeadShard) -> Cache
     summed = shard.gather(torch.tensor([list(held.values())]), 0).sum(dim=0).tolist()
     return CacheStats(
         layers=tuple(layer.index for layer in ours),
-        local_share=shard.gather(torch.stack(shares) if shares else undecided, 1),
-        kv_local_share=shard.gather(torch.stack(kv_shares) if kv_shares else undecided, 1),
+        local_share=share("local_heads"),
+        kv_local_share=share("local_groups"),
         steps=max((counters.steps for counters in counted), default=0),
         decisions=max((counters.decisions for counters in counted), default=0),
         tokens=cache.get_seq_length(),
@@ -196,18 +188,18 @@ def _audit(counted: list[Counters], shard: HeadShard) -> AuditStats | None:
     )
 
 
-def summary(cache: DynamicCache, options: Options, model_type: str, held: list[tuple[int, int]]) -> str:
-    """A cache in one line; `held` are the bytes of each layer, on the device and on the host."""
+def summary(cache: DynamicCache, options: Options, model_type: str) -> str:
+    """A cache in one line."""
     criterion = options.criterion if isinstance(options.criterion, str) else "static heads"
     other = [] if options.other_moments is None else [f"of {options.other_moments.prompt}"]
     moments = " and ".join(["current"] * options.current_moments + other)
     tuned = " (tuned)" if options.tuned else ""
     tokens = f"token threshold {options.token_threshold:g}{tuned}, " if options.selects_tokens else ""
     ours = sum(isinstance(layer, QAdALayer) for layer in cache.layers)
-    bytes_held = [sum(part) / 2**20 for part in zip(*held, strict=True)] or [0.0, 0.0]
+    on_device, on_host = (sum(part) / 2**20 for part in zip((0, 0), *map(layer_bytes, cache.layers), strict=True))
     return (
         f"QAdACache({model_type}, {ours} of {len(cache.layers)} layers, criterion {criterion}, "
         f"moments {moments}, threshold {options.threshold}, {tokens}{options.sink_tokens} sinks + {options.window} "
         f"window, offloading {'on' if options.offloading else 'off'}; {cache.get_seq_length()} tokens, "
-        f"device {bytes_held[0]:.1f} MiB, host {bytes_held[1]:.1f} MiB)"
+        f"device {on_device:.1f} MiB, host {on_host:.1f} MiB)"
     )

@@ -1,5 +1,6 @@
 """A DynamicCache that notices an interrupted forward pass or change: its layers then hold different tokens."""
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -16,9 +17,8 @@ from .storage.bulk import Bulk
 class WatchedCache(DynamicCache):
     """Compares every call of a layer with those before it (`Progress`), and refuses to go on after an interruption.
 
-    Linear layers may write to their states in place. Before that they ask for a state, or whether there is one, which
-    counts as a call. The last layer wrote all its states if it wrote as many as earlier layers of its kind: those were
-    whole, else the last one would not have been reached.
+    Linear layers may write to their states in place, and ask for them before, which counts as a call. The last layer
+    wrote all its states if it wrote as many as earlier ones of its kind, which were whole, or it had not been reached.
     """
 
     _shared: Shared
@@ -89,7 +89,6 @@ class WatchedCache(DynamicCache):
         self._record_call(layer_idx, event)
 
     def _record_call(self, layer_idx: int, event: Hashable) -> None:
-        """Note that the layer has made this call."""
         progress = self._shared.progress
         if progress.calls is None or progress.is_first_call(layer_idx, event):
             left = progress.reached
@@ -107,16 +106,15 @@ class WatchedCache(DynamicCache):
         in_place = {name for name, now in _versions(layer).items() if progress.versions.get(name, now) != now}
         return in_place | ((progress.calls or set()) & {"keys", *_states(layer)})
 
-    def _kind(self, layer_idx: int) -> Hashable:
-        """A key that is the same for layers that write the same states."""
+    def _kind(self, layer_idx: int) -> tuple[type, Hashable]:
+        """A key that is the same for layers that write the same states: the class, and the config's type."""
         types = getattr(self._shared.model.config, "layer_types", None)
         return type(self.layers[layer_idx]), types[layer_idx] if types else layer_idx
 
     def _check_order(self, layer_idx: int, event: Hashable) -> None:
         """Raise if a forward pass that comes to this layer left something undone before it."""
         progress = self._shared.progress
-        new_pass = layer_idx <= progress.reached and progress.is_first_call(layer_idx, event)
-        if progress.changing or new_pass:
+        if progress.changing or (layer_idx <= progress.reached and progress.is_first_call(layer_idx, event)):
             self._check_whole()
         elif layer_idx > progress.reached:
             self._check_handed_back()
@@ -135,7 +133,7 @@ class WatchedCache(DynamicCache):
         self._finish_pass()
         self._check_files()
         progress = self._shared.progress
-        if progress.changing or 0 <= progress.reached < self._last_layer():
+        if progress.changing or 0 <= progress.reached < self._last_layer:
             passed = f"a forward pass was interrupted after layer {progress.reached}"
             interrupted = f"{progress.changing} was interrupted" if progress.changing else passed
             raise RuntimeError(
@@ -153,20 +151,20 @@ class WatchedCache(DynamicCache):
 
     def _finish_pass(self) -> None:
         """Note whether the last layer wrote all its states, while they are still as it left them."""
-        progress, last = self._shared.progress, self._last_layer()
+        progress, last = self._shared.progress, self._last_layer
         if progress.calls is not None and progress.reached == last >= 0 and _is_linear(self.layers[last]):
             whole = progress.written.get(self._kind(last), set()) <= self._written()
             progress.rewind_to(last if whole else last - 1)
 
-    def _change(self, verb: str, *arguments: Any) -> None:
+    def _change(self, verb: str, argument: Any) -> None:
         """Have every layer do this; an interruption in between is noticed."""
         self._check_whole()
         # Our layers read indices on the host, and each would wait for the device.
-        here = [given.cpu() if isinstance(given, Tensor) else given for given in arguments]
+        here = argument.cpu() if isinstance(argument, Tensor) else argument
         self._shared.progress.changing = verb
         for index, layer in enumerate(self.layers):
             try:
-                getattr(layer, verb)(*(here if isinstance(layer, QAdALayer) else arguments))
+                getattr(layer, verb)(here if isinstance(layer, QAdALayer) else argument)
             except Exception as error:
                 if not index and _refuses(layer, error):
                     self._shared.progress.changing = ""
@@ -174,20 +172,17 @@ class WatchedCache(DynamicCache):
         self._shared.progress.changing = ""
 
     def _bulks(self) -> list[Bulk]:
-        """The bulks of the layers that hold tokens."""
-        ours = [layer for layer in self.layers if isinstance(layer, QAdALayer)]
-        return [layer.store.bulk for layer in ours if layer.store is not None]
+        return [layer.store.bulk for layer in self.layers if isinstance(layer, QAdALayer) and layer.store is not None]
 
+    @functools.cached_property
     def _last_layer(self) -> int:
-        """The last layer that calls in every pass."""
-        # In older transformers feed-forward layers have a linear cache and never call it.
-        types = getattr(self._shared.model.config, "layer_types", None) or [""] * len(self.layers)
-        calling = [
-            index
-            for index, (layer, kind) in enumerate(zip(self.layers, types, strict=False))
-            if isinstance(layer, (CacheLayerMixin, LinearAttentionCacheLayerMixin)) and kind not in ("mlp", "moe")
-        ]
-        return max(calling, default=-1)
+        """The last layer that calls in every pass; -1: none does."""
+        for index in reversed(range(len(self.layers))):
+            calls = isinstance(self.layers[index], (CacheLayerMixin, LinearAttentionCacheLayerMixin))
+            # In older transformers feed-forward layers have a linear cache and never call it.
+            if calls and self._kind(index)[1] not in ("mlp", "moe"):
+                return index
+        return -1
 
 
 def _is_linear(layer: Any) -> bool:

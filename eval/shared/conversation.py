@@ -217,7 +217,7 @@ def converse(
         told.stats = cache.stats()
         told.device_bytes, told.host_bytes = told.stats.device_bytes, told.stats.host_bytes
     else:
-        told.device_bytes = sum(layer_bytes(layer, offloading=False)[0] for layer in cache.layers)
+        told.device_bytes = sum(layer_bytes(layer)[0] for layer in cache.layers)
     return told
 
 

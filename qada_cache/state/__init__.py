@@ -4,6 +4,7 @@ import sys
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -54,30 +55,25 @@ class Options:
     tuned: bool = False
 
     def __post_init__(self) -> None:
-        for name, number, least, most, allowed in (
-            ("threshold", "a number in [0, 1]", 0.0, 1.0, "in [0, 1]"),
-            ("token_threshold", "a number", 0.0, sys.float_info.max, "finite and not negative"),
-            ("sketch_bits", "a number", MIN_BITS, MAX_BITS, f"from {MIN_BITS} to {MAX_BITS}"),
-        ):
+        number = (int, float)
+        limits: dict[str, tuple[Any, str, float, float, str]] = {
+            "threshold": (number, "a number in [0, 1]", 0.0, 1.0, "be in [0, 1]"),
+            "token_threshold": (number, "a number", 0.0, sys.float_info.max, "be finite and not negative"),
+            "sketch_bits": (number, "a number", MIN_BITS, MAX_BITS, f"be from {MIN_BITS} to {MAX_BITS}"),
+            **dict.fromkeys(("sink_tokens", "local_tokens", "audit_every"), (int, "an int", 0, inf, "not be negative")),
+            **dict.fromkeys(("update_moments", "offloading", "tuned"), (bool, "a bool", False, True, "")),
+        }
+        for name, (kinds, kind, least, most, allowed) in limits.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be {number}, got {type(value).__name__}")
+            if not isinstance(value, kinds) or isinstance(value, bool) is not (kinds is bool):
+                raise TypeError(f"{name} must be {kind}, got {type(value).__name__}")
             if not least <= value <= most:  # also refuses nan, and ints that no float holds
-                raise ValueError(f"{name} must be {allowed}, got {value}")
-        for name in ("sink_tokens", "local_tokens", "audit_every"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-            if value < 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
+                raise ValueError(f"{name} must {allowed}, got {value}")
         if self.local_tokens <= self.sink_tokens:
             raise ValueError(
                 f"local_tokens ({self.local_tokens}) counts sinks and window together, so it must exceed "
                 f"sink_tokens ({self.sink_tokens})"
             )
-        for name in ("update_moments", "offloading", "tuned"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
         if isinstance(self.criterion, str):
             if self.criterion not in CRITERIA:
                 raise ValueError(
@@ -148,10 +144,8 @@ class ManagedModel:
 
 @dataclass
 class Progress:
-    """The layer that called the cache last, and the calls that it has made in this pass.
-
-    A layer may hold attention and states of another kind. It makes one call a pass for each, in an order of its own.
-    The same call again belongs to another pass.
+    """How far a pass has come. A layer makes a call for its keys and some for each of its states, in an order of its
+    own; the same call again belongs to another pass.
 
     Attributes:
         reached: the layer that called last; -1 before the first call.
@@ -176,24 +170,11 @@ class Progress:
         self.reached, self.calls = layer, None
 
 
-@dataclass(eq=False)
 class Shared:
-    """One object that a cache and all its layers refer to.
+    """One object that a cache and all its layers refer to."""
 
-    Attributes:
-        options: the cache's.
-        model: the one served.
-        forward_pass: padding and masks, computed once a pass.
-        progress: how far the pass under way has come.
-        residents: heads that lie on the device as well.
-    """
-
-    options: Options
-    model: ManagedModel
-    progress: Progress = field(default_factory=Progress)
-    forward_pass: ForwardPass = field(init=False)
-    residents: Residents = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.forward_pass = ForwardPass(self.options.sink_tokens, self.options.window)
-        self.residents = Residents(self.options.device_budget)
+    def __init__(self, options: Options, model: ManagedModel) -> None:
+        self.options, self.model = options, model
+        self.progress = Progress()
+        self.forward_pass = ForwardPass(options.sink_tokens, options.window)
+        self.residents = Residents(options.device_budget)

@@ -19,8 +19,7 @@ class Counters:
 
     Attributes:
         decisions, steps, dense_bulk_bytes, streamed_bytes: see `CacheStats`.
-        bulk_read_bytes, resident_hit_bytes, sketch_read_bytes: likewise; int64 tensors `[]` on the device once a kernel
-            counts them there.
+        bulk_read_bytes, resident_hit_bytes, sketch_read_bytes: likewise; int64 `[]` once a kernel counts them.
         audited: float64 `[5]`, sums over audited decisions of query heads: all; truly long-context; of these, found;
             called long-context; missed attention. None before the first.
         audited_bytes: bulk bytes read for audits.
@@ -40,10 +39,8 @@ class Counters:
     _unsummed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def count(self, flags: Tensor, geometry: Geometry, token_bytes: int) -> None:
-        """Count one call's decisions, bool `[batch, kv_heads, group, queries]`, True for long-context.
-
-        Neither they nor the geometry may change afterwards. `token_bytes` are those of a token of the bulk, all heads.
-        """
+        """Count one call's decisions, bool `[batch, kv_heads, group, queries]`, True for long-context, which nobody may
+        change afterwards. `token_bytes` are those of a token of the bulk, all heads."""
         self.steps += 1
         if not geometry.decisions:
             return
@@ -62,9 +59,8 @@ class Counters:
         count = getattr(self, name)
         if not isinstance(count, Tensor) or count.device != device:
             with torch.inference_mode(False):  # it may be added to outside inference mode
-                count = torch.full((), int(count), dtype=torch.int64, device=device)
-            setattr(self, name, count)
-        return count
+                setattr(self, name, torch.full((), int(count), dtype=torch.int64, device=device))
+        return getattr(self, name)
 
     @property
     def local_heads(self) -> Tensor | None:
@@ -87,14 +83,13 @@ class Counters:
     @property
     def record(self) -> dict[str, Any]:
         """The counters of a file, by name."""
-        plain = {name: getattr(self, name) for name in COUNTER_NAMES}
-        return plain | {"local_heads": self.local_heads, "local_groups": self.local_groups}
+        return {name: getattr(self, name) for name in (*COUNTER_NAMES, "local_heads", "local_groups")}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Counters":
         """The inverse of `record`, which may hold other things as well."""
-        plain = {name: record[name] for name in COUNTER_NAMES}
-        return cls(**plain, _local_heads=record["local_heads"], _local_groups=record["local_groups"])
+        summed = {"_local_heads": record["local_heads"], "_local_groups": record["local_groups"]}
+        return cls(**{name: record[name] for name in COUNTER_NAMES}, **summed)
 
     def _sum(self) -> None:
         for shape, calls in itertools.groupby(self._unsummed, key=lambda call: call[0].shape):

@@ -15,11 +15,9 @@ from .counters import Counters
 
 
 def _no_tensor(name: str) -> Any:
-    """The property `keys` or `values`, for code that takes a layer for transformers' own. It raises once the layer
-    holds tokens.
+    """The property `keys` or `values`, for code that takes a layer for transformers' own: None as long as it is empty.
 
-    There is no single tensor to return: on an accelerator, making one would copy the whole bulk to the device, and it
-    would lack the padding. An empty layer returns None.
+    Then there is no single tensor to return: to make one would copy the whole bulk to the device, without its padding.
     """
 
     def refuse(layer: "QAdALayer", *given: Tensor | None) -> None:
@@ -39,14 +37,15 @@ class Seen(int):
 class QAdALayer(DynamicLayer):
     """One full-attention layer: its tokens, padding and counters.
 
-    `update` only tags new tokens. The registered attention function (`attention/forward.py`) stores them: it has the
-    queries, and the mask that tells real tokens from padding.
+    `update` only tags new tokens. The attention function (`attention/forward.py`) stores them: it has the queries, and
+    the mask that tells real tokens from padding.
 
     Attributes:
         store: the real tokens; None before the first update.
         seen: logical tokens, padding included (what transformers calls the sequence length).
         padding: of these tokens; shared by the layers of a cache.
         incoming: the key tensor handed out by `update` and not yet seen by the attention function.
+        bound_module: weak reference to the attention module served.
         counters: what it did.
         binding: what decode kernels keep between its steps.
         kept_moments: what it keeps of another prompt's.
@@ -56,24 +55,20 @@ class QAdALayer(DynamicLayer):
     supports_early_init = False  # nothing is preallocated by transformers' export path
     keys, values = _no_tensor("keys"), _no_tensor("values")
 
-    def __init__(self, shared: Shared, index: int) -> None:
+    def __init__(self, shared: Shared, index: int, next_layer: "QAdALayer | None" = None) -> None:
         super().__init__()
-        self.shared = shared
-        self.index = index
-        self.next_layer: QAdALayer | None = None
+        self.shared, self.index, self.next_layer = shared, index, next_layer
         self.reset()
 
     def reset(self) -> None:
         """Drop all tokens and counters."""
         self.is_initialized = False
-        self.bound_module: Any = None  # weak reference to the attention module served, see attention/forward.py
+        self.bound_module: Any = None
         self.incoming: Tensor | None = None
         self.store: TokenStore | None = None
         self.shared.residents.layers.pop(self.index, None)
-        self.seen = 0
-        self.padding = NONE
-        self.counters = Counters()
-        self.binding, self.kept_moments = Binding(), LayerMoments()
+        self.seen, self.padding = 0, NONE
+        self.counters, self.binding, self.kept_moments = Counters(), Binding(), LayerMoments()
 
     @property
     def options(self) -> Options:
@@ -86,15 +81,12 @@ class QAdALayer(DynamicLayer):
         Raises:
             ValueError: as `TokenStore.keep_moments`.
         """
-        self.counters = Counters()
+        self.counters, options = Counters(), self.options
         if self.store is not None:
-            self.store.keep_moments(track=self.options.tracks_moments, update=self.options.update_moments)
-            self.store.keep_sketch(self.options.stored_sketch_bits, self._energies())
-
-    def _energies(self) -> Tensor | None:
-        """Query energies of this process's heads `[kv_heads, dim]`; None if they are not known."""
-        energies = self.options.query_energies
-        return None if energies is None else self.shared.model.shard.own(energies[self.index])
+            self.store.keep_moments(track=options.tracks_moments, update=options.update_moments)
+            energies = options.query_energies
+            own = None if energies is None else self.shared.model.shard.own(energies[self.index])
+            self.store.keep_sketch(options.stored_sketch_bits, own)
 
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""
@@ -110,13 +102,10 @@ class QAdALayer(DynamicLayer):
             sinks=self.options.sink_tokens,
             window=self.options.window,
             offloading=self.options.offloading,
-            track_moments=self.options.tracks_moments,
-            update_moments=self.options.update_moments,
-            sketch_bits=self.options.stored_sketch_bits,
-            energies=self._energies(),
             residents=self.shared.residents,
             layer=self.index,
         )
+        self.apply_options()
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -139,10 +128,8 @@ class QAdALayer(DynamicLayer):
                 "batch_repeat_interleave or batch_select_indices first, or reset()"
             )
         elif (key_states.dtype, value_states.dtype) != self.store.dtypes:
-            held, given = (
-                " and ".join(map(str, dict.fromkeys(dtypes)))
-                for dtypes in (self.store.dtypes, (key_states.dtype, value_states.dtype))
-            )
+            dtypes = self.store.dtypes, (key_states.dtype, value_states.dtype)
+            held, given = (" and ".join(map(str, dict.fromkeys(pair))) for pair in dtypes)
             raise RuntimeError(
                 f"this QAdACache holds keys and values in {held} and was given {given}: use it with a model of the "
                 "dtype it was filled with, or reset() it"
@@ -174,16 +161,9 @@ class QAdALayer(DynamicLayer):
         self.shared.progress.rewind_to(self.index - 1)
 
     def read_mask(self, mask: Tensor | None, *, batch: int, tokens: int) -> Tensor | None:
-        """Note new padding. Returns which of the call's tokens are real: bool `[batch, tokens]` on the host; None: all.
-
-        `mask` is as the model hands it to its attention function. `tokens` are the call's, the last of `seen`.
-
-        Raises:
-            ValueError: as `Padding.after`.
-        """
-        self.padding, new = self.shared.forward_pass.padding_after(
-            self.padding, mask, batch=batch, seen=self.seen, queries=tokens
-        )
+        """Note new padding of a call, whose `tokens` are the last of `seen`; arguments, result and errors as of
+        `Padding.after`."""
+        self.padding, new = self.padding.after(mask, batch=batch, seen=self.seen, queries=tokens)
         return new
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -203,10 +183,9 @@ class QAdALayer(DynamicLayer):
         if tokens_to_remove == 0 or self.store is None:
             return
         seen = max(self.seen + tokens_to_remove, 0)
-        padded = self.padding.beyond(seen) or [0] * self.store.batch
-        removed = self.seen - seen
-        self.store.crop([length - removed + gone for length, gone in zip(self.store.lengths, padded, strict=True)])
-        self.seen, self.padding = seen, self.padding.crop(seen)
+        padding = self.padding.crop(seen)
+        self.store.crop([seen - padded for padded in padding.counts(self.store.batch)])
+        self.seen, self.padding = seen, padding
 
     def select(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""

@@ -31,19 +31,19 @@ def layer_record(layer: QAdALayer) -> dict[str, Any]:
     """Everything `restore_layer` needs. Unused room of buffers is left out. The bulk keeps its room, as its tokens are
     used in the file itself, and others may follow them."""
     layer.check_attended()
-    if layer.store is None:
+    if (store := layer.store) is None:
         return {}
-    store = layer.store
-    padding = [] if layer.padding.known is None else [(0, layer.padding.known)]
-    record = {"seen": layer.seen, "padding": padding, **layer.counters.record}
-    used = slice(0, store.sinks + store.end)
-    record |= {"local_keys": store.local_keys[:, :, used], "local_values": store.local_values[:, :, used]}
-    bulk = store.bulk
+    bulk, used = store.bulk, slice(0, store.sinks + store.end)
+    bulk.synchronize()
     room = bulk.capacity if any(bulk.lengths) else 0
-    record |= {
-        name: PaddedTensor(t, bulk.lengths, room) for name, t in zip(BULK, (bulk.keys, bulk.values), strict=True)
+    record = {
+        "seen": layer.seen,
+        "padding": [(0, layer.padding.known)] if layer.padding.known.numel() else [],
+        **layer.counters.record,
+        **{"local_keys": store.local_keys[:, :, used], "local_values": store.local_values[:, :, used]},
+        **{name: PaddedTensor(t, bulk.lengths, room) for name, t in zip(BULK, (bulk.keys, bulk.values), strict=True)},
+        **{"lengths": store.lengths, "flushed": store.flushed, "stored": bulk.lengths, "decoded": store.decoded},
     }
-    record |= {"lengths": store.lengths, "flushed": store.flushed, "stored": bulk.lengths, "decoded": store.decoded}
     if store.moments is not None:
         record |= {"count": store.moments.count, "mean": store.moments.mean, "covariance": store.moments.covariance}
     if store.sketch is not None:
@@ -71,8 +71,7 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
         store.local_keys[:, :, :columns] = record["local_keys"]
         store.local_values[:, :, :columns] = record["local_values"]
         store.lengths, store.flushed, store.decoded = record["lengths"], record["flushed"], record["decoded"]
-        keys, values = (record[name] for name in BULK)
-        stored = record["stored"]
+        (keys, values), stored = (record[name] for name in BULK), record["stored"]
         if store.bulk.mappable and any(stored):
             store.bulk.adopt(source, keys, values, lengths=stored)
         else:
@@ -124,11 +123,9 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
 
     end, seen = sizes["columns"] - sinks, record["seen"]
     stored = [max(gone - sinks, 0) for gone in flushed]
-    rows = [lengths, flushed, record["stored"]]
-    if options.tracks_moments:
-        rows.append(record["count"])
-    whole = all(isinstance(row, list) and len(row) == len(lengths) and all(map(_is_int, row)) for row in rows)
-    require(lengths and whole and _is_int(seen), f"{seen} tokens seen, in rows of {rows}")
+    rows = [lengths, flushed, record["stored"], *([record["count"]] if options.tracks_moments else [])]
+    whole = all(isinstance(row, list) and len(row) == len(lengths) and {*map(type, row)} == {int} for row in rows)
+    require(lengths and whole and type(seen) is int, f"{seen} tokens seen, in rows of {rows}")
     require(0 <= end <= window + max(window, PENDING_TOKENS), f"{end} tokens beside {sinks} sinks")
     require(rows[2] == stored and max(stored) <= sizes["room"], f"{rows[2]} tokens in a bulk of {sizes['room']}")
     recents = [length - gone for length, gone in zip(lengths, flushed, strict=True)]
@@ -137,28 +134,23 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     if options.tracks_moments:
         behind = not options.update_moments and record["decoded"]  # frozen moments leave out decoded tokens
         pairs = zip(record["count"], stored, strict=True)
-        require(
-            all(0 <= count <= most if behind else count == most for count, most in pairs),
-            f"moments of {record['count']} tokens",
-        )
+        fits = all((0 if behind else most) <= count <= most for count, most in pairs)
+        require(fits, f"moments of {record['count']} tokens")
+    padding = NONE
     for first, valid in record["padding"]:
         fits = first == 0 and valid.dtype == torch.bool and valid.dim() == 2 and len(valid) == len(lengths)
         require(fits and valid.shape[1] <= seen, f"padding of shape {list(valid.shape)} from {first} on")
-    padding = Padding(record["padding"][0][1].cpu()) if record["padding"] else NONE
-    real = [seen - padded for padded in padding.beyond(0) or [0] * len(lengths)]
+        padding = Padding(valid.cpu())
+    real = [seen - padded for padded in padding.counts(len(lengths))]
     require(lengths == real, f"{lengths} tokens of {seen} that were seen")
     return padding
-
-
-def _is_int(value: Any) -> bool:
-    return type(value) is int
 
 
 def _is_count(value: Any) -> bool:
     """Whether a counter may hold this: an int, or int64 `[]` where a kernel counts."""
     if isinstance(value, Tensor):
         return value.dtype == torch.int64 and not value.dim() and value.item() >= 0
-    return _is_int(value) and 0 <= value < 2**63
+    return type(value) is int and 0 <= value < 2**63
 
 
 COUNTED = "cumulative_length"  # the one number of such a layer that a text changes
@@ -185,7 +177,8 @@ def check_stock(layer: Any, record: dict[str, Any]) -> None:
         require(keys.shape[:3] == values.shape[:3], f"keys {list(keys.shape)} beside values {list(values.shape)}")
         seen = record.get(COUNTED, keys.shape[2])
         require(type(seen) is int and seen >= keys.shape[2], f"{keys.shape[2]} of {seen} tokens")
-        least = min(seen, fresh.get("sliding_window", 0) - 1) if fresh.get("sliding_window", 0) > 1 else seen
+        window = fresh.get("sliding_window", 0)
+        least = min(seen, window - 1) if window > 1 else seen
         enough = keys.shape[2] == least or (record.get("record_past") and keys.shape[2] > least)
         require(enough, f"{keys.shape[2]} of {seen} tokens, where a window has {least}")
     for place, size in (record.get("conv_kernel_size") or {}).items():
@@ -200,17 +193,13 @@ def check_alike(layers: Sequence[Any]) -> None:
     texts = [(layer.seen, layer.store.lengths, layer.store.flushed) for layer in ours if layer.store is not None]
     if any(text != texts[0] for text in texts) or not all(layer.padding.equals(ours[0].padding) for layer in ours):
         raise ValueError(f"its layers hold different tokens: {texts}")
-    rows = {len(lengths) for _, lengths, _ in texts} | {len(state) for layer in layers for state in _held_states(layer)}
+    stock = [layer for layer in layers if not isinstance(layer, QAdALayer)]
+    held = [getattr(layer, name, None) for layer in stock for name in ("keys", "values")]
+    for layer in stock:
+        for name in ("conv_states", "recurrent_states"):
+            held += (getattr(layer, name, None) or {}).values()
+    rows = {len(state) for state in held if isinstance(state, Tensor) and state.dim() > 1}
+    rows |= {len(lengths) for _, lengths, _ in texts}
     seen = {layer.get_seq_length() for layer in layers if hasattr(layer, COUNTED)} | {seen for seen, _, _ in texts}
     if len(rows) > 1 or len(seen) > 1:
         raise ValueError(f"its layers hold different texts: {sorted(seen)} tokens in {sorted(rows)} rows")
-
-
-def _held_states(layer: Any) -> list[Tensor]:
-    """Those of a layer of transformers' own, a row for each of the batch."""
-    if isinstance(layer, QAdALayer):
-        return []
-    held = [getattr(layer, name, None) for name in ("keys", "values")]
-    for name in ("conv_states", "recurrent_states"):
-        held += (getattr(layer, name, None) or {}).values()
-    return [state for state in held if isinstance(state, Tensor) and state.dim() > 1]

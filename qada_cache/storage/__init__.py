@@ -1,12 +1,13 @@
 """The tokens of one layer: sinks and recent tokens on the compute device, older ones in the bulk."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from operator import sub
 
 import torch
 from torch import Tensor
 
 from ..key_moments.running import RunningMoments
+from ..sketch import Layout
 from .bulk import GROWTH, Bulk
 from .bulk_sketch import BulkSketch
 from .padding import real_tokens
@@ -14,26 +15,26 @@ from .residents import Residents
 
 PENDING_TOKENS = 128  # tokens leave the device in chunks of about this many
 ROOM_TOKENS = 1024  # recent tokens that have room from the start; more columns come as they are needed
+Pair = tuple[Tensor, ...]  # keys and values
 
 
 class TokenStore:
     """Keys and values of one layer, every row kept as `sinks | bulk | recent`, oldest first.
 
-    Recent tokens are the sliding window and pending tokens. Pending tokens have left the window and wait on the compute
-    device, to move on in chunks. Recent tokens are right-aligned in their columns, so the newest tokens of all rows
-    share columns. Padding is never stored, so rows may differ in length. A flush moves the oldest recent tokens into
-    the sinks until these are full, then into the bulk and the running moments. Flushed tokens precede the window of
-    every query of the next call of at most `window` tokens.
+    Recent tokens are the sliding window, and pending tokens, which wait to move on in chunks. They are right-aligned:
+    the newest tokens of all rows share columns. Padding is never stored, so rows may differ in length. A flush moves
+    the oldest recent tokens into the sinks until these are full, then into the bulk and the running moments. Flushed
+    tokens precede the window of every query of the next call of at most `window` tokens.
 
     Attributes:
         local_keys, local_values: `[batch, kv_heads, columns, dim]`, sink columns first, then recent ones.
         capacity: recent columns, at most; there are as many as have been needed.
         end: recent columns in use.
-        lengths: tokens of each row.
-        flushed: of those, the oldest ones, that are no longer recent.
-        bulk: where they are, but for the sinks.
+        lengths, flushed: tokens of each row; of those, the oldest ones, that are no longer recent.
+        bulk: where these are, but for the sinks.
         moments: of the keys in the bulk, or None if not asked for. Frozen moments cover a prefix of the bulk.
-        sketch: of the bulk, or None if not asked for.
+        update_moments: False freezes them in `append`, so that only `absorb` adds to them.
+        sketch: likewise.
         decoded: whether `append` put anything into the bulk since the last `absorb`; frozen moments leave it out.
     """
 
@@ -45,20 +46,12 @@ class TokenStore:
         sinks: int,
         window: int,
         offloading: bool,
-        track_moments: bool,
-        update_moments: bool,
-        sketch_bits: float | None,
-        energies: Tensor | None,
         residents: Residents,
         layer: int,
     ) -> None:
-        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`).
-
-        `update_moments` False leaves the moments alone in `append`, so that only `absorb` adds to them. `sketch_bits`
-        None keeps no sketch; `energies` are for it, see `BulkSketch`. `residents` and `layer` are as for `Bulk`.
-        """
-        self.sinks, self.window = sinks, window
-        self.offloading, self.update_moments = offloading, update_moments
+        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`), which keeps no
+        moments and no sketch yet. `residents` and `layer` are as for `Bulk`."""
+        self.sinks, self.window, self.offloading = sinks, window, offloading
         batch, kv_heads = keys.shape[:2]
         self.end, self.decoded = 0, False
         self.lengths, self.flushed = [0] * batch, [0] * batch
@@ -72,9 +65,8 @@ class TokenStore:
             self.local_values = self.local_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
         self.bulk = Bulk(self.local_keys, self.local_values, offloading=offloading, residents=residents, layer=layer)
         self.moments: RunningMoments | None = None
+        self.update_moments = True
         self.sketch: BulkSketch | None = None
-        self.keep_moments(track=track_moments, update=update_moments)
-        self.keep_sketch(sketch_bits, energies)
 
     @property
     def batch(self) -> int:
@@ -102,29 +94,27 @@ class TokenStore:
         """Add at most `window` recent tokens to every row; `valid` `[batch, tokens]` is None without padding."""
         tokens = keys.shape[2]
         if self.end + tokens > self.capacity:
-            self._flush_pending()
+            groups = self._alike(self.lengths, self.flushed)
+            self._set_recent(groups, [self._flush(rows, self._recent(rows), exact=False) for rows in groups])
         if valid is None:
             self.reserve(self.end + tokens)
             start = self.sinks + self.end
             self.local_keys.narrow(2, start, tokens).copy_(keys)
             self.local_values.narrow(2, start, tokens).copy_(values)
             self.end += tokens
-            self.lengths = [length + tokens for length in self.lengths]
-            return
-        groups = self._single_rows()
-        self._set_recent(groups, [self._extended(rows, keys, values, valid) for rows in groups])
-        self.lengths = [length + int(new) for length, new in zip(self.lengths, valid.sum(dim=-1), strict=True)]
+        else:
+            groups = self._single_rows()
+            self._set_recent(groups, [self._extended(rows, (keys, values), valid) for rows in groups])
+        self._lengthen(tokens, valid)
 
     def absorb(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Add any number of tokens: each row keeps its window, everything older is flushed at once."""
+        self._catch_up(range(self.batch))
         groups = self._alike(self.lengths, self.flushed) if valid is None else self._single_rows()
-        recents, lengths = [], []
-        for rows in groups:
-            self._catch_up(rows)
-            recents.append(self._flush(rows, *self._extended(rows, keys, values, valid), exact=True))
-            lengths += [self.flushed[rows.start] + recents[-1][0].shape[2]] * len(self.lengths[rows])
+        recents = [self._flush(rows, self._extended(rows, (keys, values), valid), exact=True) for rows in groups]
         self._set_recent(groups, recents)
-        self.lengths, self.decoded = lengths, False
+        self._lengthen(keys.shape[2], valid)
+        self.decoded = False
 
     def local_views(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
         """Views of sinks and recent tokens of rows alike, `[rows, kv_heads, tokens, dim]` each."""
@@ -150,10 +140,10 @@ class TokenStore:
             for row, (count, tokens) in enumerate(zip(self.moments.count, stored, strict=True)):
                 if count > tokens:  # taken anew rather than subtracted, which leaves errors that no later token heals
                     self.moments.clear(slice(row, row + 1))
-                    self._catch_up(slice(row, row + 1))
+                    self._catch_up([row])
 
     def keep_moments(self, *, track: bool, update: bool) -> None:
-        """Keep running moments or not, as if `track_moments` and `update_moments` had been so from the start.
+        """Keep running moments or not, and `update` them or not, as if from the start.
 
         Raises:
             ValueError: the tokens of frozen moments are not known.
@@ -167,21 +157,23 @@ class TokenStore:
         self.update_moments = update
         if not track:
             self.moments = None
-            return
-        if self.moments is None:
+        elif self.moments is None:
             batch, kv_heads, _, dim = self.local_keys.shape
             with torch.inference_mode(False):  # as in __init__
                 self.moments = RunningMoments(batch, kv_heads, dim, self.local_keys.device)
         if update or not frozen:
-            self._catch_up(slice(0, self.batch))
+            self._catch_up(range(self.batch))
 
     def keep_sketch(self, bits: float | None, energies: Tensor | None) -> None:
-        """Keep a sketch or none, as if `sketch_bits` and `energies` had been these from the start."""
-        if self.sketch is None or not self.sketch.matches(bits, energies):
-            self.sketch = BulkSketch.of(self.local_keys, self.local_values, bits, energies)
-            if self.sketch is not None:
-                for row in self._single_rows():
-                    self.sketch.append_from(self.bulk, row)
+        """Keep a sketch with these `BulkSketch.energies`, as if from the start; none if `bits` are None, or keys are of
+        no whole blocks (then all is read)."""
+        layout = Layout.from_bits_or_none(self.local_keys.shape[3], bits)
+        if layout is None:
+            self.sketch = None
+        elif self.sketch is None or not self.sketch.matches(layout, energies):
+            self.sketch = BulkSketch(self.local_keys, self.local_values, layout, energies)
+            for row in self._single_rows():
+                self.sketch.append_from(self.bulk, row)
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
     def select(self, index: list[int]) -> None:
@@ -215,14 +207,18 @@ class TokenStore:
         """Groups of rows that can be handled as one: all of them if these counts agree, else one by one."""
         return [slice(0, self.batch)] if all(len(set(counts)) == 1 for counts in per_row) else self._single_rows()
 
-    def _catch_up(self, rows: slice) -> None:
+    def _catch_up(self, rows: Iterable[int]) -> None:
         """Add the bulk's missing tokens to the moments, before an exact call: those decoded under frozen moments."""
         if self.moments is None:
             return
-        for row in range(rows.start, rows.stop):
+        for row in rows:
             own = slice(row, row + 1)
             for span in self.bulk.spans(row, self.moments.count[row], heads=self.local_keys.shape[1]):
                 self.moments.update(own, self.bulk.read(own, slice(None), *span)[0])
+
+    def _lengthen(self, tokens: int, valid: Tensor | None) -> None:
+        new = [tokens] * self.batch if valid is None else valid.sum(dim=-1).tolist()
+        self.lengths = [length + more for length, more in zip(self.lengths, new, strict=True)]
 
     def _recent(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Views of the recent tokens of rows alike."""
@@ -230,16 +226,15 @@ class TokenStore:
         start = stop - (self.lengths[rows.start] - self.flushed[rows.start])
         return self.local_keys[rows, :, start:stop], self.local_values[rows, :, start:stop]
 
-    def _extended(self, rows: slice, keys: Tensor, values: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The recent tokens of rows alike and the real ones of these behind them; no views of what is held."""
-        real = slice(None) if valid is None else real_tokens(valid, rows.start, keys.device)
-        new_keys, new_values = keys[rows][:, :, real], values[rows][:, :, real]
+    def _extended(self, rows: slice, new: Pair, valid: Tensor | None) -> Pair:
+        """The recent tokens of rows alike and the real ones of `new` behind them; no views of what is held."""
+        real = slice(None) if valid is None else real_tokens(valid, rows.start, new[0].device)
+        new = tuple(part[rows][:, :, real] for part in new)
         if self.lengths[rows.start] == self.flushed[rows.start]:
-            return new_keys, new_values
-        old_keys, old_values = self._recent(rows)
-        return torch.cat([old_keys, new_keys], dim=2), torch.cat([old_values, new_values], dim=2)
+            return new
+        return tuple(torch.cat(parts, dim=2) for parts in zip(self._recent(rows), new, strict=True))
 
-    def _tokens(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _tokens(self, rows: slice, start: int, stop: int) -> Pair:
         """Copies of real tokens `start..stop` of rows alike, wherever they lie, on the compute device."""
         gone = self.flushed[rows.start]
         sinks, recent = slice(start, min(stop, gone, self.sinks)), slice(max(start - gone, 0), max(stop - gone, 0))
@@ -249,9 +244,9 @@ class TokenStore:
             parts.append(self.bulk.read(rows, slice(None), first - self.sinks, last - self.sinks))
         keys, values = self._recent(rows)
         parts.append((keys[:, :, recent], values[:, :, recent]))
-        return torch.cat([keys for keys, _ in parts], dim=2), torch.cat([values for _, values in parts], dim=2)
+        return tuple(torch.cat(each, dim=2) for each in zip(*parts, strict=True))
 
-    def _set_recent(self, groups: list[slice], recents: Sequence[tuple[Tensor, ...]]) -> None:
+    def _set_recent(self, groups: list[slice], recents: list[Pair]) -> None:
         """Replace the recent tokens of every group of rows by these, right-aligned (copies, not views of them)."""
         self.end = max(keys.shape[2] for keys, _ in recents)
         self.reserve(self.end)
@@ -260,15 +255,18 @@ class TokenStore:
             self.local_keys[rows, :, stop - keys.shape[2] : stop] = keys
             self.local_values[rows, :, stop - values.shape[2] : stop] = values
 
-    def _flush(self, rows: slice, keys: Tensor, values: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
+    def _flush(self, rows: slice, recent: Pair, *, exact: bool) -> Pair:
         """Rows alike keep a window of these recent tokens, which is returned. Older ones go to the sinks until they are
         full, then to the bulk."""
+        keys, values = recent
         older, gone = max(keys.shape[2] - self.window, 0), self.flushed[rows.start]
         missing = min(max(self.sinks - gone, 0), older)
         self.local_keys[rows, :, gone : gone + missing] = keys[:, :, :missing]
         self.local_values[rows, :, gone : gone + missing] = values[:, :, :missing]
         if older > missing:
             flushed = keys[:, :, missing:older], values[:, :, missing:older]
+            if not exact:  # their columns are written over while they go to the host
+                flushed = flushed[0].clone(), flushed[1].clone()
             self.bulk.append(rows, *flushed)
             if self.sketch is not None:
                 self.sketch.append_from(self.bulk, rows, flushed)
@@ -278,11 +276,3 @@ class TokenStore:
         self.flushed[rows] = [gone + older] * len(self.flushed[rows])
         # Not views: those would keep all of a row's new tokens until the last row is done.
         return keys[:, :, older:].clone(), values[:, :, older:].clone()
-
-    def _flush_pending(self) -> None:
-        """Flush every pending token, so that each row keeps at most its window."""
-        groups, recents = self._alike(self.lengths, self.flushed), []
-        for rows in groups:  # copies, as their columns are written over while they go to the host
-            keys, values = (part.clone() for part in self._recent(rows))
-            recents.append(self._flush(rows, keys, values, exact=False))
-        self._set_recent(groups, recents)

@@ -2,6 +2,7 @@
 
 import copy
 from collections import deque
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -26,11 +27,11 @@ STREAM_TOKENS = 32768  # tokens of one head in a block that is streamed through 
 class Bulk:
     """Every key and value outside sinks and recent tokens, oldest first, row by row.
 
-    Layout `[batch, kv_heads, capacity, dim]`; row `r` holds its first `lengths[r]` tokens, the rest is not
-    initialised and never read. With `offloading` on an accelerator the storage is pinned host memory, and heads may be
-    kept on the device as well (`residents.py`). Otherwise it lies on the compute device, and reads are views.
+    With `offloading` on an accelerator the storage is pinned host memory, and heads may be kept on the device as well
+    (`residents.py`). Otherwise it lies on the compute device, and reads are views.
 
     Attributes:
+        keys, values: `[batch, kv_heads, capacity, dim]`; what follows a row's tokens is not initialised and never read.
         lengths: tokens of each row.
         token_bytes: of one token of one head.
         source: the memory that copies share, or the file, under `keys` and `values`; else None.
@@ -44,23 +45,17 @@ class Bulk:
     _reader: Any = None  # stream of the last kernel that read it in place
 
     def __init__(self, keys: Tensor, values: Tensor, *, offloading: bool, residents: Residents, layer: int) -> None:
-        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`).
-
-        `residents` are the cache's, `layer` is this one's index.
-        """
+        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`). `residents`
+        are the cache's, `layer` is this one's index."""
         self.device = keys.device
         self.offloaded = offloading and self.device.type != "cpu"
         self.residents = residents.layer(layer, keys.device, *keys.shape[:2])
-        self.lengths = [0] * keys.shape[0]
-        self.source: PrivateMap | None = None
-        self.unwritten = [0] * keys.shape[0]
-        self.keys = self._allocate(keys, 0)
-        self.values = self._allocate(values, 0)
         self.token_bytes = sum(t.shape[3] * t.element_size() for t in (keys, values))
         self.flagged: list[Head] = []
         self.prefetched: dict[Head, AsyncCopy] = {}
         self.flag_copies: deque[HostCopy] = deque(maxlen=FLAG_COPIES)
         self._written: Any = None  # event of the last copy to the host
+        self.adopt(None, self._allocate(keys, 0), self._allocate(values, 0), lengths=[0] * keys.shape[0])
 
     def __del__(self) -> None:
         if self._reader is not None:
@@ -69,24 +64,21 @@ class Bulk:
     def _allocate(self, like: Tensor, capacity: int, batch: int | None = None) -> Tensor:
         shape = (like.shape[0] if batch is None else batch, like.shape[1], capacity, like.shape[3])
         with torch.inference_mode(False):  # an inference tensor could not be appended to outside inference mode
-            if self.device.type == "cpu":
-                return transfers.empty(shape, like.dtype)
-            if self.offloaded and capacity > 0:
+            if self.offloaded and self.device.type != "cpu" and capacity > 0:
                 try:
                     return torch.empty(shape, dtype=like.dtype, pin_memory=True)
                 except RuntimeError as error:  # the system limits it, or has none left
                     logger.warning_once(
                         f"the bulk lies in host memory that is not pinned, so that copies of it wait: {error}"
                     )
-            return torch.empty(shape, dtype=like.dtype, device="cpu" if self.offloaded else self.device)
+            return transfers.empty(shape, like.dtype, transfers.HOST if self.offloaded else self.device)
 
     def __deepcopy__(self, memo: dict) -> "Bulk":
         twin = memo[id(self)] = copy.copy(self)
         self.synchronize()
-        twin.lengths, twin.flagged, twin.prefetched = list(self.lengths), list(self.flagged), {}
-        twin.flag_copies = deque(maxlen=FLAG_COPIES)
-        twin.residents = copy.deepcopy(self.residents, memo)
-        twin.source, twin.unwritten = copy.deepcopy(self.source, memo), list(self.unwritten)
+        twin.lengths, twin.unwritten, twin.flagged = list(self.lengths), list(self.unwritten), list(self.flagged)
+        twin.prefetched, twin.flag_copies = {}, deque(maxlen=FLAG_COPIES)
+        twin.residents, twin.source = copy.deepcopy(self.residents, memo), copy.deepcopy(self.source, memo)
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = self._allocate(old, self.capacity) if twin.source is None else twin.source.same(old)
@@ -150,7 +142,7 @@ class Bulk:
         self.prefetched.clear()  # early copies hold another number of tokens
         self.residents.bulk_bytes = int(self.stored_bytes * (1 + ROOM))
 
-    def _moved(self, old: Tensor, index: list[int] | range, capacity: int) -> Tensor:
+    def _moved(self, old: Tensor, index: Sequence[int], capacity: int) -> Tensor:
         """A new storage whose row `i` is the row `index[i]` of the old one."""
         new = self._allocate(old, capacity, batch=len(index))
         for row, source in enumerate(index):
@@ -164,53 +156,33 @@ class Bulk:
         if self.offloaded and self.capacity:
             torch.accelerator.synchronize(self.device)
 
-    def _reorder(self, index: list[int]) -> None:
-        """Row `i` becomes the old row `index[i]`, in place: rows that stay are not copied, as most in a beam search."""
-        self._wait_for_readers()
-        changed = {row: source for row, source in enumerate(index) if row != source}
-        for row in changed:
-            self.unwritten[row] = 0
-        for store in (self.keys, self.values):
-            # The old content of rows that are both read and written.
-            held = {row: store[row, :, : self.lengths[row]].clone() for row in set(changed.values()) & set(changed)}
-            for row, source in changed.items():
-                length = self.lengths[source]
-                store[row, :, :length] = held[source] if source in held else store[source, :, :length]
-        self._set_lengths([self.lengths[row] for row in index])
-
-    def _rebuild(self, index: list[int], capacity: int) -> None:
+    def _rebuild(self, index: Sequence[int], capacity: int) -> None:
         """Move to a new storage whose row `i` is the old row `index[i]`."""
         self._wait_for_readers()
-        self.keys, self.values = (self._moved(old, index, capacity) for old in (self.keys, self.values))
-        self.source, self.unwritten = None, [0] * len(index)
-        self._set_lengths([self.lengths[row] for row in index])
+        keys, values = (self._moved(old, index, capacity) for old in (self.keys, self.values))
+        self.adopt(None, keys, values, lengths=[self.lengths[row] for row in index])
 
     def take(self, other: "Bulk") -> None:
         """Take over another one's tokens for this device; the other is not to be used again."""
         other._wait_for_readers()
-        if self.offloaded and other.offloaded:  # host memory serves every device
-            self.keys, self.values = other.keys, other.values
-        else:
-            rows = range(len(other.lengths))
-            self.lengths = other.lengths
-            self.keys, self.values = (self._moved(old, rows, other.capacity) for old in (other.keys, other.values))
-        self._set_lengths(other.lengths)
+        kept, self.lengths = [other.keys, other.values], other.lengths
+        if not (self.offloaded and other.offloaded):  # host memory serves every device
+            kept = [self._moved(old, range(len(self.lengths)), other.capacity) for old in kept]
+        self.adopt(None, *kept, lengths=self.lengths)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row."""
         if tokens > self.capacity:
-            # After the first fill, which is a prefill, layers have room for different numbers of tokens: if all of them
-            # were full at once, they would all be copied in the same step. Pinned blocks have room by their rounding.
+            # After the first fill, which is a prefill, layers have room for different numbers of tokens, so as not to
+            # be copied in the same step all of them. Pinned blocks have room by their rounding.
             share = 1.0 if self.capacity else self.residents.index * GOLDEN % 1.0
             need = tokens if self.offloaded else int(tokens * (1 + share * (GROWTH - 1)))
             capacity = -(-(need + 1) // GRANULE) * GRANULE
             if self.offloaded:
-                sizes = [
-                    len(self.lengths) * t.shape[1] * t.shape[3] * t.element_size() for t in (self.keys, self.values)
-                ]
+                sizes = [t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in (self.keys, self.values)]
                 room = min(transfers.pinned_bytes(capacity * size) // size for size in sizes)
                 capacity = room // GRANULE * GRANULE
-            self._rebuild(list(range(len(self.lengths))), capacity)
+            self._rebuild(range(len(self.lengths)), capacity)
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Add `keys` and `values` `[rows, kv_heads, tokens, dim]` to rows of equal length."""
@@ -248,8 +220,7 @@ class Bulk:
         for store in (self.keys, self.values):
             room = torch.empty(len(selected), store.shape[3], dtype=store.dtype, pin_memory=store.is_pinned())
             found.append(torch.index_select(store[head], 0, selected, out=room)[None, None])
-        keys, values = found
-        return fetch(keys, values, self.device, after=None)
+        return fetch(found[0], found[1], self.device, after=None)
 
     def read(self, rows: slice, heads: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[rows, heads, stop - start, dim]` on the compute device: a view, or a copy if offloaded."""
@@ -274,11 +245,22 @@ class Bulk:
 
     def select(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
-        used = max((self.lengths[row] for row in index), default=0)
-        if used and len(index) == len(self.lengths):
-            self._reorder(index)
+        lengths = [self.lengths[row] for row in index]
+        if any(lengths) and len(index) == len(self.lengths):
+            # In place: rows that stay are not copied, as most in a beam search.
+            self._wait_for_readers()
+            changed = {row: source for row, source in enumerate(index) if row != source}
+            for row in changed:
+                self.unwritten[row] = 0
+            for store in (self.keys, self.values):
+                # The old content of rows that are both read and written.
+                held = {row: store[row, :, : self.lengths[row]].clone() for row in set(changed.values()) & set(changed)}
+                for row, source in changed.items():
+                    length = self.lengths[source]
+                    store[row, :, :length] = held[source] if source in held else store[source, :, :length]
+            self._set_lengths(lengths)
         else:
-            self._rebuild(index, self.capacity if used else 0)
+            self._rebuild(index, self.capacity if any(lengths) else 0)
         self.residents.select(index)
         self.flagged = []
         self.flag_copies.clear()

@@ -15,7 +15,6 @@ from .bulk import Bulk
 
 TOKENS = ("codes", "scales")  # of a sketch, what every token has, in its last dimension
 SEGMENTS = ("units", "centres", "order", "weights", "mean_squares")  # what every segment has
-Read = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
 def _first(name: str, tensor: Tensor, tokens: int) -> Tensor:
@@ -26,8 +25,8 @@ def _first(name: str, tensor: Tensor, tokens: int) -> Tensor:
 class BulkSketch:
     """Of one layer, for rows that have at least `MIN_TOKENS` in the bulk: what tokens are selected by.
 
-    What is known of a row follows from its tokens alone, however they came: each segment is coded by what its own keys
-    say, and the last one again as it grows. So after a crop it is as if the rest had never been seen.
+    It follows from a row's tokens alone, however they came: each segment is coded by its own keys, and the last one
+    again as it grows. So after a crop it is as if the rest had never been seen.
 
     Attributes:
         layout: of the codes.
@@ -62,19 +61,11 @@ class BulkSketch:
                 **round_slopes(self.covariance),
             )
 
-    @classmethod
-    def of(cls, keys: Tensor, values: Tensor, bits: float | None, energies: Tensor | None) -> "BulkSketch | None":
-        """One for such tokens; None if none is asked for, or keys are of no whole blocks (then all is read)."""
-        layout = Layout.from_bits_or_none(keys.shape[3], bits)
-        return None if layout is None else cls(keys, values, layout, energies)
-
-    def matches(self, bits: float | None, energies: Tensor | None) -> bool:
-        """Whether it has these bits and energies."""
-        if Layout.from_bits_or_none(self.layout.dim, bits) != self.layout:
-            return False
+    def matches(self, layout: Layout, energies: Tensor | None) -> bool:
+        """Whether it has this layout and these energies."""
         if self.energies is None or energies is None:
-            return self.energies is energies
-        return torch.equal(self.energies, energies.to(self.energies.device))
+            return self.layout == layout and self.energies is energies
+        return self.layout == layout and torch.equal(self.energies, energies.to(self.energies.device))
 
     @property
     def in_use(self) -> bool:
@@ -90,32 +81,41 @@ class BulkSketch:
     def append_from(self, bulk: Bulk, rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
         """Append the bulk's tokens that rows of equal length lack.
 
-        `newest` are keys and values that were appended to it last `[rows, kv_heads, tokens, dim]`: what lies in them is
-        not read from the bulk.
+        `newest` are its last keys and values `[rows, kv_heads, tokens, dim]`, which are not read from it then.
         """
         length, known = bulk.lengths[rows.start], self.lengths[rows.start]
         if length < MIN_TOKENS or length == known:
             return
-        older = length if newest is None else length - newest[0].shape[2]
-
-        def read(start: int, stop: int) -> tuple[Tensor, Tensor]:
-            if newest is None or start < older:
-                return bulk.read(rows, slice(None), start, stop)
-            keys, values = (part[:, :, start - older : stop - older] for part in newest)
-            return keys, values
-
         bulk.residents.shared.retried(partial(self._reserve, bulk.capacity))
-        self._take(rows, known, length, read)
+        kept, last = self.tensors.tensors(), segment_start(length)
+        # The open segment is coded again.
+        first, older = segment_start(known) if known else 0, length if newest is None else length - newest[0].shape[2]
+        step = max(1, 2**16 // (SEGMENT_TOKENS * self.mean_key.shape[1])) * SEGMENT_TOKENS
+        for start, stop in [*((start, min(start + step, last)) for start in range(first, last, step)), (last, length)]:
+            if newest is None or start < older:
+                keys, values = bulk.read(rows, slice(None), start, stop)
+            else:
+                keys, values = (part[:, :, start - older : stop - older] for part in newest)
+            with without_autocast(keys.device):
+                energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
+                made = quantize_segments(keys, energies, self.layout, last=stop == length)
+                new = max(0, known - start)
+                if new < stop - start:
+                    self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
+            segments = slice(start // SEGMENT_TOKENS, start // SEGMENT_TOKENS + made["units"].shape[2])
+            for name in TOKENS:
+                kept[name][rows, ..., start:stop] = made[name]
+            for name in SEGMENTS:
+                kept[name][rows, :, segments] = made[name]
+        self._derive(rows, length)
+        self.lengths[rows] = [length] * len(self.lengths[rows])
 
     def truncate(self, bulk: Bulk) -> None:
         """Forget what the bulk has forgotten."""
         for row, (known, length) in enumerate(zip(self.lengths, bulk.lengths, strict=True)):
-            if known > length:
-                rows = slice(row, row + 1)
+            if known > length:  # taken anew rather than subtracted, which leaves errors that no later token heals
                 self.lengths[row] = 0
-                if length >= MIN_TOKENS:
-                    # Taken anew rather than subtracted: cancellation would leave errors that no later token heals.
-                    self._take(rows, 0, length, partial(bulk.read, rows, slice(None)))
+                self.append_from(bulk, slice(row, row + 1))
 
     def select(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`."""
@@ -131,9 +131,11 @@ class BulkSketch:
     def record(self) -> dict[str, Any]:
         """What a file keeps, by name."""
         kept, tokens = self.tensors.tensors(), max(self.lengths)
-        found: dict[str, Any] = {name: _first(name, kept[name], tokens) for name in (*TOKENS, *SEGMENTS)}
-        found |= {"mean_value": kept["mean_value"], "mean_key": self.mean_key, "value_key_covariance": self.covariance}
-        return found | {"sketch_lengths": self.lengths, "query_energies": self.energies}
+        return {
+            **{name: _first(name, kept[name], tokens) for name in (*TOKENS, *SEGMENTS)},
+            **{"mean_value": kept["mean_value"], "mean_key": self.mean_key, "value_key_covariance": self.covariance},
+            **{"sketch_lengths": self.lengths, "query_energies": self.energies},
+        }
 
     def restore(self, record: dict[str, Any], bulk: Bulk) -> None:
         """The inverse of `record`, which may hold other things as well, for an empty one of `bulk`.
@@ -157,43 +159,16 @@ class BulkSketch:
         for name, part in held.items():
             part.copy_(record[name])
         self.energies = energies  # the file's: others may be known now
-        self._round_slopes(slice(None))
         for row, length in enumerate(wanted):
-            self._average_channels(slice(row, row + 1), length)
+            if length:
+                self._derive(slice(row, row + 1), length)
 
-    def _take(self, rows: slice, known: int, length: int, read: Read) -> None:
-        """Code rows of equal `length` from where their first `known` tokens leave the open segment on."""
-        kept, last = self.tensors.tensors(), segment_start(length)
-        first = segment_start(known) if known else 0
-        step = max(1, 2**16 // (SEGMENT_TOKENS * self.mean_key.shape[1])) * SEGMENT_TOKENS
-        spans = [(start, min(start + step, last)) for start in range(first, last, step)] + [(last, length)]
-        for start, stop in spans:
-            keys, values = read(start, stop)
-            with without_autocast(keys.device):
-                energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
-                made = quantize_segments(keys, energies, self.layout, last=stop == length)
-                new = max(0, known - start)
-                if new < stop - start:
-                    self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
-            segments = slice(start // SEGMENT_TOKENS, start // SEGMENT_TOKENS + made["units"].shape[2])
-            for name in TOKENS:
-                kept[name][rows, ..., start:stop] = made[name]
-            for name in SEGMENTS:
-                kept[name][rows, :, segments] = made[name]
-        self._round_slopes(rows)
-        self._average_channels(rows, length)
-        self.lengths[rows] = [length] * len(self.lengths[rows])
-
-    def _round_slopes(self, rows: slice) -> None:
-        for name, rounded in round_slopes(self.covariance[rows]).items():
-            getattr(self.tensors, name)[rows] = rounded
-
-    def _average_channels(self, rows: slice, length: int) -> None:
-        if length:
-            kept = self.tensors.tensors()
-            used = {name: _first(name, kept[name][rows], length) for name in SEGMENTS}
-            for name, mean in channel_means(used, self.layout, length).items():
-                kept[name][rows] = mean
+    def _derive(self, rows: slice, length: int) -> None:
+        """What follows from the rest, for rows of equal length."""
+        kept = self.tensors.tensors()
+        used = {name: _first(name, kept[name][rows], length) for name in SEGMENTS}
+        for name, part in (round_slopes(self.covariance[rows]) | channel_means(used, self.layout, length)).items():
+            kept[name][rows] = part
 
     def _correlate(self, rows: slice, keys: Tensor, values: Tensor, before: int) -> None:
         """Take tokens into the means and the covariance of `before` others, by Chan's merge."""
@@ -219,11 +194,12 @@ class BulkSketch:
     @torch.inference_mode(False)  # as in __init__
     def _reserve(self, capacity: int) -> None:
         """Have room for so many tokens a row, as the bulk has."""
-        made, held = self.tensors.tensors(), max(self.lengths)
-        if capacity <= self.tensors.scales.shape[2]:
+        made, room = self.tensors.tensors(), self.tensors.scales.shape[2]
+        if capacity <= room:
             return
+        used = min(max(self.lengths), room)
         for name in TOKENS:
-            old, used = made[name], min(held, made[name].shape[-1])
+            old = made[name]
             made[name] = transfers.empty((*old.shape[:-1], capacity), old.dtype, old.device)
             made[name][..., :used] = old[..., :used]
         for name in SEGMENTS:

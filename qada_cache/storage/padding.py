@@ -5,29 +5,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_READ: Any = WeakTensorKeyDictionary()  # what `Padding.after` found for masks
 
 
 class Padding:
-    """Which of the tokens seen are padding. Immutable, so that all layers share one.
-
-    Each layer asks for the same changes in turn. The first one's result is kept, and all layers share it.
+    """Which of the tokens seen are padding. Immutable. Each layer asks for the same changes in turn: the first one's
+    result is kept, and all layers share it.
 
     Attributes:
         known: bool `[batch, tokens]` on the host, False at padding, up to the last of it; later tokens are all real.
-            None without padding.
+            `[1, 0]` without padding.
     """
 
-    def __init__(self, known: Tensor | None = None) -> None:
-        padded = [] if known is None else (~known).any(dim=0).nonzero().squeeze(-1).tolist()
+    def __init__(self, known: Tensor) -> None:
+        padded = (~known).any(dim=0).nonzero().squeeze(-1).tolist()
         # A copy: a view would keep the whole mask alive, [batch, 1, tokens, tokens] on a CPU model.
-        self.known = known[:, : padded[-1] + 1].clone() if known is not None and padded else None
+        self.known = (known[:, : padded[-1] + 1] if padded else known[:1, :0]).clone()
         self._there = self.known  # on the device of masks
         self._next: tuple[Any, Padding] | None = None
 
     def after(self, mask: Tensor | None, *, batch: int, seen: int, queries: int) -> "tuple[Padding, Tensor | None]":
         """The padding known after a call, from the mask handed to the attention function.
 
-        The mask is compared with known padding on its device; only the call's own tokens come to the host.
+        The mask is compared with known padding on its device; only the call's own tokens come to the host. Every layer
+        of a pass is handed the same mask: the first one reads it for all.
 
         Args:
             mask: as for `newest_row`.
@@ -42,15 +45,18 @@ class Padding:
         Raises:
             ValueError: the mask hides a token that was real, or shows one that was padding; or as `newest_row`.
         """
-        past, width = seen - queries, 0 if self.known is None else self.known.shape[1]
-        agrees, new = self.known is None, None
+        past, width = seen - queries, self.known.shape[1]
+        agrees, new = not width, None
+        found: dict[Any, tuple[Padding, Tensor | None]] = {}
+        call = self, batch, seen, queries, None if mask is None or mask.is_inference() else mask._version
         if mask is not None:
+            found = _READ.setdefault(mask, found)
+            if call in found:
+                return found[call]
             valid = newest_row(mask, batch=batch, seen=seen, queries=queries)
-            alike = valid[:, width:past].all()
-            if self.known is not None:
-                if self._there is None or self._there.device != mask.device:
-                    self._there = self.known.to(mask.device)
-                alike = alike & (valid[:, :width] == self._there).all()
+            if (there := self._there).device != mask.device:
+                self._there = there = self.known.to(mask.device)
+            alike = valid[:, width:past].all() & (valid[:, :width] == there).all()
             told = torch.cat([alike[None], valid[:, past:].expand(batch, queries).flatten()]).cpu()  # one transfer
             agrees, new = bool(told[0]), told[1:].view(batch, queries)
         if not agrees:
@@ -58,35 +64,31 @@ class Padding:
                 "the attention mask of this call does not agree with the tokens already cached: pass the whole mask "
                 "[batch, cached + new tokens], with the same padding as before"
             )
-        if new is None or new.all():
-            return self, None
-        known = torch.ones(batch, seen, dtype=torch.bool)
-        known[:, past:] = new
-        if self.known is not None:
+        found[call] = self, None
+        if new is not None and not new.all():
+            known = torch.ones(batch, seen, dtype=torch.bool)
+            known[:, past:] = new
             known[:, :width] = self.known
-        return Padding(known), new
+            found[call] = Padding(known), new
+        return found[call]
 
     def crop(self, seen: int) -> "Padding":
         """The padding of the first `seen` tokens."""
-        known = self.known
-        if known is None or known.shape[1] <= seen:
-            return self
-        return self._once(("crop", seen), lambda: Padding(known[:, :seen]))
+        kept = self.known[:, :seen]
+        return self if kept.shape == self.known.shape else self._once(("crop", seen), lambda: Padding(kept))
 
-    def beyond(self, seen: int) -> list[int]:
-        """For each row the number of padding tokens after the first `seen`; empty without padding."""
-        return [] if self.known is None else (~self.known[:, seen:]).sum(dim=-1).tolist()
+    def counts(self, batch: int) -> list[int]:
+        """The number of padding tokens in each of `batch` rows."""
+        return (~self.known).sum(dim=-1).expand(batch).tolist()
 
     def select(self, index: list[int]) -> "Padding":
         """Row `i` becomes the old row `index[i]`."""
         known = self.known
-        return self if known is None else self._once(("select", *index), lambda: Padding(known[index]))
+        return self._once(("select", *index), lambda: Padding(known[index])) if known.numel() else self
 
     def equals(self, other: "Padding") -> bool:
         """Whether both say the same."""
-        if self.known is None or other.known is None:
-            return self.known is other.known
-        return self.known.equal(other.known)
+        return torch.equal(self.known, other.known)
 
     def _once(self, what: Any, make: "Callable[[], Padding]") -> "Padding":
         if self._next is None or self._next[0] != what:
@@ -94,7 +96,7 @@ class Padding:
         return self._next[1]
 
 
-NONE = Padding()  # one for all caches and layers
+NONE = Padding(torch.ones(1, 0, dtype=torch.bool))  # one for all caches and layers
 
 
 def newest_row(mask: Tensor, *, batch: int, seen: int, queries: int) -> Tensor:
@@ -119,30 +121,27 @@ def newest_row(mask: Tensor, *, batch: int, seen: int, queries: int) -> Tensor:
             f"cannot read an attention mask of shape {shape} in a call of {queries} tokens with {seen} seen so far; "
             "QAdACache supports None and 2-D attention masks [batch, tokens]"
         )
-    if not 1 < queries < seen:
-        return _shown(mask[:, 0, -1])
-    visible = _shown(mask[:, 0])
+    continues = 1 < queries < seen
+    visible = mask[:, 0] if continues else mask[:, 0, -1:]
+    visible = visible if mask.dtype == torch.bool else visible == 0
     valid = visible[:, -1]
-    causal = torch.ones(queries, seen, dtype=torch.bool, device=mask.device).tril(seen - queries)
-    # A padding query may see anything (transformers lets it see itself or all): only real ones count.
-    wrong = (visible != (causal & valid[:, None, :])) & valid[:, seen - queries :, None]
-    if wrong.any():
-        raise ValueError(
-            "this attention mask is not causal attention over the real tokens (a custom 4-D mask?); "
-            "QAdACache supports None and 2-D attention masks: pass one of those, or use DynamicCache"
-        )
+    if continues:
+        causal = torch.ones(queries, seen, dtype=torch.bool, device=mask.device).tril(seen - queries)
+        # A padding query may see anything (transformers lets it see itself or all): only real ones count.
+        wrong = (visible != (causal & valid[:, None, :])) & valid[:, seen - queries :, None]
+        if wrong.any():
+            raise ValueError(
+                "this attention mask is not causal attention over the real tokens (a custom 4-D mask?); "
+                "QAdACache supports None and 2-D attention masks: pass one of those, or use DynamicCache"
+            )
     return valid
 
 
-def _shown(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask == 0
-
-
 def real_tokens(valid: Tensor, row: int, device: torch.device) -> slice | Tensor:
-    """Which tokens of a row are real, from bool `[batch, tokens]` on the host, as an index for a tensor on `device`.
+    """Which tokens of a row are real, from bool `[batch, tokens]` on the host, as an index for a tensor on `device`; a
+    slice, which selects a view, if they are neighbours.
 
-    A slice if they are neighbours, as with padding on one side: it selects a view. All layers of a pass are handed the
-    same `valid`, which keeps what was found for the first: a copy to the device is waited for.
+    `valid` keeps what was found for the first layer, as a copy to the device is waited for.
     """
     known = vars(valid).setdefault("real_tokens", {})
     if (row, device) not in known:

@@ -1,5 +1,6 @@
 """What attention reads of a bulk: the heads that need it, or all of it block by block, and heads it may need next."""
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
@@ -20,123 +21,106 @@ def read_parts(
 ) -> Iterator[Part]:
     """What an adaptive call reads, as `query_adaptive.Read` has it.
 
+    If the bulk is not offloaded, whole heads are views of neighbouring ones. If it is, one head comes at a time:
+    residents first, while others are being copied to the device, where these may stay as residents.
+
     Args:
         bulk: to read from.
         whole: of every row and KV head, whether it is read whole.
         requests: for selected tokens of others; None without a sketch.
         update_residency: False leaves residents and prefetched heads as they are (for an audit).
     """
-    if requests is None or any(map(any, whole)):  # residents count the calls that ask for some
-        yield from read_flagged(bulk, whole, update_residency=update_residency)
+    if not bulk.offloaded:
+        for row, flags in enumerate(whole):
+            for flag, indices in itertools.groupby(range(len(flags)), key=flags.__getitem__):
+                if flag and bulk.lengths[row]:
+                    run = list(indices)
+                    yield _view(bulk, slice(row, row + 1), slice(run[0], run[-1] + 1), 0, bulk.lengths[row])
+    elif requests is None or any(map(any, whole)):  # residents count the calls that ask for some
+        heads = _heads(bulk, whole)
+        prefetched, before = bulk.prefetched, {}
+        if update_residency:
+            before = bulk.residents.flag(heads)
+            bulk.flagged, bulk.prefetched = heads, {}
+        for part in _bring(bulk, [(head, (0, bulk.lengths[head[0]])) for head in heads], prefetched):
+            if update_residency and not part.resident_hit_bytes:
+                head, tensors = (part.rows.start, part.heads.start), (part.keys, part.values)
+                nbytes = part.keys.nbytes + part.values.nbytes
+                bulk.residents.keep(head, nbytes, before[head], functools.partial(AsyncCopy, tensors))
+            yield part
     else:  # the next call is not expected to read any whole, and what was fetched for this one goes
         bulk.flagged, bulk.prefetched = [], {}
     yield from _selected(bulk, requests or iter(()))
 
 
-def read_flagged(bulk: Bulk, wanted: list[list[bool]], *, update_residency: bool = True) -> Iterator[Part]:
-    """All tokens of the wanted heads of each row, for an adaptive call (arguments as for `read_parts`).
+def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
+    """Everything that rows of equal length hold, for an exact call, in blocks of `bulk.STREAM_TOKENS` tokens.
 
-    If the bulk is not offloaded, they are views of neighbouring heads. If it is, one head comes at a time: residents
-    first, while the others are being copied to the device, where those copies may stay as residents.
+    If the bulk is not offloaded, a block is a view of all heads. If it is, a block is of one head, so that they take
+    little device memory.
     """
+    spans, heads = bulk.spans(rows.start), range(bulk.keys.shape[1])
     if not bulk.offloaded:
-        for row, flags in enumerate(wanted):
-            for run in _runs(flags) if bulk.lengths[row] else ():
-                yield _view(bulk, slice(row, row + 1), run, 0, bulk.lengths[row])
+        yield from (_view(bulk, rows, slice(0, len(heads)), *span) for span in spans)
         return
-    heads = _heads(bulk, wanted)
-    prefetched, before = bulk.prefetched, {}
-    if update_residency:
-        before = bulk.residents.flag(heads)
-        bulk.flagged, bulk.prefetched = heads, {}
-    held = _held(bulk, heads)
-    missing = (head for head in heads if head not in held)
+    every = itertools.product(range(rows.start, rows.stop), heads)
+    yield from _bring(bulk, list(itertools.product(every, spans)), {})
+
+
+def _bring(bulk: Bulk, wanted: list[tuple[Head, tuple[int, int]]], prefetched: dict[Head, AsyncCopy]) -> Iterator[Part]:
+    """Spans of heads to the device: those of residents first, while others are being copied."""
+    held = {head: resident for head, _ in wanted if (resident := _resident(bulk, head)) is not None}
     async_copies = double_buffer(
-        (head, prefetched.get(head) or bulk.fetch(head, 0, bulk.lengths[head[0]])) for head in missing
+        (head, prefetched.get(head) or bulk.fetch(head, *span)) for head, span in wanted if head not in held
     )
-    for head, resident in held.items():
-        yield _make_part(head, resident.tensors, from_resident=True)
+    for head, (first, end) in wanted:
+        if head in held:
+            yield _make_part(head, tuple(part[:, :, first:end] for part in held[head].tensors), "resident_hit_bytes")
     for head, tensors in async_copies:
-        if update_residency:
-            nbytes = bulk.token_bytes * bulk.lengths[head[0]]
-            bulk.residents.keep(head, nbytes, before[head], functools.partial(AsyncCopy, tensors))
-        yield _make_part(head, tensors, from_bulk=head not in prefetched)
+        yield _make_part(head, tensors, "" if head in prefetched else "bulk_read_bytes")
 
 
 def _selected(bulk: Bulk, requests: Iterator[Request]) -> Iterator[Part]:
     """Some tokens of heads. Offloaded, they are put together on the host, or on the device for heads that are there;
     the next ones are selected while these are on their way."""
 
-    def async_copies() -> Iterator[tuple[tuple[Request, bool], AsyncCopy]]:
+    def async_copies() -> Iterator[tuple[tuple[Request, str], AsyncCopy]]:
         for request in requests:
             head = request.row, request.head
-            if (resident := _held(bulk, [head]).get(head)) is None:
-                yield (request, False), bulk.gather(head, request.tokens)
+            if (resident := _resident(bulk, head)) is None:
+                yield (request, "bulk_read_bytes"), bulk.gather(head, request.tokens)
             else:
-                yield (request, True), AsyncCopy(tuple(part[:, :, request.tokens] for part in resident.tensors))
+                found = AsyncCopy(tuple(part[:, :, request.tokens] for part in resident.tensors))
+                yield (request, "resident_hit_bytes"), found
 
-    for (request, resident_hit), tensors in double_buffer(async_copies()):
-        yield _make_part(
-            (request.row, request.head), tensors, request, from_bulk=not resident_hit, from_resident=resident_hit
-        )
-
-
-def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
-    """Everything that rows of equal length hold, for an exact call, in blocks of `bulk.STREAM_TOKENS` tokens.
-
-    If the bulk is not offloaded, a block is a view of all heads. If it is, a block is one head of one row, copied
-    unless it is resident, so that device memory stays bounded.
-    """
-    spans = bulk.spans(rows.start)
-    if not bulk.offloaded:
-        yield from (_view(bulk, rows, slice(0, bulk.keys.shape[1]), *span) for span in spans)
-        return
-    every = [(row, head) for row in range(rows.start, rows.stop) for head in range(bulk.keys.shape[1])]
-    held = _held(bulk, every)
-    missing = ((head, span) for head in every if head not in held for span in spans)
-    async_copies = double_buffer((head, bulk.fetch(head, *span)) for head, span in missing)
-    for head, resident in held.items():
-        for first, end in spans:
-            yield _make_part(head, tuple(part[:, :, first:end] for part in resident.tensors), from_resident=True)
-    for head, tensors in async_copies:
-        yield _make_part(head, tensors, from_bulk=True)
+    for (request, counted), tensors in double_buffer(async_copies()):
+        yield _make_part((request.row, request.head), tensors, counted, request)
 
 
 def prefetch(bulk: Bulk) -> int:
-    """Start to copy heads that the last adaptive call flagged: the next one is likely to flag them. Returns the bytes.
-
-    Heads that are flagged most come first. Copies that the next call does not ask for are dropped.
-    """
+    """Start to copy heads that the last adaptive call flagged, those first that are flagged most. Returns the bytes.
+    Copies that the next call does not ask for are dropped."""
     if not bulk.offloaded:
         return 0
     scores, moved = bulk.residents.scores, 0
     missing = [head for head in bulk.flagged if head not in bulk.residents.held and head not in bulk.prefetched]
     missing.sort(key=lambda head: -scores[head[0]][head[1]])
-    for head in missing[: max(1, len(bulk.lengths) * bulk.keys.shape[1] // PREFETCH_SHARE)]:
-        tokens = bulk.lengths[head[0]]
-        try:
-            bulk.prefetched[head] = bulk.fetch(head, 0, tokens)
-        except torch.OutOfMemoryError:  # it will be copied when it is needed
-            break
-        moved += bulk.token_bytes * tokens
+    with contextlib.suppress(torch.OutOfMemoryError):  # they will be copied when they are needed
+        for head in missing[: max(1, len(bulk.lengths) * bulk.keys.shape[1] // PREFETCH_SHARE)]:
+            bulk.prefetched[head] = bulk.fetch(head, 0, bulk.lengths[head[0]])
+            moved += bulk.prefetched[head].nbytes
     return moved
 
 
 def update_residency(bulk: Bulk, flags: Tensor) -> int:
-    """Select residents by the flags of a kernel that reads heads where they lie, on the host or on the device.
+    """Select residents of an offloaded bulk by the flags of a kernel that reads heads where they lie: bool
+    `[batch, kv_heads]` on the device. Returns the bytes of copies that were started.
 
-    Nothing here waits for the device. Flags count once they have reached the host, in this call or a later one. A head
-    that may then stay is copied, and is read on the device once its copy is whole.
-
-    Args:
-        bulk: an offloaded one.
-        flags: bool `[batch, kv_heads]`, on the device.
-
-    Returns:
-        bytes of the copies that were started.
+    Nothing here waits for the device. Flags count once they have reached the host, in this call or a later one. A
+    resident is read on the device once its copy is whole.
     """
-    bulk.flag_copies.append(HostCopy(flags))
     moved = 0
+    bulk.flag_copies.append(HostCopy(flags))
     while bulk.flag_copies and (wanted := bulk.flag_copies[0].read()) is not None:
         bulk.flag_copies.popleft()
         heads = _heads(bulk, wanted)
@@ -154,13 +138,11 @@ def _heads(bulk: Bulk, wanted: list[list[bool]]) -> list[Head]:
     return [(row, head) for row, flags in enumerate(wanted) if bulk.lengths[row] for head, f in enumerate(flags) if f]
 
 
-def _held(bulk: Bulk, heads: list[Head]) -> dict[Head, AsyncCopy]:
-    """Those of the heads that lie on the device, whole."""
-    found = {head: bulk.residents.get(head, bulk.lengths[head[0]]) for head in heads}
-    held = {head: resident for head, resident in found.items() if resident is not None}
-    for resident in held.values():
+def _resident(bulk: Bulk, head: Head) -> AsyncCopy | None:
+    """All of a head, if it lies on the device."""
+    if (resident := bulk.residents.get(head, bulk.lengths[head[0]])) is not None:
         resident.wait()
-    return held
+    return resident
 
 
 def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> Part:
@@ -168,24 +150,8 @@ def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> Part:
     return Part(rows, heads, keys, values, bulk_read_bytes=keys.nbytes + values.nbytes)
 
 
-def _make_part(
-    head: Head,
-    tensors: tuple[Tensor, ...],
-    request: Request | None = None,
-    *,
-    from_bulk: bool = False,
-    from_resident: bool = False,
-) -> Part:
+def _make_part(head: Head, tensors: tuple[Tensor, ...], counted: str, request: Request | None = None) -> Part:
+    """`counted` is the field for its bytes; empty: they were counted before."""
     (row, column), (keys, values) = head, tensors
-    moved = keys.nbytes + values.nbytes
-    return Part(
-        slice(row, row + 1), slice(column, column + 1), keys, values, request, moved * from_bulk, moved * from_resident
-    )
-
-
-def _runs(wanted: list[bool]) -> Iterator[slice]:
-    """Maximal runs of neighbouring True entries."""
-    for flag, indices in itertools.groupby(range(len(wanted)), key=wanted.__getitem__):
-        if flag:
-            run = list(indices)
-            yield slice(run[0], run[-1] + 1)
+    nbytes = {counted: keys.nbytes + values.nbytes} if counted else {}
+    return Part(slice(row, row + 1), slice(column, column + 1), keys, values, request, **nbytes)

@@ -1,12 +1,12 @@
 """Residents: heads with their bulk on the device as well, within a budget.
 
-A resident is a copy that was made to be read, and kept. The host holds every bulk all the same, so a resident can be
-dropped at any time.
+A resident is a copy that was made to be read, and kept. As the host holds every bulk, it can be dropped at any time.
 """
 
 import contextlib
 import math
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,19 +27,10 @@ def check_budget(budget: int | float | str) -> None:
     way_out = '0 (keep none), a number of bytes (an int), a share of the bulk (a float in [0, 1]) or "auto"'
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise TypeError(f"device_budget must be {way_out}, got {type(budget).__name__}")
-    share = isinstance(budget, float) and not 0.0 <= budget <= 1.0  # also nan
-    # One byte is of no use, and likely meant as the share.
-    count = isinstance(budget, int) and (budget < 0 or budget == 1)
-    if share or count or (isinstance(budget, str) and budget != "auto"):
+    share = isinstance(budget, float) and 0.0 <= budget <= 1.0
+    count = isinstance(budget, int) and budget >= 0 and budget != 1  # a byte of no use: likely meant as the share
+    if not (share or count or budget == "auto"):
         raise ValueError(f"device_budget must be {way_out}, got {budget!r}")
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free on `device`."""
-    backend = torch.get_device_module(device)
-    if hasattr(backend, "mem_get_info"):  # accelerate would ask every device, and so take memory on all of them
-        return backend.mem_get_info(device)[0]
-    return get_max_memory().get(device.type, 0)  # devices that use the host's memory, of which there is one
 
 
 @torch.inference_mode(False)  # the room is written to later, perhaps outside inference mode
@@ -57,15 +48,12 @@ def _longer(old: AsyncCopy, keys: Tensor, values: Tensor) -> AsyncCopy:
 
 
 class Residents:
-    """What one cache keeps on its devices: the layers' `LayerResidents`, and the budget they share.
-
-    Each device with layers has this budget.
-    """
+    """What one cache keeps on its devices: the layers' `LayerResidents`, and the budget that each device has."""
 
     def __init__(self, budget: int | float | str) -> None:
         self.budget = budget
         self.layers: dict[int, LayerResidents] = {}
-        self._free: dict[torch.device, int] = {}
+        self._auto: dict[torch.device, int] = {}
         self._weakest: dict[torch.device, float] = {}  # no resident's score is below it, as scores only grow
 
     def layer(self, index: int, device: torch.device, batch: int, kv_heads: int) -> "LayerResidents":
@@ -79,44 +67,49 @@ class Residents:
             return self.budget
         if isinstance(self.budget, float):
             return int(self.budget * sum(layer.bulk_bytes for layer in self._on(device)))
-        if device not in self._free:  # measured once, when the first head might stay: after prefill, as a rule
-            free = free_memory(device)
-            self._free[device] = max(0, free - max(RESERVE_BYTES, int(RESERVE_SHARE * free)))
-        return self._free[device]
+        if device not in self._auto:  # measured once, when the first head might stay: after prefill, as a rule
+            backend = torch.get_device_module(device)
+            if hasattr(backend, "mem_get_info"):  # accelerate would ask every device, and so take memory on all of them
+                free = backend.mem_get_info(device)[0]
+            else:
+                free = get_max_memory().get(device.type, 0)  # the host's memory
+            self._auto[device] = max(0, free - max(RESERVE_BYTES, int(RESERVE_SHARE * free)))
+        return self._auto[device]
 
     def admits(self, nbytes: int, score: float, device: torch.device) -> bool:
-        """Whether a head of this score may have `nbytes` more on `device`; if so there is room for them now.
-
-        Residents give way only to a head with a higher score.
-        """
+        """Whether a head of this score may have `nbytes` more on `device`; if so residents with lower scores have made
+        room for them."""
         limit = self.budget_bytes(device)
-        if nbytes > limit:
+        if nbytes > limit or not self._spill(self._held_on(device) + nbytes - limit, device, score):
             return False
-        over, leaving = self._held_on(device) + nbytes - limit, []
-        if over > 0:
-            if score <= self._weakest.get(device, -math.inf):
-                return False
-            for found, layer, head in self._ranked(device):
-                if over <= 0 or found >= score:
-                    break
-                leaving.append((layer, head))
-                over -= layer.held[head].nbytes
-            if over > 0:
-                return False
-        for layer, head in leaving:
-            layer.drop(head)
         self._weakest[device] = min(self._weakest.get(device, math.inf), score)
         return True
 
     def trim(self, device: torch.device) -> None:
         """Spill the weakest until the budget holds again, after residents have grown."""
-        over = self._held_on(device) - self.budget_bytes(device)
-        if over > 0:
-            for _, layer, head in self._ranked(device):
-                over -= layer.held[head].nbytes
-                layer.drop(head)
-                if over <= 0:
-                    break
+        self._spill(self._held_on(device) - self.budget_bytes(device), device, math.inf)
+
+    def _spill(self, over: int, device: torch.device, score: float) -> bool:
+        """Let go of `over` bytes, if residents with lower scores hold as many: the weakest first, flagged least often
+        and least recently. Returns whether they do."""
+        if over <= 0:
+            return True
+        if score <= self._weakest.get(device, -math.inf):
+            return False
+        ranked = [
+            (layer.scores[row][head], layer, (row, head)) for layer in self._on(device) for row, head in layer.held
+        ]
+        ranked.sort(key=itemgetter(0))
+        self._weakest[device] = ranked[0][0] if ranked else math.inf
+        leaving = []
+        for found, layer, head in ranked:
+            if over <= 0 or found >= score:
+                break
+            leaving.append((layer, head))
+            over -= layer.held[head].nbytes
+        for layer, head in leaving if over <= 0 else ():
+            del layer.held[head]
+        return over <= 0
 
     def retried(self, work: Callable[[], Any]) -> Any:
         """What `work` returns, done again without residents if device memory runs out."""
@@ -127,7 +120,6 @@ class Residents:
                 raise
             for layer in self.layers.values():
                 layer.held.clear()
-                layer.nbytes = 0
         return work()  # not in the handler, whose traceback keeps what the first try held
 
     def _on(self, device: torch.device) -> list["LayerResidents"]:
@@ -136,16 +128,6 @@ class Residents:
     def _held_on(self, device: torch.device) -> int:
         return sum(layer.nbytes for layer in self._on(device))
 
-    def _ranked(self, device: torch.device) -> list[tuple[float, "LayerResidents", Head]]:
-        """Residents, the weakest first: the one flagged least often and least recently."""
-        ranked = [
-            (layer.scores[row][head], layer, (row, head)) for layer in self._on(device) for row, head in layer.held
-        ]
-        ranked.sort(key=lambda entry: entry[0])
-        if ranked:
-            self._weakest[device] = ranked[0][0]
-        return ranked
-
 
 class LayerResidents:
     """The residents of one layer, and how often each of its heads was flagged.
@@ -153,7 +135,6 @@ class LayerResidents:
     Attributes:
         shared, index, device: of all layers, this layer's, and its own.
         held: by row and KV head.
-        nbytes: bytes held.
         bulk_bytes: what the layer's bulk would take if all of it were resident, `ROOM` included.
         scores: of every row and KV head, log2 of the sum of `2 ** (call / HALF_LIFE)` over the calls that flagged it.
             Recent flags weigh more, and a score changes only with a flag.
@@ -162,42 +143,36 @@ class LayerResidents:
     def __init__(self, shared: Residents, index: int, device: torch.device, batch: int, kv_heads: int) -> None:
         self.shared, self.index, self.device = shared, index, device
         self.held: dict[Head, AsyncCopy] = {}
-        self.nbytes = self.bulk_bytes = self._calls = 0
+        self.bulk_bytes = self._calls = 0
         self.scores = [[-math.inf] * kv_heads for _ in range(batch)]
         self._addresses: dict[Head, tuple[int, ...]] = {}
         self._resident_pointers: Tensor | None = None
 
-    def flag(self, heads: list[Head]) -> dict[Head, float]:
-        """Count one call that flagged `heads`; returns their scores before it.
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(resident.nbytes for resident in self.held.values())
 
-        A head asks to stay with its score from before this flag. With the flag, always the newest, it would push out
-        the head flagged longest ago: the next one needed if heads take turns.
+    def flag(self, heads: list[Head]) -> dict[Head, float]:
+        """Count one call that flagged `heads`; returns their scores before it, with which they ask to stay.
+
+        With this flag, the newest of all, one would push out the next one needed, if heads take turns.
         """
         self._calls += 1
         now, before = self._calls / HALF_LIFE, {}
         for row, head in heads:
             before[row, head] = old = self.scores[row][head]
-            self.scores[row][head] = now if old == -math.inf else max(old, now) + math.log2(1 + 2 ** -abs(old - now))
+            self.scores[row][head] = max(old, now) + math.log2(1 + 2 ** -abs(old - now))
         return before
 
     def keep(self, head: Head, nbytes: int, score: float, fetch: Callable[[], AsyncCopy]) -> bool:
-        """Keep a copy of a head's bulk, of `nbytes` bytes, if the budget, or a weaker resident, has the room for it.
-
-        `fetch` then makes it, or starts to. Returns whether the copy stays.
-        """
-        if head in self.held:  # with another number of tokens, else it would have been read instead
-            self.drop(head)
-        if not self.shared.budget or not self.shared.admits(nbytes, score, self.device):
-            return False
-        try:
-            self._hold(head, fetch())
-        except torch.OutOfMemoryError:  # then it is read where it lies
-            return False
-        return True
-
-    def _hold(self, head: Head, resident: AsyncCopy) -> None:
-        self.held[head] = resident
-        self.nbytes += resident.nbytes
+        """Keep the copy of a head's bulk that `fetch` makes, or starts to make, if there is room for its `nbytes`.
+        Returns whether it stays."""
+        self.held.pop(head, None)  # of another number of tokens, else it would have been read instead
+        if self.shared.budget and self.shared.admits(nbytes, score, self.device):
+            with contextlib.suppress(torch.OutOfMemoryError):  # then it is read where it lies
+                self.held[head] = fetch()
+        return head in self.held
 
     def get(self, head: Head, tokens: int) -> AsyncCopy | None:
         """The resident that holds all `tokens` of a head's bulk, if there is one."""
@@ -205,10 +180,11 @@ class LayerResidents:
         return resident if resident is not None and resident.tokens == tokens else None
 
     def resident_pointers(self, lengths: list[int]) -> Tensor:
-        """Addresses of resident keys and values, for kernels: int64 `[batch, kv_heads, 2]` on the device.
+        """Addresses of resident keys and values, for kernels: int64 `[batch, kv_heads, 2]` on the device, 0 for a head
+        without a resident of `lengths[row]` tokens.
 
-        A head without a resident of `lengths[row]` tokens has 0. Addresses are valid for work given to the device
-        before anything here changes: memory freed later is not used again before that work is done.
+        They are valid for work given to the device before anything here changes: memory freed later is used again after
+        that work.
         """
         found = {
             head: tuple(tensor.data_ptr() for tensor in resident.wait())
@@ -221,39 +197,33 @@ class LayerResidents:
             self._addresses, self._resident_pointers = found, torch.tensor(table).to(self.device, non_blocking=True)
         return self._resident_pointers
 
-    def drop(self, head: Head) -> None:
-        """Let one go."""
-        self.nbytes -= self.held.pop(head).nbytes
-
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Tokens `[rows, kv_heads, tokens, dim]` went into the bulk: residents get them too."""
 
-        def longer(old: AsyncCopy, head: Head) -> AsyncCopy:
-            return _longer(old, *(part[None, None, head[0] - rows.start, head[1]] for part in (keys, values)))
+        def longer(old: AsyncCopy, row: int, head: int) -> AsyncCopy:
+            return _longer(old, *(part[None, None, row - rows.start, head] for part in (keys, values)))
 
         self._replace([head for head in self.held if rows.start <= head[0] < rows.stop], longer)
 
     def truncate(self, lengths: list[int]) -> None:
         """Row `r` of the bulk keeps its first `lengths[r]` tokens."""
 
-        def shorter(old: AsyncCopy, head: Head) -> AsyncCopy:
-            return AsyncCopy(tuple(part[:, :, : lengths[head[0]]].clone() for part in old.tensors))
+        def shorter(old: AsyncCopy, row: int, head: int) -> AsyncCopy:
+            return AsyncCopy(tuple(part[:, :, : lengths[row]].clone() for part in old.tensors))
 
         self._replace([head for head, old in self.held.items() if old.tokens > lengths[head[0]]], shorter)
 
-    def _replace(self, heads: list[Head], change: Callable[[AsyncCopy, Head], AsyncCopy]) -> None:
+    def _replace(self, heads: list[Head], change: Callable[[AsyncCopy, int, int], AsyncCopy]) -> None:
         """Put `change` of them, once they are there, in the place of these."""
         for head in heads:
-            old = self.held[head]
+            old = self.held.pop(head)
             old.wait()
-            self.drop(head)
             with contextlib.suppress(torch.OutOfMemoryError):  # dropped, as the host has it
-                self._hold(head, change(old, head))
+                self.held[head] = change(old, *head)
         self.shared.trim(self.device)
 
     def select(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`. If a row is repeated, the first one keeps the residents."""
-        held = {(index.index(row), head): resident for (row, head), resident in self.held.items() if row in index}
-        self.held, self.nbytes = held, sum(resident.nbytes for resident in held.values())
+        self.held = {(index.index(row), head): kept for (row, head), kept in self.held.items() if row in index}
         self.scores, self._resident_pointers = [list(self.scores[row]) for row in index], None
         self.shared.trim(self.device)

@@ -1,14 +1,13 @@
 """Host memory, which copies of a cache may share, and copies between it and the device beside the computation.
 
 Host memory comes in huge pages: with pages of 4 KiB, looking up addresses costs a third of the speed of reading a bulk.
-It goes back to the system as soon as it is let go of.
-
-A copy is asynchronous only between pinned host memory and device memory, each contiguous: anything else goes through a
-pageable temporary, and the host waits for it. So all copies here are of one head of one row.
+A copy is asynchronous only between pinned host memory and device memory, each contiguous: for anything else the host
+waits. So all copies here are of one head of one row.
 """
 
 import contextlib
 import functools
+import itertools
 import math
 import mmap
 import threading
@@ -42,15 +41,13 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = HOS
     """As `torch.empty`, but large tensors on the CPU have mappings of their own, in huge pages where the system has
     them (Linux)."""
     size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or size < WORTH or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype, device=device)
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages only
-    except OSError:  # the process has all the mappings it may have, and malloc others; or says that memory ended
-        return torch.empty(shape, dtype=dtype, device=device)
-    with contextlib.suppress(OSError):  # a kernel without them: pages of the usual size, then
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory
+    if device.type == "cpu" and size >= WORTH and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # the process has all the mappings it may have, and malloc others
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones have small pages
+            with contextlib.suppress(OSError):  # a kernel without huge ones
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 _moving = threading.Lock()  # of one cache, several threads may make copies at once
@@ -66,28 +63,22 @@ def move_to_shared_memory(bulks: Sequence["Bulk"]) -> None:
         loose = [bulk for bulk in bulks if bulk.mappable and bulk.stored_bytes > 2 * bulk.shared_bytes]
         if not (private_map.AVAILABLE and loose and sum(bulk.stored_bytes for bulk in loose) >= private_map.WORTH):
             return
+        pages = (-(-part.nbytes // mmap.PAGESIZE) for bulk in loose for part in (bulk.keys, bulk.values))
+        ends = [end * mmap.PAGESIZE for end in itertools.accumulate(pages, initial=0)]
         try:
-            file = private_map.create_anonymous(
-                sum(_room(tensor) for bulk in loose for tensor in (bulk.keys, bulk.values))
-            )
+            file = private_map.create_anonymous(ends[-1])
             content, source = file.map(shared=True), PrivateMap(file)
         except (OSError, RuntimeError) as error:
             logger.warning_once(f"copies of a QAdACache share no memory, as the system does not give any: {error}")
             return
-        start = 0
+        starts = iter(ends)
         for bulk in loose:  # one after the other, so that only one bulk at a time takes its memory twice
             moved, used = [], slice(0, max(bulk.lengths))  # the room behind them takes no memory yet
-            for held in (bulk.keys, bulk.values):
+            for held, start in zip((bulk.keys, bulk.values), starts, strict=False):
                 target = content[start : start + held.nbytes].view(held.dtype).view(held.shape)
                 target[:, :, used] = held[:, :, used]
                 moved.append(source.tensor(start, held.shape, held.dtype))
-                start += _room(held)
             bulk.adopt(source, *moved, lengths=bulk.lengths)
-
-
-def _room(tensor: Tensor) -> int:
-    """Bytes of whole pages."""
-    return -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def pinned_bytes(size: int) -> int:
@@ -102,21 +93,15 @@ def _side_stream(device: torch.device, direction: str) -> Any:
 
 
 class AsyncCopy:
-    """Keys and values `[1, 1, tokens, dim]` on the device, or on their way: to be read after `wait`.
-
-    They are the first tokens of `room`, if there is any.
-    """
+    """Keys and values `[1, 1, tokens, dim]` on the device, or on their way: to be read after `wait`. They are the first
+    tokens of `room`, if there is any."""
 
     def __init__(self, tensors: tuple[Tensor, ...], event: Any = None, room: tuple[Tensor, ...] = ()) -> None:
         self.tensors, self.room, self._event = tensors, room, event
+        self.nbytes = sum(tensor.nbytes for tensor in room or tensors)
 
     def __deepcopy__(self, memo: dict) -> "AsyncCopy":
         return AsyncCopy(tuple(tensor.clone() for tensor in self.wait()))  # else it would be a copy of older memory
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(tensor.nbytes for tensor in self.room or self.tensors)
 
     @property
     def tokens(self) -> int:
@@ -144,18 +129,14 @@ def wait_event(event: Any, device: torch.device) -> None:
 
 
 def fetch(keys: Tensor, values: Tensor, device: torch.device, *, after: Any = None) -> AsyncCopy:
-    """Start to copy `keys` and `values`, contiguous host tensors, to `device`.
-
-    `after`: the event of `send` for the last copy into them, None if nothing is under way.
-    """
+    """Start to copy `keys` and `values`, contiguous host tensors, to `device`, after the event of `send` for the last
+    copy into them; None: nothing is under way."""
     side = _side_stream(device, "in")
-    if side is None:
-        return AsyncCopy(send_to_device((keys, values), device, non_blocking=True))
-    if after is not None:
+    if side is not None and after is not None:
         side.wait_event(after)
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(side):  # None: as before
         tensors = send_to_device((keys, values), device, non_blocking=True)
-    return AsyncCopy(tensors, side.record_event())
+    return AsyncCopy(tensors, None if side is None else side.record_event())
 
 
 def reader(device: torch.device) -> Any:
@@ -166,8 +147,7 @@ def reader(device: torch.device) -> Any:
 def outlive(stream: Any, keys: Tensor, values: Tensor) -> None:
     """Let go of host tensors `[batch, heads, tokens, dim]` that kernels on `stream` may still read in place.
 
-    Torch keeps pinned memory until copies of it have ended, and knows nothing of kernels: one token is copied after
-    them.
+    Torch keeps pinned memory until copies of it have ended, not kernels: so one token is copied after them.
     """
     if stream is not None and not stream.query():
         fetch(keys[:1, :1, :1], values[:1, :1, :1], stream.device, after=stream.record_event())
@@ -189,10 +169,7 @@ class HostCopy:
 
 def double_buffer(async_copies: Iterator[tuple[Name, AsyncCopy]]) -> Iterator[tuple[Name, tuple[Tensor, ...]]]:
     """Keys and values as they arrive, each under its name. Each copy is started before the one in front of it is used,
-    the first at once.
-
-    At most three are on the device: one in use, one waiting, one under way.
-    """
+    the first at once. At most three are on the device: one in use, one waiting, one under way."""
 
     def arrive(first: tuple[Name, AsyncCopy] | None) -> Iterator[tuple[Name, tuple[Tensor, ...]]]:
         used: deque[Any] = deque()
@@ -219,19 +196,17 @@ def send(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Any:
     The sources may be freed at once. Returns an event for the end of the copies. None: they have ended, or on an
     accelerator other than CUDA will have after `torch.accelerator.synchronize`.
     """
-    side = _side_stream(device, "out")
-    if side is None:
-        for target, source in copies:
-            target.copy_(source, non_blocking=True)
-        return None
-    side.wait_stream(torch.cuda.current_stream(device))
-    sent = 0
-    with torch.cuda.stream(side):
+    side, sent = _side_stream(device, "out"), 0
+    if side is not None:
+        side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):  # None: as before
         for target, source in copies:
             target.copy_(source, non_blocking=True)
             if source.is_cuda:
                 source.record_stream(side)
             sent += source.nbytes
+    if side is None:
+        return None
     event = side.record_event()
     limit_in_flight(_outgoing.setdefault(device, deque()), event, sent)
     return event

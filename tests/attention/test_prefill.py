@@ -25,7 +25,7 @@ from qada_cache.key_moments import running
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import bulk, transfers
 from qada_cache.storage.bulk import Bulk
-from qada_cache.storage.reading import read_flagged
+from qada_cache.storage.reading import read_parts
 
 TOKENS = 3000
 TOKEN_BYTES = 2 * (16 + 16) * 4  # heads, dimensions, bytes
@@ -171,7 +171,7 @@ def test_what_lies_on_the_device_is_not_streamed() -> None:
         with accelerator() as copies:
             layer = new_layer(keys, values, device_budget=budget)
             layer.store.absorb(keys, values, None)
-            list(read_flagged(layer.store.bulk, [[True, False], [True, True]]))
+            list(read_parts(layer.store.bulk, [[True, False], [True, True]]))
             copies.bytes = 0
             chunk = Inputs(1)(WINDOW + 1)
             outputs.append(attend_exactly(layer, layer.store, chunk[2], *chunk[:2], scaling=0.25, valid=None))

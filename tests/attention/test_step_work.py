@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from qada_cache import QAdACache, kernels
 from qada_cache.files import private_map
 from qada_cache.kernels import cpu
-from qada_cache.storage.padding import Padding
+from qada_cache.storage.padding import NONE
 
 
 def calls(
@@ -252,7 +252,7 @@ def test_only_new_tokens_come_to_the_host() -> None:
     """The rest of a mask is read where it lies, once; and a mask of other padding is still noticed."""
     valid = torch.ones(ROWS, LONG, dtype=torch.bool)
     valid[1, :PADDED] = False
-    padding, new = Padding().after(valid, batch=ROWS, seen=LONG, queries=LONG)
+    padding, new = NONE.after(valid, batch=ROWS, seen=LONG, queries=LONG)
     assert torch.equal(new, valid)
     longer = torch.cat([valid, torch.ones(ROWS, 2, dtype=torch.bool)], dim=1)
     with Elements() as elements:

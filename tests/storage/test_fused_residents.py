@@ -145,7 +145,7 @@ def test_flags_count_when_they_have_reached_the_host(monkeypatch: pytest.MonkeyP
 def test_early_copies_are_let_go_of_by_a_kernel_that_does_not_use_them() -> None:
     with accelerator():
         store = store_of(6, 0)
-        list(reading.read_flagged(store, FLAGS.tolist()))
+        list(reading.read_parts(store, FLAGS.tolist()))
         assert reading.prefetch(store) > 0
         assert store.prefetched
         store.in_place()

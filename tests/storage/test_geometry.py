@@ -1,12 +1,9 @@
-"""Masks of one query, which are made from where a row's tokens begin and end, beside those of several."""
-
-from dataclasses import fields
+"""Masks and counts of a call, beside their definition token by token."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from qada_cache.storage.geometry import ForwardPass
 
@@ -14,36 +11,43 @@ SINKS, WINDOW = 3, 8
 ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 25)), min_size=1, max_size=4)
 
 
-@given(ROWS, st.integers(0, 3), st.lists(st.booleans(), min_size=4, max_size=4), st.booleans())
-def test_one_query_sees_what_the_last_of_two_sees(
-    rows: list[tuple[int, int]], spare: int, real: list[bool], padded: bool
-) -> None:
-    """Of rows that have flushed some tokens and hold others, in columns with room for more; some are padding."""
-    flushed = [gone for gone, _ in rows]
-    lengths = [gone + max(recent, 1) for gone, recent in rows]
-    end = max(length - gone for length, gone in zip(lengths, flushed, strict=True)) + spare
-    shown = torch.tensor(real[: len(rows)])[:, None]
-    given: dict = {"lengths": lengths, "flushed": flushed, "end": end, "device": torch.device("cpu")}
-    one, two = (
-        ForwardPass(SINKS, WINDOW).geometry(**given, queries=queries, valid=valid if padded else None)
-        for queries, valid in ((1, shown), (2, torch.cat([torch.zeros_like(shown), shown], dim=1)))
-    )
-    for field in fields(one):
-        found, wanted = getattr(one, field.name), getattr(two, field.name)
-        if isinstance(found, Tensor):
-            last = slice(-1, None)
-            wanted = wanted[:, :, last]
-            assert found.dtype == wanted.dtype
-            assert torch.equal(found, wanted), field.name
-        elif padded or field.name == "row_lengths":
-            assert found == wanted, field.name
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_rows_alike_are_counted_all(batch: int) -> None:
+@given(ROWS, st.integers(0, 3), st.integers(1, WINDOW), st.data())
+def test_masks_are_as_defined(rows: list[tuple[int, int]], spare: int, queries: int, data: st.DataObject) -> None:
+    """Of rows that have flushed some tokens, hold others, and got more, in columns with room; some are padding."""
+    shown = [data.draw(st.lists(st.booleans(), min_size=queries, max_size=queries)) for _ in rows]
+    flushed = [gone if held >= WINDOW else 0 for gone, held in rows]
+    new = [held + sum(real) for (_, held), real in zip(rows, shown, strict=True)]
+    lengths, end = [gone + recent for gone, recent in zip(flushed, new, strict=True)], max(new) + spare
     made = ForwardPass(SINKS, WINDOW).geometry(
-        lengths=[40] * batch, flushed=[20] * batch, end=20, queries=1, valid=None, device=torch.device("cpu")
+        lengths=lengths,
+        flushed=flushed,
+        end=end,
+        queries=queries,
+        valid=torch.tensor(shown),
+        device=torch.device("cpu"),
     )
-    assert made.local.shape == (1, 1, 1, SINKS + 20)
-    assert (made.decisions, made.dense_tokens) == (batch, batch * (40 - SINKS - WINDOW - 12))
+    tensors = made.local, made.pending, made.bulk_tokens, made.stored, made.decided
+    for row, (total, gone, real) in enumerate(zip(lengths, flushed, shown, strict=True)):
+        sinks = [token if token < gone else None for token in range(SINKS)]
+        recent = [token if token >= gone else None for token in range(total - end, total)]
+        for query in range(queries):
+            position = total - sum(real) + sum(real[: query + 1]) - 1
+            seen = [None if token is None or token > position else token for token in sinks + recent]
+            local = [token is not None and (token < SINKS or token > position - WINDOW) for token in seen]
+            pending = [token is not None and not near for token, near in zip(seen, local, strict=True)]
+            bulk = max(0, position + 1 - SINKS - WINDOW)
+            wanted = local, pending, bulk, bulk - sum(pending), real[query] and bulk > 0
+            assert tuple(tensor[row, 0, query].tolist() for tensor in tensors) == wanted
+    assert made.decisions == made.decided.sum()
+    assert made.any_pending == made.pending.any()
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rows_alike_are_counted_all(batch: int, queries: int) -> None:
+    made = ForwardPass(SINKS, WINDOW).geometry(
+        lengths=[40] * batch, flushed=[20] * batch, end=20, queries=queries, valid=None, device=torch.device("cpu")
+    )
+    assert made.local.shape == (1, 1, queries, SINKS + 20)
+    assert (made.decisions, made.dense_tokens) == (batch * queries, batch * (40 - SINKS - WINDOW - 12))
     assert made.any_pending

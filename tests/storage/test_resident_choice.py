@@ -31,7 +31,7 @@ class Heads:
             layer.bulk_bytes = heads * tokens * 8
 
     def step(self, *flagged: list[int]) -> int:
-        """One call of every layer in turn, as `reading.read_flagged` does it; how many flagged heads were resident."""
+        """One call of every layer in turn, as `reading.read_parts` does it; how many flagged heads were resident."""
         hits = 0
         for layer, heads in zip(self.layers, flagged, strict=True):
             before = layer.flag([(0, head) for head in heads])
@@ -63,7 +63,7 @@ def test_heads_in_turn_do_not_push_each_other_out() -> None:
         hits = []
         for step in range(80):
             before = copies.count
-            list(reading.read_flagged(store, [[head == step % 4 for head in range(4)]]))
+            list(reading.read_parts(store, [[head == step % 4 for head in range(4)]]))
             hits.append(copies.count == before)
     assert hits[4:] == [True, True, False, False] * 19
 
@@ -121,14 +121,14 @@ def test_rows_that_leave_take_their_share_of_the_budget_along() -> None:
         store = Bulk(torch.ones(2, 2, 0, 4), torch.ones(2, 2, 0, 4), offloading=True, residents=Residents(0.5), layer=0)
         store.append(slice(0, 2), torch.ones(2, 2, 6, 4), torch.ones(2, 2, 6, 4))
         for wanted in ([False, True], [True, True]):
-            list(reading.read_flagged(store, [[False, False], wanted]))
+            list(reading.read_parts(store, [[False, False], wanted]))
         assert sorted(store.residents.held) == [(1, 0), (1, 1)]
         store.select([1, 1])
         assert sorted(store.residents.held) == [(0, 0), (0, 1)]
         assert store.residents.nbytes == 2 * 6 * 2 * 4 * 4
         store.select([1])
         assert not store.residents.held
-        list(reading.read_flagged(store, [[True, True]]))
+        list(reading.read_parts(store, [[True, True]]))
         store.select([0, 0])
         store.select([0])
         assert sorted(store.residents.held) == [(0, 0)]
@@ -140,11 +140,10 @@ def test_a_copy_that_lost_tokens_is_not_read() -> None:
     with accelerator():
         store = Bulk(torch.ones(1, 1, 0, 4), torch.ones(1, 1, 0, 4), offloading=True, residents=Residents(1.0), layer=0)
         store.append(slice(0, 1), torch.ones(1, 1, 6, 4), torch.ones(1, 1, 6, 4))
-        list(reading.read_flagged(store, [[True]]))
+        list(reading.read_parts(store, [[True]]))
         kept = store.residents.held[0, 0]
         kept.tensors = tuple(part[:, :, :5].clone() for part in kept.tensors)
-        store.residents.nbytes = kept.nbytes
-        (part,) = reading.read_flagged(store, [[True]])
+        (part,) = reading.read_parts(store, [[True]])
         assert part.keys.shape[2] == 6
         assert part.resident_hit_bytes == 0
         assert store.residents.nbytes == store.residents.held[0, 0].nbytes == 6 * 2 * 4 * 4

@@ -176,7 +176,7 @@ def test_residents_grow_in_place() -> None:
     with accelerator(), small_buffers():
         store = Bulk(keys[:, :, :0], values[:, :, :0], offloading=True, residents=shared, layer=0)
         store.append(slice(0, 1), keys[:, :, :400], values[:, :, :400])
-        list(reading.read_flagged(store, [[True, True]]))
+        list(reading.read_parts(store, [[True, True]]))
         with CopiedBytes() as copied:
             for start in range(400, 4000, flush):
                 stop = start + flush
@@ -197,13 +197,13 @@ def test_heads_fetched_early(model: PreTrainedModel, monkeypatch: pytest.MonkeyP
     """What the last step flagged in the next layer is under way before that layer asks for it, and counted once."""
     heads = torch.tensor([[False, True], [True, False], [False, False]])
     seen: dict[int, list[Any]] = {0: [], 1: [], 2: []}
-    original = reading.read_flagged
+    original = reading.read_parts
 
-    def spy(store: Bulk, wanted: list[list[bool]], **kwargs: Any) -> Any:
+    def spy(store: Bulk, *args: Any, **kwargs: Any) -> Any:
         seen[store.residents.index].append(list(store.prefetched))
-        return original(store, wanted, **kwargs)
+        return original(store, *args, **kwargs)
 
-    monkeypatch.setattr(reading, "read_flagged", spy)
+    monkeypatch.setattr(reading, "read_parts", spy)
     with accelerator() as copies:
         cache = QAdACache(model, criterion=StaticHeads(heads), token_threshold=0.0, **SMALL)
         one_shot(model, cache, Path())
@@ -245,7 +245,7 @@ def test_what_changes_the_bulk_drops_what_was_fetched_early() -> None:
             lambda: store.reserve(100),
         ):
             store.append(slice(0, 1), torch.ones(1, 2, 5, 4), torch.ones(1, 2, 5, 4))
-            list(reading.read_flagged(store, [[True, False]]))
+            list(reading.read_parts(store, [[True, False]]))
             assert reading.prefetch(store) == store.lengths[0] * 2 * 4 * 4
             assert reading.prefetch(store) == 0
             change()

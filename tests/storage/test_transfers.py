@@ -22,7 +22,7 @@ from qada_cache import QAdACache
 from qada_cache.serving.conversations import Conversations, Limits
 from qada_cache.storage import bulk, transfers
 from qada_cache.storage.bulk import Bulk
-from qada_cache.storage.reading import read_flagged
+from qada_cache.storage.reading import read_parts
 from qada_cache.storage.residents import Residents
 
 
@@ -229,7 +229,7 @@ def test_copies_do_not_block() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         layer.store.absorb(keys, values, None)
-        parts = list(read_flagged(layer.store.bulk, [[True, False, True, True]]))
+        parts = list(read_parts(layer.store.bulk, [[True, False, True, True]]))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert layer.store.bulk.keys.is_pinned()
