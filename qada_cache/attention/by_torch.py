@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..criterion import StaticHeads, fixed_log_bulk, log_mass, logit, long_context
+from ..criterion import StaticHeads, log_mass, logit, long_context
 from ..kernels import partial_attention
 from ..kernels.decode_call import Rule
 from ..kernels.query_adaptive import (
@@ -37,9 +37,8 @@ def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float,
         criterion: str | StaticHeads | Tensor = options.criterion
         if isinstance(criterion, StaticHeads):
             shard, kv_heads = layer.shared.model.shard, store.local_keys.shape[1]
-            group = query.shape[1] // kv_heads
-            sizes = {"kv_heads": kv_heads, "group": group, "rank": shard.rank, "ranks": shard.size}
-            criterion = criterion.of_layer(layer.index, **sizes, device=query.device)
+            sizes = {"kv_heads": kv_heads, "group": query.shape[1] // kv_heads}
+            criterion = criterion.of_layer(layer.index, **sizes, device=query.device, rank=shard.rank, ranks=shard.size)
         rule = Rule(
             scaling=scaling,
             threshold=options.threshold,
@@ -68,14 +67,12 @@ def log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry
     """
     if bulk_lse is not None:
         return true_log_bulk(step, bulk_lse)
-    if step.rule.kind != "gaussian":
-        return fixed_log_bulk(step.rule.criterion, step.scores[..., 0])
-    if not geometry.distinct_moment_lengths:  # nothing is decided
-        return torch.full_like(step.scores[..., 0], torch.inf)
-    moments, others = store.moments, layer.options.other_moments
+    own, others = store.moments, layer.options.other_moments
+    if step.rule.kind != "gaussian" or not geometry.distinct_moment_lengths:  # nothing is estimated, or decided
+        others = None
     return estimated_log_bulk(
         step,
-        None if moments is None else (moments.mean, moments.covariance, moments.known),
+        None if own is None else (own.mean, own.covariance, own.known),
         [] if others is None else split_by_length(others, layer, geometry),
         pool=step.rule.pool_pending and geometry.any_pending,
     )
@@ -125,30 +122,28 @@ def attend_by_torch(
     Returns:
         `[batch, heads, queries, value_dim]` in the query's dtype, bool flags `[batch, kv_heads, group, queries]`.
     """
-    bulk, columns = store.bulk, slice(0, store.sinks + store.end)
+    columns = slice(0, store.sinks + store.end)
     step = Step(
         query.reshape(*query.shape[:1], store.local_keys.shape[1], -1, query.shape[3]),
         store.local_keys[:, :, columns],
         store.local_values[:, :, columns],
         geometry,
         get_rule(layer, store, query, scaling, softcap),
-        bulk.lengths,
+        store.bulk.lengths,
         None if store.sketch is None else store.sketch.tensors,
-        [] if store.sketch is None else store.sketch.lengths,
+        partial(partial_attention, kernels=layer.options.kernels, softcap=softcap),
     )
     if sink_logits is not None:
         _add_sink(step, sink_logits)
-    compute = partial(partial_attention, kernels=layer.options.kernels, softcap=softcap)
     every = [[True] * store.local_keys.shape[1]] * store.batch
-    read = _reader(layer, store)
-    whole = None
+    read, whole = _reader(layer, store), None
     if step.rule.kind == "oracle":  # needs every score, so everything is read whatever it decides
-        whole = attend_whole_bulk(step, read, every, partial=compute)
+        whole = attend_whole_bulk(step, read, every)
     flags = decide(step, log_bulk(layer, store, step, geometry, None if whole is None else whole[1]))
-    found = attend(step, flags, read, partial=compute, whole=whole)
+    found = attend(step, flags, read, whole)
     _count_and_prefetch(layer, store, found.selecting)
     if audited:
-        whole = whole or attend_whole_bulk(step, _reader(layer, store, audit=True), every, partial=compute)
+        whole = whole or attend_whole_bulk(step, _reader(layer, store, audit=True), every)
         audit(layer, step, flags, whole[1], found.read_lse)
     out = found.out.unflatten(2, flags.shape[2:]).flatten(1, 2)
     return out.to(query.dtype), flags
@@ -183,7 +178,7 @@ def _count_and_prefetch(layer: QAdALayer, store: TokenStore, selecting: list[lis
     """Count the sketch's bytes, update residents, and prefetch heads of the next layer."""
     bulk, counters = store.bulk, layer.counters
     if selecting and store.sketch is not None:
-        for length, heads in zip(store.sketch.lengths, selecting, strict=True):
+        for length, heads in zip(bulk.lengths, selecting, strict=True):
             counters.sketch_read_bytes += store.sketch.tensors.read_bytes(length) * sum(heads)
         if bulk.offloaded and layer.options.device_budget:
             counters.bulk_read_bytes += reading.update_residency(bulk, torch.tensor(selecting))

@@ -38,7 +38,7 @@ def attend_adaptively(
         scaling: multiplies the scores.
         valid: bool `[batch, queries]` on the host, False for padding; None without padding.
         sink_logits: learned, `[heads]`: one more score a head, of no token; None: the model has none.
-        softcap: as in `criterion.soft_cap`; None: the model has none.
+        softcap: as in `criterion.soft_cap`.
 
     Returns:
         `[batch, heads, queries, value_dim]` in the query's dtype. Padding queries get finite, unused values.
@@ -74,12 +74,9 @@ def find_kernel(layer: QAdALayer, store: TokenStore, query: Tensor) -> Callable 
 def decode_one_token(
     layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry, kernel: Callable, *, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Call `kernel`, a `fused_decode`, for `decode.attend_adaptively` with one query a row (arguments as there).
+    """A call with one query a row by `kernel`, a `fused_decode`; arguments and results as of `attend_by_torch`.
 
     Nothing here waits for the device: small tensors of host numbers are copied to it without blocking.
-
-    Returns:
-        `[batch, heads, 1, value_dim]` in the query's dtype, bool flags `[batch, kv_heads, group, 1]`.
     """
     bulk, sketch, counters = store.bulk, store.sketch, layer.counters
     bulk_keys, bulk_values = bulk.in_place()
@@ -94,8 +91,11 @@ def decode_one_token(
         bulk_read_bytes=counters.on(query.device, "bulk_read_bytes"),
         binding=layer.binding,
     )
-    if call.rule.kind == "gaussian":
-        _add_moments(call, layer, store, geometry)
+    if (own := store.moments) is not None:
+        call.mean, call.covariance, call.count = own.mean, own.covariance, own.known
+    if (others := layer.options.other_moments) is not None and call.rule.kind == "gaussian":
+        found = other_moments(others, layer, geometry.row_lengths, query.device)
+        call.other_mean, call.other_covariance = found
     if sketch is not None and sketch.in_use:
         call.sketch, call.sketch_read_bytes = sketch.tensors, counters.on(query.device, "sketch_read_bytes")
     elsewhere = bulk.offloaded and layer.options.device_budget
@@ -106,15 +106,6 @@ def decode_one_token(
     if elsewhere and (moved := update_residency(bulk, flags.any(dim=-1))):
         counters.bulk_read_bytes += moved
     return out, flags.unsqueeze(-1)
-
-
-def _add_moments(call: DecodeCall, layer: QAdALayer, store: TokenStore, geometry: Geometry) -> None:
-    """Those that the layer decides by."""
-    if (moments := store.moments) is not None:
-        call.mean, call.covariance, call.count = moments.mean, moments.covariance, moments.known
-    if (others := layer.options.other_moments) is not None:
-        found = other_moments(others, layer, geometry.row_lengths, call.query.device)
-        call.other_mean, call.other_covariance = found
 
 
 def attend_exactly(
