@@ -48,14 +48,12 @@ outside_graphs = torch.compiler.disable(
 
 
 def our_name(config: PreTrainedConfig) -> str:
-    """The name under which our function wraps the attention implementation of `config`.
+    """The name under which our function wraps the attention implementation of `config`, which is the model's own.
 
     Raises:
         ValueError: the config belongs to no model yet, or its attention implementation is not one we can wrap.
     """
     current = config._attn_implementation
-    if current in _BASES:
-        return current
     if current is None:
         raise ValueError(
             "this config belongs to no model (it names no attention implementation): pass model.config, or the model"
@@ -190,31 +188,29 @@ def _attend(
     except (NotImplementedError, RuntimeError, ValueError):
         layer.abandon(queries)
         raise
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    arguments: dict[str, Any] = {"scaling": scaling, "valid": valid}
+    scaling, softcap = query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap")
     # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
-    softcap = kwargs.get("softcap")
     if softcap is not None and _base_name(module) != "eager":
         softcap = None
-    arguments |= {"sink_logits": kwargs.get("s_aux"), "softcap": softcap}
+    options = {"scaling": scaling, "valid": valid, "sink_logits": kwargs.get("s_aux"), "softcap": softcap}
     forward_pass = layer.shared.forward_pass
     if layer.index == layer.shared.model.layers[0]:
         # After a decoded token there are pending ones beside the window, and a single token is no chunk.
         forward_pass.is_prefill_chunk = (queries > 1 or layer.store.end <= layer.options.window) and _reads_chunk()
-    if layer.seen == queries:
+    first, exact = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
+    if first:
         out, _ = _base(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-        layer.store.absorb(key, value, valid)
-    elif queries > layer.options.window or forward_pass.is_prefill_chunk:
-        work = partial(attend_exactly, layer, layer.store, query, key, value, **arguments)
+    else:
+        if exact:
+            work = partial(attend_exactly, layer, layer.store, query, key, value, **options)
+        else:
+            layer.store.append(key, value, valid)
+            work = partial(attend_adaptively, layer, layer.store, query, **options)
         with without_autocast(query.device):
             out = layer.shared.residents.retried(work)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
+    if first or exact:
         layer.store.absorb(key, value, valid)
-    else:
-        layer.store.append(key, value, valid)
-        with without_autocast(query.device):
-            out = layer.shared.residents.retried(partial(attend_adaptively, layer, layer.store, query, **arguments))
-        out = out.transpose(1, 2).contiguous()
     layer.incoming = None
     return out, None
 

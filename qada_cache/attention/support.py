@@ -33,12 +33,6 @@ _NAME = "_attn_implementation"
 # of models whose layers share keys, which are refused for that.
 _HARMLESS = ("__init__", "_maybe_slice_kv_shared_inputs")
 _TABLES = ("ALL_ATTENTION_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS")  # of functions, where ours are registered
-_OPERATORS = {
-    ast.Eq: lambda name, other: name == other,
-    ast.NotEq: lambda name, other: name != other,
-    ast.In: lambda name, other: name in other,
-    ast.NotIn: lambda name, other: name not in other,
-}
 
 
 def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
@@ -218,8 +212,9 @@ def _differs(node: ast.AST, name: str, instead: str) -> bool:
     """Whether this may have another value for the name `instead` than for `name`."""
     if not isinstance(node, ast.Compare) or len(node.ops) > 1:
         return True
-    compare, other = _OPERATORS[type(node.ops[0])], node.comparators[0]
     try:
-        return compare(name, ast.literal_eval(other)) != compare(instead, ast.literal_eval(other))
+        other = ast.literal_eval(node.comparators[0])
     except ValueError:
         return True
+    among = other if isinstance(node.ops[0], (ast.In, ast.NotIn)) else (other,)
+    return (name in among) != (instead in among)

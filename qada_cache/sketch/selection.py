@@ -34,15 +34,10 @@ class Selection:
 def unreliable(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
     """The queries whose estimates are unreliable, so that they read all: bool `[batch, kv_heads, queries]`.
 
-    Scores that lie far apart are the ones that few tokens stand out by, and what stands out of estimates may be nothing
-    but their error. What a code leaves of a key is as likely to point one way as another, so estimates are off by
+    Where scores lie far apart few tokens stand out, and what stands out of estimates may be nothing but their error.
+    What a code leaves of a key is as likely to point one way as another, so estimates are off by
     `scaling^2 sum q_i^2 noise_i` in variance: half of it above `UNRELIABLE`, and above `NOISE_SHARE` of the scores' own
-    `scaling^2 sum q_i^2 variances_i`.
-
-    Args:
-        query: `[batch, kv_heads, queries, dim]`.
-        sketch: of the layer; the result says nothing of rows that are not in it.
-        scaling: multiplies the scores.
+    `scaling^2 sum q_i^2 variances_i`. Nothing is said of rows that are not in the layer's sketch.
     """
     square = query.float().square()
     noise, variance = (
@@ -79,9 +74,8 @@ def select_tokens(
         log_buffer: `[group, queries]` float32, log-sum-exp of a query's scores over the local buffer: `log A_buffer`.
         bulk_tokens: int64 `[queries]`, `T_bulk`.
         flags: bool `[group, queries]`, the long-context heads.
-        scaling: multiplies the scores.
+        scaling, softcap: as for `reference.partial_attention`.
         token_threshold: above 0.
-        softcap: attention weighs tokens by `criterion.soft_cap` of `s_t`; None: by `s_t`.
     """
     uncapped = estimated_scores(query.flatten(0, 1).float(), sketch, length, scaling=scaling)
     uncapped = uncapped.unflatten(0, query.shape[:2])  # which values follow
@@ -97,13 +91,9 @@ def select_tokens(
 
 
 def unread_value(query: Tensor, sketch: Sketch, tilt: Tensor, *, scaling: float) -> Tensor:
-    """What stands for the values of unread tokens: float32 `[..., value_dim]`.
+    """What stands for the values of one head's unread tokens: float32 `[..., value_dim]`.
 
-    Args:
-        query: `[..., dim]`.
-        sketch: one head's.
-        tilt: `[...]`, of `Selection`.
-        scaling: multiplies the scores.
+    `query` is `[..., dim]`, `tilt` `[...]` that of its `Selection`.
     """
     along = torch.matmul(query.float() * sketch.slope_units, sketch.slopes.float().mT)
     return sketch.mean_value + scaling * tilt.unsqueeze(-1) * along

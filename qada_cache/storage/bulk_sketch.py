@@ -65,12 +65,12 @@ class BulkSketch:
     @classmethod
     def of(cls, keys: Tensor, values: Tensor, bits: float | None, energies: Tensor | None) -> "BulkSketch | None":
         """One for such tokens; None if none is asked for, or keys are of no whole blocks (then all is read)."""
-        layout = Layout.from_bits_or_none(keys.shape[3], bits)
+        layout = Layout.from_bits(keys.shape[3], bits)
         return None if layout is None else cls(keys, values, layout, energies)
 
     def matches(self, bits: float | None, energies: Tensor | None) -> bool:
         """Whether it has these bits and energies."""
-        if Layout.from_bits_or_none(self.layout.dim, bits) != self.layout:
+        if Layout.from_bits(self.layout.dim, bits) != self.layout:
             return False
         if self.energies is None or energies is None:
             return self.energies is energies
