@@ -73,9 +73,36 @@ def resolve_pointer(p_own, p_place):
 
 
 @triton.jit
-def segments_of(length, SEGMENT: tl.constexpr):
-    """Segments of a bulk: all have `SEGMENT` tokens but the last, which ends with the bulk."""
-    return tl.maximum((length + SEGMENT // 2) // SEGMENT, 1)
+def attend_split(
+    p_query, p_keys, p_values, p_resident_pointers, p_index, p_parts, p_lse, s_key_token, s_value_token,
+    i_group, first, last, scaling,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attention of a group over tokens `first` to `last` of its head, or of the indices `p_index`; writes the part.
+
+    `p_keys` and `p_values` are the head's. The program is one of (split, KV head, row).
+    """
+    if p_resident_pointers is not None:
+        p_keys = resolve_pointer(p_keys, p_resident_pointers + 2 * i_group)
+        p_values = resolve_pointer(p_values, p_resident_pointers + 2 * i_group + 1)
+    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    m_query = (o_head < G)[:, None] & (o_dim < D)[None, :]
+    b_query = tl.load(p_query + (i_group * G + o_head)[:, None] * D + o_dim[None, :], mask=m_query, other=0.0)
+    b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_G], tl.float32)
+    b_out = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
+    for start in range(first, last, BLOCK_N):
+        o_tokens = start + tl.arange(0, BLOCK_N)
+        m_tokens = o_tokens < last
+        if p_index is not None:
+            o_tokens = tl.load(p_index + o_tokens, mask=m_tokens, other=0).to(tl.int64)
+        b_scores = scores(b_query, p_keys, o_tokens, m_tokens, s_key_token, scaling, D, BLOCK_D)
+        b_max, b_sum, b_out = attend(
+            b_scores, m_tokens[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_value_token, V, BLOCK_V
+        )
+    i_split, splits = tl.program_id(0), tl.num_programs(0)
+    store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, BLOCK_G, V, BLOCK_V)
 
 
 @triton.jit

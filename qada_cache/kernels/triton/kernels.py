@@ -9,7 +9,7 @@ local buffer, the others are the splits of its bulk. The kernels that select tok
 import triton
 import triton.language as tl
 
-from .blocks import along, attend, dot, resolve_pointer, scores, store_part, tilt, unreliable
+from .blocks import along, attend, attend_split, dot, scores, store_part, tilt, unreliable
 
 INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are decorated
 
@@ -181,33 +181,20 @@ def bulk_kernel(
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_group = i_row * tl.num_programs(1) + i_head
-    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    m_head, m_dim = o_head < G, o_dim < D
-    b_flags = tl.load(p_flags + i_group * G + o_head, mask=m_head, other=0).to(tl.int32)
+    o_head = tl.arange(0, BLOCK_G)
+    b_flags = tl.load(p_flags + i_group * G + o_head, mask=o_head < G, other=0).to(tl.int32)
     if tl.max(b_flags, axis=0) == 0:
         return
-    p_query += i_group * G * D
-    b_query = tl.load(p_query + o_head[:, None] * D + o_dim[None, :], mask=m_head[:, None] & m_dim[None, :], other=0.0)
-    p_keys += i_row * s_key_row + i_head * s_key_head
-    p_values += i_row * s_value_row + i_head * s_value_head
-    if p_resident_pointers is not None:
-        p_keys = resolve_pointer(p_keys, p_resident_pointers + 2 * i_group)
-        p_values = resolve_pointer(p_values, p_resident_pointers + 2 * i_group + 1)
     length = tl.load(p_lengths + i_row * s_length)  # int64, as every token offset made from it
     share = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
     first = i_split * share
     last = tl.minimum(first + share, length)
-    b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BLOCK_G], tl.float32)
-    b_out = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
-    for start in range(first, last, BLOCK_N):
-        o_tokens = start + tl.arange(0, BLOCK_N)
-        m_tokens = o_tokens < last
-        b_scores = scores(b_query, p_keys, o_tokens, m_tokens, s_key_token, scaling, D, BLOCK_D)
-        b_max, b_sum, b_out = attend(
-            b_scores, m_tokens[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_value_token, V, BLOCK_V
-        )
-    store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, BLOCK_G, V, BLOCK_V)
+    p_keys += i_row * s_key_row + i_head * s_key_head
+    p_values += i_row * s_value_row + i_head * s_value_head
+    attend_split(
+        p_query, p_keys, p_values, p_resident_pointers, None, p_parts, p_lse, s_key_token, s_value_token,
+        i_group, first, last, scaling, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_N,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["parts"])
