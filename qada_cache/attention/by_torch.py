@@ -29,7 +29,7 @@ from ..storage import TokenStore, reading
 from ..storage.geometry import Geometry
 
 
-def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float, softcap: float | None = None) -> Rule:
+def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float, softcap: float | None) -> Rule:
     """How the layer decides, made once for as long as it is asked for the same."""
     options = layer.options
     key = weakref.ref(options), scaling, softcap, query.shape[1], query.device
@@ -107,17 +107,9 @@ def audit(layer: QAdALayer, step: Step, flags: Tensor, bulk_lse: Tensor, read_ls
 
 
 def attend_by_torch(
-    layer: QAdALayer,
-    store: TokenStore,
-    query: Tensor,
-    geometry: Geometry,
-    *,
-    scaling: float,
-    audited: bool,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
+    layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry, rule: Rule, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute a call for `decode.attend_adaptively` (arguments as there), and compare it with the truth if `audited`.
+    """Compute a call for `decode.attend_adaptively` (arguments as there), and audit it if it is the layer's turn.
 
     Returns:
         `[batch, heads, queries, value_dim]` in the query's dtype, bool flags `[batch, kv_heads, group, queries]`.
@@ -128,21 +120,21 @@ def attend_by_torch(
         store.local_keys[:, :, columns],
         store.local_values[:, :, columns],
         geometry,
-        get_rule(layer, store, query, scaling, softcap),
+        rule,
         store.bulk.lengths,
         None if store.sketch is None else store.sketch.tensors,
-        partial(partial_attention, kernels=layer.options.kernels, softcap=softcap),
+        partial(partial_attention, kernels=layer.options.kernels, softcap=rule.softcap),
     )
     if sink_logits is not None:
         _add_sink(step, sink_logits)
     every = [[True] * store.local_keys.shape[1]] * store.batch
     read, whole = _reader(layer, store), None
-    if step.rule.kind == "oracle":  # needs every score, so everything is read whatever it decides
+    if rule.kind == "oracle":  # needs every score, so everything is read whatever it decides
         whole = attend_whole_bulk(step, read, every)
     flags = decide(step, log_bulk(layer, store, step, geometry, None if whole is None else whole[1]))
     found = attend(step, flags, read, whole)
     _count_and_prefetch(layer, store, found.selecting)
-    if audited:
+    if layer.is_audited():
         whole = whole or attend_whole_bulk(step, _reader(layer, store, audit=True), every)
         audit(layer, step, flags, whole[1], found.read_lse)
     out = found.out.unflatten(2, flags.shape[2:]).flatten(1, 2)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import choice, merge_partials, partial_attention
-from ..kernels.decode_call import DecodeCall
+from ..kernels.decode_call import DecodeCall, Rule
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
 from ..storage.geometry import Geometry
@@ -47,15 +47,13 @@ def attend_adaptively(
     geometry = layer.shared.forward_pass.geometry(
         lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=valid, device=device
     )
-    audited = layer.is_audited()
-    fusable = queries == 1 and not audited and sink_logits is None and softcap is None
+    rule = get_rule(layer, store, query, scaling, softcap)
+    fusable = queries == 1 and not layer.is_audited() and sink_logits is None and softcap is None
     kernel = find_kernel(layer, store, query) if fusable else None
     if kernel is None:
-        out, flags = attend_by_torch(
-            layer, store, query, geometry, scaling=scaling, audited=audited, sink_logits=sink_logits, softcap=softcap
-        )
+        out, flags = attend_by_torch(layer, store, query, geometry, rule, sink_logits)
     else:
-        out, flags = decode_one_token(layer, store, query, geometry, kernel, scaling=scaling)
+        out, flags = decode_one_token(layer, store, query, geometry, rule, kernel)
     layer.counters.count(flags, geometry, store.local_keys.shape[1] * store.bulk.token_bytes)
     return out
 
@@ -72,7 +70,7 @@ def find_kernel(layer: QAdALayer, store: TokenStore, query: Tensor) -> Callable 
 
 
 def decode_one_token(
-    layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry, kernel: Callable, *, scaling: float
+    layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry, rule: Rule, kernel: Callable
 ) -> tuple[Tensor, Tensor]:
     """A call with one query a row by `kernel`, a `fused_decode`; arguments and results as of `attend_by_torch`.
 
@@ -87,13 +85,13 @@ def decode_one_token(
         bulk_keys,
         bulk_values,
         geometry.rows,
-        get_rule(layer, store, query, scaling),
+        rule,
         bulk_read_bytes=counters.on(query.device, "bulk_read_bytes"),
         binding=layer.binding,
     )
     if (own := store.moments) is not None:
         call.mean, call.covariance, call.count = own.mean, own.covariance, own.known
-    if (others := layer.options.other_moments) is not None and call.rule.kind == "gaussian":
+    if (others := layer.options.other_moments) is not None and rule.kind == "gaussian":
         found = other_moments(others, layer, geometry.row_lengths, query.device)
         call.other_mean, call.other_covariance = found
     if sketch is not None and sketch.in_use:
