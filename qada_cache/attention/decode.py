@@ -32,13 +32,11 @@ def attend_adaptively(
     The call's own tokens have been appended to `store` already; every query has its own local set and is causal.
 
     Args:
-        layer: whose options decide and whose counters count.
-        store: its tokens.
+        layer, store: whose options decide and whose counters count, and its tokens.
         query: `[batch, heads, queries, dim]`, `queries` at most the window.
-        scaling: multiplies the scores.
+        scaling, softcap: of the scores, as for `reference.partial_attention`.
         valid: bool `[batch, queries]` on the host, False for padding; None without padding.
         sink_logits: learned, `[heads]`: one more score a head, of no token; None: the model has none.
-        softcap: as in `criterion.soft_cap`.
 
     Returns:
         `[batch, heads, queries, value_dim]` in the query's dtype. Padding queries get finite, unused values.
@@ -121,14 +119,12 @@ def attend_exactly(
     """Exact causal attention of many new tokens over everything cached and themselves.
 
     The bulk is streamed block by block, so device memory does not grow with it. The new tokens are not yet in
-    `store`.
+    `store`. Arguments that are not below are as for `attend_adaptively`.
 
     Args:
         query: `[batch, heads, tokens, dim]`.
         key, value: the new tokens' own, `[batch, kv_heads, tokens, dim]`.
-        store: the tokens before these.
         valid: bool `[batch, tokens]` on the host, False for padding; None without padding.
-        layer, scaling, sink_logits, softcap: as for `attend_adaptively`.
 
     Returns:
         `[batch, heads, tokens, value_dim]` in the query's dtype; zeros for padding.

@@ -146,8 +146,6 @@ class DecodeCall:
         query: `[batch, heads, 1, dim]`; all tensors below share its dtype unless one is given.
         local_keys, local_values: `[batch, kv_heads, columns or more, dim]` and `value_dim`.
         bulk_keys, bulk_values: `[batch, kv_heads, capacity, dim]` and `value_dim`.
-        rows: the tokens of each row.
-        rule: of decisions and selections.
         mean, covariance: float32 `[batch or 1, kv_heads, dim]` and `[batch or 1, kv_heads, dim, dim]`, moments of the
             first `count` keys of the row's bulk, for eq. 7.
         count: int64 `[batch or 1]`, with them. Moments with a count of 0 do not count.
@@ -159,7 +157,6 @@ class DecodeCall:
         resident_pointers: int64 `[batch, kv_heads, 2]`, contiguous: the addresses of a resident head's keys and values,
             which lie token by token as in the bulk buffers, at multiples of 16 bytes; 0 for a head to be read there.
         resident_hit_bytes: int64 `[]`, with `resident_pointers`: takes needed bytes of residents instead.
-        binding: of the layer's calls.
     """
 
     query: Tensor
@@ -205,8 +202,7 @@ class DecodeCall:
 def check(call: DecodeCall) -> None:
     """Raise ValueError unless a kernel that goes by the query's sizes and dtype reads within all tensors of a call.
 
-    Parts that are those of the layer's last call are known to be right. Each pass has rows of its own, checked when
-    they were made; here they have to fit the layer.
+    Parts of the layer's last call are known to be right, and rows, checked when they were made, have to fit the layer.
     """
     query, rows, binding = call.query, call.rows, call.binding
     known = binding.matches(call)

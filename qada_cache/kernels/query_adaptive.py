@@ -52,8 +52,6 @@ class Step:
     Attributes:
         grouped_queries: `[batch, kv_heads, group * queries, dim]`: the query heads of a KV head share its keys.
         local_keys, local_values: `[batch, kv_heads, columns, dim]` and `value_dim`, finite.
-        masks: over them.
-        rule: how to decide, and what to read.
         lengths: tokens of each row's bulk, all of which precede every query's window.
         sketch: of the rows with at least `MIN_TOKENS`; None: long-context heads read all of the bulk.
         partial: `partial_attention`, or what computes the same.
@@ -89,7 +87,6 @@ class Part(NamedTuple):
     """A part of the bulk on the query's device, and what it cost.
 
     Attributes:
-        rows, heads: which.
         keys, values: `[rows, heads, tokens, dim]` and `value_dim`.
         request: what asked for it; None: a head is there whole, or the next block of it.
         bulk_read_bytes: bytes read from the bulk's own memory; prefetched ones were counted before.
@@ -136,9 +133,8 @@ def estimated_log_bulk(
 
     Args:
         step: the call.
-        own: of the prompt's own keys: mean, covariance and count, as for `current_score_moments`; or None.
-        others: of another prompt's, as for `other_log_bulk`, or nothing.
-        pool: take the pending tokens into the first.
+        own: the prompt's own mean, covariance and count, as for `current_score_moments`; pending tokens join if `pool`.
+        others: another prompt's moments, as for `other_log_bulk`, or none.
     """
     rule, like = step.rule, step.scores[..., 0]
     if rule.table is not None:
@@ -176,11 +172,8 @@ def decide(step: Step, log_bulk: Tensor) -> Tensor:
 def attend(step: Step, flags: Tensor, read: Read, whole: tuple[Tensor, Tensor] | None = None) -> AttentionOutput:
     """Every head over its sinks and window, long-context heads over their bulk too, or what matters of it.
 
-    Args:
-        step: the call.
-        flags: as `decide` returns them; reading them on the host is where a step waits for the device.
-        read: brings what is asked for.
-        whole: what `attend_whole_bulk` says, if that is known.
+    `flags` are as `decide` returns them; reading them on the host is where a step waits for the device. `whole` is what
+    `attend_whole_bulk` says, if that is known.
     """
     visible = step.masks.local.unsqueeze(1) | (step.masks.pending.unsqueeze(1) & flags.unsqueeze(-1))
     out, lse = softmax_average(step.scores.masked_fill(~visible, -torch.inf).flatten(2, 3), step.local_values)

@@ -9,9 +9,7 @@ from torch import Tensor
 from ..criterion import soft_cap
 from .codec import Sketch, estimated_scores
 
-# Estimates tell too little of which tokens matter, and nothing would say so, where both are exceeded on average over a
-# bulk's tokens: half the variance of what they are off by, in nats, and its share of the variance of the scores.
-UNRELIABLE, NOISE_SHARE = 4.0, 0.15
+UNRELIABLE, NOISE_SHARE = 4.0, 0.15  # nats; of a variance. See `unreliable`
 # Of the estimated attention to unread tokens, as much counts: estimates err, and the unread are those that seem light.
 UNREAD_WEIGHT = 0.9
 
@@ -69,8 +67,7 @@ def select_tokens(
 
     Args:
         query: `[group, queries, dim]`.
-        sketch: one head's.
-        length: tokens of its bulk.
+        sketch, length: one head's, and the tokens of its bulk.
         log_buffer: `[group, queries]` float32, log-sum-exp of a query's scores over the local buffer: `log A_buffer`.
         bulk_tokens: int64 `[queries]`, `T_bulk`.
         flags: bool `[group, queries]`, the long-context heads.
