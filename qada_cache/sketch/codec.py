@@ -1,10 +1,8 @@
 """Codes of keys, segment by segment, and the scores that they give.
 
-Channels are ordered by their need, `m v`: the energy `m` of the queries times the variance `v` of the segment's keys.
-The first ones have four bits, the next two, then one, the last none (`Layout`). A key is centred, ordered, weighed,
-rotated and quantized with a scale of its own: `R (w * (k - c)) ~ scale * odd_levels`, odd integers. A query is rotated
-alike, `R (q / w)`, and rounded to 8 bits, so that a score takes integer products alone and every implementation finds
-the same. `c`, `w`, the order and the unit of the scales belong to a segment and follow from its keys.
+A key is centred, its channels ordered by their need and weighed, rotated and quantized with a scale of its own:
+`R (w * (k - c)) ~ scale * odd_levels`, odd integers. A query is rotated alike, `R (q / w)`, and rounded to 8 bits, so
+that a score takes integer products alone and every implementation finds the same.
 """
 
 from dataclasses import dataclass

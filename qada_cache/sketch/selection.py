@@ -9,7 +9,7 @@ from torch import Tensor
 from ..criterion import soft_cap
 from .codec import Sketch, estimated_scores
 
-UNRELIABLE, NOISE_SHARE = 4.0, 0.15  # nats; of a variance. See `unreliable`
+UNRELIABLE, NOISE_SHARE = 4.0, 0.15  # nats, and a share: both have to be exceeded, see `unreliable`
 # Of the estimated attention to unread tokens, as much counts: estimates err, and the unread are those that seem light.
 UNREAD_WEIGHT = 0.9
 
@@ -33,9 +33,8 @@ def unreliable(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
     """The queries whose estimates are unreliable, so that they read all: bool `[batch, kv_heads, queries]`.
 
     Where scores lie far apart few tokens stand out, and what stands out of estimates may be nothing but their error.
-    What a code leaves of a key is as likely to point one way as another, so estimates are off by
-    `scaling^2 sum q_i^2 noise_i` in variance: half of it above `UNRELIABLE`, and above `NOISE_SHARE` of the scores' own
-    `scaling^2 sum q_i^2 variances_i`. Nothing is said of rows that are not in the layer's sketch.
+    Its variance is `scaling^2 sum q_i^2 noise_i` on average over tokens: half of it above `UNRELIABLE`, and above
+    `NOISE_SHARE` of the scores' own `scaling^2 sum q_i^2 variances_i`. Nothing is said of rows that are in no sketch.
     """
     square = query.float().square()
     noise, variance = (
@@ -61,9 +60,9 @@ def select_tokens(
     A head asks for what gets at least `token_threshold` times as much of its attention as if the bulk got all of it,
     evenly: `exp(s_t) / (A_buffer + sum_t exp(s_t)) >= token_threshold / T_bulk`, by estimates of the scores `s_t`.
 
-    Unread tokens are those of low scores, so their mean value is not that of the bulk. Values follow scores along the
-    line of regression: a score of `s` says `mean_value + Cov(v, s) (s - mean(s)) / Var(s)`, `Cov(v, s) = scaling
-    slopes q`, and unread tokens have the mean score `sum exp(s) s / sum exp(s)`, weighed as attention does.
+    Unread tokens are those of low scores. Values follow scores along the line of regression,
+    `mean_value + Cov(v, s) (s - mean(s)) / Var(s)` with `Cov(v, s) = scaling slopes q`, and unread tokens have the mean
+    score `sum exp(s) s / sum exp(s)`.
 
     Args:
         query: `[group, queries, dim]`.
