@@ -1,19 +1,18 @@
-"""What the heads of one layer decide by in one call, and that call by torch's operations, where no kernel serves."""
+"""A query-adaptive call by torch's operations, where no kernel serves: what heads decide by, reads, audits."""
 
-import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..criterion import StaticHeads, log_mass, logit, long_context
+from ..criterion import log_mass, logit, long_context
 from ..kernels import partial_attention
 from ..kernels.decode_call import Rule
 from ..kernels.query_adaptive import (
     LengthMoments,
-    Masks,
     Part,
     Read,
     Request,
@@ -27,36 +26,6 @@ from ..key_moments import KeyMoments
 from ..state.layer import QAdALayer
 from ..storage import TokenStore, reading
 from ..storage.geometry import Geometry
-
-
-def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float, softcap: float | None) -> Rule:
-    """How the layer decides, made once for as long as it is asked for the same."""
-    options = layer.options
-    key = weakref.ref(options), scaling, softcap, query.shape[1], query.device
-    if layer.binding.rule is None or layer.binding.rule[0] != key:
-        criterion: str | StaticHeads | Tensor = options.criterion
-        if isinstance(criterion, StaticHeads):
-            shard, kv_heads = layer.shared.model.shard, store.local_keys.shape[1]
-            sizes = {"kv_heads": kv_heads, "group": query.shape[1] // kv_heads}
-            criterion = criterion.of_layer(layer.index, **sizes, device=query.device, rank=shard.rank, ranks=shard.size)
-        rule = Rule(
-            scaling=scaling,
-            threshold=options.threshold,
-            group_rule=options.group_rule,
-            criterion=criterion,
-            pool_pending=options.update_moments,
-            token_threshold=options.token_threshold,
-            softcap=softcap,
-        )
-        layer.binding.rule = key, rule
-    return layer.binding.rule[1]
-
-
-def other_moments(
-    moments: KeyMoments, layer: QAdALayer, lengths: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Mean `[lengths, kv_heads, dim]` and covariance for bulks of these lengths, of the heads of this process."""
-    return layer.kept_moments.get(moments, layer.index, lengths, device, layer.shared.model.shard.own)
 
 
 def log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry, bulk_lse: Tensor | None) -> Tensor:
@@ -86,8 +55,8 @@ def true_log_bulk(step: Step, bulk_lse: Tensor) -> Tensor:
 
 def split_by_length(moments: KeyMoments, layer: QAdALayer, geometry: Geometry) -> list[LengthMoments]:
     """Another prompt's, as `query_adaptive.other_log_bulk` takes them: of each query those for its bulk's length."""
-    lengths = geometry.distinct_moment_lengths
-    means, covariances = other_moments(moments, layer, lengths, geometry.local.device)
+    lengths, device, own = geometry.distinct_moment_lengths, geometry.local.device, layer.shared.model.shard.own
+    means, covariances = layer.kept_moments.get(moments, layer.index, lengths, device, own)
     return list(zip((0, *lengths), means.split(1), covariances.split(1), strict=False))
 
 
@@ -148,7 +117,7 @@ def _add_sink(step: Step, sink_logits: Tensor) -> None:
     step.scores = torch.cat([scores, column], dim=-1)
     step.local_values = functional.pad(step.local_values, (0, 0, 0, 1))
     local, pending = functional.pad(masks.local, (0, 1), value=True), functional.pad(masks.pending, (0, 1))
-    step.masks = Masks(local, pending, masks.bulk_tokens, masks.decided)
+    step.masks = replace(masks, local=local, pending=pending)
 
 
 def _reader(layer: QAdALayer, store: TokenStore, *, audit: bool = False) -> Read:

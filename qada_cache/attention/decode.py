@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..criterion import StaticHeads
 from ..kernels import choice, merge_partials, partial_attention
 from ..kernels.decode_call import DecodeCall, Rule
 from ..state.layer import QAdALayer
@@ -14,7 +15,7 @@ from ..storage import TokenStore
 from ..storage.geometry import Geometry
 from ..storage.padding import real_tokens
 from ..storage.reading import stream, update_residency
-from .by_torch import attend_by_torch, get_rule, other_moments
+from .by_torch import attend_by_torch
 
 
 def attend_adaptively(
@@ -56,6 +57,29 @@ def attend_adaptively(
     return out
 
 
+def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float, softcap: float | None) -> Rule:
+    """How the layer decides, made once for as long as it is asked for the same."""
+    options = layer.options
+    key = weakref.ref(options), scaling, softcap, query.shape[1], query.device
+    if layer.binding.rule is None or layer.binding.rule[0] != key:
+        criterion: str | StaticHeads | Tensor = options.criterion
+        if isinstance(criterion, StaticHeads):
+            shard, kv_heads = layer.shared.model.shard, store.local_keys.shape[1]
+            sizes = {"kv_heads": kv_heads, "group": query.shape[1] // kv_heads}
+            criterion = criterion.of_layer(layer.index, **sizes, device=query.device, rank=shard.rank, ranks=shard.size)
+        rule = Rule(
+            scaling=scaling,
+            threshold=options.threshold,
+            group_rule=options.group_rule,
+            criterion=criterion,
+            pool_pending=options.update_moments,
+            token_threshold=options.token_threshold,
+            softcap=softcap,
+        )
+        layer.binding.rule = key, rule
+    return layer.binding.rule[1]
+
+
 def find_kernel(layer: QAdALayer, store: TokenStore, query: Tensor) -> Callable | None:
     """What `choice.decode_kernel` says of a query `[batch, heads, 1, dim]`, asked again when anything is different."""
     bulk, sketch, options = store.bulk, store.sketch, layer.options
@@ -90,7 +114,8 @@ def decode_one_token(
     if (own := store.moments) is not None:
         call.mean, call.covariance, call.count = own.mean, own.covariance, own.known
     if (others := layer.options.other_moments) is not None and rule.kind == "gaussian":
-        found = other_moments(others, layer, geometry.row_lengths, query.device)
+        lengths, own_heads = geometry.row_lengths, layer.shared.model.shard.own
+        found = layer.kept_moments.get(others, layer.index, lengths, query.device, own_heads)
         call.other_mean, call.other_covariance = found
     if sketch is not None and sketch.in_use:
         call.sketch, call.sketch_read_bytes = sketch.tensors, counters.on(query.device, "sketch_read_bytes")

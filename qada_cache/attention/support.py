@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ..criterion import StaticHeads
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, kept_energies, resolve_moments, sources
-from ..key_moments.models import UNSHARDED, full_attention_config, head_shard, sizes
+from ..key_moments.models import full_attention_config, head_shard, sizes
 from ..key_moments.prompts import PROMPTS
 from ..key_moments.rotation import rope_settings
 from ..state import ManagedModel, Options
@@ -93,15 +93,11 @@ def describe_model(
         NotImplementedError: as `head_shard`.
     """
     decoder = text_config(model, config)
-    return ManagedModel(
-        model_type=decoder.model_type,
-        config=decoder,
-        whole_config=config if model is None else model.config,
-        dtype=None if model is None else model.dtype,
-        reference=None if model is None else weakref.ref(model),
-        layers=tuple(layers),
-        shard=UNSHARDED if model is None else head_shard(model, decoder, layers),
-    )
+    managed = ManagedModel(decoder.model_type, config=decoder, whole_config=config, layers=tuple(layers))
+    if model is None:
+        return managed
+    shard = head_shard(model, decoder, layers)
+    return replace(managed, whole_config=model.config, dtype=model.dtype, reference=weakref.ref(model), shard=shard)
 
 
 def resolve_options(options: Options, managed: ManagedModel) -> Options:
