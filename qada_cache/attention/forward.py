@@ -176,7 +176,8 @@ def _attend(
     # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
     if softcap is not None and _base_name(module) != "eager":
         softcap = None
-    options = {"scaling": scaling, "valid": valid, "sink_logits": kwargs.get("s_aux"), "softcap": softcap}
+    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "valid": valid}
+    options["sink_logits"] = kwargs.get("s_aux")
     forward_pass = layer.shared.forward_pass
     if layer.index == layer.shared.model.layers[0]:
         # After a decoded token there are pending ones beside the window, and a single token is no chunk.
