@@ -101,13 +101,12 @@ def attend_by_torch(
     if rule.kind == "oracle":  # needs every score, so everything is read whatever it decides
         whole = attend_whole_bulk(step, read, every)
     flags = decide(step, log_bulk(layer, store, step, geometry, None if whole is None else whole[1]))
-    found = attend(step, flags, read, whole)
-    _count_and_prefetch(layer, store, found.selecting)
+    out, read_lse, selecting = attend(step, flags, read, whole)
+    _count_and_prefetch(layer, store, selecting)
     if layer.is_audited():
         whole = whole or attend_whole_bulk(step, _reader(layer, store, audit=True), every)
-        audit(layer, step, flags, whole[1], found.read_lse)
-    out = found.out.unflatten(2, flags.shape[2:]).flatten(1, 2)
-    return out.to(query.dtype), flags
+        audit(layer, step, flags, whole[1], read_lse)
+    return out.unflatten(2, flags.shape[2:]).flatten(1, 2).to(query.dtype), flags
 
 
 def _add_sink(step: Step, sink_logits: Tensor) -> None:

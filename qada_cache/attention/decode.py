@@ -160,19 +160,14 @@ def attend_exactly(
     kwargs: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "kernels": layer.options.kernels}
     for rows in [slice(0, batch)] if alike else [slice(row, row + 1) for row in range(batch)]:
         real = slice(None) if valid is None else real_tokens(valid, rows.start, query.device)
-        new_query, new_key, new_value = query[rows][:, :, real], key[rows][:, :, real], value[rows][:, :, real]
+        new_query, new_key, new_value = (part[rows][:, :, real] for part in (query, key, value))
         kv_heads, tokens = new_key.shape[1:3]
         group = query.shape[1] // kv_heads
         if not tokens:  # this row is padding from end to end of the call
             continue
         grouped_queries = new_query.reshape(-1, kv_heads, group * tokens, new_query.shape[-1])
-        out, lse = partial_attention(
-            new_query,
-            new_key.repeat_interleave(group, dim=1),
-            new_value.repeat_interleave(group, dim=1),
-            causal=True,
-            **kwargs,
-        )
+        own = (part.repeat_interleave(group, dim=1) for part in (new_key, new_value))
+        out, lse = partial_attention(new_query, *own, causal=True, **kwargs)
         if sink_logits is not None:
             out, lse = merge_partials(out, lse, torch.zeros_like(out), sink_logits.float()[:, None].expand_as(lse))
         out, lse = out.reshape(*grouped_queries.shape[:3], -1), lse.reshape(grouped_queries.shape[:3])

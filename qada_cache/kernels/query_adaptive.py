@@ -109,20 +109,6 @@ Read = Callable[[list[list[bool]], Iterator[Request] | None], Iterable[Part]]
 LengthMoments = tuple[int, Tensor, Tensor]  # tokens, mean, covariance: of keys in bulks of more tokens
 
 
-class AttentionOutput(NamedTuple):
-    """Attention of all heads `[batch, kv_heads, group * queries]`.
-
-    Attributes:
-        out: `[..., value_dim]` float32.
-        read_lse: log-sum-exp of the scores of all that was read, without what is estimated of the rest.
-        selecting: of every row and KV head, whether it read selected tokens.
-    """
-
-    out: Tensor
-    read_lse: Tensor
-    selecting: list[list[bool]]
-
-
 def estimated_log_bulk(
     step: Step, own: tuple[Tensor, Tensor, Tensor] | None, others: list[LengthMoments], *, pool: bool
 ) -> Tensor:
@@ -169,26 +155,31 @@ def decide(step: Step, log_bulk: Tensor) -> Tensor:
     return group_decision(flags, step.rule.group_rule) & step.masks.decided.unsqueeze(2)
 
 
-def attend(step: Step, flags: Tensor, read: Read, whole: tuple[Tensor, Tensor] | None = None) -> AttentionOutput:
+def attend(
+    step: Step, flags: Tensor, read: Read, whole: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, list[list[bool]]]:
     """Every head over its sinks and window, long-context heads over their bulk too, or what matters of it.
 
     `flags` are as `decide` returns them; reading them on the host is where a step waits for the device. `whole` is what
     `attend_whole_bulk` says, if that is known.
+
+    Returns:
+        the output `[batch, kv_heads, group * queries, value_dim]` float32, the log-sum-exp of the scores of all that
+        was read, and whether each row and KV head read selected tokens; empty without a bulk or a sketch.
     """
     visible = step.masks.local.unsqueeze(1) | (step.masks.pending.unsqueeze(1) & flags.unsqueeze(-1))
     out, lse = softmax_average(step.scores.masked_fill(~visible, -torch.inf).flatten(2, 3), step.local_values)
     if not any(step.lengths):
-        return AttentionOutput(out, lse, [])
+        return out, lse, []
     selecting: list[list[bool]] = []
     if step.sketch is not None and whole is None:
         bulk_out, bulk_lse, read_lse, selecting = _attend_selected(step, step.sketch, flags, lse, read)
     else:
-        wanted = flags.flatten(2).any(dim=-1)
-        bulk_out, bulk_lse = whole or attend_whole_bulk(step, read, wanted.tolist())
+        bulk_out, bulk_lse = whole or attend_whole_bulk(step, read, flags.flatten(2).any(dim=-1).tolist())
         read_lse = bulk_lse
     local_heads = ~flags.flatten(2)
     bulk_lse, read_lse = (found.masked_fill(local_heads, -torch.inf) for found in (bulk_lse, read_lse))
-    return AttentionOutput(merge_partials(out, lse, bulk_out, bulk_lse)[0], torch.logaddexp(lse, read_lse), selecting)
+    return merge_partials(out, lse, bulk_out, bulk_lse)[0], torch.logaddexp(lse, read_lse), selecting
 
 
 def attend_whole_bulk(step: Step, read: Read, wanted: list[list[bool]]) -> tuple[Tensor, Tensor]:
