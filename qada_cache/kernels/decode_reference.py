@@ -178,8 +178,7 @@ def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, layout: Lay
     kwargs["local"], kwargs["pending"] = columns < LOCAL, (columns >= LOCAL) & (columns < LOCAL + PENDING_COLUMNS)
     known = [keys[:, :tokens].float() for keys, tokens in zip(bulk_keys, lengths.tolist(), strict=True)]
     kwargs["mean"] = torch.stack([keys.mean(dim=1) for keys in known])
-    centred = [keys - keys.mean(dim=1, keepdim=True) for keys in known]
-    kwargs["covariance"] = torch.stack([keys.mT @ keys / keys.shape[1] for keys in centred])
+    kwargs["covariance"] = torch.stack([torch.stack([head.mT.cov(correction=0) for head in keys]) for keys in known])
     kwargs |= {"other_mean": kwargs["mean"][:1], "other_covariance": kwargs["covariance"][:1], "pool_pending": True}
     if layout is not None:
         kwargs |= {"sketch": _sketch(bulk_keys, bulk_values, layout), "token_threshold": 0.8}

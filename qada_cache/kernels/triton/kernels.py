@@ -125,10 +125,8 @@ def local_kernel(
             b_bulk = _gaussian_log_bulk(b_other_mean, b_other_variance, bulk_tokens)
         if p_mean is not None:
             b_own = _gaussian_log_bulk(b_score_mean, b_variance, bulk_tokens)
-            if p_other_mean is not None:
-                b_bulk = tl.where(known > 0.0, tl.maximum(b_bulk, b_own), b_bulk)
-            else:
-                b_bulk = tl.where(known > 0.0, b_own, b_bulk)
+            b_own = b_own if p_other_mean is None else tl.maximum(b_bulk, b_own)
+            b_bulk = tl.where(known > 0.0, b_own, b_bulk)
     elif CRITERION == "static":
         b_table = tl.load(p_table + i_head * G + o_head, mask=m_head, other=0)
         b_bulk = tl.where(b_table, float("inf"), float("-inf"))
