@@ -172,7 +172,8 @@ def _attend(
     except (NotImplementedError, RuntimeError, ValueError):
         layer.abandon(queries)
         raise
-    scaling, softcap = query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    softcap = kwargs.get("softcap")
     # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
     if softcap is not None and _base_name(module) != "eager":
         softcap = None

@@ -23,9 +23,9 @@ class OperandError(ValueError):
 
 @dataclass(eq=False)
 class Rows:
-    """Which tokens the query of each row sees, checked when it is made: one of these serves all layers of a pass.
+    """Which tokens the query of each row sees, for all layers of a pass; `rows` is 1 if all rows are alike.
 
-    Attributes (`rows` is the number of rows, or 1 if all are alike):
+    Attributes:
         local, pending: bool `[rows, columns]`, disjoint, of the first columns of the local buffers.
         bulk_lengths: int64 `[rows]`.
         decided: bool `[rows]`, False for a padding query: its heads are local, its output finite and unused.
