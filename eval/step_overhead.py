@@ -29,9 +29,9 @@ from eval import benchmark
 from eval.shared.timing import load_model, report, timing_parser, wait
 from eval.shared.workloads import Work, fill
 from qada_cache import QAdACache, restore_attention
+from qada_cache.attention import decode
 from qada_cache.attention import forward as attention
 from qada_cache.kernels.cpu import compiled_decode
-from qada_cache.key_moments.running import LayerMoments
 from qada_cache.state.counters import Counters
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import TokenStore
@@ -43,7 +43,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "take_in": (QAdALayer, "update"),
     "store": (TokenStore, "append"),
     "masks": (ForwardPass, "geometry"),
-    "moments": (LayerMoments, "get"),
+    "moments": (decode, "_add_moments"),
     "kernel": (compiled_decode, "fused_decode"),  # attention over sinks and window, and the decision
     "count": (Counters, "count"),
     "the_rest": (attention, "attention_forward"),  # checks, and everything between the parts above

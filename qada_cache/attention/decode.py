@@ -111,12 +111,8 @@ def decode_one_token(
         bulk_read_bytes=counters.on(query.device, "bulk_read_bytes"),
         binding=layer.binding,
     )
-    if (own := store.moments) is not None:
-        call.mean, call.covariance, call.count = own.mean, own.covariance, own.known
-    if (others := layer.options.other_moments) is not None and rule.kind == "gaussian":
-        lengths, own_heads = geometry.row_lengths, layer.shared.model.shard.own
-        found = layer.kept_moments.get(others, layer.index, lengths, query.device, own_heads)
-        call.other_mean, call.other_covariance = found
+    if rule.kind == "gaussian":
+        _add_moments(call, layer, store, geometry)
     if sketch is not None and sketch.in_use:
         call.sketch, call.sketch_read_bytes = sketch.tensors, counters.on(query.device, "sketch_read_bytes")
     elsewhere = bulk.offloaded and layer.options.device_budget
@@ -127,6 +123,16 @@ def decode_one_token(
     if elsewhere and (moved := update_residency(bulk, flags.any(dim=-1))):
         counters.bulk_read_bytes += moved
     return out, flags.unsqueeze(-1)
+
+
+def _add_moments(call: DecodeCall, layer: QAdALayer, store: TokenStore, geometry: Geometry) -> None:
+    """Those that the layer decides by."""
+    if (moments := store.moments) is not None:
+        call.mean, call.covariance, call.count = moments.mean, moments.covariance, moments.known
+    if (others := layer.options.other_moments) is not None:
+        lengths, device, own = geometry.row_lengths, call.query.device, layer.shared.model.shard.own
+        found = layer.kept_moments.get(others, layer.index, lengths, device, own)
+        call.other_mean, call.other_covariance = found
 
 
 def attend_exactly(
