@@ -4,7 +4,6 @@ Notation of the paper: `A_local` and `A_bulk` are the sums of `exp(score)` over 
 and over every other token. All functions work on logarithms, so no score can overflow.
 """
 
-import functools
 import math
 import os
 from dataclasses import dataclass
@@ -66,7 +65,7 @@ class StaticHeads:
     ) -> Tensor:
         """One layer's row by KV head, bool `[kv_heads, group]`, contiguous; without waiting for the device.
 
-        `kv_heads` are those of one process, the one with number `rank` of `ranks` that have as many each, in order.
+        `kv_heads` are those of one process, number `rank` of `ranks` that have as many each.
         """
         row = self.long_context[layer].chunk(ranks)[rank].to(device, non_blocking=True).reshape(kv_heads, -1)
         return row.expand(-1, group).contiguous()  # heads given as KV heads broadcast over their group
@@ -95,20 +94,16 @@ def soft_cap(scores: Tensor, softcap: float | None) -> Tensor:
 def score_moments(
     query: Tensor, mean: Tensor, covariance: Tensor, *, scaling: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the scores of keys with the given moments (below eq. 7).
+    """Mean and variance of the scores of keys with the given moments (below eq. 7), `[batch, kv_heads, queries]`.
 
     `mu_s = scaling * q . mu_K` and `sigma_s^2 = scaling^2 * q Sigma_K q^T`.
 
     Args:
         query: `[batch, kv_heads, queries, dim]` float32, the query heads of a group side by side along `queries`.
-        mean: `[batch or 1, kv_heads, dim]` float32.
-        covariance: `[batch or 1, kv_heads, dim, dim]` float32.
+        mean, covariance: float32 `[batch or 1, kv_heads, dim]` and `[batch or 1, kv_heads, dim, dim]`.
         scaling: the attention's own score multiplier.
         softcap: of scores `softcap * tanh(s / softcap)` instead, by the tangent of that at the mean. The variance is at
             most what makes `exp(softcap)` the mean exponential, as no score is above it.
-
-    Returns:
-        two float32 tensors `[batch, kv_heads, queries]`.
     """
     score_mean = torch.matmul(query, mean.unsqueeze(-1)).squeeze(-1) * scaling
     score_variance = (torch.matmul(query, covariance) * query).sum(dim=-1) * scaling**2
@@ -125,9 +120,7 @@ def pool_score_moments(
 ) -> tuple[Tensor, Tensor]:
     """Mean and population variance of two disjoint sets of scores pooled (Chan et al., 1983).
 
-    Scores are linear in the key, so pooling scores equals pooling keys. Tokens that left the window since the last
-    update of the key moments cost one pass over their scores. All tensors broadcast. A count may be 0: the other set's
-    moments come back.
+    Scores are linear in the key, so this equals pooling keys. All tensors broadcast; a count may be 0.
     """
     total = (count_a + count_b).clamp_min(1)
     delta = mean_b - mean_a
@@ -154,18 +147,15 @@ def current_score_moments(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance of each query's scores over its own bulk by the prompt's keys, and bool, where they are known.
 
+    All are `[batch, kv_heads, group, queries]`, the last broadcast to it. Arguments that are not below are as for
+    `score_moments`.
+
     Args:
-        query: as for `score_moments`.
-        scores: of them over the local buffer, `[batch, kv_heads, group, queries, columns]`.
+        scores: of the queries over the local buffer, `[batch, kv_heads, group, queries, columns]`, capped already.
         mean, covariance: of the first `count` keys of the row's bulk.
         count: int64 `[batch or 1]`.
         pending: bool `[batch or 1, 1, 1 or queries, columns]`, tokens of the bulk that still lie in the local buffer,
             to be pooled with the others; None leaves them out.
-        scaling: multiplies the scores.
-        softcap: as for `score_moments`; `scores` are capped already.
-
-    Returns:
-        three tensors `[batch, kv_heads, group, queries]`, the last broadcast to it.
     """
     shape, known = scores.shape[:-1], count.view(-1, 1, 1, 1)
     moments = score_moments(query, mean, covariance, scaling=scaling, softcap=softcap)
@@ -184,33 +174,13 @@ def current_score_moments(
     return mean, variance, known > 0
 
 
-def larger_estimate(*estimates: Tensor) -> Tensor:
-    """The largest of these estimates of `log A_bulk`, nan where one knows nothing.
-
-    `+inf` where none knows anything: nothing can be said about the bulk, so read it.
-    """
-    largest = functools.reduce(torch.fmax, estimates)  # which takes a number before a nan
-    return largest.masked_fill(largest.isnan(), torch.inf)
-
-
-def fixed_log_bulk(criterion: str | Tensor, like: Tensor) -> Tensor:
-    """`log A_bulk` in the eyes of a criterion that compares no masses, in the shape of `like`.
-
-    `+inf` for long-context heads: all if it is "dense", none if "local", those of the table bool `[kv_heads, group]`.
-    """
-    if isinstance(criterion, Tensor):
-        return torch.where(criterion, torch.inf, -torch.inf).unsqueeze(-1).expand_as(like)
-    return torch.full_like(like, torch.inf if criterion == "dense" else -torch.inf)
-
-
 def log_mass(scores: Tensor, mask: Tensor) -> Tensor:
     """The log of the sum of exponentials of the scores in `mask` (shapes as for `current_score_moments`)."""
     return scores.masked_fill(~mask.unsqueeze(2), -torch.inf).logsumexp(dim=-1)
 
 
 def logit(threshold: float) -> float:
-    """`log(threshold / (1 - threshold))`: the least `log A_local - log A_bulk` of a local head; infinite at both
-    ends."""
+    """`log(threshold / (1 - threshold))`: a local head's least `log A_local - log A_bulk`; infinite at both ends."""
     if 0.0 < threshold < 1.0:
         return math.log(threshold) - math.log1p(-threshold)
     return math.inf if threshold else -math.inf
@@ -219,22 +189,16 @@ def logit(threshold: float) -> float:
 def long_context(log_local: Tensor, log_bulk: Tensor, logit_threshold: float) -> Tensor:
     """True where a head needs the long context: `A_local / (A_local + A_bulk) < threshold` (eq. 2, eq. 7).
 
-    `logit_threshold = logit(threshold)` is exact at both ends: at 0 every head is local, at 1 no head with a bulk
-    (`log_bulk > -inf`) is, however small that bulk's share. Kernels have a copy of this line each, of the same name, in
-    `kernels/cpu/decide.h` and `kernels/triton/kernels.py`.
+    Exact at both ends: at 0 every head is local, at 1 none with a bulk is. Kernels have a copy of this line each, of
+    the same name, in `kernels/cpu/decide.h` and `kernels/triton/kernels.py`.
     """
     return log_local - log_bulk < logit_threshold
 
 
 def group_decision(flags: Tensor, rule: str) -> Tensor:
-    """Make one decision of those of the query heads of each KV head, as memory traffic follows KV heads.
+    """One decision of those of the query heads of each KV head, bool `[batch, kv_heads, group, queries]` as `flags`.
 
-    Args:
-        flags: bool `[batch, kv_heads, group, queries]`, results of `long_context` for each query head.
-        rule: "any", the group is long-context if any head of it is, as its keys are read anyway; "head", each query
-            head for itself (the paper's rule).
-
-    Returns:
-        bool, same shape; the same for all heads of a group unless the rule is "head".
+    By "any" a group is long-context if any head of it is, as its keys are read anyway; by "head", the paper's rule,
+    each query head is for itself.
     """
     return flags if rule == "head" else flags.any(dim=2, keepdim=True).expand_as(flags)

@@ -106,7 +106,7 @@ def _build_kernels(
     )
     if pinned:
         keys, values = keys.pin_memory(), values.pin_memory()
-    layout = Layout.from_bits_or_none(dim, options.stored_sketch_bits)
+    layout = Layout.from_bits(dim, options.stored_sketch_bits)
     fused = choice.decode_kernel(query, keys, values, options.criterion, options.kernels, layout=layout)
     if fused is None or options.audit_every:
         grouped_queries = query.view(1, kv_heads, group, dim)

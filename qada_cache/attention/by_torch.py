@@ -1,19 +1,18 @@
-"""What the heads of one layer decide by in one call, and that call by torch's operations, where no kernel serves."""
+"""A query-adaptive call by torch's operations, where no kernel serves: what heads decide by, reads, audits."""
 
-import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..criterion import StaticHeads, fixed_log_bulk, log_mass, logit, long_context
+from ..criterion import log_mass, logit, long_context
 from ..kernels import partial_attention
 from ..kernels.decode_call import Rule
 from ..kernels.query_adaptive import (
     LengthMoments,
-    Masks,
     Part,
     Read,
     Request,
@@ -29,37 +28,6 @@ from ..storage import TokenStore, reading
 from ..storage.geometry import Geometry
 
 
-def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float, softcap: float | None = None) -> Rule:
-    """How the layer decides, made once for as long as it is asked for the same."""
-    options = layer.options
-    key = weakref.ref(options), scaling, softcap, query.shape[1], query.device
-    if layer.binding.rule is None or layer.binding.rule[0] != key:
-        criterion: str | StaticHeads | Tensor = options.criterion
-        if isinstance(criterion, StaticHeads):
-            shard, kv_heads = layer.shared.model.shard, store.local_keys.shape[1]
-            group = query.shape[1] // kv_heads
-            sizes = {"kv_heads": kv_heads, "group": group, "rank": shard.rank, "ranks": shard.size}
-            criterion = criterion.of_layer(layer.index, **sizes, device=query.device)
-        rule = Rule(
-            scaling=scaling,
-            threshold=options.threshold,
-            group_rule=options.group_rule,
-            criterion=criterion,
-            pool_pending=options.update_moments,
-            token_threshold=options.token_threshold,
-            softcap=softcap,
-        )
-        layer.binding.rule = key, rule
-    return layer.binding.rule[1]
-
-
-def other_moments(
-    moments: KeyMoments, layer: QAdALayer, lengths: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Mean `[lengths, kv_heads, dim]` and covariance for bulks of these lengths, of the heads of this process."""
-    return layer.kept_moments.get(moments, layer.index, lengths, device, layer.shared.model.shard)
-
-
 def log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry, bulk_lse: Tensor | None) -> Tensor:
     """The `log A_bulk` that the layer decides by, `[batch, kv_heads, group, queries]`; `+inf` without moments.
 
@@ -68,14 +36,12 @@ def log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry
     """
     if bulk_lse is not None:
         return true_log_bulk(step, bulk_lse)
-    if step.rule.kind != "gaussian":
-        return fixed_log_bulk(step.rule.criterion, step.scores[..., 0])
-    if not geometry.distinct_moment_lengths:  # nothing is decided
-        return torch.full_like(step.scores[..., 0], torch.inf)
-    moments, others = store.moments, layer.options.other_moments
+    own, others = store.moments, layer.options.other_moments
+    if step.rule.kind != "gaussian" or not geometry.distinct_moment_lengths:  # nothing is estimated, or decided
+        others = None
     return estimated_log_bulk(
         step,
-        None if moments is None else (moments.mean, moments.covariance, moments.known),
+        None if own is None else (own.mean, own.covariance, own.known),
         [] if others is None else split_by_length(others, layer, geometry),
         pool=step.rule.pool_pending and geometry.any_pending,
     )
@@ -89,8 +55,8 @@ def true_log_bulk(step: Step, bulk_lse: Tensor) -> Tensor:
 
 def split_by_length(moments: KeyMoments, layer: QAdALayer, geometry: Geometry) -> list[LengthMoments]:
     """Another prompt's, as `query_adaptive.other_log_bulk` takes them: of each query those for its bulk's length."""
-    lengths = geometry.distinct_moment_lengths
-    means, covariances = other_moments(moments, layer, lengths, geometry.local.device)
+    lengths, device, shard = geometry.distinct_moment_lengths, geometry.local.device, layer.shared.model.shard
+    means, covariances = layer.kept_moments.get(moments, layer.index, lengths, device, shard)
     return list(zip((0, *lengths), means.split(1), covariances.split(1), strict=False))
 
 
@@ -110,48 +76,37 @@ def audit(layer: QAdALayer, step: Step, flags: Tensor, bulk_lse: Tensor, read_ls
 
 
 def attend_by_torch(
-    layer: QAdALayer,
-    store: TokenStore,
-    query: Tensor,
-    geometry: Geometry,
-    *,
-    scaling: float,
-    audited: bool,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
+    layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry, rule: Rule, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute a call for `decode.attend_adaptively` (arguments as there), and compare it with the truth if `audited`.
+    """Compute a call for `decode.attend_adaptively` (arguments as there), and audit it if it is the layer's turn.
 
     Returns:
         `[batch, heads, queries, value_dim]` in the query's dtype, bool flags `[batch, kv_heads, group, queries]`.
     """
-    bulk, columns = store.bulk, slice(0, store.sinks + store.end)
+    columns = slice(0, store.sinks + store.end)
     step = Step(
         query.reshape(*query.shape[:1], store.local_keys.shape[1], -1, query.shape[3]),
         store.local_keys[:, :, columns],
         store.local_values[:, :, columns],
         geometry,
-        get_rule(layer, store, query, scaling, softcap),
-        bulk.lengths,
+        rule,
+        store.bulk.lengths,
         None if store.sketch is None else store.sketch.tensors,
-        [] if store.sketch is None else store.sketch.lengths,
+        partial(partial_attention, kernels=layer.options.kernels, softcap=rule.softcap),
     )
     if sink_logits is not None:
         _add_sink(step, sink_logits)
-    compute = partial(partial_attention, kernels=layer.options.kernels, softcap=softcap)
     every = [[True] * store.local_keys.shape[1]] * store.batch
-    read = _reader(layer, store)
-    whole = None
-    if step.rule.kind == "oracle":  # needs every score, so everything is read whatever it decides
-        whole = attend_whole_bulk(step, read, every, partial=compute)
+    read, whole = _reader(layer, store), None
+    if rule.kind == "oracle":  # needs every score, so everything is read whatever it decides
+        whole = attend_whole_bulk(step, read, every)
     flags = decide(step, log_bulk(layer, store, step, geometry, None if whole is None else whole[1]))
-    found = attend(step, flags, read, partial=compute, whole=whole)
-    _count_and_prefetch(layer, store, found.selecting)
-    if audited:
-        whole = whole or attend_whole_bulk(step, _reader(layer, store, audit=True), every, partial=compute)
-        audit(layer, step, flags, whole[1], found.read_lse)
-    out = found.out.unflatten(2, flags.shape[2:]).flatten(1, 2)
-    return out.to(query.dtype), flags
+    out, read_lse, selecting = attend(step, flags, read, whole)
+    _count_and_prefetch(layer, store, selecting)
+    if layer.is_audited():
+        whole = whole or attend_whole_bulk(step, _reader(layer, store, audit=True), every)
+        audit(layer, step, flags, whole[1], read_lse)
+    return out.unflatten(2, flags.shape[2:]).flatten(1, 2).to(query.dtype), flags
 
 
 def _add_sink(step: Step, sink_logits: Tensor) -> None:
@@ -161,7 +116,7 @@ def _add_sink(step: Step, sink_logits: Tensor) -> None:
     step.scores = torch.cat([scores, column], dim=-1)
     step.local_values = functional.pad(step.local_values, (0, 0, 0, 1))
     local, pending = functional.pad(masks.local, (0, 1), value=True), functional.pad(masks.pending, (0, 1))
-    step.masks = Masks(local, pending, masks.bulk_tokens, masks.decided)
+    step.masks = replace(masks, local=local, pending=pending)
 
 
 def _reader(layer: QAdALayer, store: TokenStore, *, audit: bool = False) -> Read:
@@ -183,7 +138,7 @@ def _count_and_prefetch(layer: QAdALayer, store: TokenStore, selecting: list[lis
     """Count the sketch's bytes, update residents, and prefetch heads of the next layer."""
     bulk, counters = store.bulk, layer.counters
     if selecting and store.sketch is not None:
-        for length, heads in zip(store.sketch.lengths, selecting, strict=True):
+        for length, heads in zip(bulk.lengths, selecting, strict=True):
             counters.sketch_read_bytes += store.sketch.tensors.read_bytes(length) * sum(heads)
         if bulk.offloaded and layer.options.device_budget:
             counters.bulk_read_bytes += reading.update_residency(bulk, torch.tensor(selecting))

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..criterion import StaticHeads
 from ..kernels import choice, merge_partials, partial_attention
-from ..kernels.decode_call import DecodeCall
+from ..kernels.decode_call import DecodeCall, Rule
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
 from ..storage.geometry import Geometry
 from ..storage.padding import real_tokens
 from ..storage.reading import stream, update_residency
-from .by_torch import attend_by_torch, get_rule, other_moments
+from .by_torch import attend_by_torch
 
 
 def attend_adaptively(
@@ -32,13 +33,11 @@ def attend_adaptively(
     The call's own tokens have been appended to `store` already; every query has its own local set and is causal.
 
     Args:
-        layer: whose options decide and whose counters count.
-        store: its tokens.
+        layer, store: whose options decide and whose counters count, and its tokens.
         query: `[batch, heads, queries, dim]`, `queries` at most the window.
-        scaling: multiplies the scores.
+        scaling, softcap: of the scores, as for `reference.partial_attention`.
         valid: bool `[batch, queries]` on the host, False for padding; None without padding.
         sink_logits: learned, `[heads]`: one more score a head, of no token; None: the model has none.
-        softcap: as in `criterion.soft_cap`; None: the model has none.
 
     Returns:
         `[batch, heads, queries, value_dim]` in the query's dtype. Padding queries get finite, unused values.
@@ -47,17 +46,38 @@ def attend_adaptively(
     geometry = layer.shared.forward_pass.geometry(
         lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=valid, device=device
     )
-    audited = layer.is_audited()
-    fusable = queries == 1 and not audited and sink_logits is None and softcap is None
+    rule = get_rule(layer, store, query, scaling, softcap)
+    fusable = queries == 1 and not layer.is_audited() and sink_logits is None and softcap is None
     kernel = find_kernel(layer, store, query) if fusable else None
     if kernel is None:
-        out, flags = attend_by_torch(
-            layer, store, query, geometry, scaling=scaling, audited=audited, sink_logits=sink_logits, softcap=softcap
-        )
+        out, flags = attend_by_torch(layer, store, query, geometry, rule, sink_logits)
     else:
-        out, flags = decode_one_token(layer, store, query, geometry, kernel, scaling=scaling)
+        out, flags = decode_one_token(layer, store, query, geometry, rule, kernel)
     layer.counters.count(flags, geometry, store.local_keys.shape[1] * store.bulk.token_bytes)
     return out
+
+
+def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float, softcap: float | None) -> Rule:
+    """How the layer decides, made once for as long as it is asked for the same."""
+    options = layer.options
+    key = weakref.ref(options), scaling, softcap, query.shape[1], query.device
+    if layer.binding.rule is None or layer.binding.rule[0] != key:
+        criterion: str | StaticHeads | Tensor = options.criterion
+        if isinstance(criterion, StaticHeads):
+            shard, kv_heads = layer.shared.model.shard, store.local_keys.shape[1]
+            sizes = {"kv_heads": kv_heads, "group": query.shape[1] // kv_heads}
+            criterion = criterion.of_layer(layer.index, **sizes, device=query.device, rank=shard.rank, ranks=shard.size)
+        rule = Rule(
+            scaling=scaling,
+            threshold=options.threshold,
+            group_rule=options.group_rule,
+            criterion=criterion,
+            pool_pending=options.update_moments,
+            token_threshold=options.token_threshold,
+            softcap=softcap,
+        )
+        layer.binding.rule = key, rule
+    return layer.binding.rule[1]
 
 
 def find_kernel(layer: QAdALayer, store: TokenStore, query: Tensor) -> Callable | None:
@@ -72,14 +92,11 @@ def find_kernel(layer: QAdALayer, store: TokenStore, query: Tensor) -> Callable 
 
 
 def decode_one_token(
-    layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry, kernel: Callable, *, scaling: float
+    layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry, rule: Rule, kernel: Callable
 ) -> tuple[Tensor, Tensor]:
-    """Call `kernel`, a `fused_decode`, for `decode.attend_adaptively` with one query a row (arguments as there).
+    """A call with one query a row by `kernel`, a `fused_decode`; arguments and results as of `attend_by_torch`.
 
     Nothing here waits for the device: small tensors of host numbers are copied to it without blocking.
-
-    Returns:
-        `[batch, heads, 1, value_dim]` in the query's dtype, bool flags `[batch, kv_heads, group, 1]`.
     """
     bulk, sketch, counters = store.bulk, store.sketch, layer.counters
     bulk_keys, bulk_values = bulk.in_place()
@@ -90,11 +107,11 @@ def decode_one_token(
         bulk_keys,
         bulk_values,
         geometry.rows,
-        get_rule(layer, store, query, scaling),
+        rule,
         bulk_read_bytes=counters.on(query.device, "bulk_read_bytes"),
         binding=layer.binding,
     )
-    if call.rule.kind == "gaussian":
+    if rule.kind == "gaussian":
         _add_moments(call, layer, store, geometry)
     if sketch is not None and sketch.in_use:
         call.sketch, call.sketch_read_bytes = sketch.tensors, counters.on(query.device, "sketch_read_bytes")
@@ -113,7 +130,8 @@ def _add_moments(call: DecodeCall, layer: QAdALayer, store: TokenStore, geometry
     if (moments := store.moments) is not None:
         call.mean, call.covariance, call.count = moments.mean, moments.covariance, moments.known
     if (others := layer.options.other_moments) is not None:
-        found = other_moments(others, layer, geometry.row_lengths, call.query.device)
+        lengths, device, shard = geometry.row_lengths, call.query.device, layer.shared.model.shard
+        found = layer.kept_moments.get(others, layer.index, lengths, device, shard)
         call.other_mean, call.other_covariance = found
 
 
@@ -132,14 +150,12 @@ def attend_exactly(
     """Exact causal attention of many new tokens over everything cached and themselves.
 
     The bulk is streamed block by block, so device memory does not grow with it. The new tokens are not yet in
-    `store`.
+    `store`. Arguments that are not below are as for `attend_adaptively`.
 
     Args:
         query: `[batch, heads, tokens, dim]`.
         key, value: the new tokens' own, `[batch, kv_heads, tokens, dim]`.
-        store: the tokens before these.
         valid: bool `[batch, tokens]` on the host, False for padding; None without padding.
-        layer, scaling, sink_logits, softcap: as for `attend_adaptively`.
 
     Returns:
         `[batch, heads, tokens, value_dim]` in the query's dtype; zeros for padding.
@@ -150,19 +166,14 @@ def attend_exactly(
     kwargs: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "kernels": layer.options.kernels}
     for rows in [slice(0, batch)] if alike else [slice(row, row + 1) for row in range(batch)]:
         real = slice(None) if valid is None else real_tokens(valid, rows.start, query.device)
-        new_query, new_key, new_value = query[rows][:, :, real], key[rows][:, :, real], value[rows][:, :, real]
+        new_query, new_key, new_value = (part[rows][:, :, real] for part in (query, key, value))
         kv_heads, tokens = new_key.shape[1:3]
         group = query.shape[1] // kv_heads
         if not tokens:  # this row is padding from end to end of the call
             continue
         grouped_queries = new_query.reshape(-1, kv_heads, group * tokens, new_query.shape[-1])
-        out, lse = partial_attention(
-            new_query,
-            new_key.repeat_interleave(group, dim=1),
-            new_value.repeat_interleave(group, dim=1),
-            causal=True,
-            **kwargs,
-        )
+        own = (part.repeat_interleave(group, dim=1) for part in (new_key, new_value))
+        out, lse = partial_attention(new_query, *own, causal=True, **kwargs)
         if sink_logits is not None:
             out, lse = merge_partials(out, lse, torch.zeros_like(out), sink_logits.float()[:, None].expand_as(lse))
         out, lse = out.reshape(*grouped_queries.shape[:3], -1), lse.reshape(grouped_queries.shape[:3])

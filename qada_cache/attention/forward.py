@@ -47,39 +47,25 @@ outside_graphs = torch.compiler.disable(
 )
 
 
-def our_name(config: PreTrainedConfig) -> str:
-    """The name under which our function wraps the attention implementation of `config`.
-
-    Raises:
-        ValueError: the config belongs to no model yet, or its attention implementation is not one we can wrap.
-    """
-    current = config._attn_implementation
-    if current in _BASES:
-        return current
-    if current is None:
-        raise ValueError(
-            "this config belongs to no model (it names no attention implementation): pass model.config, or the model"
-        )
-    if current not in _OUR_NAMES:
-        raise ValueError(
-            f"QAdACache cannot wrap the attention implementation {current!r}: load the model with attn_implementation "
-            f"set to one of {', '.join(_OUR_NAMES)}"
-        )
-    return _OUR_NAMES[current]
-
-
 def check_readers(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
     """Raise NotImplementedError if the model's own code would do something else under our name than under its own.
 
     Raises:
-        ValueError: as `our_name`.
+        ValueError: the config belongs to no model yet, or its attention implementation is not one we can wrap.
     """
-    if is_switched_on(config):
+    name = config._attn_implementation
+    if name is None:
+        raise ValueError(
+            "this config belongs to no model (it names no attention implementation): pass model.config, or the model"
+        )
+    if name not in (*_OUR_NAMES, *_BASES):
+        raise ValueError(
+            f"QAdACache cannot wrap the attention implementation {name!r}: load the model with attn_implementation "
+            f"set to one of {', '.join(_OUR_NAMES)}"
+        )
+    if name in _BASES or (place := find_reader(model, config, name, _OUR_NAMES[name])) is None:
         return
-    name, ours = config._attn_implementation, our_name(config)
-    if (place := find_reader(model, config, name, ours)) is None:
-        return
-    others = [other for other in _OUR_NAMES if find_reader(model, config, other, _OUR_NAMES[other]) is None]
+    others = [other for other, ours in _OUR_NAMES.items() if find_reader(model, config, other, ours) is None]
     way_out = "".join(f", or load it with attn_implementation={other!r}" for other in others)
     raise NotImplementedError(
         f"the code of {config.model_type} asks whether its attention is {name!r} ({place}), which QAdACache would "
@@ -88,17 +74,13 @@ def check_readers(model: PreTrainedModel | None, config: PreTrainedConfig) -> No
 
 
 def switch_on(config: PreTrainedConfig) -> None:
-    """Make the model that owns `config` (its text config) ask our function for attention. Idempotent.
-
-    Raises:
-        ValueError: as `our_name`.
-    """
-    if is_switched_on(config):
-        return
-    current, ours = config._attn_implementation, our_name(config)
-    AttentionInterface.register(ours, attention_forward)
-    AttentionMaskInterface.register(ours, partial(_mask, ALL_MASK_ATTENTION_FUNCTIONS[current]))
-    config._attn_implementation = ours
+    """Make the model that owns `config` (its text config) ask our function for attention. Idempotent."""
+    if not is_switched_on(config):
+        current = config._attn_implementation
+        ours = _OUR_NAMES[current]
+        AttentionInterface.register(ours, attention_forward)
+        AttentionMaskInterface.register(ours, partial(_mask, ALL_MASK_ATTENTION_FUNCTIONS[current]))
+        config._attn_implementation = ours
 
 
 def is_switched_on(config: PreTrainedConfig) -> bool:
@@ -191,30 +173,30 @@ def _attend(
         layer.abandon(queries)
         raise
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    arguments: dict[str, Any] = {"scaling": scaling, "valid": valid}
-    # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
     softcap = kwargs.get("softcap")
+    # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
     if softcap is not None and _base_name(module) != "eager":
         softcap = None
-    arguments |= {"sink_logits": kwargs.get("s_aux"), "softcap": softcap}
+    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "valid": valid}
+    options["sink_logits"] = kwargs.get("s_aux")
     forward_pass = layer.shared.forward_pass
     if layer.index == layer.shared.model.layers[0]:
         # After a decoded token there are pending ones beside the window, and a single token is no chunk.
         forward_pass.is_prefill_chunk = (queries > 1 or layer.store.end <= layer.options.window) and _reads_chunk()
-    if layer.seen == queries:
+    first, exact = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
+    if first:
         out, _ = _base(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-        layer.store.absorb(key, value, valid)
-    elif queries > layer.options.window or forward_pass.is_prefill_chunk:
-        work = partial(attend_exactly, layer, layer.store, query, key, value, **arguments)
+    else:
+        if exact:
+            work = partial(attend_exactly, layer, layer.store, query, key, value, **options)
+        else:
+            layer.store.append(key, value, valid)
+            work = partial(attend_adaptively, layer, layer.store, query, **options)
         with without_autocast(query.device):
             out = layer.shared.residents.retried(work)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
+    if first or exact:
         layer.store.absorb(key, value, valid)
-    else:
-        layer.store.append(key, value, valid)
-        with without_autocast(query.device):
-            out = layer.shared.residents.retried(partial(attend_adaptively, layer, layer.store, query, **arguments))
-        out = out.transpose(1, 2).contiguous()
     layer.incoming = None
     return out, None
 

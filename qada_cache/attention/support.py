@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ..criterion import StaticHeads
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, kept_energies, resolve_moments, sources
-from ..key_moments.models import UNSHARDED, full_attention_config, head_shard, sizes
+from ..key_moments.models import full_attention_config, head_shard, sizes
 from ..key_moments.prompts import PROMPTS
 from ..key_moments.rotation import rope_settings
 from ..state import ManagedModel, Options
@@ -33,12 +33,6 @@ _NAME = "_attn_implementation"
 # of models whose layers share keys, which are refused for that.
 _HARMLESS = ("__init__", "_maybe_slice_kv_shared_inputs")
 _TABLES = ("ALL_ATTENTION_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS")  # of functions, where ours are registered
-_OPERATORS = {
-    ast.Eq: lambda name, other: name == other,
-    ast.NotEq: lambda name, other: name != other,
-    ast.In: lambda name, other: name in other,
-    ast.NotIn: lambda name, other: name not in other,
-}
 
 
 def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
@@ -99,15 +93,11 @@ def describe_model(
         NotImplementedError: as `head_shard`.
     """
     decoder = text_config(model, config)
-    return ManagedModel(
-        model_type=decoder.model_type,
-        config=decoder,
-        whole_config=config if model is None else model.config,
-        dtype=None if model is None else model.dtype,
-        reference=None if model is None else weakref.ref(model),
-        layers=tuple(layers),
-        shard=UNSHARDED if model is None else head_shard(model, decoder, layers),
-    )
+    managed = ManagedModel(decoder.model_type, config=decoder, whole_config=config, layers=tuple(layers))
+    if model is None:
+        return managed
+    shard = head_shard(model, decoder, layers)
+    return replace(managed, whole_config=model.config, dtype=model.dtype, reference=weakref.ref(model), shard=shard)
 
 
 def resolve_options(options: Options, managed: ManagedModel) -> Options:
@@ -218,8 +208,9 @@ def _differs(node: ast.AST, name: str, instead: str) -> bool:
     """Whether this may have another value for the name `instead` than for `name`."""
     if not isinstance(node, ast.Compare) or len(node.ops) > 1:
         return True
-    compare, other = _OPERATORS[type(node.ops[0])], node.comparators[0]
     try:
-        return compare(name, ast.literal_eval(other)) != compare(instead, ast.literal_eval(other))
+        other = ast.literal_eval(node.comparators[0])
     except ValueError:
         return True
+    among = other if isinstance(node.ops[0], (ast.In, ast.NotIn)) else (other,)
+    return (name in among) != (instead in among)

@@ -1,9 +1,8 @@
 """Attention over parts of the keys: a reference, faster paths with the same signature, and the choice.
 
-Our kernel for CPUs is one. The other is torch's fused operators: one pass over the keys, no score matrix. Those behind
-`scaled_dot_product_attention` compute the log-sum-exp, and only they return it. They are private to torch and may
-change with any release. So each is tried against plain torch when a device first meets a dtype and head size, and is
-used only if it agrees.
+Our kernel for CPUs is one. The others are torch's fused operators behind `scaled_dot_product_attention`: they alone
+return the log-sum-exp. They are private to torch and may change with any release. So each is tried against plain torch
+when a device first meets a dtype and head size, and is used only if it agrees.
 """
 
 import functools

@@ -1,11 +1,8 @@
-"""Which implementation computes a decode step: requested by name, or selected by checks.
+"""Which implementation computes a decode step: asked for by name, or selected by checks.
 
-`QAdACache(kernels=...)` asks for it, else the environment variable `QADA_KERNELS` when the cache is built:
-
-- "torch": torch's own operations alone, on any device.
-- "triton": the fused kernel for one token, or an error that says why not.
-- "auto", the default: on a GPU Triton's kernel, once it has been tried there (`decode_reference.py`), or torch, with a
-  warning that says why; on the CPU the compiled kernel (`compiled_decode.py`), or torch where it does not serve.
+"torch" is torch's own operations alone, and "triton" the fused kernel for one token, or an error that says why not.
+"auto" takes Triton's kernel on a GPU, once it has been tried there (`decode_reference.py`), and the compiled kernel on
+a CPU (`compiled_decode.py`); else torch, with a warning that says why on a GPU.
 """
 
 import functools

@@ -23,9 +23,7 @@ class OperandError(ValueError):
 
 @dataclass(eq=False)
 class Rows:
-    """Which tokens the query of each row sees, checked when it is made: one of these serves all layers of a pass.
-
-    "`rows`" below is the number of rows, or 1 if all are alike.
+    """Which tokens the query of each row sees, for all layers of a pass; `rows` is 1 if all rows are alike.
 
     Attributes:
         local, pending: bool `[rows, columns]`, disjoint, of the first columns of the local buffers.
@@ -49,13 +47,12 @@ class Rows:
     bound: Any = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
-        parts = self.local, self.pending, self.bulk_lengths, self.decided
-        self.number = max(len(part) for part in parts)
-        self.columns = self.local.shape[1]
-        fits = (self.bulk_lengths.dtype, self.decided.dtype) == (torch.int64, torch.bool)
-        fits = fits and self.bulk_lengths.dim() == self.decided.dim() == 1
-        for mask in (self.local, self.pending):
-            fits = fits and mask.dtype == torch.bool and mask.shape[1:] == (self.columns,) and mask.stride(1) == 1
+        masks, of_rows = (self.local, self.pending), (self.bulk_lengths, self.decided)
+        parts = *masks, *of_rows
+        self.number, self.columns = max(map(len, parts)), self.local.shape[1]
+        fits = [part.dtype for part in parts] == [torch.bool, torch.bool, torch.int64, torch.bool]
+        fits = fits and all(mask.shape[1:] == (self.columns,) and mask.stride(1) == 1 for mask in masks)
+        fits = fits and all(part.dim() == 1 for part in of_rows)
         fits = fits and all(len(part) in (1, self.number) and part.device == self.local.device for part in parts)
         if fits and self.bulk_lengths.is_cpu:
             lengths = self.bulk_lengths.tolist()
@@ -97,10 +94,7 @@ class Rule:
 
     @property
     def logit_threshold(self) -> float:
-        """The margin `log A_local - log A_bulk` below which a head is long-context, see `criterion.long_context`.
-
-        Criteria that compare no masses have infinite margins (`criterion.fixed_log_bulk`): any finite threshold serves.
-        """
+        """As for `criterion.long_context`; any finite one serves criteria whose `log A_bulk` is infinite."""
         return logit(self.threshold) if self.kind in ("gaussian", "oracle") else 0.0
 
 
@@ -125,10 +119,8 @@ class Binding:
         return Binding()
 
     def matches(self, call: "DecodeCall") -> bool:
-        """Whether the last checked call had the same tensors and rule, and a query like this one; else it is
-        forgotten."""
-        query = call.query
-        same = self._query == (query.shape, query.dtype, query.device) and all(
+        """Whether the last checked call had the same tensors and rule, and a query like this one; else forget it."""
+        same = self._query == (call.query.shape, call.query.dtype, call.query.device) and all(
             known() is part for known, part in zip(self._parts, call.parts(), strict=True)
         )
         if not same:
@@ -154,23 +146,17 @@ class DecodeCall:
         query: `[batch, heads, 1, dim]`; all tensors below share its dtype unless one is given.
         local_keys, local_values: `[batch, kv_heads, columns or more, dim]` and `value_dim`.
         bulk_keys, bulk_values: `[batch, kv_heads, capacity, dim]` and `value_dim`.
-        rows: the tokens of each row.
-        rule: of decisions and selections.
         mean, covariance: float32 `[batch or 1, kv_heads, dim]` and `[batch or 1, kv_heads, dim, dim]`, moments of the
             first `count` keys of the row's bulk, for eq. 7.
-        count: int64 `[batch or 1]`, if these are given. Moments with a count of 0 do not count.
-        other_mean, other_covariance: likewise, of another prompt's keys. If both are given, the larger estimate of
-            `A_bulk` counts; if nothing is known, every head with a bulk needs it.
+        count: int64 `[batch or 1]`, with them. Moments with a count of 0 do not count.
+        other_mean, other_covariance: likewise, of another prompt's keys (see `query_adaptive.estimated_log_bulk`).
         sketch: of the bulk's keys, with room for as many tokens. With it, a KV head reads the tokens of `select_tokens`
             if the bulk has `MIN_TOKENS` and more. A group reads all if one of its long-context heads finds the sketch
             `unreliable`, and so does every group without a sketch.
-        bulk_read_bytes: int64 `[]`; the bytes of needed bulk keys and values are added to it.
-        sketch_read_bytes: int64 `[]`; the needed bytes of the sketch are added to it.
+        bulk_read_bytes, sketch_read_bytes: int64 `[]`; the needed bytes of bulk and sketch are added to them.
         resident_pointers: int64 `[batch, kv_heads, 2]`, contiguous: the addresses of a resident head's keys and values,
             which lie token by token as in the bulk buffers, at multiples of 16 bytes; 0 for a head to be read there.
-        resident_hit_bytes: int64 `[]`, given with `resident_pointers`: the bytes of needed resident keys and values are
-            added to it, not to `bulk_read_bytes`.
-        binding: of the layer's calls.
+        resident_hit_bytes: int64 `[]`, with `resident_pointers`: takes needed bytes of residents instead.
     """
 
     query: Tensor
@@ -216,8 +202,7 @@ class DecodeCall:
 def check(call: DecodeCall) -> None:
     """Raise ValueError unless a kernel that goes by the query's sizes and dtype reads within all tensors of a call.
 
-    Parts that are those of the layer's last call are known to be right. Each pass has rows of its own, checked when
-    they were made; here they have to fit the layer.
+    Parts of the layer's last call are known to be right, and rows, checked when they were made, have to fit the layer.
     """
     query, rows, binding = call.query, call.rows, call.binding
     known = binding.matches(call)
@@ -244,11 +229,9 @@ def _parts_fit(call: DecodeCall) -> bool:
         return False
     for keys, values in ((call.local_keys, call.local_values), (call.bulk_keys, call.bulk_values)):
         shape = (batch, kv_heads, keys.shape[2])
-        if (tuple(keys.shape), tuple(values.shape)) != ((*shape, dim), (*shape, value_dim)):
-            return False
-        if not (keys.dtype == values.dtype == query.dtype and keys.stride(3) == values.stride(3) == 1):
-            return False
-        if keys.device != values.device:
+        fits = (tuple(keys.shape), tuple(values.shape)) == ((*shape, dim), (*shape, value_dim))
+        fits = fits and keys.dtype == values.dtype == query.dtype and keys.stride(3) == values.stride(3) == 1
+        if not fits or keys.device != values.device:
             return False
     # A tensor, and what it has to be.
     of_rows: list[tuple[Tensor | None, torch.dtype, tuple[int, ...]]] = [(call.count, torch.int64, ())]

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..criterion import fixed_log_bulk
 from ..sketch import MIN_TOKENS, Layout
 from ..sketch.codec import Sketch, channel_means, quantize_segments, round_slopes
 from .decode_call import DecodeCall
@@ -32,16 +31,8 @@ def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:
         for near in (call.local_keys, call.local_values)
     )
     lengths = rows.bulk_lengths.expand(batch).tolist()
-    step = Step(
-        query.reshape(batch, -1, call.group, dim),
-        local_keys,
-        local_values,
-        Masks(local, pending, bulk_tokens, decided & (bulk_tokens > 0)),
-        call.rule,
-        lengths,
-        sketch,
-        [length if length >= MIN_TOKENS else 0 for length in lengths],
-    )
+    masks = Masks(local, pending, bulk_tokens, decided & (bulk_tokens > 0))
+    step = Step(query.reshape(batch, -1, call.group, dim), local_keys, local_values, masks, call.rule, lengths, sketch)
 
     def read(whole: list[list[bool]], requests: Iterator[Request] | None) -> Iterator[Part]:
         for row, wanted in enumerate(whole):
@@ -50,21 +41,16 @@ def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:
         for request in requests or ():
             yield _part(call, request.row, request.head, request.tokens.to(call.bulk_keys.device), request)
 
-    if call.rule.kind == "gaussian":
-        current, others = None, []
-        if call.mean is not None and call.covariance is not None and call.count is not None:
-            current = call.mean, call.covariance, call.count
-        if call.other_mean is not None and call.other_covariance is not None:
-            others = [(0, call.other_mean, call.other_covariance)]
-        log_bulk = estimated_log_bulk(step, current, others, pool=call.rule.pool_pending)
-    else:
-        log_bulk = fixed_log_bulk(call.rule.criterion, step.scores[..., 0])
-    flags = decide(step, log_bulk)
+    own, others = None, []
+    if call.mean is not None and call.covariance is not None and call.count is not None:
+        own = call.mean, call.covariance, call.count
+    if call.other_mean is not None and call.other_covariance is not None:
+        others = [(0, call.other_mean, call.other_covariance)]
+    flags = decide(step, estimated_log_bulk(step, own, others, pool=call.rule.pool_pending))
     out, _, selecting = attend(step, flags, read)
     if sketch is not None and call.sketch_read_bytes is not None:
-        call.sketch_read_bytes += sum(
-            sketch.read_bytes(lengths[row]) * sum(heads) for row, heads in enumerate(selecting)
-        )
+        for row, heads_selecting in enumerate(selecting):
+            call.sketch_read_bytes += sketch.read_bytes(lengths[row]) * sum(heads_selecting)
     return out.reshape(batch, heads, 1, -1).to(query.dtype), flags.squeeze(3)
 
 
@@ -105,9 +91,7 @@ def find_decode_fault(
 
     Args:
         kernel: to try.
-        device, dtype: of queries.
-        group: query heads of each KV head.
-        dim, value_dim: of a head's keys and values.
+        device, dtype: of queries, `group` for each KV head; `dim` and `value_dim` are those of keys and values.
         layout: of the sketch that tokens are selected by; None: all are read.
         pinned: whether the bulk lies in pinned host memory.
 
@@ -116,27 +100,23 @@ def find_decode_fault(
     """
     scene = _scene(dtype, group, dim, value_dim, layout)
     for group_rule, elsewhere in (("any", False), ("head", True)):
-        counted: dict[str, Any] = {
-            name: torch.zeros((), dtype=torch.int64, device="cpu") for name in ("bulk_read_bytes", "sketch_read_bytes")
-        }
-        out, flags = decode_step(DecodeCall.of(**scene, **counted, group_rule=group_rule))
+        scene["group_rule"] = group_rule
+        expected = _compute(decode_step, scene, torch.device("cpu"))
         for name in ("bulk_keys", "bulk_values"):
-            scene[name] = scene[name].masked_fill(~flags.any(dim=-1)[..., None, None], torch.nan)
-        compute = functools.partial(_compute, kernel, scene | {"group_rule": group_rule}, device, pinned, elsewhere)
-        if (wrong := find_fault(compute, (flags, out, *counted.values()))) is not None:
+            scene[name] = scene[name].masked_fill(~expected[0].any(dim=-1)[..., None, None], torch.nan)
+        compute = functools.partial(_compute, kernel, scene, device, pinned=pinned, elsewhere=elsewhere)
+        if (wrong := find_fault(compute, expected)) is not None:
             return wrong
     return None
 
 
 def _compute(
-    kernel: Callable, scene: dict[str, Any], device: torch.device, pinned: bool, elsewhere: bool
+    kernel: Callable, scene: dict[str, Any], device: torch.device, *, pinned: bool = False, elsewhere: bool = False
 ) -> tuple[Tensor, ...]:
     """What the kernel makes of a scene, on the host: flags, outputs, and bytes of the bulk and of the sketch."""
-    kwargs: dict[str, Any] = {
-        name: part.to(device) if isinstance(part, Tensor) else part for name, part in scene.items()
-    }
+    kwargs = {name: part.to(device) if isinstance(part, Tensor) else part for name, part in scene.items()}
     if "sketch" in kwargs:
-        kwargs["sketch"] = Sketch(**{name: part.to(device) for name, part in scene["sketch"].tensors().items()})
+        kwargs["sketch"] = Sketch(*(part.to(device) for part in scene["sketch"].tensors().values()))
     bulk_read_bytes, resident_hit_bytes, sketch_read_bytes = (
         torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)
     )
@@ -198,8 +178,7 @@ def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, layout: Lay
     kwargs["local"], kwargs["pending"] = columns < LOCAL, (columns >= LOCAL) & (columns < LOCAL + PENDING_COLUMNS)
     known = [keys[:, :tokens].float() for keys, tokens in zip(bulk_keys, lengths.tolist(), strict=True)]
     kwargs["mean"] = torch.stack([keys.mean(dim=1) for keys in known])
-    centred = [keys - keys.mean(dim=1, keepdim=True) for keys in known]
-    kwargs["covariance"] = torch.stack([keys.mT @ keys / keys.shape[1] for keys in centred])
+    kwargs["covariance"] = torch.stack([torch.stack([head.mT.cov(correction=0) for head in keys]) for keys in known])
     kwargs |= {"other_mean": kwargs["mean"][:1], "other_covariance": kwargs["covariance"][:1], "pool_pending": True}
     if layout is not None:
         kwargs |= {"sketch": _sketch(bulk_keys, bulk_values, layout), "token_threshold": 0.8}

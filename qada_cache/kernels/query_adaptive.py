@@ -14,12 +14,12 @@ from ..criterion import (
     current_score_moments,
     gaussian_log_bulk,
     group_decision,
-    larger_estimate,
     log_mass,
     long_context,
     score_moments,
     soft_cap,
 )
+from ..sketch import MIN_TOKENS
 from ..sketch.codec import Sketch
 from ..sketch.selection import Selection, select_tokens, unread_value, unreliable
 from .decode_call import Rule
@@ -52,11 +52,9 @@ class Step:
     Attributes:
         grouped_queries: `[batch, kv_heads, group * queries, dim]`: the query heads of a KV head share its keys.
         local_keys, local_values: `[batch, kv_heads, columns, dim]` and `value_dim`, finite.
-        masks: over them.
-        rule: how to decide, and what to read.
         lengths: tokens of each row's bulk, all of which precede every query's window.
-        sketch: of the bulk; None: long-context heads read all of it.
-        sketch_lengths: tokens of each row in the sketch: all of the bulk's, or none.
+        sketch: of the rows with at least `MIN_TOKENS`; None: long-context heads read all of the bulk.
+        partial: `partial_attention`, or what computes the same.
         scores: over the local buffer, `[batch, kv_heads, group, queries, columns]` float32.
     """
 
@@ -66,8 +64,8 @@ class Step:
     masks: Masks
     rule: Rule
     lengths: list[int]
-    sketch: Sketch | None = None
-    sketch_lengths: list[int] = field(default_factory=list)
+    sketch: Sketch | None
+    partial: Callable = partial_attention
     scores: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +87,6 @@ class Part(NamedTuple):
     """A part of the bulk on the query's device, and what it cost.
 
     Attributes:
-        rows, heads: which.
         keys, values: `[rows, heads, tokens, dim]` and `value_dim`.
         request: what asked for it; None: a head is there whole, or the next block of it.
         bulk_read_bytes: bytes read from the bulk's own memory; prefetched ones were counted before.
@@ -112,40 +109,33 @@ Read = Callable[[list[list[bool]], Iterator[Request] | None], Iterable[Part]]
 LengthMoments = tuple[int, Tensor, Tensor]  # tokens, mean, covariance: of keys in bulks of more tokens
 
 
-class AttentionOutput(NamedTuple):
-    """Attention of all heads `[batch, kv_heads, group * queries]`.
-
-    Attributes:
-        out: `[..., value_dim]` float32.
-        read_lse: log-sum-exp of the scores of all that was read, without what is estimated of the rest.
-        selecting: of every row and KV head, whether it read selected tokens.
-    """
-
-    out: Tensor
-    read_lse: Tensor
-    selecting: list[list[bool]]
-
-
 def estimated_log_bulk(
-    step: Step, current: tuple[Tensor, Tensor, Tensor] | None, others: list[LengthMoments], *, pool: bool
+    step: Step, own: tuple[Tensor, Tensor, Tensor] | None, others: list[LengthMoments], *, pool: bool
 ) -> Tensor:
-    """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]`, of two estimates the larger.
+    """The `log A_bulk` `[batch, kv_heads, group, queries]` of every criterion but "oracle".
+
+    Eq. 7's, the larger one of two estimates, and `+inf` where nothing is known of the bulk, so that it is read. In the
+    eyes of a criterion that compares no masses `+inf` for long-context heads, and `-inf` for local ones.
 
     Args:
         step: the call.
-        current: by the prompt's own keys: mean, covariance and count, as for `current_score_moments`; or None.
-        others: by another prompt's, as for `other_log_bulk`, or nothing.
-        pool: take the pending tokens into the first.
+        own: the prompt's own mean, covariance and count, as for `current_score_moments`; pending tokens join if `pool`.
+        others: another prompt's moments, as for `other_log_bulk`, or none.
     """
-    estimates = [other_log_bulk(step, others)] if others else []
-    if current is not None:
-        query, pending, rule = step.grouped_queries.float(), step.masks.pending if pool else None, step.rule
+    rule, like = step.rule, step.scores[..., 0]
+    if rule.table is not None:
+        return torch.where(rule.table, torch.inf, -torch.inf).unsqueeze(-1).expand_as(like)
+    if rule.kind != "gaussian":
+        return torch.full_like(like, torch.inf if rule.kind == "dense" else -torch.inf)
+    largest = other_log_bulk(step, others) if others else torch.full_like(like, torch.nan)
+    if own is not None:
+        query, pending = step.grouped_queries.float(), step.masks.pending if pool else None
         mean, variance, known = current_score_moments(
-            query, step.scores, *current, pending=pending, scaling=rule.scaling, softcap=rule.softcap
+            query, step.scores, *own, pending=pending, scaling=rule.scaling, softcap=rule.softcap
         )
-        own = gaussian_log_bulk(mean, variance, step.masks.bulk_tokens.unsqueeze(2))
-        estimates.append(own.masked_fill(~known, torch.nan))
-    return larger_estimate(*estimates)
+        estimate = gaussian_log_bulk(mean, variance, step.masks.bulk_tokens.unsqueeze(2))
+        largest = torch.fmax(largest, estimate.masked_fill(~known, torch.nan))  # which takes a number before a nan
+    return largest.masked_fill(largest.isnan(), torch.inf)
 
 
 def other_log_bulk(step: Step, others: list[LengthMoments]) -> Tensor:
@@ -166,48 +156,38 @@ def decide(step: Step, log_bulk: Tensor) -> Tensor:
 
 
 def attend(
-    step: Step,
-    flags: Tensor,
-    read: Read,
-    *,
-    partial: Callable = partial_attention,
-    whole: tuple[Tensor, Tensor] | None = None,
-) -> AttentionOutput:
+    step: Step, flags: Tensor, read: Read, whole: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, list[list[bool]]]:
     """Every head over its sinks and window, long-context heads over their bulk too, or what matters of it.
 
-    Args:
-        step: the call.
-        flags: as `decide` returns them; reading them on the host is where a step waits for the device.
-        read: brings what is asked for.
-        partial: `partial_attention`, or what computes the same.
-        whole: what `attend_whole_bulk` says, if that is known.
+    `flags` are as `decide` returns them; reading them on the host is where a step waits for the device. `whole` is what
+    `attend_whole_bulk` says, if that is known.
+
+    Returns:
+        the output `[batch, kv_heads, group * queries, value_dim]` float32, the log-sum-exp of the scores of all that
+        was read, and whether each row and KV head read selected tokens; empty without a bulk or a sketch.
     """
-    local, pending = step.masks.local, step.masks.pending
-    visible = local.unsqueeze(1) | (pending.unsqueeze(1) & flags.unsqueeze(-1))
+    visible = step.masks.local.unsqueeze(1) | (step.masks.pending.unsqueeze(1) & flags.unsqueeze(-1))
     out, lse = softmax_average(step.scores.masked_fill(~visible, -torch.inf).flatten(2, 3), step.local_values)
     if not any(step.lengths):
-        return AttentionOutput(out, lse, [])
+        return out, lse, []
     selecting: list[list[bool]] = []
-    if whole is not None:
-        bulk_out, bulk_lse, read_lse = *whole, whole[1]
-    elif step.sketch is None:
-        bulk_out, bulk_lse = attend_whole_bulk(step, read, flags.flatten(2).any(dim=-1).tolist(), partial=partial)
-        read_lse = bulk_lse
+    if step.sketch is not None and whole is None:
+        bulk_out, bulk_lse, read_lse, selecting = _attend_selected(step, step.sketch, flags, lse, read)
     else:
-        bulk_out, bulk_lse, read_lse, selecting = _attend_selected(step, step.sketch, flags, lse, read, partial)
+        bulk_out, bulk_lse = whole or attend_whole_bulk(step, read, flags.flatten(2).any(dim=-1).tolist())
+        read_lse = bulk_lse
     local_heads = ~flags.flatten(2)
     bulk_lse, read_lse = (found.masked_fill(local_heads, -torch.inf) for found in (bulk_lse, read_lse))
-    return AttentionOutput(merge_partials(out, lse, bulk_out, bulk_lse)[0], torch.logaddexp(lse, read_lse), selecting)
+    return merge_partials(out, lse, bulk_out, bulk_lse)[0], torch.logaddexp(lse, read_lse), selecting
 
 
-def attend_whole_bulk(
-    step: Step, read: Read, wanted: list[list[bool]], *, partial: Callable = partial_attention
-) -> tuple[Tensor, Tensor]:
+def attend_whole_bulk(step: Step, read: Read, wanted: list[list[bool]]) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of all queries over the whole bulk of the wanted rows and KV heads, over nothing for others."""
     out, lse = _empty_attention(step)
     for part in read(wanted, None):
         at = part.rows, part.heads
-        out[at], lse[at] = partial(step.grouped_queries[at], part.keys, part.values, scaling=step.rule.scaling)
+        out[at], lse[at] = step.partial(step.grouped_queries[at], part.keys, part.values, scaling=step.rule.scaling)
     return out, lse
 
 
@@ -218,7 +198,7 @@ def _empty_attention(step: Step) -> tuple[Tensor, Tensor]:
 
 
 def _attend_selected(
-    step: Step, sketch: Sketch, flags: Tensor, buffer_lse: Tensor, read: Read, partial: Callable
+    step: Step, sketch: Sketch, flags: Tensor, buffer_lse: Tensor, read: Read
 ) -> tuple[Tensor, Tensor, Tensor, list[list[bool]]]:
     """`(out, lse)` of the flagged heads over what they select of the bulk, what stands for the rest included; `lse` of
     what was read alone; and who selects. `buffer_lse` is of the scores over the local buffer."""
@@ -226,7 +206,8 @@ def _attend_selected(
     needed = flags.flatten(2).any(dim=-1)  # [batch, kv_heads]
     # A KV head that is unreliable for one query is read whole for all queries of the call.
     unreliable_flags = unreliable(step.grouped_queries, sketch, scaling=scaling) & flags.flatten(2)
-    selects = torch.tensor(step.sketch_lengths, device=flags.device)[:, None].bool() & ~unreliable_flags.any(dim=-1)
+    sketched = torch.tensor([length >= MIN_TOKENS for length in step.lengths], device=flags.device)
+    selects = sketched[:, None] & ~unreliable_flags.any(dim=-1)
     selecting, whole = torch.stack([needed & selects, needed & ~selects]).tolist()
     out, lse = _empty_attention(step)
     read_lse = lse.clone()
@@ -236,7 +217,7 @@ def _attend_selected(
     for part in read(whole, _requests(step, sketch, flags, buffer_lse, selecting)):
         if part.request is None:
             place = part.rows, part.heads
-            out[place], lse[place] = partial(step.grouped_queries[place], part.keys, part.values, scaling=scaling)
+            out[place], lse[place] = step.partial(step.grouped_queries[place], part.keys, part.values, scaling=scaling)
             read_lse[place] = lse[place]
             continue
         row, head, tokens, which, selection = part.request
@@ -259,13 +240,13 @@ def _requests(
     bulk_tokens = step.masks.bulk_tokens.expand(len(flags), -1, -1)
     for row, head in [(row, head) for row, heads in enumerate(selecting) for head, does in enumerate(heads) if does]:
         query, log_buffer = (tensor[row, head].unflatten(0, shape) for tensor in (step.grouped_queries, buffer_lse))
-        block = max(1, BLOCK_SCORES // (shape[0] * step.sketch_lengths[row]))
+        block = max(1, BLOCK_SCORES // (shape[0] * step.lengths[row]))
         for first in range(0, shape[1], block):
             part = slice(first, first + block)
             selection = select_tokens(
                 query[:, part],
                 sketch[row, head],
-                step.sketch_lengths[row],
+                step.lengths[row],
                 log_buffer=log_buffer[:, part],
                 bulk_tokens=bulk_tokens[row, 0, part],
                 flags=flags[row, head, :, part],

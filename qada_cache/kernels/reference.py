@@ -26,8 +26,7 @@ def partial_attention(
 
     Args:
         query: `[batch, heads, queries, dim]`, any floating dtype.
-        key: `[batch, heads, tokens, dim]`.
-        value: `[batch, heads, tokens, value_dim]`.
+        key, value: `[batch, heads, tokens, dim]` and `value_dim`.
         scaling: multiplies the scores, `1/sqrt(dim)` in most models.
         mask: bool, broadcastable to `[batch, heads, queries, tokens]`, True where a query sees a token.
         causal: query `i` sees tokens `0..i`; needs `queries == tokens` and no mask.
@@ -79,9 +78,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 def find_fault(compute: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor, ...]) -> str | None:
     """A kernel's fault, in words for a warning; None without one.
 
-    Args:
-        compute: has the kernel compute; the results, on the host.
-        expected: the same shapes and dtypes; floating values within `TOLERANCE` of the dtype, others exactly.
+    `compute` has it compute, and returns the results on the host. Floating values have to be within `TOLERANCE` of the
+    `expected` ones' dtype, others equal, and shapes and dtypes the same.
 
     Raises:
         torch.OutOfMemoryError: as `compute` does: it says nothing of the kernel.

@@ -50,13 +50,10 @@ class Layout:
     words: tuple[int, int, int]
 
     @staticmethod
-    def from_bits_or_none(dim: int, bits: float | None) -> "Layout | None":
-        """As `from_bits`; None if no bits are asked for, or keys are of no whole blocks: then all is read."""
-        return None if bits is None or dim % BLOCK else Layout.from_bits(dim, bits)
-
-    @staticmethod
-    def from_bits(dim: int, bits: float) -> "Layout":
-        """`bits` a value on average, as near as whole words come to it."""
+    def from_bits(dim: int, bits: float | None) -> "Layout | None":
+        """`bits` a value on average, as near as whole words come; None without them, or for keys of no whole blocks."""
+        if bits is None or dim % BLOCK:
+            return None
         return Layout.from_words(dim, max(1, math.floor(dim * bits / WORD_BITS + 0.5)))
 
     @staticmethod
@@ -92,7 +89,7 @@ class Layout:
     @property
     def coded(self) -> int:
         """Channels that have bits, a multiple of 8."""
-        return sum(words * WORD_BITS // bits for bits, words in zip(BITS, self.words, strict=True))
+        return len(self.bits)
 
     def half_steps(self, device: torch.device) -> Tensor:
         """float32 `[dim]`: of a channel of deviation 1, half a quantizer's step; 1 of channels without bits."""
@@ -132,23 +129,20 @@ def pack(index: Tensor, layout: Layout) -> Tensor:
 
     A word has four bytes. Its value `4 p + j` lies in byte `j`, from bit `p * bits` on.
     """
-    parts, first = [], 0
-    for bits, words in zip(BITS, layout.words, strict=True):
-        last = first + words * WORD_BITS // bits
-        values = index[..., first:last].to(torch.int32).mT.unflatten(-2, (words, WORD_BITS // bits))
-        parts.append((values << _shifts(bits, index.device)).sum(dim=-2, dtype=torch.int32))
-        first = last
+    channels = [words * WORD_BITS // bits for bits, words in zip(BITS, layout.words, strict=True)]
+    parts = []
+    for bits, words, values in zip(BITS, layout.words, index.to(torch.int32).mT.split(channels, dim=-2), strict=True):
+        held = values.unflatten(-2, (words, WORD_BITS // bits)) << _shifts(bits, index.device)
+        parts.append(held.sum(dim=-2, dtype=torch.int32))
     return torch.cat(parts, dim=-2)
 
 
 def unpack(codes: Tensor, layout: Layout) -> Tensor:
     """Odd integers float32 `[..., tokens, coded]` of words int32 `[..., words, tokens]`."""
-    parts, first = [], 0
-    for bits, words in zip(BITS, layout.words, strict=True):
-        held = codes[..., first : first + words, :].unsqueeze(-2)
-        index = (held >> _shifts(bits, codes.device)) & (2**bits - 1)
+    parts = []
+    for bits, words in zip(BITS, codes.split(layout.words, dim=-2), strict=True):
+        index = (words.unsqueeze(-2) >> _shifts(bits, codes.device)) & (2**bits - 1)
         parts.append((2 * index - (2**bits - 1)).flatten(-3, -2))
-        first += words
     return torch.cat(parts, dim=-2).mT.float()
 
 

@@ -1,11 +1,8 @@
 """Codes of keys, segment by segment, and the scores that they give.
 
-Channels are ordered by their need, `m v`: the energy `m` of the queries times the variance `v` of the segment's keys.
-The first ones have four bits, the next two, then one, the last none (`Layout`). A key is centred, ordered, weighed,
-rotated and quantized with a scale of its own: `R (w * (k - c)) ~ scale * odd_levels`, where `odd_levels` are odd
-integers and `w` gives every channel the deviation that its quantizer is made for. A query is rotated alike,
-`R (q / w)`, and rounded to 8 bits, so that a score takes integer products alone and every implementation finds the
-same. `c`, `w`, the order and the unit of the scales belong to a segment and follow from its keys.
+A key is centred, its channels ordered by their need and weighed, rotated and quantized with a scale of its own:
+`R (w * (k - c)) ~ scale * odd_levels`, odd integers. A query is rotated alike, `R (q / w)`, and rounded to 8 bits, so
+that a score takes integer products alone and every implementation finds the same.
 """
 
 from dataclasses import dataclass
@@ -103,16 +100,10 @@ def round_slopes(covariance: Tensor) -> dict[str, Tensor]:
 
 
 def quantize(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, Tensor]:
-    """Code segments of keys.
+    """Code segments of keys, one for each of the leading dimensions of `keys` `[..., tokens, dim]`.
 
-    Args:
-        keys: `[..., tokens, dim]`, any floating dtype, each of the leading dimensions a segment of its own.
-        energies: float32 `[..., dim]`, of queries, or None: then they are taken to be alike in all channels.
-        layout: of the codes.
-
-    Returns:
-        those of `Sketch`'s tensors that a segment has, without the dimension of segments: codes `[..., words, tokens]`,
-        scales `[..., tokens]`, which leave the least error of scores, units, centres, order, weights, mean_squares.
+    `energies` float32 `[..., dim]` are of queries; without them all channels are taken to be alike. Returns those of
+    `Sketch`'s tensors that a segment has, without the dimension of segments. Scales leave the least error of scores.
     """
     wide = keys.float()
     centre = wide.mean(dim=-2).to(torch.bfloat16)
@@ -150,16 +141,10 @@ def quantize(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str,
 
 
 def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout, *, last: bool) -> dict[str, Tensor]:
-    """Code tokens `[..., tokens, dim]` that begin a segment, in segments of their own; arguments as for `quantize`.
+    """As `quantize`, of tokens that begin a segment and lie in several; all tokens side by side again.
 
-    Args:
-        keys: see `quantize`.
-        energies: float32, of the leading dimensions and `[dim]`.
-        layout: see `quantize`.
-        last: whether the bulk ends with them; else they fill their segments.
-
-    Returns:
-        as `quantize`, with the dimension of segments behind the leading ones, and all tokens side by side.
+    `energies` are of the leading dimensions and `[dim]`. `last` says whether the bulk ends with these tokens; else they
+    fill their segments.
     """
     tokens = keys.shape[-2]
     start = segment_start(tokens) if last else tokens
@@ -189,42 +174,20 @@ def channel_means(made: dict[str, Tensor], layout: Layout, length: int) -> dict[
     }
 
 
-def weigh_query(query: Tensor, sketch: Sketch, segments: int) -> Tensor:
-    """`q / w` of one head's first segments, in their order of channels: float32 `[segments, queries, dim]`.
-
-    `query` is `[queries, dim]`.
-    """
-    order = sketch.order[:segments, None].long().expand(-1, len(query), -1)
-    return query.float().expand_as(order).gather(-1, order) / sketch.weights[:segments, None].float()
-
-
-def round_query(weighed: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Weighed queries, rotated, in whole numbers of at most 127 `[..., coded]` float32; and their unit `[..., 1]`."""
-    rotated = rotate(weighed[..., : layout.coded])
-    unit = rotated.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / QUERY_LEVELS
-    return torch.round(rotated / unit), unit
-
-
 def estimated_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: float) -> Tensor:
-    """What one head's coded keys are expected to weigh, as scores.
+    """What one head's `length` coded keys are expected to weigh, as scores `[queries, length]` float32.
 
     A score is off by a Gaussian of variance `sigma^2 = scaling^2 sum_i (q / w)_i^2 e_i^2 scale^2`, `e_i^2` the squared
     error of a value (`Layout.errors`); the mean of its exponential is that of `score + sigma^2 / 2`, which is what is
-    returned. Without it, all that is far would seem lighter than it is.
-
-    Args:
-        query: `[queries, dim]` float32.
-        sketch: one head's.
-        length: tokens of the bulk.
-        scaling: multiplies the scores.
-
-    Returns:
-        `[queries, length]` float32.
+    returned. Without it, all that is far would seem lighter than it is. `query` is `[queries, dim]` float32.
     """
-    start, layout = segment_start(length), sketch.layout
-    weighed = weigh_query(query, sketch, segments_of(length))
+    start, layout, count = segment_start(length), sketch.layout, segments_of(length)
+    order = sketch.order[:count, None].long().expand(-1, len(query), -1)
+    weighed = query.expand_as(order).gather(-1, order) / sketch.weights[:count, None].float()  # q / w of every segment
     spread = 0.5 * scaling**2 * torch.matmul(weighed.square(), layout.errors(query.device)).unsqueeze(-1)
-    integers, unit = round_query(weighed, layout)
+    rotated = rotate(weighed[..., : layout.coded])
+    unit = rotated.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / QUERY_LEVELS
+    integers = torch.round(rotated / unit)
     found = []
     for first, stop, segments in ((0, start, start // SEGMENT_TOKENS), (start, length, 1)):
         if first == stop:

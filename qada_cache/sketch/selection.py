@@ -9,9 +9,7 @@ from torch import Tensor
 from ..criterion import soft_cap
 from .codec import Sketch, estimated_scores
 
-# Estimates tell too little of which tokens matter, and nothing would say so, where both are exceeded on average over a
-# bulk's tokens: half the variance of what they are off by, in nats, and its share of the variance of the scores.
-UNRELIABLE, NOISE_SHARE = 4.0, 0.15
+UNRELIABLE, NOISE_SHARE = 4.0, 0.15  # nats, and a share: both have to be exceeded, see `unreliable`
 # Of the estimated attention to unread tokens, as much counts: estimates err, and the unread are those that seem light.
 UNREAD_WEIGHT = 0.9
 
@@ -34,15 +32,9 @@ class Selection:
 def unreliable(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
     """The queries whose estimates are unreliable, so that they read all: bool `[batch, kv_heads, queries]`.
 
-    Scores that lie far apart are the ones that few tokens stand out by, and what stands out of estimates may be nothing
-    but their error. What a code leaves of a key is as likely to point one way as another, so estimates are off by
-    `scaling^2 sum q_i^2 noise_i` in variance: half of it above `UNRELIABLE`, and above `NOISE_SHARE` of the scores' own
-    `scaling^2 sum q_i^2 variances_i`.
-
-    Args:
-        query: `[batch, kv_heads, queries, dim]`.
-        sketch: of the layer; the result says nothing of rows that are not in it.
-        scaling: multiplies the scores.
+    Where scores lie far apart few tokens stand out, and what stands out of estimates may be nothing but their error.
+    Its variance is `scaling^2 sum q_i^2 noise_i` on average over tokens: half of it above `UNRELIABLE`, and above
+    `NOISE_SHARE` of the scores' own `scaling^2 sum q_i^2 variances_i`. Nothing is said of rows that are in no sketch.
     """
     square = query.float().square()
     noise, variance = (
@@ -68,20 +60,18 @@ def select_tokens(
     A head asks for what gets at least `token_threshold` times as much of its attention as if the bulk got all of it,
     evenly: `exp(s_t) / (A_buffer + sum_t exp(s_t)) >= token_threshold / T_bulk`, by estimates of the scores `s_t`.
 
-    Unread tokens are those of low scores, so their mean value is not that of the bulk. Values follow scores along the
-    line of regression: a score of `s` says `mean_value + Cov(v, s) (s - mean(s)) / Var(s)`, `Cov(v, s) = scaling
-    slopes q`, and unread tokens have the mean score `sum exp(s) s / sum exp(s)`, weighed as attention does.
+    Unread tokens are those of low scores. Values follow scores along the line of regression,
+    `mean_value + Cov(v, s) (s - mean(s)) / Var(s)` with `Cov(v, s) = scaling slopes q`, and unread tokens have the mean
+    score `sum exp(s) s / sum exp(s)`.
 
     Args:
         query: `[group, queries, dim]`.
-        sketch: one head's.
-        length: tokens of its bulk.
+        sketch, length: one head's, and the tokens of its bulk.
         log_buffer: `[group, queries]` float32, log-sum-exp of a query's scores over the local buffer: `log A_buffer`.
         bulk_tokens: int64 `[queries]`, `T_bulk`.
         flags: bool `[group, queries]`, the long-context heads.
-        scaling: multiplies the scores.
+        scaling, softcap: as for `reference.partial_attention`.
         token_threshold: above 0.
-        softcap: attention weighs tokens by `criterion.soft_cap` of `s_t`; None: by `s_t`.
     """
     uncapped = estimated_scores(query.flatten(0, 1).float(), sketch, length, scaling=scaling)
     uncapped = uncapped.unflatten(0, query.shape[:2])  # which values follow
@@ -97,13 +87,9 @@ def select_tokens(
 
 
 def unread_value(query: Tensor, sketch: Sketch, tilt: Tensor, *, scaling: float) -> Tensor:
-    """What stands for the values of unread tokens: float32 `[..., value_dim]`.
+    """What stands for the values of one head's unread tokens: float32 `[..., value_dim]`.
 
-    Args:
-        query: `[..., dim]`.
-        sketch: one head's.
-        tilt: `[...]`, of `Selection`.
-        scaling: multiplies the scores.
+    `query` is `[..., dim]`, `tilt` `[...]` that of its `Selection`.
     """
     along = torch.matmul(query.float() * sketch.slope_units, sketch.slopes.float().mT)
     return sketch.mean_value + scaling * tilt.unsqueeze(-1) * along

@@ -167,7 +167,7 @@ class TokenStore:
     def keep_sketch(self, bits: float | None, energies: Tensor | None) -> None:
         """Keep a sketch with these `BulkSketch.energies`, as if from the start; none if `bits` are None, or keys are of
         no whole blocks (then all is read)."""
-        layout = Layout.from_bits_or_none(self.local_keys.shape[3], bits)
+        layout = Layout.from_bits(self.local_keys.shape[3], bits)
         if layout is None:
             self.sketch = None
         elif self.sketch is None or not self.sketch.matches(layout, energies):

@@ -9,7 +9,6 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,8 +24,6 @@ from qada_cache.kernels import cpu
 def quick_builds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has loaded no kernel, and that builds them quickly."""
     monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))
-    (tmp_path / "session").mkdir(mode=0o700)
-    monkeypatch.setattr(cpu, "_session_folder", lambda: SimpleNamespace(name=tmp_path / "session"))
     # By a name of every test's own, as a process loads what goes by one name once.
     monkeypatch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-O0", f"-DTEST={abs(hash(tmp_path))}"))
 

@@ -6,7 +6,8 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from unittest import mock
 
-KERNELS = ["decode_reference", "cpu.compiled_decode"] + ["triton"] * bool(importlib.util.find_spec("triton"))
+KERNELS = ["decode_reference", "query_adaptive", "cpu.compiled_decode"]
+KERNELS += ["triton"] * bool(importlib.util.find_spec("triton"))
 MODULES = [
     *("sketch", "sketch.codec", "sketch.selection", "storage.bulk_sketch"),
     *(f"kernels.{name}" for name in KERNELS),

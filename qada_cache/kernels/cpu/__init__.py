@@ -111,7 +111,7 @@ def _check(failed: Any, *_: Any) -> Any:
 def _load(macros: tuple[str, ...]) -> ctypes.CDLL:
     """`SOURCE` and the headers beside it built with `macros` (`-DNAME=VALUE`), before or now.
 
-    The library is kept in a folder that only the user can write to, else in one that lasts as long as the process.
+    The library is kept in a folder that only the user can write to, if there is one.
 
     Raises:
         OSError, subprocess.SubprocessError: it cannot be built here; the message says why.
@@ -125,18 +125,19 @@ def _load(macros: tuple[str, ...]) -> ctypes.CDLL:
     name = hashlib.sha256("\0".join(built_from).encode()).hexdigest()[:32] + ".so"
     if (kept := _kept(name)) is not None:
         return kept
-    built = _built(compiler, macros)
-    digest = hashlib.sha256(built).digest()
-    try:
-        with files.opened(FOLDER, make=True) as folder:
-            files.write(name, (built, digest), folder=folder)
-            return _linked(folder, name)
-    except OSError as error:  # a cache folder that cannot be used is no reason to be slow
-        where = files.home() / FOLDER
-        logger.warning_once(f"kernels cannot be kept in {where} ({error}): they will be built in every process")
-    path = Path(_session_folder().name, name)
-    files.write(path, (built, digest))
-    return ctypes.CDLL(str(path))
+    with tempfile.TemporaryDirectory(prefix="qada-kernels-") as temporary:
+        library = Path(temporary, "library.so")
+        done = _run([compiler, *FLAGS, *macros, str(SOURCE), "-o", str(library)], timeout=300)
+        if done.returncode:
+            raise OSError(f"{compiler} failed with {(done.stderr.splitlines() or [str(done.returncode)])[0]}")
+        built = library.read_bytes()
+        try:
+            with files.opened(FOLDER, make=True) as folder:
+                files.write(name, (built, hashlib.sha256(built).digest()), folder=folder)
+        except OSError as error:  # a cache folder that cannot be used is no reason to be slow
+            where = files.home() / FOLDER
+            logger.warning_once(f"kernels cannot be kept in {where} ({error}): they will be built in every process")
+        return _kept(name) or ctypes.CDLL(str(library))  # which needs no file once it is loaded
 
 
 def _kept(name: str) -> ctypes.CDLL | None:
@@ -148,7 +149,9 @@ def _kept(name: str) -> ctypes.CDLL | None:
         try:
             content = files.read(folder, name)
             if hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]:
-                return _linked(folder, name)
+                # By the descriptor, as the folder's path may lead to another folder by now. Loaded libraries are told
+                # apart by such paths; equal names are equal libraries.
+                return ctypes.CDLL(f"/proc/self/fd/{folder}/{name}")
             raise OSError("it is damaged")
         except FileNotFoundError:
             pass
@@ -157,30 +160,9 @@ def _kept(name: str) -> ctypes.CDLL | None:
     return None
 
 
-def _linked(folder: int, name: str) -> ctypes.CDLL:
-    # By the descriptor, as the folder's path may lead to another folder by now. Loaded libraries are told apart by such
-    # paths; equal names are equal libraries.
-    return ctypes.CDLL(f"/proc/self/fd/{folder}/{name}")
-
-
-def _built(compiler: str, macros: tuple[str, ...]) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="qada-kernels-") as folder:
-        library = Path(folder, "library.so")
-        done = _run([compiler, *FLAGS, *macros, str(SOURCE), "-o", str(library)], timeout=300)
-        if done.returncode:
-            raise OSError(f"{compiler} failed with {(done.stderr.splitlines() or [str(done.returncode)])[0]}")
-        return library.read_bytes()
-
-
 def _run(command: list[str], timeout: int) -> subprocess.CompletedProcess[str]:
     # Compilers speak the user's language, in whatever encoding.
     return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout)
-
-
-@functools.cache
-def _session_folder() -> tempfile.TemporaryDirectory:
-    """For the user alone; removed when the interpreter exits."""
-    return tempfile.TemporaryDirectory(prefix="qada-kernels-")
 
 
 def _compiler() -> str:

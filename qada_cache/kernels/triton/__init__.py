@@ -6,9 +6,8 @@
 adds the expected value of unread tokens.
 
 The launches depend on shapes alone: flags, lengths and selections stay on the device, programs of local heads return at
-once, and a CUDA graph can hold all of it. The bulk may be device memory, or pinned host memory that is read in place
-over the bus. A byte that no head needs is never moved. A needed one is moved once, as the query heads of a group are
-packed.
+once, and a CUDA graph can hold all of it. The bulk may be pinned host memory, read in place over the bus. A byte that
+no head needs is never moved, and a needed one once, as the query heads of a group are packed.
 
 It has been run under Triton's interpreter and compiled for CUDA, not run on a GPU: block sizes and splits are first
 guesses.

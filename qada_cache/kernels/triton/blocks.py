@@ -19,24 +19,21 @@ def dot(b_a, b_b):
 
 
 @triton.jit
-def scores(b_query, p_keys, o_tokens, m_tokens, s_token, scaling, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def scores(b_query, p_keys, o_tokens, m_tokens, s_token, scaling, D: tl.constexpr):
     """Scores [BLOCK_G, tokens] of queries [BLOCK_G, BLOCK_D]; 0 for masked tokens, whose keys are not read."""
-    o_dim = tl.arange(0, BLOCK_D)
+    o_dim = tl.arange(0, b_query.shape[1])
     p_block = p_keys + o_tokens[:, None] * s_token + o_dim[None, :]
     b_keys = tl.load(p_block, mask=m_tokens[:, None] & (o_dim < D)[None, :], other=0.0)  # [tokens, BLOCK_D]
     return dot(b_query, tl.trans(b_keys)) * scaling
 
 
 @triton.jit
-def attend(
-    b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_token,
-    V: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+def attend(b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_token, V: tl.constexpr):
     """Take the scores [BLOCK_G, tokens] where `m_scores` into a running softmax average.
 
     `b_max`, `b_sum` [BLOCK_G], `b_out` [BLOCK_G, BLOCK_V] unnormalised. Values of masked tokens are not read.
     """
-    o_dim = tl.arange(0, BLOCK_V)
+    o_dim = tl.arange(0, b_out.shape[1])
     p_block = p_values + o_tokens[:, None] * s_token + o_dim[None, :]
     b_values = tl.load(p_block, mask=m_tokens[:, None] & (o_dim < V)[None, :], other=0.0)  # [tokens, BLOCK_V]
     b_scores = tl.where(m_scores, b_scores, float("-inf"))
@@ -49,12 +46,9 @@ def attend(
 
 
 @triton.jit
-def store_part(
-    b_max, b_sum, b_out, p_parts, p_lse, i_group, i_part, parts,
-    G: tl.constexpr, BLOCK_G: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+def store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, i_part, parts, G: tl.constexpr, V: tl.constexpr):
     """Write a group's part: the softmax average, and the log of the sum of exponentials, -inf for an empty part."""
-    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_V)
+    o_head, o_dim = tl.arange(0, b_out.shape[0]), tl.arange(0, b_out.shape[1])
     m_head = o_head < G
     o_part = (i_group * G + o_head) * parts + i_part  # [BLOCK_G]
     b_sum = tl.maximum(b_sum, 1.0)  # the highest score seen has weight 1
@@ -73,15 +67,42 @@ def resolve_pointer(p_own, p_place):
 
 
 @triton.jit
-def segments_of(length, SEGMENT: tl.constexpr):
-    """Segments of a bulk: all have `SEGMENT` tokens but the last, which ends with the bulk."""
-    return tl.maximum((length + SEGMENT // 2) // SEGMENT, 1)
+def attend_split(
+    p_query, p_keys, p_values, p_resident_pointers, p_index, p_parts, p_lse, s_key_token, s_value_token,
+    i_group, first, last, scaling,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attention of a group over tokens `first` to `last` of its head, or of the indices `p_index`; writes the part.
+
+    `p_keys` and `p_values` are the head's. The program is one of (split, KV head, row).
+    """
+    if p_resident_pointers is not None:
+        p_keys = resolve_pointer(p_keys, p_resident_pointers + 2 * i_group)
+        p_values = resolve_pointer(p_values, p_resident_pointers + 2 * i_group + 1)
+    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    m_query = (o_head < G)[:, None] & (o_dim < D)[None, :]
+    b_query = tl.load(p_query + (i_group * G + o_head)[:, None] * D + o_dim[None, :], mask=m_query, other=0.0)
+    b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_G], tl.float32)
+    b_out = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
+    for start in range(first, last, BLOCK_N):
+        o_tokens = start + tl.arange(0, BLOCK_N)
+        m_tokens = o_tokens < last
+        if p_index is not None:
+            o_tokens = tl.load(p_index + o_tokens, mask=m_tokens, other=0).to(tl.int64)
+        b_scores = scores(b_query, p_keys, o_tokens, m_tokens, s_key_token, scaling, D)
+        b_max, b_sum, b_out = attend(
+            b_scores, m_tokens[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_value_token, V
+        )
+    i_split, splits = tl.program_id(0), tl.num_programs(0)
+    store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)
 
 
 @triton.jit
-def unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D: tl.constexpr):
     """`selection.unreliable` [BLOCK_G] of queries [BLOCK_G, BLOCK_D]; `noise_limit` bounds `sum q_i^2 noise_i`."""
-    o_dim = tl.arange(0, BLOCK_D)
+    o_dim = tl.arange(0, b_query.shape[1])
     b_square = b_query.to(tl.float32) * b_query.to(tl.float32)
     b_noise = tl.sum(b_square * tl.load(p_noise + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
     b_variance = tl.sum(b_square * tl.load(p_variances + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)

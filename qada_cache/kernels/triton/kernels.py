@@ -9,22 +9,21 @@ local buffer, the others are the splits of its bulk. The kernels that select tok
 import triton
 import triton.language as tl
 
-from .blocks import along, attend, dot, resolve_pointer, scores, store_part, tilt, unreliable
+from .blocks import along, attend, attend_split, dot, scores, store_part, tilt, unreliable
 
 INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are decorated
 
 
 @triton.jit
 def _score_moments(
-    b_query, p_query, p_mean, p_covariance, scaling,
-    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
+    b_query, p_query, p_mean, p_covariance, scaling, G: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr
+):
     """Mean and variance [BLOCK_G] of the scores of keys with these moments (below eq. 7)."""
-    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    o_head, o_dim = tl.arange(0, b_query.shape[0]), tl.arange(0, b_query.shape[1])
     m_head, m_dim = o_head < G, o_dim < D
     b_wide = b_query.to(tl.float32)
     b_mean = tl.load(p_mean + o_dim, mask=m_dim, other=0.0)
-    b_variance = tl.zeros([BLOCK_G], tl.float32)
+    b_variance = tl.zeros([b_query.shape[0]], tl.float32)
     for start in range(0, D, BLOCK_C):
         o_column = start + tl.arange(0, BLOCK_C)
         m_column = o_column < D
@@ -84,7 +83,7 @@ def local_kernel(
         if p_mean is not None:
             b_score_mean, b_variance = _score_moments(
                 b_query, p_query, p_mean + i_row * s_mean + i_head * D,
-                p_covariance + i_row * s_covariance + i_head * D * D, scaling, G, BLOCK_G, D, BLOCK_D, BLOCK_C,
+                p_covariance + i_row * s_covariance + i_head * D * D, scaling, G, D, BLOCK_C,
             )  # fmt: skip
             known = tl.load(p_count + i_row * s_count).to(tl.float32)
             b_scatter = b_variance * known
@@ -98,9 +97,9 @@ def local_kernel(
         m_tokens = o_tokens < columns
         m_local = tl.load(p_local + o_tokens, mask=m_tokens, other=0)
         m_pending = tl.load(p_pending + o_tokens, mask=m_tokens, other=0)
-        b_scores = scores(b_query, p_keys, o_tokens, m_local | m_pending, s_key_token, scaling, D, BLOCK_D)
+        b_scores = scores(b_query, p_keys, o_tokens, m_local | m_pending, s_key_token, scaling, D)
         b_max, b_sum, b_out = attend(
-            b_scores, m_local[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_local, s_value_token, V, BLOCK_V
+            b_scores, m_local[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_local, s_value_token, V
         )
         pending = tl.sum(m_pending.to(tl.int32), axis=0)
         bulk_tokens += pending
@@ -121,16 +120,13 @@ def local_kernel(
         if p_other_mean is not None:
             b_other_mean, b_other_variance = _score_moments(
                 b_query, p_query, p_other_mean + i_row * s_other_mean + i_head * D,
-                p_other_covariance + i_row * s_other_covariance + i_head * D * D, scaling,
-                G, BLOCK_G, D, BLOCK_D, BLOCK_C,
+                p_other_covariance + i_row * s_other_covariance + i_head * D * D, scaling, G, D, BLOCK_C,
             )  # fmt: skip
             b_bulk = _gaussian_log_bulk(b_other_mean, b_other_variance, bulk_tokens)
         if p_mean is not None:
             b_own = _gaussian_log_bulk(b_score_mean, b_variance, bulk_tokens)
-            if p_other_mean is not None:
-                b_bulk = tl.where(known > 0.0, tl.maximum(b_bulk, b_own), b_bulk)
-            else:
-                b_bulk = tl.where(known > 0.0, b_own, b_bulk)
+            b_own = b_own if p_other_mean is None else tl.maximum(b_bulk, b_own)
+            b_bulk = tl.where(known > 0.0, b_own, b_bulk)
     elif CRITERION == "static":
         b_table = tl.load(p_table + i_head * G + o_head, mask=m_head, other=0)
         b_bulk = tl.where(b_table, float("inf"), float("-inf"))
@@ -147,10 +143,10 @@ def local_kernel(
         for start in range(0, columns, BLOCK_N):
             o_tokens = start + o_block
             m_pending = tl.load(p_pending + o_tokens, mask=o_tokens < columns, other=0)
-            b_scores = scores(b_query, p_keys, o_tokens, m_pending, s_key_token, scaling, D, BLOCK_D)
+            b_scores = scores(b_query, p_keys, o_tokens, m_pending, s_key_token, scaling, D)
             m_scores = m_pending[None, :] & b_flags[:, None]
             b_max, b_sum, b_out = attend(
-                b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_pending, s_value_token, V, BLOCK_V
+                b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_pending, s_value_token, V
             )
         if p_bulk_read_bytes is not None:
             if p_resident_pointers is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
@@ -159,12 +155,12 @@ def local_kernel(
             tl.atomic_add(p_bulk_read_bytes, tl.load(p_lengths + i_row * s_length) * TOKEN_BYTES, sem="relaxed")
         if p_tokens is not None:
             b_unreliable = unreliable(
-                b_query, p_noise + i_group * D, p_variances + i_group * D, noise_limit, noise_share, D, BLOCK_D
+                b_query, p_noise + i_group * D, p_variances + i_group * D, noise_limit, noise_share, D
             )
             whole = tl.max((b_flags & b_unreliable).to(tl.int32), axis=0) == 1
             whole = whole | (tl.load(p_lengths + i_row * s_length) < MIN_TOKENS)  # which are in no sketch
             tl.store(p_tokens + i_group, tl.where(whole, 0, bulk_tokens))
-    store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 0, parts, G, BLOCK_G, V, BLOCK_V)
+    store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 0, parts, G, V)
 
 
 @triton.jit
@@ -181,33 +177,20 @@ def bulk_kernel(
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_group = i_row * tl.num_programs(1) + i_head
-    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    m_head, m_dim = o_head < G, o_dim < D
-    b_flags = tl.load(p_flags + i_group * G + o_head, mask=m_head, other=0).to(tl.int32)
+    o_head = tl.arange(0, BLOCK_G)
+    b_flags = tl.load(p_flags + i_group * G + o_head, mask=o_head < G, other=0).to(tl.int32)
     if tl.max(b_flags, axis=0) == 0:
         return
-    p_query += i_group * G * D
-    b_query = tl.load(p_query + o_head[:, None] * D + o_dim[None, :], mask=m_head[:, None] & m_dim[None, :], other=0.0)
-    p_keys += i_row * s_key_row + i_head * s_key_head
-    p_values += i_row * s_value_row + i_head * s_value_head
-    if p_resident_pointers is not None:
-        p_keys = resolve_pointer(p_keys, p_resident_pointers + 2 * i_group)
-        p_values = resolve_pointer(p_values, p_resident_pointers + 2 * i_group + 1)
     length = tl.load(p_lengths + i_row * s_length)  # int64, as every token offset made from it
     share = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
     first = i_split * share
     last = tl.minimum(first + share, length)
-    b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BLOCK_G], tl.float32)
-    b_out = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
-    for start in range(first, last, BLOCK_N):
-        o_tokens = start + tl.arange(0, BLOCK_N)
-        m_tokens = o_tokens < last
-        b_scores = scores(b_query, p_keys, o_tokens, m_tokens, s_key_token, scaling, D, BLOCK_D)
-        b_max, b_sum, b_out = attend(
-            b_scores, m_tokens[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_value_token, V, BLOCK_V
-        )
-    store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, BLOCK_G, V, BLOCK_V)
+    p_keys += i_row * s_key_row + i_head * s_key_head
+    p_values += i_row * s_value_row + i_head * s_value_head
+    attend_split(
+        p_query, p_keys, p_values, p_resident_pointers, None, p_parts, p_lse, s_key_token, s_value_token,
+        i_group, first, last, scaling, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_N,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["parts"])

@@ -9,17 +9,7 @@ Programs take turns at a bulk's blocks, because selected tokens lie close togeth
 import triton
 import triton.language as tl
 
-from .blocks import (
-    attend,
-    multiply_codes,
-    resolve_pointer,
-    rotate,
-    round_queries,
-    scores,
-    segments_of,
-    store_part,
-    take_channels,
-)
+from .blocks import attend_split, multiply_codes, rotate, round_queries, take_channels
 
 
 @triton.jit(do_not_specialize=["s_segment"])  # it grows with the bulk
@@ -52,7 +42,7 @@ def estimate_kernel(
     if tl.load(p_tokens + i_group) == 0:  # which is there for long-context heads alone
         return
     length = tl.load(p_lengths + i_row * s_length)
-    segments = segments_of(length, SEGMENT)
+    segments = tl.maximum((length + SEGMENT // 2) // SEGMENT, 1)  # as `sketch.segments_of`
     if p_sketch_read_bytes is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
         if i_split == 0:
             tl.atomic_add(
@@ -208,21 +198,7 @@ def selected_kernel(
 
     p_keys += i_row * s_key_row + i_head * s_key_head
     p_values += i_row * s_value_row + i_head * s_value_head
-    if p_resident_pointers is not None:
-        p_keys = resolve_pointer(p_keys, p_resident_pointers + 2 * i_group)
-        p_values = resolve_pointer(p_values, p_resident_pointers + 2 * i_group + 1)
-    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    m_query = (o_head < G)[:, None] & (o_dim < D)[None, :]
-    b_query = tl.load(p_query + (i_group * G + o_head)[:, None] * D + o_dim[None, :], mask=m_query, other=0.0)
-    b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BLOCK_G], tl.float32)
-    b_out = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
-    for start in range(0, selected, BLOCK_N):
-        o_index = start + tl.arange(0, BLOCK_N)
-        m_tokens = o_index < selected
-        o_tokens = tl.load(p_index + o_index, mask=m_tokens, other=0).to(tl.int64)
-        b_scores = scores(b_query, p_keys, o_tokens, m_tokens, s_key_token, scaling, D, BLOCK_D)
-        b_max, b_sum, b_out = attend(
-            b_scores, m_tokens[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_value_token, V, BLOCK_V
-        )
-    store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, BLOCK_G, V, BLOCK_V)
+    attend_split(
+        p_query, p_keys, p_values, p_resident_pointers, p_index, p_parts, p_lse, s_key_token, s_value_token,
+        i_group, 0, selected, scaling, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_N,
+    )  # fmt: skip
