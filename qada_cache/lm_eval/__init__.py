@@ -129,7 +129,13 @@ class QAdALM(HFLM):
     def __init__(self, pretrained: Any, *positional: Any, cache: str = "qada", **keywords: Any) -> None:
         options, keywords = split_arguments(cache, keywords)
         super().__init__(pretrained, *positional, **keywords)
-        self._take_rank()
+        if self.device.type == "cpu" and hasattr(self, "accelerator"):  # `HFLM` shares requests on GPUs alone
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        elif self.device.type == "cpu" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise RuntimeError(
+                "every process would run all requests, as accelerate takes this one to be alone: on CPUs, set "
+                "ACCELERATE_USE_CPU=true for all of them"
+            )
         # A wrong option or model is refused before any request. The tokenizer need not be the one beside the model.
         prepare(self.model, self.tokenizer, **options)
         taken = QAdACache(self.model, **options).options
@@ -139,18 +145,6 @@ class QAdALM(HFLM):
         self.cache_totals: dict[str, list[CacheStats]] = {}
         self._task = "none"
         _report_totals()
-
-    def _take_rank(self) -> None:
-        """Share requests with the other processes of a launcher on CPUs, as `HFLM` does on GPUs alone."""
-        if self.device.type != "cpu":
-            return
-        if hasattr(self, "accelerator"):  # there are others
-            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
-        elif int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise RuntimeError(
-                "every process would run all requests, as accelerate takes this one to be alone: on CPUs, set "
-                "ACCELERATE_USE_CPU=true for all of them"
-            )
 
     def _by_task(self, name: str, requests: list[Instance], disable_tqdm: bool = False) -> list:
         """`HFLM`'s method `name`, task by task: no cache serves two tasks, so its counters are one task's.

@@ -25,11 +25,7 @@ SECONDS = 3600.0  # that one is kept unused
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a model's conversations.
-
-    Raises:
-        ValueError: a limit of another type, or out of its range.
-    """
+    """Limits of a model's conversations; ValueError, if one is of another type or out of its range."""
 
     conversations: int = CONVERSATIONS  # how many are kept, the one under way included
     # Of their caches, on host and devices together: bytes (an int), or a share of `host_memory` (a float in [0, 1]).
@@ -98,20 +94,11 @@ class Conversations:
         limits: Limits,
         key: str | None = None,
     ) -> Conversation:
-        """The one whose cache holds the longest kept beginning of `prompt`, and nothing else; or a new one.
+        """The one whose cache holds the longest kept beginning of `prompt` `[tokens]` (on the host); or a new one.
 
-        At least the prompt's last token is left to be read, as the next one's logits come of it. A conversation that
-        shares less than half of its cache's tokens is left for its own next turn.
-
-        Args:
-            model: the one all these caches are of.
-            prompt: token ids `[tokens]` of one row, on the host.
-            options: of `QAdACache`; a cache that was built with others is passed over.
-            limits: conversations that exceed them, with this one, make room.
-            key: of the conversation's owner; conversations of other keys are passed over.
-
-        Raises:
-            TypeError, ValueError, FileNotFoundError, NotImplementedError: as `QAdACache`.
+        The cache holds nothing else then. At least the prompt's last token is left to be read, as the next one's logits
+        come of it. A conversation that shares less than half of its cache's tokens is left for its own next turn.
+        Others make room for this one.
         """
         terms = dict(options), identity.sample(model), key
         switched_on = attention.is_switched_on(model.config.get_text_config(decoder=True))
