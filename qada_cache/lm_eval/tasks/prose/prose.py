@@ -63,7 +63,7 @@ def ruler_of(model_arguments: Mapping[str, Any]) -> Callable[[Question], int]:
             "no tokenizer to measure lengths with: it comes from --model_args pretrained=... or tokenizer=..., or from "
             "the metadata of a TaskManager"
         )
-    given = {"trust_remote_code": bool(model_arguments.get("trust_remote_code"))}
+    given: dict[str, Any] = {"trust_remote_code": bool(model_arguments.get("trust_remote_code"))}
     if model_arguments.get("gguf_file") and not model_arguments.get("tokenizer"):
         given["gguf_file"] = model_arguments["gguf_file"]
     tokenizer = load_tokenizer(name, **given)
@@ -74,9 +74,8 @@ def ruler_of(model_arguments: Mapping[str, Any]) -> Callable[[Question], int]:
     around = 0
     if tokenizer.chat_template:  # what it puts around a prompt is kept free, whether or not it is applied
         said = [{"role": "user", "content": "A"}]
-        around = count(str(tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))) - count(
-            "A"
-        )
+        chat = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        around = count(chat) - count("A")
     return lambda question: around + count(f"{question.prompt} {question.prefix}")
 
 
@@ -110,20 +109,18 @@ def dataset(
     """
     prose, ruler = questions.load(text), ruler_of(model_arguments)
 
-    def make(size: int, number: int, settings: dict) -> Question:
+    def make(settings: dict[str, Any], number: int, size: int) -> Question:
         draw = Random(f"{form} {settings} {seed} {number}")
         where = (Random(seed).random() + number * GOLDEN) % 1.0  # far from those of the numbers before it
         return getattr(questions, form)(draw, size, prose, where=where, **settings)
 
     rows = []
     for length in max_seq_lengths:
-        short = (
-            {"often": 6, "seldom": 1} if form == "common_words" and length < 4096 else {}
-        )  # RULER's, for short lists
-        size = SMALLEST
+        settings, size = dict(options or {}), SMALLEST
+        if form == "common_words" and length < 4096:
+            settings = {"often": 6, "seldom": 1, **settings}  # RULER's, for short lists
         for number in range(documents):
-            one = partial(make, number=number, settings={**short, **(options or {})})
-            question, size = fit(one, ruler, length - answer_tokens, size)
+            question, size = fit(partial(make, settings, number), ruler, length - answer_tokens, size)
             columns = {"input": question.prompt, "gen_prefix": question.prefix, "outputs": question.answers}
             rows.append({**columns, "max_length": length})
     return {"test": Dataset.from_list(rows, split=Split.TEST)}

@@ -69,7 +69,7 @@ class Haystack:
 
 
 def hide(draw: Random, passage: str, sentences: list[str]) -> str:
-    """The passage with the sentences, at most `DEPTHS`, in their order, between its own, at depths that `draw` picks."""
+    """The passage with the sentences, `DEPTHS` at most, between its own in their order, at depths that `draw` picks."""
     # Not the passage's end, where a sentence may be cut.
     ends = [0, *(match.end() for match in SENTENCE_END.finditer(passage))]
     depths = sorted(draw.sample(range(DEPTHS), len(sentences)))
