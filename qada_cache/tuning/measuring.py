@@ -48,7 +48,7 @@ def cut(text: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: in
         ValueError: the text is too short, or the tokenizer does not know its words.
     """
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids[0]
-    begin = [index for index in tokenizer("").input_ids[:1] if index == tokenizer.bos_token_id]
+    begin = ids.new_tensor([index for index in tokenizer("").input_ids[:1] if index == tokenizer.bos_token_id])
     size = tokens - len(begin) + following
     if len(ids) < count * size:
         raise ValueError(
@@ -57,12 +57,9 @@ def cut(text: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: in
         )
     if not knows(tokenizer, ids):
         raise ValueError("the tokenizer does not know the words of the text: give another text")
-    pieces = []
-    for index in range(count):
-        start = index * (len(ids) - size) // max(1, count - 1)
-        taken = torch.cat([torch.tensor(begin, dtype=torch.long), ids[start : start + size]])[None]
-        pieces.append(Piece(taken[:, :tokens], taken[:, tokens:]))
-    return pieces
+    starts = (index * (len(ids) - size) // max(1, count - 1) for index in range(count))
+    cuts = (torch.cat([begin, ids[start : start + size]])[None] for start in starts)
+    return [Piece(taken[:, :tokens], taken[:, tokens:]) for taken in cuts]
 
 
 def held_out(pieces: list[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
