@@ -75,32 +75,27 @@ def metrics(batches: Sequence[CacheStats]) -> dict[str, Any]:
     }
 
 
-def _report_totals() -> None:
-    """Have `lm_eval.evaluator.evaluate` report the totals of a model that keeps some. Idempotent.
+_evaluate = lm_eval.evaluator.evaluate
 
-    lm-eval asks the model for nothing that ends up with a task's results, so its function is wrapped.
-    """
-    evaluate = lm_eval.evaluator.evaluate
-    if hasattr(evaluate, "_reports_caches"):
-        return
 
-    @functools.wraps(evaluate)
-    def evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
-        lm = kwargs["lm"] if "lm" in kwargs else args[0]
-        totals = getattr(lm, "cache_totals", None)  # through lm-eval's CachingLM as well
-        if totals is None:
-            return evaluate(*args, **kwargs)
-        totals.clear()
-        results = evaluate(*args, **kwargs)
-        gathered = lm.gather_object(totals)
-        if results is not None:
-            tuned = {"cache_tuned,none": lm.cache_tuned} if lm.cache_tuned else {}
-            for task in results["results"].keys() & totals.keys():
-                results["results"][task] |= metrics([each for part in gathered for each in part.get(task, [])]) | tuned
-        return results
+@functools.wraps(_evaluate)
+def _evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
+    lm = kwargs["lm"] if "lm" in kwargs else args[0]
+    totals = getattr(lm, "cache_totals", None)  # through lm-eval's CachingLM as well
+    if totals is None:
+        return _evaluate(*args, **kwargs)
+    totals.clear()
+    results = _evaluate(*args, **kwargs)
+    gathered = lm.gather_object(totals)
+    if results is not None:
+        tuned = {"cache_tuned,none": lm.cache_tuned} if lm.cache_tuned else {}
+        for task in results["results"].keys() & totals.keys():
+            results["results"][task] |= metrics([each for part in gathered for each in part.get(task, [])]) | tuned
+    return results
 
-    evaluate_and_report._reports_caches = True  # type: ignore[attr-defined]  # marks what has been wrapped
-    lm_eval.evaluator.evaluate = evaluate_and_report
+
+# lm-eval asks the model for nothing that ends up with a task's results.
+lm_eval.evaluator.evaluate = _evaluate_and_report
 
 
 class QAdALM(HFLM):
@@ -144,7 +139,6 @@ class QAdALM(HFLM):
         self._cache_options = options | asdict(Thresholds.of(taken))
         self.cache_totals: dict[str, list[CacheStats]] = {}
         self._task = "none"
-        _report_totals()
 
     def _by_task(self, name: str, requests: list[Instance], disable_tqdm: bool = False) -> list:
         """`HFLM`'s method `name`, task by task: no cache serves two tasks, so its counters are one task's.

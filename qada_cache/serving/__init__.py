@@ -62,8 +62,7 @@ def generate(
     else nothing. One that there is no memory for, although conversations made room, is refused before it begins.
 
     Args:
-        inputs, generation_config, arguments: as for `model.generate`.
-        model: the model.
+        inputs, generation_config, model, arguments: as for `model.generate`.
         cache_options: of `QAdACache`.
         conversations: number of kept caches of this model, in memory by `cache_options`; 0: none, and kept ones are
             dropped.
@@ -74,14 +73,10 @@ def generate(
         one_user: whether all calls without a key are one user's, and may go on with each other's conversations. False:
             nothing of them is kept.
 
-    Returns:
-        As `model.generate`.
-
     Raises:
         ValueError: `conversations` or another limit is no such number, or the key no str.
         MemoryError: the call would take more memory than this process may still have.
-        TypeError, ValueError, FileNotFoundError, NotImplementedError, RuntimeError: as `QAdACache` and
-            `model.generate`.
+        TypeError, FileNotFoundError, NotImplementedError, RuntimeError: as `QAdACache` and `model.generate`.
     """
     limits = Limits(conversations, conversations_memory, conversations_seconds)
     kind: Any = type(model)  # the model's own `generate` may be this very function
@@ -152,10 +147,6 @@ def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
 
     `--trust-remote-code` trusts all the code that a folder holds or names. So Python files are left out, and configs
     that name code are copied without these names.
-
-    Args:
-        model: a folder that the model can be loaded from.
-        out: a folder that is not there yet.
 
     Raises:
         FileNotFoundError: `model` is no folder with a config.

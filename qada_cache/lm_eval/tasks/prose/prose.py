@@ -92,17 +92,10 @@ def dataset(
 ) -> dict[str, Dataset]:
     """The split `test`: `input`, `gen_prefix`, `outputs` and `max_length` of every document.
 
-    A document depends on its number, not on how many there are.
-
-    Args:
-        form: a maker of `questions`, given by the task.
-        answer_tokens: room for the answer; given by the task.
-        options: of the form; given by the task.
-        max_seq_lengths: tokens of prompt and answer; `--metadata` of the command line, like the following.
-        documents: of each length.
-        text: path of a text to use instead of the Python language reference.
-        seed: of all random draws.
-        model_arguments: name the tokenizer.
+    A document depends on its number, not on how many there are. A task gives the `form` (a maker of `questions`), its
+    `options`, and the room for the answer. `--metadata` may give the lengths (tokens of prompt and answer), the number
+    of `documents` of each, the path of a `text` to use instead of the Python language reference, and the seed. The model
+    arguments name the tokenizer.
 
     Raises:
         OSError, ValueError: the text or the tokenizer cannot be used, or a length is too short.
