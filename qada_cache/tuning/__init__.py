@@ -129,20 +129,18 @@ def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Pie
 
     The model is in eval mode. `pieces` are two or more, as one says nothing of how sure its figures are.
     """
-    steps = len(pieces) * (2 + len(SETTINGS)) + len(held_out) * 3
-    with tqdm(total=steps, unit="step") as bar:
 
-        def measured(places: Sequence[Piece], settings: Sequence[Thresholds], what: str) -> list[Setting]:
-            found = []
-            for place, piece in enumerate(places, start=1):
-                bar.set_postfix_str(f"{what} {place} of {len(places)}")
-                found.append(measure(model, piece, settings, bar.update))
-            return list(map(summarize, (None, *settings), zip(*found, strict=True)))
+    def measured(places: Sequence[Piece], settings: Sequence[Thresholds], what: str) -> list[Setting]:
+        found = []
+        for place, piece in enumerate(places, start=1):
+            steps, name = measure(model, piece, settings), f"{what} {place} of {len(places)}"
+            found.append(list(tqdm(steps, name, total=1 + len(settings), unit="setting")))
+        return list(map(summarize, (None, *settings), zip(*found, strict=True)))
 
-        everything, *settings = measured(pieces, SETTINGS, "piece")
-        chosen, again = budget.choose(settings), None
-        if chosen is not None and chosen.thresholds is not None:
-            again = measured(held_out, [chosen.thresholds], "held-out piece")[1]
+    everything, *settings = measured(pieces, SETTINGS, "piece")
+    chosen, again = budget.choose(settings), None
+    if chosen is not None and chosen.thresholds is not None:
+        again = measured(held_out, [chosen.thresholds], "held-out piece")[1]
     tokens, following = pieces[0].prompt.shape[1], pieces[0].following.shape[1]
     return Outcome(everything, settings, budget, chosen, again, len(pieces), len(held_out), tokens, following)
 

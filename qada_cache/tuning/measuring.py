@@ -1,7 +1,7 @@
 """Loss, bytes and time of settings on pieces of text, against reading everything."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
@@ -80,31 +80,22 @@ class Figures:
 
 
 @torch.inference_mode()
-def measure(
-    model: PreTrainedModel, piece: Piece, settings: Sequence[Thresholds], done: Callable[[], object]
-) -> list[Figures]:
-    """Figures of reading everything, then of every setting.
+def measure(model: PreTrainedModel, piece: Piece, settings: Sequence[Thresholds]) -> Iterator[Figures]:
+    """Figures of reading everything, then of every setting. The model is in eval mode.
 
-    The prompt is read once, exactly. Each setting goes on from a copy of that state. The following tokens are fed one
-    by one: the queries of one call would share their reads.
-
-    The model is in eval mode. All but the settings is a cache's default. `done` is called after the prompt, after
-    reading everything, and after every setting.
+    The prompt is read once, exactly. Each setting goes on from a copy of that state, a cache's default but for the
+    setting. The following tokens are fed one by one: the queries of one call would share their reads.
     """
     device = inputs_device(model)
     read = QAdACache(model, tuned=False)
     model(input_ids=piece.prompt[:, :-1].to(device), past_key_values=read, logits_to_keep=1)
-    done()
     fed = torch.cat([piece.prompt[:, -1:], piece.following[:, :-1]], dim=1).to(device)
     full, seconds = _decode(model, read.fork(criterion="dense"), fed)
-    done()
-    found = [Figures(0.0, 1.0, 1.0, seconds)]
+    yield Figures(0.0, 1.0, 1.0, seconds)
     for setting in settings:
         cache = read.fork(**asdict(setting))
         logits, seconds = _decode(model, cache, fed)
-        found.append(Figures(*compared(full, logits), bytes_read(cache.stats(), model.dtype.itemsize), seconds))
-        done()
-    return found
+        yield Figures(*compared(full, logits), bytes_read(cache.stats(), model.dtype.itemsize), seconds)
 
 
 def _decode(model: PreTrainedModel, cache: QAdACache, ids: Tensor) -> tuple[Tensor, float]:

@@ -94,7 +94,7 @@ def dataset(
 
     A document depends on its number, not on how many there are. A task gives the `form` (a maker of `questions`), its
     `options`, and the room for the answer. `--metadata` may give the lengths (tokens of prompt and answer), the number
-    of `documents` of each, the path of a `text` to use instead of the Python language reference, and the seed. The model
+    of `documents` of each, the path of a `text` to use instead of the Python language reference, and the seed. Model
     arguments name the tokenizer.
 
     Raises:
