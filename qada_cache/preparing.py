@@ -63,28 +63,15 @@ def prepare(
     seen = shared.options.query_energies if others is None else others
     if seen is not None:  # configs of some models, with latent attention, have other numbers
         _, kv_heads, dim = seen.shape
+    value_dim, group = getattr(shared.model.config, "v_head_dim", None) or dim, heads // kv_heads
+    kv_heads //= shared.model.shard.size
     for device in {inputs_device(model), *(weight.device for weight in model.parameters())}:
         if device.type in ("cpu", "cuda"):
-            _build_kernels(
-                device,
-                model.dtype,
-                shared,
-                kv_heads=kv_heads // shared.model.shard.size,
-                group=heads // kv_heads,
-                dim=dim,
-                value_dim=getattr(shared.model.config, "v_head_dim", None) or dim,
-            )
+            _build_kernels(device, model.dtype, shared, kv_heads=kv_heads, group=group, dim=dim, value_dim=value_dim)
 
 
 def _build_kernels(
-    device: torch.device,
-    dtype: torch.dtype,
-    shared: Shared,
-    *,
-    kv_heads: int,
-    group: int,
-    dim: int,
-    value_dim: int,
+    device: torch.device, dtype: torch.dtype, shared: Shared, *, kv_heads: int, group: int, dim: int, value_dim: int
 ) -> None:
     """Decode tokens in one layer of an empty cache: without a bulk, then with one, then with a sketch of it.
 
