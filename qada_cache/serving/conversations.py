@@ -77,7 +77,7 @@ class Conversations:
         self._kept: list[Conversation] = []
         names = "requests", "continued", "prompt_tokens", "cached_tokens", "evicted", "expired"
         self._counters = Counter(dict.fromkeys(names, 0))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def counters(self) -> dict[str, int]:
         """As `counters` of the model."""
@@ -86,13 +86,7 @@ class Conversations:
             return {**self._counters, "conversations": len(self._kept), "bytes": held}
 
     def take(
-        self,
-        model: PreTrainedModel,
-        prompt: Tensor,
-        *,
-        options: Mapping[str, Any],
-        limits: Limits,
-        key: str | None = None,
+        self, model: PreTrainedModel, prompt: Tensor, *, options: Mapping[str, Any], limits: Limits, key: str | None
     ) -> Conversation:
         """The one whose cache holds the longest kept beginning of `prompt` `[tokens]` (on the host); or a new one.
 
@@ -132,10 +126,17 @@ class Conversations:
         with self._lock:
             self._kept.clear()
 
-    def forget_one(self) -> bool:
-        """Keep one less of them; False: there is none."""
+    def forget_one(self, most: float = math.inf) -> bool:
+        """Drop one: larger than `most` bytes by itself, else one that nobody has gone on with, else the oldest.
+
+        So prompts that are asked once make room for one another, and flush no conversation. False: there is none.
+        """
         with self._lock:
-            return self._evict()
+            gone = min(self._kept, key=lambda kept: (kept.bytes <= most, kept.continued, kept.used), default=None)
+            if gone is not None:
+                self._kept.remove(gone)
+                self._counters["evicted"] += 1
+            return gone is not None
 
     def _make_room(self, limits: Limits, *, beside: int) -> None:
         """Drop conversations that are too old, then as many as the limits ask for beside one of so many bytes."""
@@ -144,19 +145,8 @@ class Conversations:
         self._counters["expired"] += len(self._kept) - len(young)
         self._kept = young
         while len(self._kept) >= limits.conversations or sum(kept.bytes for kept in self._kept) > most:
-            if not self._evict(most):
+            if not self.forget_one(most):
                 return
-
-    def _evict(self, most: float = math.inf) -> bool:
-        """Drop one: larger than `most` bytes by itself, else one that nobody has gone on with, else the oldest.
-
-        So prompts that are asked once make room for one another, and flush no conversation.
-        """
-        gone = min(self._kept, key=lambda kept: (kept.bytes <= most, kept.continued, kept.used), default=None)
-        if gone is not None:
-            self._kept.remove(gone)
-            self._counters["evicted"] += 1
-        return gone is not None
 
 
 _of: "weakref.WeakKeyDictionary[PreTrainedModel, Conversations]" = weakref.WeakKeyDictionary()
