@@ -5,6 +5,7 @@ takes another generation from a folder that holds `custom_generate/generate.py`;
 """
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -80,14 +81,11 @@ def generate(
     """
     limits = Limits(conversations, conversations_memory, conversations_seconds)
     kind: Any = type(model)  # the model's own `generate` may be this very function
-
-    def stock(**cache: Any) -> Any:
-        return kind.generate(model, inputs, generation_config, **{**arguments, **cache})
-
+    stock = functools.partial(kind.generate, model, inputs, generation_config)
     given = {name: value for name, value in arguments.items() if value is not None}
     settings, others = kind._prepare_generation_config(model, generation_config, **given)
     if "past_key_values" in given or not settings.use_cache:
-        return stock()
+        return stock(**arguments)
     kept = conversations_of(model)
     key = getattr(settings, "conversation_key", None) if conversation_key is None else conversation_key
     if key is not None and not isinstance(key, str):
@@ -109,7 +107,7 @@ def generate(
     needed = needed_bytes(model, rows * (tokens + (settings.max_new_tokens or 0)), rows * at_once)
     try:
         with reserve_memory(tokens, needed, forget=kept.forget_one):
-            output = stock(past_key_values=cache)
+            output = stock(**{**arguments, "past_key_values": cache})
     except BaseException:
         # What was generated is not known here. A cache that read the prompt, or began to, is no cause of the failure.
         if taken is not None and (held := min(cache.get_seq_length(), len(prompt))):
