@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        _check(options)
+        _check_options(options)
         return options.run(options) or 0
     except (OSError, ValueError, NotImplementedError, ImportError) as error:
         print(f"qada {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     """Refuse what can be refused before minutes of loading and measuring."""
     for name in ("out", "plot"):
         path = getattr(options, name, None)

@@ -172,8 +172,8 @@ class QAdALM(HFLM):
         return QAdACache(self.model, **self._cache_options)
 
     def _count(self, stats: CacheStats) -> None:
-        shares = {"local_share": stats.local_share.mean(), "kv_local_share": stats.kv_local_share.mean()}
-        self.cache_totals.setdefault(self._task, []).append(replace(stats, **shares))
+        means = replace(stats, local_share=stats.local_share.mean(), kv_local_share=stats.kv_local_share.mean())
+        self.cache_totals.setdefault(self._task, []).append(means)
 
     @torch.no_grad()
     def _forward(self, cache: QAdACache, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
@@ -201,7 +201,7 @@ class QAdALM(HFLM):
             self._forward(cache, context[:, :-1], mask[:, :-1], logits_to_keep=1)
             beams = generation_kwargs.get("num_beams") or self.model.generation_config.num_beams or 1
             if beams > 1:  # generate() repeats the rows of a prompt, not those of a cache
-                cache.reorder_cache(torch.arange(len(context)).repeat_interleave(beams))  # in every kind of layer
+                cache.reorder_cache(torch.LongTensor([row for row in range(len(context)) for _ in range(beams)]))
         tokens = super()._model_generate(context, max_length, stop, past_key_values=cache, **generation_kwargs)
         self._count(cache.stats(gather=True))
         return tokens

@@ -19,15 +19,15 @@ class _Finder:
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         loader = spec and spec.loader  # which stays the module's own: nobody is to find another
-        if hasattr(loader, "exec_module"):
-            execute = loader.exec_module
+        execute = getattr(loader, "exec_module", None)
+        if execute is not None:
 
             def execute_and_add(module):
-                loader.exec_module = execute  # it may have other modules to load
+                vars(loader).update(exec_module=execute)  # it may have other modules to load
                 execute(module)
                 _AFTER[name](module)
 
-            loader.exec_module = execute_and_add
+            vars(loader).update(exec_module=execute_and_add)
         return spec
 
 

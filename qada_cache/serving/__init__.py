@@ -110,7 +110,7 @@ def generate(
             output = stock(**{**arguments, "past_key_values": cache})
     except BaseException:
         # What was generated is not known here. A cache that read the prompt, or began to, is no cause of the failure.
-        if taken is not None and (held := min(cache.get_seq_length(), len(prompt))):
+        if taken is not None and prompt is not None and (held := min(cache.get_seq_length(), len(prompt))):
             with contextlib.suppress(RuntimeError):  # layers hold different tokens, or have no way back: it is dropped
                 cache.crop(held - cache.get_seq_length())
                 kept.keep(taken, prompt[:held], limits)

@@ -75,7 +75,7 @@ def ruler_of(model_arguments: Mapping[str, Any]) -> Callable[[Question], int]:
     if tokenizer.chat_template:  # what it puts around a prompt is kept free, whether or not it is applied
         said = [{"role": "user", "content": "A"}]
         chat = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-        around = count(chat) - count("A")
+        around = count(str(chat)) - count("A")
     return lambda question: around + count(f"{question.prompt} {question.prefix}")
 
 
