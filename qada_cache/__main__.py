@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import __version__
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from . import KeyMoments, QAdACache, __version__, prepare, profile, tuned_choice, tuning
 from .key_moments.collecting import SCHEMES
-from .key_moments.prompts import PROMPTS
+from .key_moments.prompts import PROMPTS, choose_prompt, prompt_ids
+from .serving import make_folder
+from .tuning import measuring
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -16,18 +20,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     User errors are one line on stderr and status 1. In `tune` they are status 2, as 1 says that no setting was kept.
     """
-    parser = argparse.ArgumentParser(
-        prog="qada", description="QAdACache: attention heads that read the long context only when they need it."
-    )
-    parser.add_argument("--version", action="version", version=f"qada-cache {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    _add_moments(commands)
-    _add_profile(commands)
-    _add_tune(commands)
-    _add_serve_folder(commands)
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        return options.run(options)
+        _check_options(options)
+        return options.run(options) or 0
     except (OSError, ValueError, NotImplementedError, ImportError) as error:
         print(f"qada {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if options.command == "tune" else 1
@@ -36,14 +32,30 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _add_moments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qada", description="QAdACache: attention heads that read the long context only when they need it."
+    )
+    parser.add_argument("--version", action="version", version=f"qada-cache {__version__}")
+    parser.set_defaults(revision=None, trust_remote_code=False, least={})
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    loading = argparse.ArgumentParser(add_help=False)
+    loading.add_argument("--dtype", default="auto", help="of the model (default: the checkpoint's)")
+    loading.add_argument("--device-map", help="where the model goes, e.g. auto, cuda, cpu")
+    hub = argparse.ArgumentParser(add_help=False, parents=[loading])
+    hub.add_argument("--revision", help="of a model of the Hub")
+    hub.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    which = "path, Hugging Face Hub id, or GGUF file"
+
     command = commands.add_parser(
         "moments",
+        parents=[hub],
         help="collect a model's key moments",
         description="Collect the key moments of a model on a prompt, for QAdACache(moments=FILE). QAdACache(model, "
         "moments=NAME) does so by itself; this is for other texts, and for files to hand on.",
     )
-    _add_model(command, required=True)
+    command.add_argument("--model", required=True, help=which)
     command.add_argument(
         "--prompt", choices=PROMPTS, default="random-words", help="what the model reads (default: %(default)s)"
     )
@@ -60,61 +72,14 @@ def _add_moments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     command.add_argument("--out", type=Path, required=True, help="safetensors file to write")
     command.set_defaults(run=_moments)
 
-
-def _add_serve_folder(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
-        "serve-folder",
-        help="make a folder of a model's for transformers serve",
-        description="Make a folder for `transformers serve --trust-remote-code` that links to a model's files and "
-        "holds no code but our generate.py, and do ahead what the first request would otherwise wait for.",
-    )
-    command.add_argument("--model", required=True, help="the model's folder")
-    command.add_argument("--dtype", default="auto", help="that it will be served in (default: the checkpoint's)")
-    command.add_argument("--device-map", default=None, help="where it will be served, e.g. auto, cuda, cpu")
-    command.add_argument("--out", type=Path, required=True, help="folder to make")
-    command.set_defaults(run=_serve_folder, revision=None, trust_remote_code=False)
-
-
-def _add_model(command: argparse.ArgumentParser, name: str = "--model", **given: Any) -> None:
-    command.add_argument(name, help="path, Hugging Face Hub id, or GGUF file", **given)
-    command.add_argument("--revision", help="of a model of the Hub")
-    command.add_argument("--dtype", default="auto", help="of the model (default: the checkpoint's)")
-    command.add_argument("--device-map", default=None, help="where the model goes, e.g. auto, cuda, cpu")
-    command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
-
-
-def _load(options: argparse.Namespace) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    where = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    name, dtype = options.model, options.dtype
-    if name.endswith(".gguf") and Path(name).is_file():
-        name, where["gguf_file"] = str(Path(name).parent), Path(name).name
-        dtype = "float32" if dtype == "auto" else dtype  # the weights' own type is none that can be computed in
-    tokenizer = AutoTokenizer.from_pretrained(name, **where)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=options.device_map, **where)
-    return model, tokenizer
-
-
-def _check_folder(option: str, path: Path | None) -> None:
-    if path is not None and not path.parent.is_dir():
-        raise FileNotFoundError(f"{option}: there is no folder {path.parent}")
-
-
-def _check_plot(path: Path | None) -> None:
-    _check_folder("--plot", path)
-    if path is not None and importlib.util.find_spec("matplotlib") is None:  # said before minutes of measuring
-        raise ValueError("--plot needs matplotlib: pip install 'qada-cache[plot]'")
-
-
-def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "profile",
+        parents=[hub],
         help="measure a long prompt",
         description="Memory and time of a long prompt of random words, layer by layer and token by token: "
         "DynamicCache, then QAdACache.",
     )
-    _add_model(command, required=True)
+    command.add_argument("--model", required=True, help=which)
     command.add_argument("--prompt-tokens", type=int, default=32768, help="of the prompt (default: %(default)s)")
     command.add_argument("--new-tokens", type=int, default=32, help="to decode (default: %(default)s)")
     command.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill pass (default: %(default)s)")
@@ -128,18 +93,104 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     command.add_argument("--layers", action="store_true", help="print a table of the layers as well")
     command.add_argument("--out", type=Path, help="CSV file to write every token to")
     command.add_argument("--plot", type=Path, help="picture to draw, e.g. profile.png")
-    command.set_defaults(run=_profile)
+    command.set_defaults(run=_profile, least={"prompt_tokens": 1, "new_tokens": 1, "chunk": 1})
+
+    command = commands.add_parser(
+        "tune",
+        parents=[hub],
+        help="choose a model's token_threshold and threshold by what they cost",
+        description="Measure on a model and a text what settings of both thresholds lose and read. Choose one within a "
+        "budget, confirm it on other text, and keep it: QAdACache(model) then goes by it.",
+    )
+    command.add_argument("model", metavar="MODEL", help=which)
+    command.add_argument("--text", type=Path, help="text file to choose by (default: Python's help topics)")
+    command.add_argument("--confirm-text", type=Path, help="text file to confirm by (default: other parts of the same)")
+    budget = command.add_mutually_exclusive_group()
+    budget.add_argument("--kl", type=float, help="most KL divergence from reading everything, in nats (default: 0.002)")
+    budget.add_argument("--bytes", type=float, help="instead: most of the bulk's bytes that may be read, e.g. 0.08")
+    command.add_argument("--tokens", type=int, default=4096, help="of each piece of text (default: %(default)s)")
+    command.add_argument("--following", type=int, default=32, help="to decode after each (default: %(default)s)")
+    command.add_argument(
+        "--pieces", type=int, default=4, help="to choose by; half as many confirm (default: %(default)s)"
+    )
+    command.add_argument("--plot", type=Path, help="picture to draw, e.g. tune.png")
+    command.set_defaults(run=_tune, least={"tokens": tuning.MIN_PROMPT_TOKENS, "following": 1, "pieces": 2})
+
+    command = commands.add_parser(
+        "serve-folder",
+        parents=[loading],
+        help="make a folder of a model's for transformers serve",
+        description="Make a folder for `transformers serve --trust-remote-code` that links to a model's files and "
+        "holds no code but our generate.py, and do ahead what the first request would otherwise wait for, in the dtype "
+        "and on the device that it will be served with.",
+    )
+    command.add_argument("--model", required=True, help="the model's folder")
+    command.add_argument("--out", type=Path, required=True, help="folder to make")
+    command.set_defaults(run=_serve_folder)
+    return parser
 
 
-def _profile(options: argparse.Namespace) -> int:
-    from . import QAdACache, prepare, profile, tuned_choice
-    from .key_moments.prompts import choose_prompt, prompt_ids
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse what can be refused before minutes of loading and measuring."""
+    for name in ("out", "plot"):
+        path = getattr(options, name, None)
+        if path is not None and not path.parent.is_dir():
+            raise FileNotFoundError(f"--{name}: there is no folder {path.parent}")
+    if getattr(options, "plot", None) and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'qada-cache[plot]'")
+    for name, least in options.least.items():
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
 
-    _check_folder("--out", options.out)
-    _check_plot(options.plot)
-    for name in ("prompt_tokens", "new_tokens", "chunk"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+
+def _load(options: argparse.Namespace) -> tuple[Any, Any]:
+    where = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    name, dtype = options.model, options.dtype
+    if name.endswith(".gguf") and Path(name).is_file():
+        name, where["gguf_file"] = str(Path(name).parent), Path(name).name
+        dtype = "float32" if dtype == "auto" else dtype  # the weights' own type is none that can be computed in
+    tokenizer = AutoTokenizer.from_pretrained(name, **where)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=options.device_map, **where)
+    return model, tokenizer
+
+
+def _moments(options: argparse.Namespace) -> None:
+    text = _text(options)
+    model, tokenizer = _load(options)
+    given = {name: getattr(options, name) for name in ("tokens", "seed", "scheme")}
+    moments = KeyMoments.collect(model, tokenizer, options.prompt, text=text, **given)
+    moments.save(options.out)
+    layers, kv_heads, dim = moments.shape
+    lengths = f"bulks of {', '.join(map(str, moments.lengths))} tokens" if moments.lengths else "bulks of any length"
+    print(
+        f"wrote {options.out}: {layers} layers, {kv_heads} KV heads, {dim} dims, for {lengths}, from {moments.tokens} "
+        f"tokens ({moments.prompt})"
+    )
+
+
+def _text(options: argparse.Namespace) -> str | None:
+    """The text the user named, if any."""
+    if options.text and options.dataset:
+        raise ValueError("give --text or --dataset, not both")
+    if options.text:
+        return options.text.read_text(encoding="utf-8")
+    if not options.dataset:
+        return None
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError("--dataset needs the package datasets: pip install datasets") from error
+    text = ""
+    for row in load_dataset(options.dataset, options.subset, split=options.split, streaming=True):
+        if options.column not in row:
+            raise ValueError(f"{options.dataset} has no column {options.column!r}, it has {', '.join(row)}")
+        text += row[options.column] + "\n"
+        if len(text) >= 16 * (options.tokens or 1024):  # characters: more than enough for as many tokens
+            break
+    return text
+
+
+def _profile(options: argparse.Namespace) -> None:
     model, tokenizer = _load(options)
     _check_positions(model, {"prompt-tokens": options.prompt_tokens, "new-tokens": options.new_tokens})
     given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold")}
@@ -157,40 +208,10 @@ def _profile(options: argparse.Namespace) -> int:
         profile.write_tokens(found, options.out)
     if options.plot:
         profile.plot(found, options.plot)
-    return 0
-
-
-def _add_tune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
-        "tune",
-        help="choose a model's token_threshold and threshold by what they cost",
-        description="Measure on a model and a text what settings of both thresholds lose and read. Choose one within a "
-        "budget, confirm it on other text, and keep it: QAdACache(model) then goes by it.",
-    )
-    _add_model(command, "model", metavar="MODEL")
-    command.add_argument("--text", type=Path, help="text file to choose by (default: Python's help topics)")
-    command.add_argument("--confirm-text", type=Path, help="text file to confirm by (default: other parts of the same)")
-    budget = command.add_mutually_exclusive_group()
-    budget.add_argument("--kl", type=float, help="most KL divergence from reading everything, in nats (default: 0.002)")
-    budget.add_argument("--bytes", type=float, help="instead: most of the bulk's bytes that may be read, e.g. 0.08")
-    command.add_argument("--tokens", type=int, default=4096, help="of each piece of text (default: %(default)s)")
-    command.add_argument("--following", type=int, default=32, help="to decode after each (default: %(default)s)")
-    command.add_argument(
-        "--pieces", type=int, default=4, help="to choose by; half as many confirm (default: %(default)s)"
-    )
-    command.add_argument("--plot", type=Path, help="picture to draw, e.g. tune.png")
-    command.set_defaults(run=_tune)
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from . import prepare, tuning
-    from .tuning import measuring
-
     budget = tuning.Budget(0.002 if options.kl is None and options.bytes is None else options.kl, options.bytes)
-    _check_plot(options.plot)
-    for name, least in (("tokens", tuning.MIN_PROMPT_TOKENS), ("following", 1), ("pieces", 2)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name} must be at least {least}, got {getattr(options, name)}")
     files = [path and path.read_text(encoding="utf-8") for path in (options.text, options.confirm_text)]
     text, other = files[0] or measuring.default_text(), files[1]
     model, tokenizer = _load(options)
@@ -224,6 +245,13 @@ def _tune(options: argparse.Namespace) -> int:
     return 0
 
 
+def _serve_folder(options: argparse.Namespace) -> None:
+    make_folder(options.model, options.out)
+    options.model = str(options.out)
+    prepare(*_load(options))
+    print(f"made {options.out}: transformers serve {options.out} --trust-remote-code --log-level info")
+
+
 def _check_positions(model: Any, tokens: dict[str, int]) -> None:
     """Raise ValueError if the model has fewer positions than these options take together."""
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -234,63 +262,10 @@ def _check_positions(model: Any, tokens: dict[str, int]) -> None:
 
 
 def _print_table(rows: list[dict[str, str]]) -> None:
-    widths = [max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]]
-    for line in (list(rows[0]), *(list(row.values()) for row in rows)):
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-
-
-def _moments(options: argparse.Namespace) -> int:
-    from .key_moments import KeyMoments
-
-    _check_folder("--out", options.out)
-    text = _text(options)
-    model, tokenizer = _load(options)
-    given = {name: getattr(options, name) for name in ("tokens", "seed", "scheme")}
-    moments = KeyMoments.collect(model, tokenizer, options.prompt, text=text, **given)
-    moments.save(options.out)
-    layers, kv_heads, dim = moments.shape
-    lengths = f"bulks of {', '.join(map(str, moments.lengths))} tokens" if moments.lengths else "bulks of any length"
-    print(
-        f"wrote {options.out}: {layers} layers, {kv_heads} KV heads, {dim} dims, for {lengths}, from {moments.tokens} "
-        f"tokens ({moments.prompt})"
-    )
-    return 0
-
-
-def _serve_folder(options: argparse.Namespace) -> int:
-    from .preparing import prepare
-    from .serving import make_folder
-
-    _check_folder("--out", options.out)
-    make_folder(options.model, options.out)
-    options.model = str(options.out)
-    prepare(*_load(options))
-    print(f"made {options.out}: transformers serve {options.out} --trust-remote-code --log-level info")
-    return 0
-
-
-def _text(options: argparse.Namespace) -> str | None:
-    """The text the user named, if any."""
-    if options.text and options.dataset:
-        raise ValueError("give --text or --dataset, not both")
-    if options.text:
-        return options.text.read_text(encoding="utf-8")
-    if not options.dataset:
-        return None
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ValueError("--dataset needs the package datasets: pip install datasets") from error
-    rows = load_dataset(options.dataset, options.subset, split=options.split, streaming=True)
-    wanted = 16 * (options.tokens or 1024)  # characters: more than enough for as many tokens
-    text = ""
-    for row in rows:
-        if options.column not in row:
-            raise ValueError(f"{options.dataset} has no column {options.column!r}, it has {', '.join(row)}")
-        text += row[options.column] + "\n"
-        if len(text) >= wanted:
-            break
-    return text
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(map(str.rjust, line, widths)))
 
 
 if __name__ == "__main__":

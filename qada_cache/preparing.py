@@ -6,16 +6,14 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .attention.decode import attend_adaptively
+from .attention.decode import attend_adaptively, find_kernel
 from .cache import QAdACache
-from .kernels import choice, partial_attention
-from .kernels.cpu import MIN_TOKENS
+from .kernels import partial_attention
 from .key_moments.defaults import CURRENT, MomentsSource, default_moments, sources
 from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
 from .key_moments.models import inputs_device, sizes, unwrap_model
 from .key_moments.prompts import PROMPTS
-from .sketch import MIN_TOKENS as SKETCH_TOKENS
-from .sketch import Layout
+from .sketch import MIN_TOKENS
 from .state import Shared
 from .state.layer import QAdALayer
 from .storage import PENDING_TOKENS, ROOM_TOKENS, TokenStore
@@ -58,78 +56,47 @@ def prepare(
     if other in PROMPTS and shared.options.criterion == "gaussian" and shared.model.layers:
         default_moments(model, str(other), tokenizer, shared.model.shard)
     shared = QAdACache(model, moments=moments, **options)._shared
-    devices = {inputs_device(model), *(weight.device for weight in model.parameters())}
-    for device in devices if shared.model.layers else ():
+    if not shared.model.layers:
+        return
+    _, heads, kv_heads, dim = sizes(shared.model.config)
+    others = shared.options.other_moments
+    seen = shared.options.query_energies if others is None else others
+    if seen is not None:  # configs of some models, with latent attention, have other numbers
+        _, kv_heads, dim = seen.shape
+    value_dim, group = getattr(shared.model.config, "v_head_dim", None) or dim, heads // kv_heads
+    kv_heads //= shared.model.shard.size
+    for device in {inputs_device(model), *(weight.device for weight in model.parameters())}:
         if device.type in ("cpu", "cuda"):
-            _, heads, kv_heads, dim = sizes(shared.model.config)
-            others = shared.options.other_moments
-            seen = shared.options.query_energies if others is None else others
-            if seen is not None:  # configs of some models, with latent attention, have other numbers
-                _, kv_heads, dim = seen.shape
-            _build_kernels(
-                device,
-                model.dtype,
-                shared,
-                kv_heads=kv_heads // shared.model.shard.size,
-                group=heads // kv_heads,
-                dim=dim,
-                value_dim=getattr(shared.model.config, "v_head_dim", None) or dim,
-                pinned=shared.options.offloading and device.type != "cpu",
-            )
+            _build_kernels(device, model.dtype, shared, kv_heads=kv_heads, group=group, dim=dim, value_dim=value_dim)
 
 
 def _build_kernels(
-    device: torch.device,
-    dtype: torch.dtype,
-    shared: Shared,
-    *,
-    kv_heads: int,
-    group: int,
-    dim: int,
-    value_dim: int,
-    pinned: bool,
+    device: torch.device, dtype: torch.dtype, shared: Shared, *, kv_heads: int, group: int, dim: int, value_dim: int
 ) -> None:
-    """Build the kernels that a decode step of one token with a long bulk calls, by the very checks of such a step.
+    """Decode tokens in one layer of an empty cache: without a bulk, then with one, then with a sketch of it.
 
-    Triton compiles for the arguments of a call, so it is given those of a cache. Audits read the bulk by
-    `partial_attention`.
+    So kernels are chosen and compiled by the very calls of such steps. Where none serves, and for audits, the bulk is
+    read by `partial_attention`.
 
     Raises:
         RuntimeError: as `choice.decode_kernel`.
     """
-    options = shared.options
-    made = torch.Generator(device).manual_seed(0)
-    query = torch.randn(1, kv_heads * group, 1, dim, dtype=dtype, device=device, generator=made)
-    keys, values = (
-        torch.zeros(1, kv_heads, MIN_TOKENS, size, dtype=dtype, device="cpu" if pinned else device)
-        for size in (dim, value_dim)
-    )
-    if pinned:
-        keys, values = keys.pin_memory(), values.pin_memory()
-    layout = Layout.from_bits(dim, options.stored_sketch_bits)
-    fused = choice.decode_kernel(query, keys, values, options.criterion, options.kernels, layout=layout)
-    if fused is None or options.audit_every:
-        grouped_queries = query.view(1, kv_heads, group, dim)
-        partial_attention(grouped_queries, keys.to(device), values.to(device), scaling=1.0, kernels=options.kernels)
-    if fused is not None:
-        _decode_ahead(shared, query, kv_heads, value_dim)
+    options, made = shared.options, torch.Generator(device).manual_seed(0)
 
+    def random(heads: int, tokens: int, size: int) -> torch.Tensor:
+        return torch.randn(1, heads, tokens, size, dtype=dtype, device=device, generator=made)
 
-def _decode_ahead(shared: Shared, query: torch.Tensor, kv_heads: int, value_dim: int) -> None:
-    """Decode tokens in one layer of an empty cache: without a bulk, then with one, then with a sketch of it."""
-    sinks = shared.options.sink_tokens
-    local = min(shared.options.local_tokens, sinks + ROOM_TOKENS)  # a longer window starts with as many columns
-    layer = QAdALayer(Shared(replace(shared.options, local_tokens=local), shared.model), shared.model.layers[0])
-    made = torch.Generator(query.device).manual_seed(1)
-    for tokens in (max(1, local - 1), PENDING_TOKENS, SKETCH_TOKENS):
-        keys, values = (
-            torch.randn(1, kv_heads, tokens, size, dtype=query.dtype, device=query.device, generator=made)
-            for size in (query.shape[3], value_dim)
-        )
-        if layer.store is None:
-            layer.lazy_initialization(keys, values)
-        store = cast(TokenStore, layer.store)
+    local = min(options.local_tokens, options.sink_tokens + ROOM_TOKENS)  # a longer window starts with as many columns
+    layer = QAdALayer(Shared(replace(options, local_tokens=local), shared.model), shared.model.layers[0])
+    layer.lazy_initialization(random(kv_heads, 0, dim), random(kv_heads, 0, value_dim))
+    store, query = cast(TokenStore, layer.store), random(kv_heads * group, 1, dim)
+    for tokens in (max(1, local - 1), PENDING_TOKENS, MIN_TOKENS):
+        keys, values = random(kv_heads, tokens, dim), random(kv_heads, tokens, value_dim)
         store.absorb(keys, values, None)
-        for _ in range(2):  # the first may be audited, which no kernel computes
+        kernel = find_kernel(layer, store, query)
+        for _ in range(0 if kernel is None else 2):  # the first may be audited, which no kernel computes
             store.append(keys[:, :, :1], values[:, :, :1], None)
-            attend_adaptively(layer, store, query, scaling=query.shape[3] ** -0.5, valid=None)
+            attend_adaptively(layer, store, query, scaling=dim**-0.5, valid=None)
+    if kernel is None or options.audit_every:
+        bulk = store.bulk.keys.to(device), store.bulk.values.to(device)
+        partial_attention(query.view(1, kv_heads, group, dim), *bulk, scaling=1.0, kernels=options.kernels)

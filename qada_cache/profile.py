@@ -2,7 +2,7 @@
 
 import csv
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,24 @@ class Profile:
     """Measurements of one cache on the prompt."""
 
     name: str  # of the cache
-    prefill_seconds: float = 0.0
-    token_seconds: list[float] = field(default_factory=list)  # every decoded token's
-    device_bytes: list[int] = field(default_factory=list)  # held by the cache, after every token
-    host_bytes: list[int] = field(default_factory=list)  # likewise
-    read_share: float = 1.0  # of the bulk's bytes that decoding read, see `CacheStats.read_share`; 1 for DynamicCache
-    peak_bytes: int | None = None  # the most memory the accelerator had allocated, model included; None on a CPU
-    layers: list[tuple[int, int, float]] = field(default_factory=list)  # device bytes, host bytes, `kv_local_share`
+    prefill_seconds: float
+    tokens: list[tuple[float, int, int]]  # each decoded token's seconds, and bytes on device and host after it
+    read_share: float  # of the bulk's bytes that decoding read, see `CacheStats.read_share`; 1 for DynamicCache
+    peak_bytes: int | None  # the most memory the accelerator had allocated, model included; None on a CPU
+    layers: list[tuple[int, int, float]]  # device bytes, host bytes, `kv_local_share`
 
     def summary(self) -> dict[str, str]:
         """As a row of a table."""
-        seconds = sorted(self.token_seconds)
+        seconds = sorted(seconds for seconds, _, _ in self.tokens)
+        _, on_device, on_host = self.tokens[-1]
         return {
             "cache": self.name,
             "prefill s": f"{self.prefill_seconds:.2f}",
             "ms/token p50": f"{1e3 * seconds[len(seconds) // 2]:.1f}",
             "ms/token p95": f"{1e3 * seconds[int(0.95 * (len(seconds) - 1))]:.1f}",
             "bulk read": f"{self.read_share:.1%}",
-            "device MiB": f"{self.device_bytes[-1] / 2**20:.1f}",
-            "host MiB": f"{self.host_bytes[-1] / 2**20:.1f}",
+            "device MiB": f"{on_device / 2**20:.1f}",
+            "host MiB": f"{on_host / 2**20:.1f}",
             "peak MiB": "" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:.1f}",
         }
 
@@ -57,8 +56,8 @@ def profile(model: PreTrainedModel, ids: Tensor, *, new_tokens: int, chunk: int,
 
 
 def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: int, chunk: int, bar: tqdm) -> Profile:
-    device, found = inputs_device(model), Profile(type(cache).__name__)
-    bar.set_postfix_str(found.name)
+    device, name = inputs_device(model), type(cache).__name__
+    bar.set_postfix_str(name)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -70,25 +69,24 @@ def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: i
         token = forward(part)
         bar.update(part.shape[1])
     _wait(device)
-    found.prefill_seconds = time.perf_counter() - begin
+    prefill_seconds, tokens = time.perf_counter() - begin, []
     for _ in range(new_tokens):
         begin = time.perf_counter()
         token = forward(token)
         _wait(device)
-        found.token_seconds.append(time.perf_counter() - begin)
-        layers = list(map(layer_bytes, cache.layers))
-        found.device_bytes.append(sum(on_device for on_device, _ in layers))
-        found.host_bytes.append(sum(on_host for _, on_host in layers))
+        seconds = time.perf_counter() - begin
+        held = list(map(layer_bytes, cache.layers))
+        tokens.append((seconds, sum(on_device for on_device, _ in held), sum(on_host for _, on_host in held)))
         bar.update()
-    if device.type == "cuda":
-        found.peak_bytes = torch.cuda.max_memory_allocated(device)
-    local: dict[int, float] = {}
+    peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    read_share, local = 1.0, [0.0] * len(held)
     if isinstance(cache, QAdACache):
         stats = cache.stats()
-        found.read_share = stats.read_share
-        local = dict(zip(stats.layers, stats.kv_local_share.mean(dim=1).tolist(), strict=True))
-    found.layers = [(*of_layer, local.get(index, 0.0)) for index, of_layer in enumerate(layers)]
-    return found
+        read_share = stats.read_share
+        for layer, share in zip(stats.layers, stats.kv_local_share.mean(dim=1).tolist(), strict=True):
+            local[layer] = share
+    layers = [(*bytes_held, share) for bytes_held, share in zip(held, local, strict=True)]
+    return Profile(name, prefill_seconds, tokens, read_share, peak_bytes, layers)
 
 
 def _wait(device: torch.device) -> None:
@@ -98,15 +96,12 @@ def _wait(device: torch.device) -> None:
 
 def layer_table(profiles: list[Profile]) -> list[dict[str, str]]:
     """A row for every layer, the caches side by side."""
-    rows = []
-    for index in range(len(profiles[0].layers)):
-        row = {"layer": str(index)}
-        for found in profiles:
-            on_device, on_host, local = found.layers[index]
+    rows = [{"layer": str(index)} for index in range(len(profiles[0].layers))]
+    for found in profiles:
+        for row, (on_device, on_host, local) in zip(rows, found.layers, strict=True):
             row[f"{found.name} device MiB"] = f"{on_device / 2**20:.2f}"
             row[f"{found.name} host MiB"] = f"{on_host / 2**20:.2f}"
             row[f"{found.name} KV heads local"] = f"{local:.0%}"
-        rows.append(row)
     return rows
 
 
@@ -116,8 +111,7 @@ def write_tokens(profiles: list[Profile], path: Path) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("cache", "token", "seconds", "device_bytes", "host_bytes"))
         for found in profiles:
-            steps = zip(found.token_seconds, found.device_bytes, found.host_bytes, strict=True)
-            for token, (seconds, on_device, on_host) in enumerate(steps):
+            for token, (seconds, on_device, on_host) in enumerate(found.tokens):
                 writer.writerow((found.name, token, f"{seconds:.6f}", on_device, on_host))
 
 
@@ -128,8 +122,8 @@ def plot(profiles: list[Profile], path: Path) -> None:
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     memory, speed = figure.subplots(1, 2)
     for found in profiles:
-        memory.plot([count / 2**20 for count in found.device_bytes], label=found.name)
-        speed.plot([1e3 * seconds for seconds in found.token_seconds], label=found.name)
+        memory.plot([on_device / 2**20 for _, on_device, _ in found.tokens], label=found.name)
+        speed.plot([1e3 * seconds for seconds, _, _ in found.tokens], label=found.name)
     memory.set(xlabel="token", ylabel="keys and values on the device, MiB", ylim=(0, None))
     speed.set(xlabel="token", ylabel="ms", ylim=(0, None))
     memory.legend()

@@ -1,7 +1,9 @@
 """Settings every test runs under."""
 
 import os
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Tensors here are tiny: more threads only wait for each other, and badly so on a busy machine.
 torch.set_num_threads(1)
 
+KEPT_SECONDS = 30 * 24 * 3600  # of kernels that earlier runs compiled
+
 
 @pytest.fixture(autouse=True, scope="session")
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -24,6 +28,28 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     del os.environ["QADA_HOME"]
     if before is not None:
         os.environ["QADA_HOME"] = before
+
+
+@pytest.fixture(autouse=True, scope="session")
+def earlier_kernels(request: pytest.FixtureRequest, cache_folder: Path) -> Iterator[None]:
+    """C++ kernels that earlier runs compiled: their names are digests of all that they were compiled from."""
+    from qada_cache import files  # with the settings above
+
+    if not hasattr(request.config, "cache"):  # pytest was told to keep nothing
+        yield
+        return
+    earlier = request.config.cache.mkdir("kernels")
+    for kernel in earlier.iterdir():
+        with suppress(FileNotFoundError):  # another process removes it
+            if time.time() - kernel.stat().st_mtime > KEPT_SECONDS:
+                kernel.unlink()
+            else:
+                with files.opened("kernels", make=True) as kernels:
+                    files.write(kernel.name, (kernel.read_bytes(),), folder=kernels)
+    yield
+    for kernel in (cache_folder / "kernels").glob("*.so"):
+        if not (earlier / kernel.name).exists():
+            files.write(earlier / kernel.name, (kernel.read_bytes(),))
 
 
 @pytest.fixture(scope="session")

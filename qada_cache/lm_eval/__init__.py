@@ -6,8 +6,8 @@
 import functools
 import inspect
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import lm_eval.evaluator
@@ -25,9 +25,8 @@ from . import scoring
 NOT_MEASURED = "N/A"  # lm-eval's own word for it: no token had a bulk to decide about
 CRITERIA = {"qada": "gaussian", "oracle": "oracle", "static": "static", "local": "local", "dense": "dense"}
 # `QAdACache`'s own keywords, so that an option added there is one here; the criterion is what `cache=` names.
-KEYWORDS = tuple(
-    name for name in inspect.signature(QAdACache).parameters if name not in ("model", "config", "criterion")
-)
+_NO_KEYWORDS = ("model", "config", "criterion")
+KEYWORDS = (*(name for name in inspect.signature(QAdACache).parameters if name not in _NO_KEYWORDS), "heads")
 
 
 def split_arguments(cache: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -41,13 +40,16 @@ def split_arguments(cache: Any, arguments: dict[str, Any]) -> tuple[dict[str, An
     """
     if cache not in CRITERIA:
         raise ValueError(f"unknown cache={cache}: use one of {', '.join(CRITERIA)}")
-    ours = {name for name in arguments if name.startswith("cache_") and name != "cache_dir"}
-    rest = {name: value for name, value in arguments.items() if name not in ours}
-    options = {name.removeprefix("cache_"): arguments[name] for name in sorted(ours)}
-    for name in options:
-        if name not in (*KEYWORDS, "heads"):
-            known = ", ".join(f"cache_{keyword}" for keyword in (*KEYWORDS, "heads"))
-            raise ValueError(f"unknown cache_{name}={options[name]}: use one of {known}")
+    rest, options = {}, {}
+    for name, value in arguments.items():
+        keyword = name.removeprefix("cache_")
+        if keyword == name or name == "cache_dir":
+            rest[name] = value
+        elif keyword in KEYWORDS:
+            options[keyword] = value
+        else:
+            known = ", ".join(f"cache_{keyword}" for keyword in KEYWORDS)
+            raise ValueError(f"unknown {name}={value}: use one of {known}")
     heads = options.pop("heads", None)
     if (cache == "static") != (heads is not None):
         raise ValueError("cache=static needs cache_heads=FILE, written by StaticHeads.save, and only it takes one")
@@ -55,86 +57,45 @@ def split_arguments(cache: Any, arguments: dict[str, Any]) -> tuple[dict[str, An
     return {"criterion": criterion, **options}, rest
 
 
-def _repeated(requests: list[Instance]) -> dict[int, int]:
-    """Places of requests that fill up where other processes have more, and the place where each was first."""
-    places: dict[int, list[int]] = {}
-    for place, request in enumerate(requests):
-        places.setdefault(id(request), []).append(place)
-    return {place: same[0] for same in places.values() for place in same[requests[same[0]].repeats or len(same) :]}
+def metrics(batches: Sequence[CacheStats]) -> dict[str, Any]:
+    """Entries of lm-eval's results for one task, from the caches of its batches; its table has them beside scores."""
+    decided = [each for each in batches if each.decisions]  # the shares of others are nan
+    decisions = sum(each.decisions for each in decided)
+    local = sum(each.sparsity * each.decisions for each in decided)
+    kv_local = sum(each.kv_sparsity * each.decisions for each in decided)
+    read = sum(each.bulk_read_bytes + each.resident_hit_bytes + each.sketch_read_bytes for each in batches)
+    dense = sum(each.dense_bulk_bytes for each in batches)
+    return {
+        "cache_sparsity,none": local / decisions if decisions else NOT_MEASURED,
+        "cache_kv_sparsity,none": kv_local / decisions if decisions else NOT_MEASURED,
+        "cache_read_share,none": read / dense if dense else NOT_MEASURED,
+        "cache_bulk_read_bytes,none": sum(each.bulk_read_bytes for each in batches),
+        "cache_device_bytes,none": max(each.device_bytes for each in batches),
+        "cache_host_bytes,none": max(each.host_bytes for each in batches),
+    }
 
 
-@dataclass
-class Totals:
-    """Sums over the caches of one task's batches."""
-
-    decisions: int = 0  # per layer, the weight of a cache's sparsity
-    local: float = 0.0  # of those, how many called a query head local; the mean over heads
-    kv_local: float = 0.0  # of those, how many did not need a KV head's bulk; the mean over heads
-    bulk_read_bytes: int = 0  # by query-adaptive calls
-    read_bytes: int = 0  # over `dense_bulk_bytes` it is `CacheStats.read_share`
-    dense_bulk_bytes: int = 0
-    device_bytes: int = 0  # the most that one batch's cache held
-    host_bytes: int = 0  # likewise
-
-    def add(self, stats: CacheStats) -> None:
-        """Take in one batch's cache, at the end of the batch, when it is largest."""
-        if stats.decisions:
-            self.decisions += stats.decisions
-            self.local += stats.sparsity * stats.decisions
-            self.kv_local += stats.kv_sparsity * stats.decisions
-        self.bulk_read_bytes += stats.bulk_read_bytes
-        self.read_bytes += stats.bulk_read_bytes + stats.resident_hit_bytes + stats.sketch_read_bytes
-        self.dense_bulk_bytes += stats.dense_bulk_bytes
-        self.device_bytes = max(self.device_bytes, stats.device_bytes)
-        self.host_bytes = max(self.host_bytes, stats.host_bytes)
-
-    def merge(self, other: "Totals") -> None:
-        """Add another process's totals; bytes held are the larger of both."""
-        for name in vars(self):
-            combine = max if name in ("device_bytes", "host_bytes") else sum
-            setattr(self, name, combine([getattr(self, name), getattr(other, name)]))
-
-    def metrics(self) -> dict[str, Any]:
-        """The totals as entries of lm-eval's results; its table prints them beside the scores."""
-        return {
-            "cache_sparsity,none": self.local / self.decisions if self.decisions else NOT_MEASURED,
-            "cache_kv_sparsity,none": self.kv_local / self.decisions if self.decisions else NOT_MEASURED,
-            "cache_read_share,none": self.read_bytes / self.dense_bulk_bytes if self.dense_bulk_bytes else NOT_MEASURED,
-            "cache_bulk_read_bytes,none": self.bulk_read_bytes,
-            "cache_device_bytes,none": self.device_bytes,
-            "cache_host_bytes,none": self.host_bytes,
-        }
+_evaluate = lm_eval.evaluator.evaluate
 
 
-def _report_totals() -> None:
-    """Have `lm_eval.evaluator.evaluate` report the totals of a model that keeps some. Idempotent.
+@functools.wraps(_evaluate)
+def _evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
+    lm = kwargs["lm"] if "lm" in kwargs else args[0]
+    totals = getattr(lm, "cache_totals", None)  # through lm-eval's CachingLM as well
+    if totals is None:
+        return _evaluate(*args, **kwargs)
+    totals.clear()
+    results = _evaluate(*args, **kwargs)
+    gathered = lm.gather_object(totals)
+    if results is not None:
+        tuned = {"cache_tuned,none": lm.cache_tuned} if lm.cache_tuned else {}
+        for task in results["results"].keys() & totals.keys():
+            results["results"][task] |= metrics([each for part in gathered for each in part.get(task, [])]) | tuned
+    return results
 
-    lm-eval asks the model for nothing that ends up with a task's results, so its function is wrapped.
-    """
-    evaluate = lm_eval.evaluator.evaluate
-    if hasattr(evaluate, "_reports_caches"):
-        return
 
-    @functools.wraps(evaluate)
-    def evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
-        lm = kwargs["lm"] if "lm" in kwargs else args[0]
-        totals: dict[str, Totals] | None = getattr(lm, "cache_totals", None)  # through lm-eval's CachingLM as well
-        if totals is None:
-            return evaluate(*args, **kwargs)
-        totals.clear()
-        results = evaluate(*args, **kwargs)
-        gathered = lm.gather_object(totals)
-        if results is not None:
-            for task in results["results"].keys() & totals.keys():
-                whole = Totals()
-                for part in gathered:
-                    whole.merge(part.get(task, Totals()))
-                tuned = {"cache_tuned,none": lm.cache_tuned} if lm.cache_tuned else {}
-                results["results"][task] |= whole.metrics() | tuned
-        return results
-
-    evaluate_and_report._reports_caches = True  # type: ignore[attr-defined]  # marks what has been wrapped
-    lm_eval.evaluator.evaluate = evaluate_and_report
+# lm-eval asks the model for nothing that ends up with a task's results.
+lm_eval.evaluator.evaluate = _evaluate_and_report
 
 
 class QAdALM(HFLM):
@@ -151,7 +112,7 @@ class QAdALM(HFLM):
         keywords: `cache_*` are the cache's (see `split_arguments`); all others are `HFLM`'s.
 
     Attributes:
-        cache_totals: statistics of the caches of each task, in this process.
+        cache_totals: statistics of each task's caches, at the end of their batches, in this process; shares as means.
         cache_tuned: the tuned setting that these caches take; "" if they take none.
 
     Raises:
@@ -163,67 +124,56 @@ class QAdALM(HFLM):
     def __init__(self, pretrained: Any, *positional: Any, cache: str = "qada", **keywords: Any) -> None:
         options, keywords = split_arguments(cache, keywords)
         super().__init__(pretrained, *positional, **keywords)
-        self._take_rank()
+        if self.device.type == "cpu" and hasattr(self, "accelerator"):  # `HFLM` shares requests on GPUs alone
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        elif self.device.type == "cpu" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise RuntimeError(
+                "every process would run all requests, as accelerate takes this one to be alone: on CPUs, set "
+                "ACCELERATE_USE_CPU=true for all of them"
+            )
         # A wrong option or model is refused before any request. The tokenizer need not be the one beside the model.
         prepare(self.model, self.tokenizer, **options)
         taken = QAdACache(self.model, **options).options
         self.cache_tuned = str(Thresholds.of(taken)) if taken.tuned else ""
         # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
         self._cache_options = options | asdict(Thresholds.of(taken))
-        self.cache_totals: dict[str, Totals] = {}
+        self.cache_totals: dict[str, list[CacheStats]] = {}
         self._task = "none"
-        _report_totals()
 
-    def _take_rank(self) -> None:
-        """Share requests with the other processes of a launcher on CPUs, as `HFLM` does on GPUs alone."""
-        if self.device.type != "cpu":
-            return
-        if hasattr(self, "accelerator"):  # there are others
-            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
-        elif int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise RuntimeError(
-                "every process would run all requests, as accelerate takes this one to be alone: on CPUs, set "
-                "ACCELERATE_USE_CPU=true for all of them"
-            )
-
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """As `HFLM`'s, task by task."""
-        return self._by_task(super().loglikelihood, requests, disable_tqdm)
-
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """As `HFLM`'s, task by task."""
-        return self._by_task(super().loglikelihood_rolling, requests, disable_tqdm)
-
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """As `HFLM`'s, task by task."""
-        return self._by_task(super().generate_until, requests, disable_tqdm)
-
-    def _by_task(self, run: Callable[..., list], requests: list[Instance], disable_tqdm: bool) -> list:
-        """`run(requests)`, one task after the other: no cache serves two tasks, so its counters are one task's.
+    def _by_task(self, name: str, requests: list[Instance], disable_tqdm: bool = False) -> list:
+        """`HFLM`'s method `name`, task by task: no cache serves two tasks, so its counters are one task's.
 
         A process that shares requests with others runs its own requests alone, and not the repeated ones that lm-eval
         adds: those are for models that compute together, and would be counted.
         """
-        results: list[Any] = [None] * len(requests)
-        repeated = _repeated(requests)
+        places: dict[int, list[int]] = {}
+        for place, request in enumerate(requests):
+            places.setdefault(id(request), []).append(place)
+        tasks: dict[str | None, list[int]] = {}
+        for own in places.values():
+            request = requests[own[0]]
+            tasks.setdefault(request.task_name, []).extend(own[: request.repeats or None])
+        results: dict[int, Any] = {}
         processes, self._world_size = self._world_size, 1
         try:
-            for task in dict.fromkeys(request.task_name for request in requests):
+            for task, own in tasks.items():
                 self._task = task or "none"  # requests made by hand need not name one
-                own = [place for place, request in enumerate(requests) if request.task_name == task]
-                own = [place for place in own if place not in repeated]
-                done = run([requests[place] for place in own], disable_tqdm=disable_tqdm)
-                for place, result in zip(own, done, strict=True):
-                    results[place] = result
+                done = getattr(super(), name)([requests[place] for place in own], disable_tqdm=disable_tqdm)
+                results.update(zip(own, done, strict=True))
         finally:
             self._world_size = processes
-        return [results[repeated.get(place, place)] for place in range(len(requests))]
+        return [results.get(place, results[places[id(request)][0]]) for place, request in enumerate(requests)]
+
+    loglikelihood = functools.partialmethod(_by_task, "loglikelihood")
+    loglikelihood_rolling = functools.partialmethod(_by_task, "loglikelihood_rolling")
+    generate_until = functools.partialmethod(_by_task, "generate_until")
 
     def _new_cache(self) -> QAdACache:
         return QAdACache(self.model, **self._cache_options)
 
     def _count(self, stats: CacheStats) -> None:
-        self.cache_totals.setdefault(self._task, Totals()).add(stats)
+        means = replace(stats, local_share=stats.local_share.mean(), kv_local_share=stats.kv_local_share.mean())
+        self.cache_totals.setdefault(self._task, []).append(means)
 
     @torch.no_grad()
     def _forward(self, cache: QAdACache, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:

@@ -3,7 +3,8 @@
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ class Row:
 
     prefix: tuple[int, ...]  # token ids that are prefilled, exactly: the context but for its last token
     queries: tuple[int, ...]  # token ids read query-adaptively: that token, and the continuation but for its last
-    # `(index, continuation)` of each; query `i` scores token `i` of a continuation
-    requests: list[tuple[int, list[int]]] = field(default_factory=list)
+    requests: list[tuple[int, list[int]]]  # `(index, continuation)`; query `i` scores token `i` of a continuation
 
 
 def rows(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> list[Row]:
@@ -34,7 +34,7 @@ def rows(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> li
     Raises:
         AssertionError: as in lm-eval, a context or a continuation is empty, or a continuation longer than `max_length`.
     """
-    made: dict[tuple[tuple[int, ...], tuple[int, ...]], Row] = {}
+    made: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, list[int]]]] = {}
     for index, (context, continuation) in enumerate(requests):
         if not context or not 0 < len(continuation) <= max_length:
             raise AssertionError(
@@ -49,9 +49,9 @@ def rows(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> li
             )
         tokens = tuple((context + continuation)[-(max_length + 1) : -1])
         split = len(tokens) - len(continuation)
-        row = made.setdefault((tokens[:split], tokens[split:]), Row(tokens[:split], tokens[split:]))
-        row.requests.append((index, continuation))
-    return sorted(made.values(), key=lambda row: (-len(row.prefix), row.prefix, -len(row.queries), row.queries))
+        made.setdefault((tokens[:split], tokens[split:]), []).append((index, continuation))
+    found = [Row(prefix, queries, same) for (prefix, queries), same in made.items()]
+    return sorted(found, key=lambda row: (-len(row.prefix), row.prefix, -len(row.queries), row.queries))
 
 
 def padded(sequences: Sequence[Sequence[int]], device: torch.device, *, side: str) -> tuple[Tensor, Tensor]:
@@ -71,23 +71,19 @@ def score(
     Yields:
         totals of each batch's cache, and for each request `(index, log-likelihood, whether greedy decoding agrees)`.
     """
-    prefixes = [list(dict.fromkeys(row.prefix for row in batch)) for batch in batches]
-    for number, batch in enumerate(batches):
-        ids, mask = padded(prefixes[number], device, side="left")
-        if number == 0 or prefixes[number] != prefixes[number - 1]:
-            prefilled = new_cache()
-            if ids.shape[1]:
-                forward(prefilled, ids, mask, logits_to_keep=1)
-        again = prefixes[number] in prefixes[number + 1 : number + 2]
-        cache = copy.deepcopy(prefilled) if again else prefilled
-        places = [prefixes[number].index(row.prefix) for row in batch]
-        if places != list(range(len(prefixes[number]))):
-            cache.reorder_cache(torch.LongTensor(places))  # repeats rows, in every kind of layer
-        scores, stats = _score_batch(batch, mask[places], forward, cache), cache.stats(gather=True)
-        del cache  # before the next prefix is read: no two caches need room at once
-        if not again:
-            del prefilled
-        yield stats, scores
+    for prefixes, group in groupby(batches, key=lambda batch: list(dict.fromkeys(row.prefix for row in batch))):
+        ids, mask = padded(prefixes, device, side="left")
+        prefilled, same = [new_cache()], list(group)
+        if ids.shape[1]:
+            forward(prefilled[0], ids, mask, logits_to_keep=1)
+        for batch in same:
+            cache = prefilled.pop() if batch is same[-1] else copy.deepcopy(prefilled[0])
+            places = [prefixes.index(row.prefix) for row in batch]
+            if places != list(range(len(prefixes))):
+                cache.reorder_cache(torch.LongTensor(places))  # repeats rows, in every kind of layer
+            scores, stats = _score_batch(batch, mask[places], forward, cache), cache.stats(gather=True)
+            del cache  # before the next prefix is read: no two caches need room at once
+            yield stats, scores
 
 
 def _score_batch(

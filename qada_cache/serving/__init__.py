@@ -5,6 +5,7 @@ takes another generation from a folder that holds `custom_generate/generate.py`;
 """
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -62,8 +63,7 @@ def generate(
     else nothing. One that there is no memory for, although conversations made room, is refused before it begins.
 
     Args:
-        inputs, generation_config, arguments: as for `model.generate`.
-        model: the model.
+        inputs, generation_config, model, arguments: as for `model.generate`.
         cache_options: of `QAdACache`.
         conversations: number of kept caches of this model, in memory by `cache_options`; 0: none, and kept ones are
             dropped.
@@ -74,61 +74,49 @@ def generate(
         one_user: whether all calls without a key are one user's, and may go on with each other's conversations. False:
             nothing of them is kept.
 
-    Returns:
-        As `model.generate`.
-
     Raises:
         ValueError: `conversations` or another limit is no such number, or the key no str.
         MemoryError: the call would take more memory than this process may still have.
-        TypeError, ValueError, FileNotFoundError, NotImplementedError, RuntimeError: as `QAdACache` and
-            `model.generate`.
+        TypeError, FileNotFoundError, NotImplementedError, RuntimeError: as `QAdACache` and `model.generate`.
     """
     limits = Limits(conversations, conversations_memory, conversations_seconds)
     kind: Any = type(model)  # the model's own `generate` may be this very function
-
-    def stock(**cache: Any) -> Any:
-        return kind.generate(model, inputs, generation_config, **arguments, **cache)
-
+    stock = functools.partial(kind.generate, model, inputs, generation_config)
     given = {name: value for name, value in arguments.items() if value is not None}
     settings, others = kind._prepare_generation_config(model, generation_config, **given)
     if "past_key_values" in given or not settings.use_cache:
-        return stock()
-    arguments.pop("past_key_values", None)
-    options, kept = dict(cache_options or {}), conversations_of(model)
+        return stock(**arguments)
+    kept = conversations_of(model)
     key = getattr(settings, "conversation_key", None) if conversation_key is None else conversation_key
     if key is not None and not isinstance(key, str):
         raise ValueError(f"conversation_key must be a str, got {type(key).__name__}")
     if not conversations:
         kept.forget()
     ids = others.get("input_ids") if inputs is None else inputs
-    prompt = _one_row(ids, settings, others)
-
-    def promise(tokens: int, rows: int = 1) -> contextlib.AbstractContextManager[None]:
-        """Memory to read so many tokens of every row, and to add new ones."""
-        at_once = rows * min(tokens, settings.prefill_chunk_size or tokens)
-        needed = needed_bytes(model, rows * (tokens + (settings.max_new_tokens or 0)), at_once)
-        return reserve_memory(tokens, needed, forget=kept.forget_one)
-
-    if prompt is None or not conversations or (key is None and not one_user):
-        given_rows, tokens = ids.shape[:2] if isinstance(ids, Tensor) and ids.dim() == 2 else (1, 0)
-        rows = given_rows * max(settings.num_beams or 1, settings.num_return_sequences or 1)
-        with promise(tokens, rows):
-            return stock(past_key_values=QAdACache(model, **options))
-
-    under: dict[str, Any] = {"options": options, "limits": limits, "key": key}
-    cache = kept.take(model, prompt, **under)
-    logger.info("%d of %d prompt tokens were kept from an earlier call", cache.get_seq_length(), len(prompt))
+    prompt = _one_row(ids, settings, others) if conversations and (one_user or key is not None) else None
+    taken = None
+    if prompt is None:
+        cache = QAdACache(model, **(cache_options or {}))
+        rows, tokens = ids.shape[:2] if isinstance(ids, Tensor) and ids.dim() == 2 else (1, 0)
+        rows *= max(settings.num_beams or 1, settings.num_return_sequences or 1)
+    else:
+        taken = kept.take(model, prompt, options=cache_options or {}, limits=limits, key=key)
+        cache, rows, tokens = taken.cache, 1, len(prompt) - taken.cache.get_seq_length()
+        logger.info("%d of %d prompt tokens were kept from an earlier call", len(prompt) - tokens, len(prompt))
+    at_once = min(tokens, settings.prefill_chunk_size or tokens)
+    needed = needed_bytes(model, rows * (tokens + (settings.max_new_tokens or 0)), rows * at_once)
     try:
-        with promise(len(prompt) - cache.get_seq_length()):
-            output = stock(past_key_values=cache)
+        with reserve_memory(tokens, needed, forget=kept.forget_one):
+            output = stock(**{**arguments, "past_key_values": cache})
     except BaseException:
         # What was generated is not known here. A cache that read the prompt, or began to, is no cause of the failure.
-        if held := min(cache.get_seq_length(), len(prompt)):
+        if taken is not None and prompt is not None and (held := min(cache.get_seq_length(), len(prompt))):
             with contextlib.suppress(RuntimeError):  # layers hold different tokens, or have no way back: it is dropped
                 cache.crop(held - cache.get_seq_length())
-                kept.keep(model, prompt[:held], cache, **under)
+                kept.keep(taken, prompt[:held], limits)
         raise
-    kept.keep(model, output[0, : cache.get_seq_length()].cpu(), cache, **under)
+    if taken is not None:
+        kept.keep(taken, output[0, : cache.get_seq_length()].cpu(), limits)
     return output
 
 
@@ -158,10 +146,6 @@ def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
     `--trust-remote-code` trusts all the code that a folder holds or names. So Python files are left out, and configs
     that name code are copied without these names.
 
-    Args:
-        model: a folder that the model can be loaded from.
-        out: a folder that is not there yet.
-
     Raises:
         FileNotFoundError: `model` is no folder with a config.
         FileExistsError: `out` is there.
@@ -183,12 +167,10 @@ def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
 def _without_code(file: Path) -> Any:
     """A config without the names of code; None if it has none."""
     text = file.read_text(encoding="utf-8")
-    if f'"{_CODE}"' not in text and "\\u" not in text:  # JSON may spell letters of a name by their numbers
-        return None
     try:
         kept = json.loads(text, object_hook=lambda found: {name: found[name] for name in found if name != _CODE})
         return None if kept == json.loads(text) else kept
     except json.JSONDecodeError as error:
-        if f'"{_CODE}"' not in text:  # no config: transformers cannot read it either
-            return None
-        raise ValueError(f"{file} is no JSON: {error}") from error
+        if f'"{_CODE}"' in text:  # without it, it is no config: transformers cannot read it either
+            raise ValueError(f"{file} is no JSON: {error}") from error
+        return None

@@ -1,10 +1,12 @@
 """Caches of a model's last conversations. A request that begins like one of them goes on with it."""
 
+import math
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -23,11 +25,7 @@ SECONDS = 3600.0  # that one is kept unused
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a model's conversations.
-
-    Raises:
-        ValueError: a limit of another type, or out of its range.
-    """
+    """Limits of a model's conversations; ValueError, if one is of another type or out of its range."""
 
     conversations: int = CONVERSATIONS  # how many are kept, the one under way included
     # Of their caches, on host and devices together: bytes (an int), or a share of `host_memory` (a float in [0, 1]).
@@ -35,9 +33,8 @@ class Limits:
     seconds: float = SECONDS  # since one was last used
 
     def __post_init__(self) -> None:
-        count = self.conversations
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"conversations must be an int, 0 or more, got {count!r}")
+        if type(self.conversations) is not int or self.conversations < 0:
+            raise ValueError(f"conversations must be an int, 0 or more, got {self.conversations!r}")
         share = isinstance(self.memory, float) and 0.0 <= self.memory <= 1.0
         if not share and (type(self.memory) is not int or self.memory < 0):
             raise ValueError(f"conversations_memory must be bytes (an int) or a share in [0, 1], got {self.memory!r}")
@@ -50,154 +47,106 @@ class Limits:
         return self.memory if isinstance(self.memory, int) else int(self.memory * host_memory())
 
 
-@dataclass
-class Counters:
-    """Since the process began, for a server to export."""
+@dataclass(eq=False)
+class Conversation:
+    """A cache and the tokens that it holds: kept for the next call, or taken by one, which has it alone."""
 
-    requests: int = 0  # calls with a cache that can be kept
-    continued: int = 0  # of these, the ones that went on with a conversation
-    prompt_tokens: int = 0  # of all these calls
-    cached_tokens: int = 0  # of these, the ones that were not read again
-    evicted: int = 0  # conversations that went for want of room
-    expired: int = 0  # conversations that nobody had gone on with for too long
-    conversations: int = 0  # that are kept now
-    bytes: int = 0  # that these take
-
-
-@dataclass(frozen=True, eq=False)
-class _Conversation:
-    tokens: Tensor  # [tokens] on the host: the cache's tokens, from the first
     cache: QAdACache
-    options: dict[str, Any]  # of its cache
-    weights: list[str]  # a sample of the model's that filled it
-    key: str | None  # whose it is
-    continued: bool  # whether anybody has gone on with it, as nobody does with a prompt that is asked once
-    bytes: int
-    used: float  # when, by `time.monotonic`
+    terms: tuple  # a call has to have the same: options of its cache, a sample of the weights, the owner's key
+    tokens: Tensor  # [tokens] on the host: the cache's tokens, from the first
+    continued: bool = False  # whether anybody has gone on with it, as nobody does with a prompt that is asked once
+    bytes: int = 0
+    used: float = 0.0  # when, by `time.monotonic`
+
+    def shared(self, prompt: Tensor) -> int:
+        """Tokens of `prompt` that need not be read again if this cache is taken for it; 0 if it is not to be."""
+        held = len(self.tokens)
+        beginning = min(held, len(prompt) - 1)
+        shared = int((self.tokens[:beginning] == prompt[:beginning]).cumprod(0).sum())
+        croppable = all(isinstance(layer, QAdALayer) for layer in self.cache.layers)  # sliding and linear ones are not
+        return shared if shared == held or (croppable and 2 * shared >= held) else 0
 
 
 class Conversations:
-    """Caches of one model, each with the tokens it holds, the newest last; for any number of threads.
+    """Conversations of one model that are kept; for any number of threads.
 
-    Whoever takes a cache has it alone, and gives it back when it is whole: one that is never given back is forgotten.
+    One that is taken and never given back is forgotten.
     """
 
     def __init__(self) -> None:
-        self._kept: list[_Conversation] = []
-        self._taken: weakref.WeakSet[QAdACache] = weakref.WeakSet()  # caches of continued conversations
-        self._counters = Counters()
-        self._lock = threading.Lock()
+        self._kept: list[Conversation] = []
+        names = "requests", "continued", "prompt_tokens", "cached_tokens", "evicted", "expired"
+        self._counters = Counter(dict.fromkeys(names, 0))
+        self._lock = threading.RLock()
 
-    @property
     def counters(self) -> dict[str, int]:
-        """`Counters`, by name."""
+        """As `counters` of the model."""
         with self._lock:
-            self._counters.conversations = len(self._kept)
-            self._counters.bytes = sum(kept.bytes for kept in self._kept)
-            return asdict(self._counters)
+            held = sum(kept.bytes for kept in self._kept)
+            return {**self._counters, "conversations": len(self._kept), "bytes": held}
 
     def take(
-        self,
-        model: PreTrainedModel,
-        prompt: Tensor,
-        *,
-        options: Mapping[str, Any],
-        limits: Limits,
-        key: str | None = None,
-    ) -> QAdACache:
-        """A cache that holds the longest kept beginning of `prompt`, and nothing else.
+        self, model: PreTrainedModel, prompt: Tensor, *, options: Mapping[str, Any], limits: Limits, key: str | None
+    ) -> Conversation:
+        """The one whose cache holds the longest kept beginning of `prompt` `[tokens]` (on the host); or a new one.
 
-        At least the prompt's last token is left to be read, as the next one's logits come of it. A conversation that
-        shares less than half of its cache's tokens is left for its own next turn, and a new cache is built.
-
-        Args:
-            model: the one all these caches are of.
-            prompt: token ids `[tokens]` of one row, on the host.
-            options: of `QAdACache`; a cache that was built with others is passed over.
-            limits: conversations that exceed them make room.
-            key: of the conversation's owner; conversations of other keys are passed over.
-
-        Raises:
-            TypeError, ValueError, FileNotFoundError, NotImplementedError: as `QAdACache`.
+        The cache holds nothing else then. At least the prompt's last token is left to be read, as the next one's logits
+        come of it. A conversation that shares less than half of its cache's tokens is left for its own next turn.
+        Others make room for this one.
         """
+        terms = dict(options), identity.sample(model), key
         switched_on = attention.is_switched_on(model.config.get_text_config(decoder=True))
-        wanted = options, identity.sample(model), key
         with self._lock:
-            fitting = [switched_on and (kept.options, kept.weights, kept.key) == wanted for kept in self._kept]
-            shared = [_shared(kept, prompt) if fits else 0 for kept, fits in zip(self._kept, fitting, strict=True)]
-            length = max(shared, default=0)
-            taken = self._kept.pop(shared.index(length)) if length else None
-            self._counters.requests += 1
-            self._counters.continued += taken is not None
-            self._counters.prompt_tokens += len(prompt)
-            self._counters.cached_tokens += length
+            shared = {kept: kept.shared(prompt) for kept in self._kept if switched_on and kept.terms == terms}
+            length = max(shared.values(), default=0)
+            taken = next(kept for kept in shared if shared[kept] == length) if length else None
             if taken is not None:
-                self._taken.add(taken.cache)
-            self._make_room(limits, conversations=1, taken=0 if taken is None else taken.bytes)
+                self._kept.remove(taken)
+            self._counters.update(requests=1, continued=length > 0, prompt_tokens=len(prompt), cached_tokens=length)
+            self._make_room(limits, beside=0 if taken is None else taken.bytes)
         if taken is None:
-            return QAdACache(model, **options)
+            return Conversation(QAdACache(model, **options), terms, prompt[:0])
+        taken.continued = True
         if length < len(taken.tokens):
             taken.cache.crop(length - len(taken.tokens))
-        return taken.cache
+        return taken
 
-    def keep(
-        self,
-        model: PreTrainedModel,
-        tokens: Tensor,
-        cache: QAdACache,
-        *,
-        options: Mapping[str, Any],
-        limits: Limits,
-        key: str | None = None,
-    ) -> None:
-        """Keep a cache that holds `tokens` `[tokens]`, on the host; arguments as for `take`."""
-        sample, size = identity.sample(model), sum(map(sum, cache.layer_bytes()))
+    def keep(self, taken: Conversation, tokens: Tensor, limits: Limits) -> None:
+        """Keep one that was taken, whose cache holds `tokens` `[tokens]`, on the host, unless it is too large."""
+        taken.tokens, taken.bytes, taken.used = tokens, sum(map(sum, taken.cache.layer_bytes())), time.monotonic()
         with self._lock:
-            continued = cache in self._taken
-            self._kept.append(
-                _Conversation(tokens, cache, dict(options), sample, key, continued, size, time.monotonic())
-            )
-            self._make_room(limits)
+            if taken.bytes > limits.bytes:
+                self._counters["evicted"] += 1
+            else:
+                self._make_room(limits, beside=taken.bytes)
+                self._kept.append(taken)
 
     def forget(self) -> None:
         """Keep none of them."""
         with self._lock:
             self._kept.clear()
 
-    def forget_one(self) -> bool:
-        """Keep one less of them; False: there is none."""
-        with self._lock:
-            if found := bool(self._kept):
-                self._kept.remove(min(self._kept, key=lambda kept: (kept.continued, kept.used)))
-                self._counters.evicted += 1
-            return found
+    def forget_one(self, most: float = math.inf) -> bool:
+        """Drop one: larger than `most` bytes by itself, else one that nobody has gone on with, else the oldest.
 
-    def _make_room(self, limits: Limits, *, conversations: int = 0, taken: int = 0) -> None:
-        """Drop conversations that are too old, then as many as the limits ask for, beside those under way.
-
-        Caches too large by themselves go first, the newest last. Of the others those go first that nobody has gone on
-        with, the oldest first: prompts that are asked once make room for one another, and flush no conversation.
+        So prompts that are asked once make room for one another, and flush no conversation. False: there is none.
         """
-        oldest = time.monotonic() - limits.seconds
+        with self._lock:
+            gone = min(self._kept, key=lambda kept: (kept.bytes <= most, kept.continued, kept.used), default=None)
+            if gone is not None:
+                self._kept.remove(gone)
+                self._counters["evicted"] += 1
+            return gone is not None
+
+    def _make_room(self, limits: Limits, *, beside: int) -> None:
+        """Drop conversations that are too old, then as many as the limits ask for beside one of so many bytes."""
+        oldest, most = time.monotonic() - limits.seconds, limits.bytes - beside
         young = [kept for kept in self._kept if kept.used >= oldest]
-        self._counters.expired += len(self._kept) - len(young)
+        self._counters["expired"] += len(self._kept) - len(young)
         self._kept = young
-        most, size = limits.bytes - taken, sum(kept.bytes for kept in young)
-        while self._kept and (len(self._kept) + conversations > limits.conversations or size > most):
-            newest = None if conversations else self._kept[-1]
-            gone = min(self._kept, key=lambda kept: (kept.bytes <= most, kept is newest, kept.continued, kept.used))
-            self._kept.remove(gone)
-            size -= gone.bytes
-            self._counters.evicted += 1
-
-
-def _shared(kept: _Conversation, prompt: Tensor) -> int:
-    """Tokens of `prompt` that need not be read again if this cache is taken for it; 0 if it is not to be."""
-    held = len(kept.tokens)
-    beginning = min(held, len(prompt) - 1)
-    shared = int((kept.tokens[:beginning] == prompt[:beginning]).cumprod(0).sum())
-    croppable = all(isinstance(layer, QAdALayer) for layer in kept.cache.layers)  # sliding and linear ones are not
-    return shared if shared == held or (croppable and 2 * shared >= held) else 0
+        while len(self._kept) >= limits.conversations or sum(kept.bytes for kept in self._kept) > most:
+            if not self.forget_one(most):
+                return
 
 
 _of: "weakref.WeakKeyDictionary[PreTrainedModel, Conversations]" = weakref.WeakKeyDictionary()
@@ -211,5 +160,11 @@ def conversations_of(model: PreTrainedModel) -> Conversations:
 
 
 def counters(model: PreTrainedModel) -> dict[str, int]:
-    """The `Counters` of this model's requests, by name, for a server to export."""
-    return conversations_of(model).counters
+    """Numbers by name for a server to export: of this model's requests, and of what is kept of them now.
+
+    requests: calls with a cache that can be kept; continued: of these, the ones that went on with a conversation.
+    prompt_tokens: of all these calls; cached_tokens: of these, the ones that were not read again.
+    evicted: conversations that went for want of room; expired: those that nobody had gone on with for too long.
+    conversations: that are kept now; bytes: that these take.
+    """
+    return conversations_of(model).counters()

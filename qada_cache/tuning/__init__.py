@@ -52,11 +52,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Budget:
-    """The most that a setting may cost; one of both is given.
-
-    Raises:
-        ValueError: it is not positive, or more than all bytes.
-    """
+    """The most that a setting may cost; one of both is given, or a ValueError tells what is allowed."""
 
     kl: float | None = None  # mean KL divergence from reading everything, in nats
     bytes_read: float | None = None  # share of the bulk's bytes
@@ -131,39 +127,30 @@ class Outcome:
 def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Piece], budget: Budget) -> Outcome:
     """Measure every setting on `pieces`, choose one, and measure that again on `held_out`.
 
-    The model is in eval mode. `pieces` are two or more, as one says nothing of how sure its figures are. `budget` is
-    what a setting may cost.
+    The model is in eval mode. `pieces` are two or more, as one says nothing of how sure its figures are.
     """
-    steps = len(pieces) * (2 + len(SETTINGS)) + len(held_out) * 3
-    with tqdm(total=steps, unit="step") as bar:
 
-        def measured(places: Sequence[Piece], settings: Sequence[Thresholds], what: str) -> list[Setting]:
-            found = []
-            for place, piece in enumerate(places, start=1):
-                bar.set_postfix_str(f"{what} {place} of {len(places)}")
-                found.append(measure(model, piece, settings, bar.update))
-            columns = zip((None, *settings), zip(*found, strict=True), strict=True)
-            return [summarize(thresholds, column) for thresholds, column in columns]
+    def measured(places: Sequence[Piece], settings: Sequence[Thresholds], what: str) -> list[Setting]:
+        found = []
+        for place, piece in enumerate(places, start=1):
+            steps, name = measure(model, piece, settings), f"{what} {place} of {len(places)}"
+            found.append(list(tqdm(steps, name, total=1 + len(settings), unit="setting")))
+        return list(map(summarize, (None, *settings), zip(*found, strict=True)))
 
-        everything, *settings = measured(pieces, SETTINGS, "piece")
-        chosen, again = budget.choose(settings), None
-        if chosen is not None and chosen.thresholds is not None:
-            again = measured(held_out, [chosen.thresholds], "held-out piece")[1]
+    everything, *settings = measured(pieces, SETTINGS, "piece")
+    chosen, again = budget.choose(settings), None
+    if chosen is not None and chosen.thresholds is not None:
+        again = measured(held_out, [chosen.thresholds], "held-out piece")[1]
     tokens, following = pieces[0].prompt.shape[1], pieces[0].following.shape[1]
     return Outcome(everything, settings, budget, chosen, again, len(pieces), len(held_out), tokens, following)
 
 
 def keep(model: PreTrainedModel, outcome: Outcome) -> Path:
-    """Keep the choice with the model's key moments; the file.
-
-    Raises:
-        OSError: as `tuned_choice.keep`.
-    """
-    assert outcome.chosen is not None
-    assert outcome.chosen.thresholds is not None
-    options = replace(QAdACache(model, tuned=False).options, **asdict(outcome.chosen.thresholds))
+    """Keep the choice that was made with the model's key moments, as `tuned_choice.keep`."""
     figures = asdict(outcome)
-    return tuned_choice.keep(model, options, {name: figures[name] for name in figures if name != "settings"})
+    del figures["settings"]
+    options = replace(QAdACache(model, tuned=False).options, **figures["chosen"]["thresholds"])
+    return tuned_choice.keep(model, options, figures)
 
 
 def rows(outcome: Outcome) -> list[dict[str, str]]:

@@ -1,7 +1,7 @@
 """Loss, bytes and time of settings on pieces of text, against reading everything."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
@@ -48,7 +48,7 @@ def cut(text: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: in
         ValueError: the text is too short, or the tokenizer does not know its words.
     """
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids[0]
-    begin = [index for index in tokenizer("").input_ids[:1] if index == tokenizer.bos_token_id]
+    begin = ids.new_tensor([index for index in tokenizer("").input_ids[:1] if index == tokenizer.bos_token_id])
     size = tokens - len(begin) + following
     if len(ids) < count * size:
         raise ValueError(
@@ -57,12 +57,9 @@ def cut(text: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: in
         )
     if not knows(tokenizer, ids):
         raise ValueError("the tokenizer does not know the words of the text: give another text")
-    pieces = []
-    for index in range(count):
-        start = index * (len(ids) - size) // max(1, count - 1)
-        taken = torch.cat([torch.tensor(begin, dtype=torch.long), ids[start : start + size]])[None]
-        pieces.append(Piece(taken[:, :tokens], taken[:, tokens:]))
-    return pieces
+    starts = (index * (len(ids) - size) // max(1, count - 1) for index in range(count))
+    cuts = (torch.cat([begin, ids[start : start + size]])[None] for start in starts)
+    return [Piece(taken[:, :tokens], taken[:, tokens:]) for taken in cuts]
 
 
 def held_out(pieces: list[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
@@ -83,31 +80,22 @@ class Figures:
 
 
 @torch.inference_mode()
-def measure(
-    model: PreTrainedModel, piece: Piece, settings: Sequence[Thresholds], done: Callable[[], object]
-) -> list[Figures]:
-    """Figures of reading everything, then of every setting.
+def measure(model: PreTrainedModel, piece: Piece, settings: Sequence[Thresholds]) -> Iterator[Figures]:
+    """Figures of reading everything, then of every setting. The model is in eval mode.
 
-    The prompt is read once, exactly. Each setting goes on from a copy of that state. The following tokens are fed one
-    by one: the queries of one call would share their reads.
-
-    The model is in eval mode. All but the settings is a cache's default. `done` is called after the prompt, after
-    reading everything, and after every setting.
+    The prompt is read once, exactly. Each setting goes on from a copy of that state, a cache's default but for the
+    setting. The following tokens are fed one by one: the queries of one call would share their reads.
     """
     device = inputs_device(model)
     read = QAdACache(model, tuned=False)
     model(input_ids=piece.prompt[:, :-1].to(device), past_key_values=read, logits_to_keep=1)
-    done()
     fed = torch.cat([piece.prompt[:, -1:], piece.following[:, :-1]], dim=1).to(device)
     full, seconds = _decode(model, read.fork(criterion="dense"), fed)
-    done()
-    found = [Figures(0.0, 1.0, 1.0, seconds)]
+    yield Figures(0.0, 1.0, 1.0, seconds)
     for setting in settings:
         cache = read.fork(**asdict(setting))
         logits, seconds = _decode(model, cache, fed)
-        found.append(Figures(*compared(full, logits), bytes_read(cache.stats(), model.dtype.itemsize), seconds))
-        done()
-    return found
+        yield Figures(*compared(full, logits), bytes_read(cache.stats(), model.dtype.itemsize), seconds)
 
 
 def _decode(model: PreTrainedModel, cache: QAdACache, ids: Tensor) -> tuple[Tensor, float]:

@@ -17,9 +17,9 @@ MODULES = [
 @contextmanager
 def small_sketch(min_tokens: int = 6, segment_tokens: int = 512) -> Iterator[None]:
     """Inside, bulks from `min_tokens` on have a sketch, in segments of `segment_tokens`, wherever these are told."""
+    modules = [import_module(f"qada_cache.{name}") for name in MODULES]  # before one of them is told: others copy it
     with ExitStack() as stack:
-        for name in MODULES:
-            module = import_module(f"qada_cache.{name}")
+        for module in modules:
             for constant, tokens in (("MIN_TOKENS", min_tokens), ("SEGMENT_TOKENS", segment_tokens)):
                 if hasattr(module, constant):
                     stack.enter_context(mock.patch.object(module, constant, tokens))

@@ -46,13 +46,13 @@ def cropped(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
 
 def rows(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
     """Repeated, reordered and dropped."""
-    generate(model, prompt(90)[0], cache, tokens=10)
+    generate(model, prompt(90)[0], cache, tokens=6)
     cache.batch_repeat_interleave(3)
     ids = prompt(105, 105, 105)[0]
-    generate(model, ids, cache, tokens=10)
+    generate(model, ids, cache, tokens=6)
     cache.reorder_cache(torch.tensor([2, 2, 0]))
     cache.batch_select_indices(torch.tensor([0, 2]))
-    return logits_of(generate(model, prompt(120, 120)[0], cache, tokens=10))
+    return logits_of(generate(model, prompt(120, 120)[0], cache, tokens=6))
 
 
 def copied_and_saved(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:

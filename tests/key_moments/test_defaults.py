@@ -201,9 +201,9 @@ print(QAdACache(tiny(), moments="random-tokens").options.other_moments.covarianc
 def test_processes_at_once(folder: Path) -> None:
     """All collect the same, and the one file they leave is whole."""
     command = [sys.executable, "-c", _PROCESS]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     sums = {process.communicate()[0].strip() for process in running}
-    assert [process.returncode for process in running] == [0, 0, 0]
+    assert [process.returncode for process in running] == [0, 0]
     assert len(sums) == 1
     (path,) = folder.iterdir()
     assert str(KeyMoments.load(path).covariance.double().sum().item()) in sums

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from qada_cache import QAdACache
 from qada_cache.serving import conversations as module
 from qada_cache.serving import memory
-from qada_cache.serving.conversations import Conversations, Limits, conversations_of
+from qada_cache.serving.conversations import Conversation, Conversations, Limits, conversations_of
 
 OPTIONS = {"threshold": 1.0, "moments": "current", **SMALL}
 
@@ -27,22 +27,25 @@ class Kept:
 
     def __init__(self, model: PreTrainedModel, size: int = 4, **limits: Any) -> None:
         self.model, self.conversations = model, Conversations()
-        self.told = {"options": OPTIONS, "limits": Limits(size, **limits)}
+        self.limits = Limits(size, **limits)
 
-    def take(self, tokens: Tensor, key: str | None = None) -> QAdACache:
-        return self.conversations.take(self.model, tokens, key=key, **self.told)
+    def take(self, tokens: Tensor, key: str | None = None) -> Conversation:
+        return self.conversations.take(self.model, tokens, options=OPTIONS, limits=self.limits, key=key)
 
     @torch.no_grad()
-    def keep(self, tokens: Tensor, cache: QAdACache, key: str | None = None) -> None:
-        self.model(tokens[None, cache.get_seq_length() :], past_key_values=cache)
-        self.conversations.keep(self.model, tokens, cache, key=key, **self.told)
+    def keep(self, tokens: Tensor, taken: Conversation) -> None:
+        self.model(tokens[None, taken.cache.get_seq_length() :], past_key_values=taken.cache)
+        self.conversations.keep(taken, tokens, self.limits)
 
     def ask(self, tokens: Tensor, key: str | None = None) -> int:
         """A request; the tokens of it that were kept."""
-        cache = self.take(tokens, key)
-        known = cache.get_seq_length()
-        self.keep(tokens, cache, key)
+        taken = self.take(tokens, key)
+        known = taken.cache.get_seq_length()
+        self.keep(tokens, taken)
         return known
+
+    def counters(self) -> dict[str, int]:
+        return self.conversations.counters()
 
 
 @pytest.fixture
@@ -58,10 +61,10 @@ def test_the_longest_beginning_is_taken(model: PreTrainedModel) -> None:
     kept, text = Kept(model, 3), tokens(100, seed=1)
     beginnings = [torch.cat([text[:length], tokens(20, seed=length)]) for length in (50, 80, 60)]
     taken = [kept.take(each) for each in beginnings]  # at once: else the next would go on with the one before
-    for each, cache in zip(beginnings, taken, strict=True):
-        kept.keep(each, cache)
+    for each, conversation in zip(beginnings, taken, strict=True):
+        kept.keep(each, conversation)
     assert kept.take(text) is taken[1]
-    assert taken[1].get_seq_length() == 80
+    assert taken[1].cache.get_seq_length() == 80
     assert kept.take(text) is taken[2]  # the other is in use
     assert kept.take(text) is taken[0]
     assert kept.take(text) not in taken
@@ -74,9 +77,9 @@ def test_room_is_made_before_and_after(model: PreTrainedModel) -> None:
     def filled(*places: int) -> list[weakref.ref[QAdACache]]:
         """New caches for these texts, taken at once and kept one after the other."""
         taken = [kept.take(texts[place]) for place in places]
-        for place, cache in zip(places, taken, strict=True):
-            kept.keep(texts[place], cache)
-        return [weakref.ref(cache) for cache in taken]
+        for place, conversation in zip(places, taken, strict=True):
+            kept.keep(texts[place], conversation)
+        return [weakref.ref(conversation.cache) for conversation in taken]
 
     def gone(caches: list[weakref.ref[QAdACache]]) -> list[bool]:
         gc.collect()
@@ -107,7 +110,7 @@ def test_prompts_that_are_asked_once_flush_no_conversation(model: PreTrainedMode
     for junk in texts[1:9]:
         assert kept.ask(junk) == 0
     assert kept.ask(texts[0][:80]) == 70
-    assert kept.conversations.counters["conversations"] == 4
+    assert kept.counters()["conversations"] == 4
     for other in texts[9:12]:  # conversations make room for one another, the oldest first
         assert [kept.ask(other[:length]) for length in (60, 70)] == [0, 60]
     assert kept.ask(tokens(90, seed=99)) == 0
@@ -122,7 +125,7 @@ def test_what_is_forgotten_first_when_memory_ends(model: PreTrainedModel) -> Non
     kept.ask(texts[3][:60])
     for left in (3, 2, 1):  # those that nobody went on with, then the others, the oldest first
         assert kept.conversations.forget_one()
-        assert kept.conversations.counters["conversations"] == left
+        assert kept.counters()["conversations"] == left
     assert kept.ask(texts[1][:80]) == 70
     assert [kept.conversations.forget_one() for _ in range(2)] == [True, False]
 
@@ -131,16 +134,16 @@ def test_a_limit_in_bytes(model: PreTrainedModel) -> None:
     kept, texts = Kept(model, 100), [tokens(300, seed) for seed in range(6)]
     for text in texts[:2]:
         kept.ask(text)
-    each = kept.conversations.counters["bytes"] // 2
+    each = kept.counters()["bytes"] // 2
     assert each > 300 * 2 * 2 * 2 * 8 * 4 // 2  # half of two layers' keys and values
     kept = Kept(model, 100, memory=int(2.9 * each))
     for text in texts:
         kept.ask(text)
-        assert kept.conversations.counters["bytes"] <= 2.9 * each
-    assert kept.conversations.counters["evicted"] == 4
+        assert kept.counters()["bytes"] <= 2.9 * each
+    assert kept.counters()["evicted"] == 4
     assert [kept.ask(text) for text in texts[4:]] == [299, 299]
     kept.ask(tokens(1000, seed=9))  # which makes all others go
-    assert kept.conversations.counters["conversations"] == 1
+    assert kept.counters()["conversations"] == 1
     kept = Kept(model, 100, memory=each)
     kept.ask(texts[0])
     kept.ask(tokens(1000, seed=9))  # too large to be kept, and no reason to forget the other
@@ -163,14 +166,14 @@ def test_a_conversation_is_forgotten_in_time(model: PreTrainedModel, monkeypatch
         kept.ask(text)
     monkeypatch.setattr(module.time, "monotonic", lambda: now + 120)
     kept.ask(tokens(60, seed=3))
-    assert kept.conversations.counters["expired"] == 1
+    assert kept.counters()["expired"] == 1
     assert [kept.ask(text) for text in (young, old)] == [59, 0]
 
 
 def test_counters(model: PreTrainedModel) -> None:
     kept, text = Kept(model, 1), tokens(60, seed=1)
     assert [kept.ask(each) for each in (text[:40], text, tokens(30, seed=2))] == [0, 40, 0]
-    found = kept.conversations.counters
+    found = kept.counters()
     assert found.pop("bytes") > 0
     assert found == {
         **{"requests": 3, "continued": 1, "prompt_tokens": 130, "cached_tokens": 40},

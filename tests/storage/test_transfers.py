@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache
-from qada_cache.serving.conversations import Conversations, Limits
+from qada_cache.serving.conversations import Conversation, Conversations, Limits
 from qada_cache.storage import bulk, transfers
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.reading import read_parts
@@ -163,10 +163,9 @@ def drop(cache: QAdACache) -> None:
 
 
 def evict(cache: QAdACache) -> None:
-    model, text = tiny(), torch.arange(90)
-    conversations, limits = Conversations(), Limits(1)
-    for kept in (cache, QAdACache(model, moments="current", **SMALL)):
-        conversations.keep(model, text, kept, key=None, options={}, limits=limits)
+    text, conversations, limits = torch.arange(90), Conversations(), Limits(1)
+    for kept in (cache, QAdACache(tiny(), moments="current", **SMALL)):
+        conversations.keep(Conversation(kept, (), text), text, limits)
 
 
 @pytest.mark.parametrize("done", [False, True])

@@ -26,10 +26,8 @@ SETTINGS = (Thresholds(1e-30), Thresholds(1.0), Thresholds(20.0, 0.5))
 def measured() -> tuple[PreTrainedModel, Tensor, Figures, list[Figures]]:
     model = tiny(max_position_embeddings=2048)
     ids = prompt(TOKENS + FOLLOWING)[0]
-    done: list[int] = []
-    found = measure(model, Piece(ids[:, :TOKENS], ids[:, TOKENS:]), SETTINGS, lambda: done.append(1))
-    assert len(done) == 2 + len(SETTINGS)
-    return model, ids, found[0], found[1:]
+    everything, *found = measure(model, Piece(ids[:, :TOKENS], ids[:, TOKENS:]), SETTINGS)
+    return model, ids, everything, found
 
 
 @torch.no_grad()
@@ -85,7 +83,7 @@ def test_a_model_without_full_attention_is_refused() -> None:
     model = tiny("mistral_sliding", max_position_embeddings=2048)
     ids = prompt(TOKENS + FOLLOWING)[0]
     with pytest.raises(ValueError, match="there is nothing to tune"):
-        measure(model, Piece(ids[:, :TOKENS], ids[:, TOKENS:]), (Thresholds(1.0),), lambda: None)
+        list(measure(model, Piece(ids[:, :TOKENS], ids[:, TOKENS:]), (Thresholds(1.0),)))
 
 
 def test_pieces_are_spread_over_the_text_and_never_overlap() -> None:

@@ -1,12 +1,13 @@
 """Documents of the `prose` tasks, as long as they may be in tokens of the model's own tokenizer, and their scores."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from random import Random
 from typing import Any
 
 from datasets import Dataset, Split
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from qada_cache.lm_eval.tasks.prose import questions
 from qada_cache.lm_eval.tasks.prose.questions import Question
@@ -14,8 +15,7 @@ from qada_cache.lm_eval.tasks.prose.questions import Question
 SMALLEST = 8  # a document's size, whatever that counts, when nothing is known
 FULL = 0.985  # of the room: a document that fills it to here is not made longer
 GOLDEN = 0.6180339887498949  # successive multiples, modulo 1, are spread evenly however many there are
-_MAKERS = (questions.needles, questions.variables, questions.common_words, questions.frequent_words, questions.classes)
-FORMS: dict[str, Callable[..., Question]] = {make.__name__: make for make in _MAKERS}
+load_tokenizer = cache(AutoTokenizer.from_pretrained)  # once: of a GGUF file it takes seconds
 
 
 def fit(
@@ -28,13 +28,12 @@ def fit(
     Raises:
         ValueError: even the smallest is too long, or a larger one is no longer.
     """
-    low, high = SMALLEST, 0
-    best = make(low)
+    best, low, high = make(SMALLEST), SMALLEST, sys.maxsize
     least = used = measure(best)
     if used > room:
         raise ValueError(f"{room} tokens are too few: the prompt alone takes {used}, set larger max_seq_lengths")
     size = max(guess, 2 * low)
-    while used < FULL * room and high != low + 1:
+    while used < FULL * room and high > low + 1:
         question = make(size)
         tokens = measure(question)
         if tokens <= least:
@@ -44,8 +43,8 @@ def fit(
             best, low, used = question, size, tokens
         else:
             high = size
-        size = SMALLEST + int(((FULL + 1) / 2 * room - least) / slope)
-        size = max(low + 1, min(size, high - 1) if high else size)
+        wanted = SMALLEST + int(((FULL + 1) / 2 * room - least) / slope)
+        size = max(low + 1, min(wanted, high - 1))
     return best, low
 
 
@@ -64,26 +63,20 @@ def ruler_of(model_arguments: Mapping[str, Any]) -> Callable[[Question], int]:
             "no tokenizer to measure lengths with: it comes from --model_args pretrained=... or tokenizer=..., or from "
             "the metadata of a TaskManager"
         )
-    gguf = None if model_arguments.get("tokenizer") else model_arguments.get("gguf_file")
-    tokenizer = load_tokenizer(name, gguf, bool(model_arguments.get("trust_remote_code")))
+    given: dict[str, Any] = {"trust_remote_code": bool(model_arguments.get("trust_remote_code"))}
+    if model_arguments.get("gguf_file") and not model_arguments.get("tokenizer"):
+        given["gguf_file"] = model_arguments["gguf_file"]
+    tokenizer = load_tokenizer(name, **given)
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, verbose=False).input_ids)
+
     around = 0
     if tokenizer.chat_template:  # what it puts around a prompt is kept free, whether or not it is applied
         said = [{"role": "user", "content": "A"}]
         chat = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-        around = count(tokenizer, str(chat)) - count(tokenizer, "A")
-    return lambda question: around + count(tokenizer, f"{question.prompt} {question.prefix}")
-
-
-@cache
-def load_tokenizer(name: str, gguf_file: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """As `AutoTokenizer.from_pretrained`, once: of a GGUF file it takes seconds."""
-    given = {} if gguf_file is None else {"gguf_file": gguf_file}
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **given)
-
-
-def count(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    """Tokens of a text, those that the tokenizer adds included."""
-    return len(tokenizer(text, verbose=False).input_ids)
+        around = count(str(chat)) - count("A")
+    return lambda question: around + count(f"{question.prompt} {question.prefix}")
 
 
 def dataset(
@@ -99,35 +92,28 @@ def dataset(
 ) -> dict[str, Dataset]:
     """The split `test`: `input`, `gen_prefix`, `outputs` and `max_length` of every document.
 
-    A document depends on its number, not on how many there are.
-
-    Args:
-        form: one of `FORMS`, given by the task.
-        answer_tokens: room for the answer; given by the task.
-        options: of the form; given by the task.
-        max_seq_lengths: tokens of prompt and answer; `--metadata` of the command line, like the following.
-        documents: of each length.
-        text: path of a text to use instead of the Python language reference.
-        seed: of all random draws.
-        model_arguments: name the tokenizer.
+    A document depends on its number, not on how many there are. A task gives the `form` (a maker of `questions`), its
+    `options`, and the room for the answer. `--metadata` may give the lengths (tokens of prompt and answer), the number
+    of `documents` of each, the path of a `text` to use instead of the Python language reference, and the seed. Model
+    arguments name the tokenizer.
 
     Raises:
         OSError, ValueError: the text or the tokenizer cannot be used, or a length is too short.
     """
     prose, ruler = questions.load(text), ruler_of(model_arguments)
+
+    def make(settings: dict[str, Any], number: int, size: int) -> Question:
+        draw = Random(f"{form} {settings} {seed} {number}")
+        where = (Random(seed).random() + number * GOLDEN) % 1.0  # far from those of the numbers before it
+        return getattr(questions, form)(draw, size, prose, where=where, **settings)
+
     rows = []
     for length in max_seq_lengths:
         settings, size = dict(options or {}), SMALLEST
         if form == "common_words" and length < 4096:
             settings = {"often": 6, "seldom": 1, **settings}  # RULER's, for short lists
         for number in range(documents):
-
-            def make(size: int, number: int = number, settings: dict = settings) -> Question:
-                draw = Random(f"{form} {settings} {seed} {number}")
-                where = (Random(seed).random() + number * GOLDEN) % 1.0  # far from those of the numbers before it
-                return FORMS[form](draw, size, prose, where=where, **settings)
-
-            question, size = fit(make, ruler, length - answer_tokens, size)
+            question, size = fit(partial(make, settings, number), ruler, length - answer_tokens, size)
             columns = {"input": question.prompt, "gen_prefix": question.prefix, "outputs": question.answers}
             rows.append({**columns, "max_length": length})
     return {"test": Dataset.from_list(rows, split=Split.TEST)}

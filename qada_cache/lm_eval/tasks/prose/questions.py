@@ -69,13 +69,7 @@ class Haystack:
 
 
 def hide(draw: Random, passage: str, sentences: list[str]) -> str:
-    """The passage with the sentences, in their order, between its own, at depths that `draw` picks.
-
-    Raises:
-        ValueError: more sentences than `DEPTHS`.
-    """
-    if len(sentences) > DEPTHS:
-        raise ValueError(f"{len(sentences)} sentences to hide, there are {DEPTHS} depths")
+    """The passage with the sentences, `DEPTHS` at most, between its own in their order, at depths that `draw` picks."""
     # Not the passage's end, where a sentence may be cut.
     ends = [0, *(match.end() for match in SENTENCE_END.finditer(passage))]
     depths = sorted(draw.sample(range(DEPTHS), len(sentences)))
@@ -168,13 +162,10 @@ def chain(draw: Random, size: int, *, letters: int) -> Question:
         names += [name] if name not in names else []
     value = str(draw.randrange(10_000, 100_000))
     places = sorted(draw.random() for _ in names)
-    said = NOISE.replace(". ", ".\n").split("\n")
-    lines, done = [], 0
-    for place, name, given in zip(places, names, [value, *(f"VAR {name}" for name in names)], strict=False):
-        lines += [said[number % len(said)] for number in range(done, int(place * size))]
-        lines.append(f"VAR {name} = {given}")
-        done = int(place * size)
-    lines += [said[number % len(said)] for number in range(done, size)]
+    lines = list(islice(cycle(NOISE.replace(". ", ".\n").split("\n")), size))
+    chained = list(zip(places, names, [value, *(f"VAR {name}" for name in names)], strict=False))
+    for place, name, given in reversed(chained):  # the last first, which leaves the places of others
+        lines.insert(int(place * size), f"VAR {name} = {given}")
     text = " ".join(lines).replace("again. ", "again.\n")
     return Question(
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
@@ -192,9 +183,6 @@ def common_words(
     """The ten most common of the prose's words in a list with `size` others, after a solved example.
 
     The ten are in the list `often` times each, the others `seldom` times.
-
-    Raises:
-        ValueError: the prose has too few different words.
     """
     words = list(prose.vocabulary)
     draw.shuffle(words)
@@ -252,7 +240,7 @@ def classes(draw: Random, size: int, prose: Haystack, **_: object) -> Question:
     """The label of a word that is not among `size` examples, though others of its kind are.
 
     Labels are two-digit numbers, another for every kind of thing in every document. An example comes again when all
-    words have been used. `draw` and `size` are as above; the prose is not used.
+    words have been used.
     """
     labels = dict(zip(KINDS, draw.sample(range(10, 100), len(KINDS)), strict=True))
     words = {word: kind for kind, listed in KINDS.items() for word in listed.split()}
