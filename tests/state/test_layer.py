@@ -1,6 +1,7 @@
 """One layer against the float64 reference: outputs, flags, moments, lengths and counters after every call."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from pair import Pair, stored_tokens
 from scenarios import SCENARIOS, left_padded, play, small_buffers
 from torch import Tensor
 
-from qada_cache import KeyMoments, StaticHeads
+from qada_cache import KeyMoments, StaticHeads, storage
 from qada_cache.key_moments.rotation import Rotation
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.bulk import Bulk
@@ -262,6 +263,16 @@ def test_first_call_with_a_wrong_mask_leaves_an_empty_cache() -> None:
     assert driver.layer.get_seq_length() == 0
     pair = Pair(layer=driver.layer, module=driver.module)
     pair.update(*inputs(20))
+    pair.update(*inputs(1))
+
+
+def test_memory_that_runs_out_in_the_first_call_leaves_an_empty_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, inputs = Pair(), Inputs()
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(storage, "RunningMoments", Mock(side_effect=torch.OutOfMemoryError))
+        pair.driver(*inputs(60), None, scaling=0.25)
+    assert pair.layer.store is None
+    pair.update(*inputs(60))
     pair.update(*inputs(1))
 
 
