@@ -167,7 +167,8 @@ class QAdALayer(DynamicLayer):
     def read_mask(self, mask: Tensor | None, *, batch: int, tokens: int) -> Tensor | None:
         """Note new padding of a call, whose `tokens` are the last of `seen`; arguments, result and errors as of
         `Padding.after`."""
-        self.padding, new = self.padding.after(mask, batch=batch, seen=self.seen, queries=tokens)
+        first = self.index == self.shared.model.layers[0]
+        self.padding, new = self.padding.after(mask, batch=batch, seen=self.seen, queries=tokens, first=first)
         return new
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -237,6 +237,19 @@ def test_wrong_masks_are_refused_and_do_no_harm(wrong: str) -> None:
         pair.update(*inputs(tokens))
 
 
+def test_a_mask_written_to_in_place_is_read_again() -> None:
+    """For the next text, in another cache or in the same after a reset; in inference mode no version tells."""
+    with torch.inference_mode():
+        mask = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
+        driver = Driver(QAdALayer(make_shared(), 0))
+        for padded, layer in ((3, driver.layer), (5, driver.layer), (7, QAdALayer(make_shared(), 0))):
+            mask[0, 0, :, :padded] = False
+            driver.layer = layer
+            layer.reset()
+            driver(*Inputs()(20), mask, scaling=0.25)
+            assert layer.store.lengths == [20 - padded, 20]
+
+
 def test_missing_mask_after_padding_is_refused() -> None:
     pair, inputs = Pair(), Inputs()
     pair.update(*inputs(20), left_padded([15, 20], 20))
