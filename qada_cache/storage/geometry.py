@@ -114,21 +114,23 @@ class ForwardPass:
             # A padding query borrows the position of the real one before it: its output is finite and unused.
             new = sum(shown)
             later = [new - count for count in accumulate(shown)]
-            near, waiting, left = _see(total, gone, later, end=end, sinks=self.sinks, window=self.window)
+            seen = _see(total, gone, later, end=end, sinks=self.sinks, window=self.window)
             tokens = [max(0, total - self.sinks - self.window - behind) for behind in later]
-            local += b"".join(near)
-            pending += b"".join(waiting)
+            local += b"".join(seen[0])
+            pending += b"".join(seen[1])
             bulk_tokens.append(tokens)
             decided.append([bulk > 0 and there for bulk, there in zip(tokens, shown, strict=True)])
-            stored.append(list(map(sub, tokens, left)))
+            stored.append(list(map(sub, tokens, seen[2])))
         masks = [torch.frombuffer(mask, dtype=torch.bool).view(rows, 1, queries, -1) for mask in (local, pending)]
         # A blocking copy would wait for everything the accelerator still has to do.
         tensors = [*masks, *(torch.tensor(count).unsqueeze(1) for count in counts)]
-        placed = (tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors)
+        near, waiting, far, decides, left = (
+            tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors
+        )
         row_lengths = tuple(round_length(max(1, row[-1])) for row in bulk_tokens)
         deciding = chain.from_iterable(map(compress, bulk_tokens, decided))
         made = Geometry(
-            *placed,
+            *(near, waiting, far, decides, left),
             distinct_moment_lengths=tuple(sorted(set(map(round_length, set(deciding))))),
             row_lengths=row_lengths[:1] if len(set(row_lengths)) == 1 else row_lengths,
             decisions=sum(map(sum, decided)) * stands_for,

@@ -107,7 +107,12 @@ def test_stats_count_states(family: str) -> None:
     for layer, same in zip(cache.layers, plain.layers, strict=True):
         if not isinstance(layer, QAdALayer):
             states = [getattr(same, name, None) or {} for name in ("conv_states", "recurrent_states")]
-            held = [getattr(same, "keys", None), getattr(same, "values", None), *states[0].values(), *states[1].values()]
+            held = [
+                getattr(same, "keys", None),
+                getattr(same, "values", None),
+                *states[0].values(),
+                *states[1].values(),
+            ]
             assert layer_bytes(layer) == (sum(each.nbytes for each in held if each is not None), 0)
 
 

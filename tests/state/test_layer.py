@@ -281,9 +281,11 @@ def test_first_call_with_a_wrong_mask_leaves_an_empty_cache() -> None:
 
 def test_memory_that_runs_out_in_the_first_call_leaves_an_empty_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     pair, inputs = Pair(), Inputs()
-    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+    tensors = inputs(60)
+    with monkeypatch.context() as patch:
         patch.setattr(storage, "RunningMoments", Mock(side_effect=torch.OutOfMemoryError))
-        pair.driver(*inputs(60), None, scaling=0.25)
+        with pytest.raises(torch.OutOfMemoryError):
+            pair.driver(*tensors, None, scaling=0.25)
     assert pair.layer.store is None
     pair.update(*inputs(60))
     pair.update(*inputs(1))
