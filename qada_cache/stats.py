@@ -129,6 +129,7 @@ def layer_bytes(layer: Any) -> tuple[int, int]:
             counted += [store.bulk.residents, store.sketch, None if layer.options.offloading else store.bulk]
             on_host = store.bulk.nbytes if layer.options.offloading else 0
     held = [value for holder in holders if holder is not None for value in vars(holder).values()]
+    held += [state for value in held if isinstance(value, dict) for state in value.values()]  # of linear layers
     counted += [value for value in held if isinstance(value, Tensor)]
     return sum(each.nbytes for each in counted if each is not None), on_host
 
@@ -142,9 +143,8 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
     counted = [layer.counters for layer in ours]
 
     def share(name: str) -> Tensor:
-        found = [
-            getattr(counters, name).flatten().cpu() / counters.decisions for counters in counted if counters.decisions
-        ]
+        summed = ((getattr(counters, name), counters.decisions) for counters in counted)
+        found = [local.flatten().cpu() / decisions for local, decisions in summed if local is not None]
         return shard.gather(torch.stack(found) if found else torch.full((len(ours), 1), math.nan), 1)
 
     bytes_held = list(map(layer_bytes, cache.layers))

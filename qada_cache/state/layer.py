@@ -81,12 +81,16 @@ class QAdALayer(DynamicLayer):
         Raises:
             ValueError: as `TokenStore.keep_moments`.
         """
-        self.counters, options = Counters(), self.options
+        self.counters = Counters()
         if self.store is not None:
-            self.store.keep_moments(track=options.tracks_moments, update=options.update_moments)
-            energies = options.query_energies
-            own = None if energies is None else self.shared.model.shard.own(energies[self.index])
-            self.store.keep_sketch(options.stored_sketch_bits, own)
+            self._keep_by_options(self.store)
+
+    def _keep_by_options(self, store: TokenStore) -> None:
+        options = self.options
+        store.keep_moments(track=options.tracks_moments, update=options.update_moments)
+        energies = options.query_energies
+        own = None if energies is None else self.shared.model.shard.own(energies[self.index])
+        store.keep_sketch(options.stored_sketch_bits, own)
 
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""
@@ -96,7 +100,7 @@ class QAdALayer(DynamicLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """An empty store for tensors like these `[batch, kv_heads, tokens, dim]`."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.store = TokenStore(
+        store = TokenStore(
             key_states,
             value_states,
             sinks=self.options.sink_tokens,
@@ -105,8 +109,8 @@ class QAdALayer(DynamicLayer):
             residents=self.shared.residents,
             layer=self.index,
         )
-        self.apply_options()
-        self.is_initialized = True
+        self._keep_by_options(store)
+        self.store, self.is_initialized = store, True  # only now: memory may have run out before
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Tag new tokens `[batch, kv_heads, tokens, dim]`; the result is for our attention function alone.
@@ -163,7 +167,8 @@ class QAdALayer(DynamicLayer):
     def read_mask(self, mask: Tensor | None, *, batch: int, tokens: int) -> Tensor | None:
         """Note new padding of a call, whose `tokens` are the last of `seen`; arguments, result and errors as of
         `Padding.after`."""
-        self.padding, new = self.padding.after(mask, batch=batch, seen=self.seen, queries=tokens)
+        first = self.index == self.shared.model.layers[0]
+        self.padding, new = self.padding.after(mask, batch=batch, seen=self.seen, queries=tokens, first=first)
         return new
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

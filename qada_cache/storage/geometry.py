@@ -1,9 +1,9 @@
 """Which tokens of the local buffer each query sees: computed by the first layer of a pass for all."""
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, chain, compress
-from operator import mul
+from operator import mul, sub
 from typing import Any
 
 import torch
@@ -44,18 +44,26 @@ class Geometry(Masks):
         return Rows(self.local.flatten(1), self.pending.flatten(1), self.stored.flatten(), self.decided.flatten())
 
 
-def _see(total: int, gone: int, later: int, *, end: int, sinks: int, window: int) -> tuple[bytes, bytes]:
-    """The local and the pending columns of a query with `later` tokens behind it in its row, a bool each.
+def _see(
+    total: int, gone: int, later: list[int], *, end: int, sinks: int, window: int
+) -> tuple[list[bytes], list[bytes], list[int]]:
+    """The local and the pending columns of queries with so many tokens behind them in their row, a bool each, and how
+    many are pending.
 
     The row has `total` tokens, the oldest `gone` flushed, the newest in the last of `end` recent columns.
     """
     held, first = min(gone, sinks), end - (total - gone)  # flushed sinks; the row's first recent column
-    last = max(first, end - later)  # where the query's tokens end
-    start = min(max(first, end - total + sinks), last)  # where those begin that are no sinks
-    stop = max(start, last - window)  # where its window begins
-    local = b"\1" * held + bytes(sinks - held + first) + b"\1" * (start - first)
-    local += bytes(stop - start) + b"\1" * (last - stop) + bytes(end - last)
-    return local, bytes(sinks + start) + b"\1" * (stop - start) + bytes(end - stop)
+    far = min(max(first, end - total + sinks), end)  # where those begin that are no sinks
+    near, none = b"\1" * held + bytes(sinks - held + first) + b"\1" * (far - first), bytes(sinks + far)
+    older, newer = b"\1" * end + bytes(window + end), bytes(end) + b"\1" * window + bytes(end)  # than a window's start
+    local, pending, counts = [], [], []
+    for behind in later:
+        last = max(first, end - behind)  # where the query's tokens end
+        start, shift = min(far, last), end + window - last
+        local.append(near[: sinks + start] + newer[start + shift : end + shift])
+        pending.append(none[: sinks + start] + older[start + shift : end + shift])
+        counts.append(max(0, last - window - start))
+    return local, pending, counts
 
 
 class ForwardPass:
@@ -98,7 +106,6 @@ class ForwardPass:
         alike = valid is None and len(set(lengths)) == 1 and len(set(flushed)) == 1
         rows = 1 if alike else len(lengths)
         stands_for = len(lengths) // rows  # rows of the batch
-        see = partial(_see, end=end, sinks=self.sinks, window=self.window)
         local, pending = bytearray(), bytearray()
         counts: tuple[list[list[int]], ...] = [], [], []  # by row and query
         bulk_tokens, decided, stored = counts
@@ -107,13 +114,13 @@ class ForwardPass:
             # A padding query borrows the position of the real one before it: its output is finite and unused.
             new = sum(shown)
             later = [new - count for count in accumulate(shown)]
-            seen = [see(total, gone, behind) for behind in later]
-            tokens = [max(0, total - behind - self.sinks - self.window) for behind in later]
-            local += b"".join(near for near, _ in seen)
-            pending += b"".join(waiting for _, waiting in seen)
+            seen = _see(total, gone, later, end=end, sinks=self.sinks, window=self.window)
+            tokens = [max(0, total - self.sinks - self.window - behind) for behind in later]
+            local += b"".join(seen[0])
+            pending += b"".join(seen[1])
             bulk_tokens.append(tokens)
             decided.append([bulk > 0 and there for bulk, there in zip(tokens, shown, strict=True)])
-            stored.append([bulk - waiting.count(1) for bulk, (_, waiting) in zip(tokens, seen, strict=True)])
+            stored.append(list(map(sub, tokens, seen[2])))
         masks = [torch.frombuffer(mask, dtype=torch.bool).view(rows, 1, queries, -1) for mask in (local, pending)]
         # A blocking copy would wait for everything the accelerator still has to do.
         tensors = [*masks, *(torch.tensor(count).unsqueeze(1) for count in counts)]
@@ -124,7 +131,7 @@ class ForwardPass:
         deciding = chain.from_iterable(map(compress, bulk_tokens, decided))
         made = Geometry(
             *(near, waiting, far, decides, left),
-            distinct_moment_lengths=tuple(sorted(set(map(round_length, deciding)))),
+            distinct_moment_lengths=tuple(sorted(set(map(round_length, set(deciding))))),
             row_lengths=row_lengths[:1] if len(set(row_lengths)) == 1 else row_lengths,
             decisions=sum(map(sum, decided)) * stands_for,
             dense_tokens=sum(max(map(mul, *row)) for row in zip(stored, decided, strict=True)) * stands_for,

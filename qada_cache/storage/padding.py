@@ -26,7 +26,9 @@ class Padding:
         self._there = self.known  # on the device of masks
         self._next: tuple[Any, Padding] | None = None
 
-    def after(self, mask: Tensor | None, *, batch: int, seen: int, queries: int) -> "tuple[Padding, Tensor | None]":
+    def after(
+        self, mask: Tensor | None, *, batch: int, seen: int, queries: int, first: bool = True
+    ) -> "tuple[Padding, Tensor | None]":
         """The padding known after a call, from the mask handed to the attention function.
 
         The mask is compared with known padding on its device; only the call's own tokens come to the host. Every layer
@@ -37,6 +39,7 @@ class Padding:
             batch: rows of the call.
             seen: logical tokens, padding included, up to and including this call's.
             queries: tokens of this call.
+            first: whether no layer of this pass has asked; the mask may have been written to since the last pass.
 
         Returns:
             the padding known from here on; and bool `[batch, queries]` on the host, which of the call's tokens are
@@ -48,9 +51,9 @@ class Padding:
         past, width = seen - queries, self.known.shape[1]
         agrees, new = not width, None
         found: dict[Any, tuple[Padding, Tensor | None]] = {}
-        call = self, batch, seen, queries, None if mask is None or mask.is_inference() else mask._version
+        call = self, batch, seen, queries
         if mask is not None:
-            found = _READ.setdefault(mask, found)
+            found = _READ[mask] = found if first else _READ.get(mask, found)
             if call in found:
                 return found[call]
             valid = newest_row(mask, batch=batch, seen=seen, queries=queries)

@@ -12,6 +12,8 @@ from models import FAMILIES, exact, forced, generate, logits_of, prompt, tiny
 from transformers import DynamicCache, PreTrainedModel
 
 from qada_cache import QAdACache
+from qada_cache.state.layer import QAdALayer
+from qada_cache.stats import layer_bytes
 
 _MAMBA = {"num_hidden_layers": 4, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
 _MAMBA2 = {**_MAMBA, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
@@ -93,6 +95,25 @@ def test_whole_passes(family: str) -> None:
     got = generate(model, text, cache, tokens=12)
     assert torch.equal(got.sequences, wanted.sequences)
     assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_stats_count_states(family: str) -> None:
+    """Beside keys and values."""
+    model = model_of(family)
+    cache, plain = exact(model), DynamicCache(config=model.config)
+    for used in (cache, plain):
+        forced(model, prompt(8)[0], [8], used)
+    for layer, same in zip(cache.layers, plain.layers, strict=True):
+        if not isinstance(layer, QAdALayer):
+            states = [getattr(same, name, None) or {} for name in ("conv_states", "recurrent_states")]
+            held = [
+                getattr(same, "keys", None),
+                getattr(same, "values", None),
+                *states[0].values(),
+                *states[1].values(),
+            ]
+            assert layer_bytes(layer) == (sum(each.nbytes for each in held if each is not None), 0)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

@@ -46,6 +46,7 @@ class Scene:
 
     def goes_on(self) -> Tensor:
         cache = QAdACache.load(self.path, self.model)
+        cache.stats()
         return logits_of(generate(self.model, self.text, cache, tokens=6, attention_mask=self.mask))
 
     def check(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:

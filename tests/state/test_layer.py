@@ -1,6 +1,7 @@
 """One layer against the float64 reference: outputs, flags, moments, lengths and counters after every call."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from pair import Pair, stored_tokens
 from scenarios import SCENARIOS, left_padded, play, small_buffers
 from torch import Tensor
 
-from qada_cache import KeyMoments, StaticHeads
+from qada_cache import KeyMoments, StaticHeads, storage
 from qada_cache.key_moments.rotation import Rotation
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.bulk import Bulk
@@ -236,6 +237,19 @@ def test_wrong_masks_are_refused_and_do_no_harm(wrong: str) -> None:
         pair.update(*inputs(tokens))
 
 
+def test_a_mask_written_to_in_place_is_read_again() -> None:
+    """For the next text, in another cache or in the same after a reset; in inference mode no version tells."""
+    with torch.inference_mode():
+        mask = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
+        driver = Driver(QAdALayer(make_shared(), 0))
+        for padded, layer in ((3, driver.layer), (5, driver.layer), (7, QAdALayer(make_shared(), 0))):
+            mask[0, 0, :, :padded] = False
+            driver.layer = layer
+            layer.reset()
+            driver(*Inputs()(20), mask, scaling=0.25)
+            assert layer.store.lengths == [20 - padded, 20]
+
+
 def test_missing_mask_after_padding_is_refused() -> None:
     pair, inputs = Pair(), Inputs()
     pair.update(*inputs(20), left_padded([15, 20], 20))
@@ -262,6 +276,18 @@ def test_first_call_with_a_wrong_mask_leaves_an_empty_cache() -> None:
     assert driver.layer.get_seq_length() == 0
     pair = Pair(layer=driver.layer, module=driver.module)
     pair.update(*inputs(20))
+    pair.update(*inputs(1))
+
+
+def test_memory_that_runs_out_in_the_first_call_leaves_an_empty_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, inputs = Pair(), Inputs()
+    tensors = inputs(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "RunningMoments", Mock(side_effect=torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            pair.driver(*tensors, None, scaling=0.25)
+    assert pair.layer.store is None
+    pair.update(*inputs(60))
     pair.update(*inputs(1))
 
 
