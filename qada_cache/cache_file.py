@@ -77,7 +77,7 @@ def read_cache(
     tensors, state, source = tensor_file.mapped(path, KIND, transfers.empty, mmap=mmap)
     if source is not None:
         tensors = {name: tensor if name.endswith(BULK) else tensor.clone() for name, tensor in tensors.items()}
-    if lacking := {"model", "weights", "dtypes"} - state.keys():
+    if lacking := {"model", "weights", "dtypes"}.difference(state):
         raise ValueError(f"{path} cannot be loaded: it lacks {min(lacking)}")
     _check_model(path, state, model, config)
     try:
@@ -146,7 +146,7 @@ def _look(tensor: tensor_file.FileTensor) -> dict[str, Any]:
 
 
 def _decode(value: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
-    """The inverse of `_encode`, with tensors on `device`, but for the bulk's; ValueError if one is of another kind."""
+    """The inverse of `_encode`, with tensors on `device`, but for the bulk's; ValueError at another shape or dtype."""
     if isinstance(value, list):
         return [_decode(item, tensors, device) for item in value]
     if not isinstance(value, dict):

@@ -190,6 +190,8 @@ def _header(path: str | os.PathLike, kind: str, file: BinaryIO) -> tuple[dict[st
         old = version.isdigit() and int(version) < FORMAT_VERSION
         way_out = "make it again" if old else "upgrade qada-cache"
         raise ValueError(f"{path} has format version {version!r}, this qada-cache reads {FORMAT_VERSION}: {way_out}")
+    if others := {entry["dtype"] for entry in entries.values()} - _TYPES.keys():
+        raise ValueError(f"{path} was altered after it was written (it holds {min(others)})")
     return about, entries
 
 

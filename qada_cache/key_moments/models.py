@@ -222,6 +222,7 @@ def _refuse(name: str, found: str | None) -> None:
 
 
 def _in_parts(module: nn.Module, *, by_heads: bool = False) -> str | None:
+    """How weights are split over processes, in words, or None. If `by_heads`, DTensors do not count."""
     kinds = {kind.__name__ for part in module.modules() for kind in type(part).__mro__}  # to import them takes long
     if not kinds.isdisjoint(("FullyShardedDataParallel", "FSDPModule")):
         return "FSDP"
@@ -230,6 +231,7 @@ def _in_parts(module: nn.Module, *, by_heads: bool = False) -> str | None:
 
 
 def _pipelined(model: PreTrainedModel, layers: Sequence[int]) -> str | None:
+    """Which of these layers another process has, in words, or None."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     there = {getattr(module, "layer_idx", None) for module in model.modules()} - {None}
@@ -245,7 +247,7 @@ def _attention(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def _not_by_heads(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int], size: int) -> str | None:
-    """Else each of `size` processes has an equal part of the KV heads, and of the query heads that share them."""
+    """Why processes have no equal parts of the KV heads, and of the query heads that share them, in words; or None."""
     where = f"tensor parallelism over {size}, where"
     _, heads, kv_heads, _ = sizes(config)
     if kv_heads % size or heads % size:

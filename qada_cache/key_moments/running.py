@@ -88,7 +88,8 @@ class LayerMoments:
     def get(self, moments: Any, layer: int, lengths: tuple[int, ...], device: torch.device, shard: HeadShard) -> Pair:
         """Mean `[lengths, kv_heads, dim]` and covariance of the shard's heads, by `moments` (`KeyMoments`)."""
         key = weakref.ref(moments), device, len(lengths) if len(lengths) > 1 else lengths
-        if self._key != key:
+        before, self._key = self._key, None  # what an error leaves half-written is asked for anew
+        if before != key:
             self._pair, *more = moments.layer(layer, lengths, device, shard)
             if more:
                 with torch.inference_mode(False):  # it may be written to outside inference mode

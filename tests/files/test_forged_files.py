@@ -123,6 +123,8 @@ def test_fields_that_are_missing_or_of_another_kind(scene: Scene) -> None:
             scene.check(scene.tensors, state)
     for name in scene.state:
         scene.check(scene.tensors, {key: value for key, value in scene.state.items() if key != name})
+    none: Any = []
+    scene.check(scene.tensors, none)
     for name in scene.tensors:
         scene.check({key: value for key, value in scene.tensors.items() if key != name}, scene.state)
 

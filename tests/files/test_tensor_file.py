@@ -177,6 +177,7 @@ def test_files_read_from_memory_or_mapped_are_checked_alike(tmp_path: Path, monk
     for damaged, message in (
         (content[:-1], "truncated"),
         (content[:-1] + b"x", "was altered"),
+        (content.replace(b"I64", b"U64"), "was altered"),
         (b"", "truncated"),
         (save({"x": torch.ones(1)}), "is not a qada-test file"),
     ):

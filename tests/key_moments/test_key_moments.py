@@ -129,6 +129,27 @@ def test_rows_of_several_lengths_are_made_one_by_one(monkeypatch: pytest.MonkeyP
     assert copy.deepcopy(kept).get(made, 1, (64,), CPU, UNSHARDED)[0] is shared[0]
 
 
+@pytest.mark.parametrize(("name", "calls", "lengths"), [("cat", 0, (64, 128, 192)), ("_layer_at", 1, (192, 256))])
+def test_errors_leave_nothing_half_written(
+    name: str, calls: int, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one row instead of several, nor one row of the new length and one of the old."""
+    made, kept, where = moments(), LayerMoments(), torch if name == "cat" else KeyMoments
+    before = [part.clone() for part in kept.get(made, 0, (64, 128), CPU, UNSHARDED)]
+    works = [getattr(where, name)] * calls
+
+    def fails(*args: Any) -> Any:
+        if works:
+            return works.pop()(*args)
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, fails)
+        with pytest.raises(RuntimeError, match="no room"):
+            kept.get(made, 0, lengths, CPU, UNSHARDED)
+    torch.testing.assert_close([*kept.get(made, 0, (64, 128), CPU, UNSHARDED)], before, rtol=0, atol=0)
+
+
 def test_rounding() -> None:
     """Up, by at most 64 or one part in 32; monotone; to itself; exact where longrope models change."""
     before = 0
