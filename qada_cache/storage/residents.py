@@ -108,7 +108,7 @@ class Residents:
             leaving.append((layer, head))
             over -= layer.held[head].nbytes
         for layer, head in leaving if over <= 0 else ():
-            del layer.held[head]
+            layer.put(head, None)
         return over <= 0
 
     def retried(self, work: Callable[[], Any]) -> Any:
@@ -119,7 +119,8 @@ class Residents:
             if not any(layer.held for layer in self.layers.values()):
                 raise
             for layer in self.layers.values():
-                layer.held.clear()
+                for head in list(layer.held):
+                    layer.put(head, None)
         return work()  # not in the handler, whose traceback keeps what the first try held
 
     def _on(self, device: torch.device) -> list["LayerResidents"]:
@@ -134,7 +135,7 @@ class LayerResidents:
 
     Attributes:
         shared, index, device: of all layers, this layer's, and its own.
-        held: by row and KV head.
+        held, nbytes: by row and KV head, changed by `put` alone; their bytes.
         bulk_bytes: what the layer's bulk would take if all of it were resident, `ROOM` included.
         scores: of every row and KV head, log2 of the sum of `2 ** (call / HALF_LIFE)` over the calls that flagged it.
             Recent flags weigh more, and a score changes only with a flag.
@@ -143,15 +144,18 @@ class LayerResidents:
     def __init__(self, shared: Residents, index: int, device: torch.device, batch: int, kv_heads: int) -> None:
         self.shared, self.index, self.device = shared, index, device
         self.held: dict[Head, AsyncCopy] = {}
-        self.bulk_bytes = self._calls = 0
+        self.bulk_bytes = self.nbytes = self._calls = 0
         self.scores = [[-math.inf] * kv_heads for _ in range(batch)]
         self._addresses: dict[Head, tuple[int, ...]] = {}
         self._resident_pointers: Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(resident.nbytes for resident in self.held.values())
+    def put(self, head: Head, resident: AsyncCopy | None) -> None:
+        """Hold this one, or none, in the place of a head's resident."""
+        old = self.held.pop(head, None)
+        self.nbytes -= 0 if old is None else old.nbytes
+        if resident is not None:
+            self.held[head] = resident
+            self.nbytes += resident.nbytes
 
     def flag(self, heads: list[Head]) -> dict[Head, float]:
         """Count one call that flagged `heads`; returns their scores before it, with which they ask to stay.
@@ -168,10 +172,10 @@ class LayerResidents:
     def keep(self, head: Head, nbytes: int, score: float, fetch: Callable[[], AsyncCopy]) -> bool:
         """Keep the copy of a head's bulk that `fetch` makes, or starts to make, if there is room for its `nbytes`.
         Returns whether it stays."""
-        self.held.pop(head, None)  # of another number of tokens, else it would have been read instead
+        self.put(head, None)  # of another number of tokens, else it would have been read instead
         if self.shared.budget and self.shared.admits(nbytes, score, self.device):
             with contextlib.suppress(torch.OutOfMemoryError):  # then it is read where it lies
-                self.held[head] = fetch()
+                self.put(head, fetch())
         return head in self.held
 
     def get(self, head: Head, tokens: int) -> AsyncCopy | None:
@@ -216,14 +220,19 @@ class LayerResidents:
     def _replace(self, heads: list[Head], change: Callable[[AsyncCopy, int, int], AsyncCopy]) -> None:
         """Put `change` of them, once they are there, in the place of these."""
         for head in heads:
-            old = self.held.pop(head)
+            old = self.held[head]
+            self.put(head, None)
             old.wait()
             with contextlib.suppress(torch.OutOfMemoryError):  # dropped, as the host has it
-                self.held[head] = change(old, *head)
+                self.put(head, change(old, *head))
         self.shared.trim(self.device)
 
     def select(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`. If a row is repeated, the first one keeps the residents."""
-        self.held = {(index.index(row), head): kept for (row, head), kept in self.held.items() if row in index}
+        old = self.held.items()
+        self.held, self.nbytes = {}, 0
+        for (row, head), kept in old:
+            if row in index:
+                self.put((index.index(row), head), kept)
         self.scores, self._resident_pointers = [list(self.scores[row]) for row in index], None
         self.shared.trim(self.device)
