@@ -187,7 +187,7 @@ class QAdALayer(DynamicLayer):
         self.check_attended()
         if tokens_to_remove == 0 or self.store is None:
             return
-        seen = max(self.seen + tokens_to_remove, 0)
+        seen = max(self.seen + int(tokens_to_remove), 0)  # assisted decoding of transformers 5.17 counts by a tensor
         padding = self.padding.crop(seen)
         self.store.crop([seen - padded for padded in padding.counts(self.store.batch)])
         self.seen, self.padding = seen, padding

@@ -1,16 +1,15 @@
 """One layer against the float64 reference: outputs, flags, moments, lengths and counters after every call."""
 
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-from harness import LOCAL, SINKS, WINDOW, Driver, Inputs, make_shared, transformers_mask
+from harness import LOCAL, WINDOW, Driver, Inputs, make_shared, transformers_mask
 from pair import Pair, stored_tokens
 from scenarios import SCENARIOS, left_padded, play, small_buffers
 from torch import Tensor
 
-from qada_cache import KeyMoments, StaticHeads, storage
+from qada_cache import KeyMoments, StaticHeads
 from qada_cache.key_moments.rotation import Rotation
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.bulk import Bulk
@@ -277,34 +276,3 @@ def test_first_call_with_a_wrong_mask_leaves_an_empty_cache() -> None:
     pair = Pair(layer=driver.layer, module=driver.module)
     pair.update(*inputs(20))
     pair.update(*inputs(1))
-
-
-def test_memory_that_runs_out_in_the_first_call_leaves_an_empty_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, inputs = Pair(), Inputs()
-    tensors = inputs(60)
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "RunningMoments", Mock(side_effect=torch.OutOfMemoryError))
-        with pytest.raises(torch.OutOfMemoryError):
-            pair.driver(*tensors, None, scaling=0.25)
-    assert pair.layer.store is None
-    pair.update(*inputs(60))
-    pair.update(*inputs(1))
-
-
-def test_crop_and_batch_errors() -> None:
-    pair, inputs = Pair(), Inputs()
-    pair.update(*inputs(20))
-    with pytest.raises(ValueError, match="negative"):
-        pair.layer.crop(3)
-    with pytest.raises(RuntimeError, match="2 rows and was given 3"):
-        pair.driver(*inputs(1, 3), None, scaling=0.25)
-    with pytest.raises(RuntimeError, match="no_grad"):
-        pair.layer.update(torch.zeros(2, 2, 1, 16, requires_grad=True), torch.zeros(2, 2, 1, 16))
-    pair.crop(SINKS)
-    pair.update(*inputs(1))
-    pair.layer.update(*inputs(1)[:2])  # and never handed to the attention function
-    for verb in (lambda: pair.layer.crop(-1), lambda: pair.layer.reorder_cache(torch.tensor([1, 0]))):
-        with pytest.raises(RuntimeError, match="did not come back"):
-            verb()
-    pair.reset()
-    pair.update(*inputs(20))
