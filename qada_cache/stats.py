@@ -147,6 +147,7 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
         found = [local.flatten().cpu() / decisions for local, decisions in summed if local is not None]
         return shard.gather(torch.stack(found) if found else torch.full((len(ours), 1), math.nan), 1)
 
+    local_share, kv_local_share = share("local_heads"), share("local_groups")  # before bytes: it sums what is held
     bytes_held = list(map(layer_bytes, cache.layers))
     moments = {layer.options.other_moments for layer in ours}
     bulks = [layer.store.bulk for layer in ours if layer.store is not None]
@@ -161,8 +162,8 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
     summed = shard.gather(torch.tensor([list(held.values())]), 0).sum(dim=0).tolist()
     return CacheStats(
         layers=tuple(layer.index for layer in ours),
-        local_share=share("local_heads"),
-        kv_local_share=share("local_groups"),
+        local_share=local_share,
+        kv_local_share=kv_local_share,
         steps=max((counters.steps for counters in counted), default=0),
         decisions=max((counters.decisions for counters in counted), default=0),
         tokens=cache.get_seq_length(),

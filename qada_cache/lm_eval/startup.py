@@ -8,8 +8,24 @@ beside it has every interpreter call `install()`, unless QADA_LM_EVAL_HOOK=0. So
 import sys
 
 
+class _Loader:
+    """A module's own loader, except that `after(module)` runs when the module has been executed."""
+
+    def __init__(self, inner, after):
+        self.inner, self.after = inner, after
+
+    def create_module(self, spec):
+        return self.inner.create_module(spec)
+
+    def exec_module(self, module):
+        # Before its code runs: nobody is to find anything but the module's own loader.
+        module.__loader__ = module.__spec__.loader = self.inner
+        self.inner.exec_module(module)
+        self.after(module)
+
+
 class _Finder:
-    """Finds nothing itself: the other finders find the modules in `_AFTER`, and loading them runs what stands there."""
+    """Finds nothing itself: has the other finders find the modules in `_AFTER`, and wraps their loaders."""
 
     is_qada_cache = True
 
@@ -18,16 +34,8 @@ class _Finder:
             return None
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        loader = spec and spec.loader  # which stays the module's own: nobody is to find another
-        execute = getattr(loader, "exec_module", None)
-        if execute is not None:
-
-            def execute_and_add(module):
-                vars(loader).update(exec_module=execute)  # it may have other modules to load
-                execute(module)
-                _AFTER[name](module)
-
-            vars(loader).update(exec_module=execute_and_add)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader, _AFTER[name])  # type: ignore[assignment]  # abc is not imported
         return spec
 
 

@@ -77,7 +77,8 @@ def generate(
     Raises:
         ValueError: `conversations` or another limit is no such number, or the key no str.
         MemoryError: the call would take more memory than this process may still have.
-        TypeError, FileNotFoundError, NotImplementedError, RuntimeError: as `QAdACache` and `model.generate`.
+        TypeError, ValueError, FileNotFoundError, NotImplementedError, RuntimeError: as `QAdACache` and
+            `model.generate`.
     """
     limits = Limits(conversations, conversations_memory, conversations_seconds)
     kind: Any = type(model)  # the model's own `generate` may be this very function

@@ -120,6 +120,7 @@ class Conversations:
             else:
                 self._make_room(limits, beside=taken.bytes)
                 self._kept.append(taken)
+            self._drop_old(limits)
 
     def forget(self) -> None:
         """Keep none of them."""
@@ -140,13 +141,18 @@ class Conversations:
 
     def _make_room(self, limits: Limits, *, beside: int) -> None:
         """Drop conversations that are too old, then as many as the limits ask for beside one of so many bytes."""
-        oldest, most = time.monotonic() - limits.seconds, limits.bytes - beside
-        young = [kept for kept in self._kept if kept.used >= oldest]
-        self._counters["expired"] += len(self._kept) - len(young)
-        self._kept = young
+        self._drop_old(limits)
+        most = limits.bytes - beside
         while len(self._kept) >= limits.conversations or sum(kept.bytes for kept in self._kept) > most:
             if not self.forget_one(most):
                 return
+
+    def _drop_old(self, limits: Limits) -> None:
+        """Drop conversations that are too old: at once, if they are to be kept for no time."""
+        oldest = time.monotonic() - limits.seconds
+        young = [kept for kept in self._kept if limits.seconds and kept.used >= oldest]
+        self._counters["expired"] += len(self._kept) - len(young)
+        self._kept = young
 
 
 _of: "weakref.WeakKeyDictionary[PreTrainedModel, Conversations]" = weakref.WeakKeyDictionary()

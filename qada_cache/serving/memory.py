@@ -4,6 +4,7 @@ A process that takes too much is killed, and all others' calls with it.
 """
 
 import contextlib
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ def _limits() -> Iterator[tuple[int, int]]:
         for folder in (own, *own.parents[: len(Path(path).parts) - 1]):  # up to the tree's root, a container's own
             most, taken = _text(folder / limit).strip(), _text(folder / usage).strip()
             if most.isdigit() and taken.isdigit():
-                parts = dict(row.split() for row in _text(folder / "memory.stat").splitlines())
+                parts = dict(re.findall(r"(?m)^(\w+) (\d+)$", _text(folder / "memory.stat")))
                 yield int(most), int(taken) - sum(int(parts.get(name, 0)) for name in cached)
 
 

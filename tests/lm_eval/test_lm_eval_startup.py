@@ -244,12 +244,23 @@ class Old:  # a finder of before Python 3.4
     def find_module(self, name, path=None):
         return None
 
-class Other:  # one that finds lm_eval's module itself, before the path finder does
+class Loader:  # one that takes no attributes
+    __slots__ = ("inner",)
+    def __init__(self, inner):
+        self.inner = inner
+    def create_module(self, spec):
+        return self.inner.create_module(spec)
+    def exec_module(self, module):
+        self.inner.exec_module(module)
+
+class Other:  # one that finds lm_eval's modules itself, before the path finder does
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name == "lm_eval.models.huggingface":
+        if name in ("lm_eval.models.huggingface", "lm_eval.tasks.manager"):
             import importlib.machinery
-            return importlib.machinery.PathFinder.find_spec(name, path, target)
+            spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+            spec.loader = Loader(spec.loader)
+            return spec
 
 sys.meta_path[1:1] = [Old(), Other]
 import lm_eval.models, lm_eval.tasks.manager

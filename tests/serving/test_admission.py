@@ -63,7 +63,7 @@ def test_what_a_control_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyP
     total = memory.host_memory()
     control_group(tmp_path, monkeypatch, max="max\n", current="1000\n")
     assert memory.host_memory() == total
-    stat = f"anon 7\ninactive_file {20 * MIB}\nactive_file {10 * MIB}\nshmem {5 * MIB}\n"
+    stat = f"anon 7\ninactive_file {20 * MIB}\nactive_file {10 * MIB}\nshmem {5 * MIB}\n\nother\n"
     control_group(tmp_path, monkeypatch, max=f"{100 * MIB}\n", current=f"{90 * MIB}\n", stat=stat)
     assert memory.host_memory() == 100 * MIB
     assert memory.memory_left() == 40 * MIB

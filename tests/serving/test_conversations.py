@@ -170,6 +170,12 @@ def test_a_conversation_is_forgotten_in_time(model: PreTrainedModel, monkeypatch
     assert [kept.ask(text) for text in (young, old)] == [59, 0]
 
 
+def test_nothing_is_kept_for_no_time(model: PreTrainedModel) -> None:
+    kept, text = Kept(model, seconds=0), tokens(60, seed=1)
+    assert [kept.ask(text[:length]) for length in (40, 60)] == [0, 0]
+    assert (kept.counters()["expired"], kept.counters()["bytes"]) == (2, 0)
+
+
 def test_counters(model: PreTrainedModel) -> None:
     kept, text = Kept(model, 1), tokens(60, seed=1)
     assert [kept.ask(each) for each in (text[:40], text, tokens(30, seed=2))] == [0, 40, 0]

@@ -128,6 +128,15 @@ def test_stats_count_real_storages(
     assert (cache.stats().device_bytes, cache.stats().host_bytes) == (0, 0)
 
 
+def test_to_ask_for_bytes_changes_none() -> None:
+    cache, pairs = small_cache()
+    inputs = Inputs()
+    for queries in (40, 1, 1):  # the last ones' decisions are summed when they are asked for
+        for pair in pairs:
+            pair.driver(*inputs(queries), None, scaling=0.25)
+    assert cache.stats().device_bytes == cache.stats().device_bytes
+
+
 @pytest.mark.parametrize("device", ["cpu"])
 def test_host_bytes_count_what_pinning_takes(device: str, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
     """Powers of two; also where keys and values differ in size."""
