@@ -8,11 +8,11 @@ namespace {
 // Many heads are shared by threads, each of which does a few of them alone, from the first phase to the last: then what
 // a phase leaves is in the thread's own caches. Few heads are split.
 void decode(const Decode& call) {
-    static thread_local std::vector<Scan> pool;
     const int64_t heads = call.batch * call.kv_heads, shares = SHARES * call.threads;
     int64_t bulk_read_bytes = 0, sketch_read_bytes = 0;
     bool failed = false;
     auto run = [&](int64_t first, int64_t stop, int threads, int64_t& bulk, int64_t& sketch) {
+        static thread_local std::vector<Scan> pool;  // which each thread makes, and frees, as it gets here
         try {
             Step step(call, first, stop - first, threads, pool);
             step.run();
