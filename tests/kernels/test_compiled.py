@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compilers import needs_compiler
+from decode_scene import Scene
 from harness import find_kernel
 from scenarios import play, small_buffers
 from test_kernels import SCALING, check
@@ -19,6 +20,7 @@ from transformers.utils.logging import warning_once
 from qada_cache import kernels
 from qada_cache.kernels import cpu, reference
 from qada_cache.kernels.cpu import compiled_decode
+from qada_cache.kernels.decode_call import DecodeCall
 
 # Each dtype, and each way that dimensions and queries fill a block; every pair is a build.
 SIZES = [
@@ -62,6 +64,19 @@ def test_equals_float64(
             found = cpu.compiled_partial_attention(query, key, value, scaling=SCALING)
             assert found is not None
             check(found, query, key, value, torch.ones(1, 1, queries, tokens, dtype=torch.bool))
+
+
+@needs_compiler
+def test_threads_share_the_one_head_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its parts are rounded apart, it is not quite what one thread finds; there are heads enough for each thread."""
+    scene, table = Scene(bulk=[(2000, 0)], short=(), kv_heads=8), torch.arange(8)[:, None].expand(8, 2) == 3
+    found = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        call = DecodeCall.of(**scene.arguments("cpu"), criterion=table, threshold=0.5)
+        found.append(compiled_decode.fused_decode(call)[0])
+    assert not torch.equal(*found)
+    torch.testing.assert_close(*found)
 
 
 @needs_compiler
