@@ -1,5 +1,6 @@
 """The kernel compiled for CPUs: against float64 and in a whole cache, and what happens where it cannot be built."""
 
+import ctypes
 import functools
 import logging
 import subprocess
@@ -263,6 +264,25 @@ def test_a_folder_that_cannot_be_written_to(fresh: Path) -> None:
     fresh.write_text("in the way")
     query, key, value = tensors(64, 64, 2, 1100, torch.float32)
     assert cpu.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh")
+def test_a_folder_that_nothing_is_loaded_from(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a disk that is mounted without leave to execute."""
+    load = ctypes.CDLL
+
+    def refuse(path: str) -> ctypes.CDLL:
+        if path.startswith("/proc/"):
+            raise OSError("failed to map")
+        return load(path)
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    query, key, value = tensors(64, 64, 2, 1100, torch.float32)
+    assert cpu.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
+    assert [record.message.endswith("will be built in every process") for record in caplog.records] == [True]
 
 
 @needs_compiler
