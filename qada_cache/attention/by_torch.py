@@ -38,7 +38,7 @@ def log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry
         return true_log_bulk(step, bulk_lse)
     own, others = store.moments, layer.options.other_moments
     if step.rule.kind != "gaussian" or not geometry.distinct_moment_lengths:  # nothing is estimated, or decided
-        others = None
+        own = others = None
     return estimated_log_bulk(
         step,
         None if own is None else (own.mean, own.covariance, own.known),

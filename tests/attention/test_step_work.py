@@ -52,6 +52,16 @@ def calls(
     return made
 
 
+@torch.inference_mode()
+def test_nothing_is_estimated_of_a_bulk_that_is_not_there() -> None:
+    """While sinks and window hold all tokens, by the moments of no keys."""
+    model, ids = tiny(), prompt(9)[0]
+    cache = QAdACache(model, moments="current")
+    model(ids, past_key_values=cache)
+    made = calls(model, cache, ids[:, :1])
+    assert made["log_bulk"] > made["current_score_moments"] == 0
+
+
 @pytest.mark.parametrize(
     ("kernels", "threshold"),
     [

@@ -1,5 +1,6 @@
 """The kernel compiled for CPUs: against float64 and in a whole cache, and what happens where it cannot be built."""
 
+import ctypes
 import functools
 import logging
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from compilers import needs_compiler
+from decode_scene import Scene
 from harness import find_kernel
 from scenarios import play, small_buffers
 from test_kernels import SCALING, check
@@ -19,6 +21,7 @@ from transformers.utils.logging import warning_once
 from qada_cache import kernels
 from qada_cache.kernels import cpu, reference
 from qada_cache.kernels.cpu import compiled_decode
+from qada_cache.kernels.decode_call import DecodeCall
 
 # Each dtype, and each way that dimensions and queries fill a block; every pair is a build.
 SIZES = [
@@ -62,6 +65,19 @@ def test_equals_float64(
             found = cpu.compiled_partial_attention(query, key, value, scaling=SCALING)
             assert found is not None
             check(found, query, key, value, torch.ones(1, 1, queries, tokens, dtype=torch.bool))
+
+
+@needs_compiler
+def test_threads_share_the_one_head_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its parts are rounded apart, it is not quite what one thread finds; there are heads enough for each thread."""
+    scene, table = Scene(bulk=[(2000, 0)], short=(), kv_heads=8), torch.arange(8)[:, None].expand(8, 2) == 3
+    found = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        call = DecodeCall.of(**scene.arguments("cpu"), criterion=table, threshold=0.5)
+        found.append(compiled_decode.fused_decode(call)[0])
+    assert not torch.equal(*found)
+    torch.testing.assert_close(*found)
 
 
 @needs_compiler
@@ -248,6 +264,25 @@ def test_a_folder_that_cannot_be_written_to(fresh: Path) -> None:
     fresh.write_text("in the way")
     query, key, value = tensors(64, 64, 2, 1100, torch.float32)
     assert cpu.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh")
+def test_a_folder_that_nothing_is_loaded_from(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a disk that is mounted without leave to execute."""
+    load = ctypes.CDLL
+
+    def refuse(path: str) -> ctypes.CDLL:
+        if path.startswith("/proc/"):
+            raise OSError("failed to map")
+        return load(path)
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    query, key, value = tensors(64, 64, 2, 1100, torch.float32)
+    assert cpu.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
+    assert [record.message.endswith("will be built in every process") for record in caplog.records] == [True]
 
 
 @needs_compiler

@@ -2,6 +2,8 @@
 
 import ctypes
 import functools
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,3 +96,19 @@ def test_partial_attention(fail_after: Callable[[ctypes.CDLL, int], None]) -> No
     found = attend(2)
     assert found is not None
     check(found, query, key, value, torch.ones(1, 1, 4, 1100, dtype=torch.bool))
+
+
+@needs_compiler
+def test_threads_that_end_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a server's, each of which has helpers of its own for a while: what these keep between steps goes with them."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    scene = Scene(bulk=[(20_000, 0)], short=(), kv_heads=8, group=16, dim=16, bits=1)
+    arguments = scene.arguments("cpu") | scene.sketch_arguments("cpu", 1e-30)
+    call = DecodeCall.of(**arguments, criterion="dense", threshold=1)
+    used = []
+    for _ in range(40):
+        thread = threading.Thread(target=compiled_decode.fused_decode, args=(call,))
+        thread.start()
+        thread.join()
+        used.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    assert used[-1] - used[19] < 10e6

@@ -134,10 +134,11 @@ def _load(macros: tuple[str, ...]) -> ctypes.CDLL:
         try:
             with files.opened(FOLDER, make=True) as folder:
                 files.write(name, (built, hashlib.sha256(built).digest()), folder=folder)
+                return _linked(folder, name)
         except OSError as error:  # a cache folder that cannot be used is no reason to be slow
             where = files.home() / FOLDER
             logger.warning_once(f"kernels cannot be kept in {where} ({error}): they will be built in every process")
-        return _kept(name) or ctypes.CDLL(str(library))  # which needs no file once it is loaded
+        return ctypes.CDLL(str(library))  # which needs no file once it is loaded
 
 
 def _kept(name: str) -> ctypes.CDLL | None:
@@ -149,15 +150,19 @@ def _kept(name: str) -> ctypes.CDLL | None:
         try:
             content = files.read(folder, name)
             if hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]:
-                # By the descriptor, as the folder's path may lead to another folder by now. Loaded libraries are told
-                # apart by such paths; equal names are equal libraries.
-                return ctypes.CDLL(f"/proc/self/fd/{folder}/{name}")
+                return _linked(folder, name)
             raise OSError("it is damaged")
         except FileNotFoundError:
             pass
         except OSError as error:
             logger.warning_once(f"the kernel {files.home() / FOLDER / name} is built again: {error}")
     return None
+
+
+def _linked(folder: int, name: str) -> ctypes.CDLL:
+    # By the descriptor, as the folder's path may lead to another folder by now. Loaded libraries are told apart by such
+    # paths; equal names are equal libraries.
+    return ctypes.CDLL(f"/proc/self/fd/{folder}/{name}")
 
 
 def _run(command: list[str], timeout: int) -> subprocess.CompletedProcess[str]:

@@ -5,14 +5,15 @@
 
 namespace {
 
-// Many heads are shared by threads, each of which does a few of them alone, from the first phase to the last: then what
-// a phase leaves is in the thread's own caches. Few heads are split.
+// Many heads with a sketch are shared by threads, each of which does a few of them alone, from the first phase to the
+// last: then what a phase leaves is in the thread's own caches. Few heads are split, and whole bulks, as few heads may
+// need theirs.
 void decode(const Decode& call) {
-    static thread_local std::vector<Scan> pool;
     const int64_t heads = call.batch * call.kv_heads, shares = SHARES * call.threads;
     int64_t bulk_read_bytes = 0, sketch_read_bytes = 0;
     bool failed = false;
     auto run = [&](int64_t first, int64_t stop, int threads, int64_t& bulk, int64_t& sketch) {
+        static thread_local std::vector<Scan> pool;  // which each thread makes, and frees, as it gets here
         try {
             Step step(call, first, stop - first, threads, pool);
             step.run();
@@ -24,7 +25,7 @@ void decode(const Decode& call) {
             return false;
         }
     };
-    if (heads < shares)
+    if (heads < shares || !call.codes.data)
         failed = !run(0, heads, call.threads, bulk_read_bytes, sketch_read_bytes);
     else
 #pragma omp parallel for num_threads(call.threads) schedule(dynamic) \
