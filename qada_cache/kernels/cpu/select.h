@@ -210,7 +210,7 @@ struct Scan {
         }
         int64_t kept = count;
         for (int v = 0; v < VECTORS; v++) {
-            uint64_t bits = bits_of_marks(selected[v] & first_marks(here - v * TOKENS));
+            uint64_t bits = bits_of(selected[v] & first_marks(here - v * TOKENS));
             if (!bits) continue;
             compress(numbered + (int32_t)(first + v * TOKENS), bits, &tokens[kept]);
             for (int q = 0; q < queries; q++) compress(scores[q][v], bits, &estimates[q][kept]);

@@ -97,13 +97,12 @@ inline Marks at_least(Singles lanes, float least) {
 }
 inline Singles without(Singles lanes, Marks marks) { return (Singles)_mm512_maskz_mov_ps((Marks)~marks, (__m512)lanes); }
 inline Marks first_marks(int count) { return (Marks)((1u << std::clamp(count, 0, TOKENS)) - 1); }
-inline uint64_t bits_of_marks(Marks marks) { return marks; }
+inline uint64_t bits_of(Marks marks) { return marks; }
 #else
 typedef Integers Marks;
 inline Marks at_least(Singles lanes, float least) { return lanes >= least; }
 inline Singles without(Singles lanes, Marks marks) { return marks ? Singles{} : lanes; }
 inline Marks first_marks(int count) { return numbered < count; }
-inline uint64_t bits_of_marks(Marks marks) { return bits_of(marks); }
 #endif
 
 inline float largest(Singles lanes) {
