@@ -172,9 +172,11 @@ bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* ls
     return any;
 }
 
-// What a KV head with a sketch asks by, of each query that asks, as many as `segments[0].count`.
+// What a KV head with a sketch asks by, of each of the `count` queries that ask.
 struct Selecting {
-    std::vector<Rounded> segments;
+    int count;
+    int64_t segment_count;
+    std::unique_ptr<Rounded[]> segments;
     float log_buffer[QUERIES], score_cut[QUERIES];  // local buffer's mass, cut by a sample
     float along[SIZE];                        // the sketch's slopes times the query, scaled
     float pending[SIZE], pending_lse[QUERIES];
@@ -197,46 +199,51 @@ struct Selecting {
 
     Estimates estimates(const Decode& call, int64_t row, int64_t head) const {
         Words words = call.layout();
-        return {segments, call.segment_tokens, call.codes.at(row, head), call.codes.head_stride / words.count(), words,
-                call.scales.at(row, head)};
+        return {count, segments.get(), segment_count, call.segment_tokens, call.codes.at(row, head),
+                call.codes.head_stride / words.count(), words, call.scales.at(row, head)};
     }
 
     // Rounds the flagged queries for each segment.
     bool round_queries(const Decode& call, int64_t row, int64_t head) {
         int64_t first = (row * call.kv_heads + head) * QUERIES;
-        int64_t count = call.segments_of(call.stored(row)), active = 0;
-        Slots queries[SLOT_VECTORS][DIM] = {};
+        Slots queries[DIM] = {};
+        alignas(CACHE_LINE) float lifting[QUERIES][DIM];
+        count = 0;
         for (int q = 0; q < QUERIES; q++) {
             if (!call.flags[first + q]) continue;
-            Floats lanes[DIM / WIDTH];
-            unpack<DIM>(call.query + (first + q) * DIM, lanes);
-            float query[DIM], noise = 0, variance = 0;
+            alignas(CACHE_LINE) float query[DIM];
+            float noise = 0, variance = 0;
+            for (int d = 0; d < DIM; d++) query[d] = widened(call.query[(first + q) * DIM + d]);
             for (int d = 0; d < DIM; d++) {
-                query[d] = unpacked_at<DIM>(lanes, d);
                 noise += query[d] * query[d] * call.noise.at(row, head)[d];
                 variance += query[d] * query[d] * call.variances.at(row, head)[d];
             }
             float half_variance = 0.5f * call.scaling * call.scaling * noise;
             if (half_variance > call.unreliable && noise > call.noise_share * variance) return false;
-            for (int d = 0; d < DIM; d++) queries[active / SLOTS][d][active % SLOTS] = query[d];
-            for (int d = 0; d < DIM; d++) query[d] *= call.slope_units.at(row, head)[d];
-            for (int v = 0; v < VALUE_DIM; v++) {
-                const int8_t* slopes = call.slopes.at(row, head) + v * DIM;
-                float product = 0;
-#pragma omp simd reduction(+ : product)
-                for (int d = 0; d < DIM; d++) product += slopes[d] * query[d];
-                along[active * VALUE_DIM + v] = call.scaling * product;
+            for (int d = 0; d < DIM; d++) {
+                queries[d][count] = query[d];
+                lifting[count][d] = call.scaling * query[d] * call.slope_units.at(row, head)[d];
             }
-            active++;
+            count++;
         }
-        segments.resize(count);
-        for (Rounded& segment : segments) segment.count = active;
+        for (int v = 0; v < VALUE_DIM; v += 4) {
+            alignas(CACHE_LINE) float slopes[4 * DIM];
+            for (int i = 0; i < 4 * DIM; i++) slopes[i] = call.slopes.at(row, head)[v * DIM + i];
+            for (int q = 0; q < count; q++) {
+                Floats products[4] = {};
+                for (int c = 0; c < DIM; c += WIDTH)
+                    for (int i = 0; i < 4; i++)
+                        products[i] += loaded<Floats>(&slopes[i * DIM + c]) * loaded<Floats>(&lifting[q][c]);
+                sum_of_each(products, along + q * VALUE_DIM + v);
+            }
+        }
+        segment_count = call.segments_of(call.stored(row));
+        segments.reset(new Rounded[segment_count]);
         estimates(call, row, head).prefetch_sample(call.stored(row));  // it comes while queries are rounded
-        for (int64_t s = 0; s < count; s++)
-            for (int v = 0; v < SLOT_VECTORS; v++)
-                segments[s].round(v, queries[v], call.centres.at(row, head) + s * DIM, call.order.at(row, head) + s * DIM,
-                                  call.weights.at(row, head) + s * DIM, call.errors, call.layout(),
-                                  call.units.at(row, head)[s], call.scaling);
+        const Segments own{segment_count, call.centres.at(row, head), call.order.at(row, head),
+                           call.weights.at(row, head), call.units.at(row, head), call.errors};
+        for (int64_t s = 0; s < segment_count; s += TOGETHER)
+            own.round(queries, s, call.layout(), call.scaling, segments.get());
         return true;
     }
 };

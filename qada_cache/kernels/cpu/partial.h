@@ -1,130 +1,13 @@
 // Attention of one head's few queries over many keys on the CPU, in one pass that reads every key and value once.
-//
-// The sizes are macros, so that the compiler can keep the sums in registers:
-//
-//   DIM, VALUE_DIM   of a head
-//   QUERIES          that share a head's keys, the query heads of a group
-//   BFLOAT16, FLOAT16 or FLOAT32   the type of queries, keys and values; sums are float32
-//
-// Vectors are the compilers' own extension (GCC, Clang), so that hardly anything here is of one processor.
 
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
-#include <vector>
-
-#if defined(__SSE__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 namespace {
 
-#if defined(BFLOAT16)
-using Element = uint16_t;
-#elif defined(FLOAT16)
-using Element = _Float16;
-#else
-using Element = float;
-#endif
-
-using Channel = std::conditional_t<DIM <= 256, uint8_t, int16_t>;  // of codec.py's `order_dtype`
-
-// Floats in a vector: as wide as the processor's, and a divisor of both dimensions; pairs of them for bfloat16.
-constexpr int fitting(int width) {
-    return DIM % (2 * width) == 0 && VALUE_DIM % (2 * width) == 0 ? width : fitting(width / 2);
-}
-#if defined(__AVX512F__)
-constexpr int WIDTH = fitting(16);
-#elif defined(__AVX__)
-constexpr int WIDTH = fitting(8);
-#else
-constexpr int WIDTH = fitting(4);
-#endif
-typedef float Floats __attribute__((vector_size(4 * WIDTH)));
-
 constexpr int BLOCK = 32;          // keys whose scores are held at once: few, so that reading never pauses for long
 constexpr int PREFETCH_BYTES = 2048;        // bytes that are asked for before they are needed
-constexpr int CACHE_LINE = 64;     // bytes
-constexpr int TO_L2 = 2;           // where prefetches go: more of them are under way at once than to the first level
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int REGISTERS = 24;      // vectors of sums that stay in registers while values stream by, of 32
-#else
-constexpr int REGISTERS = 12;      // of 16
-#endif
-constexpr float LOG2_E = 1.44269504f;
-constexpr float ROUNDING = 1e-3f;  // of logarithms of sums, at most
-constexpr float NEGLIGIBLE = -87;  // the exponential of less is less than float32's smallest normal number
-
-template <typename To>
-inline To loaded(const void* from) {
-    To value;
-    std::memcpy(&value, from, sizeof value);
-    return value;
-}
-inline float from_bits(uint32_t bits) { return loaded<float>(&bits); }
-
-// Where `unpack` puts dimension `d` of `SIZE`: bfloat16 pairs are split into all even and all odd dimensions, which
-// takes one instruction each and no shuffling. What is computed does not depend on the order, only its ends do.
-template <int SIZE>
-constexpr int unpacked_index(int d) {
-#if defined(BFLOAT16)
-    return d % 2 * (SIZE / 2) + d / 2;
-#else
-    return d;
-#endif
-}
-
-#if defined(FLOAT16)
-// `N` = WIDTH numbers. GCC does not think of the processor's own instruction for more than one.
-template <int N>
-inline Floats widened(const _Float16* numbers) {
-#if defined(__F16C__)
-    if constexpr (N == 16) {
-        __m512 wide = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)numbers));
-        return loaded<Floats>(&wide);
-    } else if constexpr (N == 8) {
-        __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)numbers));
-        return loaded<Floats>(&wide);
-    } else {
-        __m128 wide = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)numbers));
-        return loaded<Floats>(&wide);
-    }
-#else
-    Floats out;
-    for (int i = 0; i < N; i++) out[i] = numbers[i];
-    return out;
-#endif
-}
-#endif
-
-template <int SIZE>
-inline void unpack(const Element* row, Floats* out) {
-#if defined(BFLOAT16)
-    typedef uint32_t Pairs __attribute__((vector_size(4 * WIDTH)));
-    for (int c = 0; c < SIZE / 2 / WIDTH; c++) {
-        Pairs pairs = loaded<Pairs>(row + 2 * WIDTH * c);
-        out[c] = (Floats)(pairs << 16);
-        out[SIZE / 2 / WIDTH + c] = (Floats)(pairs & 0xffff0000u);
-    }
-#elif defined(FLOAT16)
-    for (int c = 0; c < SIZE / WIDTH; c++) out[c] = widened<WIDTH>(row + c * WIDTH);
-#else
-    for (int c = 0; c < SIZE / WIDTH; c++) out[c] = loaded<Floats>(row + c * WIDTH);
-#endif
-}
-
-// Always inlined: GCC takes a function that does nothing but this for one without effect, and drops calls of it.
-#define INLINED inline __attribute__((always_inline))
-
-template <int SIZE>
-INLINED void prefetch(const Element* row) {
-    for (int byte = 0; byte < int(SIZE * sizeof(Element)); byte += CACHE_LINE)
-        __builtin_prefetch((const char*)row + byte, 0, TO_L2);
-}
 
 // Which rows of keys and values are read: one after the other,
 struct ContiguousRows {
@@ -145,40 +28,6 @@ struct IndexedRows {
         prefetch<SIZE>(rows + (int64_t)tokens[std::min(t + BLOCK, count - 1)] * SIZE);
     }
 };
-
-// Dimension `d` of what `unpack` put there. Not by a pointer to floats: compilers may take that for another thing's.
-template <int SIZE>
-inline float unpacked_at(const Floats* parts, int d) {
-    return parts[unpacked_index<SIZE>(d) / WIDTH][unpacked_index<SIZE>(d) % WIDTH];
-}
-
-template <typename Lanes>
-inline float sum_of(Lanes lanes) {
-    float total = 0;
-#pragma omp simd reduction(+ : total)
-    for (int i = 0; i < int(sizeof lanes / sizeof lanes[0]); i++) total += lanes[i];
-    return total;
-}
-
-// exp(x) for x <= 0 to float32 rounding: 2^n times the series of e^r, |r| <= ln(2)/2.
-inline float exponential(float x) {
-    x = std::max(x, NEGLIGIBLE);
-    float n = floorf(x * LOG2_E + 0.5f), r = x - n * 0.693147181f;
-    float p = 1.0f / 5040;
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    return p * from_bits((uint32_t)((int32_t)n + 127) << 23);
-}
-
-inline float log_sum(float a, float b) {  // nan if one is, which may not be the peak
-    float peak = std::max(a, b);
-    return peak == -INFINITY ? a + b : peak + logf(expf(a - peak) + expf(b - peak));
-}
 
 constexpr int PARTS = DIM / WIDTH, VALUE_PARTS = VALUE_DIM / WIDTH;
 
@@ -238,9 +87,21 @@ struct Partial {
             }
         for (int64_t first = 0; first < tokens; first += BLOCK) {
             int count = (int)std::min<int64_t>(BLOCK, tokens - first);
-            for (int t = 0; t < count; t++) {
-                rows.template prefetch_after<DIM>(key, first + t);
-                score(key + rows[first + t] * DIM, &scores[0][t], BLOCK);
+            for (int t = 0; t < count; t += 4) {
+                Floats unpacked[4][PARTS];
+                for (int i = 0; i < 4; i++) {
+                    const int64_t token = first + std::min(t + i, count - 1);
+                    rows.template prefetch_after<DIM>(key, token);
+                    unpack<DIM>(key + rows[token] * DIM, unpacked[i]);
+                }
+                for (int q = 0; q < QUERIES; q++) {
+                    Floats products[4];
+                    for (int i = 0; i < 4; i++) {
+                        products[i] = scaled[q][0] * unpacked[i][0];
+                        for (int c = 1; c < PARTS; c++) products[i] += scaled[q][c] * unpacked[i][c];
+                    }
+                    sum_of_each(products, &scores[q][t]);
+                }
             }
             for (int q = 0; q < QUERIES; q++) weigh(q, scores[q], count);
             constexpr int HELD = std::min(VALUE_PARTS, std::max(1, REGISTERS / QUERIES));

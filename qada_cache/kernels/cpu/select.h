@@ -22,25 +22,26 @@ constexpr float MAX_WEIGHT = 1e9;      // of a weight: a score may be so much ab
 // Estimates of a head's queries over its sketch: `codes` [words, *], `room` words apart, and `scales` [tokens], in
 // segments of `segment_tokens`, for each of which the queries were rounded; the last one has what is left.
 struct Estimates {
-    const std::vector<Rounded>& segments;
-    const int64_t segment_tokens;
+    const int count;  // of queries
+    const Rounded* segments;
+    const int64_t segment_count, segment_tokens;
     const uint32_t* codes;
     const int64_t room;
     const Words words;
     const uint8_t* scales;
-    const int count = segments[0].count;  // of queries
 
-    // Scores of `tokens` tokens from `first` on, all of one segment; -inf where there is no token.
-    template <bool ALL = false>
+    // Scores of `tokens` tokens from `first` on, all of one segment; -inf where there is no token. They are a span if
+    // `WHOLE`.
+    template <bool ALL = false, bool WHOLE = false>
     INLINED void compute(int64_t first, int tokens, Singles (*scores)[VECTORS]) const {
         const int count = ALL ? QUERIES : this->count;
-        const Rounded& queries = segments[std::min<int64_t>(first / segment_tokens, segments.size() - 1)];
+        const Rounded& queries = segments[std::min<int64_t>(first / segment_tokens, segment_count - 1)];
         const uint32_t* block = codes + first;
         const uint8_t* block_scales = scales + first;
         int64_t stride = room;
         uint32_t padded[DIM / 8 * SPAN];  // no more words than blocks of channels
         uint8_t padded_scales[SPAN];
-        if (tokens < SPAN) {
+        if (!WHOLE && tokens < SPAN) {
             std::memset(padded, 0, sizeof padded);
             std::memset(padded_scales, 0, sizeof padded_scales);
             for (int word = 0; word < words.count(); word++)
@@ -66,7 +67,7 @@ struct Estimates {
                 scores[q][v] = middle + scale[v] * (along + spread * scale[v]);
             }
         }
-        for (int t = tokens; t < SPAN; t++)
+        for (int t = WHOLE ? SPAN : tokens; t < SPAN; t++)
             for (int q = 0; q < count; q++) scores[q][t / TOKENS][t % TOKENS] = -INFINITY;
     }
 
@@ -147,28 +148,32 @@ struct Scan {
         }
         for (int64_t first = start, span = 0; first < stop; first += SPAN, span++) {
             int here = (int)std::min<int64_t>(SPAN, stop - first);
-            Singles scores[QUERIES][VECTORS];
-            found.template compute<ALL>(first, here, scores);
-            Marks selected[VECTORS] = {};
-            for (int q = 0; q < queries; q++)
-                for (int v = 0; v < VECTORS; v++) selected[v] |= at_least(scores[q][v], score_cut[q]);
-            if (here == SPAN) for (int q = 0; q < queries; q++) weigh<true>(q, scores[q], selected, here);
-            else for (int q = 0; q < queries; q++) weigh<false>(q, scores[q], selected, here);
-            keep(scores, selected, queries, first, here);
+            if (here == SPAN) take<ALL, true>(found, first, here, score_cut);
+            else take<ALL, false>(found, first, here, score_cut);
             if (span % REFRESH == REFRESH - 1)
                 for (int q = 0; q < queries; q++)
                     score_cut[q] = std::max(score_cut[q], log_sum(log_buffer[q], log_mass(q)) + log_share - ROUNDING);
         }
     }
 
+    // Scores and weighs a span, and keeps the selected tokens.
+    template <bool ALL, bool WHOLE>
+    INLINED void take(const Estimates& found, int64_t first, int here, const float* score_cut) {
+        const int queries = ALL ? QUERIES : found.count;
+        Singles scores[QUERIES][VECTORS];
+        found.template compute<ALL, WHOLE>(first, here, scores);
+        Marks selected[VECTORS] = {};
+        for (int q = 0; q < queries; q++)
+            for (int v = 0; v < VECTORS; v++) selected[v] |= at_least(scores[q][v], score_cut[q]);
+        for (int q = 0; q < queries; q++) weigh<WHOLE>(q, scores[q], selected, here);
+        keep(scores, selected, queries, first, here);
+    }
+
     // Adds up what a span's tokens weigh for a query, and those of them that are not selected.
     template <bool WHOLE>
     INLINED void weigh(int q, const Singles* scores, const Marks* selected, int here) {
         Singles weights[VECTORS], added = weights_of(q, scores, weights);
-        if (bits_of(~(added < MAX_WEIGHT))) {  // a nan stays one
-            raise(q, scores);
-            added = weights_of(q, scores, weights);
-        }
+        if (bits_of(below(added, MAX_WEIGHT)) != bits_of(first_marks(TOKENS))) added = raise(q, scores, weights);
         Singles unread = {}, lift = {}, total = {}, total_squares = {};
         for (int v = 0; v < VECTORS; v++) {
             Singles above = scores[v] - middle[q], left = without(weights[v], selected[v]);
@@ -193,13 +198,14 @@ struct Scan {
         return sum;
     }
 
-    // A query's highest score is one of this span.
-    void raise(int q, const Singles* scores) {
+    // As `weights_of`, when a query's highest score is one of this span; a nan stays one.
+    __attribute__((noinline)) Singles raise(int q, const Singles* scores, Singles* weights) {
         float peak = highest[q];
         for (int v = 0; v < VECTORS; v++) peak = std::max(peak, largest(scores[v]));
         float shrunk = ::exponential(highest[q] - peak);
         for (Singles* part : {mass, unread_mass, lifted}) part[q] *= shrunk;
         highest[q] = peak;
+        return weights_of(q, scores, weights);
     }
 
     // Writes down the selected ones of `here` tokens from `first` on.

@@ -109,7 +109,7 @@ struct Step {
         const Selecting& own = selecting[part.head];
         float score_cut[QUERIES], log_share = call.log_share_cut(row_of(part.head));
         bool missed = false;
-        for (int q = 0; q < own.segments[0].count; q++) {
+        for (int q = 0; q < own.count; q++) {
             float log_all = own.log_buffer[q];
             for (int64_t i = first_scan[part.head]; i < first_scan[part.head + 1]; i++)
                 log_all = log_sum(log_all, pool[i].log_mass(q));
@@ -125,7 +125,7 @@ struct Step {
             std::copy(again.unread_mass, again.unread_mass + QUERIES, part.unread_mass);
             std::copy(again.lifted, again.lifted + QUERIES, part.lifted);
         }
-        part.apply_cut(score_cut, own.segments[0].count);
+        part.apply_cut(score_cut, own.count);
     }
 
     // What is not read, as one more token: see `select_tokens` for what it weighs and says.

@@ -1,0 +1,294 @@
+// Vectors of floats, of the dimensions of a head or of tokens.
+//
+// The sizes are macros, so that the compiler can keep the sums in registers:
+//
+//   DIM, VALUE_DIM   of a head
+//   QUERIES          that share a head's keys, the query heads of a group
+//   BFLOAT16, FLOAT16 or FLOAT32   the type of queries, keys and values; sums are float32
+//
+// Vectors are the compilers' own extension (GCC, Clang), so that hardly anything here is of one processor.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#if defined(__SSE__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(BFLOAT16)
+using Element = uint16_t;
+#elif defined(FLOAT16)
+using Element = _Float16;
+#else
+using Element = float;
+#endif
+
+using Channel = std::conditional_t<DIM <= 256, uint8_t, int16_t>;  // of codec.py's `order_dtype`
+
+// Floats in a vector: as wide as the processor's, and a divisor of both dimensions; pairs of them for bfloat16.
+constexpr int fitting(int width) {
+    return DIM % (2 * width) == 0 && VALUE_DIM % (2 * width) == 0 ? width : fitting(width / 2);
+}
+#if defined(__AVX512F__)
+constexpr int WIDTH = fitting(16);
+#elif defined(__AVX__)
+constexpr int WIDTH = fitting(8);
+#else
+constexpr int WIDTH = fitting(4);
+#endif
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+
+constexpr int CACHE_LINE = 64;     // bytes
+constexpr int TO_L2 = 2;           // where prefetches go: more of them are under way at once than to the first level
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int REGISTERS = 24;      // vectors of sums that stay in registers while values stream by, of 32
+#else
+constexpr int REGISTERS = 12;      // of 16
+#endif
+constexpr float LOG2_E = 1.44269504f;
+constexpr float ROUNDING = 1e-3f;  // of logarithms of sums, at most
+constexpr float NEGLIGIBLE = -87;  // the exponential of less is less than float32's smallest normal number
+
+template <typename To>
+inline To loaded(const void* from) {
+    To value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+inline float from_bits(uint32_t bits) { return loaded<float>(&bits); }
+inline float widened(uint16_t bfloat16) { return from_bits((uint32_t)bfloat16 << 16); }
+inline float widened(float same) { return same; }
+#if defined(FLOAT16)
+inline float widened(_Float16 half) { return half; }
+#endif
+
+// Where `unpack` puts dimension `d` of `SIZE`: bfloat16 pairs are split into all even and all odd dimensions, which
+// takes one instruction each and no shuffling. What is computed does not depend on the order, only its ends do.
+template <int SIZE>
+constexpr int unpacked_index(int d) {
+#if defined(BFLOAT16)
+    return d % 2 * (SIZE / 2) + d / 2;
+#else
+    return d;
+#endif
+}
+
+#if defined(FLOAT16)
+// `N` = WIDTH numbers. GCC does not think of the processor's own instruction for more than one.
+template <int N>
+inline Floats widened(const _Float16* numbers) {
+#if defined(__F16C__)
+    if constexpr (N == 16) {
+        __m512 wide = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)numbers));
+        return loaded<Floats>(&wide);
+    } else if constexpr (N == 8) {
+        __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)numbers));
+        return loaded<Floats>(&wide);
+    } else {
+        __m128 wide = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)numbers));
+        return loaded<Floats>(&wide);
+    }
+#else
+    Floats out;
+    for (int i = 0; i < N; i++) out[i] = numbers[i];
+    return out;
+#endif
+}
+#endif
+
+template <int SIZE>
+inline void unpack(const Element* row, Floats* out) {
+#if defined(BFLOAT16)
+    typedef uint32_t Pairs __attribute__((vector_size(4 * WIDTH)));
+    for (int c = 0; c < SIZE / 2 / WIDTH; c++) {
+        Pairs pairs = loaded<Pairs>(row + 2 * WIDTH * c);
+        out[c] = (Floats)(pairs << 16);
+        out[SIZE / 2 / WIDTH + c] = (Floats)(pairs & 0xffff0000u);
+    }
+#elif defined(FLOAT16)
+    for (int c = 0; c < SIZE / WIDTH; c++) out[c] = widened<WIDTH>(row + c * WIDTH);
+#else
+    for (int c = 0; c < SIZE / WIDTH; c++) out[c] = loaded<Floats>(row + c * WIDTH);
+#endif
+}
+
+// Always inlined: GCC takes a function that does nothing but this for one without effect, and drops calls of it.
+#define INLINED inline __attribute__((always_inline))
+
+template <int SIZE>
+INLINED void prefetch(const Element* row) {
+    for (int byte = 0; byte < int(SIZE * sizeof(Element)); byte += CACHE_LINE)
+        __builtin_prefetch((const char*)row + byte, 0, TO_L2);
+}
+
+// Dimension `d` of what `unpack` put there. Not by a pointer to floats: compilers may take that for another thing's.
+template <int SIZE>
+inline float unpacked_at(const Floats* parts, int d) {
+    return parts[unpacked_index<SIZE>(d) / WIDTH][unpacked_index<SIZE>(d) % WIDTH];
+}
+
+template <typename Lanes>
+inline float sum_of(Lanes lanes) {
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int i = 0; i < int(sizeof lanes / sizeof lanes[0]); i++) total += lanes[i];
+    return total;
+}
+
+// The sums of four vectors, which together take half as many instructions.
+template <typename Lanes>
+inline void sum_of_each(const Lanes (&lanes)[4], float* to) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(Lanes) == 64) {
+        const __m512 a = (__m512)lanes[0], b = (__m512)lanes[1], c = (__m512)lanes[2], d = (__m512)lanes[3];
+        const __m512 ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
+        const __m512 cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
+        const __m512 quarters = _mm512_shuffle_ps(ab, cd, 0x44) + _mm512_shuffle_ps(ab, cd, 0xee);
+        const __m256 upper = (__m256)_mm512_extractf64x4_pd((__m512d)quarters, 1);
+        const __m256 halves = _mm512_castps512_ps256(quarters) + upper;
+        _mm_storeu_ps(to, _mm256_castps256_ps128(halves) + _mm256_extractf128_ps(halves, 1));
+        return;
+    }
+#endif
+#if defined(__AVX__)
+    if constexpr (sizeof(Lanes) == 32) {
+        const __m256 a = (__m256)lanes[0], b = (__m256)lanes[1], c = (__m256)lanes[2], d = (__m256)lanes[3];
+        const __m256 ab = _mm256_hadd_ps(a, b), cd = _mm256_hadd_ps(c, d), halves = _mm256_hadd_ps(ab, cd);
+        _mm_storeu_ps(to, _mm256_castps256_ps128(halves) + _mm256_extractf128_ps(halves, 1));
+        return;
+    }
+#endif
+    for (int i = 0; i < 4; i++) to[i] = sum_of(lanes[i]);
+}
+
+// exp(x) for x <= 0 to float32 rounding: 2^n times the series of e^r, |r| <= ln(2)/2.
+inline float exponential(float x) {
+    x = std::max(x, NEGLIGIBLE);
+    float n = floorf(x * LOG2_E + 0.5f), r = x - n * 0.693147181f;
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return p * from_bits((uint32_t)((int32_t)n + 127) << 23);
+}
+
+inline float log_sum(float a, float b) {  // nan if one is, which may not be the peak
+    float peak = std::max(a, b);
+    return peak == -INFINITY ? a + b : peak + logf(expf(a - peak) + expf(b - peak));
+}
+
+// As wide as the processor's vectors: one float of each of so many tokens.
+#if defined(__AVX512F__)
+constexpr int TOKENS = 16;
+#elif defined(__AVX__)
+constexpr int TOKENS = 8;
+#else
+constexpr int TOKENS = 4;
+#endif
+typedef float Singles __attribute__((vector_size(4 * TOKENS)));
+typedef int32_t Integers __attribute__((vector_size(4 * TOKENS)));
+typedef uint8_t Octets __attribute__((vector_size(TOKENS)));
+
+// As floats; compilers would convert one after the other.
+inline Singles widened(Octets octets) {
+#if defined(__AVX512F__)
+    return (Singles)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)octets));
+#elif defined(__AVX2__)
+    return (Singles)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(loaded<int64_t>(&octets))));
+#else
+    return __builtin_convertvector(octets, Singles);
+#endif
+}
+
+constexpr int32_t NUMBERS[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+const Integers numbered = loaded<Integers>(NUMBERS);
+
+// 2^x but for an error of 3e-6: a whole power times a polynomial for what is left. Far above 1, large or infinite.
+inline Singles power_of_two(Singles x) {
+#if defined(__AVX512DQ__)
+    Singles r = (Singles)_mm512_reduce_ps((__m512)x, 1);  // above the next lower whole number
+#else
+    x = x > -125.0f ? x : Singles{} - 125.0f;
+    x = x < 125.0f ? x : Singles{} + 125.0f;
+    Integers whole = __builtin_convertvector(x + 1023, Integers) - 1023;  // as it rounds towards zero
+    Singles r = x - __builtin_convertvector(whole, Singles);
+#endif
+    Singles p = r * 1.35341678e-2f + 5.20114601e-2f;
+    p = p * r + 2.41442755e-1f;
+    p = p * r + 6.93003833e-1f;
+    p = p * r + 1.00000262f;
+#if defined(__AVX512DQ__)
+    return (Singles)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+    return (Singles)((Integers)p + (whole << 23));
+#endif
+}
+
+// One bit for each token where `mask` is set, which is in all bits or none.
+inline uint64_t bits_of(Integers mask) {
+#if defined(__AVX512DQ__)
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#elif defined(__AVX__)
+    return (uint64_t)_mm256_movemask_ps((__m256)mask);
+#else
+    uint64_t bits = 0;
+    for (int i = 0; i < TOKENS; i++) bits |= (uint64_t)(mask[i] & 1) << i;
+    return bits;
+#endif
+}
+
+// Writes the marked ones of `lanes` one after the other, and anything behind them, as many as a vector has in all.
+template <typename Lanes>
+inline void compress(Lanes lanes, uint64_t bits, void* to) {
+#if defined(__AVX512F__)
+    _mm512_storeu_si512(to, _mm512_maskz_compress_epi32((__mmask16)bits, (__m512i)lanes));
+#else
+    for (Integers values = (Integers)lanes; bits; bits &= bits - 1, to = (int32_t*)to + 1) {
+        int32_t value = values[__builtin_ctzll(bits)];
+        std::memcpy(to, &value, sizeof value);
+    }
+#endif
+}
+
+// Marked tokens of a vector: a bit each where the processor has masks, else all bits or none of its lane.
+#if defined(__AVX512F__)
+typedef __mmask16 Marks;
+inline Marks at_least(Singles lanes, float least) {
+    return _mm512_cmp_ps_mask((__m512)lanes, _mm512_set1_ps(least), _CMP_GE_OQ);
+}
+inline Marks below(Singles lanes, float limit) {
+    return _mm512_cmp_ps_mask((__m512)lanes, _mm512_set1_ps(limit), _CMP_LT_OQ);
+}
+inline Singles without(Singles lanes, Marks marks) { return (Singles)_mm512_maskz_mov_ps((Marks)~marks, (__m512)lanes); }
+inline Marks first_marks(int count) { return (Marks)((1u << std::clamp(count, 0, TOKENS)) - 1); }
+inline uint64_t bits_of(Marks marks) { return marks; }
+#else
+typedef Integers Marks;
+inline Marks at_least(Singles lanes, float least) { return lanes >= least; }
+inline Marks below(Singles lanes, float limit) { return lanes < limit; }
+inline Singles without(Singles lanes, Marks marks) { return marks ? Singles{} : lanes; }
+inline Marks first_marks(int count) { return numbered < count; }
+#endif
+
+inline float largest(Singles lanes) {
+    float found = lanes[0];
+    for (int i = 1; i < TOKENS; i++) found = std::max(found, lanes[i]);
+    return found;
+}
+
+}  // namespace
