@@ -27,17 +27,11 @@ LOCAL_TOKENS = 128  # of a sequence beside its bulk: sinks and window at their d
 
 @dataclass(frozen=True)
 class Rotation:
-    """How one layer turns its keys; without frequencies it does not.
+    """How one layer turns its keys; without frequencies it does not."""
 
-    Args:
-        dim: dims of a key.
-        frequencies: radians per position of each pair of dims; the first `2 * len(frequencies)` dims are turned.
-        layout: pairs of dims: "half", dim `i` with dim `i + len(frequencies)`; "interleaved", dim `2i` with `2i + 1`.
-    """
-
-    dim: int
-    frequencies: tuple[float, ...] = ()
-    layout: str = "half"
+    dim: int  # of a key
+    frequencies: tuple[float, ...] = ()  # radians per position of each pair; the first `2 * len(frequencies)` dims turn
+    layout: str = "half"  # dim `i` is paired with dim `i + len(frequencies)`; "interleaved": dim `2i` with `2i + 1`
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:

@@ -17,16 +17,12 @@ class RunningMoments:
     """Count, mean and covariance of the keys of one layer, row by row, in float32.
 
     Chan's merge of centred blocks is stable for keys with large means, and independent of the split, to rounding.
-
-    Attributes:
-        count: tokens taken in, one int a row; and `known`, the same as int64 `[batch]` beside the other tensors.
-        mean: `[batch, kv_heads, dim]` float32.
-        covariance: `[batch, kv_heads, dim, dim]` float32, of the population; zeros for a row without tokens.
     """
 
     def __init__(self, batch: int, kv_heads: int, dim: int, device: torch.device) -> None:
-        self.count = [0] * batch
-        self.known = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.count = [0] * batch  # tokens taken in
+        self.known = torch.zeros(batch, dtype=torch.int64, device=device)  # the same, beside the other tensors
+        # Of the population; zeros for a row without tokens.
         self.mean = torch.zeros(batch, kv_heads, dim, dtype=torch.float32, device=device)
         self.covariance = torch.zeros(batch, kv_heads, dim, dim, dtype=torch.float32, device=device)
 
