@@ -15,6 +15,7 @@ from .files import tensor_file
 
 CRITERIA = ("gaussian", "oracle", "dense", "local")
 GROUP_RULES = ("any", "head")
+OwnMoments = tuple[Tensor, Tensor, Tensor]  # mean and covariance of a bulk's first keys; how many, int64 `[batch or 1]`
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,15 +136,7 @@ def gaussian_log_bulk(score_mean: Tensor, score_variance: Tensor, bulk_tokens: T
 
 
 def current_score_moments(
-    query: Tensor,
-    scores: Tensor,
-    mean: Tensor,
-    covariance: Tensor,
-    count: Tensor,
-    *,
-    pending: Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
+    query: Tensor, scores: Tensor, own: OwnMoments, *, pending: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance of each query's scores over its own bulk by the prompt's keys, and bool, where they are known.
 
@@ -152,11 +145,11 @@ def current_score_moments(
 
     Args:
         scores: of the queries over the local buffer, `[batch, kv_heads, group, queries, columns]`, capped already.
-        mean, covariance: of the first `count` keys of the row's bulk.
-        count: int64 `[batch or 1]`.
+        own: of the rows' bulks; the mean and covariance as for `score_moments`.
         pending: bool `[batch or 1, 1, 1 or queries, columns]`, tokens of the bulk that still lie in the local buffer,
             to be pooled with the others; None leaves them out.
     """
+    mean, covariance, count = own
     shape, known = scores.shape[:-1], count.view(-1, 1, 1, 1)
     moments = score_moments(query, mean, covariance, scaling=scaling, softcap=softcap)
     mean, variance = (found.view(shape) for found in moments)

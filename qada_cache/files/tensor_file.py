@@ -29,7 +29,6 @@ _TYPES = {  # by safetensors' names
     **{"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
 }
 _DTYPES = {dtype: name for name, dtype in _TYPES.items()}
-_ZEROS = bytes(1 << 20)
 _ALIGNMENT = 64  # bytes, as torch aligns memory on the CPU
 
 
@@ -75,11 +74,8 @@ def oldest_version(kind: str) -> int:
 def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any]) -> None:
     """Write `tensors` and the JSON-able `state` to `path`, whole or not at all; a symbolic link is written through.
 
-    `kind` names what the file is, e.g. "qada-cache"; `read` asks for it.
-
-    Raises:
-        OSError: it cannot be written, or is something else than a regular file; the message names the path.
-        NotImplementedError: a tensor is of a dtype that these files do not hold.
+    `kind` names what the file is, e.g. "qada-cache"; `read` asks for it. An OSError, which names the path, if it cannot
+    be written, or is no regular file; a NotImplementedError at a dtype that these files do not hold.
     """
     target = os.path.realpath(path)
     if os.path.lexists(target) and not stat.S_ISREG(os.stat(target).st_mode):
@@ -122,12 +118,8 @@ def encoded(kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any])
 
 
 def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors (on the CPU) and state that `write` put into `path`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is truncated, altered, of another kind, or of another format, as the message says.
-    """
+    """The tensors (on the CPU) and state that `write` put into `path`. A FileNotFoundError if there is no such file; a
+    ValueError if it is truncated, altered, of another kind, or of another format, as the message says."""
     tensors, state, _ = mapped(path, kind, mmap=False)
     return tensors, state
 
@@ -208,11 +200,7 @@ def _digest(state: str, tensors: Mapping[str, FileTensor]) -> str:
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         for piece in _pieces(tensor):
-            if isinstance(piece, int):
-                for start in range(0, piece, len(_ZEROS)):
-                    digest.update(_ZEROS[: piece - start])
-            else:
-                digest.update(piece)
+            digest.update(bytes(piece) if isinstance(piece, int) else piece)
     return digest.hexdigest()
 
 
