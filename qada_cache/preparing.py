@@ -76,10 +76,7 @@ def _build_kernels(
     """Decode tokens in one layer of an empty cache: without a bulk, then with one, then with a sketch of it.
 
     So kernels are chosen and compiled by the very calls of such steps. Where none serves, and for audits, the bulk is
-    read by `partial_attention`.
-
-    Raises:
-        RuntimeError: as `choice.decode_kernel`.
+    read by `partial_attention`. A RuntimeError as by `choice.decode_kernel`.
     """
     options, made = shared.options, torch.Generator(device).manual_seed(0)
 

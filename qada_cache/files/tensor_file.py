@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,7 +77,7 @@ def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, FileTensor],
     be written, or is no regular file; a NotImplementedError at a dtype that these files do not hold.
     """
     target = os.path.realpath(path)
-    if os.path.lexists(target) and not stat.S_ISREG(os.stat(target).st_mode):
+    if os.path.lexists(target) and not os.path.isfile(target):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     try:
         write_whole(target, encoded(kind, tensors, state))

@@ -96,9 +96,7 @@ def default_moments(
     Words without a tokenizer (`prompts.choose_prompt`) become tokens, with a warning, and are kept under the tokens'
     name. Processes that share a model collect together: each keeps a file named by its part of the weights, and if one
     finds none, all collect. The tokenizer beside the model (`identity.find_tokenizer`) serves if none is given.
-
-    Raises:
-        ValueError: "wiki" without a tokenizer, or with one that does not know its words; or as `KeyMoments.collect`.
+    A ValueError by "wiki" without one, or with one that does not know its words; or as by `KeyMoments.collect`.
     """
     path = _path(model, prompt)
     with _remembering:

@@ -58,8 +58,7 @@ def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
     name = config._name_or_path
     if not name:
         raise LookupError("none was found: the model was not loaded from anywhere")
-    quantization: Any = getattr(config, "quantization_config", None)
-    file = quantization.get("gguf_file") if isinstance(quantization, dict) else getattr(quantization, "gguf_file", None)
+    file = (config.to_dict().get("quantization_config") or {}).get("gguf_file")
     revision = getattr(config, "_commit_hash", None) or "main"
     where: dict[str, Any] = {"local_files_only": True} if os.path.isdir(name) else {"revision": revision}
     if file is not None:
