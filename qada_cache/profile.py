@@ -79,13 +79,12 @@ def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: i
         held = list(map(layer_bytes, cache.layers))
         tokens.append((seconds, sum(on_device for on_device, _ in held), sum(on_host for _, on_host in held)))
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    read_share, local = 1.0, [0.0] * len(held)
+    read_share, local = 1.0, {}
     if isinstance(cache, QAdACache):
         stats = cache.stats()
         read_share = stats.read_share
-        for layer, share in zip(stats.layers, stats.kv_local_share.mean(dim=1).tolist(), strict=True):
-            local[layer] = share
-    layers = [(*bytes_held, share) for bytes_held, share in zip(held, local, strict=True)]
+        local = dict(zip(stats.layers, stats.kv_local_share.mean(dim=1).tolist(), strict=True))
+    layers = [(*bytes_held, local.get(layer, 0.0)) for layer, bytes_held in enumerate(held)]
     return Profile(name, prefill_seconds, tokens, read_share, peak_bytes, layers)
 
 

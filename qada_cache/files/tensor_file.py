@@ -22,7 +22,7 @@ from . import write as write_whole
 from .private_map import PrivateMap
 
 FORMAT_VERSION = 4
-_CHANGED = {"qada-cache": 4}  # a kind's oldest version that is read; other kinds have not changed since 3
+OLDEST_VERSIONS = {"qada-cache": 4, "qada-moments": 3, "qada-heads": 3, "qada-choice": 3}  # of each kind that are read
 _TYPES = {  # by safetensors' names
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32},
     **{"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
@@ -33,12 +33,9 @@ _ALIGNMENT = 64  # bytes, as torch aligns memory on the CPU
 
 @dataclass(frozen=True, eq=False)
 class PaddedTensor:
-    """A tensor as a file holds it, `[rows, heads, room, dim]`: of each row its first `lengths[row]` tokens, then zeros.
+    """A tensor as a file has it, `[rows, heads, room, dim]`: `lengths[row]` tokens of each row, then zeros."""
 
-    The `tensor` `[rows, heads, tokens, dim]`, on any device, comes to the host one head at a time.
-    """
-
-    tensor: Tensor
+    tensor: Tensor  # [rows, heads, tokens, dim] on any device, from which it comes to the host one head at a time
     lengths: list[int]
     room: int
 
@@ -63,11 +60,6 @@ class PaddedTensor:
 
 
 FileTensor = Tensor | PaddedTensor
-
-
-def oldest_version(kind: str) -> int:
-    """The oldest format version of this kind of file that can be read."""
-    return _CHANGED.get(kind, 3)
 
 
 def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any]) -> None:
@@ -177,7 +169,7 @@ def _header(path: str | os.PathLike, kind: str, file: BinaryIO) -> tuple[dict[st
     if about.get("kind") != kind:
         raise ValueError(f"{path} is not a {kind} file (it says {about.get('kind', 'nothing about what it is')!r})")
     version = about.get("version", "")
-    if version not in map(str, range(oldest_version(kind), FORMAT_VERSION + 1)):
+    if version not in map(str, range(OLDEST_VERSIONS.get(kind, FORMAT_VERSION), FORMAT_VERSION + 1)):
         old = version.isdigit() and int(version) < FORMAT_VERSION
         way_out = "make it again" if old else "upgrade qada-cache"
         raise ValueError(f"{path} has format version {version!r}, this qada-cache reads {FORMAT_VERSION}: {way_out}")

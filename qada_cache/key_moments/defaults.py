@@ -22,7 +22,7 @@ logger = logging.get_logger(__name__)
 REMEMBERED = 8  # models
 # Versions of the prompts' names ("random-words" once were tokens) and of the files' layout. Files of other versions are
 # not found: a config may find only one file of its name.
-VERSIONS = {"naming": 2, "format": tensor_file.oldest_version(KIND)}
+VERSIONS = {"naming": 2, "format": tensor_file.OLDEST_VERSIONS[KIND]}
 CURRENT = "current"  # the prompt being read
 DEFAULT = f"{CURRENT}+random-tokens"
 FOLDER = "moments"  # of `files.home()`
@@ -169,10 +169,10 @@ def _made(
 
 
 def _say_tokens(prompt: str, reason: str) -> None:
-    tokens = TOKENS_FOR_WORDS[prompt]
     logger.warning_once(
-        f"moments={prompt!r} are those of ordinary tokens instead of words, which is moments={tokens!r}: {reason}. "
-        f"qada_cache.prepare(model, tokenizer, moments={prompt!r}) takes another tokenizer",
+        f"moments={prompt!r} are those of ordinary tokens instead of words, which is moments="
+        f"{TOKENS_FOR_WORDS[prompt]!r}: {reason}. qada_cache.prepare(model, tokenizer, moments={prompt!r}) takes "
+        "another tokenizer",
     )
 
 

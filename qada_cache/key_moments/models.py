@@ -20,7 +20,6 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _observing = threading.Lock()  # two at once would restore each other's entry in the one table
 
 
@@ -142,9 +141,6 @@ def observed(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> 
                 table[name] = original
 
 
-# -- split over processes ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class HeadShard:
     """The KV heads that this process has of every layer: of `size` equal parts, in order, the one numbered `rank`."""
@@ -177,19 +173,35 @@ UNSHARDED = HeadShard(0, 1, None, torch.device("cpu"))  # of a model that is in 
 
 def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int]) -> HeadShard:
     """Which KV heads of these full-attention layers this process has; `config` is the decoder's. A model that is split
-    in another way than by equal numbers of KV heads is refused."""
-    size, name = processes(model), config.model_type
-    check_sharding(model, name, by_heads=size > 1)
+    in another way than by equal numbers of KV heads, with the query heads that share them, is refused."""
+    size, kind = processes(model), config.model_type
+    check_sharding(model, kind, by_heads=size > 1)
     if distributed.is_available() and distributed.is_initialized():
         there = {getattr(module, "layer_idx", None) for module in model.modules()} - {None}
         if there and (gone := sorted(set(layers) - there)):
-            _refuse(name, f"pipeline parallelism: layers {', '.join(map(str, gone))} are not in this one")
+            _refuse(kind, f"pipeline parallelism: layers {', '.join(map(str, gone))} are not in this one")
     if size == 1:
         return UNSHARDED
-    if (found := _not_by_heads(model, config, layers, size)) is not None:
-        _refuse(name, f"tensor parallelism over {size}, where {found}")
-    weight = next(_attention(model))[1].k_proj.weight
-    mesh = weight.device_mesh
+    where = f"tensor parallelism over {size}, where"
+    _, heads, kv_heads, _ = sizes(config)
+    if kv_heads % size or heads % size:
+        _refuse(kind, f"{where} {kv_heads} KV heads and {heads} query heads have no {size} equal parts")
+    plan, left = model.tp_plan or {}, set(layers)
+    for name, module in model.named_modules():
+        if getattr(module, "layer_idx", None) is None or not hasattr(module, "k_proj"):
+            continue
+        for projection in ("q_proj", "k_proj", "v_proj"):
+            weight: Any = getattr(getattr(module, projection, None), "weight", None)
+            style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{projection}"))
+            # Its outputs are split into that many parts, and nothing else is.
+            split = style == "colwise" and hasattr(weight, "to_local") and weight.device_mesh.size() == size
+            if not (split and len(weight.placements) == 1 and weight.placements[0].is_shard(0)):
+                found = f"every process has all heads of {name}.{projection}, or they are split in another way"
+                _refuse(kind, f"{where} {found}")
+        left.discard(module.layer_idx)
+    if left:
+        _refuse(kind, f"{where} layers {', '.join(map(str, sorted(left)))} make keys by no projection of their own")
+    mesh = weight.device_mesh  # any one's
     return HeadShard(mesh.get_local_rank(), size, mesh.get_group(), weight.to_local().device)
 
 
@@ -225,28 +237,3 @@ def _refuse(name: str, how: str) -> NoReturn:
         'number divides, or without (device_map="auto" lays whole layers on several devices of one process), '
         "or use transformers.DynamicCache"
     )
-
-
-def _attention(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """Name and module of every attention that makes keys by a projection of their own."""
-    for name, module in model.named_modules():
-        if getattr(module, "layer_idx", None) is not None and hasattr(module, "k_proj"):
-            yield name, module
-
-
-def _not_by_heads(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int], size: int) -> str | None:
-    """Why processes have no equal parts of the KV heads, and of the query heads that share them, in words; or None."""
-    _, heads, kv_heads, _ = sizes(config)
-    if kv_heads % size or heads % size:
-        return f"{kv_heads} KV heads and {heads} query heads have no {size} equal parts"
-    plan, left = model.tp_plan or {}, set(layers)
-    for name, module in _attention(model):
-        for projection in _PROJECTIONS:
-            weight: Any = getattr(getattr(module, projection, None), "weight", None)
-            style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{projection}"))
-            # Its outputs are split into that many parts, and nothing else is.
-            split = style == "colwise" and hasattr(weight, "to_local") and weight.device_mesh.size() == size
-            if not (split and len(weight.placements) == 1 and weight.placements[0].is_shard(0)):
-                return f"every process has all heads of {name}.{projection}, or they are split in another way"
-        left.discard(module.layer_idx)
-    return f"layers {', '.join(map(str, sorted(left)))} make keys by no projection of their own" if left else None

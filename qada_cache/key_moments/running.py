@@ -75,9 +75,8 @@ class LayerMoments:
     when a length changes, its row alone is written anew.
     """
 
-    _pair: Pair
-
     def __init__(self) -> None:
+        self._pair: Pair
         self._key: Any = None
         self._lengths: tuple[int, ...] = ()
 
