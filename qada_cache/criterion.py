@@ -119,10 +119,8 @@ def score_moments(
 def pool_score_moments(
     count_a: Tensor, mean_a: Tensor, variance_a: Tensor, count_b: Tensor, mean_b: Tensor, variance_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Mean and population variance of two disjoint sets of scores pooled (Chan et al., 1983).
-
-    Scores are linear in the key, so this equals pooling keys. All tensors broadcast; a count may be 0.
-    """
+    """Mean and population variance of two disjoint sets of scores pooled (Chan et al., 1983). Scores are linear in the
+    key, so this equals pooling keys. All tensors broadcast; a count may be 0."""
     total = (count_a + count_b).clamp_min(1)
     delta = mean_b - mean_a
     mean = mean_a + delta * (count_b / total)
@@ -180,18 +178,14 @@ def logit(threshold: float) -> float:
 
 
 def long_context(log_local: Tensor, log_bulk: Tensor, logit_threshold: float) -> Tensor:
-    """True where a head needs the long context: `A_local / (A_local + A_bulk) < threshold` (eq. 2, eq. 7).
-
-    `logit_threshold` is its `logit`, exact at both ends: at 0 every head is local, at 1 none with a bulk is. Kernels
-    have a copy of this line each, of the same name, in `kernels/cpu/decide.h` and `kernels/triton/kernels.py`.
-    """
+    """True where a head needs the long context: `A_local / (A_local + A_bulk) < threshold` (eq. 2, eq. 7). Its `logit`
+    is exact at both ends: at 0 every head is local, at 1 none with a bulk is. Kernels have a copy of this line each, of
+    the same name, in `kernels/cpu/decide.h` and `kernels/triton/kernels.py`."""
     return log_local - log_bulk < logit_threshold
 
 
 def group_decision(flags: Tensor, rule: str) -> Tensor:
-    """One decision of those of the query heads of each KV head, bool `[batch, kv_heads, group, queries]` as `flags`.
-
-    By "any" a group is long-context if any head of it is, as its keys are read anyway; by "head", the paper's rule,
-    each query head is for itself.
-    """
+    """One decision of those of the query heads of each KV head, bool `[batch, kv_heads, group, queries]` as `flags`. By
+    "any" a group is long-context if any head of it is, as its keys are read anyway; by "head", the paper's rule, each
+    query head is for itself."""
     return flags if rule == "head" else flags.any(dim=2, keepdim=True).expand_as(flags)

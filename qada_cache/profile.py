@@ -46,10 +46,8 @@ class Profile:
 
 @torch.inference_mode()
 def profile(model: PreTrainedModel, ids: Tensor, *, new_tokens: int, chunk: int, **options: Any) -> list[Profile]:
-    """Read `ids` `[1, tokens]`, `chunk` tokens a pass, and decode `new_tokens` greedily.
-
-    Once with DynamicCache, then with QAdACache under these options. The model is in eval mode.
-    """
+    """Read `ids` `[1, tokens]`, `chunk` tokens a pass, and decode `new_tokens` greedily: once with DynamicCache, then
+    with QAdACache under these options. The model is in eval mode."""
     with tqdm(total=2 * (ids.shape[1] + new_tokens), unit="token") as bar:
         # The first is gone before the second is built: no two caches need room at once.
         stock = _run(model, ids, DynamicCache(config=model.config), new_tokens, chunk, bar)

@@ -31,9 +31,7 @@ def home() -> Path:
 @contextmanager
 def opened(name: str, *, make: bool = False) -> Iterator[int]:
     """A descriptor of the folder `name` in `home()`, whatever becomes of its path; made if `make`, for the user alone.
-
-    An OSError unless it is a folder, no link, and the user's alone (FileNotFoundError: there is none).
-    """
+    An OSError unless it is a folder, no link, and the user's alone (FileNotFoundError: there is none)."""
     path = home()
     if os.mkdir not in os.supports_dir_fd:
         raise OSError(f"who can write to {path} cannot be told on {sys.platform}")

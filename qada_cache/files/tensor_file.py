@@ -63,11 +63,9 @@ FileTensor = Tensor | PaddedTensor
 
 
 def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any]) -> None:
-    """Write `tensors` and the JSON-able `state` to `path`, whole or not at all; a symbolic link is written through.
-
-    `kind` names what the file is, e.g. "qada-cache"; `read` asks for it. An OSError, which names the path, if it cannot
-    be written, or is no regular file; a NotImplementedError at a dtype that these files do not hold.
-    """
+    """Write `tensors` and the JSON-able `state` to `path`, whole or not at all; a symbolic link is written through. The
+    file's `kind`, e.g. "qada-cache", is asked for by `read`. An OSError, which names the path, if it cannot be written,
+    or is no regular file; a NotImplementedError at a dtype that these files do not hold."""
     target = os.path.realpath(path)
     if os.path.lexists(target) and not os.path.isfile(target):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
@@ -78,11 +76,8 @@ def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, FileTensor],
 
 
 def encoded(kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any]) -> Iterator[bytes | memoryview | int]:
-    """The bytes of a file for `write`, piece by piece, numbers standing for that many zeros.
-
-    Tensors on a device are copied to the host twice, as the checksum stands before them. (safetensors' own function
-    copies all first, and ignores the umask.)
-    """
+    """The bytes of a file for `write`, piece by piece, numbers standing for that many zeros. Tensors on a device are
+    copied twice, as the checksum stands before them. (safetensors' own copies all first, and ignores the umask.)"""
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise NotImplementedError(

@@ -27,10 +27,8 @@ def digest(model: PreTrainedModel, **versions: int) -> str:
 
 
 def source(config: PreTrainedConfig, **versions: int) -> str:
-    """The path or repository of the weights and their commit; empty if they were not loaded.
-
-    A config tells no more: it is wrong about weights changed since, and about another path to the same folder.
-    """
+    """The path or repository of the weights and their commit; empty if they were not loaded. A config tells no more: it
+    is wrong about weights changed since, and about another path to the same folder."""
     where = config._name_or_path
     if not where:
         return ""
@@ -50,10 +48,8 @@ def _settings(config: PreTrainedConfig, versions: dict[str, int]) -> dict[str, A
 
 
 def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """The tokenizer in the folder, GGUF file or Hub repository that the model came from; its code is not run.
-
-    A LookupError says where there is none, and why.
-    """
+    """The tokenizer in the folder, GGUF file or Hub repository that the model came from; its code is not run. A
+    LookupError says where there is none, and why."""
     config = model.config
     name = config._name_or_path
     if not name:

@@ -58,11 +58,8 @@ class Rotation:
         return keys * angle.cos().to(keys.dtype) + keys[..., partner] * angle.sin().to(keys.dtype)
 
     def average(self, mean: Tensor, covariance: Tensor, *, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Moments of keys at every position of `first .. first + length - 1`, each key at each position.
-
-        Mean `[..., dim]` and population covariance `[..., dim, dim]` are those of the keys at position 0; those
-        returned are float64 on the CPU.
-        """
+        """Moments of keys at every position of `first .. first + length - 1`, each key at each position: from their
+        mean `[..., dim]` and population covariance `[..., dim, dim]` at position 0, float64 on the CPU."""
         _, partner = self.by_dim
         cos, sin, cos_cos, cos_sin, sin_sin = _means(self, first, length)
         mean = mean.double().cpu()

@@ -14,10 +14,8 @@ Pair = tuple[Tensor, Tensor]  # mean and covariance
 
 
 class RunningMoments:
-    """Count, mean and covariance of the keys of one layer, row by row, in float32.
-
-    Chan's merge of centred blocks is stable for keys with large means, and independent of the split, to rounding.
-    """
+    """Count, mean and covariance of the keys of one layer, row by row, in float32. Chan's merge of centred blocks is
+    stable for keys with large means, and independent of the split, to rounding."""
 
     def __init__(self, batch: int, kv_heads: int, dim: int, device: torch.device) -> None:
         self.count = [0] * batch  # tokens taken in
@@ -69,11 +67,8 @@ class RunningMoments:
 
 
 class LayerMoments:
-    """What one layer keeps of another prompt's moments, from step to step.
-
-    The pair for bulks of one length is shared by all caches. Rows of several lengths lie in tensors of the layer's own:
-    when a length changes, its row alone is written anew.
-    """
+    """What one layer keeps of another prompt's moments, from step to step. The pair for bulks of one length is shared
+    by all caches. Rows of several lengths lie in tensors of its own: a new length's row alone is written anew."""
 
     def __init__(self) -> None:
         self._pair: Pair
