@@ -22,7 +22,7 @@ from . import write as write_whole
 from .private_map import PrivateMap
 
 FORMAT_VERSION = 4
-OLDEST_VERSIONS = {"qada-cache": 4, "qada-moments": 3, "qada-heads": 3, "qada-choice": 3}  # of each kind that are read
+OLDEST_VERSIONS = {"qada-cache": 4, "qada-moments": 3, "qada-heads": 3, "qada-choice": 3}  # of a kind that are read
 _TYPES = {  # by safetensors' names
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32},
     **{"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},

@@ -124,10 +124,8 @@ def kept_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Te
 
 def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     """The file that `default_moments` kept for the model that this config was loaded with; None without exactly one.
-
     The config names no weights. So a config made by hand finds none, and several files of one name (weights changed in
-    memory) count as none. Instead of missing words, kept tokens are found, with a warning.
-    """
+    memory) count as none. Instead of missing words, kept tokens are found, with a warning."""
     source, found = identity.source(config, **VERSIONS), []
     try:
         with files.opened(FOLDER) as folder:

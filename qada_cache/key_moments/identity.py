@@ -118,19 +118,14 @@ def _readable(weight: Tensor) -> bool:
 def _sample(weights: dict[str, Tensor]) -> list[str]:
     found = []
     for name, weight in weights.items():
-        found.append(_digest(f"{name} {list(weight.shape)} {weight.dtype}".encode()))
-        if not weight.numel() or not _readable(weight):
-            continue
-        index = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), device=weight.device).long()
-        places = torch.unravel_index(index, weight.shape) if weight.dim() else ()
-        with (
-            suppress(NotImplementedError),  # torch indexes no tensors of dtypes smaller than a byte
-            torch._C.DisableTorchFunctionSubclass(),  # the plain tensor of a Parameter's subclass
-        ):
-            values = weight.detach()[places].reshape(-1).float()
-            found[-1] += _digest(values.cpu().numpy().tobytes())
+        contents = [f"{name} {list(weight.shape)} {weight.dtype}".encode()]
+        if weight.numel() and _readable(weight):
+            index = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), device=weight.device).long()
+            places = torch.unravel_index(index, weight.shape) if weight.dim() else ()
+            with (
+                suppress(NotImplementedError),  # torch indexes no tensors of dtypes smaller than a byte
+                torch._C.DisableTorchFunctionSubclass(),  # the plain tensor of a Parameter's subclass
+            ):
+                contents.append(weight.detach()[places].reshape(-1).float().cpu().numpy().tobytes())
+        found.append("".join(hashlib.sha256(content).hexdigest()[:_DIGITS] for content in contents))
     return found
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:_DIGITS]

@@ -82,11 +82,9 @@ def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
 def read_keys(
     model: PreTrainedModel, ids: Tensor, positions: Tensor | None, *, chunk: int, done: Callable[[int], object]
 ) -> dict[int, Tensor]:
-    """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, of this process's heads, on the CPU.
-
-    The model reads `chunk` tokens of `ids` `[batch, tokens]` at a time, at `positions` `[batch, tokens]` (None: its
-    own). `done` is told after each chunk how many it had. A ValueError if a layer keeps other keys.
-    """
+    """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, of this process's heads, on the CPU. The
+    model reads `chunk` tokens of `ids` `[batch, tokens]` at a time, at `positions` `[batch, tokens]` (None: its own).
+    `done` is told after each chunk how many it had. A ValueError if a layer keeps other keys."""
     config = model.config.get_text_config(decoder=True)
     cache, device = DynamicCache(config=config), inputs_device(model)
     for start in range(0, ids.shape[1], chunk):
@@ -189,7 +187,7 @@ def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequenc
     plan, left = model.tp_plan or {}, set(layers)
     for name, module in model.named_modules():
         if getattr(module, "layer_idx", None) is None or not hasattr(module, "k_proj"):
-            continue
+            continue  # no attention, or one that makes keys by no projection of its own
         for projection in ("q_proj", "k_proj", "v_proj"):
             weight: Any = getattr(getattr(module, projection, None), "weight", None)
             style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{projection}"))

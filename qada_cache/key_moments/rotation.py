@@ -58,8 +58,8 @@ class Rotation:
         return keys * angle.cos().to(keys.dtype) + keys[..., partner] * angle.sin().to(keys.dtype)
 
     def average(self, mean: Tensor, covariance: Tensor, *, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Moments of keys at every position of `first .. first + length - 1`, each key at each position: from their
-        mean `[..., dim]` and population covariance `[..., dim, dim]` at position 0, float64 on the CPU."""
+        """Moments of keys at every position of `first .. first + length - 1`, each key at each position, float64 on
+        the CPU; from their mean `[..., dim]` and population covariance `[..., dim, dim]` at position 0."""
         _, partner = self.by_dim
         cos, sin, cos_cos, cos_sin, sin_sin = _means(self, first, length)
         mean = mean.double().cpu()
@@ -73,12 +73,8 @@ class Rotation:
 
 @lru_cache(maxsize=64)
 def _means(rotation: Rotation, first: int, length: int) -> tuple[Tensor, ...]:
-    """Means over the positions of `cos`, `sin` `[dim]`, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b`
-    `[dim, dim]`.
-
-    The mean of `exp(i n turn)` is one of a geometric series (Dirichlet's kernel): its middle term times a ratio of
-    sines.
-    """
+    """Means over positions of `cos`, `sin` `[dim]`, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b` `[dim, dim]`.
+    That of `exp(i n turn)` is of a geometric series (Dirichlet's kernel): its middle term times a ratio of sines."""
     frequency, _ = rotation.by_dim
     one, other = frequency.expand(rotation.dim, -1), frequency[:, None]
     turn = torch.stack([one, other - one, other + one])
