@@ -71,11 +71,9 @@ def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
 
 
 def sample(model: PreTrainedModel) -> list[str]:
-    """For every weight, digests of its name, shape and dtype, and of a few values if they can be read.
-
-    A quantised weight stands as the tensors it names as its parts, one that is split over processes as this process's
-    part. Remembered until a weight is replaced or written to, as far as torch counts that: not for `weight.data`.
-    """
+    """For every weight, digests of its name, shape and dtype, and of a few values if they can be read. A quantised
+    weight stands as the tensors it names as its parts, one that is split over processes as this process's part.
+    Remembered until a weight is replaced or written to, as far as torch counts that: not for `weight.data`."""
     held = model.state_dict(keep_vars=True)
     weights = dict(part for name, weight in held.items() if isinstance(weight, Tensor) for part in _parts(name, weight))
     if any(weight.is_inference() for weight in weights.values()):  # such tensors do not count writes
