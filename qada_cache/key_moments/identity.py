@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SAMPLED = 16  # values of each weight that stand for the whole
-_DIGITS = 8  # of either digest
 
 _known: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[tuple], list[str]]]" = weakref.WeakKeyDictionary()
 
@@ -125,5 +124,5 @@ def _sample(weights: dict[str, Tensor]) -> list[str]:
                 torch._C.DisableTorchFunctionSubclass(),  # the plain tensor of a Parameter's subclass
             ):
                 contents.append(weight.detach()[places].reshape(-1).float().cpu().numpy().tobytes())
-        found.append("".join(hashlib.sha256(content).hexdigest()[:_DIGITS] for content in contents))
+        found.append("".join(hashlib.sha256(content).hexdigest()[:8] for content in contents))
     return found
