@@ -59,8 +59,8 @@ class Recorder:
         assert moments is not None
         assert isinstance(geometry, Geometry)
         shape, count, scaling = scores.shape[:-1], geometry.bulk_tokens.unsqueeze(2), step.rule.scaling
-        given = step.grouped_queries.float(), scores, moments.mean, moments.covariance, moments.known
-        mean, variance, _ = current_score_moments(*given, pending=geometry.pending, scaling=scaling)
+        given = step.grouped_queries.float(), scores, (moments.mean, moments.covariance, moments.known)
+        mean, variance, _ = current_score_moments(*given, pending=geometry.pending, scaling=scaling, softcap=None)
         columns = {
             "log_local": log_mass(scores, geometry.local),
             "log_bulk": by_torch.true_log_bulk(step, bulk_lse),

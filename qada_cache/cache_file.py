@@ -17,7 +17,6 @@ from .state import Shared
 from .state.layer import QAdALayer
 from .state.record import BULK, check_alike, check_stock, layer_record, restore_layer
 from .storage import transfers
-from .storage.padding import NONE
 
 KIND = "qada-cache"
 _OPTIONS = (
@@ -88,18 +87,17 @@ def read_cache(
         moments = combine_sources(state["current_moments"], other)
         cache = make(criterion=criterion, moments=moments, **state["options"])
         device = torch.device("cpu") if model is None else inputs_device(model)
-        padding = NONE
         for layer, kept in zip(cache.layers, state["layers"], strict=True):
             record = _decode(kept, tensors, device)
             if isinstance(layer, QAdALayer):
                 restore_layer(layer, record, source)
-                if layer.padding.equals(padding):
-                    layer.padding = padding  # layers share one again, see `Padding`
-                padding = layer.padding
             else:
                 check_stock(layer, record)
                 vars(layer).update(record)
         check_alike(cache.layers)
+        filled = [layer for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store]
+        for layer in filled:
+            layer.padding = filled[0].padding  # equal ones: layers share one again, see `Padding`
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         said = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} cannot be loaded: {said}") from error

@@ -15,6 +15,7 @@ from .files import tensor_file
 
 CRITERIA = ("gaussian", "oracle", "dense", "local")
 GROUP_RULES = ("any", "head")
+OwnMoments = tuple[Tensor, Tensor, Tensor]  # mean and covariance of a bulk's first keys; how many, int64 `[batch or 1]`
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,10 +119,8 @@ def score_moments(
 def pool_score_moments(
     count_a: Tensor, mean_a: Tensor, variance_a: Tensor, count_b: Tensor, mean_b: Tensor, variance_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Mean and population variance of two disjoint sets of scores pooled (Chan et al., 1983).
-
-    Scores are linear in the key, so this equals pooling keys. All tensors broadcast; a count may be 0.
-    """
+    """Mean and population variance of two disjoint sets of scores pooled (Chan et al., 1983). Scores are linear in the
+    key, so this equals pooling keys. All tensors broadcast; a count may be 0."""
     total = (count_a + count_b).clamp_min(1)
     delta = mean_b - mean_a
     mean = mean_a + delta * (count_b / total)
@@ -135,15 +134,7 @@ def gaussian_log_bulk(score_mean: Tensor, score_variance: Tensor, bulk_tokens: T
 
 
 def current_score_moments(
-    query: Tensor,
-    scores: Tensor,
-    mean: Tensor,
-    covariance: Tensor,
-    count: Tensor,
-    *,
-    pending: Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
+    query: Tensor, scores: Tensor, own: OwnMoments, *, pending: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance of each query's scores over its own bulk by the prompt's keys, and bool, where they are known.
 
@@ -152,11 +143,11 @@ def current_score_moments(
 
     Args:
         scores: of the queries over the local buffer, `[batch, kv_heads, group, queries, columns]`, capped already.
-        mean, covariance: of the first `count` keys of the row's bulk.
-        count: int64 `[batch or 1]`.
+        own: of the rows' bulks; the mean and covariance as for `score_moments`.
         pending: bool `[batch or 1, 1, 1 or queries, columns]`, tokens of the bulk that still lie in the local buffer,
             to be pooled with the others; None leaves them out.
     """
+    mean, covariance, count = own
     shape, known = scores.shape[:-1], count.view(-1, 1, 1, 1)
     moments = score_moments(query, mean, covariance, scaling=scaling, softcap=softcap)
     mean, variance = (found.view(shape) for found in moments)
@@ -187,18 +178,14 @@ def logit(threshold: float) -> float:
 
 
 def long_context(log_local: Tensor, log_bulk: Tensor, logit_threshold: float) -> Tensor:
-    """True where a head needs the long context: `A_local / (A_local + A_bulk) < threshold` (eq. 2, eq. 7).
-
+    """True where a head needs the long context: `A_local / (A_local + A_bulk) < threshold` (eq. 2, eq. 7). The
     `logit_threshold` is its `logit`, exact at both ends: at 0 every head is local, at 1 none with a bulk is. Kernels
-    have a copy of this line each, of the same name, in `kernels/cpu/decide.h` and `kernels/triton/kernels.py`.
-    """
+    have a copy of this line each, of the same name, in `kernels/cpu/decide.h` and `kernels/triton/kernels.py`."""
     return log_local - log_bulk < logit_threshold
 
 
 def group_decision(flags: Tensor, rule: str) -> Tensor:
-    """One decision of those of the query heads of each KV head, bool `[batch, kv_heads, group, queries]` as `flags`.
-
-    By "any" a group is long-context if any head of it is, as its keys are read anyway; by "head", the paper's rule,
-    each query head is for itself.
-    """
+    """One decision of those of the query heads of each KV head, bool `[batch, kv_heads, group, queries]` as `flags`. By
+    "any" a group is long-context if any head of it is, as its keys are read anyway; by "head", the paper's rule, each
+    query head is for itself."""
     return flags if rule == "head" else flags.any(dim=2, keepdim=True).expand_as(flags)

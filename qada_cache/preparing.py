@@ -73,14 +73,9 @@ def prepare(
 def _build_kernels(
     device: torch.device, dtype: torch.dtype, shared: Shared, *, kv_heads: int, group: int, dim: int, value_dim: int
 ) -> None:
-    """Decode tokens in one layer of an empty cache: without a bulk, then with one, then with a sketch of it.
-
-    So kernels are chosen and compiled by the very calls of such steps. Where none serves, and for audits, the bulk is
-    read by `partial_attention`.
-
-    Raises:
-        RuntimeError: as `choice.decode_kernel`.
-    """
+    """Decode tokens in one layer of an empty cache: without a bulk, then with one, then with a sketch of it. So kernels
+    are chosen and compiled by the very calls of such steps. Where none serves, and for audits, the bulk is read by
+    `partial_attention`. A RuntimeError as by `choice.decode_kernel`."""
     options, made = shared.options, torch.Generator(device).manual_seed(0)
 
     def random(heads: int, tokens: int, size: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import csv
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,8 @@ class Profile:
 
 @torch.inference_mode()
 def profile(model: PreTrainedModel, ids: Tensor, *, new_tokens: int, chunk: int, **options: Any) -> list[Profile]:
-    """Read `ids` `[1, tokens]`, `chunk` tokens a pass, and decode `new_tokens` greedily.
-
-    Once with DynamicCache, then with QAdACache under these options. The model is in eval mode.
-    """
+    """Read `ids` `[1, tokens]`, `chunk` tokens a pass, and decode `new_tokens` greedily: once with DynamicCache, then
+    with QAdACache under these options. The model is in eval mode."""
     with tqdm(total=2 * (ids.shape[1] + new_tokens), unit="token") as bar:
         # The first is gone before the second is built: no two caches need room at once.
         stock = _run(model, ids, DynamicCache(config=model.config), new_tokens, chunk, bar)
@@ -61,37 +60,30 @@ def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: i
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
-    def forward(part: Tensor) -> Tensor:
-        return model(input_ids=part, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
-
-    begin = time.perf_counter()
-    for part in ids.to(device).split(chunk, dim=1):
-        token = forward(part)
-        bar.update(part.shape[1])
-    _wait(device)
-    prefill_seconds, tokens = time.perf_counter() - begin, []
-    for _ in range(new_tokens):
+    def read(parts: Iterable[Tensor]) -> tuple[float, Tensor]:
+        """How many seconds that took, and the next token `[1, 1]`."""
         begin = time.perf_counter()
-        token = forward(token)
-        _wait(device)
-        seconds = time.perf_counter() - begin
+        for part in parts:
+            token = model(input_ids=part, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+            bar.update(part.shape[1])
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return time.perf_counter() - begin, token
+
+    prefill_seconds, token = read(ids.to(device).split(chunk, dim=1))
+    tokens = []
+    for _ in range(new_tokens):
+        seconds, token = read([token])
         held = list(map(layer_bytes, cache.layers))
         tokens.append((seconds, sum(on_device for on_device, _ in held), sum(on_host for _, on_host in held)))
-        bar.update()
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    read_share, local = 1.0, [0.0] * len(held)
+    read_share, local = 1.0, {}
     if isinstance(cache, QAdACache):
         stats = cache.stats()
         read_share = stats.read_share
-        for layer, share in zip(stats.layers, stats.kv_local_share.mean(dim=1).tolist(), strict=True):
-            local[layer] = share
-    layers = [(*bytes_held, share) for bytes_held, share in zip(held, local, strict=True)]
+        local = dict(zip(stats.layers, stats.kv_local_share.mean(dim=1).tolist(), strict=True))
+    layers = [(*bytes_held, local.get(layer, 0.0)) for layer, bytes_held in enumerate(held)]
     return Profile(name, prefill_seconds, tokens, read_share, peak_bytes, layers)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def layer_table(profiles: list[Profile]) -> list[dict[str, str]]:

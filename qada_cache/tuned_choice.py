@@ -45,13 +45,9 @@ class Thresholds:
 
 
 def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> Path:
-    """Keep the thresholds of these options, under which caches were measured, as the model's own. Returns the path.
-
-    `figures`, the measurements behind the choice, are JSON-able and for people.
-
-    Raises:
-        OSError: the user's cache folder cannot be written to, or is not the user's alone.
-    """
+    """Keep the thresholds of these options, under which caches were measured, as the model's own. Returns the path. The
+    `figures`, measurements behind the choice, are JSON-able and for people. An OSError if the user's cache folder
+    cannot be written to, or is not the user's alone."""
     path = _path(model)
     state = {"chosen": asdict(Thresholds.of(options)), "under": _conditions(options), "figures": figures}
     with files.opened(FOLDER, make=True) as folder:
@@ -60,11 +56,9 @@ def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> P
 
 
 def apply_tuned(options: Options, managed: ManagedModel, *, threshold: float | None) -> Options:
-    """The options with the model's tuned setting; without, if they do not ask for it, or none is kept that counts.
-
-    A setting that is kept and does not count is warned of, once. A `threshold` that was asked for has to be the
-    setting's; None: the setting's counts.
-    """
+    """The options with the model's tuned setting; without, if they do not ask for it, or none is kept that counts. One
+    that is kept and does not count is warned of, once. A `threshold` that was asked for has to be the setting's; None:
+    the setting's counts."""
     without = replace(options, tuned=False)
     model = managed.get()
     if not (options.tuned and options.selects_tokens and managed.layers) or model is None or managed.shard.size > 1:
@@ -80,14 +74,14 @@ def apply_tuned(options: Options, managed: ManagedModel, *, threshold: float | N
         if threshold is not None:
             ours["threshold"] = threshold
         differing = [name for name, value in ours.items() if measured[name] != value]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        known = isinstance(error, (OSError, ValueError))
-        reason = str(error) if known else f"it does not hold what this version keeps ({error})"
-    else:
         if not differing:
             return taken
         theirs, its = (", ".join(f"{name}={given[name]}" for name in differing) for given in (measured, ours))
         reason = f"it was measured with {theirs}, and this cache has {its}"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    except (TypeError, KeyError) as error:
+        reason = f"it does not hold what this version keeps ({error})"
     logger.warning_once(
         f"the tuned setting of this {managed.model_type} model is not used: {reason}. This cache goes by "
         f"{Thresholds.of(options)}; run qada tune again, or give token_threshold or tuned=False"

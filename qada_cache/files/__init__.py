@@ -31,9 +31,7 @@ def home() -> Path:
 @contextmanager
 def opened(name: str, *, make: bool = False) -> Iterator[int]:
     """A descriptor of the folder `name` in `home()`, whatever becomes of its path; made if `make`, for the user alone.
-
-    An OSError unless it is a folder, no link, and the user's alone (FileNotFoundError: there is none).
-    """
+    An OSError unless it is a folder, no link, and the user's alone (FileNotFoundError: there is none)."""
     path = home()
     if os.mkdir not in os.supports_dir_fd:
         raise OSError(f"who can write to {path} cannot be told on {sys.platform}")
@@ -79,11 +77,9 @@ def read(folder: int, name: str) -> bytes:
 
 
 def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, folder: int | None = None) -> None:
-    """Put `content` into the file `path`, whole or not at all; whoever reads meanwhile sees the old file or the new.
-
-    A number in `content` is that many zeros, a hole if the file system has holes. A new file has the permissions of the
-    umask, an old one keeps its own. In `folder`, a descriptor that `opened` gave, it is for the user alone.
-    """
+    """Put `content` into the file `path`, whole or not at all; whoever reads meanwhile sees the old file or the new. A
+    number in `content` is that many zeros, a hole if the file system has holes. A new file has the permissions of the
+    umask, an old one keeps its own. In `folder`, a descriptor that `opened` gave, it is for the user alone."""
     head, name = os.path.split(path)
     beginning = f".{name[:100]}."
     if LOCKS:

@@ -49,11 +49,9 @@ class OpenFile:
 
 
 class PrivateMap:
-    """A file's content, uint8 `[size]`, as memory of one holder; nobody may write to the file.
-
-    `copy.deepcopy` maps the file once more: the copy holds the file's content, without writes to this map. Pages that
-    nobody has written to take memory once, however often they are mapped.
-    """
+    """A file's content, uint8 `[size]`, as memory of one holder; nobody may write to the file. `copy.deepcopy` maps it
+    once more: the copy holds the file's content, without writes to this map. Pages that nobody has written to take
+    memory once, however often they are mapped."""
 
     def __init__(self, file: OpenFile) -> None:
         self.file, self.content = file, file.map(shared=False)

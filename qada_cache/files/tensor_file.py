@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,24 +22,20 @@ from . import write as write_whole
 from .private_map import PrivateMap
 
 FORMAT_VERSION = 4
-_CHANGED = {"qada-cache": 4}  # a kind's oldest version that is read; other kinds have not changed since 3
+OLDEST_VERSIONS = {"qada-cache": 4, "qada-moments": 3, "qada-heads": 3, "qada-choice": 3}  # of a kind that are read
 _TYPES = {  # by safetensors' names
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32},
     **{"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
 }
 _DTYPES = {dtype: name for name, dtype in _TYPES.items()}
-_ZEROS = bytes(1 << 20)
 _ALIGNMENT = 64  # bytes, as torch aligns memory on the CPU
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedTensor:
-    """A tensor as a file holds it, `[rows, heads, room, dim]`: of each row its first `lengths[row]` tokens, then zeros.
+    """A tensor as a file has it, `[rows, heads, room, dim]`: `lengths[row]` tokens of each row, then zeros."""
 
-    The `tensor` `[rows, heads, tokens, dim]`, on any device, comes to the host one head at a time.
-    """
-
-    tensor: Tensor
+    tensor: Tensor  # [rows, heads, tokens, dim] on any device, from which it comes to the host one head at a time
     lengths: list[int]
     room: int
 
@@ -67,22 +62,12 @@ class PaddedTensor:
 FileTensor = Tensor | PaddedTensor
 
 
-def oldest_version(kind: str) -> int:
-    """The oldest format version of this kind of file that can be read."""
-    return _CHANGED.get(kind, 3)
-
-
 def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any]) -> None:
-    """Write `tensors` and the JSON-able `state` to `path`, whole or not at all; a symbolic link is written through.
-
-    `kind` names what the file is, e.g. "qada-cache"; `read` asks for it.
-
-    Raises:
-        OSError: it cannot be written, or is something else than a regular file; the message names the path.
-        NotImplementedError: a tensor is of a dtype that these files do not hold.
-    """
+    """Write `tensors` and the JSON-able `state` to `path`, whole or not at all; a symbolic link is written through. The
+    file's `kind`, e.g. "qada-cache", is asked for by `read`. An OSError, which names the path, if it cannot be written,
+    or is no regular file; a NotImplementedError at a dtype that these files do not hold."""
     target = os.path.realpath(path)
-    if os.path.lexists(target) and not stat.S_ISREG(os.stat(target).st_mode):
+    if os.path.lexists(target) and not os.path.isfile(target):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     try:
         write_whole(target, encoded(kind, tensors, state))
@@ -91,11 +76,8 @@ def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, FileTensor],
 
 
 def encoded(kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any]) -> Iterator[bytes | memoryview | int]:
-    """The bytes of a file for `write`, piece by piece, numbers standing for that many zeros.
-
-    Tensors on a device are copied to the host twice, as the checksum stands before them. (safetensors' own function
-    copies all first, and ignores the umask.)
-    """
+    """The bytes of a file for `write`, piece by piece, numbers standing for that many zeros. Tensors on a device are
+    copied twice, as the checksum stands before them. (safetensors' own copies all first, and ignores the umask.)"""
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise NotImplementedError(
@@ -122,12 +104,8 @@ def encoded(kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any])
 
 
 def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors (on the CPU) and state that `write` put into `path`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is truncated, altered, of another kind, or of another format, as the message says.
-    """
+    """The tensors (on the CPU) and state that `write` put into `path`. A FileNotFoundError if there is no such file; a
+    ValueError if it is truncated, altered, of another kind, or of another format, as the message says."""
     tensors, state, _ = mapped(path, kind, mmap=False)
     return tensors, state
 
@@ -186,7 +164,7 @@ def _header(path: str | os.PathLike, kind: str, file: BinaryIO) -> tuple[dict[st
     if about.get("kind") != kind:
         raise ValueError(f"{path} is not a {kind} file (it says {about.get('kind', 'nothing about what it is')!r})")
     version = about.get("version", "")
-    if version not in map(str, range(oldest_version(kind), FORMAT_VERSION + 1)):
+    if version not in map(str, range(OLDEST_VERSIONS.get(kind, FORMAT_VERSION), FORMAT_VERSION + 1)):
         old = version.isdigit() and int(version) < FORMAT_VERSION
         way_out = "make it again" if old else "upgrade qada-cache"
         raise ValueError(f"{path} has format version {version!r}, this qada-cache reads {FORMAT_VERSION}: {way_out}")
@@ -208,11 +186,7 @@ def _digest(state: str, tensors: Mapping[str, FileTensor]) -> str:
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         for piece in _pieces(tensor):
-            if isinstance(piece, int):
-                for start in range(0, piece, len(_ZEROS)):
-                    digest.update(_ZEROS[: piece - start])
-            else:
-                digest.update(piece)
+            digest.update(bytes(piece) if isinstance(piece, int) else piece)
     return digest.hexdigest()
 
 

@@ -131,7 +131,7 @@ def estimated_log_bulk(
     if own is not None:
         query, pending = step.grouped_queries.float(), step.masks.pending if pool else None
         mean, variance, known = current_score_moments(
-            query, step.scores, *own, pending=pending, scaling=rule.scaling, softcap=rule.softcap
+            query, step.scores, own, pending=pending, scaling=rule.scaling, softcap=rule.softcap
         )
         estimate = gaussian_log_bulk(mean, variance, step.masks.bulk_tokens.unsqueeze(2))
         largest = torch.fmax(largest, estimate.masked_fill(~known, torch.nan))  # which takes a number before a nan

@@ -98,10 +98,8 @@ class KeyMoments:
         float64 on the CPU.
 
         With known rotations they are averaged over the bulk's positions. Otherwise they are those of the greatest of
-        `lengths` up to `length`: moments of a shorter bulk do little harm, of a longer one much.
-
-        Raises:
-            ValueError: `length` is below 1.
+        `lengths` up to `length`: moments of a shorter bulk do little harm, of a longer one much. A ValueError if
+        `length` is below 1.
         """
         layers = [self._layer_at(layer, length) for layer in range(self.mean.shape[1])]
         return torch.stack([mean for mean, _ in layers]), torch.stack([covariance for _, covariance in layers])
@@ -141,8 +139,6 @@ class KeyMoments:
         """Bytes of what callers of `layer` keep on devices, for all caches that share these moments."""
         with _placing:
             return sum(moment.nbytes for moment in self._placed.values())
-
-    # -- files ----------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of a file, under the names that `from_file` reads."""

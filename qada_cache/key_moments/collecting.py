@@ -48,9 +48,7 @@ class QueryEnergies:
         self, keys: dict[int, Tensor], layers: int, rotations: dict[int, Rotation], shard: HeadShard
     ) -> Tensor | None:
         """Energies float32 `[layers, kv_heads, dim]`: means over a KV head's query heads and over each rotary pair.
-
-        None if the queries of a layer that has `keys` were not seen, or are of other heads.
-        """
+        None if the queries of a layer that has `keys` were not seen, or are of other heads."""
         _, heads, _, dim = next(iter(keys.values())).shape
         energies, seen = torch.zeros(layers, heads, dim), 0
         for index in keys.keys() & self.sums.keys():

@@ -22,7 +22,7 @@ logger = logging.get_logger(__name__)
 REMEMBERED = 8  # models
 # Versions of the prompts' names ("random-words" once were tokens) and of the files' layout. Files of other versions are
 # not found: a config may find only one file of its name.
-VERSIONS = {"naming": 2, "format": tensor_file.oldest_version(KIND)}
+VERSIONS = {"naming": 2, "format": tensor_file.OLDEST_VERSIONS[KIND]}
 CURRENT = "current"  # the prompt being read
 DEFAULT = f"{CURRENT}+random-tokens"
 FOLDER = "moments"  # of `files.home()`
@@ -96,9 +96,7 @@ def default_moments(
     Words without a tokenizer (`prompts.choose_prompt`) become tokens, with a warning, and are kept under the tokens'
     name. Processes that share a model collect together: each keeps a file named by its part of the weights, and if one
     finds none, all collect. The tokenizer beside the model (`identity.find_tokenizer`) serves if none is given.
-
-    Raises:
-        ValueError: "wiki" without a tokenizer, or with one that does not know its words; or as `KeyMoments.collect`.
+    A ValueError by "wiki" without one, or with one that does not know its words; or as by `KeyMoments.collect`.
     """
     path = _path(model, prompt)
     with _remembering:
@@ -126,10 +124,8 @@ def kept_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Te
 
 def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     """The file that `default_moments` kept for the model that this config was loaded with; None without exactly one.
-
     The config names no weights. So a config made by hand finds none, and several files of one name (weights changed in
-    memory) count as none. Instead of missing words, kept tokens are found, with a warning.
-    """
+    memory) count as none. Instead of missing words, kept tokens are found, with a warning."""
     source, found = identity.source(config, **VERSIONS), []
     try:
         with files.opened(FOLDER) as folder:
@@ -171,10 +167,10 @@ def _made(
 
 
 def _say_tokens(prompt: str, reason: str) -> None:
-    tokens = TOKENS_FOR_WORDS[prompt]
     logger.warning_once(
-        f"moments={prompt!r} are those of ordinary tokens instead of words, which is moments={tokens!r}: {reason}. "
-        f"qada_cache.prepare(model, tokenizer, moments={prompt!r}) takes another tokenizer",
+        f"moments={prompt!r} are those of ordinary tokens instead of words, which is moments="
+        f"{TOKENS_FOR_WORDS[prompt]!r}: {reason}. qada_cache.prepare(model, tokenizer, moments={prompt!r}) takes "
+        "another tokenizer",
     )
 
 

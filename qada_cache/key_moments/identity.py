@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SAMPLED = 16  # values of each weight that stand for the whole
-_DIGITS = 8  # of either digest
 
 _known: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[tuple], list[str]]]" = weakref.WeakKeyDictionary()
 
@@ -27,10 +26,8 @@ def digest(model: PreTrainedModel, **versions: int) -> str:
 
 
 def source(config: PreTrainedConfig, **versions: int) -> str:
-    """The path or repository of the weights and their commit; empty if they were not loaded.
-
-    A config tells no more: it is wrong about weights changed since, and about another path to the same folder.
-    """
+    """The path or repository of the weights and their commit; empty if they were not loaded. A config tells no more: it
+    is wrong about weights changed since, and about another path to the same folder."""
     where = config._name_or_path
     if not where:
         return ""
@@ -50,16 +47,13 @@ def _settings(config: PreTrainedConfig, versions: dict[str, int]) -> dict[str, A
 
 
 def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """The tokenizer in the folder, GGUF file or Hub repository that the model came from; its code is not run.
-
-    A LookupError says where there is none, and why.
-    """
+    """The tokenizer in the folder, GGUF file or Hub repository that the model came from; its code is not run. A
+    LookupError says where there is none, and why."""
     config = model.config
     name = config._name_or_path
     if not name:
         raise LookupError("none was found: the model was not loaded from anywhere")
-    quantization: Any = getattr(config, "quantization_config", None)
-    file = quantization.get("gguf_file") if isinstance(quantization, dict) else getattr(quantization, "gguf_file", None)
+    file = (config.to_dict().get("quantization_config") or {}).get("gguf_file")
     revision = getattr(config, "_commit_hash", None) or "main"
     where: dict[str, Any] = {"local_files_only": True} if os.path.isdir(name) else {"revision": revision}
     if file is not None:
@@ -76,11 +70,9 @@ def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
 
 
 def sample(model: PreTrainedModel) -> list[str]:
-    """For every weight, digests of its name, shape and dtype, and of a few values if they can be read.
-
-    A quantised weight stands as the tensors it names as its parts, one that is split over processes as this process's
-    part. Remembered until a weight is replaced or written to, as far as torch counts that: not for `weight.data`.
-    """
+    """For every weight, digests of its name, shape and dtype, and of a few values if they can be read. A quantised
+    weight stands as the tensors it names as its parts, one that is split over processes as this process's part.
+    Remembered until a weight is replaced or written to, as far as torch counts that: not for `weight.data`."""
     held = model.state_dict(keep_vars=True)
     weights = dict(part for name, weight in held.items() if isinstance(weight, Tensor) for part in _parts(name, weight))
     if any(weight.is_inference() for weight in weights.values()):  # such tensors do not count writes
@@ -123,19 +115,14 @@ def _readable(weight: Tensor) -> bool:
 def _sample(weights: dict[str, Tensor]) -> list[str]:
     found = []
     for name, weight in weights.items():
-        found.append(_digest(f"{name} {list(weight.shape)} {weight.dtype}".encode()))
-        if not weight.numel() or not _readable(weight):
-            continue
-        index = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), device=weight.device).long()
-        places = torch.unravel_index(index, weight.shape) if weight.dim() else ()
-        with (
-            suppress(NotImplementedError),  # torch indexes no tensors of dtypes smaller than a byte
-            torch._C.DisableTorchFunctionSubclass(),  # the plain tensor of a Parameter's subclass
-        ):
-            values = weight.detach()[places].reshape(-1).float()
-            found[-1] += _digest(values.cpu().numpy().tobytes())
+        contents = [f"{name} {list(weight.shape)} {weight.dtype}".encode()]
+        if weight.numel() and _readable(weight):
+            index = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), device=weight.device).long()
+            places = torch.unravel_index(index, weight.shape) if weight.dim() else ()
+            with (
+                suppress(NotImplementedError),  # torch indexes no tensors of dtypes smaller than a byte
+                torch._C.DisableTorchFunctionSubclass(),  # the plain tensor of a Parameter's subclass
+            ):
+                contents.append(weight.detach()[places].reshape(-1).float().cpu().numpy().tobytes())
+        found.append("".join(hashlib.sha256(content).hexdigest()[:8] for content in contents))
     return found
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:_DIGITS]

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, distributed, nn
@@ -20,7 +20,6 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _observing = threading.Lock()  # two at once would restore each other's entry in the one table
 
 
@@ -83,11 +82,9 @@ def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
 def read_keys(
     model: PreTrainedModel, ids: Tensor, positions: Tensor | None, *, chunk: int, done: Callable[[int], object]
 ) -> dict[int, Tensor]:
-    """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, of this process's heads, on the CPU.
-
-    The model reads `chunk` tokens of `ids` `[batch, tokens]` at a time, at `positions` `[batch, tokens]` (None: its
-    own). `done` is told after each chunk how many it had. A ValueError if a layer keeps other keys.
-    """
+    """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, of this process's heads, on the CPU. The
+    model reads `chunk` tokens of `ids` `[batch, tokens]` at a time, at `positions` `[batch, tokens]` (None: its own).
+    `done` is told after each chunk how many it had. A ValueError if a layer keeps other keys."""
     config = model.config.get_text_config(decoder=True)
     cache, device = DynamicCache(config=config), inputs_device(model)
     for start in range(0, ids.shape[1], chunk):
@@ -142,9 +139,6 @@ def observed(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> 
                 table[name] = original
 
 
-# -- split over processes ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class HeadShard:
     """The KV heads that this process has of every layer: of `size` equal parts, in order, the one numbered `rank`."""
@@ -177,16 +171,35 @@ UNSHARDED = HeadShard(0, 1, None, torch.device("cpu"))  # of a model that is in 
 
 def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int]) -> HeadShard:
     """Which KV heads of these full-attention layers this process has; `config` is the decoder's. A model that is split
-    in another way than by equal numbers of KV heads is refused."""
-    size = processes(model)
-    found = _in_parts(model, by_heads=size > 1) or _pipelined(model, layers)
-    if found is None and size > 1:
-        found = _not_by_heads(model, config, layers, size)
-    _refuse(config.model_type, found)
+    in another way than by equal numbers of KV heads, with the query heads that share them, is refused."""
+    size, kind = processes(model), config.model_type
+    check_sharding(model, kind, by_heads=size > 1)
+    if distributed.is_available() and distributed.is_initialized():
+        there = {getattr(module, "layer_idx", None) for module in model.modules()} - {None}
+        if there and (gone := sorted(set(layers) - there)):
+            _refuse(kind, f"pipeline parallelism: layers {', '.join(map(str, gone))} are not in this one")
     if size == 1:
         return UNSHARDED
-    weight = next(_attention(model))[1].k_proj.weight
-    mesh = weight.device_mesh
+    where = f"tensor parallelism over {size}, where"
+    _, heads, kv_heads, _ = sizes(config)
+    if kv_heads % size or heads % size:
+        _refuse(kind, f"{where} {kv_heads} KV heads and {heads} query heads have no {size} equal parts")
+    plan, left = model.tp_plan or {}, set(layers)
+    for name, module in model.named_modules():
+        if getattr(module, "layer_idx", None) is None or not hasattr(module, "k_proj"):
+            continue  # no attention, or one that makes keys by no projection of its own
+        for projection in ("q_proj", "k_proj", "v_proj"):
+            weight: Any = getattr(getattr(module, projection, None), "weight", None)
+            style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{projection}"))
+            # Its outputs are split into that many parts, and nothing else is.
+            split = style == "colwise" and hasattr(weight, "to_local") and weight.device_mesh.size() == size
+            if not (split and len(weight.placements) == 1 and weight.placements[0].is_shard(0)):
+                found = f"every process has all heads of {name}.{projection}, or they are split in another way"
+                _refuse(kind, f"{where} {found}")
+        left.discard(module.layer_idx)
+    if left:
+        _refuse(kind, f"{where} layers {', '.join(map(str, sorted(left)))} make keys by no projection of their own")
+    mesh = weight.device_mesh  # any one's
     return HeadShard(mesh.get_local_rank(), size, mesh.get_group(), weight.to_local().device)
 
 
@@ -204,63 +217,21 @@ def check_unsharded(size: int) -> None:
         )
 
 
-def check_sharding(module: nn.Module, name: str) -> None:
-    """Raise NotImplementedError for a model, or a layer of one, with parts of its weights; `name` is its type's."""
-    _refuse(name, _in_parts(module))
-
-
-def _refuse(name: str, found: str | None) -> None:
-    """Raise NotImplementedError if it was `found`, in words, how a model is split."""
-    if found is not None:
-        raise NotImplementedError(
-            f"this {name} model is split over processes ({found}), and QAdACache serves whole models and those whose "
-            "KV heads tensor parallelism splits, built as QAdACache(model): load it with "
-            'distributed_config=DistributedConfig(tp_plan="auto") if its plan splits keys and values by head and their '
-            'number divides, or without (device_map="auto" lays whole layers on several devices of one process), '
-            "or use transformers.DynamicCache"
-        )
-
-
-def _in_parts(module: nn.Module, *, by_heads: bool = False) -> str | None:
-    """How weights are split over processes, in words, or None. If `by_heads`, DTensors do not count."""
+def check_sharding(module: nn.Module, name: str, *, by_heads: bool = False) -> None:
+    """Raise NotImplementedError for a model, or a layer of one, with parts of its weights; `name` is its type's. If
+    `by_heads`, DTensors do not count."""
     kinds = {kind.__name__ for part in module.modules() for kind in type(part).__mro__}  # to import them takes long
     if not kinds.isdisjoint(("FullyShardedDataParallel", "FSDPModule")):
-        return "FSDP"
-    split = not by_heads and any(hasattr(parameter, "to_local") for parameter in module.parameters())
-    return "its parameters are DTensors" if split else None
+        _refuse(name, "FSDP")
+    if not by_heads and any(hasattr(parameter, "to_local") for parameter in module.parameters()):
+        _refuse(name, "its parameters are DTensors")
 
 
-def _pipelined(model: PreTrainedModel, layers: Sequence[int]) -> str | None:
-    """Which of these layers another process has, in words, or None."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return None
-    there = {getattr(module, "layer_idx", None) for module in model.modules()} - {None}
-    gone = sorted(set(layers) - there)
-    return f"pipeline parallelism: layers {', '.join(map(str, gone))} are not in this one" if there and gone else None
-
-
-def _attention(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """Name and module of every attention that makes keys by a projection of their own."""
-    for name, module in model.named_modules():
-        if getattr(module, "layer_idx", None) is not None and hasattr(module, "k_proj"):
-            yield name, module
-
-
-def _not_by_heads(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int], size: int) -> str | None:
-    """Why processes have no equal parts of the KV heads, and of the query heads that share them, in words; or None."""
-    where = f"tensor parallelism over {size}, where"
-    _, heads, kv_heads, _ = sizes(config)
-    if kv_heads % size or heads % size:
-        return f"{where} {kv_heads} KV heads and {heads} query heads have no {size} equal parts"
-    plan, left = model.tp_plan or {}, set(layers)
-    for name, module in _attention(model):
-        for projection in _PROJECTIONS:
-            weight: Any = getattr(getattr(module, projection, None), "weight", None)
-            style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{projection}"))
-            # Its outputs are split into that many parts, and nothing else is.
-            split = style == "colwise" and hasattr(weight, "to_local") and weight.device_mesh.size() == size
-            if not (split and len(weight.placements) == 1 and weight.placements[0].is_shard(0)):
-                return f"{where} every process has all heads of {name}.{projection}, or they are split in another way"
-        left.discard(module.layer_idx)
-    gone = ", ".join(map(str, sorted(left)))
-    return f"{where} layers {gone} make keys by no projection of their own" if left else None
+def _refuse(name: str, how: str) -> NoReturn:
+    raise NotImplementedError(
+        f"this {name} model is split over processes ({how}), and QAdACache serves whole models and those whose "
+        "KV heads tensor parallelism splits, built as QAdACache(model): load it with "
+        'distributed_config=DistributedConfig(tp_plan="auto") if its plan splits keys and values by head and their '
+        'number divides, or without (device_map="auto" lays whole layers on several devices of one process), '
+        "or use transformers.DynamicCache"
+    )

@@ -35,27 +35,29 @@ def prompt_ids(
     text: str | None = None,
     fewer: bool = False,
 ) -> Tensor:
-    """Token ids `[tokens]` int64 of a prompt, special tokens at its start included.
+    """Token ids `[tokens]` int64 of a prompt, special tokens at its start included; arguments as for
+    `KeyMoments.collect`.
 
-    Args:
-        prompt: "random-words": words of `text` in random order, each drawn anew. "wiki": `text` as it is.
-            "single-word": one word of `text`, repeated. "random-tokens", "single-token": the same with ordinary tokens
-            of the vocabulary, without a tokenizer. Any other string is itself the text; a tensor, the token ids.
-        model: ordinary tokens are drawn from its vocabulary.
-        tokenizer, tokens, seed, text: as for `KeyMoments.collect`.
-        fewer: whether a prompt of fewer tokens is taken as it is.
+    "random-words": words of `text` in random order, each drawn anew. "wiki": `text` as it is. "single-word": one word
+    of `text`, repeated. "random-tokens", "single-token": the same with ordinary tokens of the model's vocabulary,
+    without a tokenizer. Any other string is itself the text; a tensor, the token ids.
 
-    Raises:
-        ValueError: the text or the ids are shorter than `tokens`, the tokenizer does not know the text's words, or
-            words or a text came without a tokenizer.
+    A ValueError if the prompt is shorter than `tokens` (unless `fewer`: then it is taken as it is), if the tokenizer
+    does not know its words, or if words or a text come without a tokenizer.
     """
     shown = "token ids" if isinstance(prompt, Tensor) else prompt
     shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
-    generator = torch.Generator().manual_seed(seed)
+
+    def draw(choices: int, count: int) -> Tensor:
+        """Indices `[count]` of words or tokens: each drawn anew, or one repeated."""
+        drawn = 1 if prompt in ("single-word", "single-token") else count
+        return torch.randint(choices, (drawn,), generator=torch.Generator().manual_seed(seed)).expand(count)
+
     if isinstance(prompt, Tensor):
         ids = prompt.flatten().cpu().long()
     elif prompt in TOKENS_FOR_WORDS.values():
-        ids = _ordinary_tokens(prompt, model, tokenizer, tokens, generator)
+        begin, choices = _ordinary_tokens(model, tokenizer)
+        ids = torch.cat([begin, choices[draw(len(choices), tokens - len(begin))]])
     else:
         if tokenizer is None:
             raise ValueError(f"a prompt of text ({shown}) needs the model's tokenizer: give tokenizer=...")
@@ -63,8 +65,7 @@ def prompt_ids(
         most: int | None = None
         if prompt in TOKENS_FOR_WORDS:
             words, most = whole.split(), 2 * tokens
-            drawn = torch.randint(len(words), (1 if prompt == "single-word" else tokens,), generator=generator)
-            whole = " ".join(words[index] for index in drawn.expand(tokens).tolist())
+            whole = " ".join(words[index] for index in draw(len(words), tokens).tolist())
         ids = tokenizer(whole, return_tensors="pt", truncation=most is not None, max_length=most).input_ids[0]
         if not knows(tokenizer, ids):
             raise ValueError(f"the tokenizer does not know the words of the prompt ({shown}): give another text")
@@ -99,14 +100,8 @@ def _norms(embeddings: Any) -> Tensor:
         return torch.cat([torch.linalg.vector_norm(part.float(), dim=-1).cpu() for part in rows])
 
 
-def _ordinary_tokens(
-    prompt: str,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    tokens: int,
-    generator: torch.Generator,
-) -> Tensor:
-    """Random or repeated tokens that are ordinary: not special, and trained, after the token that begins a prompt."""
+def _ordinary_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[Tensor, Tensor]:
+    """The token that begins a prompt, `[1]` or `[0]`, and all ordinary ones: not special, and trained."""
     config, norms = model.config.get_text_config(decoder=True), _norms(model.get_input_embeddings())
     # Vocabularies hold rows that no text ever trained, and their norms stand out.
     outside = len(norms) // 20
@@ -118,9 +113,5 @@ def _ordinary_tokens(
         special |= set(found if isinstance(found, list) else [found])
     known = range(len(ordinary))
     ordinary[[index for index in special if index in known]] = False
-    choices = ordinary.nonzero().squeeze(-1)
     begin: Any = getattr(config, "bos_token_id", None)
-    begin = torch.tensor([begin] if begin in known else []).long()
-    count = tokens - len(begin)
-    drawn = choices[torch.randint(len(choices), (1 if prompt == "single-token" else count,), generator=generator)]
-    return torch.cat([begin, drawn.expand(count)])
+    return torch.tensor([begin] if begin in known else []).long(), ordinary.nonzero().squeeze(-1)

@@ -27,17 +27,11 @@ LOCAL_TOKENS = 128  # of a sequence beside its bulk: sinks and window at their d
 
 @dataclass(frozen=True)
 class Rotation:
-    """How one layer turns its keys; without frequencies it does not.
+    """How one layer turns its keys; without frequencies it does not."""
 
-    Args:
-        dim: dims of a key.
-        frequencies: radians per position of each pair of dims; the first `2 * len(frequencies)` dims are turned.
-        layout: pairs of dims: "half", dim `i` with dim `i + len(frequencies)`; "interleaved", dim `2i` with `2i + 1`.
-    """
-
-    dim: int
-    frequencies: tuple[float, ...] = ()
-    layout: str = "half"
+    dim: int  # of a key
+    frequencies: tuple[float, ...] = ()  # radians per position of each pair; the first `2 * len(frequencies)` dims turn
+    layout: str = "half"  # dim `i` is paired with dim `i + len(frequencies)`; "interleaved": dim `2i` with `2i + 1`
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -64,11 +58,8 @@ class Rotation:
         return keys * angle.cos().to(keys.dtype) + keys[..., partner] * angle.sin().to(keys.dtype)
 
     def average(self, mean: Tensor, covariance: Tensor, *, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Moments of keys at every position of `first .. first + length - 1`, each key at each position.
-
-        Mean `[..., dim]` and population covariance `[..., dim, dim]` are those of the keys at position 0; those
-        returned are float64 on the CPU.
-        """
+        """Moments of keys at every position of `first .. first + length - 1`, each key at each position, float64 on
+        the CPU; from their mean `[..., dim]` and population covariance `[..., dim, dim]` at position 0."""
         _, partner = self.by_dim
         cos, sin, cos_cos, cos_sin, sin_sin = _means(self, first, length)
         mean = mean.double().cpu()
@@ -82,12 +73,8 @@ class Rotation:
 
 @lru_cache(maxsize=64)
 def _means(rotation: Rotation, first: int, length: int) -> tuple[Tensor, ...]:
-    """Means over the positions of `cos`, `sin` `[dim]`, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b`
-    `[dim, dim]`.
-
-    The mean of `exp(i n turn)` is one of a geometric series (Dirichlet's kernel): its middle term times a ratio of
-    sines.
-    """
+    """Means over positions of `cos`, `sin` `[dim]`, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b` `[dim, dim]`.
+    That of `exp(i n turn)` is of a geometric series (Dirichlet's kernel): its middle term times a ratio of sines."""
     frequency, _ = rotation.by_dim
     one, other = frequency.expand(rotation.dim, -1), frequency[:, None]
     turn = torch.stack([one, other - one, other + one])

@@ -14,19 +14,13 @@ Pair = tuple[Tensor, Tensor]  # mean and covariance
 
 
 class RunningMoments:
-    """Count, mean and covariance of the keys of one layer, row by row, in float32.
-
-    Chan's merge of centred blocks is stable for keys with large means, and independent of the split, to rounding.
-
-    Attributes:
-        count: tokens taken in, one int a row; and `known`, the same as int64 `[batch]` beside the other tensors.
-        mean: `[batch, kv_heads, dim]` float32.
-        covariance: `[batch, kv_heads, dim, dim]` float32, of the population; zeros for a row without tokens.
-    """
+    """Count, mean and covariance of the keys of one layer, row by row, in float32. Chan's merge of centred blocks is
+    stable for keys with large means, and independent of the split, to rounding."""
 
     def __init__(self, batch: int, kv_heads: int, dim: int, device: torch.device) -> None:
-        self.count = [0] * batch
-        self.known = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.count = [0] * batch  # tokens taken in
+        self.known = torch.zeros(batch, dtype=torch.int64, device=device)  # the same, beside the other tensors
+        # Of the population; zeros for a row without tokens.
         self.mean = torch.zeros(batch, kv_heads, dim, dtype=torch.float32, device=device)
         self.covariance = torch.zeros(batch, kv_heads, dim, dim, dtype=torch.float32, device=device)
 
@@ -73,15 +67,11 @@ class RunningMoments:
 
 
 class LayerMoments:
-    """What one layer keeps of another prompt's moments, from step to step.
-
-    The pair for bulks of one length is shared by all caches. Rows of several lengths lie in tensors of the layer's own:
-    when a length changes, its row alone is written anew.
-    """
-
-    _pair: Pair
+    """What one layer keeps of another prompt's moments, from step to step. The pair for bulks of one length is shared
+    by all caches. Rows of several lengths lie in tensors of its own: a new length's row alone is written anew."""
 
     def __init__(self) -> None:
+        self._pair: Pair
         self._key: Any = None
         self._lengths: tuple[int, ...] = ()
 
