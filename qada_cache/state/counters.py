@@ -15,25 +15,19 @@ AUDITED = 5  # sums of an audit
 
 @dataclass(eq=False)
 class Counters:
-    """Counting never waits for the device.
-
-    Attributes:
-        decisions, steps, dense_bulk_bytes, streamed_bytes: see `CacheStats`.
-        bulk_read_bytes, resident_hit_bytes, sketch_read_bytes: likewise; int64 `[]` once a kernel counts them.
-        audited: float64 `[5]`, sums over audited decisions of query heads: all; truly long-context; of these, found;
-            called long-context; missed attention. None before the first.
-        audited_bytes: bulk bytes read for audits.
-    """
+    """Counting never waits for the device. See `CacheStats` for what is not said here."""
 
     decisions: int = 0
     steps: int = 0
-    bulk_read_bytes: int | Tensor = 0
+    bulk_read_bytes: int | Tensor = 0  # this and the next two: int64 [] once a kernel counts them
     resident_hit_bytes: int | Tensor = 0
     sketch_read_bytes: int | Tensor = 0
     dense_bulk_bytes: int = 0
     streamed_bytes: int = 0
+    # float64 [5], sums over audited decisions of query heads: all; truly long-context; of these, found; called
+    # long-context; missed attention. None before the first.
     audited: Tensor | None = None
-    audited_bytes: int = 0
+    audited_bytes: int = 0  # of the bulk, read for audits
     _local_heads: Tensor | None = None
     _local_groups: Tensor | None = None
     _unsummed: list[tuple[Tensor, Tensor]] = field(default_factory=list)

@@ -39,17 +39,6 @@ class QAdALayer(DynamicLayer):
 
     `update` only tags new tokens. The attention function (`attention/forward.py`) stores them: it has the queries, and
     the mask that tells real tokens from padding.
-
-    Attributes:
-        store: the real tokens; None before the first update.
-        seen: logical tokens, padding included (what transformers calls the sequence length).
-        padding: of these tokens; shared by the layers of a cache.
-        incoming: the key tensor handed out by `update` and not yet seen by the attention function.
-        bound_module: weak reference to the attention module served.
-        counters: what it did.
-        binding: what decode kernels keep between its steps.
-        kept_moments: what it keeps of another prompt's.
-        next_layer: the cache's next such layer, whose heads may be fetched while this one computes; None: the last.
     """
 
     supports_early_init = False  # nothing is preallocated by transformers' export path
@@ -57,17 +46,19 @@ class QAdALayer(DynamicLayer):
 
     def __init__(self, shared: Shared, index: int, next_layer: "QAdALayer | None" = None) -> None:
         super().__init__()
-        self.shared, self.index, self.next_layer = shared, index, next_layer
+        self.shared, self.index = shared, index
+        self.next_layer = next_layer  # whose heads may be fetched while this one computes; None: it is the last
         self.reset()
 
     def reset(self) -> None:
         """Drop all tokens and counters."""
         self.is_initialized = False
-        self.bound_module: Any = None
-        self.incoming: Tensor | None = None
-        self.store: TokenStore | None = None
+        self.bound_module: Any = None  # weak reference to the attention module served
+        self.incoming: Tensor | None = None  # keys handed out by `update` and not yet seen by the attention function
+        self.store: TokenStore | None = None  # the real tokens
         self.shared.residents.layers.pop(self.index, None)
-        self.seen, self.padding = 0, NONE
+        self.seen = 0  # logical tokens, padding included (what transformers calls the sequence length)
+        self.padding = NONE  # of these tokens; shared by the layers of a cache
         self.counters, self.binding, self.kept_moments = Counters(), Binding(), LayerMoments()
 
     @property

@@ -25,17 +25,6 @@ class TokenStore:
     the newest tokens of all rows share columns. Padding is never stored, so rows may differ in length. A flush moves
     the oldest recent tokens into the sinks until these are full, then into the bulk and the running moments. Flushed
     tokens precede the window of every query of the next call of at most `window` tokens.
-
-    Attributes:
-        local_keys, local_values: `[batch, kv_heads, columns, dim]`, sink columns first, then recent ones.
-        capacity: recent columns, at most; there are as many as have been needed.
-        end: recent columns in use.
-        lengths, flushed: tokens of each row; of those, the oldest ones, that are no longer recent.
-        bulk: where these are, but for the sinks.
-        moments: of the keys in the bulk, or None if not asked for. Frozen moments cover a prefix of the bulk.
-        update_moments: False freezes them in `append`, so that only `absorb` adds to them.
-        sketch: likewise.
-        decoded: whether `append` put anything into the bulk since the last `absorb`; frozen moments leave it out.
     """
 
     def __init__(
@@ -53,19 +42,24 @@ class TokenStore:
         moments and no sketch yet. `residents` and `layer` are as for `Bulk`."""
         self.sinks, self.window, self.offloading = sinks, window, offloading
         batch, kv_heads = keys.shape[:2]
-        self.end, self.decoded = 0, False
-        self.lengths, self.flushed = [0] * batch, [0] * batch
-        # A call appends at most `window` tokens to at most `window` kept ones; the rest is pending.
+        self.end = 0  # recent columns in use
+        self.decoded = False  # whether `append` put anything into the bulk since the last `absorb`
+        self.lengths = [0] * batch  # tokens of each row
+        self.flushed = [0] * batch  # of these, the oldest ones, that are no longer recent
+        # Recent columns, at most; there are as many as have been needed. A call appends at most `window` tokens to at
+        # most `window` kept ones; the rest is pending.
         self.capacity = window + max(window, PENDING_TOKENS)
         columns = sinks + min(self.capacity, ROOM_TOKENS)
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
-            # Zeros, not empty: masked columns meet a weight of 0, and 0 times garbage could be nan.
+            # `[batch, kv_heads, columns, dim]` and `value_dim`, sink columns first, then recent ones. Zeros, not empty:
+            # masked columns meet a weight of 0, and 0 times garbage could be nan.
             self.local_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
             # Of a dtype of their own: models under autocast may hand out float32 keys beside bfloat16 values.
             self.local_values = self.local_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
         self.bulk = Bulk(self.local_keys, self.local_values, offloading=offloading, residents=residents, layer=layer)
+        # Of the keys in the bulk, None if not asked for. Frozen moments cover a prefix of it, but for `decoded` tokens.
         self.moments: RunningMoments | None = None
-        self.update_moments = True
+        self.update_moments = True  # False freezes them in `append`, so that only `absorb` adds to them
         self.sketch: BulkSketch | None = None
 
     @property

@@ -29,18 +29,13 @@ class Bulk:
 
     With `offloading` on an accelerator the storage is pinned host memory, and heads may be kept on the device as well
     (`residents.py`). Otherwise it lies on the compute device, and reads are views.
-
-    Attributes:
-        keys, values: `[batch, kv_heads, capacity, dim]`; what follows a row's tokens is not initialised and never read.
-        lengths: tokens of each row.
-        token_bytes: of one token of one head.
-        source: the memory that copies share, or the file, under `keys` and `values`; else None.
-        unwritten: leading tokens of each row that still lie in `source`, the same in every copy.
-        residents: the heads that are on the device as well.
-        flagged: heads that the last adaptive call read.
-        prefetched: copies of heads, started before a call needs them.
-        flag_copies: flags `[batch, kv_heads]` of kernels that read heads in place, not yet counted for residents.
     """
+
+    keys: Tensor  # [batch, kv_heads, capacity, dim]; what follows a row's tokens is not initialised and never read
+    values: Tensor  # likewise, of `value_dim`
+    lengths: list[int]  # tokens of each row
+    source: PrivateMap | None  # the memory that copies share, or the file, under `keys` and `values`
+    unwritten: list[int]  # leading tokens of each row that still lie in `source`, the same in every copy
 
     _reader: Any = None  # stream of the last kernel that read it in place
 
@@ -50,9 +45,10 @@ class Bulk:
         self.device = keys.device
         self.offloaded = offloading and self.device.type != "cpu"
         self.residents = residents.layer(layer, keys.device, *keys.shape[:2])
-        self.token_bytes = sum(t.shape[3] * t.element_size() for t in (keys, values))
-        self.flagged: list[Head] = []
-        self.prefetched: dict[Head, AsyncCopy] = {}
+        self.token_bytes = sum(t.shape[3] * t.element_size() for t in (keys, values))  # of one head
+        self.flagged: list[Head] = []  # that the last adaptive call read
+        self.prefetched: dict[Head, AsyncCopy] = {}  # started before a call needs them
+        # Flags `[batch, kv_heads]` of kernels that read heads in place, not yet counted for residents.
         self.flag_copies: deque[HostCopy] = deque(maxlen=FLAG_COPIES)
         self._written: Any = None  # event of the last copy to the host
         self.adopt(None, self._allocate(keys, 0), self._allocate(values, 0), lengths=[0] * keys.shape[0])

@@ -27,27 +27,22 @@ class BulkSketch:
 
     It follows from a row's tokens alone, however they came: each segment is coded by its own keys, and the last one
     again as it grows. So after a crop it is as if the rest had never been seen.
-
-    Attributes:
-        layout: of the codes.
-        energies: float32 `[kv_heads, dim]`, of the model's queries; None if they are not known.
-        tensors: the sketch, `[batch, kv_heads, ...]`, with room for at least as many tokens as the bulk holds.
-        mean_key: float32 `[batch, kv_heads, dim]`, of the bulk.
-        covariance: float32 `[batch, kv_heads, value_dim, dim]`, of its values and keys; the sketch's slopes round it.
-        lengths: tokens of each row that are in it: all of the bulk's, or none.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, layout: Layout, energies: Tensor | None) -> None:
-        """Empty, for keys like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`)."""
+        """Empty, for keys like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`); `energies`, float32
+        `[kv_heads, dim]`, are of the model's queries, None if they are not known."""
         batch, kv_heads, _, dim = keys.shape
-        self.layout, self.lengths = layout, [0] * batch
+        self.layout = layout
+        self.lengths = [0] * batch  # tokens of each row that are in it: all of the bulk's, or none
         # Its own: those given are part of a tensor of all layers, which every copy would copy.
         self.energies = None if energies is None else energies.to(keys.device, copy=True)
         heads, value_dim, device = (batch, kv_heads), values.shape[3], keys.device
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
             self.mean_key = torch.zeros(*heads, dim, dtype=torch.float32, device=device)
+            # Of the bulk's values and keys; the sketch's slopes round it.
             self.covariance = torch.zeros(*heads, value_dim, dim, dtype=torch.float32, device=device)
-            self.tensors = Sketch(
+            self.tensors = Sketch(  # with room for at least as many tokens as the bulk holds
                 codes=transfers.empty((*heads, layout.count, 0), torch.int32, device),
                 scales=transfers.empty((*heads, 0), torch.uint8, device),
                 units=torch.zeros(*heads, 0, dtype=torch.float32, device=device),

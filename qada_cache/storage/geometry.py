@@ -16,24 +16,16 @@ from ..key_moments.rotation import round_length
 
 @dataclass(frozen=True, eq=False)
 class Geometry(Masks):
-    """Masks over the local buffer for the queries of one call; `rows` is 1 when all rows are alike.
+    """Masks over the local buffer for the queries of one call; `rows` is 1 when all rows are alike."""
 
-    Attributes:
-        stored: int64 `[rows, 1, queries]`, of `bulk_tokens` the ones that have left the local buffer.
-        distinct_moment_lengths: bulk lengths of `decided` queries, rounded for another prompt's moments
-            (`rotation.round_length`), each once, ascending; nearly always one.
-        row_lengths: likewise of each row's last query, decided or not; one for all rows if they agree.
-        decisions: how many (row, query) pairs `decided` holds over the whole batch.
-        dense_tokens: tokens in the bulks of rows with such a query, over the whole batch.
-        any_pending: whether `pending` holds anything.
-    """
-
-    stored: Tensor
+    stored: Tensor  # int64 [rows, 1, queries], of `bulk_tokens` the ones that have left the local buffer
+    # Bulk lengths of `decided` queries, rounded for another prompt's moments (`rotation.round_length`), each once,
+    # ascending; nearly always one.
     distinct_moment_lengths: tuple[int, ...]
-    row_lengths: tuple[int, ...]
-    decisions: int
-    dense_tokens: int
-    any_pending: bool
+    row_lengths: tuple[int, ...]  # likewise of each row's last query, decided or not; one for all rows if they agree
+    decisions: int  # how many (row, query) pairs `decided` holds over the whole batch
+    dense_tokens: int  # in the bulks of rows with such a query, over the whole batch
+    any_pending: bool  # whether `pending` holds anything
 
     def __deepcopy__(self, memo: dict) -> "Geometry":
         return self  # nothing in it ever changes
@@ -67,16 +59,11 @@ def _see(
 
 
 class ForwardPass:
-    """The geometry of the pass under way, found by its first layer for all.
-
-    Attributes:
-        sinks, window: in tokens.
-        is_prefill_chunk: whether the pass reads a chunk of `generate`'s prompt, which is exact whatever its length.
-    """
+    """The geometry of the pass under way, found by its first layer for all."""
 
     def __init__(self, sinks: int, window: int) -> None:
-        self.sinks, self.window = sinks, window
-        self.is_prefill_chunk = False
+        self.sinks, self.window = sinks, window  # tokens
+        self.is_prefill_chunk = False  # whether it is of `generate`'s prompt: exact, whatever its length
         self._geometry: tuple[Any, Geometry] | None = None
 
     def geometry(

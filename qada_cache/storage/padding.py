@@ -13,15 +13,12 @@ _READ: Any = WeakTensorKeyDictionary()  # what `Padding.after` found for masks
 class Padding:
     """Which of the tokens seen are padding. Immutable. Each layer asks for the same changes in turn: the first one's
     result is kept, and all layers share it.
-
-    Attributes:
-        known: bool `[batch, tokens]` on the host, False at padding, up to the last of it; later tokens are all real.
-            `[1, 0]` without padding.
     """
 
     def __init__(self, known: Tensor) -> None:
         padded = (~known).any(dim=0).nonzero().squeeze(-1).tolist()
-        # A copy: a view would keep the whole mask alive, [batch, 1, tokens, tokens] on a CPU model.
+        # Bool [batch, tokens] on the host, False at padding, up to the last of it; later tokens are all real. [1, 0]
+        # without padding. A copy: a view would keep the whole mask alive, [batch, 1, tokens, tokens] on a CPU model.
         self.known = (known[:, : padded[-1] + 1] if padded else known[:1, :0]).clone()
         self._there = self.known  # on the device of masks
         self._next: tuple[Any, Padding] | None = None

@@ -131,20 +131,16 @@ class Residents:
 
 
 class LayerResidents:
-    """The residents of one layer, and how often each of its heads was flagged.
-
-    Attributes:
-        shared, index, device: of all layers, this layer's, and its own.
-        held, nbytes: by row and KV head, changed by `put` alone; their bytes.
-        bulk_bytes: what the layer's bulk would take if all of it were resident, `ROOM` included.
-        scores: of every row and KV head, log2 of the sum of `2 ** (call / HALF_LIFE)` over the calls that flagged it.
-            Recent flags weigh more, and a score changes only with a flag.
-    """
+    """The residents of one layer, and how often each of its heads was flagged."""
 
     def __init__(self, shared: Residents, index: int, device: torch.device, batch: int, kv_heads: int) -> None:
         self.shared, self.index, self.device = shared, index, device
-        self.held: dict[Head, AsyncCopy] = {}
-        self.bulk_bytes = self.nbytes = self._calls = 0
+        self.held: dict[Head, AsyncCopy] = {}  # changed by `put` alone
+        self.nbytes = 0  # of these
+        self.bulk_bytes = 0  # what the layer's bulk would take if all of it were resident, `ROOM` included
+        self._calls = 0
+        # Of every row and KV head, log2 of the sum of `2 ** (call / HALF_LIFE)` over the calls that flagged it. Recent
+        # flags weigh more, and a score changes only with a flag.
         self.scores = [[-math.inf] * kv_heads for _ in range(batch)]
         self._addresses: dict[Head, tuple[int, ...]] = {}
         self._resident_pointers: Tensor | None = None
