@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..files.private_map import PrivateMap
 from . import transfers
-from .residents import ROOM, Head, Residents
+from .residents import ROOM, Head, LayerResidents, Residents
 from .transfers import AsyncCopy, HostCopy, double_buffer, fetch, outlive, reader, send, wait_event
 
 logger = logging.get_logger(__name__)
@@ -44,7 +44,7 @@ class Bulk:
         are the cache's, `layer` is this one's index."""
         self.device = keys.device
         self.offloaded = offloading and self.device.type != "cpu"
-        self.residents = residents.layer(layer, keys.device, *keys.shape[:2])
+        self.residents = LayerResidents(residents, layer, keys.device, *keys.shape[:2])
         self.token_bytes = sum(t.shape[3] * t.element_size() for t in (keys, values))  # of one head
         self.flagged: list[Head] = []  # that the last adaptive call read
         self.prefetched: dict[Head, AsyncCopy] = {}  # started before a call needs them

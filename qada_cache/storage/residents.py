@@ -56,17 +56,12 @@ class Residents:
         self._auto: dict[torch.device, int] = {}
         self._weakest: dict[torch.device, float] = {}  # no resident's score is below it, as scores only grow
 
-    def layer(self, index: int, device: torch.device, batch: int, kv_heads: int) -> "LayerResidents":
-        """New and empty ones of a layer, instead of any it had."""
-        self.layers[index] = LayerResidents(self, index, device, batch, kv_heads)
-        return self.layers[index]
-
     def budget_bytes(self, device: torch.device) -> int:
         """The budget of `device`."""
         if isinstance(self.budget, int):
             return self.budget
         if isinstance(self.budget, float):
-            return int(self.budget * sum(layer.bulk_bytes for layer in self._on(device)))
+            return int(self.budget * sum(layer.bulk_bytes for layer in self._layers_on(device)))
         if device not in self._auto:  # measured once, when the first head might stay: after prefill, as a rule
             backend = torch.get_device_module(device)
             if hasattr(backend, "mem_get_info"):  # accelerate would ask every device, and so take memory on all of them
@@ -76,40 +71,30 @@ class Residents:
             self._auto[device] = max(0, free - max(RESERVE_BYTES, int(RESERVE_SHARE * free)))
         return self._auto[device]
 
-    def admits(self, nbytes: int, score: float, device: torch.device) -> bool:
-        """Whether a head of this score may have `nbytes` more on `device`; if so residents with lower scores have made
-        room for them."""
-        limit = self.budget_bytes(device)
-        if nbytes > limit or not self._spill(self._held_on(device) + nbytes - limit, device, score):
-            return False
+    def make_room(self, device: torch.device, nbytes: int = 0, score: float = math.inf) -> bool:
+        """Let go of residents on `device` until its budget has room for `nbytes` more, of a head of this score: the
+        weakest first, flagged least often and least recently. Returns whether there is room; all of them stay if those
+        with lower scores do not hold enough."""
+        layers = self._layers_on(device)
+        over = sum(layer.nbytes for layer in layers) + nbytes - self.budget_bytes(device)
+        if over > 0:
+            if score <= self._weakest.get(device, -math.inf):
+                return False
+            ranked = [(layer.scores[row][head], layer, (row, head)) for layer in layers for row, head in layer.held]
+            ranked.sort(key=itemgetter(0))
+            self._weakest[device] = ranked[0][0] if ranked else math.inf
+            leaving = []
+            for found, layer, head in ranked:
+                if over <= 0 or found >= score:
+                    break
+                leaving.append((layer, head))
+                over -= layer.held[head].nbytes
+            if over > 0:
+                return False
+            for layer, head in leaving:
+                layer.put(head, None)
         self._weakest[device] = min(self._weakest.get(device, math.inf), score)
         return True
-
-    def trim(self, device: torch.device) -> None:
-        """Spill the weakest until the budget holds again, after residents have grown."""
-        self._spill(self._held_on(device) - self.budget_bytes(device), device, math.inf)
-
-    def _spill(self, over: int, device: torch.device, score: float) -> bool:
-        """Let go of `over` bytes, if residents with lower scores hold as many: the weakest first, flagged least often
-        and least recently. Returns whether they do."""
-        if over <= 0:
-            return True
-        if score <= self._weakest.get(device, -math.inf):
-            return False
-        ranked = [
-            (layer.scores[row][head], layer, (row, head)) for layer in self._on(device) for row, head in layer.held
-        ]
-        ranked.sort(key=itemgetter(0))
-        self._weakest[device] = ranked[0][0] if ranked else math.inf
-        leaving = []
-        for found, layer, head in ranked:
-            if over <= 0 or found >= score:
-                break
-            leaving.append((layer, head))
-            over -= layer.held[head].nbytes
-        for layer, head in leaving if over <= 0 else ():
-            layer.put(head, None)
-        return over <= 0
 
     def retried(self, work: Callable[[], Any]) -> Any:
         """What `work` returns, done again without residents if device memory runs out."""
@@ -123,11 +108,8 @@ class Residents:
                     layer.put(head, None)
         return work()  # not in the handler, whose traceback keeps what the first try held
 
-    def _on(self, device: torch.device) -> list["LayerResidents"]:
+    def _layers_on(self, device: torch.device) -> list["LayerResidents"]:
         return [layer for layer in self.layers.values() if layer.device == device]
-
-    def _held_on(self, device: torch.device) -> int:
-        return sum(layer.nbytes for layer in self._on(device))
 
 
 class LayerResidents:
@@ -135,6 +117,7 @@ class LayerResidents:
 
     def __init__(self, shared: Residents, index: int, device: torch.device, batch: int, kv_heads: int) -> None:
         self.shared, self.index, self.device = shared, index, device
+        shared.layers[index] = self  # instead of any the layer had
         self.held: dict[Head, AsyncCopy] = {}  # changed by `put` alone
         self.nbytes = 0  # of these
         self.bulk_bytes = 0  # what the layer's bulk would take if all of it were resident, `ROOM` included
@@ -169,15 +152,15 @@ class LayerResidents:
         """Keep the copy of a head's bulk that `fetch` makes, or starts to make, if there is room for its `nbytes`.
         Returns whether it stays."""
         self.put(head, None)  # of another number of tokens, else it would have been read instead
-        if self.shared.budget and self.shared.admits(nbytes, score, self.device):
+        if self.shared.budget and self.shared.make_room(self.device, nbytes, score):
             with contextlib.suppress(torch.OutOfMemoryError):  # then it is read where it lies
                 self.put(head, fetch())
         return head in self.held
 
-    def get(self, head: Head, tokens: int) -> AsyncCopy | None:
-        """The resident that holds all `tokens` of a head's bulk, if there is one."""
+    def get(self, head: Head, lengths: list[int]) -> AsyncCopy | None:
+        """The resident that holds all `lengths[row]` tokens of a head's bulk, if there is one."""
         resident = self.held.get(head)
-        return resident if resident is not None and resident.tokens == tokens else None
+        return resident if resident is not None and resident.tokens == lengths[head[0]] else None
 
     def resident_pointers(self, lengths: list[int]) -> Tensor:
         """Addresses of resident keys and values, for kernels: int64 `[batch, kv_heads, 2]` on the device, 0 for a head
@@ -221,7 +204,7 @@ class LayerResidents:
             old.wait()
             with contextlib.suppress(torch.OutOfMemoryError):  # dropped, as the host has it
                 self.put(head, change(old, *head))
-        self.shared.trim(self.device)
+        self.shared.make_room(self.device)
 
     def select(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`. If a row is repeated, the first one keeps the residents."""
@@ -231,4 +214,4 @@ class LayerResidents:
             if row in index:
                 self.put((index.index(row), head), kept)
         self.scores, self._resident_pointers = [list(self.scores[row]) for row in index], None
-        self.shared.trim(self.device)
+        self.shared.make_room(self.device)
