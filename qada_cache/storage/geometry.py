@@ -69,23 +69,14 @@ class ForwardPass:
     def geometry(
         self,
         *,
-        lengths: list[int],
-        flushed: list[int],
-        end: int,
-        queries: int,
-        valid: Tensor | None,
-        device: torch.device,
+        lengths: list[int],  # real tokens of each row, the call's own included
+        flushed: list[int],  # of these, the oldest ones, that have been flushed to sinks and bulk
+        end: int,  # recent columns in use; they are right-aligned, so column `end - 1` is every row's newest token
+        queries: int,  # tokens of the call, padding included
+        valid: Tensor | None,  # bool [batch, queries] on the host, False for padding; None when every token is real
+        device: torch.device,  # where the masks go
     ) -> Geometry:
-        """Masks for a call whose tokens have already been appended: layers move in lockstep, so they share them.
-
-        Args:
-            lengths: real tokens of each row, the call's own included.
-            flushed: of each row, how many of its oldest tokens have been flushed to sinks and bulk.
-            end: recent columns in use; they are right-aligned, so column `end - 1` is every row's newest token.
-            queries: tokens of the call, padding included.
-            valid: bool `[batch, queries]` on the host, False for padding; None when every token is real.
-            device: where the masks go.
-        """
+        """Masks for a call whose tokens have already been appended: layers move in lockstep, so they share them."""
         # By content, not identity: a layer whose state differs must get its own masks.
         key = (tuple(lengths), tuple(flushed), end, queries, None if valid is None else valid.numpy().tobytes(), device)
         if self._geometry is not None and self._geometry[0] == key:
@@ -109,8 +100,8 @@ class ForwardPass:
             decided.append([bulk > 0 and there for bulk, there in zip(tokens, shown, strict=True)])
             stored.append(list(map(sub, tokens, seen[2])))
         masks = [torch.frombuffer(mask, dtype=torch.bool).view(rows, 1, queries, -1) for mask in (local, pending)]
-        # A blocking copy would wait for everything the accelerator still has to do.
         tensors = [*masks, *(torch.tensor(count).unsqueeze(1) for count in counts)]
+        # A blocking copy would wait for everything the accelerator still has to do.
         near, waiting, far, decides, left = (
             tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors
         )

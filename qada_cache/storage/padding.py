@@ -24,19 +24,18 @@ class Padding:
         self._next: tuple[Any, Padding] | None = None
 
     def after(
-        self, mask: Tensor | None, *, batch: int, seen: int, queries: int, first: bool = True
+        self,
+        mask: Tensor | None,  # as for `newest_row`
+        *,
+        batch: int,  # rows of the call
+        seen: int,  # logical tokens, padding included, up to and including this call's
+        queries: int,  # tokens of this call
+        first: bool = True,  # whether no layer of this pass has asked; the mask may have been written to since the last
     ) -> "tuple[Padding, Tensor | None]":
         """The padding known after a call, from the mask handed to the attention function.
 
         The mask is compared with known padding on its device; only the call's own tokens come to the host. Every layer
         of a pass is handed the same mask: the first one reads it for all.
-
-        Args:
-            mask: as for `newest_row`.
-            batch: rows of the call.
-            seen: logical tokens, padding included, up to and including this call's.
-            queries: tokens of this call.
-            first: whether no layer of this pass has asked; the mask may have been written to since the last pass.
 
         Returns:
             the padding known from here on; and bool `[batch, queries]` on the host, which of the call's tokens are
@@ -102,10 +101,8 @@ NONE = Padding(torch.ones(1, 0, dtype=torch.bool))  # one for all caches and lay
 def newest_row(mask: Tensor, *, batch: int, seen: int, queries: int) -> Tensor:
     """Which of the tokens seen so far are real, bool `[batch or 1, seen]` on the mask's device.
 
-    Args:
-        mask: bool `[batch, seen]`, bool `[batch or 1, 1, queries, seen]` (True: attend) or the same shape in floating
-            point, added to the scores (0: attend).
-        batch, seen, queries: as for `Padding.after`.
+    A mask is bool `[batch, seen]`, bool `[batch or 1, 1, queries, seen]` (True: attend) or the same shape in floating
+    point, added to the scores (0: attend). Other arguments are as for `Padding.after`.
 
     Raises:
         ValueError: the mask has another shape, differs between heads, or (in a call that continues a sequence)
