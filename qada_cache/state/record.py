@@ -115,8 +115,8 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     for near, far in (("local_keys", "bulk_keys"), ("local_values", "bulk_values")):
         require(record[near].dtype == record[far].dtype and record[near].is_floating_point(), f"{far} of another dtype")
     for name in COUNTER_NAMES:
-        count = record[name]
-        require(name == "audited" or _is_count(count), f"{name} of {count}")
+        fits = name in ("audited", "local_heads", "local_groups") or _is_count(record[name])
+        require(fits, f"{name} of {record[name]}")
     audited = record["audited"]
     require(audited is None or (audited.dtype, audited.shape) == (torch.float64, (AUDITED,)), f"audited of {audited}")
     require(type(record["decoded"]) is bool, f"decoded of {record['decoded']}")

@@ -17,9 +17,12 @@ TOKENS = ("codes", "scales")  # of a sketch, what every token has, in its last d
 SEGMENTS = ("units", "centres", "order", "weights", "mean_squares")  # what every segment has
 
 
-def _first(name: str, tensor: Tensor, tokens: int) -> Tensor:
-    """A view of what belongs to the first `tokens` tokens, of a sketch's tensor that tokens or segments have."""
-    return tensor[..., :tokens] if name in TOKENS else tensor[:, :, : segments_of(tokens) if tokens else 0]
+def _span(name: str, tensor: Tensor, start: int, stop: int) -> Tensor:
+    """A view of what belongs to tokens `start..stop`, whole segments of a bulk, of a sketch's tensor `[rows, kv_heads,
+    ...]` that tokens or segments have."""
+    if name in TOKENS:
+        return tensor[..., start:stop]
+    return tensor[:, :, start // SEGMENT_TOKENS : segments_of(stop) if stop else 0]
 
 
 class BulkSketch:
@@ -97,11 +100,8 @@ class BulkSketch:
                 new = max(0, known - start)
                 if new < stop - start:
                     self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
-            segments = slice(start // SEGMENT_TOKENS, start // SEGMENT_TOKENS + made["units"].shape[2])
-            for name in TOKENS:
-                kept[name][rows, ..., start:stop] = made[name]
-            for name in SEGMENTS:
-                kept[name][rows, :, segments] = made[name]
+            for name in (*TOKENS, *SEGMENTS):
+                _span(name, kept[name][rows], start, stop).copy_(made[name])
         self._derive(rows, length)
         self.lengths[rows] = [length] * len(self.lengths[rows])
 
@@ -127,7 +127,7 @@ class BulkSketch:
         """What a file keeps, by name."""
         kept, tokens = self.tensors.tensors(), max(self.lengths)
         return {
-            **{name: _first(name, kept[name], tokens) for name in (*TOKENS, *SEGMENTS)},
+            **{name: _span(name, kept[name], 0, tokens) for name in (*TOKENS, *SEGMENTS)},
             **{"mean_value": kept["mean_value"], "mean_key": self.mean_key, "value_key_covariance": self.covariance},
             **{"sketch_lengths": self.lengths, "query_energies": self.energies},
         }
@@ -161,7 +161,7 @@ class BulkSketch:
     def _derive(self, rows: slice, length: int) -> None:
         """What follows from the rest, for rows of equal length."""
         kept = self.tensors.tensors()
-        used = {name: _first(name, kept[name][rows], length) for name in SEGMENTS}
+        used = {name: _span(name, kept[name][rows], 0, length) for name in SEGMENTS}
         for name, part in (round_slopes(self.covariance[rows]) | channel_means(used, self.layout, length)).items():
             kept[name][rows] = part
 
