@@ -66,13 +66,10 @@ class Options:
                 f"local_tokens ({self.local_tokens}) counts sinks and window together, so it must exceed "
                 f"sink_tokens ({self.sink_tokens})"
             )
-        if isinstance(self.criterion, str):
-            if self.criterion not in CRITERIA:
-                raise ValueError(
-                    f"unknown criterion {self.criterion!r}: use one of {', '.join(CRITERIA)}, or StaticHeads"
-                )
-        elif not isinstance(self.criterion, StaticHeads):
+        if not isinstance(self.criterion, (str, StaticHeads)):
             raise TypeError(f"criterion must be a str or StaticHeads, got {type(self.criterion).__name__}")
+        if isinstance(self.criterion, str) and self.criterion not in CRITERIA:
+            raise ValueError(f"unknown criterion {self.criterion!r}: use one of {', '.join(CRITERIA)}, or StaticHeads")
         if self.group_rule not in GROUP_RULES:
             raise ValueError(f"unknown group_rule {self.group_rule!r}: use one of {', '.join(GROUP_RULES)}")
         check_budget(self.device_budget)
@@ -92,11 +89,6 @@ class Options:
         """Whether a long-context head reads some of its tokens, and not all."""
         some = self.criterion == "gaussian" and self.threshold < 1.0
         return self.token_threshold > 0.0 and (some or isinstance(self.criterion, StaticHeads))
-
-    @property
-    def stored_sketch_bits(self) -> float | None:
-        """Bits a value of the sketch that layers keep; None: they keep none."""
-        return self.sketch_bits if self.selects_tokens else None
 
     @property
     def tracks_moments(self) -> bool:

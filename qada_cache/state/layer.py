@@ -67,11 +67,7 @@ class QAdALayer(DynamicLayer):
         return self.shared.options
 
     def apply_options(self) -> None:
-        """Decide and count by the cache's new options.
-
-        Raises:
-            ValueError: as `TokenStore.keep_moments`.
-        """
+        """Decide and count by the cache's new options; ValueError as of `TokenStore.keep_moments`."""
         self.counters = Counters()
         if self.store is not None:
             self._keep_by_options(self.store)
@@ -81,7 +77,7 @@ class QAdALayer(DynamicLayer):
         store.keep_moments(track=options.tracks_moments, update=options.update_moments)
         energies = options.query_energies
         own = None if energies is None else self.shared.model.shard.own(energies[self.index])
-        store.keep_sketch(options.stored_sketch_bits, own)
+        store.keep_sketch(options.sketch_bits if options.selects_tokens else None, own)
 
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""

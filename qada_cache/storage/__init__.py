@@ -137,11 +137,8 @@ class TokenStore:
                     self._catch_up([row])
 
     def keep_moments(self, *, track: bool, update: bool) -> None:
-        """Keep running moments or not, and `update` them or not, as if from the start.
-
-        Raises:
-            ValueError: the tokens of frozen moments are not known.
-        """
+        """Keep running moments or not, and `update` them or not, as if from the start; ValueError, if the tokens of
+        frozen moments are not known."""
         frozen = self.moments is not None and not self.update_moments
         if track and not update and not frozen and self.decoded:
             raise ValueError(

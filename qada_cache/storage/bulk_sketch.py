@@ -133,27 +133,24 @@ class BulkSketch:
         }
 
     def restore(self, record: dict[str, Any], bulk: Bulk) -> None:
-        """The inverse of `record`, which may hold other things as well, for an empty one of `bulk`.
-
-        Raises:
-            ValueError: it is not of this bulk, or not in these bits.
-        """
+        """The inverse of `record`, which may hold other things as well, for an empty one of `bulk`; ValueError, if it
+        is not of this bulk, or not in these bits."""
         wanted = [length if length >= MIN_TOKENS else 0 for length in bulk.lengths]
         if record["sketch_lengths"] != wanted:
             raise ValueError(f"its sketch is of {record['sketch_lengths']} tokens, and should be of {wanted}")
-        self.lengths, self.energies, energies = wanted, None, record["query_energies"]
+        self.lengths = wanted
         if self.in_use:
             self._reserve(bulk.capacity)
-        held = {name: part for name, part in self.record.items() if isinstance(part, Tensor)}
-        expected = held if energies is None else held | {"query_energies": self.mean_key[0]}
-        for name, like in expected.items():
-            if ((found := record[name]).shape, found.dtype) != (like.shape, like.dtype):
+        # The file's energies: others may be known now.
+        self.energies = None if record["query_energies"] is None else torch.empty_like(self.mean_key[0])
+        for name, part in self.record.items():
+            if not isinstance(part, Tensor):
+                continue
+            if ((found := record[name]).shape, found.dtype) != (part.shape, part.dtype):
                 raise ValueError(
                     f"its sketch of {wanted} tokens in {self.layout} has {name} {found.dtype} {list(found.shape)}"
                 )
-        for name, part in held.items():
-            part.copy_(record[name])
-        self.energies = energies  # the file's: others may be known now
+            part.copy_(found)
         for row, length in enumerate(wanted):
             if length:
                 self._derive(slice(row, row + 1), length)

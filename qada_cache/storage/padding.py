@@ -12,8 +12,7 @@ _READ: Any = WeakTensorKeyDictionary()  # what `Padding.after` found for masks
 
 class Padding:
     """Which of the tokens seen are padding. Immutable. Each layer asks for the same changes in turn: the first one's
-    result is kept, and all layers share it.
-    """
+    result is kept, and all layers share it."""
 
     def __init__(self, known: Tensor) -> None:
         padded = (~known).any(dim=0).nonzero().squeeze(-1).tolist()
@@ -32,26 +31,23 @@ class Padding:
         queries: int,  # tokens of this call
         first: bool = True,  # whether no layer of this pass has asked; the mask may have been written to since the last
     ) -> "tuple[Padding, Tensor | None]":
-        """The padding known after a call, from the mask handed to the attention function.
+        """The padding known after a call, from the mask handed to the attention function; and which of the call's
+        tokens are real, bool `[batch, queries]` on the host, None if all are.
 
         The mask is compared with known padding on its device; only the call's own tokens come to the host. Every layer
         of a pass is handed the same mask: the first one reads it for all.
-
-        Returns:
-            the padding known from here on; and bool `[batch, queries]` on the host, which of the call's tokens are
-            real, None if all are.
 
         Raises:
             ValueError: the mask hides a token that was real, or shows one that was padding; or as `newest_row`.
         """
         past, width = seen - queries, self.known.shape[1]
-        agrees, new = not width, None
-        found: dict[Any, tuple[Padding, Tensor | None]] = {}
         call = self, batch, seen, queries
+        found = {} if first or mask is None else _READ.get(mask, {})
+        if call in found:
+            return found[call]
+        agrees, new = not width, None
         if mask is not None:
-            found = _READ[mask] = found if first else _READ.get(mask, found)
-            if call in found:
-                return found[call]
+            _READ[mask] = found
             valid = newest_row(mask, batch=batch, seen=seen, queries=queries)
             if (there := self._there).device != mask.device:
                 self._there = there = self.known.to(mask.device)

@@ -98,8 +98,6 @@ def _selected(bulk: Bulk, requests: Iterator[Request]) -> Iterator[Part]:
 def prefetch(bulk: Bulk) -> int:
     """Start to copy heads that the last adaptive call flagged, those first that are flagged most. Returns the bytes.
     Copies that the next call does not ask for are dropped."""
-    if not bulk.offloaded:
-        return 0
     scores, moved = bulk.residents.scores, 0
     missing = [head for head in bulk.flagged if head not in bulk.residents.held and head not in bulk.prefetched]
     missing.sort(key=lambda head: -scores[head[0]][head[1]])

@@ -149,7 +149,7 @@ def outlive(stream: Any, keys: Tensor, values: Tensor) -> None:
 
     Torch keeps pinned memory until copies of it have ended, not kernels: so one token is copied after them.
     """
-    if stream is not None and not stream.query():
+    if not stream.query():
         fetch(keys[:1, :1, :1], values[:1, :1, :1], stream.device, after=stream.record_event())
 
 
@@ -157,10 +157,8 @@ class HostCopy:
     """A small tensor on its way to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._event = tensor, None
-        if tensor.is_cuda:
-            self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.current_stream(tensor.device).record_event()
+        self._tensor = tensor.to("cpu", non_blocking=tensor.is_cuda)  # then to pinned memory
+        self._event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
     def read(self) -> Any:
         """The content, as `Tensor.tolist`; None if it is not there yet."""
