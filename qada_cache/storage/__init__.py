@@ -5,6 +5,7 @@ from operator import sub
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..key_moments.running import RunningMoments
 from ..sketch import Layout
@@ -79,10 +80,8 @@ class TokenStore:
             # A window may be much longer than the texts that are read.
             more = self.sinks + min(int(GROWTH * tokens), self.capacity) - columns
             with torch.inference_mode(False):  # as in __init__
-                self.local_keys, self.local_values = (
-                    torch.cat([near, near.new_zeros(*near.shape[:2], more, near.shape[3])], dim=2)
-                    for near in (self.local_keys, self.local_values)
-                )
+                self.local_keys = functional.pad(self.local_keys, (0, 0, 0, more))
+                self.local_values = functional.pad(self.local_values, (0, 0, 0, more))
 
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Add at most `window` recent tokens to every row; `valid` `[batch, tokens]` is None without padding."""

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ..files.private_map import PrivateMap
 from . import transfers
 from .residents import ROOM, Head, LayerResidents, Residents
-from .transfers import AsyncCopy, HostCopy, double_buffer, fetch, outlive, reader, send, wait_event
+from .transfers import AsyncCopy, HostCopy, double_buffer, fetch, reader, send, wait_event
 
 logger = logging.get_logger(__name__)
 
@@ -54,8 +54,10 @@ class Bulk:
         self.adopt(None, self._allocate(keys, 0), self._allocate(values, 0), lengths=[0] * keys.shape[0])
 
     def __del__(self) -> None:
-        if self._reader is not None:
-            outlive(self._reader, self.keys, self.values)
+        # Torch keeps pinned memory until copies of it have ended, not kernels: so one token is copied after them.
+        if (stream := self._reader) is not None and not stream.query():
+            keys, values = self.keys[:1, :1, :1], self.values[:1, :1, :1]
+            transfers.fetch(keys, values, stream.device, after=stream.record_event())
 
     def _allocate(self, like: Tensor, capacity: int, batch: int | None = None) -> Tensor:
         shape = (like.shape[0] if batch is None else batch, like.shape[1], capacity, like.shape[3])
@@ -138,14 +140,6 @@ class Bulk:
         self.prefetched.clear()  # early copies hold another number of tokens
         self.residents.bulk_bytes = int(self.stored_bytes * (1 + ROOM))
 
-    def _moved(self, old: Tensor, index: Sequence[int], capacity: int) -> Tensor:
-        """A new storage whose row `i` is the row `index[i]` of the old one."""
-        new = self._allocate(old, capacity, batch=len(index))
-        for row, source in enumerate(index):
-            length = self.lengths[source]
-            new[row, :, :length] = old[source, :, :length]
-        return new
-
     def _wait_for_readers(self) -> None:
         """Before the host writes to the storage, or lets go of it: copies of it, and kernels that read it in place."""
         self.synchronize()
@@ -155,16 +149,20 @@ class Bulk:
     def _rebuild(self, index: Sequence[int], capacity: int) -> None:
         """Move to a new storage whose row `i` is the old row `index[i]`."""
         self._wait_for_readers()
-        keys, values = (self._moved(old, index, capacity) for old in (self.keys, self.values))
-        self.adopt(None, keys, values, lengths=[self.lengths[row] for row in index])
+        lengths, moved = [self.lengths[row] for row in index], []
+        for old in (self.keys, self.values):
+            new = self._allocate(old, capacity, batch=len(index))
+            for row, (source, length) in enumerate(zip(index, lengths, strict=True)):
+                new[row, :, :length] = old[source, :, :length]
+            moved.append(new)
+        self.adopt(None, *moved, lengths=lengths)
 
     def take(self, other: "Bulk") -> None:
         """Take over another one's tokens for this device; the other is not to be used again."""
         other._wait_for_readers()
-        kept, self.lengths = [other.keys, other.values], other.lengths
+        self.adopt(None, other.keys, other.values, lengths=other.lengths)
         if not (self.offloaded and other.offloaded):  # host memory serves every device
-            kept = [self._moved(old, range(len(self.lengths)), other.capacity) for old in kept]
-        self.adopt(None, *kept, lengths=self.lengths)
+            self._rebuild(range(len(self.lengths)), self.capacity)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row."""

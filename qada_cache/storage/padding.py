@@ -1,6 +1,5 @@
 """Attention masks: real tokens, padding, and refusal of masks that this cache cannot follow."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,10 +34,8 @@ class Padding:
         tokens are real, bool `[batch, queries]` on the host, None if all are.
 
         The mask is compared with known padding on its device; only the call's own tokens come to the host. Every layer
-        of a pass is handed the same mask: the first one reads it for all.
-
-        Raises:
-            ValueError: the mask hides a token that was real, or shows one that was padding; or as `newest_row`.
+        of a pass is handed the same mask: the first one reads it for all. ValueError, if it hides a token that was
+        real, or shows one that was padding; or as `newest_row`.
         """
         past, width = seen - queries, self.known.shape[1]
         call = self, batch, seen, queries
@@ -70,7 +67,7 @@ class Padding:
     def crop(self, seen: int) -> "Padding":
         """The padding of the first `seen` tokens."""
         kept = self.known[:, :seen]
-        return self if kept.shape == self.known.shape else self._once(("crop", seen), lambda: Padding(kept))
+        return self if kept.shape == self.known.shape else self._once(("crop", seen), kept)
 
     def counts(self, batch: int) -> list[int]:
         """The number of padding tokens in each of `batch` rows."""
@@ -78,16 +75,15 @@ class Padding:
 
     def select(self, index: list[int]) -> "Padding":
         """Row `i` becomes the old row `index[i]`."""
-        known = self.known
-        return self._once(("select", *index), lambda: Padding(known[index])) if known.numel() else self
+        return self._once(("select", *index), self.known[index]) if self.known.numel() else self
 
     def equals(self, other: "Padding") -> bool:
         """Whether both say the same."""
         return torch.equal(self.known, other.known)
 
-    def _once(self, what: Any, make: "Callable[[], Padding]") -> "Padding":
+    def _once(self, what: Any, known: Tensor) -> "Padding":
         if self._next is None or self._next[0] != what:
-            self._next = (what, make())
+            self._next = (what, Padding(known))
         return self._next[1]
 
 
@@ -98,11 +94,8 @@ def newest_row(mask: Tensor, *, batch: int, seen: int, queries: int) -> Tensor:
     """Which of the tokens seen so far are real, bool `[batch or 1, seen]` on the mask's device.
 
     A mask is bool `[batch, seen]`, bool `[batch or 1, 1, queries, seen]` (True: attend) or the same shape in floating
-    point, added to the scores (0: attend). Other arguments are as for `Padding.after`.
-
-    Raises:
-        ValueError: the mask has another shape, differs between heads, or (in a call that continues a sequence)
-            is not causal attention over the real tokens.
+    point, added to the scores (0: attend). ValueError, if it has another shape, differs between heads, or (in a call
+    that continues a sequence) is not causal attention over the real tokens. Other arguments are as for `Padding.after`.
     """
     shape = list(mask.shape)
     if shape[0] not in (1, batch):

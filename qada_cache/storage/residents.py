@@ -101,11 +101,11 @@ class Residents:
         try:
             return work()
         except torch.OutOfMemoryError:
-            if not any(layer.held for layer in self.layers.values()):
+            every = [(layer, head) for layer in self.layers.values() for head in layer.held]
+            if not every:
                 raise
-            for layer in self.layers.values():
-                for head in list(layer.held):
-                    layer.put(head, None)
+            for layer, head in every:
+                layer.put(head, None)
         return work()  # not in the handler, whose traceback keeps what the first try held
 
     def _layers_on(self, device: torch.device) -> list["LayerResidents"]:

@@ -144,15 +144,6 @@ def reader(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def outlive(stream: Any, keys: Tensor, values: Tensor) -> None:
-    """Let go of host tensors `[batch, heads, tokens, dim]` that kernels on `stream` may still read in place.
-
-    Torch keeps pinned memory until copies of it have ended, not kernels: so one token is copied after them.
-    """
-    if not stream.query():
-        fetch(keys[:1, :1, :1], values[:1, :1, :1], stream.device, after=stream.record_event())
-
-
 class HostCopy:
     """A small tensor on its way to the host."""
 
