@@ -204,9 +204,7 @@ class Bulk:
 
     def gather(self, head: Head, index: Tensor) -> AsyncCopy:
         """Keys and values `[1, 1, tokens, dim]` of some tokens of one head of one row, on their way to the device.
-
-        `index` int64 `[tokens]` lies on the device; reading it on the host waits for it.
-        """
+        `index` int64 `[tokens]` lies on the device; reading it on the host waits for it."""
         if not self.offloaded:
             return AsyncCopy((self.keys[head][index][None, None], self.values[head][index][None, None]))
         self.synchronize()

@@ -77,10 +77,8 @@ class BulkSketch:
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     def append_from(self, bulk: Bulk, rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
-        """Append the bulk's tokens that rows of equal length lack.
-
-        `newest` are its last keys and values `[rows, kv_heads, tokens, dim]`, which are not read from it then.
-        """
+        """Append the bulk's tokens that rows of equal length lack. `newest` are its last keys and values `[rows,
+        kv_heads, tokens, dim]`, which are not read from it then."""
         length, known = bulk.lengths[rows.start], self.lengths[rows.start]
         if length < MIN_TOKENS or length == known:
             return

@@ -35,12 +35,12 @@ def check_budget(budget: int | float | str) -> None:
 
 @torch.inference_mode(False)  # the room is written to later, perhaps outside inference mode
 def _longer(old: AsyncCopy, keys: Tensor, values: Tensor) -> AsyncCopy:
-    """One with these tokens as well, in the same memory if they fit; `old` has been waited for."""
-    room, known, tokens = old.room, old.tokens, old.tokens + keys.shape[2]
+    """One with these tokens as well, in the same memory if they fit."""
+    there, room, known, tokens = old.wait(), old.room, old.tokens, old.tokens + keys.shape[2]
     if not room or room[0].shape[2] < tokens:
         size = int(tokens * (1 + ROOM))
-        room = tuple(part.new_empty(1, 1, size, part.shape[3]) for part in old.tensors)
-        for part, held in zip(room, old.tensors, strict=True):
+        room = tuple(part.new_empty(1, 1, size, part.shape[3]) for part in there)
+        for part, held in zip(room, there, strict=True):
             part[:, :, :known] = held
     for part, new in zip(room, (keys, values), strict=True):
         part[:, :, known:tokens] = new
@@ -137,10 +137,8 @@ class LayerResidents:
             self.nbytes += resident.nbytes
 
     def flag(self, heads: list[Head]) -> dict[Head, float]:
-        """Count one call that flagged `heads`; returns their scores before it, with which they ask to stay.
-
-        With this flag, the newest of all, one would push out the next one needed, if heads take turns.
-        """
+        """Count one call that flagged `heads`; returns their scores before it, with which they ask to stay. With this
+        flag, the newest of all, one would push out the next one needed, if heads take turns."""
         self._calls += 1
         now, before = self._calls / HALF_LIFE, {}
         for row, head in heads:
@@ -182,28 +180,21 @@ class LayerResidents:
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Tokens `[rows, kv_heads, tokens, dim]` went into the bulk: residents get them too."""
-
-        def longer(old: AsyncCopy, row: int, head: int) -> AsyncCopy:
-            return _longer(old, *(part[None, None, row - rows.start, head] for part in (keys, values)))
-
-        self._replace([head for head in self.held if rows.start <= head[0] < rows.stop], longer)
+        for (row, head), old in list(self.held.items()):
+            if rows.start <= row < rows.stop:
+                self.put((row, head), None)
+                with contextlib.suppress(torch.OutOfMemoryError):  # dropped, as the host has it
+                    new = (part[None, None, row - rows.start, head] for part in (keys, values))
+                    self.put((row, head), _longer(old, *new))
+        self.shared.make_room(self.device)
 
     def truncate(self, lengths: list[int]) -> None:
         """Row `r` of the bulk keeps its first `lengths[r]` tokens."""
-
-        def shorter(old: AsyncCopy, row: int, head: int) -> AsyncCopy:
-            return AsyncCopy(tuple(part[:, :, : lengths[row]].clone() for part in old.tensors))
-
-        self._replace([head for head, old in self.held.items() if old.tokens > lengths[head[0]]], shorter)
-
-    def _replace(self, heads: list[Head], change: Callable[[AsyncCopy, int, int], AsyncCopy]) -> None:
-        """Put `change` of them, once they are there, in the place of these."""
-        for head in heads:
-            old = self.held[head]
-            self.put(head, None)
-            old.wait()
-            with contextlib.suppress(torch.OutOfMemoryError):  # dropped, as the host has it
-                self.put(head, change(old, *head))
+        for head, old in list(self.held.items()):
+            if old.tokens > (tokens := lengths[head[0]]):
+                self.put(head, None)
+                with contextlib.suppress(torch.OutOfMemoryError):  # as in append
+                    self.put(head, AsyncCopy(tuple(part[:, :, :tokens].clone() for part in old.wait())))
         self.shared.make_room(self.device)
 
     def select(self, index: list[int]) -> None:

@@ -54,10 +54,8 @@ _moving = threading.Lock()  # of one cache, several threads may make copies at o
 
 
 def move_to_shared_memory(bulks: Sequence["Bulk"]) -> None:
-    """Move bulks to memory that their copies can share, unless they lie there already.
-
-    They stay where they are if they are small, pinned, on an accelerator, or the system is none that can do that.
-    """
+    """Move bulks to memory that their copies can share, unless they lie there already. They stay where they are if they
+    are small, pinned, on an accelerator, or the system is none that can do that."""
     with _moving:
         # Every copy would copy the parts of a bulk that were written over, so mostly overwritten ones move anew.
         loose = [bulk for bulk in bulks if bulk.mappable and bulk.stored_bytes > 2 * bulk.shared_bytes]
