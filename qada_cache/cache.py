@@ -140,9 +140,8 @@ class QAdACache(WatchedCache):
         super().__init__(config=text_config)
         ours = full_attention_layers(self)
         managed = support.describe_model(model, config, ours)
-        self._shared = Shared(
-            support.resolve_options(tuned_choice.apply_tuned(options, managed, threshold=threshold), managed), managed
-        )
+        options = tuned_choice.apply_tuned(options, managed, threshold=threshold)
+        self._shared = Shared(support.resolve_options(options, managed), managed)
         following = None
         for index in reversed(ours):
             self.layers[index] = following = QAdALayer(self._shared, index, following)

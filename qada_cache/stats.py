@@ -10,7 +10,6 @@ from transformers.cache_utils import DynamicCache
 
 from .key_moments.models import HeadShard
 from .state import Options
-from .state.counters import Counters
 from .state.layer import QAdALayer
 
 _RENAMED = {
@@ -134,49 +133,51 @@ def layer_bytes(layer: Any) -> tuple[int, int]:
     return sum(each.nbytes for each in counted if each is not None), on_host
 
 
+def _bytes_held(cache: DynamicCache) -> tuple[int, int]:
+    on_device, on_host = zip((0, 0), *map(layer_bytes, cache.layers), strict=True)
+    return sum(on_device), sum(on_host)
+
+
 def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
     """Read the counters of all layers (waits for the device once per layer).
 
     All processes of the shard call this together, and get the shares of all heads, and sums of bytes and audits.
     """
     ours = [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
-    counted = [layer.counters for layer in ours]
+    counted = [layer.counters.record for layer in ours]  # before bytes: it sums what is held
 
     def share(name: str) -> Tensor:
-        summed = ((getattr(counters, name), counters.decisions) for counters in counted)
-        found = [local.flatten().cpu() / decisions for local, decisions in summed if local is not None]
+        found = [each[name].flatten().cpu() / each["decisions"] for each in counted if each[name] is not None]
         return shard.gather(torch.stack(found) if found else torch.full((len(ours), 1), math.nan), 1)
 
-    local_share, kv_local_share = share("local_heads"), share("local_groups")  # before bytes: it sums what is held
-    bytes_held = list(map(layer_bytes, cache.layers))
+    on_device, on_host = _bytes_held(cache)
     moments = {layer.options.other_moments for layer in ours}
     bulks = [layer.store.bulk for layer in ours if layer.store is not None]
     held = {
-        "device_bytes": sum(on_device for on_device, _ in bytes_held)
-        + sum(each.device_bytes for each in moments if each is not None),
-        "host_bytes": sum(on_host for _, on_host in bytes_held),
+        "device_bytes": on_device + sum(each.device_bytes for each in moments if each is not None),
+        "host_bytes": on_host,
         "shared_bytes": sum(bulk.shared_bytes for bulk in bulks),
         "resident_bytes": sum(bulk.residents.nbytes for bulk in bulks),
-        **{name: sum(int(getattr(counters, name)) for counters in counted) for name in _READ},
+        **{name: sum(int(each[name]) for each in counted) for name in _READ},
     }
     summed = shard.gather(torch.tensor([list(held.values())]), 0).sum(dim=0).tolist()
     return CacheStats(
         layers=tuple(layer.index for layer in ours),
-        local_share=local_share,
-        kv_local_share=kv_local_share,
-        steps=max((counters.steps for counters in counted), default=0),
-        decisions=max((counters.decisions for counters in counted), default=0),
+        local_share=share("local_heads"),
+        kv_local_share=share("local_groups"),
+        steps=max((each["steps"] for each in counted), default=0),
+        decisions=max((each["decisions"] for each in counted), default=0),
         tokens=cache.get_seq_length(),
         **dict(zip(held, summed, strict=True)),
         audit=_audit(counted, shard),
     )
 
 
-def _audit(counted: list[Counters], shard: HeadShard) -> AuditStats | None:
-    sums = [counters.audited.cpu() for counters in counted if counters.audited is not None]
+def _audit(counted: list[dict[str, Any]], shard: HeadShard) -> AuditStats | None:
+    sums = [each["audited"].cpu() for each in counted if each["audited"] is not None]
     if not sums:
         return None
-    read_bytes = torch.tensor([sum(counters.audited_bytes for counters in counted)])
+    read_bytes = torch.tensor([sum(each["audited_bytes"] for each in counted)])
     whole = torch.cat([torch.stack(sums).sum(dim=0), read_bytes])
     decisions, needed, found, called, missed, read = shard.gather(whole[None], 0).sum(dim=0).tolist()
     return AuditStats(
@@ -197,7 +198,7 @@ def summary(cache: DynamicCache, options: Options, model_type: str) -> str:
     tuned = " (tuned)" if options.tuned else ""
     tokens = f"token threshold {options.token_threshold:g}{tuned}, " if options.selects_tokens else ""
     ours = sum(isinstance(layer, QAdALayer) for layer in cache.layers)
-    on_device, on_host = (sum(part) / 2**20 for part in zip((0, 0), *map(layer_bytes, cache.layers), strict=True))
+    on_device, on_host = (part / 2**20 for part in _bytes_held(cache))
     return (
         f"QAdACache({model_type}, {ours} of {len(cache.layers)} layers, criterion {criterion}, "
         f"moments {moments}, threshold {options.threshold}, {tokens}{options.sink_tokens} sinks + {options.window} "

@@ -75,8 +75,7 @@ class WatchedCache(DynamicCache):
         """Drop all tokens and counters."""
         self._shared.progress.changing = "reset"
         for layer in self.layers:
-            # In the oldest transformers supported, its own layers keep their length on reset: dropping the tensors
-            # forgets it.
+            # In the oldest transformers supported, its layers keep their length on reset, unless the tensors go.
             if isinstance(layer, DynamicLayer) and not isinstance(layer, QAdALayer):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
@@ -135,10 +134,8 @@ class WatchedCache(DynamicCache):
         progress = self._shared.progress
         if progress.changing or 0 <= progress.reached < self._last_layer:
             passed = f"a forward pass was interrupted after layer {progress.reached}"
-            interrupted = f"{progress.changing} was interrupted" if progress.changing else passed
-            raise RuntimeError(
-                f"{interrupted}, so layers hold different tokens: call reset() and read the prompt again"
-            )
+            cause = f"{progress.changing} was interrupted" if progress.changing else passed
+            raise RuntimeError(f"{cause}, so layers hold different tokens: call reset() and read the prompt again")
 
     def _check_files(self) -> None:
         """Raise if others have written to a file that the bulk is read from."""
@@ -198,10 +195,8 @@ def _states(layer: Any) -> dict[Hashable, Tensor | None]:
 
 
 def _versions(layer: Any) -> dict[Hashable, int]:
-    """How often each state was written to in place, as far as torch counts that.
-
-    Torch does not count writes to tensors made in inference mode, nor writes by other libraries' kernels.
-    """
+    """How often each state was written to in place, as far as torch counts that: not in tensors made in inference mode,
+    and no writes by other libraries' kernels."""
     states = _states(layer).items()
     return {name: state._version for name, state in states if state is not None and not state.is_inference()}
 

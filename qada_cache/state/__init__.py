@@ -26,15 +26,7 @@ SKETCH_BITS = 1.5
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """Options of one cache; see `QAdACache` for their meaning and units, and for what is raised.
-
-    Attributes:
-        moments: as asked for.
-        current_moments: whether these include the moments of the prompt being read.
-        other_moments: the moments of another prompt that they include, None if they include none.
-        query_energies: of the model `[layers, kv_heads, dim]`, None if they are not known.
-        tuned: whether `threshold` and `token_threshold` are those that `qada tune` kept of the model.
-    """
+    """Options of one cache; see `QAdACache` for their meaning and units, and for what is raised."""
 
     threshold: float
     sink_tokens: int
@@ -48,11 +40,11 @@ class Options:
     kernels: str = "auto"
     token_threshold: float = TOKEN_THRESHOLD
     sketch_bits: float = SKETCH_BITS
-    moments: MomentsSource = CURRENT
-    current_moments: bool = True
-    other_moments: KeyMoments | None = None
-    query_energies: Tensor | None = None
-    tuned: bool = False
+    moments: MomentsSource = CURRENT  # as asked for
+    current_moments: bool = True  # whether these include the moments of the prompt being read
+    other_moments: KeyMoments | None = None  # those of another prompt that they include
+    query_energies: Tensor | None = None  # of the model [layers, kv_heads, dim], None if they are not known
+    tuned: bool = False  # whether `threshold` and `token_threshold` are those that `qada tune` kept of the model
 
     def __post_init__(self) -> None:
         number = (int, float)
@@ -74,13 +66,10 @@ class Options:
                 f"local_tokens ({self.local_tokens}) counts sinks and window together, so it must exceed "
                 f"sink_tokens ({self.sink_tokens})"
             )
-        if isinstance(self.criterion, str):
-            if self.criterion not in CRITERIA:
-                raise ValueError(
-                    f"unknown criterion {self.criterion!r}: use one of {', '.join(CRITERIA)}, or StaticHeads"
-                )
-        elif not isinstance(self.criterion, StaticHeads):
+        if not isinstance(self.criterion, (str, StaticHeads)):
             raise TypeError(f"criterion must be a str or StaticHeads, got {type(self.criterion).__name__}")
+        if isinstance(self.criterion, str) and self.criterion not in CRITERIA:
+            raise ValueError(f"unknown criterion {self.criterion!r}: use one of {', '.join(CRITERIA)}, or StaticHeads")
         if self.group_rule not in GROUP_RULES:
             raise ValueError(f"unknown group_rule {self.group_rule!r}: use one of {', '.join(GROUP_RULES)}")
         check_budget(self.device_budget)
@@ -102,11 +91,6 @@ class Options:
         return self.token_threshold > 0.0 and (some or isinstance(self.criterion, StaticHeads))
 
     @property
-    def stored_sketch_bits(self) -> float | None:
-        """Bits a value of the sketch that layers keep; None: they keep none."""
-        return self.sketch_bits if self.selects_tokens else None
-
-    @property
     def tracks_moments(self) -> bool:
         """Whether layers keep running moments of the prompt being read."""
         return self.criterion == "gaussian" and self.current_moments
@@ -114,25 +98,15 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class ManagedModel:
-    """The model that a cache is for.
+    """The model that a cache is for."""
 
-    Attributes:
-        model_type: its decoder's.
-        config: its decoder's, compared by identity.
-        whole_config: the model's; `config` is a part of it, or the same.
-        dtype: the model's; None if the cache was built with a config alone.
-        reference: to the model; None likewise.
-        layers: indices of the full-attention layers, served by the cache itself.
-        shard: this process's part of their heads.
-    """
-
-    model_type: str
-    config: Any = None
-    whole_config: Any = None
-    dtype: torch.dtype | None = None
-    reference: "weakref.ref[PreTrainedModel] | None" = None
-    layers: tuple[int, ...] = ()
-    shard: HeadShard = UNSHARDED
+    model_type: str  # its decoder's
+    config: Any = None  # its decoder's, compared by identity
+    whole_config: Any = None  # the model's; `config` is a part of it, or the same
+    dtype: torch.dtype | None = None  # the model's; None if the cache was built with a config alone
+    reference: "weakref.ref[PreTrainedModel] | None" = None  # to the model; None likewise
+    layers: tuple[int, ...] = ()  # indices of the full-attention layers, served by the cache itself
+    shard: HeadShard = UNSHARDED  # this process's part of their heads
 
     def __deepcopy__(self, memo: dict) -> "ManagedModel":
         return self  # a copied config would not be the model's
@@ -145,21 +119,15 @@ class ManagedModel:
 @dataclass
 class Progress:
     """How far a pass has come. A layer makes a call for its keys and some for each of its states, in an order of its
-    own; the same call again belongs to another pass.
+    own; the same call again belongs to another pass."""
 
-    Attributes:
-        reached: the layer that called last; -1 before the first call.
-        calls: calls of that layer in this pass; None: it has made all of them.
-        versions: of that layer's states (`watched._versions`), at its first call.
-        written: by kind of layer, the states that layers before it wrote in this pass.
-        changing: the verb ("crop") that all layers are going through, one after the other; empty if there is none.
-    """
-
-    reached: int = -1
-    calls: set[Hashable] | None = field(default_factory=set)
+    reached: int = -1  # the layer that called last; -1 before the first call
+    calls: set[Hashable] | None = field(default_factory=set)  # of that layer in this pass; None: it has made all
+    # Of that layer's states (`watched._versions`), at its first call; the states that layers before it wrote in this
+    # pass, by kind of layer.
     versions: dict[Hashable, int] = field(default_factory=dict)
     written: dict[Hashable, set[Hashable]] = field(default_factory=dict)
-    changing: str = ""
+    changing: str = ""  # the verb ("crop") that all layers are going through, one after the other; empty: none
 
     def is_first_call(self, layer: int, event: Hashable) -> bool:
         """Whether this is the first call of the layer in its pass."""

@@ -15,27 +15,23 @@ AUDITED = 5  # sums of an audit
 
 @dataclass(eq=False)
 class Counters:
-    """Counting never waits for the device.
-
-    Attributes:
-        decisions, steps, dense_bulk_bytes, streamed_bytes: see `CacheStats`.
-        bulk_read_bytes, resident_hit_bytes, sketch_read_bytes: likewise; int64 `[]` once a kernel counts them.
-        audited: float64 `[5]`, sums over audited decisions of query heads: all; truly long-context; of these, found;
-            called long-context; missed attention. None before the first.
-        audited_bytes: bulk bytes read for audits.
-    """
+    """Counting never waits for the device. See `CacheStats` for what is not said here."""
 
     decisions: int = 0
     steps: int = 0
-    bulk_read_bytes: int | Tensor = 0
+    bulk_read_bytes: int | Tensor = 0  # this and the next two: int64 [] once a kernel counts them
     resident_hit_bytes: int | Tensor = 0
     sketch_read_bytes: int | Tensor = 0
     dense_bulk_bytes: int = 0
     streamed_bytes: int = 0
+    # float64 [5], sums over audited decisions of query heads: all; truly long-context; of these, found; called
+    # long-context; missed attention. None before the first.
     audited: Tensor | None = None
-    audited_bytes: int = 0
-    _local_heads: Tensor | None = None
-    _local_groups: Tensor | None = None
+    audited_bytes: int = 0  # of the bulk, read for audits
+    # Decisions that called the query head local, int64 [kv_heads, group], and those without a long-context head in the
+    # group, int64 [kv_heads]; None before the first. `record` has them up to date.
+    local_heads: Tensor | None = None
+    local_groups: Tensor | None = None
     _unsummed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def count(self, flags: Tensor, geometry: Geometry, token_bytes: int) -> None:
@@ -63,18 +59,6 @@ class Counters:
         return getattr(self, name)
 
     @property
-    def local_heads(self) -> Tensor | None:
-        """int64 `[kv_heads, group]`, decisions that called the query head local; None before the first."""
-        self._sum()
-        return self._local_heads
-
-    @property
-    def local_groups(self) -> Tensor | None:
-        """int64 `[kv_heads]`, decisions without a long-context head in the group; None before the first."""
-        self._sum()
-        return self._local_groups
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
         held = [*vars(self).values(), *(flags for flags, _ in self._unsummed)]
@@ -82,14 +66,14 @@ class Counters:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The counters of a file, by name."""
-        return {name: getattr(self, name) for name in (*COUNTER_NAMES, "local_heads", "local_groups")}
+        """All counters, by name."""
+        self._sum()
+        return {name: getattr(self, name) for name in COUNTER_NAMES}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Counters":
         """The inverse of `record`, which may hold other things as well."""
-        summed = {"_local_heads": record["local_heads"], "_local_groups": record["local_groups"]}
-        return cls(**{name: record[name] for name in COUNTER_NAMES}, **summed)
+        return cls(**{name: record[name] for name in COUNTER_NAMES})
 
     def _sum(self) -> None:
         for shape, calls in itertools.groupby(self._unsummed, key=lambda call: call[0].shape):
@@ -98,8 +82,8 @@ class Counters:
             local = ~torch.stack(flags) & real  # [calls, batch, kv_heads, group, queries]
             heads, groups = local.sum(dim=(0, 1, 4)), local.all(dim=3).sum(dim=(0, 1, 3))
             # Counts from a file may lie on another device than the model.
-            self._local_heads = heads if self._local_heads is None else self._local_heads.to(heads) + heads
-            self._local_groups = groups if self._local_groups is None else self._local_groups.to(groups) + groups
+            self.local_heads = heads if self.local_heads is None else self.local_heads.to(heads) + heads
+            self.local_groups = groups if self.local_groups is None else self.local_groups.to(groups) + groups
         self._unsummed.clear()
 
 

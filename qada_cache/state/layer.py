@@ -39,17 +39,6 @@ class QAdALayer(DynamicLayer):
 
     `update` only tags new tokens. The attention function (`attention/forward.py`) stores them: it has the queries, and
     the mask that tells real tokens from padding.
-
-    Attributes:
-        store: the real tokens; None before the first update.
-        seen: logical tokens, padding included (what transformers calls the sequence length).
-        padding: of these tokens; shared by the layers of a cache.
-        incoming: the key tensor handed out by `update` and not yet seen by the attention function.
-        bound_module: weak reference to the attention module served.
-        counters: what it did.
-        binding: what decode kernels keep between its steps.
-        kept_moments: what it keeps of another prompt's.
-        next_layer: the cache's next such layer, whose heads may be fetched while this one computes; None: the last.
     """
 
     supports_early_init = False  # nothing is preallocated by transformers' export path
@@ -57,17 +46,19 @@ class QAdALayer(DynamicLayer):
 
     def __init__(self, shared: Shared, index: int, next_layer: "QAdALayer | None" = None) -> None:
         super().__init__()
-        self.shared, self.index, self.next_layer = shared, index, next_layer
+        self.shared, self.index = shared, index
+        self.next_layer = next_layer  # whose heads may be fetched while this one computes; None: it is the last
         self.reset()
 
     def reset(self) -> None:
         """Drop all tokens and counters."""
         self.is_initialized = False
-        self.bound_module: Any = None
-        self.incoming: Tensor | None = None
-        self.store: TokenStore | None = None
+        self.bound_module: Any = None  # weak reference to the attention module served
+        self.incoming: Tensor | None = None  # keys handed out by `update` and not yet seen by the attention function
+        self.store: TokenStore | None = None  # the real tokens
         self.shared.residents.layers.pop(self.index, None)
-        self.seen, self.padding = 0, NONE
+        self.seen = 0  # logical tokens, padding included (what transformers calls the sequence length)
+        self.padding = NONE  # of these tokens; shared by the layers of a cache
         self.counters, self.binding, self.kept_moments = Counters(), Binding(), LayerMoments()
 
     @property
@@ -76,11 +67,7 @@ class QAdALayer(DynamicLayer):
         return self.shared.options
 
     def apply_options(self) -> None:
-        """Decide and count by the cache's new options.
-
-        Raises:
-            ValueError: as `TokenStore.keep_moments`.
-        """
+        """Decide and count by the cache's new options; ValueError as of `TokenStore.keep_moments`."""
         self.counters = Counters()
         if self.store is not None:
             self._keep_by_options(self.store)
@@ -90,7 +77,7 @@ class QAdALayer(DynamicLayer):
         store.keep_moments(track=options.tracks_moments, update=options.update_moments)
         energies = options.query_energies
         own = None if energies is None else self.shared.model.shard.own(energies[self.index])
-        store.keep_sketch(options.stored_sketch_bits, own)
+        store.keep_sketch(options.sketch_bits if options.selects_tokens else None, own)
 
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""

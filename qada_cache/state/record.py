@@ -1,6 +1,7 @@
 """Layers as records for a file, ours and transformers', and back. No number is believed unchecked."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,12 +53,8 @@ def layer_record(layer: QAdALayer) -> dict[str, Any]:
 
 
 def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap | None) -> None:
-    """The inverse of `layer_record`, for an empty layer. `source` is the mapped file under the bulk's tensors, None if
-    they are copies.
-
-    Raises:
-        ValueError: the record contradicts itself, or the cache's options.
-    """
+    """The inverse of `layer_record`, for an empty layer; ValueError, if the record contradicts itself, or the cache's
+    options. `source` is the mapped file under the bulk's tensors, None if they are copies."""
     if not record:
         return
     try:
@@ -89,18 +86,9 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
 
 
 def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
-    """The record's padding.
-
-    Raises:
-        ValueError: a number or a shape that cannot be.
-        KeyError, TypeError, AttributeError: something is missing, or of a kind that no record holds.
-    """
-    options = layer.options
-
-    def require(fits: Any, what: str) -> None:
-        if not fits:
-            raise ValueError(f"layer {layer.index} cannot hold {what}")
-
+    """The record's padding; ValueError at a number or a shape that cannot be, KeyError, TypeError or AttributeError if
+    something is missing, or of a kind that no record holds."""
+    options, require = layer.options, partial(_require, f"layer {layer.index}")
     lengths, flushed = record["lengths"], record["flushed"]
     sinks, window = options.sink_tokens, options.window
     tracked = ("mean", "covariance") if options.tracks_moments else ()
@@ -115,8 +103,8 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     for near, far in (("local_keys", "bulk_keys"), ("local_values", "bulk_values")):
         require(record[near].dtype == record[far].dtype and record[near].is_floating_point(), f"{far} of another dtype")
     for name in COUNTER_NAMES:
-        count = record[name]
-        require(name == "audited" or _is_count(count), f"{name} of {count}")
+        fits = name in ("audited", "local_heads", "local_groups") or _is_count(record[name])
+        require(fits, f"{name} of {record[name]}")
     audited = record["audited"]
     require(audited is None or (audited.dtype, audited.shape) == (torch.float64, (AUDITED,)), f"audited of {audited}")
     require(type(record["decoded"]) is bool, f"decoded of {record['decoded']}")
@@ -146,6 +134,11 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     return padding
 
 
+def _require(holder: str, fits: Any, what: str) -> None:
+    if not fits:
+        raise ValueError(f"{holder} cannot hold {what}")
+
+
 def _is_count(value: Any) -> bool:
     """Whether a counter may hold this: an int, or int64 `[]` where a kernel counts."""
     if isinstance(value, Tensor):
@@ -158,12 +151,7 @@ COUNTED = "cumulative_length"  # the one number of such a layer that a text chan
 
 def check_stock(layer: Any, record: dict[str, Any]) -> None:
     """Raise ValueError unless `record` has possible attributes of `layer`, a new and empty one."""
-    fresh, kind = vars(layer), type(layer).__name__
-
-    def require(fits: Any, what: str) -> None:
-        if not fits:
-            raise ValueError(f"a {kind} cannot hold {what}")
-
+    fresh, require = vars(layer), partial(_require, f"a {type(layer).__name__}")
     for name, made in fresh.items():
         kept = record.get(name)
         if isinstance(made, Tensor):

@@ -5,6 +5,7 @@ from operator import sub
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..key_moments.running import RunningMoments
 from ..sketch import Layout
@@ -25,17 +26,6 @@ class TokenStore:
     the newest tokens of all rows share columns. Padding is never stored, so rows may differ in length. A flush moves
     the oldest recent tokens into the sinks until these are full, then into the bulk and the running moments. Flushed
     tokens precede the window of every query of the next call of at most `window` tokens.
-
-    Attributes:
-        local_keys, local_values: `[batch, kv_heads, columns, dim]`, sink columns first, then recent ones.
-        capacity: recent columns, at most; there are as many as have been needed.
-        end: recent columns in use.
-        lengths, flushed: tokens of each row; of those, the oldest ones, that are no longer recent.
-        bulk: where these are, but for the sinks.
-        moments: of the keys in the bulk, or None if not asked for. Frozen moments cover a prefix of the bulk.
-        update_moments: False freezes them in `append`, so that only `absorb` adds to them.
-        sketch: likewise.
-        decoded: whether `append` put anything into the bulk since the last `absorb`; frozen moments leave it out.
     """
 
     def __init__(
@@ -53,19 +43,24 @@ class TokenStore:
         moments and no sketch yet. `residents` and `layer` are as for `Bulk`."""
         self.sinks, self.window, self.offloading = sinks, window, offloading
         batch, kv_heads = keys.shape[:2]
-        self.end, self.decoded = 0, False
-        self.lengths, self.flushed = [0] * batch, [0] * batch
-        # A call appends at most `window` tokens to at most `window` kept ones; the rest is pending.
+        self.end = 0  # recent columns in use
+        self.decoded = False  # whether `append` put anything into the bulk since the last `absorb`
+        self.lengths = [0] * batch  # tokens of each row
+        self.flushed = [0] * batch  # of these, the oldest ones, that are no longer recent
+        # Recent columns, at most; there are as many as have been needed. A call appends at most `window` tokens to at
+        # most `window` kept ones; the rest is pending.
         self.capacity = window + max(window, PENDING_TOKENS)
         columns = sinks + min(self.capacity, ROOM_TOKENS)
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
-            # Zeros, not empty: masked columns meet a weight of 0, and 0 times garbage could be nan.
+            # `[batch, kv_heads, columns, dim]` and `value_dim`, sink columns first, then recent ones. Zeros, not empty:
+            # masked columns meet a weight of 0, and 0 times garbage could be nan.
             self.local_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
             # Of a dtype of their own: models under autocast may hand out float32 keys beside bfloat16 values.
             self.local_values = self.local_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
         self.bulk = Bulk(self.local_keys, self.local_values, offloading=offloading, residents=residents, layer=layer)
+        # Of the keys in the bulk, None if not asked for. Frozen moments cover a prefix of it, but for `decoded` tokens.
         self.moments: RunningMoments | None = None
-        self.update_moments = True
+        self.update_moments = True  # False freezes them in `append`, so that only `absorb` adds to them
         self.sketch: BulkSketch | None = None
 
     @property
@@ -85,10 +80,8 @@ class TokenStore:
             # A window may be much longer than the texts that are read.
             more = self.sinks + min(int(GROWTH * tokens), self.capacity) - columns
             with torch.inference_mode(False):  # as in __init__
-                self.local_keys, self.local_values = (
-                    torch.cat([near, near.new_zeros(*near.shape[:2], more, near.shape[3])], dim=2)
-                    for near in (self.local_keys, self.local_values)
-                )
+                self.local_keys = functional.pad(self.local_keys, (0, 0, 0, more))
+                self.local_values = functional.pad(self.local_values, (0, 0, 0, more))
 
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Add at most `window` recent tokens to every row; `valid` `[batch, tokens]` is None without padding."""
@@ -143,11 +136,8 @@ class TokenStore:
                     self._catch_up([row])
 
     def keep_moments(self, *, track: bool, update: bool) -> None:
-        """Keep running moments or not, and `update` them or not, as if from the start.
-
-        Raises:
-            ValueError: the tokens of frozen moments are not known.
-        """
+        """Keep running moments or not, and `update` them or not, as if from the start; ValueError, if the tokens of
+        frozen moments are not known."""
         frozen = self.moments is not None and not self.update_moments
         if track and not update and not frozen and self.decoded:
             raise ValueError(

@@ -12,8 +12,8 @@ from transformers.utils import logging
 
 from ..files.private_map import PrivateMap
 from . import transfers
-from .residents import ROOM, Head, Residents
-from .transfers import AsyncCopy, HostCopy, double_buffer, fetch, outlive, reader, send, wait_event
+from .residents import ROOM, Head, LayerResidents, Residents
+from .transfers import AsyncCopy, HostCopy, double_buffer, fetch, reader, send, wait_event
 
 logger = logging.get_logger(__name__)
 
@@ -29,18 +29,13 @@ class Bulk:
 
     With `offloading` on an accelerator the storage is pinned host memory, and heads may be kept on the device as well
     (`residents.py`). Otherwise it lies on the compute device, and reads are views.
-
-    Attributes:
-        keys, values: `[batch, kv_heads, capacity, dim]`; what follows a row's tokens is not initialised and never read.
-        lengths: tokens of each row.
-        token_bytes: of one token of one head.
-        source: the memory that copies share, or the file, under `keys` and `values`; else None.
-        unwritten: leading tokens of each row that still lie in `source`, the same in every copy.
-        residents: the heads that are on the device as well.
-        flagged: heads that the last adaptive call read.
-        prefetched: copies of heads, started before a call needs them.
-        flag_copies: flags `[batch, kv_heads]` of kernels that read heads in place, not yet counted for residents.
     """
+
+    keys: Tensor  # [batch, kv_heads, capacity, dim]; what follows a row's tokens is not initialised and never read
+    values: Tensor  # likewise, of `value_dim`
+    lengths: list[int]  # tokens of each row
+    source: PrivateMap | None  # the memory that copies share, or the file, under `keys` and `values`
+    unwritten: list[int]  # leading tokens of each row that still lie in `source`, the same in every copy
 
     _reader: Any = None  # stream of the last kernel that read it in place
 
@@ -49,17 +44,20 @@ class Bulk:
         are the cache's, `layer` is this one's index."""
         self.device = keys.device
         self.offloaded = offloading and self.device.type != "cpu"
-        self.residents = residents.layer(layer, keys.device, *keys.shape[:2])
-        self.token_bytes = sum(t.shape[3] * t.element_size() for t in (keys, values))
-        self.flagged: list[Head] = []
-        self.prefetched: dict[Head, AsyncCopy] = {}
+        self.residents = LayerResidents(residents, layer, keys.device, *keys.shape[:2])
+        self.token_bytes = sum(t.shape[3] * t.element_size() for t in (keys, values))  # of one head
+        self.flagged: list[Head] = []  # that the last adaptive call read
+        self.prefetched: dict[Head, AsyncCopy] = {}  # started before a call needs them
+        # Flags `[batch, kv_heads]` of kernels that read heads in place, not yet counted for residents.
         self.flag_copies: deque[HostCopy] = deque(maxlen=FLAG_COPIES)
         self._written: Any = None  # event of the last copy to the host
         self.adopt(None, self._allocate(keys, 0), self._allocate(values, 0), lengths=[0] * keys.shape[0])
 
     def __del__(self) -> None:
-        if self._reader is not None:
-            outlive(self._reader, self.keys, self.values)
+        # Torch keeps pinned memory until copies of it have ended, not kernels: so one token is copied after them.
+        if (stream := self._reader) is not None and not stream.query():
+            keys, values = self.keys[:1, :1, :1], self.values[:1, :1, :1]
+            transfers.fetch(keys, values, stream.device, after=stream.record_event())
 
     def _allocate(self, like: Tensor, capacity: int, batch: int | None = None) -> Tensor:
         shape = (like.shape[0] if batch is None else batch, like.shape[1], capacity, like.shape[3])
@@ -142,14 +140,6 @@ class Bulk:
         self.prefetched.clear()  # early copies hold another number of tokens
         self.residents.bulk_bytes = int(self.stored_bytes * (1 + ROOM))
 
-    def _moved(self, old: Tensor, index: Sequence[int], capacity: int) -> Tensor:
-        """A new storage whose row `i` is the row `index[i]` of the old one."""
-        new = self._allocate(old, capacity, batch=len(index))
-        for row, source in enumerate(index):
-            length = self.lengths[source]
-            new[row, :, :length] = old[source, :, :length]
-        return new
-
     def _wait_for_readers(self) -> None:
         """Before the host writes to the storage, or lets go of it: copies of it, and kernels that read it in place."""
         self.synchronize()
@@ -159,16 +149,20 @@ class Bulk:
     def _rebuild(self, index: Sequence[int], capacity: int) -> None:
         """Move to a new storage whose row `i` is the old row `index[i]`."""
         self._wait_for_readers()
-        keys, values = (self._moved(old, index, capacity) for old in (self.keys, self.values))
-        self.adopt(None, keys, values, lengths=[self.lengths[row] for row in index])
+        lengths, moved = [self.lengths[row] for row in index], []
+        for old in (self.keys, self.values):
+            new = self._allocate(old, capacity, batch=len(index))
+            for row, (source, length) in enumerate(zip(index, lengths, strict=True)):
+                new[row, :, :length] = old[source, :, :length]
+            moved.append(new)
+        self.adopt(None, *moved, lengths=lengths)
 
     def take(self, other: "Bulk") -> None:
         """Take over another one's tokens for this device; the other is not to be used again."""
         other._wait_for_readers()
-        kept, self.lengths = [other.keys, other.values], other.lengths
+        self.adopt(None, other.keys, other.values, lengths=other.lengths)
         if not (self.offloaded and other.offloaded):  # host memory serves every device
-            kept = [self._moved(old, range(len(self.lengths)), other.capacity) for old in kept]
-        self.adopt(None, *kept, lengths=self.lengths)
+            self._rebuild(range(len(self.lengths)), self.capacity)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row."""
@@ -210,9 +204,7 @@ class Bulk:
 
     def gather(self, head: Head, index: Tensor) -> AsyncCopy:
         """Keys and values `[1, 1, tokens, dim]` of some tokens of one head of one row, on their way to the device.
-
-        `index` int64 `[tokens]` lies on the device; reading it on the host waits for it.
-        """
+        `index` int64 `[tokens]` lies on the device; reading it on the host waits for it."""
         if not self.offloaded:
             return AsyncCopy((self.keys[head][index][None, None], self.values[head][index][None, None]))
         self.synchronize()

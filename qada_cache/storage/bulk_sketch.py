@@ -17,9 +17,12 @@ TOKENS = ("codes", "scales")  # of a sketch, what every token has, in its last d
 SEGMENTS = ("units", "centres", "order", "weights", "mean_squares")  # what every segment has
 
 
-def _first(name: str, tensor: Tensor, tokens: int) -> Tensor:
-    """A view of what belongs to the first `tokens` tokens, of a sketch's tensor that tokens or segments have."""
-    return tensor[..., :tokens] if name in TOKENS else tensor[:, :, : segments_of(tokens) if tokens else 0]
+def _span(name: str, tensor: Tensor, start: int, stop: int) -> Tensor:
+    """A view of what belongs to tokens `start..stop`, whole segments of a bulk, of a sketch's tensor `[rows, kv_heads,
+    ...]` that tokens or segments have."""
+    if name in TOKENS:
+        return tensor[..., start:stop]
+    return tensor[:, :, start // SEGMENT_TOKENS : segments_of(stop) if stop else 0]
 
 
 class BulkSketch:
@@ -27,27 +30,22 @@ class BulkSketch:
 
     It follows from a row's tokens alone, however they came: each segment is coded by its own keys, and the last one
     again as it grows. So after a crop it is as if the rest had never been seen.
-
-    Attributes:
-        layout: of the codes.
-        energies: float32 `[kv_heads, dim]`, of the model's queries; None if they are not known.
-        tensors: the sketch, `[batch, kv_heads, ...]`, with room for at least as many tokens as the bulk holds.
-        mean_key: float32 `[batch, kv_heads, dim]`, of the bulk.
-        covariance: float32 `[batch, kv_heads, value_dim, dim]`, of its values and keys; the sketch's slopes round it.
-        lengths: tokens of each row that are in it: all of the bulk's, or none.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, layout: Layout, energies: Tensor | None) -> None:
-        """Empty, for keys like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`)."""
+        """Empty, for keys like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`); `energies`, float32
+        `[kv_heads, dim]`, are of the model's queries, None if they are not known."""
         batch, kv_heads, _, dim = keys.shape
-        self.layout, self.lengths = layout, [0] * batch
+        self.layout = layout
+        self.lengths = [0] * batch  # tokens of each row that are in it: all of the bulk's, or none
         # Its own: those given are part of a tensor of all layers, which every copy would copy.
         self.energies = None if energies is None else energies.to(keys.device, copy=True)
         heads, value_dim, device = (batch, kv_heads), values.shape[3], keys.device
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
             self.mean_key = torch.zeros(*heads, dim, dtype=torch.float32, device=device)
+            # Of the bulk's values and keys; the sketch's slopes round it.
             self.covariance = torch.zeros(*heads, value_dim, dim, dtype=torch.float32, device=device)
-            self.tensors = Sketch(
+            self.tensors = Sketch(  # with room for at least as many tokens as the bulk holds
                 codes=transfers.empty((*heads, layout.count, 0), torch.int32, device),
                 scales=transfers.empty((*heads, 0), torch.uint8, device),
                 units=torch.zeros(*heads, 0, dtype=torch.float32, device=device),
@@ -79,10 +77,8 @@ class BulkSketch:
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     def append_from(self, bulk: Bulk, rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
-        """Append the bulk's tokens that rows of equal length lack.
-
-        `newest` are its last keys and values `[rows, kv_heads, tokens, dim]`, which are not read from it then.
-        """
+        """Append the bulk's tokens that rows of equal length lack. `newest` are its last keys and values `[rows,
+        kv_heads, tokens, dim]`, which are not read from it then."""
         length, known = bulk.lengths[rows.start], self.lengths[rows.start]
         if length < MIN_TOKENS or length == known:
             return
@@ -102,11 +98,8 @@ class BulkSketch:
                 new = max(0, known - start)
                 if new < stop - start:
                     self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
-            segments = slice(start // SEGMENT_TOKENS, start // SEGMENT_TOKENS + made["units"].shape[2])
-            for name in TOKENS:
-                kept[name][rows, ..., start:stop] = made[name]
-            for name in SEGMENTS:
-                kept[name][rows, :, segments] = made[name]
+            for name in (*TOKENS, *SEGMENTS):
+                _span(name, kept[name][rows], start, stop).copy_(made[name])
         self._derive(rows, length)
         self.lengths[rows] = [length] * len(self.lengths[rows])
 
@@ -132,33 +125,30 @@ class BulkSketch:
         """What a file keeps, by name."""
         kept, tokens = self.tensors.tensors(), max(self.lengths)
         return {
-            **{name: _first(name, kept[name], tokens) for name in (*TOKENS, *SEGMENTS)},
+            **{name: _span(name, kept[name], 0, tokens) for name in (*TOKENS, *SEGMENTS)},
             **{"mean_value": kept["mean_value"], "mean_key": self.mean_key, "value_key_covariance": self.covariance},
             **{"sketch_lengths": self.lengths, "query_energies": self.energies},
         }
 
     def restore(self, record: dict[str, Any], bulk: Bulk) -> None:
-        """The inverse of `record`, which may hold other things as well, for an empty one of `bulk`.
-
-        Raises:
-            ValueError: it is not of this bulk, or not in these bits.
-        """
+        """The inverse of `record`, which may hold other things as well, for an empty one of `bulk`; ValueError, if it
+        is not of this bulk, or not in these bits."""
         wanted = [length if length >= MIN_TOKENS else 0 for length in bulk.lengths]
         if record["sketch_lengths"] != wanted:
             raise ValueError(f"its sketch is of {record['sketch_lengths']} tokens, and should be of {wanted}")
-        self.lengths, self.energies, energies = wanted, None, record["query_energies"]
+        self.lengths = wanted
         if self.in_use:
             self._reserve(bulk.capacity)
-        held = {name: part for name, part in self.record.items() if isinstance(part, Tensor)}
-        expected = held if energies is None else held | {"query_energies": self.mean_key[0]}
-        for name, like in expected.items():
-            if ((found := record[name]).shape, found.dtype) != (like.shape, like.dtype):
+        # The file's energies: others may be known now.
+        self.energies = None if record["query_energies"] is None else torch.empty_like(self.mean_key[0])
+        for name, part in self.record.items():
+            if not isinstance(part, Tensor):
+                continue
+            if ((found := record[name]).shape, found.dtype) != (part.shape, part.dtype):
                 raise ValueError(
                     f"its sketch of {wanted} tokens in {self.layout} has {name} {found.dtype} {list(found.shape)}"
                 )
-        for name, part in held.items():
-            part.copy_(record[name])
-        self.energies = energies  # the file's: others may be known now
+            part.copy_(found)
         for row, length in enumerate(wanted):
             if length:
                 self._derive(slice(row, row + 1), length)
@@ -166,7 +156,7 @@ class BulkSketch:
     def _derive(self, rows: slice, length: int) -> None:
         """What follows from the rest, for rows of equal length."""
         kept = self.tensors.tensors()
-        used = {name: _first(name, kept[name][rows], length) for name in SEGMENTS}
+        used = {name: _span(name, kept[name][rows], 0, length) for name in SEGMENTS}
         for name, part in (round_slopes(self.covariance[rows]) | channel_means(used, self.layout, length)).items():
             kept[name][rows] = part
 

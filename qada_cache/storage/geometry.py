@@ -16,24 +16,16 @@ from ..key_moments.rotation import round_length
 
 @dataclass(frozen=True, eq=False)
 class Geometry(Masks):
-    """Masks over the local buffer for the queries of one call; `rows` is 1 when all rows are alike.
+    """Masks over the local buffer for the queries of one call; `rows` is 1 when all rows are alike."""
 
-    Attributes:
-        stored: int64 `[rows, 1, queries]`, of `bulk_tokens` the ones that have left the local buffer.
-        distinct_moment_lengths: bulk lengths of `decided` queries, rounded for another prompt's moments
-            (`rotation.round_length`), each once, ascending; nearly always one.
-        row_lengths: likewise of each row's last query, decided or not; one for all rows if they agree.
-        decisions: how many (row, query) pairs `decided` holds over the whole batch.
-        dense_tokens: tokens in the bulks of rows with such a query, over the whole batch.
-        any_pending: whether `pending` holds anything.
-    """
-
-    stored: Tensor
+    stored: Tensor  # int64 [rows, 1, queries], of `bulk_tokens` the ones that have left the local buffer
+    # Bulk lengths of `decided` queries, rounded for another prompt's moments (`rotation.round_length`), each once,
+    # ascending; nearly always one.
     distinct_moment_lengths: tuple[int, ...]
-    row_lengths: tuple[int, ...]
-    decisions: int
-    dense_tokens: int
-    any_pending: bool
+    row_lengths: tuple[int, ...]  # likewise of each row's last query, decided or not; one for all rows if they agree
+    decisions: int  # how many (row, query) pairs `decided` holds over the whole batch
+    dense_tokens: int  # in the bulks of rows with such a query, over the whole batch
+    any_pending: bool  # whether `pending` holds anything
 
     def __deepcopy__(self, memo: dict) -> "Geometry":
         return self  # nothing in it ever changes
@@ -67,38 +59,24 @@ def _see(
 
 
 class ForwardPass:
-    """The geometry of the pass under way, found by its first layer for all.
-
-    Attributes:
-        sinks, window: in tokens.
-        is_prefill_chunk: whether the pass reads a chunk of `generate`'s prompt, which is exact whatever its length.
-    """
+    """The geometry of the pass under way, found by its first layer for all."""
 
     def __init__(self, sinks: int, window: int) -> None:
-        self.sinks, self.window = sinks, window
-        self.is_prefill_chunk = False
+        self.sinks, self.window = sinks, window  # tokens
+        self.is_prefill_chunk = False  # whether it is of `generate`'s prompt: exact, whatever its length
         self._geometry: tuple[Any, Geometry] | None = None
 
     def geometry(
         self,
         *,
-        lengths: list[int],
-        flushed: list[int],
-        end: int,
-        queries: int,
-        valid: Tensor | None,
-        device: torch.device,
+        lengths: list[int],  # real tokens of each row, the call's own included
+        flushed: list[int],  # of these, the oldest ones, that have been flushed to sinks and bulk
+        end: int,  # recent columns in use; they are right-aligned, so column `end - 1` is every row's newest token
+        queries: int,  # tokens of the call, padding included
+        valid: Tensor | None,  # bool [batch, queries] on the host, False for padding; None when every token is real
+        device: torch.device,  # where the masks go
     ) -> Geometry:
-        """Masks for a call whose tokens have already been appended: layers move in lockstep, so they share them.
-
-        Args:
-            lengths: real tokens of each row, the call's own included.
-            flushed: of each row, how many of its oldest tokens have been flushed to sinks and bulk.
-            end: recent columns in use; they are right-aligned, so column `end - 1` is every row's newest token.
-            queries: tokens of the call, padding included.
-            valid: bool `[batch, queries]` on the host, False for padding; None when every token is real.
-            device: where the masks go.
-        """
+        """Masks for a call whose tokens have already been appended: layers move in lockstep, so they share them."""
         # By content, not identity: a layer whose state differs must get its own masks.
         key = (tuple(lengths), tuple(flushed), end, queries, None if valid is None else valid.numpy().tobytes(), device)
         if self._geometry is not None and self._geometry[0] == key:
@@ -122,8 +100,8 @@ class ForwardPass:
             decided.append([bulk > 0 and there for bulk, there in zip(tokens, shown, strict=True)])
             stored.append(list(map(sub, tokens, seen[2])))
         masks = [torch.frombuffer(mask, dtype=torch.bool).view(rows, 1, queries, -1) for mask in (local, pending)]
-        # A blocking copy would wait for everything the accelerator still has to do.
         tensors = [*masks, *(torch.tensor(count).unsqueeze(1) for count in counts)]
+        # A blocking copy would wait for everything the accelerator still has to do.
         near, waiting, far, decides, left = (
             tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors
         )

@@ -1,6 +1,5 @@
 """Attention masks: real tokens, padding, and refusal of masks that this cache cannot follow."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,50 +11,40 @@ _READ: Any = WeakTensorKeyDictionary()  # what `Padding.after` found for masks
 
 class Padding:
     """Which of the tokens seen are padding. Immutable. Each layer asks for the same changes in turn: the first one's
-    result is kept, and all layers share it.
-
-    Attributes:
-        known: bool `[batch, tokens]` on the host, False at padding, up to the last of it; later tokens are all real.
-            `[1, 0]` without padding.
-    """
+    result is kept, and all layers share it."""
 
     def __init__(self, known: Tensor) -> None:
         padded = (~known).any(dim=0).nonzero().squeeze(-1).tolist()
-        # A copy: a view would keep the whole mask alive, [batch, 1, tokens, tokens] on a CPU model.
+        # Bool [batch, tokens] on the host, False at padding, up to the last of it; later tokens are all real. [1, 0]
+        # without padding. A copy: a view would keep the whole mask alive, [batch, 1, tokens, tokens] on a CPU model.
         self.known = (known[:, : padded[-1] + 1] if padded else known[:1, :0]).clone()
         self._there = self.known  # on the device of masks
         self._next: tuple[Any, Padding] | None = None
 
     def after(
-        self, mask: Tensor | None, *, batch: int, seen: int, queries: int, first: bool = True
+        self,
+        mask: Tensor | None,  # as for `newest_row`
+        *,
+        batch: int,  # rows of the call
+        seen: int,  # logical tokens, padding included, up to and including this call's
+        queries: int,  # tokens of this call
+        first: bool = True,  # whether no layer of this pass has asked; the mask may have been written to since the last
     ) -> "tuple[Padding, Tensor | None]":
-        """The padding known after a call, from the mask handed to the attention function.
+        """The padding known after a call, from the mask handed to the attention function; and which of the call's
+        tokens are real, bool `[batch, queries]` on the host, None if all are.
 
         The mask is compared with known padding on its device; only the call's own tokens come to the host. Every layer
-        of a pass is handed the same mask: the first one reads it for all.
-
-        Args:
-            mask: as for `newest_row`.
-            batch: rows of the call.
-            seen: logical tokens, padding included, up to and including this call's.
-            queries: tokens of this call.
-            first: whether no layer of this pass has asked; the mask may have been written to since the last pass.
-
-        Returns:
-            the padding known from here on; and bool `[batch, queries]` on the host, which of the call's tokens are
-            real, None if all are.
-
-        Raises:
-            ValueError: the mask hides a token that was real, or shows one that was padding; or as `newest_row`.
+        of a pass is handed the same mask: the first one reads it for all. ValueError, if it hides a token that was
+        real, or shows one that was padding; or as `newest_row`.
         """
         past, width = seen - queries, self.known.shape[1]
-        agrees, new = not width, None
-        found: dict[Any, tuple[Padding, Tensor | None]] = {}
         call = self, batch, seen, queries
+        found = {} if first or mask is None else _READ.get(mask, {})
+        if call in found:
+            return found[call]
+        agrees, new = not width, None
         if mask is not None:
-            found = _READ[mask] = found if first else _READ.get(mask, found)
-            if call in found:
-                return found[call]
+            _READ[mask] = found
             valid = newest_row(mask, batch=batch, seen=seen, queries=queries)
             if (there := self._there).device != mask.device:
                 self._there = there = self.known.to(mask.device)
@@ -78,7 +67,7 @@ class Padding:
     def crop(self, seen: int) -> "Padding":
         """The padding of the first `seen` tokens."""
         kept = self.known[:, :seen]
-        return self if kept.shape == self.known.shape else self._once(("crop", seen), lambda: Padding(kept))
+        return self if kept.shape == self.known.shape else self._once(("crop", seen), kept)
 
     def counts(self, batch: int) -> list[int]:
         """The number of padding tokens in each of `batch` rows."""
@@ -86,16 +75,15 @@ class Padding:
 
     def select(self, index: list[int]) -> "Padding":
         """Row `i` becomes the old row `index[i]`."""
-        known = self.known
-        return self._once(("select", *index), lambda: Padding(known[index])) if known.numel() else self
+        return self._once(("select", *index), self.known[index]) if self.known.numel() else self
 
     def equals(self, other: "Padding") -> bool:
         """Whether both say the same."""
         return torch.equal(self.known, other.known)
 
-    def _once(self, what: Any, make: "Callable[[], Padding]") -> "Padding":
+    def _once(self, what: Any, known: Tensor) -> "Padding":
         if self._next is None or self._next[0] != what:
-            self._next = (what, make())
+            self._next = (what, Padding(known))
         return self._next[1]
 
 
@@ -105,14 +93,9 @@ NONE = Padding(torch.ones(1, 0, dtype=torch.bool))  # one for all caches and lay
 def newest_row(mask: Tensor, *, batch: int, seen: int, queries: int) -> Tensor:
     """Which of the tokens seen so far are real, bool `[batch or 1, seen]` on the mask's device.
 
-    Args:
-        mask: bool `[batch, seen]`, bool `[batch or 1, 1, queries, seen]` (True: attend) or the same shape in floating
-            point, added to the scores (0: attend).
-        batch, seen, queries: as for `Padding.after`.
-
-    Raises:
-        ValueError: the mask has another shape, differs between heads, or (in a call that continues a sequence)
-            is not causal attention over the real tokens.
+    A mask is bool `[batch, seen]`, bool `[batch or 1, 1, queries, seen]` (True: attend) or the same shape in floating
+    point, added to the scores (0: attend). ValueError, if it has another shape, differs between heads, or (in a call
+    that continues a sequence) is not causal attention over the real tokens. Other arguments are as for `Padding.after`.
     """
     shape = list(mask.shape)
     if shape[0] not in (1, batch):

@@ -17,18 +17,16 @@ PREFETCH_SHARE = 4  # at most one in so many heads of a layer is prefetched
 
 
 def read_parts(
-    bulk: Bulk, whole: list[list[bool]], requests: Iterator[Request] | None = None, *, update_residency: bool = True
+    bulk: Bulk,
+    whole: list[list[bool]],  # of every row and KV head, whether it is read whole
+    requests: Iterator[Request] | None = None,  # for selected tokens of others; None without a sketch
+    *,
+    update_residency: bool = True,  # False leaves residents and prefetched heads as they are (for an audit)
 ) -> Iterator[Part]:
     """What an adaptive call reads, as `query_adaptive.Read` has it.
 
     If the bulk is not offloaded, whole heads are views of neighbouring ones. If it is, one head comes at a time:
     residents first, while others are being copied to the device, where these may stay as residents.
-
-    Args:
-        bulk: to read from.
-        whole: of every row and KV head, whether it is read whole.
-        requests: for selected tokens of others; None without a sketch.
-        update_residency: False leaves residents and prefetched heads as they are (for an audit).
     """
     if not bulk.offloaded:
         for row, flags in enumerate(whole):
@@ -69,13 +67,13 @@ def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
 
 def _bring(bulk: Bulk, wanted: list[tuple[Head, tuple[int, int]]], prefetched: dict[Head, AsyncCopy]) -> Iterator[Part]:
     """Spans of heads to the device: those of residents first, while others are being copied."""
-    held = {head: resident for head, _ in wanted if (resident := _resident(bulk, head)) is not None}
+    held = {head: found for head, _ in wanted if (found := bulk.residents.get(head, bulk.lengths)) is not None}
     async_copies = double_buffer(
         (head, prefetched.get(head) or bulk.fetch(head, *span)) for head, span in wanted if head not in held
     )
     for head, (first, end) in wanted:
         if head in held:
-            yield _make_part(head, tuple(part[:, :, first:end] for part in held[head].tensors), "resident_hit_bytes")
+            yield _make_part(head, tuple(part[:, :, first:end] for part in held[head].wait()), "resident_hit_bytes")
     for head, tensors in async_copies:
         yield _make_part(head, tensors, "" if head in prefetched else "bulk_read_bytes")
 
@@ -87,10 +85,10 @@ def _selected(bulk: Bulk, requests: Iterator[Request]) -> Iterator[Part]:
     def async_copies() -> Iterator[tuple[tuple[Request, str], AsyncCopy]]:
         for request in requests:
             head = request.row, request.head
-            if (resident := _resident(bulk, head)) is None:
+            if (resident := bulk.residents.get(head, bulk.lengths)) is None:
                 yield (request, "bulk_read_bytes"), bulk.gather(head, request.tokens)
             else:
-                found = AsyncCopy(tuple(part[:, :, request.tokens] for part in resident.tensors))
+                found = AsyncCopy(tuple(part[:, :, request.tokens] for part in resident.wait()))
                 yield (request, "resident_hit_bytes"), found
 
     for (request, counted), tensors in double_buffer(async_copies()):
@@ -100,8 +98,6 @@ def _selected(bulk: Bulk, requests: Iterator[Request]) -> Iterator[Part]:
 def prefetch(bulk: Bulk) -> int:
     """Start to copy heads that the last adaptive call flagged, those first that are flagged most. Returns the bytes.
     Copies that the next call does not ask for are dropped."""
-    if not bulk.offloaded:
-        return 0
     scores, moved = bulk.residents.scores, 0
     missing = [head for head in bulk.flagged if head not in bulk.residents.held and head not in bulk.prefetched]
     missing.sort(key=lambda head: -scores[head[0]][head[1]])
@@ -127,7 +123,7 @@ def update_residency(bulk: Bulk, flags: Tensor) -> int:
         before = bulk.residents.flag(heads)
         for head in heads:
             tokens = bulk.lengths[head[0]]
-            if bulk.residents.get(head, tokens) is None:
+            if bulk.residents.get(head, bulk.lengths) is None:
                 nbytes, fetch = bulk.token_bytes * tokens, functools.partial(bulk.fetch, head, 0, tokens)
                 moved += nbytes * bulk.residents.keep(head, nbytes, before[head], fetch)
     return moved
@@ -136,13 +132,6 @@ def update_residency(bulk: Bulk, flags: Tensor) -> int:
 def _heads(bulk: Bulk, wanted: list[list[bool]]) -> list[Head]:
     """The wanted heads that have a bulk."""
     return [(row, head) for row, flags in enumerate(wanted) if bulk.lengths[row] for head, f in enumerate(flags) if f]
-
-
-def _resident(bulk: Bulk, head: Head) -> AsyncCopy | None:
-    """All of a head, if it lies on the device."""
-    if (resident := bulk.residents.get(head, bulk.lengths[head[0]])) is not None:
-        resident.wait()
-    return resident
 
 
 def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> Part:

@@ -35,12 +35,12 @@ def check_budget(budget: int | float | str) -> None:
 
 @torch.inference_mode(False)  # the room is written to later, perhaps outside inference mode
 def _longer(old: AsyncCopy, keys: Tensor, values: Tensor) -> AsyncCopy:
-    """One with these tokens as well, in the same memory if they fit; `old` has been waited for."""
-    room, known, tokens = old.room, old.tokens, old.tokens + keys.shape[2]
+    """One with these tokens as well, in the same memory if they fit."""
+    there, room, known, tokens = old.wait(), old.room, old.tokens, old.tokens + keys.shape[2]
     if not room or room[0].shape[2] < tokens:
         size = int(tokens * (1 + ROOM))
-        room = tuple(part.new_empty(1, 1, size, part.shape[3]) for part in old.tensors)
-        for part, held in zip(room, old.tensors, strict=True):
+        room = tuple(part.new_empty(1, 1, size, part.shape[3]) for part in there)
+        for part, held in zip(room, there, strict=True):
             part[:, :, :known] = held
     for part, new in zip(room, (keys, values), strict=True):
         part[:, :, known:tokens] = new
@@ -56,17 +56,12 @@ class Residents:
         self._auto: dict[torch.device, int] = {}
         self._weakest: dict[torch.device, float] = {}  # no resident's score is below it, as scores only grow
 
-    def layer(self, index: int, device: torch.device, batch: int, kv_heads: int) -> "LayerResidents":
-        """New and empty ones of a layer, instead of any it had."""
-        self.layers[index] = LayerResidents(self, index, device, batch, kv_heads)
-        return self.layers[index]
-
     def budget_bytes(self, device: torch.device) -> int:
         """The budget of `device`."""
         if isinstance(self.budget, int):
             return self.budget
         if isinstance(self.budget, float):
-            return int(self.budget * sum(layer.bulk_bytes for layer in self._on(device)))
+            return int(self.budget * sum(layer.bulk_bytes for layer in self._layers_on(device)))
         if device not in self._auto:  # measured once, when the first head might stay: after prefill, as a rule
             backend = torch.get_device_module(device)
             if hasattr(backend, "mem_get_info"):  # accelerate would ask every device, and so take memory on all of them
@@ -76,75 +71,59 @@ class Residents:
             self._auto[device] = max(0, free - max(RESERVE_BYTES, int(RESERVE_SHARE * free)))
         return self._auto[device]
 
-    def admits(self, nbytes: int, score: float, device: torch.device) -> bool:
-        """Whether a head of this score may have `nbytes` more on `device`; if so residents with lower scores have made
-        room for them."""
-        limit = self.budget_bytes(device)
-        if nbytes > limit or not self._spill(self._held_on(device) + nbytes - limit, device, score):
-            return False
+    def make_room(self, device: torch.device, nbytes: int = 0, score: float = math.inf) -> bool:
+        """Let go of residents on `device` until its budget has room for `nbytes` more, of a head of this score: the
+        weakest first, flagged least often and least recently. Returns whether there is room; all of them stay if those
+        with lower scores do not hold enough."""
+        layers = self._layers_on(device)
+        over = sum(layer.nbytes for layer in layers) + nbytes - self.budget_bytes(device)
+        if over > 0:
+            if score <= self._weakest.get(device, -math.inf):
+                return False
+            ranked = [(layer.scores[row][head], layer, (row, head)) for layer in layers for row, head in layer.held]
+            ranked.sort(key=itemgetter(0))
+            self._weakest[device] = ranked[0][0] if ranked else math.inf
+            leaving = []
+            for found, layer, head in ranked:
+                if over <= 0 or found >= score:
+                    break
+                leaving.append((layer, head))
+                over -= layer.held[head].nbytes
+            if over > 0:
+                return False
+            for layer, head in leaving:
+                layer.put(head, None)
         self._weakest[device] = min(self._weakest.get(device, math.inf), score)
         return True
-
-    def trim(self, device: torch.device) -> None:
-        """Spill the weakest until the budget holds again, after residents have grown."""
-        self._spill(self._held_on(device) - self.budget_bytes(device), device, math.inf)
-
-    def _spill(self, over: int, device: torch.device, score: float) -> bool:
-        """Let go of `over` bytes, if residents with lower scores hold as many: the weakest first, flagged least often
-        and least recently. Returns whether they do."""
-        if over <= 0:
-            return True
-        if score <= self._weakest.get(device, -math.inf):
-            return False
-        ranked = [
-            (layer.scores[row][head], layer, (row, head)) for layer in self._on(device) for row, head in layer.held
-        ]
-        ranked.sort(key=itemgetter(0))
-        self._weakest[device] = ranked[0][0] if ranked else math.inf
-        leaving = []
-        for found, layer, head in ranked:
-            if over <= 0 or found >= score:
-                break
-            leaving.append((layer, head))
-            over -= layer.held[head].nbytes
-        for layer, head in leaving if over <= 0 else ():
-            layer.put(head, None)
-        return over <= 0
 
     def retried(self, work: Callable[[], Any]) -> Any:
         """What `work` returns, done again without residents if device memory runs out."""
         try:
             return work()
         except torch.OutOfMemoryError:
-            if not any(layer.held for layer in self.layers.values()):
+            every = [(layer, head) for layer in self.layers.values() for head in layer.held]
+            if not every:
                 raise
-            for layer in self.layers.values():
-                for head in list(layer.held):
-                    layer.put(head, None)
+            for layer, head in every:
+                layer.put(head, None)
         return work()  # not in the handler, whose traceback keeps what the first try held
 
-    def _on(self, device: torch.device) -> list["LayerResidents"]:
+    def _layers_on(self, device: torch.device) -> list["LayerResidents"]:
         return [layer for layer in self.layers.values() if layer.device == device]
-
-    def _held_on(self, device: torch.device) -> int:
-        return sum(layer.nbytes for layer in self._on(device))
 
 
 class LayerResidents:
-    """The residents of one layer, and how often each of its heads was flagged.
-
-    Attributes:
-        shared, index, device: of all layers, this layer's, and its own.
-        held, nbytes: by row and KV head, changed by `put` alone; their bytes.
-        bulk_bytes: what the layer's bulk would take if all of it were resident, `ROOM` included.
-        scores: of every row and KV head, log2 of the sum of `2 ** (call / HALF_LIFE)` over the calls that flagged it.
-            Recent flags weigh more, and a score changes only with a flag.
-    """
+    """The residents of one layer, and how often each of its heads was flagged."""
 
     def __init__(self, shared: Residents, index: int, device: torch.device, batch: int, kv_heads: int) -> None:
         self.shared, self.index, self.device = shared, index, device
-        self.held: dict[Head, AsyncCopy] = {}
-        self.bulk_bytes = self.nbytes = self._calls = 0
+        shared.layers[index] = self  # instead of any the layer had
+        self.held: dict[Head, AsyncCopy] = {}  # changed by `put` alone
+        self.nbytes = 0  # of these
+        self.bulk_bytes = 0  # what the layer's bulk would take if all of it were resident, `ROOM` included
+        self._calls = 0
+        # Of every row and KV head, log2 of the sum of `2 ** (call / HALF_LIFE)` over the calls that flagged it. Recent
+        # flags weigh more, and a score changes only with a flag.
         self.scores = [[-math.inf] * kv_heads for _ in range(batch)]
         self._addresses: dict[Head, tuple[int, ...]] = {}
         self._resident_pointers: Tensor | None = None
@@ -158,10 +137,8 @@ class LayerResidents:
             self.nbytes += resident.nbytes
 
     def flag(self, heads: list[Head]) -> dict[Head, float]:
-        """Count one call that flagged `heads`; returns their scores before it, with which they ask to stay.
-
-        With this flag, the newest of all, one would push out the next one needed, if heads take turns.
-        """
+        """Count one call that flagged `heads`; returns their scores before it, with which they ask to stay. With this
+        flag, the newest of all, one would push out the next one needed, if heads take turns."""
         self._calls += 1
         now, before = self._calls / HALF_LIFE, {}
         for row, head in heads:
@@ -173,15 +150,15 @@ class LayerResidents:
         """Keep the copy of a head's bulk that `fetch` makes, or starts to make, if there is room for its `nbytes`.
         Returns whether it stays."""
         self.put(head, None)  # of another number of tokens, else it would have been read instead
-        if self.shared.budget and self.shared.admits(nbytes, score, self.device):
+        if self.shared.budget and self.shared.make_room(self.device, nbytes, score):
             with contextlib.suppress(torch.OutOfMemoryError):  # then it is read where it lies
                 self.put(head, fetch())
         return head in self.held
 
-    def get(self, head: Head, tokens: int) -> AsyncCopy | None:
-        """The resident that holds all `tokens` of a head's bulk, if there is one."""
+    def get(self, head: Head, lengths: list[int]) -> AsyncCopy | None:
+        """The resident that holds all `lengths[row]` tokens of a head's bulk, if there is one."""
         resident = self.held.get(head)
-        return resident if resident is not None and resident.tokens == tokens else None
+        return resident if resident is not None and resident.tokens == lengths[head[0]] else None
 
     def resident_pointers(self, lengths: list[int]) -> Tensor:
         """Addresses of resident keys and values, for kernels: int64 `[batch, kv_heads, 2]` on the device, 0 for a head
@@ -203,29 +180,22 @@ class LayerResidents:
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Tokens `[rows, kv_heads, tokens, dim]` went into the bulk: residents get them too."""
-
-        def longer(old: AsyncCopy, row: int, head: int) -> AsyncCopy:
-            return _longer(old, *(part[None, None, row - rows.start, head] for part in (keys, values)))
-
-        self._replace([head for head in self.held if rows.start <= head[0] < rows.stop], longer)
+        for (row, head), old in list(self.held.items()):
+            if rows.start <= row < rows.stop:
+                self.put((row, head), None)
+                with contextlib.suppress(torch.OutOfMemoryError):  # dropped, as the host has it
+                    new = (part[None, None, row - rows.start, head] for part in (keys, values))
+                    self.put((row, head), _longer(old, *new))
+        self.shared.make_room(self.device)
 
     def truncate(self, lengths: list[int]) -> None:
         """Row `r` of the bulk keeps its first `lengths[r]` tokens."""
-
-        def shorter(old: AsyncCopy, row: int, head: int) -> AsyncCopy:
-            return AsyncCopy(tuple(part[:, :, : lengths[row]].clone() for part in old.tensors))
-
-        self._replace([head for head, old in self.held.items() if old.tokens > lengths[head[0]]], shorter)
-
-    def _replace(self, heads: list[Head], change: Callable[[AsyncCopy, int, int], AsyncCopy]) -> None:
-        """Put `change` of them, once they are there, in the place of these."""
-        for head in heads:
-            old = self.held[head]
-            self.put(head, None)
-            old.wait()
-            with contextlib.suppress(torch.OutOfMemoryError):  # dropped, as the host has it
-                self.put(head, change(old, *head))
-        self.shared.trim(self.device)
+        for head, old in list(self.held.items()):
+            if old.tokens > (tokens := lengths[head[0]]):
+                self.put(head, None)
+                with contextlib.suppress(torch.OutOfMemoryError):  # as in append
+                    self.put(head, AsyncCopy(tuple(part[:, :, :tokens].clone() for part in old.wait())))
+        self.shared.make_room(self.device)
 
     def select(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`. If a row is repeated, the first one keeps the residents."""
@@ -235,4 +205,4 @@ class LayerResidents:
             if row in index:
                 self.put((index.index(row), head), kept)
         self.scores, self._resident_pointers = [list(self.scores[row]) for row in index], None
-        self.shared.trim(self.device)
+        self.shared.make_room(self.device)

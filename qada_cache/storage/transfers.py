@@ -54,10 +54,8 @@ _moving = threading.Lock()  # of one cache, several threads may make copies at o
 
 
 def move_to_shared_memory(bulks: Sequence["Bulk"]) -> None:
-    """Move bulks to memory that their copies can share, unless they lie there already.
-
-    They stay where they are if they are small, pinned, on an accelerator, or the system is none that can do that.
-    """
+    """Move bulks to memory that their copies can share, unless they lie there already. They stay where they are if they
+    are small, pinned, on an accelerator, or the system is none that can do that."""
     with _moving:
         # Every copy would copy the parts of a bulk that were written over, so mostly overwritten ones move anew.
         loose = [bulk for bulk in bulks if bulk.mappable and bulk.stored_bytes > 2 * bulk.shared_bytes]
@@ -144,23 +142,12 @@ def reader(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def outlive(stream: Any, keys: Tensor, values: Tensor) -> None:
-    """Let go of host tensors `[batch, heads, tokens, dim]` that kernels on `stream` may still read in place.
-
-    Torch keeps pinned memory until copies of it have ended, not kernels: so one token is copied after them.
-    """
-    if stream is not None and not stream.query():
-        fetch(keys[:1, :1, :1], values[:1, :1, :1], stream.device, after=stream.record_event())
-
-
 class HostCopy:
     """A small tensor on its way to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._event = tensor, None
-        if tensor.is_cuda:
-            self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.current_stream(tensor.device).record_event()
+        self._tensor = tensor.to("cpu", non_blocking=tensor.is_cuda)  # then to pinned memory
+        self._event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
     def read(self) -> Any:
         """The content, as `Tensor.tolist`; None if it is not there yet."""

@@ -167,7 +167,8 @@ def test_gpus_are_prepared_for_the_models_sizes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(preparing, "inputs_device", lambda _: torch.device("cuda", 1))
 
     def build(device: torch.device, dtype: torch.dtype, shared: Shared, **sizes: Any) -> None:
-        built[str(device)] = {"sketch_bits": shared.options.stored_sketch_bits, **sizes}
+        options = shared.options
+        built[str(device)] = {"sketch_bits": options.sketch_bits if options.selects_tokens else None, **sizes}
 
     monkeypatch.setattr(preparing, "_build_kernels", build)
     model = tiny(num_attention_heads=6, num_key_value_heads=2, hidden_size=48)

@@ -151,9 +151,9 @@ class Pair:
             return
         assert layer.store.lengths == reference.lengths
         assert layer.counters.decisions == self.decisions
-        if layer.counters.local_heads is not None:
-            assert torch.equal(layer.counters.local_heads.flatten().cpu(), self.local_heads)
-            assert torch.equal(layer.counters.local_groups.cpu(), self.local_groups)
+        if layer.counters.record["local_heads"] is not None:
+            assert torch.equal(layer.counters.record["local_heads"].flatten().cpu(), self.local_heads)
+            assert torch.equal(layer.counters.record["local_groups"].cpu(), self.local_groups)
         for row, (keys, values) in enumerate(stored_tokens(layer.store)):
             assert torch.equal(keys.double(), reference.keys[row])
             assert torch.equal(values.double(), reference.values[row])

@@ -17,8 +17,8 @@ def test_sums_of_many_calls() -> None:
     generator = torch.Generator().manual_seed(0)
     counted, heads, groups = Counters(), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     dense_tokens = 0
-    assert counted.local_heads is None
-    assert counted.local_groups is None
+    assert counted.record["local_heads"] is None
+    assert counted.record["local_groups"] is None
     assert counted.nbytes == 0
     for call in range(3 * counters.UNSUMMED_CALLS):
         batch, queries = (2, 1) if call % 40 < 35 else (3, 4)
@@ -35,18 +35,18 @@ def test_sums_of_many_calls() -> None:
                     groups += ~flags[row, :, :, query].any(dim=-1)
         assert counted.nbytes <= 2 * 2 * 3 * counters.UNSUMMED_CALLS + heads.nbytes + groups.nbytes
         if call in (3, 50):
-            assert torch.equal(counted.local_heads, heads)
+            assert torch.equal(counted.record["local_heads"], heads)
             twin = copy.deepcopy(counted)
             twin.count(flags, geometry, 3)
     assert counted.steps == 3 * counters.UNSUMMED_CALLS
-    assert torch.equal(counted.local_heads, heads)
-    assert torch.equal(counted.local_groups, groups)
+    assert torch.equal(counted.record["local_heads"], heads)
+    assert torch.equal(counted.record["local_groups"], groups)
     again, decided = Counters.from_record(counted.record), torch.ones(1, 1, 1, dtype=torch.bool)
     again.count(
         torch.zeros(1, 2, 3, 1, dtype=torch.bool), SimpleNamespace(decided=decided, decisions=1, dense_tokens=5), 3
     )
-    assert torch.equal(again.local_heads, heads + 1)
-    assert torch.equal(counted.local_heads, heads)
+    assert torch.equal(again.record["local_heads"], heads + 1)
+    assert torch.equal(counted.record["local_heads"], heads)
     assert again.decisions == counted.decisions + 1
     assert counted.dense_bulk_bytes == 3 * dense_tokens
     assert again.dense_bulk_bytes == counted.dense_bulk_bytes + 15

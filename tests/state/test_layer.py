@@ -176,10 +176,10 @@ def test_only_the_bulk_of_long_context_heads_is_read(monkeypatch: pytest.MonkeyP
     counts, bytes_read = [], 0
     for _ in range(30):
         read.clear()
-        local_groups = pair.layer.counters.local_groups
+        local_groups = pair.layer.counters.record["local_groups"]
         pair.update(*inputs(1, 2))
         before = torch.zeros(2, dtype=torch.int64) if local_groups is None else local_groups
-        assert 4 - len(read) == int((pair.layer.counters.local_groups - before).sum())
+        assert 4 - len(read) == int((pair.layer.counters.record["local_groups"] - before).sum())
         bytes_read += sum((16 + 16) * 4 * pair.layer.store.bulk.lengths[row] for row, _ in read)
         counts.append(len(read))
     assert set(counts) > {1, 2}

@@ -25,7 +25,7 @@ class Heads:
 
     def __init__(self, budget: int | float | str, *, layers: int = 2, heads: int = 4, tokens: int = 5) -> None:
         self.shared = Residents(budget)
-        self.layers = [self.shared.layer(index, CPU, 1, heads) for index in range(layers)]
+        self.layers = [LayerResidents(self.shared, index, CPU, 1, heads) for index in range(layers)]
         self.tensors = torch.ones(1, 1, tokens, 1), torch.ones(1, 1, tokens, 1)
         for layer in self.layers:
             layer.bulk_bytes = heads * tokens * 8
@@ -35,7 +35,7 @@ class Heads:
         hits = 0
         for layer, heads in zip(self.layers, flagged, strict=True):
             before = layer.flag([(0, head) for head in heads])
-            missing = [head for head in before if layer.get(head, self.tensors[0].shape[2]) is None]
+            missing = [head for head in before if layer.get(head, [self.tensors[0].shape[2]]) is None]
             hits += len(heads) - len(missing)
             for head in missing:
                 keep(layer, head, *self.tensors, before[head])
@@ -151,7 +151,7 @@ def test_a_copy_that_lost_tokens_is_not_read() -> None:
 
 def test_devices_have_budgets_of_their_own() -> None:
     shared = Residents(40)
-    layers = [shared.layer(index, torch.device(device), 1, 1) for index, device in enumerate(("cpu", "meta"))]
+    layers = [LayerResidents(shared, index, torch.device(device), 1, 1) for index, device in enumerate(("cpu", "meta"))]
     for layer in layers:
         keep(layer, (0, 0), torch.ones(1, 1, 5, 1), torch.ones(1, 1, 5, 1), 0.0)
     assert [layer.nbytes for layer in layers] == [40, 40]
