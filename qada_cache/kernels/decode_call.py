@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..criterion import logit
-from ..sketch import BLOCK, segments_of
-from ..sketch.codec import Sketch, order_dtype
+from ..sketch import BLOCK
+from ..sketch.codec import Sketch, sketch_fields
 
 
 class OperandError(ValueError):
@@ -246,23 +246,8 @@ def _parts_fit(call: DecodeCall) -> bool:
         capacity, words = call.sketch.scales.shape[2], call.sketch.codes.shape[2]
         if dim % BLOCK or not 0 < words <= dim // BLOCK or capacity < call.bulk_keys.shape[2]:
             return False
-        sketch, segments = call.sketch, segments_of(capacity) if capacity else 0
-        expected += [
-            (part, dtype, (batch, kv_heads, *shape))
-            for part, dtype, shape in (
-                (sketch.codes, torch.int32, (words, capacity)),
-                (sketch.scales, torch.uint8, (capacity,)),
-                (sketch.units, torch.float32, (segments,)),
-                (sketch.centres, torch.bfloat16, (segments, dim)),
-                (sketch.order, order_dtype(dim), (segments, dim)),
-                (sketch.weights, torch.bfloat16, (segments, dim)),
-                (sketch.noise, torch.float32, (dim,)),
-                (sketch.variances, torch.float32, (dim,)),
-                (sketch.mean_value, torch.float32, (value_dim,)),
-                (sketch.slopes, torch.int8, (value_dim, dim)),
-                (sketch.slope_units, torch.float32, (dim,)),
-            )
-        ]
+        fields = sketch_fields(dim, value_dim, words, capacity).items()
+        expected += [(getattr(call.sketch, name), dtype, (batch, kv_heads, *shape)) for name, (dtype, shape) in fields]
     return all(
         (part.dtype, tuple(part.shape), part.device) == (dtype, shape, query.device) and part.is_contiguous()
         for part, dtype, shape in expected
