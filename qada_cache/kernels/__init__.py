@@ -75,18 +75,13 @@ def partial_attention(
 
 
 class Operator(NamedTuple):
-    """One of torch's.
+    """One of torch's."""
 
-    Attributes:
-        name: in `torch.ops.aten`.
-        attend: of query, key, value, scaling and whether it is causal: `out` in the query's dtype, `lse` float32.
-        serves: whether torch says that it is made for tensors like these.
-        workers: of a device: each takes whole heads. 1: the operator splits the keys of a head by itself.
-    """
-
-    name: str
+    name: str  # in `torch.ops.aten`
+    # Of query, key, value, scaling and whether it is causal: `out` in the query's dtype, `lse` float32.
     attend: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
-    serves: Callable[[Tensor, Tensor, Tensor], bool]
+    serves: Callable[[Tensor, Tensor, Tensor], bool]  # whether torch says that it is made for tensors like these
+    # Of a device: each takes whole heads. 1: the operator splits the keys of a head by itself.
     workers: Callable[[torch.device], int]
 
 

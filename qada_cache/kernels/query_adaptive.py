@@ -30,43 +30,27 @@ BLOCK_SCORES = 1 << 22  # estimates of scores that are held at once
 
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """What the queries of one call see; `rows` is their number, or 1 where all are alike.
+    """What the queries of one call see; `rows` is their number, or 1 where all are alike."""
 
-    Attributes:
-        local: bool `[rows, 1, queries, columns]` of the local buffer, the query's sinks and window (itself included).
-        pending: bool, same shape: tokens of the query's bulk that still lie in the local buffer.
-        bulk_tokens: int64 `[rows, 1, queries]`, the paper's `T_bulk` of each query.
-        decided: bool `[rows, 1, queries]`, real queries that have a bulk: the ones a criterion decides about.
-    """
-
-    local: Tensor
-    pending: Tensor
-    bulk_tokens: Tensor
-    decided: Tensor
+    local: Tensor  # bool `[rows, 1, queries, columns]`: of the local buffer, the query's sinks and window, itself too
+    pending: Tensor  # bool, same shape: tokens of the query's bulk that still lie in the local buffer
+    bulk_tokens: Tensor  # int64 `[rows, 1, queries]`, the paper's `T_bulk` of each query
+    decided: Tensor  # bool `[rows, 1, queries]`, real queries that have a bulk: the ones a criterion decides about
 
 
 @dataclass(eq=False)
 class Step:
-    """One call of one layer: several queries a row.
+    """One call of one layer: several queries a row."""
 
-    Attributes:
-        grouped_queries: `[batch, kv_heads, group * queries, dim]`: the query heads of a KV head share its keys.
-        local_keys, local_values: `[batch, kv_heads, columns, dim]` and `value_dim`, finite.
-        lengths: tokens of each row's bulk, all of which precede every query's window.
-        sketch: of the rows with at least `MIN_TOKENS`; None: long-context heads read all of the bulk.
-        partial: `partial_attention`, or what computes the same.
-        scores: over the local buffer, `[batch, kv_heads, group, queries, columns]` float32.
-    """
-
-    grouped_queries: Tensor
-    local_keys: Tensor
-    local_values: Tensor
+    grouped_queries: Tensor  # `[batch, kv_heads, group * queries, dim]`: query heads of a KV head share its keys
+    local_keys: Tensor  # `[batch, kv_heads, columns, dim]`, finite
+    local_values: Tensor  # likewise, of `value_dim`
     masks: Masks
     rule: Rule
-    lengths: list[int]
-    sketch: Sketch | None
-    partial: Callable = partial_attention
-    scores: Tensor = field(init=False)
+    lengths: list[int]  # tokens of each row's bulk, all of which precede every query's window
+    sketch: Sketch | None  # of rows of `MIN_TOKENS` and more; None: long-context heads read all of the bulk
+    partial: Callable = partial_attention  # or what computes the same
+    scores: Tensor = field(init=False)  # over the local buffer, `[batch, kv_heads, group, queries, columns]` float32
 
     def __post_init__(self) -> None:
         scores = torch.matmul(self.grouped_queries.float(), self.local_keys.float().mT) * self.rule.scaling
@@ -84,22 +68,15 @@ class Request(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of the bulk on the query's device, and what it cost.
-
-    Attributes:
-        keys, values: `[rows, heads, tokens, dim]` and `value_dim`.
-        request: what asked for it; None: a head is there whole, or the next block of it.
-        bulk_read_bytes: bytes read from the bulk's own memory; prefetched ones were counted before.
-        resident_hit_bytes: bytes read from a resident instead.
-    """
+    """A part of the bulk on the query's device, and what it cost."""
 
     rows: slice
     heads: slice
-    keys: Tensor
-    values: Tensor
-    request: Request | None = None
-    bulk_read_bytes: int = 0
-    resident_hit_bytes: int = 0
+    keys: Tensor  # `[rows, heads, tokens, dim]`
+    values: Tensor  # likewise, of `value_dim`
+    request: Request | None = None  # what asked for it; None: a head is there whole, or the next block of it
+    bulk_read_bytes: int = 0  # from the bulk's own memory; prefetched ones were counted before
+    resident_hit_bytes: int = 0  # from a resident instead
 
 
 # Parts in any order: of rows and KV heads that are read whole, and of requests, which are made as they are asked for,
