@@ -18,7 +18,7 @@ from ..kernels.query_adaptive import (
     Request,
     Step,
     attend,
-    attend_whole_bulk,
+    attend_bulk,
     decide,
     estimated_log_bulk,
 )
@@ -99,12 +99,12 @@ def attend_by_torch(
     every = [[True] * store.local_keys.shape[1]] * store.batch
     read, whole = _reader(layer, store), None
     if rule.kind == "oracle":  # needs every score, so everything is read whatever it decides
-        whole = attend_whole_bulk(step, read, every)
+        whole = attend_bulk(step, read, every)
     flags = decide(step, log_bulk(layer, store, step, geometry, None if whole is None else whole[1]))
     out, read_lse, selecting = attend(step, flags, read, whole)
     _count_and_prefetch(layer, store, selecting)
     if layer.is_audited():
-        whole = whole or attend_whole_bulk(step, _reader(layer, store, audit=True), every)
+        whole = whole or attend_bulk(step, _reader(layer, store, audit=True), every)
         audit(layer, step, flags, whole[1], read_lse)
     return out.unflatten(2, flags.shape[2:]).flatten(1, 2).to(query.dtype), flags
 

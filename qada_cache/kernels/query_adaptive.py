@@ -83,6 +83,9 @@ class Part(NamedTuple):
 # None without a sketch.
 Read = Callable[[list[list[bool]], Iterator[Request] | None], Iterable[Part]]
 
+# `(out, lse)` over the bulk, what stands for unread tokens included, and `lse` of what was read alone.
+BulkAttention = tuple[Tensor, Tensor, Tensor]
+
 LengthMoments = tuple[int, Tensor, Tensor]  # tokens, mean, covariance: of keys in bulks of more tokens
 
 
@@ -133,12 +136,12 @@ def decide(step: Step, log_bulk: Tensor) -> Tensor:
 
 
 def attend(
-    step: Step, flags: Tensor, read: Read, whole: tuple[Tensor, Tensor] | None = None
+    step: Step, flags: Tensor, read: Read, whole: BulkAttention | None = None
 ) -> tuple[Tensor, Tensor, list[list[bool]]]:
     """Every head over its sinks and window, long-context heads over their bulk too, or what matters of it.
 
     `flags` are as `decide` returns them; reading them on the host is where a step waits for the device. `whole` is what
-    `attend_whole_bulk` says, if that is known.
+    `attend_bulk` says of all of the bulk, if that is known.
 
     Returns:
         the output `[batch, kv_heads, group * queries, value_dim]` float32, the log-sum-exp of the scores of all that
@@ -148,50 +151,37 @@ def attend(
     out, lse = softmax_average(step.scores.masked_fill(~visible, -torch.inf).flatten(2, 3), step.local_values)
     if not any(step.lengths):
         return out, lse, []
-    selecting: list[list[bool]] = []
-    if step.sketch is not None and whole is None:
-        bulk_out, bulk_lse, read_lse, selecting = _attend_selected(step, step.sketch, flags, lse, read)
-    else:
-        bulk_out, bulk_lse = whole or attend_whole_bulk(step, read, flags.flatten(2).any(dim=-1).tolist())
-        read_lse = bulk_lse
-    local_heads = ~flags.flatten(2)
-    bulk_lse, read_lse = (found.masked_fill(local_heads, -torch.inf) for found in (bulk_lse, read_lse))
+    long_heads, selecting = flags.flatten(2), []
+    if whole is None:
+        wanted, requests = long_heads.any(dim=-1), None  # [batch, kv_heads]
+        if step.sketch is None:
+            wanted_heads = wanted.tolist()
+        else:
+            # A KV head that is unreliable for one query is read whole for all queries of the call.
+            unreliable_heads = unreliable(step.grouped_queries, step.sketch, scaling=step.rule.scaling) & long_heads
+            sketched = torch.tensor([length >= MIN_TOKENS for length in step.lengths], device=flags.device)
+            selects = wanted & sketched[:, None] & ~unreliable_heads.any(dim=-1)
+            selecting, wanted_heads = torch.stack([selects, wanted & ~selects]).tolist()
+            requests = _requests(step, step.sketch, flags, lse, selecting)
+        whole = attend_bulk(step, read, wanted_heads, requests)
+    bulk_out, *found = whole
+    bulk_lse, read_lse = (part.masked_fill(~long_heads, -torch.inf) for part in found)
     return merge_partials(out, lse, bulk_out, bulk_lse)[0], torch.logaddexp(lse, read_lse), selecting
 
 
-def attend_whole_bulk(step: Step, read: Read, wanted: list[list[bool]]) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of all queries over the whole bulk of the wanted rows and KV heads, over nothing for others."""
-    out, lse = _empty_attention(step)
-    for part in read(wanted, None):
-        at = part.rows, part.heads
-        out[at], lse[at] = step.partial(step.grouped_queries[at], part.keys, part.values, scaling=step.rule.scaling)
-    return out, lse
-
-
-def _empty_attention(step: Step) -> tuple[Tensor, Tensor]:
-    shape = step.grouped_queries.shape[:-1]
+def attend_bulk(
+    step: Step, read: Read, wanted: list[list[bool]], requests: Iterator[Request] | None = None
+) -> BulkAttention:
+    """All queries of the wanted rows and KV heads over the whole bulk, those of requests over what they select of it,
+    and what stands for the rest; the others over nothing."""
+    shape, group, scaling = step.grouped_queries.shape[:-1], step.scores.shape[2], step.rule.scaling
     out = step.grouped_queries.new_zeros(*shape, step.local_values.shape[-1], dtype=torch.float32)
-    return out, step.grouped_queries.new_full(shape, -torch.inf, dtype=torch.float32)
-
-
-def _attend_selected(
-    step: Step, sketch: Sketch, flags: Tensor, buffer_lse: Tensor, read: Read
-) -> tuple[Tensor, Tensor, Tensor, list[list[bool]]]:
-    """`(out, lse)` of the flagged heads over what they select of the bulk, what stands for the rest included; `lse` of
-    what was read alone; and who selects. `buffer_lse` is of the scores over the local buffer."""
-    scaling = step.rule.scaling
-    needed = flags.flatten(2).any(dim=-1)  # [batch, kv_heads]
-    # A KV head that is unreliable for one query is read whole for all queries of the call.
-    unreliable_flags = unreliable(step.grouped_queries, sketch, scaling=scaling) & flags.flatten(2)
-    sketched = torch.tensor([length >= MIN_TOKENS for length in step.lengths], device=flags.device)
-    selects = sketched[:, None] & ~unreliable_flags.any(dim=-1)
-    selecting, whole = torch.stack([needed & selects, needed & ~selects]).tolist()
-    out, lse = _empty_attention(step)
+    lse = step.grouped_queries.new_full(shape, -torch.inf, dtype=torch.float32)
     read_lse = lse.clone()
     queries, outs, masses, read_masses = (
-        t.unflatten(2, flags.shape[2:]) for t in (step.grouped_queries, out, lse, read_lse)
+        part.unflatten(2, (group, -1)) for part in (step.grouped_queries, out, lse, read_lse)
     )
-    for part in read(whole, _requests(step, sketch, flags, buffer_lse, selecting)):
+    for part in read(wanted, requests):
         if part.request is None:
             place = part.rows, part.heads
             out[place], lse[place] = step.partial(step.grouped_queries[place], part.keys, part.values, scaling=scaling)
@@ -203,10 +193,11 @@ def _attend_selected(
         found = partial_attention(
             queries[at], part.keys[0], part.values[0], scaling=scaling, mask=mask, softcap=step.rule.softcap
         )
-        rest = unread_value(queries[at], sketch[row, head], selection.tilt, scaling=scaling)
+        assert step.sketch is not None
+        rest = unread_value(queries[at], step.sketch[row, head], selection.tilt, scaling=scaling)
         read_masses[at] = found[1]
         outs[at], masses[at] = merge_partials(*found, rest, selection.log_unread)
-    return out, lse, read_lse, selecting
+    return out, lse, read_lse
 
 
 def _requests(
