@@ -146,18 +146,17 @@ def quantize(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str,
     }
 
 
-def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout, *, last: bool) -> dict[str, Tensor]:
-    """As `quantize`, of tokens that begin a segment and lie in several; all tokens side by side again.
+def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, Tensor]:
+    """As `quantize`, of whole segments, or of all tokens up to a bulk's last; all tokens side by side again.
 
-    `energies` are of the leading dimensions and `[dim]`. `last` says whether the bulk ends with these tokens; else they
-    fill their segments.
+    `energies` are of the leading dimensions and `[dim]`.
     """
     tokens = keys.shape[-2]
-    start = segment_start(tokens) if last else tokens
+    start = segment_start(tokens) if tokens % SEGMENT_TOKENS else tokens
     parts = []
-    for part in (keys[..., :start, :], keys[..., start:, :]):
+    for part, size in ((keys[..., :start, :], SEGMENT_TOKENS), (keys[..., start:, :], tokens - start)):
         if part.shape[-2]:
-            segments = part.unflatten(-2, (-1, SEGMENT_TOKENS)) if part.shape[-2] == start else part.unsqueeze(-3)
+            segments = part.unflatten(-2, (-1, size))
             made = quantize(segments, None if energies is None else energies.unsqueeze(-2), layout)
             made["codes"] = made["codes"].transpose(-3, -2).flatten(-2)  # all tokens of a word side by side
             parts.append(made | {"scales": made["scales"].flatten(-2)})

@@ -88,7 +88,7 @@ class BulkSketch:
                 keys, values = (part[:, :, start - older : stop - older] for part in newest)
             with without_autocast(keys.device):
                 energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
-                made = quantize_segments(keys, energies, self.layout, last=stop == length)
+                made = quantize_segments(keys, energies, self.layout)
                 new = max(0, known - start)
                 if new < stop - start:
                     self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
