@@ -14,7 +14,6 @@ from ..kernels.decode_call import Rule
 from ..kernels.query_adaptive import (
     LengthMoments,
     Part,
-    Read,
     Request,
     Step,
     attend,
@@ -97,14 +96,14 @@ def attend_by_torch(
     if sink_logits is not None:
         _add_sink(step, sink_logits)
     every = [[True] * store.local_keys.shape[1]] * store.batch
-    read, whole = _reader(layer, store), None
+    read, whole = partial(_read, layer, store, False), None
     if rule.kind == "oracle":  # needs every score, so everything is read whatever it decides
         whole = attend_bulk(step, read, every)
     flags = decide(step, log_bulk(layer, store, step, geometry, None if whole is None else whole[1]))
     out, read_lse, selecting = attend(step, flags, read, whole)
     _count_and_prefetch(layer, store, selecting)
     if layer.is_audited():
-        whole = whole or attend_bulk(step, _reader(layer, store, audit=True), every)
+        whole = whole or attend_bulk(step, partial(_read, layer, store, True), every)
         audit(layer, step, flags, whole[1], read_lse)
     return out.unflatten(2, flags.shape[2:]).flatten(1, 2).to(query.dtype), flags
 
@@ -119,19 +118,17 @@ def _add_sink(step: Step, sink_logits: Tensor) -> None:
     step.masks = replace(masks, local=local, pending=pending)
 
 
-def _reader(layer: QAdALayer, store: TokenStore, *, audit: bool = False) -> Read:
+def _read(
+    layer: QAdALayer, store: TokenStore, audit: bool, whole: list[list[bool]], requests: Iterator[Request] | None
+) -> Iterator[Part]:
     """How a call reads the layer's bulk, or an audit, which decides nothing about what is kept on the device."""
-
-    def read(whole: list[list[bool]], requests: Iterator[Request] | None) -> Iterator[Part]:
-        for part in reading.read_parts(store.bulk, whole, requests, update_residency=not audit):
-            if audit:
-                layer.counters.audited_bytes += part.bulk_read_bytes + part.resident_hit_bytes
-            else:
-                layer.counters.bulk_read_bytes += part.bulk_read_bytes
-                layer.counters.resident_hit_bytes += part.resident_hit_bytes
-            yield part
-
-    return read
+    for part in reading.read_parts(store.bulk, whole, requests, update_residency=not audit):
+        if audit:
+            layer.counters.audited_bytes += part.bulk_read_bytes + part.resident_hit_bytes
+        else:
+            layer.counters.bulk_read_bytes += part.bulk_read_bytes
+            layer.counters.resident_hit_bytes += part.resident_hit_bytes
+        yield part
 
 
 def _count_and_prefetch(layer: QAdALayer, store: TokenStore, selecting: list[list[bool]]) -> None:

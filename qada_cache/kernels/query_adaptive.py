@@ -95,12 +95,8 @@ def estimated_log_bulk(
     """The `log A_bulk` `[batch, kv_heads, group, queries]` of every criterion but "oracle".
 
     Eq. 7's, the larger one of two estimates, and `+inf` where nothing is known of the bulk, so that it is read. In the
-    eyes of a criterion that compares no masses `+inf` for long-context heads, and `-inf` for local ones.
-
-    Args:
-        step: the call.
-        own: the prompt's own mean, covariance and count, as for `current_score_moments`; pending tokens join if `pool`.
-        others: another prompt's moments, as for `other_log_bulk`, or none.
+    eyes of a criterion that compares no masses `+inf` for long-context heads, and `-inf` for local ones. `own` are the
+    prompt's mean, covariance and count, as for `current_score_moments`; pending tokens join if `pool`.
     """
     rule, like = step.rule, step.scores[..., 0]
     if rule.table is not None:
