@@ -83,16 +83,11 @@ def attend_by_torch(
         `[batch, heads, queries, value_dim]` in the query's dtype, bool flags `[batch, kv_heads, group, queries]`.
     """
     columns = slice(0, store.sinks + store.end)
-    step = Step(
-        query.reshape(*query.shape[:1], store.local_keys.shape[1], -1, query.shape[3]),
-        store.local_keys[:, :, columns],
-        store.local_values[:, :, columns],
-        geometry,
-        rule,
-        store.bulk.lengths,
-        None if store.sketch is None else store.sketch.tensors,
-        partial(partial_attention, kernels=layer.options.kernels, softcap=rule.softcap),
-    )
+    grouped_queries = query.reshape(query.shape[0], store.local_keys.shape[1], -1, query.shape[3])
+    near = store.local_keys[:, :, columns], store.local_values[:, :, columns]
+    sketch = None if store.sketch is None else store.sketch.tensors
+    attend_part = partial(partial_attention, kernels=layer.options.kernels, softcap=rule.softcap)
+    step = Step(grouped_queries, *near, geometry, rule, store.bulk.lengths, sketch, attend_part)
     if sink_logits is not None:
         _add_sink(step, sink_logits)
     every = [[True] * store.local_keys.shape[1]] * store.batch

@@ -67,16 +67,8 @@ def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float,
             shard, kv_heads = layer.shared.model.shard, store.local_keys.shape[1]
             sizes = {"kv_heads": kv_heads, "group": query.shape[1] // kv_heads}
             criterion = criterion.of_layer(layer.index, **sizes, device=query.device, rank=shard.rank, ranks=shard.size)
-        rule = Rule(
-            scaling=scaling,
-            threshold=options.threshold,
-            group_rule=options.group_rule,
-            criterion=criterion,
-            pool_pending=options.update_moments,
-            token_threshold=options.token_threshold,
-            softcap=softcap,
-        )
-        layer.binding.rule = key, rule
+        decides = scaling, options.threshold, options.group_rule, criterion, options.update_moments
+        layer.binding.rule = key, Rule(*decides, options.token_threshold, softcap)
     return layer.binding.rule[1]
 
 
@@ -99,18 +91,9 @@ def decode_one_token(
     Nothing here waits for the device: small tensors of host numbers are copied to it without blocking.
     """
     bulk, sketch, counters = store.bulk, store.sketch, layer.counters
-    bulk_keys, bulk_values = bulk.in_place()
-    call = DecodeCall(
-        query,
-        store.local_keys,
-        store.local_values,
-        bulk_keys,
-        bulk_values,
-        geometry.rows,
-        rule,
-        bulk_read_bytes=counters.on(query.device, "bulk_read_bytes"),
-        binding=layer.binding,
-    )
+    tensors = query, store.local_keys, store.local_values, *bulk.in_place()
+    call = DecodeCall(*tensors, geometry.rows, rule, binding=layer.binding)
+    call.bulk_read_bytes = counters.on(query.device, "bulk_read_bytes")
     if rule.kind == "gaussian":
         _add_moments(call, layer, store, geometry)
     if sketch is not None and sketch.in_use:
@@ -131,8 +114,7 @@ def _add_moments(call: DecodeCall, layer: QAdALayer, store: TokenStore, geometry
         call.mean, call.covariance, call.count = moments.mean, moments.covariance, moments.known
     if (others := layer.options.other_moments) is not None:
         lengths, device, shard = geometry.row_lengths, call.query.device, layer.shared.model.shard
-        found = layer.kept_moments.get(others, layer.index, lengths, device, shard)
-        call.other_mean, call.other_covariance = found
+        call.other_mean, call.other_covariance = layer.kept_moments.get(others, layer.index, lengths, device, shard)
 
 
 def attend_exactly(
@@ -155,7 +137,6 @@ def attend_exactly(
     Args:
         query: `[batch, heads, tokens, dim]`.
         key, value: the new tokens' own, `[batch, kv_heads, tokens, dim]`.
-        valid: bool `[batch, tokens]` on the host, False for padding; None without padding.
 
     Returns:
         `[batch, heads, tokens, value_dim]` in the query's dtype; zeros for padding.

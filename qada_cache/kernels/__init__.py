@@ -53,23 +53,18 @@ def partial_attention(
         return _attend(operator, query, key, value, scaling, causal)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
-    at_once = block = max(1, min(QUERY_BLOCK, query.shape[-2]))
+    at_once = tokens = max(1, min(QUERY_BLOCK, query.shape[-2]))
     if not causal:  # else a query's own token lies in a block on the diagonal
         numbers = query.shape[:-2].numel() * (4 * at_once + key.shape[-1] + value.shape[-1])
-        block = max(KEY_BLOCK, HELD // numbers)
+        tokens = max(KEY_BLOCK, HELD // numbers)
     for first in range(0, query.shape[-2], at_once):
         queries = slice(first, min(first + at_once, query.shape[-2]))
         seen = queries.stop if causal else key.shape[-2]
-        for start in range(0, seen, block):
-            keys = slice(start, min(start + block, seen))
-            part = reference.partial_attention(
-                query[..., queries, :],
-                key[..., keys, :],
-                value[..., keys, :],
-                scaling=scaling,
-                causal=causal and start == first,
-                softcap=softcap,
-            )
+        for start in range(0, seen, tokens):
+            keys = slice(start, min(start + tokens, seen))
+            block = query[..., queries, :], key[..., keys, :], value[..., keys, :]
+            diagonal = causal and start == first
+            part = reference.partial_attention(*block, scaling=scaling, causal=diagonal, softcap=softcap)
             out[..., queries, :], lse[..., queries] = merge_partials(out[..., queries, :], lse[..., queries], *part)
     return out, lse
 

@@ -5,7 +5,7 @@ It knows nothing of where a bulk lies: it requests keys and values head by head.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -200,22 +200,15 @@ def _requests(
     step: Step, sketch: Sketch, flags: Tensor, buffer_lse: Tensor, selecting: list[list[bool]]
 ) -> Iterator[Request]:
     """What the selecting KV heads ask for, some queries of one at a time."""
-    shape = flags.shape[2:]  # [group, queries]
+    shape, rule = flags.shape[2:], step.rule  # [group, queries]
+    options: Any = {"scaling": rule.scaling, "token_threshold": rule.token_threshold, "softcap": rule.softcap}
     bulk_tokens = step.masks.bulk_tokens.expand(len(flags), -1, -1)
     for row, head in [(row, head) for row, heads in enumerate(selecting) for head, does in enumerate(heads) if does]:
         query, log_buffer = (tensor[row, head].unflatten(0, shape) for tensor in (step.grouped_queries, buffer_lse))
         block = max(1, BLOCK_SCORES // (shape[0] * step.lengths[row]))
         for first in range(0, shape[1], block):
             part = slice(first, first + block)
-            selection = select_tokens(
-                query[:, part],
-                sketch[row, head],
-                step.lengths[row],
-                log_buffer=log_buffer[:, part],
-                bulk_tokens=bulk_tokens[row, 0, part],
-                flags=flags[row, head, :, part],
-                scaling=step.rule.scaling,
-                token_threshold=step.rule.token_threshold,
-                softcap=step.rule.softcap,
-            )
+            options |= {"log_buffer": log_buffer[:, part], "bulk_tokens": bulk_tokens[row, 0, part]}
+            options["flags"] = flags[row, head, :, part]
+            selection = select_tokens(query[:, part], sketch[row, head], step.lengths[row], **options)
             yield Request(row, head, selection.tokens.any(dim=0).nonzero()[:, 0], part, selection)
