@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,30 +18,25 @@ from ..storage.reading import stream, update_residency
 from .by_torch import attend_by_torch
 
 
-def attend_adaptively(
-    layer: QAdALayer,
-    store: TokenStore,
-    query: Tensor,
-    *,
-    scaling: float,
-    valid: Tensor | None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+class CallOptions(NamedTuple):
+    """What a model says of one call beside its queries, keys and values."""
+
+    scaling: float  # as for `reference.partial_attention`
+    softcap: float | None = None  # likewise
+    valid: Tensor | None = None  # bool `[batch, tokens]` on the host, False for padding; None without padding
+    sink_logits: Tensor | None = None  # learned, `[heads]`: one more score a head, of no token; None: there are none
+
+
+def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Tensor, options: CallOptions) -> Tensor:
     """Query-adaptive attention: each head reads its sinks and window, a long-context head its bulk as well.
 
-    The call's own tokens have been appended to `store` already; every query has its own local set and is causal.
-
-    Args:
-        layer, store: whose options decide and whose counters count, and its tokens.
-        query: `[batch, heads, queries, dim]`, `queries` at most the window.
-        scaling, softcap: of the scores, as for `reference.partial_attention`.
-        valid: bool `[batch, queries]` on the host, False for padding; None without padding.
-        sink_logits: learned, `[heads]`: one more score a head, of no token; None: the model has none.
+    The call's own tokens have been appended to `store` already; every query has its own local set and is causal. Of
+    `query` `[batch, heads, queries, dim]`, `queries` is at most the window.
 
     Returns:
         `[batch, heads, queries, value_dim]` in the query's dtype. Padding queries get finite, unused values.
     """
+    scaling, softcap, valid, sink_logits = options
     queries, device = query.shape[2], query.device
     geometry = layer.shared.forward_pass.geometry(
         lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=valid, device=device
@@ -118,29 +113,17 @@ def _add_moments(call: DecodeCall, layer: QAdALayer, store: TokenStore, geometry
 
 
 def attend_exactly(
-    layer: QAdALayer,
-    store: TokenStore,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scaling: float,
-    valid: Tensor | None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
+    layer: QAdALayer, store: TokenStore, query: Tensor, key: Tensor, value: Tensor, options: CallOptions
 ) -> Tensor:
     """Exact causal attention of many new tokens over everything cached and themselves.
 
-    The bulk is streamed block by block, so device memory does not grow with it. The new tokens are not yet in
-    `store`. Arguments that are not below are as for `attend_adaptively`.
-
-    Args:
-        query: `[batch, heads, tokens, dim]`.
-        key, value: the new tokens' own, `[batch, kv_heads, tokens, dim]`.
+    The bulk is streamed block by block, so device memory does not grow with it. The new tokens are not yet in `store`:
+    `query` `[batch, heads, tokens, dim]`, `key` and `value` `[batch, kv_heads, tokens, dim]` and `value_dim`.
 
     Returns:
         `[batch, heads, tokens, value_dim]` in the query's dtype; zeros for padding.
     """
+    scaling, softcap, valid, sink_logits = options
     result = query.new_zeros(*query.shape[:-1], value.shape[-1])
     alike = valid is None and len(set(zip(store.lengths, store.flushed, strict=True))) == 1
     batch = query.shape[0]

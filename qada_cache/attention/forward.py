@@ -21,7 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 from ..kernels.reference import without_autocast
 from ..key_moments.models import UNSHARDED, check_sharding, own_attention, unwrap_model
 from ..state.layer import QAdALayer, Seen
-from .decode import attend_adaptively, attend_exactly
+from .decode import CallOptions, attend_adaptively, attend_exactly
 from .support import find_reader
 
 # The dispatcher treats names that hold "sdpa", "flash", "paged" or "/" specially, so ours hold none of them.
@@ -165,11 +165,12 @@ def _attend(
     except (NotImplementedError, RuntimeError, ValueError):
         layer.abandon(queries)
         raise
-    options: dict[str, Any] = {"valid": valid, "softcap": kwargs.get("softcap"), "sink_logits": kwargs.get("s_aux")}
-    options["scaling"] = query.shape[-1] ** -0.5 if kwargs["scaling"] is None else kwargs["scaling"]
+    scaling = query.shape[-1] ** -0.5 if kwargs["scaling"] is None else kwargs["scaling"]
+    softcap = kwargs.get("softcap")
     # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
-    if options["softcap"] is not None and _base_name(module) != "eager":
-        options["softcap"] = None
+    if softcap is not None and _base_name(module) != "eager":
+        softcap = None
+    options = CallOptions(scaling, softcap, valid, sink_logits=kwargs.get("s_aux"))
     forward_pass = layer.shared.forward_pass
     if layer.index == layer.shared.model.layers[0]:
         # After a decoded token there are pending ones beside the window, and a single token is no chunk.
@@ -179,10 +180,10 @@ def _attend(
         out, _ = _base(module)(module, query, key, value, mask, **kwargs)
     else:
         if exact:
-            work = partial(attend_exactly, layer, layer.store, query, key, value, **options)
+            work = partial(attend_exactly, layer, layer.store, query, key, value, options)
         else:
             layer.store.append(key, value, valid)
-            work = partial(attend_adaptively, layer, layer.store, query, **options)
+            work = partial(attend_adaptively, layer, layer.store, query, options)
         with without_autocast(query.device):
             out = layer.shared.residents.retried(work)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
