@@ -11,16 +11,7 @@ from torch.nn import functional
 from ..criterion import log_mass, logit, long_context
 from ..kernels import partial_attention
 from ..kernels.decode_call import Rule
-from ..kernels.query_adaptive import (
-    LengthMoments,
-    Part,
-    Request,
-    Step,
-    attend,
-    attend_bulk,
-    decide,
-    estimated_log_bulk,
-)
+from ..kernels.query_adaptive import LengthMoments, Part, Request, Step, attend, attend_bulk, decide, estimated_log_bulk
 from ..key_moments import KeyMoments
 from ..state.layer import QAdALayer
 from ..storage import TokenStore, reading
@@ -38,12 +29,9 @@ def log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry
     own, others = store.moments, layer.options.other_moments
     if step.rule.kind != "gaussian" or not geometry.distinct_moment_lengths:  # nothing is estimated, or decided
         own = others = None
-    return estimated_log_bulk(
-        step,
-        None if own is None else (own.mean, own.covariance, own.known),
-        [] if others is None else split_by_length(others, layer, geometry),
-        pool=step.rule.pool_pending and geometry.any_pending,
-    )
+    known = None if own is None else (own.mean, own.covariance, own.known)
+    of_others = [] if others is None else split_by_length(others, layer, geometry)
+    return estimated_log_bulk(step, known, of_others, pool=step.rule.pool_pending and geometry.any_pending)
 
 
 def true_log_bulk(step: Step, bulk_lse: Tensor) -> Tensor:

@@ -139,11 +139,7 @@ def _mask(base: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
 
 def _base(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The model's own attention."""
-    return own_attention(module, _base_name(module))
-
-
-def _base_name(module: nn.Module) -> str:
-    return _BASES[cast(PreTrainedConfig, module.config)._attn_implementation]
+    return own_attention(module, _BASES[cast(PreTrainedConfig, module.config)._attn_implementation])
 
 
 @outside_graphs
@@ -168,7 +164,7 @@ def _attend(
     scaling = query.shape[-1] ** -0.5 if kwargs["scaling"] is None else kwargs["scaling"]
     softcap = kwargs.get("softcap")
     # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
-    if softcap is not None and _base_name(module) != "eager":
+    if softcap is not None and cast(PreTrainedConfig, module.config)._attn_implementation != _OUR_NAMES["eager"]:
         softcap = None
     options = CallOptions(scaling, softcap, valid, sink_logits=kwargs.get("s_aux"))
     forward_pass = layer.shared.forward_pass

@@ -10,15 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..criterion import (
-    current_score_moments,
-    gaussian_log_bulk,
-    group_decision,
-    log_mass,
-    long_context,
-    score_moments,
-    soft_cap,
-)
+from .. import criterion
 from ..sketch import MIN_TOKENS
 from ..sketch.codec import Sketch
 from ..sketch.selection import Selection, select_tokens, unread_value, unreliable
@@ -54,7 +46,7 @@ class Step:
 
     def __post_init__(self) -> None:
         scores = torch.matmul(self.grouped_queries.float(), self.local_keys.float().mT) * self.rule.scaling
-        self.scores = soft_cap(scores, self.rule.softcap).unflatten(2, (-1, self.masks.local.shape[2]))
+        self.scores = criterion.soft_cap(scores, self.rule.softcap).unflatten(2, (-1, self.masks.local.shape[2]))
 
 
 class Request(NamedTuple):
@@ -106,10 +98,10 @@ def estimated_log_bulk(
     largest = other_log_bulk(step, others) if others else torch.full_like(like, torch.nan)
     if own is not None:
         query, pending = step.grouped_queries.float(), step.masks.pending if pool else None
-        mean, variance, known = current_score_moments(
+        mean, variance, known = criterion.current_score_moments(
             query, step.scores, *own, pending=pending, scaling=rule.scaling, softcap=rule.softcap
         )
-        estimate = gaussian_log_bulk(mean, variance, step.masks.bulk_tokens.unsqueeze(2))
+        estimate = criterion.gaussian_log_bulk(mean, variance, step.masks.bulk_tokens.unsqueeze(2))
         largest = torch.fmax(largest, estimate.masked_fill(~known, torch.nan))  # which takes a number before a nan
     return largest.masked_fill(largest.isnan(), torch.inf)
 
@@ -119,16 +111,18 @@ def other_log_bulk(step: Step, others: list[LengthMoments]) -> Tensor:
     query, tokens = step.grouped_queries.float(), step.masks.bulk_tokens.unsqueeze(2)
     found = step.scores.new_full(step.scores.shape[:-1], -torch.inf)
     for length, *pair in others:
-        moments = score_moments(query, *pair, scaling=step.rule.scaling, softcap=step.rule.softcap)
+        moments = criterion.score_moments(query, *pair, scaling=step.rule.scaling, softcap=step.rule.softcap)
         mean, variance = (part.view_as(found) for part in moments)
-        found = torch.where(tokens > length, gaussian_log_bulk(mean, variance, tokens), found)
+        found = torch.where(tokens > length, criterion.gaussian_log_bulk(mean, variance, tokens), found)
     return found
 
 
 def decide(step: Step, log_bulk: Tensor) -> Tensor:
     """The long-context heads, bool `[batch, kv_heads, group, queries]`, by `log_bulk` of the same shape."""
-    flags = long_context(log_mass(step.scores, step.masks.local), log_bulk, step.rule.logit_threshold)
-    return group_decision(flags, step.rule.group_rule) & step.masks.decided.unsqueeze(2)
+    flags = criterion.long_context(
+        criterion.log_mass(step.scores, step.masks.local), log_bulk, step.rule.logit_threshold
+    )
+    return criterion.group_decision(flags, step.rule.group_rule) & step.masks.decided.unsqueeze(2)
 
 
 def attend(

@@ -87,14 +87,12 @@ class _Bound:
         table = None if rule.table is None else rule.table.unsqueeze(0)
         moments = ("mean", "covariance", "other_mean", "other_covariance", "count")
         views = buffers | {name: getattr(call, name) for name in moments} | {"table": table}
+        sizes = {"batch": call.query.shape[0], "kv_heads": call.local_keys.shape[1], "split_tokens": cpu.SPLIT_TOKENS}
+        sizes |= {"min_sketched": MIN_TOKENS, "segment_tokens": SEGMENT_TOKENS}
+        counted = {"bulk_read_bytes": call.bulk_read_bytes, "sketch_read_bytes": call.sketch_read_bytes}
         decode = self._decode = Decode(
-            bulk_read_bytes=None if call.bulk_read_bytes is None else call.bulk_read_bytes.data_ptr(),
-            sketch_read_bytes=None if call.sketch_read_bytes is None else call.sketch_read_bytes.data_ptr(),
-            batch=call.query.shape[0],
-            kv_heads=call.local_keys.shape[1],
-            split_tokens=cpu.SPLIT_TOKENS,
-            min_sketched=MIN_TOKENS,
-            segment_tokens=SEGMENT_TOKENS,
+            **sizes,
+            **{name: None if count is None else count.data_ptr() for name, count in counted.items()},
             scaling=rule.scaling,
             logit_threshold=rule.logit_threshold,
             criterion=CRITERIA[rule.kind],
