@@ -36,16 +36,15 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Tensor, option
     Returns:
         `[batch, heads, queries, value_dim]` in the query's dtype. Padding queries get finite, unused values.
     """
-    scaling, softcap, valid, sink_logits = options
     queries, device = query.shape[2], query.device
     geometry = layer.shared.forward_pass.geometry(
-        lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=valid, device=device
+        lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=options.valid, device=device
     )
-    rule = get_rule(layer, store, query, scaling, softcap)
-    fusable = queries == 1 and not layer.is_audited() and sink_logits is None and softcap is None
+    rule = get_rule(layer, store, query, options.scaling, options.softcap)
+    fusable = queries == 1 and not layer.is_audited() and options.sink_logits is None and options.softcap is None
     kernel = find_kernel(layer, store, query) if fusable else None
     if kernel is None:
-        out, flags = attend_by_torch(layer, store, query, geometry, rule, sink_logits)
+        out, flags = attend_by_torch(layer, store, query, geometry, rule, options.sink_logits)
     else:
         out, flags = decode_one_token(layer, store, query, geometry, rule, kernel)
     layer.counters.count(flags, geometry, store.local_keys.shape[1] * store.bulk.token_bytes)

@@ -7,7 +7,7 @@ when a device first meets a dtype and head size, and is used only if it agrees.
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -206,20 +206,18 @@ def _find_fault(operator: Operator, sample: tuple[Tensor, Tensor, Tensor], devic
     """An operator's fault over the keys of a sample, and causally over fewer of them (see `find_fault`)."""
     scaling = 8 / sample[0].shape[3]  # the score of a query and its own token is then about 8
 
-    def calls(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, float, bool]]:
-        yield query, key[:, :, :TRIED_TOKENS], value[:, :, :TRIED_TOKENS], scaling, False
-        yield key[:, :, :70], key[:, :, :70], value[:, :, :70], scaling, True
+    def compute(attend: Callable, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        whole = attend(query, key[:, :, :TRIED_TOKENS], value[:, :, :TRIED_TOKENS], scaling, False)
+        causal = attend(key[:, :, :70], key[:, :, :70], value[:, :, :70], scaling, True)
+        return tuple(part.cpu() for out, lse in (whole, causal) for part in (out.to(query.dtype), lse))
 
-    def compute() -> tuple[Tensor, ...]:
-        found = [_attend(operator, *call) for call in calls(*(tensor.to(device) for tensor in sample))]
-        return tuple(part.cpu() for out, lse in found for part in (out.to(sample[0].dtype), lse))
-
-    return find_fault(compute, tuple(part for call in calls(*sample) for part in _plain(*call)))
+    tried = functools.partial(_attend, operator)
+    return find_fault(lambda: compute(tried, *(tensor.to(device) for tensor in sample)), compute(_plain, *sample))
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """`out` in the query's dtype and `lse`, computed in float64, as no setting of torch lowers its precision."""
+    """`out` and `lse`, computed in float64, as no setting of torch lowers its precision."""
     scores = torch.matmul(query.double(), key.double().mT) * scaling
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").triu(1), -torch.inf)
-    return torch.matmul(scores.softmax(dim=-1), value.double()).to(query.dtype), scores.logsumexp(dim=-1).float()
+    return torch.matmul(scores.softmax(dim=-1), value.double()), scores.logsumexp(dim=-1).float()

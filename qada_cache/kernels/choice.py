@@ -69,13 +69,7 @@ def resolve_kernels(kernels: str | None) -> str:
 
 
 def decode_kernel(
-    query: Tensor,
-    bulk_keys: Tensor,
-    bulk_values: Tensor,
-    criterion: object,
-    kernels: str,
-    *,
-    layout: Layout | None = None,
+    query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object, kernels: str, layout: Layout | None = None
 ) -> Callable | None:
     """The `fused_decode` that is to compute such calls, None for the torch path of attention/decode.py.
 

@@ -56,9 +56,8 @@ def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 def _part(call: DecodeCall, row: int, head: int, tokens: slice | Tensor, request: Request | None = None) -> Part:
     """Tokens of one head of a call's bulk, on the query's device, counted."""
-    keys, values = (
-        bulk[row, head][tokens].to(call.query.device)[None, None] for bulk in (call.bulk_keys, call.bulk_values)
-    )
+    bulk = call.bulk_keys, call.bulk_values
+    keys, values = (part[row, head][tokens].to(call.query.device)[None, None] for part in bulk)
     if call.bulk_read_bytes is not None:
         call.bulk_read_bytes += keys.nbytes + values.nbytes
     return Part(slice(row, row + 1), slice(head, head + 1), keys, values, request)

@@ -119,9 +119,8 @@ def other_log_bulk(step: Step, others: list[LengthMoments]) -> Tensor:
 
 def decide(step: Step, log_bulk: Tensor) -> Tensor:
     """The long-context heads, bool `[batch, kv_heads, group, queries]`, by `log_bulk` of the same shape."""
-    flags = criterion.long_context(
-        criterion.log_mass(step.scores, step.masks.local), log_bulk, step.rule.logit_threshold
-    )
+    log_local = criterion.log_mass(step.scores, step.masks.local)
+    flags = criterion.long_context(log_local, log_bulk, step.rule.logit_threshold)
     return criterion.group_decision(flags, step.rule.group_rule) & step.masks.decided.unsqueeze(2)
 
 
@@ -164,27 +163,23 @@ def attend_bulk(
 ) -> BulkAttention:
     """All queries of the wanted rows and KV heads over the whole bulk, those of requests over what they select of it,
     and what stands for the rest; the others over nothing."""
-    shape, group, scaling = step.grouped_queries.shape[:-1], step.scores.shape[2], step.rule.scaling
-    out = step.grouped_queries.new_zeros(*shape, step.local_values.shape[-1], dtype=torch.float32)
-    lse = step.grouped_queries.new_full(shape, -torch.inf, dtype=torch.float32)
+    grouped, group, scaling, softcap = step.grouped_queries, step.scores.shape[2], step.rule.scaling, step.rule.softcap
+    out = grouped.new_zeros(*grouped.shape[:-1], step.local_values.shape[-1], dtype=torch.float32)
+    lse = grouped.new_full(grouped.shape[:-1], -torch.inf, dtype=torch.float32)
     read_lse = lse.clone()
-    queries, outs, masses, read_masses = (
-        part.unflatten(2, (group, -1)) for part in (step.grouped_queries, out, lse, read_lse)
-    )
+    queries, outs, masses, read_masses = (part.unflatten(2, (group, -1)) for part in (grouped, out, lse, read_lse))
     for part in read(wanted, requests):
         if part.request is None:
             place = part.rows, part.heads
-            out[place], lse[place] = step.partial(step.grouped_queries[place], part.keys, part.values, scaling=scaling)
+            out[place], lse[place] = step.partial(grouped[place], part.keys, part.values, scaling=scaling)
             read_lse[place] = lse[place]
             continue
         row, head, tokens, which, selection = part.request
         at = row, head, slice(None), which
-        mask = selection.tokens[:, tokens]
-        found = partial_attention(
-            queries[at], part.keys[0], part.values[0], scaling=scaling, mask=mask, softcap=step.rule.softcap
-        )
+        query, mask = queries[at], selection.tokens[:, tokens]
+        found = partial_attention(query, part.keys[0], part.values[0], scaling=scaling, mask=mask, softcap=softcap)
         assert step.sketch is not None
-        rest = unread_value(queries[at], step.sketch[row, head], selection.tilt, scaling=scaling)
+        rest = unread_value(query, step.sketch[row, head], selection.tilt, scaling=scaling)
         read_masses[at] = found[1]
         outs[at], masses[at] = merge_partials(*found, rest, selection.log_unread)
     return out, lse, read_lse

@@ -68,9 +68,7 @@ def order_dtype(dim: int) -> torch.dtype:
     return torch.uint8 if dim <= 256 else torch.int16
 
 
-def sketch_fields(
-    dim: int, value_dim: int, words: int, capacity: int
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def sketch_fields(dim: int, value_dim: int, words: int, capacity: int) -> dict[str, tuple[torch.dtype, tuple]]:
     """dtype and shape of each tensor of one head's `Sketch` of `words` a key, with room for `capacity` tokens."""
     segments = segments_of(capacity) if capacity else 0
     return {
@@ -193,10 +191,8 @@ def estimated_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: flo
     rotated = rotate(weighed[..., : layout.coded])
     unit = rotated.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / QUERY_LEVELS
     integers = torch.round(rotated / unit)
-    found = []
-    for first, stop, segments in ((0, start, start // SEGMENT_TOKENS), (start, length, 1)):
-        if first == stop:
-            continue
+    found, closed = [], [(0, start, count - 1)] if start else []
+    for first, stop, segments in (*closed, (start, length, 1)):
         which = slice(first // SEGMENT_TOKENS, first // SEGMENT_TOKENS + segments)
         odd_levels = unpack(sketch.codes[:, first:stop], layout).unflatten(0, (segments, -1))
         products = torch.matmul(integers[which], odd_levels.mT)  # exact: integers below 2 ** 24

@@ -31,9 +31,7 @@ def unreliable(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
     `NOISE_SHARE` of the scores' own `scaling^2 sum q_i^2 variances_i`. Nothing is said of rows that are in no sketch.
     """
     square = query.float().square()
-    noise, variance = (
-        torch.matmul(square, each.unsqueeze(-1)).squeeze(-1) for each in (sketch.noise, sketch.variances)
-    )
+    noise, variance = (torch.matmul(square, each[..., None])[..., 0] for each in (sketch.noise, sketch.variances))
     return (0.5 * scaling**2 * noise > UNRELIABLE) & (noise > NOISE_SHARE * variance)
 
 
