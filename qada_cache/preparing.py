@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .attention.decode import attend_adaptively, find_kernel
+from .attention.decode import CallOptions, attend_adaptively, find_kernel
 from .cache import QAdACache
 from .kernels import partial_attention
 from .key_moments.defaults import CURRENT, MomentsSource, default_moments, sources
@@ -91,7 +91,7 @@ def _build_kernels(
         kernel = find_kernel(layer, store, query)
         for _ in range(0 if kernel is None else 2):  # the first may be audited, which no kernel computes
             store.append(keys[:, :, :1], values[:, :, :1], None)
-            attend_adaptively(layer, store, query, scaling=dim**-0.5, valid=None)
+            attend_adaptively(layer, store, query, CallOptions(scaling=dim**-0.5))
     if kernel is None or options.audit_every:
         bulk = store.bulk.keys.to(device), store.bulk.values.to(device)
         partial_attention(query.view(1, kv_heads, group, dim), *bulk, scaling=1.0, kernels=options.kernels)

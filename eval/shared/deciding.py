@@ -24,7 +24,7 @@ from qada_cache import QAdACache
 from qada_cache.attention import by_torch, decode
 from qada_cache.criterion import GROUP_RULES
 from qada_cache.kernels import query_adaptive, softmax_average
-from qada_cache.kernels.query_adaptive import Step
+from qada_cache.kernels.query_adaptive import BulkAttention, Step
 from qada_cache.state import SKETCH_BITS, TOKEN_THRESHOLD
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import TokenStore
@@ -159,27 +159,29 @@ def token_options(tokens: str) -> dict[str, Any]:
 @contextmanager
 def reading(tokens: str) -> Iterator[None]:
     """Caches that are used inside read so much of a long-context head: see `split`. One row, on the model's device."""
-    compute, whole = decode.attend_by_torch, query_adaptive.attend_whole_bulk
+    compute, whole = decode.attend_by_torch, query_adaptive.attend_bulk
     stores: list[TokenStore] = []
 
     def remembering(layer: QAdALayer, store: TokenStore, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
         stores[:] = [store]
         return compute(layer, store, *rest, **options)
 
-    def some(step: Step, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def some(step: Step, *rest: Any, **options: Any) -> BulkAttention:
         whole(step, *rest, **options)  # which counts
         (kind, share), bulk = split(tokens), stores[0].bulk
         length, grouped_queries, scaling = bulk.lengths[0], step.grouped_queries.float(), step.rule.scaling
         keys, values = bulk.keys[:, :, :length].float(), bulk.values[:, :, :length]
         selected = choose(estimated(kind, grouped_queries, keys) * scaling, step.scores.shape[2], share)
-        return softmax_average((grouped_queries @ keys.mT * scaling).masked_fill(~selected, -torch.inf), values)
+        scores = (grouped_queries @ keys.mT * scaling).masked_fill(~selected, -torch.inf)
+        out, lse = softmax_average(scores, values)
+        return out, lse, lse
 
     if not tokens or tokens.startswith(OWN):
         yield
         return
     with (
         mock.patch.object(decode, "attend_by_torch", remembering),
-        mock.patch.object(query_adaptive, "attend_whole_bulk", some),
+        mock.patch.object(query_adaptive, "attend_bulk", some),
     ):
         yield
 

@@ -11,17 +11,7 @@ from torch.nn import functional
 from ..criterion import log_mass, logit, long_context
 from ..kernels import partial_attention
 from ..kernels.decode_call import Rule
-from ..kernels.query_adaptive import (
-    LengthMoments,
-    Part,
-    Read,
-    Request,
-    Step,
-    attend,
-    attend_whole_bulk,
-    decide,
-    estimated_log_bulk,
-)
+from ..kernels.query_adaptive import LengthMoments, Part, Request, Step, attend, attend_bulk, decide, estimated_log_bulk
 from ..key_moments import KeyMoments
 from ..state.layer import QAdALayer
 from ..storage import TokenStore, reading
@@ -39,12 +29,9 @@ def log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry
     own, others = store.moments, layer.options.other_moments
     if step.rule.kind != "gaussian" or not geometry.distinct_moment_lengths:  # nothing is estimated, or decided
         own = others = None
-    return estimated_log_bulk(
-        step,
-        None if own is None else (own.mean, own.covariance, own.known),
-        [] if others is None else split_by_length(others, layer, geometry),
-        pool=step.rule.pool_pending and geometry.any_pending,
-    )
+    known = None if own is None else (own.mean, own.covariance, own.known)
+    of_others = [] if others is None else split_by_length(others, layer, geometry)
+    return estimated_log_bulk(step, known, of_others, pool=step.rule.pool_pending and geometry.any_pending)
 
 
 def true_log_bulk(step: Step, bulk_lse: Tensor) -> Tensor:
@@ -84,27 +71,22 @@ def attend_by_torch(
         `[batch, heads, queries, value_dim]` in the query's dtype, bool flags `[batch, kv_heads, group, queries]`.
     """
     columns = slice(0, store.sinks + store.end)
-    step = Step(
-        query.reshape(*query.shape[:1], store.local_keys.shape[1], -1, query.shape[3]),
-        store.local_keys[:, :, columns],
-        store.local_values[:, :, columns],
-        geometry,
-        rule,
-        store.bulk.lengths,
-        None if store.sketch is None else store.sketch.tensors,
-        partial(partial_attention, kernels=layer.options.kernels, softcap=rule.softcap),
-    )
+    grouped_queries = query.reshape(query.shape[0], store.local_keys.shape[1], -1, query.shape[3])
+    near = store.local_keys[:, :, columns], store.local_values[:, :, columns]
+    sketch = None if store.sketch is None else store.sketch.tensors
+    attend_part = partial(partial_attention, kernels=layer.options.kernels, softcap=rule.softcap)
+    step = Step(grouped_queries, *near, geometry, rule, store.bulk.lengths, sketch, attend_part)
     if sink_logits is not None:
         _add_sink(step, sink_logits)
     every = [[True] * store.local_keys.shape[1]] * store.batch
-    read, whole = _reader(layer, store), None
+    read, whole = partial(_read, layer, store, False), None
     if rule.kind == "oracle":  # needs every score, so everything is read whatever it decides
-        whole = attend_whole_bulk(step, read, every)
+        whole = attend_bulk(step, read, every)
     flags = decide(step, log_bulk(layer, store, step, geometry, None if whole is None else whole[1]))
     out, read_lse, selecting = attend(step, flags, read, whole)
     _count_and_prefetch(layer, store, selecting)
     if layer.is_audited():
-        whole = whole or attend_whole_bulk(step, _reader(layer, store, audit=True), every)
+        whole = whole or attend_bulk(step, partial(_read, layer, store, True), every)
         audit(layer, step, flags, whole[1], read_lse)
     return out.unflatten(2, flags.shape[2:]).flatten(1, 2).to(query.dtype), flags
 
@@ -119,19 +101,17 @@ def _add_sink(step: Step, sink_logits: Tensor) -> None:
     step.masks = replace(masks, local=local, pending=pending)
 
 
-def _reader(layer: QAdALayer, store: TokenStore, *, audit: bool = False) -> Read:
+def _read(
+    layer: QAdALayer, store: TokenStore, audit: bool, whole: list[list[bool]], requests: Iterator[Request] | None
+) -> Iterator[Part]:
     """How a call reads the layer's bulk, or an audit, which decides nothing about what is kept on the device."""
-
-    def read(whole: list[list[bool]], requests: Iterator[Request] | None) -> Iterator[Part]:
-        for part in reading.read_parts(store.bulk, whole, requests, update_residency=not audit):
-            if audit:
-                layer.counters.audited_bytes += part.bulk_read_bytes + part.resident_hit_bytes
-            else:
-                layer.counters.bulk_read_bytes += part.bulk_read_bytes
-                layer.counters.resident_hit_bytes += part.resident_hit_bytes
-            yield part
-
-    return read
+    for part in reading.read_parts(store.bulk, whole, requests, update_residency=not audit):
+        if audit:
+            layer.counters.audited_bytes += part.bulk_read_bytes + part.resident_hit_bytes
+        else:
+            layer.counters.bulk_read_bytes += part.bulk_read_bytes
+            layer.counters.resident_hit_bytes += part.resident_hit_bytes
+        yield part
 
 
 def _count_and_prefetch(layer: QAdALayer, store: TokenStore, selecting: list[list[bool]]) -> None:

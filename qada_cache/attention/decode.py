@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,39 +18,33 @@ from ..storage.reading import stream, update_residency
 from .by_torch import attend_by_torch
 
 
-def attend_adaptively(
-    layer: QAdALayer,
-    store: TokenStore,
-    query: Tensor,
-    *,
-    scaling: float,
-    valid: Tensor | None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+class CallOptions(NamedTuple):
+    """What a model says of one call beside its queries, keys and values."""
+
+    scaling: float  # as for `reference.partial_attention`
+    softcap: float | None = None  # likewise
+    valid: Tensor | None = None  # bool `[batch, tokens]` on the host, False for padding; None without padding
+    sink_logits: Tensor | None = None  # learned, `[heads]`: one more score a head, of no token; None: there are none
+
+
+def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Tensor, options: CallOptions) -> Tensor:
     """Query-adaptive attention: each head reads its sinks and window, a long-context head its bulk as well.
 
-    The call's own tokens have been appended to `store` already; every query has its own local set and is causal.
-
-    Args:
-        layer, store: whose options decide and whose counters count, and its tokens.
-        query: `[batch, heads, queries, dim]`, `queries` at most the window.
-        scaling, softcap: of the scores, as for `reference.partial_attention`.
-        valid: bool `[batch, queries]` on the host, False for padding; None without padding.
-        sink_logits: learned, `[heads]`: one more score a head, of no token; None: the model has none.
+    The call's own tokens have been appended to `store` already; every query has its own local set and is causal. Of
+    `query` `[batch, heads, queries, dim]`, `queries` is at most the window.
 
     Returns:
         `[batch, heads, queries, value_dim]` in the query's dtype. Padding queries get finite, unused values.
     """
     queries, device = query.shape[2], query.device
     geometry = layer.shared.forward_pass.geometry(
-        lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=valid, device=device
+        lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=options.valid, device=device
     )
-    rule = get_rule(layer, store, query, scaling, softcap)
-    fusable = queries == 1 and not layer.is_audited() and sink_logits is None and softcap is None
+    rule = get_rule(layer, store, query, options.scaling, options.softcap)
+    fusable = queries == 1 and not layer.is_audited() and options.sink_logits is None and options.softcap is None
     kernel = find_kernel(layer, store, query) if fusable else None
     if kernel is None:
-        out, flags = attend_by_torch(layer, store, query, geometry, rule, sink_logits)
+        out, flags = attend_by_torch(layer, store, query, geometry, rule, options.sink_logits)
     else:
         out, flags = decode_one_token(layer, store, query, geometry, rule, kernel)
     layer.counters.count(flags, geometry, store.local_keys.shape[1] * store.bulk.token_bytes)
@@ -67,16 +61,8 @@ def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float,
             shard, kv_heads = layer.shared.model.shard, store.local_keys.shape[1]
             sizes = {"kv_heads": kv_heads, "group": query.shape[1] // kv_heads}
             criterion = criterion.of_layer(layer.index, **sizes, device=query.device, rank=shard.rank, ranks=shard.size)
-        rule = Rule(
-            scaling=scaling,
-            threshold=options.threshold,
-            group_rule=options.group_rule,
-            criterion=criterion,
-            pool_pending=options.update_moments,
-            token_threshold=options.token_threshold,
-            softcap=softcap,
-        )
-        layer.binding.rule = key, rule
+        decides = scaling, options.threshold, options.group_rule, criterion, options.update_moments
+        layer.binding.rule = key, Rule(*decides, options.token_threshold, softcap)
     return layer.binding.rule[1]
 
 
@@ -99,18 +85,9 @@ def decode_one_token(
     Nothing here waits for the device: small tensors of host numbers are copied to it without blocking.
     """
     bulk, sketch, counters = store.bulk, store.sketch, layer.counters
-    bulk_keys, bulk_values = bulk.in_place()
-    call = DecodeCall(
-        query,
-        store.local_keys,
-        store.local_values,
-        bulk_keys,
-        bulk_values,
-        geometry.rows,
-        rule,
-        bulk_read_bytes=counters.on(query.device, "bulk_read_bytes"),
-        binding=layer.binding,
-    )
+    tensors = query, store.local_keys, store.local_values, *bulk.in_place()
+    call = DecodeCall(*tensors, geometry.rows, rule, binding=layer.binding)
+    call.bulk_read_bytes = counters.on(query.device, "bulk_read_bytes")
     if rule.kind == "gaussian":
         _add_moments(call, layer, store, geometry)
     if sketch is not None and sketch.in_use:
@@ -131,35 +108,21 @@ def _add_moments(call: DecodeCall, layer: QAdALayer, store: TokenStore, geometry
         call.mean, call.covariance, call.count = moments.mean, moments.covariance, moments.known
     if (others := layer.options.other_moments) is not None:
         lengths, device, shard = geometry.row_lengths, call.query.device, layer.shared.model.shard
-        found = layer.kept_moments.get(others, layer.index, lengths, device, shard)
-        call.other_mean, call.other_covariance = found
+        call.other_mean, call.other_covariance = layer.kept_moments.get(others, layer.index, lengths, device, shard)
 
 
 def attend_exactly(
-    layer: QAdALayer,
-    store: TokenStore,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scaling: float,
-    valid: Tensor | None,
-    sink_logits: Tensor | None = None,
-    softcap: float | None = None,
+    layer: QAdALayer, store: TokenStore, query: Tensor, key: Tensor, value: Tensor, options: CallOptions
 ) -> Tensor:
     """Exact causal attention of many new tokens over everything cached and themselves.
 
-    The bulk is streamed block by block, so device memory does not grow with it. The new tokens are not yet in
-    `store`. Arguments that are not below are as for `attend_adaptively`.
-
-    Args:
-        query: `[batch, heads, tokens, dim]`.
-        key, value: the new tokens' own, `[batch, kv_heads, tokens, dim]`.
-        valid: bool `[batch, tokens]` on the host, False for padding; None without padding.
+    The bulk is streamed block by block, so device memory does not grow with it. The new tokens are not yet in `store`:
+    `query` `[batch, heads, tokens, dim]`, `key` and `value` `[batch, kv_heads, tokens, dim]` and `value_dim`.
 
     Returns:
         `[batch, heads, tokens, value_dim]` in the query's dtype; zeros for padding.
     """
+    scaling, softcap, valid, sink_logits = options
     result = query.new_zeros(*query.shape[:-1], value.shape[-1])
     alike = valid is None and len(set(zip(store.lengths, store.flushed, strict=True))) == 1
     batch = query.shape[0]

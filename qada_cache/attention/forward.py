@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import AttentionInterface
@@ -21,7 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 from ..kernels.reference import without_autocast
 from ..key_moments.models import UNSHARDED, check_sharding, own_attention, unwrap_model
 from ..state.layer import QAdALayer, Seen
-from .decode import attend_adaptively, attend_exactly
+from .decode import CallOptions, attend_adaptively, attend_exactly
 from .support import find_reader
 
 # The dispatcher treats names that hold "sdpa", "flash", "paged" or "/" specially, so ours hold none of them.
@@ -100,7 +100,7 @@ def restore_attention(model: PreTrainedModel | PreTrainedConfig) -> None:
 
 
 def attention_forward(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -120,9 +120,10 @@ def attention_forward(
         RuntimeError: training mode, or keys of a cache already used with another model.
         ValueError: an attention mask this cache cannot follow.
     """
+    kwargs.update(scaling=scaling, dropout=dropout)
     if (layer := getattr(key, "_qada_layer", None)) is None:
-        return _base(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    return _attend(layer, module, query, key, value, attention_mask, scaling, dropout, kwargs)
+        return _base(module)(module, query, key, value, attention_mask, **kwargs)
+    return _attend(layer, module, query, key, value, attention_mask, kwargs)
 
 
 def _mask(base: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
@@ -136,30 +137,18 @@ def _mask(base: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
     return base(**kwargs)
 
 
-def _base(module: torch.nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _base(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The model's own attention."""
-    return own_attention(module, _base_name(module))
-
-
-def _base_name(module: torch.nn.Module) -> str:
-    return _BASES[cast(PreTrainedConfig, module.config)._attn_implementation]
+    return own_attention(module, _BASES[cast(PreTrainedConfig, module.config)._attn_implementation])
 
 
 @outside_graphs
 def _attend(
-    layer: QAdALayer,
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    kwargs: dict[str, Any],
+    layer: QAdALayer, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict
 ) -> tuple[Tensor, Tensor | None]:
     """`attention_forward` for keys that a layer of a QAdACache handed out."""
     if layer.store is None:
-        return _base(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        return _base(module)(module, query, key, value, mask, **kwargs)
     if layer.incoming is not key:
         raise NotImplementedError(
             f"{layer.shared.model.model_type} attends more than once to one layer's keys, in that layer or in others, "
@@ -167,31 +156,30 @@ def _attend(
         )
     queries = query.shape[-2]
     try:
-        _check_supported(module, layer, queries, dropout, kwargs)
-        valid = layer.read_mask(attention_mask, batch=query.shape[0], tokens=queries)
+        _check_supported(module, layer, queries, kwargs)
+        valid = layer.read_mask(mask, batch=query.shape[0], tokens=queries)
     except (NotImplementedError, RuntimeError, ValueError):
         layer.abandon(queries)
         raise
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scaling = query.shape[-1] ** -0.5 if kwargs["scaling"] is None else kwargs["scaling"]
     softcap = kwargs.get("softcap")
     # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
-    if softcap is not None and _base_name(module) != "eager":
+    if softcap is not None and cast(PreTrainedConfig, module.config)._attn_implementation != _OUR_NAMES["eager"]:
         softcap = None
-    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "valid": valid}
-    options["sink_logits"] = kwargs.get("s_aux")
+    options = CallOptions(scaling, softcap, valid, sink_logits=kwargs.get("s_aux"))
     forward_pass = layer.shared.forward_pass
     if layer.index == layer.shared.model.layers[0]:
         # After a decoded token there are pending ones beside the window, and a single token is no chunk.
         forward_pass.is_prefill_chunk = (queries > 1 or layer.store.end <= layer.options.window) and _reads_chunk()
     first, exact = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
     if first:
-        out, _ = _base(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        out, _ = _base(module)(module, query, key, value, mask, **kwargs)
     else:
         if exact:
-            work = partial(attend_exactly, layer, layer.store, query, key, value, **options)
+            work = partial(attend_exactly, layer, layer.store, query, key, value, options)
         else:
             layer.store.append(key, value, valid)
-            work = partial(attend_adaptively, layer, layer.store, query, **options)
+            work = partial(attend_adaptively, layer, layer.store, query, options)
         with without_autocast(query.device):
             out = layer.shared.residents.retried(work)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
@@ -201,9 +189,7 @@ def _attend(
     return out, None
 
 
-def _check_supported(
-    module: torch.nn.Module, layer: QAdALayer, tokens: int, dropout: float, kwargs: dict[str, Any]
-) -> None:
+def _check_supported(module: nn.Module, layer: QAdALayer, tokens: int, kwargs: dict) -> None:
     managed = layer.shared.model
     name = managed.model_type
     way_out = "use transformers.DynamicCache for this model"
@@ -223,7 +209,7 @@ def _check_supported(
             "QAdACache cannot return attention weights, as it never computes most of them: "
             "drop output_attentions=True, or use transformers.DynamicCache with attn_implementation='eager'"
         )
-    if module.training or dropout:
+    if module.training or kwargs["dropout"]:
         raise RuntimeError("QAdACache serves inference only: call model.eval(), or train without a cache")
     if managed.config is not None and managed.config is not module.config:
         raise RuntimeError(

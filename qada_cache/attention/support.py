@@ -175,7 +175,7 @@ def _scopes(model: PreTrainedModel | None, config: PreTrainedConfig) -> Iterator
 
 @functools.cache
 def _readings(module: str) -> dict[str, list[ast.AST]]:
-    """Where a module's classes and functions read the name, other than to look a function up or to build the model."""
+    """Where a module's classes and functions read the name, other than to build the model."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError):
@@ -188,7 +188,7 @@ def _read_by(scope: ast.AST) -> Iterator[ast.AST]:
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, ast.FunctionDef) and node.name in _HARMLESS:
             continue
-        if any(map(_is_name, ast.iter_child_nodes(node))) and not _looks_up(node):
+        if any(map(_is_name, ast.iter_child_nodes(node))):
             yield node
         yield from _read_by(node)
 
@@ -197,15 +197,13 @@ def _is_name(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == _NAME
 
 
-def _looks_up(node: ast.AST) -> bool:
-    """Whether this expression or statement reads the name for one of the tables, for a message, or to hand it on."""
-    if isinstance(node, (ast.Compare, ast.Call, ast.Subscript)):
-        return any(isinstance(part, ast.Name) and part.id in _TABLES for part in ast.walk(node))
-    return isinstance(node, ast.FormattedValue) or (isinstance(node, ast.Assign) and all(map(_is_name, node.targets)))
-
-
 def _differs(node: ast.AST, name: str, instead: str) -> bool:
-    """Whether this may have another value for the name `instead` than for `name`."""
+    """Whether this, which reads the name, may do something else for `instead` than for `name`."""
+    if isinstance(node, (ast.Compare, ast.Call, ast.Subscript)):  # for one of the tables, perhaps
+        if any(isinstance(part, ast.Name) and part.id in _TABLES for part in ast.walk(node)):
+            return False
+    elif isinstance(node, ast.FormattedValue) or (isinstance(node, ast.Assign) and all(map(_is_name, node.targets))):
+        return False  # for a message, or to hand it on
     if not isinstance(node, ast.Compare) or len(node.ops) > 1:
         return True
     try:

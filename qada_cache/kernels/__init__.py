@@ -7,7 +7,7 @@ when a device first meets a dtype and head size, and is used only if it agrees.
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -53,40 +53,30 @@ def partial_attention(
         return _attend(operator, query, key, value, scaling, causal)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
-    at_once = block = max(1, min(QUERY_BLOCK, query.shape[-2]))
+    at_once = tokens = max(1, min(QUERY_BLOCK, query.shape[-2]))
     if not causal:  # else a query's own token lies in a block on the diagonal
         numbers = query.shape[:-2].numel() * (4 * at_once + key.shape[-1] + value.shape[-1])
-        block = max(KEY_BLOCK, HELD // numbers)
+        tokens = max(KEY_BLOCK, HELD // numbers)
     for first in range(0, query.shape[-2], at_once):
         queries = slice(first, min(first + at_once, query.shape[-2]))
         seen = queries.stop if causal else key.shape[-2]
-        for start in range(0, seen, block):
-            keys = slice(start, min(start + block, seen))
-            part = reference.partial_attention(
-                query[..., queries, :],
-                key[..., keys, :],
-                value[..., keys, :],
-                scaling=scaling,
-                causal=causal and start == first,
-                softcap=softcap,
-            )
+        for start in range(0, seen, tokens):
+            keys = slice(start, min(start + tokens, seen))
+            block = query[..., queries, :], key[..., keys, :], value[..., keys, :]
+            diagonal = causal and start == first
+            part = reference.partial_attention(*block, scaling=scaling, causal=diagonal, softcap=softcap)
             out[..., queries, :], lse[..., queries] = merge_partials(out[..., queries, :], lse[..., queries], *part)
     return out, lse
 
 
 class Operator(NamedTuple):
-    """One of torch's.
+    """One of torch's."""
 
-    Attributes:
-        name: in `torch.ops.aten`.
-        attend: of query, key, value, scaling and whether it is causal: `out` in the query's dtype, `lse` float32.
-        serves: whether torch says that it is made for tensors like these.
-        workers: of a device: each takes whole heads. 1: the operator splits the keys of a head by itself.
-    """
-
-    name: str
+    name: str  # in `torch.ops.aten`
+    # Of query, key, value, scaling and whether it is causal: `out` in the query's dtype, `lse` float32.
     attend: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
-    serves: Callable[[Tensor, Tensor, Tensor], bool]
+    serves: Callable[[Tensor, Tensor, Tensor], bool]  # whether torch says that it is made for tensors like these
+    # Of a device: each takes whole heads. 1: the operator splits the keys of a head by itself.
     workers: Callable[[torch.device], int]
 
 
@@ -216,20 +206,18 @@ def _find_fault(operator: Operator, sample: tuple[Tensor, Tensor, Tensor], devic
     """An operator's fault over the keys of a sample, and causally over fewer of them (see `find_fault`)."""
     scaling = 8 / sample[0].shape[3]  # the score of a query and its own token is then about 8
 
-    def calls(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, float, bool]]:
-        yield query, key[:, :, :TRIED_TOKENS], value[:, :, :TRIED_TOKENS], scaling, False
-        yield key[:, :, :70], key[:, :, :70], value[:, :, :70], scaling, True
+    def compute(attend: Callable, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        whole = attend(query, key[:, :, :TRIED_TOKENS], value[:, :, :TRIED_TOKENS], scaling, False)
+        causal = attend(key[:, :, :70], key[:, :, :70], value[:, :, :70], scaling, True)
+        return tuple(part.cpu() for out, lse in (whole, causal) for part in (out.to(query.dtype), lse))
 
-    def compute() -> tuple[Tensor, ...]:
-        found = [_attend(operator, *call) for call in calls(*(tensor.to(device) for tensor in sample))]
-        return tuple(part.cpu() for out, lse in found for part in (out.to(sample[0].dtype), lse))
-
-    return find_fault(compute, tuple(part for call in calls(*sample) for part in _plain(*call)))
+    tried = functools.partial(_attend, operator)
+    return find_fault(lambda: compute(tried, *(tensor.to(device) for tensor in sample)), compute(_plain, *sample))
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """`out` in the query's dtype and `lse`, computed in float64, as no setting of torch lowers its precision."""
+    """`out` and `lse`, computed in float64, as no setting of torch lowers its precision."""
     scores = torch.matmul(query.double(), key.double().mT) * scaling
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").triu(1), -torch.inf)
-    return torch.matmul(scores.softmax(dim=-1), value.double()).to(query.dtype), scores.logsumexp(dim=-1).float()
+    return torch.matmul(scores.softmax(dim=-1), value.double()), scores.logsumexp(dim=-1).float()

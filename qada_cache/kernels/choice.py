@@ -34,10 +34,7 @@ def _installed() -> bool:
 def unsupported_reason(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> str | None:
     """Why the Triton kernel cannot compute this call, in words for an error message; None if it can.
 
-    Args:
-        query: `[batch, heads, 1, dim]`.
-        bulk_keys, bulk_values: the bulk's buffers `[batch, kv_heads, capacity, dim]` and `value_dim`.
-        criterion: as `Options.criterion`.
+    Tensors are as in `DecodeCall`, `criterion` as in `Options`.
     """
     if not _installed():
         return "triton is not installed (pip install 'qada-cache[triton]')"
@@ -72,13 +69,7 @@ def resolve_kernels(kernels: str | None) -> str:
 
 
 def decode_kernel(
-    query: Tensor,
-    bulk_keys: Tensor,
-    bulk_values: Tensor,
-    criterion: object,
-    kernels: str,
-    *,
-    layout: Layout | None = None,
+    query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object, kernels: str, layout: Layout | None = None
 ) -> Callable | None:
     """The `fused_decode` that is to compute such calls, None for the torch path of attention/decode.py.
 
@@ -98,16 +89,10 @@ def decode_kernel(
         from .triton import fused_decode
 
         if kernels == "auto":
-            reason = decode_reference.find_decode_fault(
-                fused_decode,
-                query.device,
-                query.dtype,
-                group=query.shape[1] // bulk_keys.shape[1],
-                dim=query.shape[3],
-                value_dim=bulk_values.shape[3],
-                layout=layout,
-                pinned=bulk_keys.device != query.device,
-            )
+            group, pinned = query.shape[1] // bulk_keys.shape[1], bulk_keys.device != query.device
+            sizes = {"group": group, "dim": query.shape[3], "value_dim": bulk_values.shape[3]}
+            given = fused_decode, query.device, query.dtype
+            reason = decode_reference.find_decode_fault(*given, **sizes, layout=layout, pinned=pinned)
         if reason is None:
             return fused_decode
     if kernels == "triton":

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..criterion import logit
-from ..sketch import BLOCK, segments_of
-from ..sketch.codec import Sketch, order_dtype
+from ..sketch import BLOCK
+from ..sketch.codec import Sketch, sketch_fields
 
 
 class OperandError(ValueError):
@@ -25,26 +25,18 @@ class OperandError(ValueError):
 class Rows:
     """Which tokens the query of each row sees, for all layers of a pass; `rows` is 1 if all rows are alike.
 
-    Attributes:
-        local, pending: bool `[rows, columns]`, disjoint, of the first columns of the local buffers.
-        bulk_lengths: int64 `[rows]`.
-        decided: bool `[rows]`, False for a padding query: its heads are local, its output finite and unused.
-        columns, number: of the local buffers; the greatest `rows`.
-        longest: the greatest length; None where to look would be to wait for the device.
-        bound: derived values of a kernel.
-
     Raises:
         ValueError: they do not fit each other, or a length is negative.
     """
 
-    local: Tensor
-    pending: Tensor
-    bulk_lengths: Tensor
-    decided: Tensor
-    columns: int = field(init=False)
-    number: int = field(init=False)
-    longest: int | None = field(init=False, default=None)
-    bound: Any = field(init=False, default=None, repr=False)
+    local: Tensor  # bool `[rows, columns]`, of the first columns of the local buffers
+    pending: Tensor  # likewise, none of them local
+    bulk_lengths: Tensor  # int64 `[rows]`
+    decided: Tensor  # bool `[rows]`, False for a padding query: its heads are local, its output finite and unused
+    columns: int = field(init=False)  # of the local buffers
+    number: int = field(init=False)  # the greatest `rows`
+    longest: int | None = field(init=False, default=None)  # length; None where to look would be to wait for the device
+    bound: Any = field(init=False, default=None, repr=False)  # derived values of a kernel
 
     def __post_init__(self) -> None:
         masks, of_rows = (self.local, self.pending), (self.bulk_lengths, self.decided)
@@ -63,24 +55,17 @@ class Rows:
 
 @dataclass(eq=False)
 class Rule:
-    """How a layer's heads decide and select; one object for as long as nothing of it changes.
+    """How a layer's heads decide and select; one object for as long as nothing of it changes."""
 
-    Attributes:
-        scaling, softcap: of the scores, as for `reference.partial_attention`; no kernel caps them.
-        threshold: tau of eq. 2 and eq. 7, in [0, 1].
-        group_rule, token_threshold: as in `criterion.group_decision`, `sketch.selection.select_tokens`.
-        criterion: "gaussian" (eq. 7), "dense" (no head is local), "local" (every head is), or the static table bool
-            `[kv_heads, group]`, True for a long-context head; "oracle", which no kernel computes.
-        pool_pending: pool the moments of stored keys, where there are any, with those of the pending tokens.
-    """
-
-    scaling: float
-    threshold: float
-    group_rule: str = "head"
+    scaling: float  # of the scores
+    threshold: float  # tau of eq. 2 and eq. 7, in [0, 1]
+    group_rule: str = "head"  # as in `criterion.group_decision`
+    # "gaussian" (eq. 7), "dense" (no head is local), "local" (every head is), or the static table bool `[kv_heads,
+    # group]`, True for a long-context head; "oracle", which no kernel computes.
     criterion: str | Tensor = "gaussian"
-    pool_pending: bool = False
-    token_threshold: float = 0.0
-    softcap: float | None = None
+    pool_pending: bool = False  # whether moments of stored keys, if any, are pooled with those of the pending tokens
+    token_threshold: float = 0.0  # as in `sketch.selection.select_tokens`
+    softcap: float | None = None  # as for `reference.partial_attention`; no kernel caps scores
 
     @property
     def kind(self) -> str:
@@ -102,14 +87,11 @@ class Binding:
     """The checks and derived values of a layer's last call, for the next one, nearly always with the same tensors.
 
     It knows them by identity and keeps none of them. A copy of a layer has other tensors, and so begins with nothing.
-
-    Attributes:
-        bound: what a kernel made of them; None once any of them is another.
-        kernel, rule: the selected kernel, None for none, and the rule; each behind the key it was made for.
     """
 
     def __init__(self) -> None:
-        self.bound: Any = None
+        self.bound: Any = None  # what a kernel made of them; None once any of them is another
+        # The selected kernel, None for none, and the rule; each behind the key it was made for.
         self.kernel: tuple[Any, Callable | None] | None = None
         self.rule: tuple[Any, Rule] | None = None
         self._query: Any = None
@@ -141,41 +123,32 @@ class DecodeCall:
     `bulk_lengths` tokens of the bulk buffers and the `pending` columns of the local buffers. Columns of the local
     buffers that are neither, tokens past `bulk_lengths`, and the bulk buffers of KV heads without a flagged head are
     not read and may hold anything, nan included. "`batch` or 1" below means that one row may stand for all.
-
-    Attributes:
-        query: `[batch, heads, 1, dim]`; all tensors below share its dtype unless one is given.
-        local_keys, local_values: `[batch, kv_heads, columns or more, dim]` and `value_dim`.
-        bulk_keys, bulk_values: `[batch, kv_heads, capacity, dim]` and `value_dim`.
-        mean, covariance: float32 `[batch or 1, kv_heads, dim]` and `[batch or 1, kv_heads, dim, dim]`, moments of the
-            first `count` keys of the row's bulk, for eq. 7.
-        count: int64 `[batch or 1]`, with them. Moments with a count of 0 do not count.
-        other_mean, other_covariance: likewise, of another prompt's keys (see `query_adaptive.estimated_log_bulk`).
-        sketch: of the bulk's keys, with room for as many tokens. With it, a KV head reads the tokens of `select_tokens`
-            if the bulk has `MIN_TOKENS` and more. A group reads all if one of its long-context heads finds the sketch
-            `unreliable`, and so does every group without a sketch.
-        bulk_read_bytes, sketch_read_bytes: int64 `[]`; the needed bytes of bulk and sketch are added to them.
-        resident_pointers: int64 `[batch, kv_heads, 2]`, contiguous: the addresses of a resident head's keys and values,
-            which lie token by token as in the bulk buffers, at multiples of 16 bytes; 0 for a head to be read there.
-        resident_hit_bytes: int64 `[]`, with `resident_pointers`: takes needed bytes of residents instead.
     """
 
-    query: Tensor
-    local_keys: Tensor
-    local_values: Tensor
-    bulk_keys: Tensor
-    bulk_values: Tensor
+    query: Tensor  # `[batch, heads, 1, dim]`; all tensors below share its dtype unless one is given
+    local_keys: Tensor  # `[batch, kv_heads, columns or more, dim]`
+    local_values: Tensor  # likewise, of `value_dim`
+    bulk_keys: Tensor  # `[batch, kv_heads, capacity, dim]`
+    bulk_values: Tensor  # likewise, of `value_dim`
     rows: Rows
     rule: Rule
-    mean: Tensor | None = None
-    covariance: Tensor | None = None
-    count: Tensor | None = None
+    # Moments of the first `count` keys of the row's bulk, for eq. 7; they do not count where that is 0.
+    mean: Tensor | None = None  # float32 `[batch or 1, kv_heads, dim]`
+    covariance: Tensor | None = None  # float32 `[batch or 1, kv_heads, dim, dim]`
+    count: Tensor | None = None  # int64 `[batch or 1]`
+    # Likewise, of another prompt's keys (see `query_adaptive.estimated_log_bulk`).
     other_mean: Tensor | None = None
     other_covariance: Tensor | None = None
+    # Of the bulk's keys, with room for as many tokens. With it, a KV head reads the tokens of `select_tokens` if the
+    # bulk has `MIN_TOKENS` and more. A group reads all if one of its long-context heads finds the sketch `unreliable`,
+    # and so does every group without a sketch.
     sketch: Sketch | None = None
-    bulk_read_bytes: Tensor | None = None
-    sketch_read_bytes: Tensor | None = None
+    bulk_read_bytes: Tensor | None = None  # int64 `[]`: the needed bytes of the bulk are added to it
+    sketch_read_bytes: Tensor | None = None  # int64 `[]`: likewise, of the sketch
+    # int64 `[batch, kv_heads, 2]`, contiguous: the addresses of a resident head's keys and values, which lie token by
+    # token as in the bulk buffers, at multiples of 16 bytes; 0 for a head to be read there.
     resident_pointers: Tensor | None = None
-    resident_hit_bytes: Tensor | None = None
+    resident_hit_bytes: Tensor | None = None  # int64 `[]`, with them: takes needed bytes of residents instead
     binding: Binding = field(default_factory=Binding)
 
     @classmethod
@@ -246,23 +219,8 @@ def _parts_fit(call: DecodeCall) -> bool:
         capacity, words = call.sketch.scales.shape[2], call.sketch.codes.shape[2]
         if dim % BLOCK or not 0 < words <= dim // BLOCK or capacity < call.bulk_keys.shape[2]:
             return False
-        sketch, segments = call.sketch, segments_of(capacity) if capacity else 0
-        expected += [
-            (part, dtype, (batch, kv_heads, *shape))
-            for part, dtype, shape in (
-                (sketch.codes, torch.int32, (words, capacity)),
-                (sketch.scales, torch.uint8, (capacity,)),
-                (sketch.units, torch.float32, (segments,)),
-                (sketch.centres, torch.bfloat16, (segments, dim)),
-                (sketch.order, order_dtype(dim), (segments, dim)),
-                (sketch.weights, torch.bfloat16, (segments, dim)),
-                (sketch.noise, torch.float32, (dim,)),
-                (sketch.variances, torch.float32, (dim,)),
-                (sketch.mean_value, torch.float32, (value_dim,)),
-                (sketch.slopes, torch.int8, (value_dim, dim)),
-                (sketch.slope_units, torch.float32, (dim,)),
-            )
-        ]
+        fields = sketch_fields(dim, value_dim, words, capacity).items()
+        expected += [(getattr(call.sketch, name), dtype, (batch, kv_heads, *shape)) for name, (dtype, shape) in fields]
     return all(
         (part.dtype, tuple(part.shape), part.device) == (dtype, shape, query.device) and part.is_contiguous()
         for part, dtype, shape in expected

@@ -56,9 +56,8 @@ def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 def _part(call: DecodeCall, row: int, head: int, tokens: slice | Tensor, request: Request | None = None) -> Part:
     """Tokens of one head of a call's bulk, on the query's device, counted."""
-    keys, values = (
-        bulk[row, head][tokens].to(call.query.device)[None, None] for bulk in (call.bulk_keys, call.bulk_values)
-    )
+    bulk = call.bulk_keys, call.bulk_values
+    keys, values = (part[row, head][tokens].to(call.query.device)[None, None] for part in bulk)
     if call.bulk_read_bytes is not None:
         call.bulk_read_bytes += keys.nbytes + values.nbytes
     return Part(slice(row, row + 1), slice(head, head + 1), keys, values, request)
@@ -69,6 +68,7 @@ KV_HEADS = 3
 LOCAL, PENDING_COLUMNS, COLUMNS = 20, 5, 29  # columns of the local buffer; the others are neither
 SHORT = 300  # tokens in the bulk of all rows but the first
 ELSEWHERE = 0, 1  # the row and head that lie outside the buffers
+COUNTED = ("bulk_read_bytes", "resident_hit_bytes", "sketch_read_bytes")
 
 
 @functools.cache
@@ -87,13 +87,8 @@ def find_decode_fault(
 
     The trial takes both group rules, with a default cache's moments, and once a head that lies elsewhere. Decisions are
     clear, so that no rounding changes them, and tokens that are not to be read are nan. The answer is kept for the
-    process.
-
-    Args:
-        kernel: to try.
-        device, dtype: of queries, `group` for each KV head; `dim` and `value_dim` are those of keys and values.
-        layout: of the sketch that tokens are selected by; None: all are read.
-        pinned: whether the bulk lies in pinned host memory.
+    process. `layout` is that of the sketch that tokens are selected by, None if all are read; `pinned` says whether the
+    bulk lies in pinned host memory.
 
     Raises:
         torch.OutOfMemoryError: memory ran out, which is no fault of the kernels.
@@ -117,9 +112,7 @@ def _compute(
     kwargs = {name: part.to(device) if isinstance(part, Tensor) else part for name, part in scene.items()}
     if "sketch" in kwargs:
         kwargs["sketch"] = Sketch(*(part.to(device) for part in scene["sketch"].tensors().values()))
-    bulk_read_bytes, resident_hit_bytes, sketch_read_bytes = (
-        torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)
-    )
+    counted = {name: torch.zeros((), dtype=torch.int64, device=device) for name in COUNTED}
     moved = []
     for name in ("bulk_keys", "bulk_values"):
         buffer = scene[name].clone()
@@ -130,10 +123,11 @@ def _compute(
     if elsewhere:
         pointers = torch.zeros(*scene["bulk_keys"].shape[:2], 2, dtype=torch.int64, device="cpu")
         pointers[ELSEWHERE] = torch.tensor([part.data_ptr() for part in moved], device="cpu")
-        kwargs |= {"resident_pointers": pointers.to(device), "resident_hit_bytes": resident_hit_bytes}
-    out, flags = kernel(DecodeCall.of(**kwargs, bulk_read_bytes=bulk_read_bytes, sketch_read_bytes=sketch_read_bytes))
+        kwargs["resident_pointers"] = pointers.to(device)
+    out, flags = kernel(DecodeCall.of(**kwargs, **counted))
     # Here, as the host waits for the device: until then nothing that the kernels read may be let go of.
-    return tuple(part.cpu() for part in (flags, out, bulk_read_bytes + resident_hit_bytes, sketch_read_bytes))
+    read, hit, sketch_read = (counted[name].cpu() for name in COUNTED)
+    return flags.cpu(), out.cpu(), read + hit, sketch_read
 
 
 def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, layout: Layout | None) -> dict[str, Any]:
@@ -195,7 +189,7 @@ def _sketch(keys: Tensor, values: Tensor, layout: Layout) -> Sketch:
     will do for it. The third head of the first row tells too little, and says something absurd of unread tokens.
     """
     energies = torch.logspace(-1, 1, keys.shape[3], dtype=torch.float32, device="cpu")
-    made = quantize_segments(keys, energies.expand(*keys.shape[:2], -1), layout, last=True)
+    made = quantize_segments(keys, energies.expand(*keys.shape[:2], -1), layout)
     made["units"][:, :, 0] *= 0.7
     made |= channel_means(made, layout, keys.shape[2])
     made["noise"][0, 2] = 1e9

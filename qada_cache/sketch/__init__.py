@@ -38,15 +38,11 @@ def segment_start(length: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """The words of a key's code.
+    """The words of a key's code."""
 
-    Attributes:
-        dim: channels of a key, a multiple of 8.
-        words: 32-bit words of 4-, 2- and 1-bit values, in this order. Channels are in the order of their need: the
-            first words hold those that need most, and channels for which no word is left have no bits.
-    """
-
-    dim: int
+    dim: int  # channels of a key, a multiple of 8
+    # 32-bit words of 4-, 2- and 1-bit values, in this order. Channels are in the order of their need: the first words
+    # hold those that need most, and channels for which no word is left have no bits.
     words: tuple[int, int, int]
 
     @staticmethod

@@ -22,35 +22,20 @@ MIN_VARIANCE = 1e-4  # likewise
 
 @dataclass(eq=False)
 class Sketch:
-    """The tensors of a sketch; `...` are `[batch, kv_heads]`, or nothing for one head's.
+    """The tensors of a sketch: `[batch, kv_heads, ...]`, or one head's; dtypes and shapes: `sketch_fields`."""
 
-    Attributes:
-        codes: int32 `[..., words, capacity]`, see `pack`.
-        scales: uint8 `[..., capacity]`, in units of the token's segment.
-        units: float32 `[..., segments]`.
-        centres: bfloat16 `[..., segments, dim]`, the mean key.
-        order: `order_dtype` `[..., segments, dim]`, the channels from the one that needs most on.
-        weights: bfloat16 `[..., segments, dim]`, `w` in this order.
-        mean_squares: float32 `[..., segments]`, of the scales.
-        noise: float32 `[..., dim]`, the squared error of each channel, the mean over the whole bulk.
-        variances: float32 `[..., dim]`, of each channel within segments, the mean over the whole bulk.
-        mean_value: float32 `[..., value_dim]`, of the whole bulk.
-        slopes: int8 `[..., value_dim, dim]`, the covariance of values and keys over the whole bulk, in units of:
-        slope_units: float32 `[..., dim]`, of each channel of keys.
-    """
-
-    codes: Tensor
-    scales: Tensor
+    codes: Tensor  # see `pack`
+    scales: Tensor  # in units of the token's segment
     units: Tensor
-    centres: Tensor
-    order: Tensor
-    weights: Tensor
-    mean_squares: Tensor
-    noise: Tensor
-    variances: Tensor
-    mean_value: Tensor
-    slopes: Tensor
-    slope_units: Tensor
+    centres: Tensor  # the mean key
+    order: Tensor  # the channels from the one that needs most on
+    weights: Tensor  # `w` in this order
+    mean_squares: Tensor  # of the scales
+    noise: Tensor  # the squared error of each channel, the mean over the whole bulk
+    variances: Tensor  # of each channel within segments, the mean over the whole bulk
+    mean_value: Tensor  # of the whole bulk
+    slopes: Tensor  # the covariance of values and keys over the whole bulk, in units of:
+    slope_units: Tensor  # of each channel of keys
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by name."""
@@ -81,6 +66,25 @@ class Sketch:
 def order_dtype(dim: int) -> torch.dtype:
     """The smallest one of kernels that holds indices of `dim` channels."""
     return torch.uint8 if dim <= 256 else torch.int16
+
+
+def sketch_fields(dim: int, value_dim: int, words: int, capacity: int) -> dict[str, tuple[torch.dtype, tuple]]:
+    """dtype and shape of each tensor of one head's `Sketch` of `words` a key, with room for `capacity` tokens."""
+    segments = segments_of(capacity) if capacity else 0
+    return {
+        "codes": (torch.int32, (words, capacity)),
+        "scales": (torch.uint8, (capacity,)),
+        "units": (torch.float32, (segments,)),
+        "centres": (torch.bfloat16, (segments, dim)),
+        "order": (order_dtype(dim), (segments, dim)),
+        "weights": (torch.bfloat16, (segments, dim)),
+        "mean_squares": (torch.float32, (segments,)),
+        "noise": (torch.float32, (dim,)),
+        "variances": (torch.float32, (dim,)),
+        "mean_value": (torch.float32, (value_dim,)),
+        "slopes": (torch.int8, (value_dim, dim)),
+        "slope_units": (torch.float32, (dim,)),
+    }
 
 
 def _floored(values: Tensor, share: float) -> Tensor:
@@ -140,18 +144,17 @@ def quantize(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str,
     }
 
 
-def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout, *, last: bool) -> dict[str, Tensor]:
-    """As `quantize`, of tokens that begin a segment and lie in several; all tokens side by side again.
+def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, Tensor]:
+    """As `quantize`, of whole segments, or of all tokens up to a bulk's last; all tokens side by side again.
 
-    `energies` are of the leading dimensions and `[dim]`. `last` says whether the bulk ends with these tokens; else they
-    fill their segments.
+    `energies` are of the leading dimensions and `[dim]`.
     """
     tokens = keys.shape[-2]
-    start = segment_start(tokens) if last else tokens
+    start = segment_start(tokens) if tokens % SEGMENT_TOKENS else tokens
     parts = []
-    for part in (keys[..., :start, :], keys[..., start:, :]):
+    for part, size in ((keys[..., :start, :], SEGMENT_TOKENS), (keys[..., start:, :], tokens - start)):
         if part.shape[-2]:
-            segments = part.unflatten(-2, (-1, SEGMENT_TOKENS)) if part.shape[-2] == start else part.unsqueeze(-3)
+            segments = part.unflatten(-2, (-1, size))
             made = quantize(segments, None if energies is None else energies.unsqueeze(-2), layout)
             made["codes"] = made["codes"].transpose(-3, -2).flatten(-2)  # all tokens of a word side by side
             parts.append(made | {"scales": made["scales"].flatten(-2)})
@@ -188,10 +191,8 @@ def estimated_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: flo
     rotated = rotate(weighed[..., : layout.coded])
     unit = rotated.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / QUERY_LEVELS
     integers = torch.round(rotated / unit)
-    found = []
-    for first, stop, segments in ((0, start, start // SEGMENT_TOKENS), (start, length, 1)):
-        if first == stop:
-            continue
+    found, closed = [], [(0, start, count - 1)] if start else []
+    for first, stop, segments in (*closed, (start, length, 1)):
         which = slice(first // SEGMENT_TOKENS, first // SEGMENT_TOKENS + segments)
         odd_levels = unpack(sketch.codes[:, first:stop], layout).unflatten(0, (segments, -1))
         products = torch.matmul(integers[which], odd_levels.mT)  # exact: integers below 2 ** 24

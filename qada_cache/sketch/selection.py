@@ -16,17 +16,11 @@ UNREAD_WEIGHT = 0.9
 
 @dataclass(eq=False)
 class Selection:
-    """What each query of a KV head reads and what stands for the rest; `[group, queries]` but for the first.
+    """What each query of a KV head reads and what stands for the rest; `[group, queries]` but for the first."""
 
-    Attributes:
-        tokens: bool `[queries, tokens]`, the tokens that are read.
-        log_unread: log of the estimated sum of exponentials of the scores of all others, `-inf` if there are none.
-        tilt: how far the unread tokens' values lie from the mean value, in units of `scaling * slopes q`.
-    """
-
-    tokens: Tensor
-    log_unread: Tensor
-    tilt: Tensor
+    tokens: Tensor  # bool `[queries, tokens]`, the tokens that are read
+    log_unread: Tensor  # log of the estimated sum of exponentials of the scores of all others, `-inf` without any
+    tilt: Tensor  # how far the unread tokens' values lie from the mean value, in units of `scaling * slopes q`
 
 
 def unreliable(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
@@ -37,9 +31,7 @@ def unreliable(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
     `NOISE_SHARE` of the scores' own `scaling^2 sum q_i^2 variances_i`. Nothing is said of rows that are in no sketch.
     """
     square = query.float().square()
-    noise, variance = (
-        torch.matmul(square, each.unsqueeze(-1)).squeeze(-1) for each in (sketch.noise, sketch.variances)
-    )
+    noise, variance = (torch.matmul(square, each[..., None])[..., 0] for each in (sketch.noise, sketch.variances))
     return (0.5 * scaling**2 * noise > UNRELIABLE) & (noise > NOISE_SHARE * variance)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels.reference import without_autocast
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, segment_start, segments_of
-from ..sketch.codec import Sketch, channel_means, order_dtype, quantize_segments, round_slopes
+from ..sketch.codec import Sketch, channel_means, quantize_segments, round_slopes, sketch_fields
 from . import transfers
 from .bulk import Bulk
 
@@ -45,19 +45,9 @@ class BulkSketch:
             self.mean_key = torch.zeros(*heads, dim, dtype=torch.float32, device=device)
             # Of the bulk's values and keys; the sketch's slopes round it.
             self.covariance = torch.zeros(*heads, value_dim, dim, dtype=torch.float32, device=device)
-            self.tensors = Sketch(  # with room for at least as many tokens as the bulk holds
-                codes=transfers.empty((*heads, layout.count, 0), torch.int32, device),
-                scales=transfers.empty((*heads, 0), torch.uint8, device),
-                units=torch.zeros(*heads, 0, dtype=torch.float32, device=device),
-                centres=torch.zeros(*heads, 0, dim, dtype=torch.bfloat16, device=device),
-                order=torch.zeros(*heads, 0, dim, dtype=order_dtype(dim), device=device),
-                weights=torch.ones(*heads, 0, dim, dtype=torch.bfloat16, device=device),
-                mean_squares=torch.zeros(*heads, 0, dtype=torch.float32, device=device),
-                noise=torch.zeros(*heads, dim, dtype=torch.float32, device=device),
-                variances=torch.zeros(*heads, dim, dtype=torch.float32, device=device),
-                mean_value=torch.zeros(*heads, value_dim, dtype=torch.float32, device=device),
-                **round_slopes(self.covariance),
-            )
+            fields = sketch_fields(dim, value_dim, layout.count, capacity=0).items()
+            made = {name: torch.zeros(*heads, *shape, dtype=dtype, device=device) for name, (dtype, shape) in fields}
+            self.tensors = Sketch(**made)  # with room for at least as many tokens as the bulk holds
 
     def matches(self, layout: Layout, energies: Tensor | None) -> bool:
         """Whether it has this layout and these energies."""
@@ -94,7 +84,7 @@ class BulkSketch:
                 keys, values = (part[:, :, start - older : stop - older] for part in newest)
             with without_autocast(keys.device):
                 energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
-                made = quantize_segments(keys, energies, self.layout, last=stop == length)
+                made = quantize_segments(keys, energies, self.layout)
                 new = max(0, known - start)
                 if new < stop - start:
                     self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)

@@ -20,8 +20,8 @@ from triton.compiler import ASTSource
 
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.decode_call import DecodeCall
-from qada_cache.sketch import Layout, segments_of
-from qada_cache.sketch.codec import Sketch
+from qada_cache.sketch import Layout
+from qada_cache.sketch.codec import Sketch, sketch_fields
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1"}
@@ -87,21 +87,8 @@ def launches(
 
 
 def sketch(*, kv_heads: int, dim: int, value_dim: int, capacity: int, bits: float) -> Sketch:
-    heads, segments = (2, kv_heads), segments_of(capacity) if capacity else 0
-    return Sketch(
-        codes=torch.zeros(*heads, Layout.from_bits(dim, bits).count, capacity, dtype=torch.int32),
-        scales=torch.zeros(*heads, capacity, dtype=torch.uint8),
-        units=torch.zeros(*heads, segments),
-        centres=torch.zeros(*heads, segments, dim, dtype=torch.bfloat16),
-        order=torch.zeros(*heads, segments, dim, dtype=torch.uint8),
-        weights=torch.ones(*heads, segments, dim, dtype=torch.bfloat16),
-        mean_squares=torch.zeros(*heads, segments),
-        noise=torch.zeros(*heads, dim),
-        variances=torch.zeros(*heads, dim),
-        mean_value=torch.zeros(*heads, value_dim),
-        slopes=torch.zeros(*heads, value_dim, dim, dtype=torch.int8),
-        slope_units=torch.zeros(*heads, dim),
-    )
+    fields = sketch_fields(dim, value_dim, Layout.from_bits(dim, bits).count, capacity).items()
+    return Sketch(**{name: torch.zeros(2, kv_heads, *shape, dtype=dtype) for name, (dtype, shape) in fields})
 
 
 def check(recorder: Recorder, capability: int, label: str) -> None:

@@ -116,7 +116,7 @@ class Scene:
         energies = 0.1 + 3 * torch.rand(self.kv_heads, self.dim, generator=made).square()
         for row in self.sketched_rows():
             keys, values = (part[row][:, SINKS : SINKS + self.counts[row]] for part in (self.keys, self.values))
-            coded = quantize_segments(keys, energies, layout, last=True)
+            coded = quantize_segments(keys, energies, layout)
             coded |= channel_means(coded, layout, self.counts[row])
             for name, part in coded.items():
                 if name == "codes":

@@ -174,7 +174,7 @@ class Pair:
             if known.lengths[row]:
                 bulk = slice(store.sinks, store.sinks + length)
                 keys, values = (tokens[row][:, bulk] for tokens in (self.reference.keys, self.reference.values))
-                made = quantize_segments(keys, energies, known.layout, last=True)
+                made = quantize_segments(keys, energies, known.layout)
                 made |= channel_means(made, known.layout, length)
                 for name, one in made.items():
                     found = kept[name][row].cpu()

@@ -265,7 +265,7 @@ def test_scores_far_apart(bits: float, deviation: float) -> None:
     centred = values - values.mean(dim=2, keepdim=True)
     slopes = centred.mT @ (keys - keys.mean(dim=2, keepdim=True)) / 2100
     layout = Layout.from_bits(64, bits)
-    kwargs = quantize_segments(keys, None, layout, last=True)
+    kwargs = quantize_segments(keys, None, layout)
     kwargs |= channel_means(kwargs, layout, 2100)
     coded = Sketch(**kwargs, mean_value=values.mean(dim=2), **round_slopes(slopes))
     calls = (DecodeCall.of(**given, sketch=one, token_threshold=1.0) for one in (None, coded))

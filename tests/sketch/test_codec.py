@@ -36,7 +36,7 @@ def sketch_of(keys: Tensor, energies: Tensor | None, bits: float) -> Sketch:
     """Of one head's keys `[tokens, dim]`, without values."""
     dim = keys.shape[1]
     code = Layout.from_bits(dim, bits)
-    made = quantize_segments(keys, energies, code, last=True)
+    made = quantize_segments(keys, energies, code)
     made |= channel_means(made, code, len(keys))
     return Sketch(**made, mean_value=torch.zeros(4), **round_slopes(torch.zeros(4, dim)))
 

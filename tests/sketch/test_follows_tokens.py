@@ -63,7 +63,7 @@ class Scene:
         for row, length in enumerate(bulk.lengths):
             assert known.lengths[row] == length > 1024
             keys, values = (tensor[row, :, SINKS : SINKS + length] for tensor in self.calls[:2])
-            made = quantize_segments(keys.clone(), ENERGIES[0], known.layout, last=True)
+            made = quantize_segments(keys.clone(), ENERGIES[0], known.layout)
             for name in EACH:
                 found, of_tokens = kept[name][row], name in ("codes", "scales")
                 found = found[..., :length] if of_tokens else found[:, : len(segment_spans(length))]
@@ -199,9 +199,7 @@ def test_energies_and_keys_matter(tmp_path: Path) -> None:
     """What the comparisons above go by is of these, and not the same of all."""
     scene = Scene(tmp_path)
     keys = scene.calls[0][0]
-    one, other = (
-        quantize_segments(keys, energies, Layout.from_bits(16, 2), last=True) for energies in (ENERGIES[0], None)
-    )
+    one, other = (quantize_segments(keys, energies, Layout.from_bits(16, 2)) for energies in (ENERGIES[0], None))
     assert not torch.equal(one["weights"], other["weights"])
     assert (one["codes"] != other["codes"]).float().mean() > 0.05
     assert not torch.equal(one["centres"][:, 0], one["centres"][:, 1])

@@ -25,7 +25,7 @@ def sketch_of(keys: Tensor, values: Tensor, bits: float = 2) -> Sketch:
     mean = values.mean(dim=0)
     slopes = (values - mean).mT @ (keys - keys.mean(dim=0)) / len(keys)
     layout = Layout.from_bits(keys.shape[1], bits)
-    made = quantize_segments(keys, None, layout, last=True)
+    made = quantize_segments(keys, None, layout)
     made |= channel_means(made, layout, len(keys))
     return Sketch(**made, mean_value=mean, **round_slopes(slopes))
 

@@ -49,11 +49,9 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and 1 <= query.shape[2] <= MAX_QUERIES
         and key.shape[2] >= MIN_TOKENS
         and query.shape[3] % 8 == value.shape[3] % 8 == 0
-        and query.shape[:2] == key.shape[:2]
-        and query.shape[3] == key.shape[3]
+        and (query.shape[:2], query.shape[3]) == (key.shape[:2], key.shape[3])
         and key.shape[:3] == value.shape[:3]
-        and rows_contiguous(key)
-        and rows_contiguous(value)
+        and all(map(rows_contiguous, (key, value)))
     )
 
 
@@ -96,8 +94,8 @@ def build(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -> ctypes.
             f"the fast attention kernel for CPUs could not be built, torch's slower one serves: {error}"
         )
         return None
-    counts = [ctypes.c_int64] * 8
-    kernels.partial_attention.argtypes = [*[ctypes.c_void_p] * 5, *counts, ctypes.c_int, ctypes.c_float]
+    tensors, counts = [ctypes.c_void_p] * 5, [ctypes.c_int64] * 8
+    kernels.partial_attention.argtypes = [*tensors, *counts, ctypes.c_int, ctypes.c_float]
     kernels.partial_attention.errcheck = kernels.fused_decode.errcheck = _check
     return kernels
 

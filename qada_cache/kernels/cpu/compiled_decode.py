@@ -87,20 +87,15 @@ class _Bound:
         table = None if rule.table is None else rule.table.unsqueeze(0)
         moments = ("mean", "covariance", "other_mean", "other_covariance", "count")
         views = buffers | {name: getattr(call, name) for name in moments} | {"table": table}
-        decode = self._decode = Decode(
-            bulk_read_bytes=None if call.bulk_read_bytes is None else call.bulk_read_bytes.data_ptr(),
-            sketch_read_bytes=None if call.sketch_read_bytes is None else call.sketch_read_bytes.data_ptr(),
-            batch=call.query.shape[0],
-            kv_heads=call.local_keys.shape[1],
-            split_tokens=cpu.SPLIT_TOKENS,
-            min_sketched=MIN_TOKENS,
-            segment_tokens=SEGMENT_TOKENS,
-            scaling=rule.scaling,
-            logit_threshold=rule.logit_threshold,
-            criterion=CRITERIA[rule.kind],
-            group_rule=GROUP_RULES[rule.group_rule],
-            pool_pending=rule.pool_pending,
-        )
+        shape, pool = call.local_keys.shape, rule.pool_pending
+        decode = self._decode = Decode(batch=shape[0], kv_heads=shape[1], pool_pending=pool)
+        decode.split_tokens, decode.min_sketched, decode.segment_tokens = cpu.SPLIT_TOKENS, MIN_TOKENS, SEGMENT_TOKENS
+        decode.scaling, decode.logit_threshold = rule.scaling, rule.logit_threshold
+        decode.criterion, decode.group_rule = CRITERIA[rule.kind], GROUP_RULES[rule.group_rule]
+        if call.bulk_read_bytes is not None:
+            decode.bulk_read_bytes = call.bulk_read_bytes.data_ptr()
+        if call.sketch_read_bytes is not None:
+            decode.sketch_read_bytes = call.sketch_read_bytes.data_ptr()
         if sketch is not None:
             views |= {name: part for name, part in sketch.tensors().items() if name != "mean_squares"}
             self._errors = 0.5 * rule.scaling**2 * sketch.layout.errors(call.query.device)

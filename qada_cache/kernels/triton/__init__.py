@@ -75,17 +75,16 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     if bulk_keys.shape[2] < MIN_TOKENS:
         sketch = None  # there is no room for a bulk that has one
     # What `local_kernel` leaves for the choice: the number of tokens in each bulk.
-    tokens = noise = variances = unread = sums = mean_value = slopes = slope_units = None
-    if sketch is not None:
-        tokens = bulk_lengths.new_empty(batch, kv_heads)
-        noise, variances, mean_value = sketch.noise, sketch.variances, sketch.mean_value
-        slopes, slope_units = sketch.slopes, sketch.slope_units
+    tokens = None if sketch is None else bulk_lengths.new_empty(batch, kv_heads)
+    noises = [getattr(sketch, name, None) for name in ("noise", "variances")]
+    values_of_unread = [getattr(sketch, name, None) for name in ("mean_value", "slopes", "slope_units")]
+    sums = unread = None
     bulk_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
     with torch.cuda.device_of(query):  # Triton launches on the current device
         local_kernel[(kv_heads, batch)](
             query, call.local_keys, call.local_values, local, pending, bulk_lengths, decided, *moments, rule.table,
             parts, lse, flags, call.bulk_read_bytes if sketch is None else None, call.resident_pointers,
-            call.resident_hit_bytes, tokens, noise, variances,
+            call.resident_hit_bytes, tokens, *noises,
             *call.local_keys.stride()[:3], *call.local_values.stride()[:3], local.stride(0), pending.stride(0),
             bulk_lengths.stride(0), decided.stride(0), *row_strides, rows.columns, 1 + splits, rule.scaling,
             rule.logit_threshold, 2 * selection.UNRELIABLE / rule.scaling**2, selection.NOISE_SHARE,
@@ -132,7 +131,7 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
                 rule.scaling, **sizes,
             )  # fmt: skip
         merge_kernel[(batch * heads,)](
-            parts, lse, flags, unread, sums, query, mean_value, slopes, slope_units, out, 1 + splits, rule.scaling,
+            parts, lse, flags, unread, sums, query, *values_of_unread, out, 1 + splits, rule.scaling,
             selection.UNREAD_WEIGHT,
             G=group, D=dim, BLOCK_C=SLOPE_COLUMNS, V=value_dim, BLOCK_V=sizes["BLOCK_V"],
             BLOCK_P=triton.next_power_of_2(1 + MAX_SPLITS), BLOCK_N=16,
