@@ -111,16 +111,15 @@ struct Segments {
     static void put(void* to, Slots slots) { std::memcpy(to, &slots, sizeof slots); }
 };
 
-#if defined(__AVX2__)
+// Words of a few keys, or four bytes for each; products of unsigned with signed bytes are added four to an integer.
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 typedef __m512i Bytes;
 inline Bytes bits_of(Bytes a, int shift, int mask) {
     return _mm512_and_si512(_mm512_srli_epi16(a, shift), _mm512_set1_epi8((char)mask));
 }
-// Adds products of unsigned with signed bytes, four to an integer.
 inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) { return _mm512_dpbusd_epi32(sums, codes, query); }
 inline Bytes broadcast(int32_t four) { return _mm512_set1_epi32(four); }
-#else
+#elif defined(__AVX2__)
 typedef __m256i Bytes;
 inline Bytes bits_of(Bytes a, int shift, int mask) {
     return _mm256_and_si256(_mm256_srli_epi16(a, shift), _mm256_set1_epi8((char)mask));
@@ -129,6 +128,14 @@ inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {  // pairs stay
     return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, query), _mm256_set1_epi16(1)));
 }
 inline Bytes broadcast(int32_t four) { return _mm256_set1_epi32(four); }
+#else
+typedef Integers Bytes;
+inline Bytes bits_of(Bytes a, int shift, int mask) { return a >> shift & mask * 0x01010101; }
+inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {
+    for (int shift = 0; shift < 32; shift += 8) sums += (codes >> shift & 255) * (query << (24 - shift) >> 24);
+    return sums;
+}
+inline Bytes broadcast(int32_t four) { return Bytes{} + four; }
 #endif
 constexpr int KEYS = sizeof(Bytes) / 4;  // that are multiplied at once
 
@@ -163,30 +170,12 @@ INLINED void add_words(const uint32_t* codes, int64_t stride, int words, const R
         }
     }
 }
-#else
-// The same of `SPAN` keys, one after the other.
-template <int BITS>
-void add_words(const uint32_t* codes, int64_t stride, int words, const Rounded& queries, int first,
-               int32_t (*products)[SPAN]) {
-    for (int word = 0; word < words; word++)
-        for (int value = 0; value < 32 / BITS; value++) {
-            int shift = value % 4 * 8 + value / 4 * BITS, channel = first + word * (32 / BITS) + value;
-            for (int q = 0; q < QUERIES; q++) {
-                int32_t factor = (int8_t)(queries.fours[channel / 4][q] >> channel % 4 * 8);
-#pragma omp simd
-                for (int key = 0; key < SPAN; key++)
-                    products[q][key] += (int32_t)(codes[word * stride + key] >> shift & ((1 << BITS) - 1)) * factor;
-            }
-        }
-}
-#endif
 
 // Products of rounded queries with `SPAN` keys' codes; of the codes alone, not yet of the odd integers behind them.
 INLINED void multiply(const uint32_t* codes, int64_t stride, Words words, const Rounded& queries,
                       int32_t (*products)[SPAN]) {
     const uint32_t *twos = codes + words.of_four * stride, *ones = twos + words.of_two * stride;
     const int first_two = 8 * words.of_four, first_one = first_two + 16 * words.of_two;
-#if defined(__AVX2__)
     for (int key = 0; key < SPAN; key += KEYS * COLUMNS) {
         Bytes sums[QUERIES][COLUMNS] = {};
         add_words<4>(codes + key, stride, words.of_four, queries, 0, sums);
@@ -197,12 +186,6 @@ INLINED void multiply(const uint32_t* codes, int64_t stride, Words words, const 
 #pragma GCC unroll 8
             for (int c = 0; c < COLUMNS; c++) std::memcpy(&products[q][key + c * KEYS], &sums[q][c], sizeof(Bytes));
     }
-#else
-    std::memset(products, 0, sizeof(int32_t) * QUERIES * SPAN);
-    add_words<4>(codes, stride, words.of_four, queries, 0, products);
-    add_words<2>(twos, stride, words.of_two, queries, first_two, products);
-    add_words<1>(ones, stride, words.of_one, queries, first_one, products);
-#endif
 }
 
 }  // namespace
