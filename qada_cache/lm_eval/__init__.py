@@ -59,16 +59,16 @@ def split_arguments(cache: Any, arguments: dict[str, Any]) -> tuple[dict[str, An
 
 def metrics(batches: Sequence[CacheStats]) -> dict[str, Any]:
     """Entries of lm-eval's results for one task, from the caches of its batches; its table has them beside scores."""
-    decided = [each for each in batches if each.decisions]  # the shares of others are nan
-    decisions = sum(each.decisions for each in decided)
-    local = sum(each.sparsity * each.decisions for each in decided)
-    kv_local = sum(each.kv_sparsity * each.decisions for each in decided)
-    read = sum(each.bulk_read_bytes + each.resident_hit_bytes + each.sketch_read_bytes for each in batches)
-    dense = sum(each.dense_bulk_bytes for each in batches)
+
+    def mean(share: str, *, weight: str) -> Any:
+        weighed = [each for each in batches if getattr(each, weight)]  # the shares of others are nan
+        whole = sum(getattr(each, weight) for each in weighed)
+        return sum(getattr(each, share) * getattr(each, weight) for each in weighed) / whole if whole else NOT_MEASURED
+
     return {
-        "cache_sparsity,none": local / decisions if decisions else NOT_MEASURED,
-        "cache_kv_sparsity,none": kv_local / decisions if decisions else NOT_MEASURED,
-        "cache_read_share,none": read / dense if dense else NOT_MEASURED,
+        "cache_sparsity,none": mean("sparsity", weight="decisions"),
+        "cache_kv_sparsity,none": mean("kv_sparsity", weight="decisions"),
+        "cache_read_share,none": mean("read_share", weight="dense_bulk_bytes"),
         "cache_bulk_read_bytes,none": sum(each.bulk_read_bytes for each in batches),
         "cache_device_bytes,none": max(each.device_bytes for each in batches),
         "cache_host_bytes,none": max(each.host_bytes for each in batches),
@@ -111,10 +111,6 @@ class QAdALM(HFLM):
         cache: "qada", "oracle", "static", "local" or "dense".
         keywords: `cache_*` are the cache's (see `split_arguments`); all others are `HFLM`'s.
 
-    Attributes:
-        cache_totals: statistics of each task's caches, at the end of their batches, in this process; shares as means.
-        cache_tuned: the tuned setting that these caches take; "" if they take none.
-
     Raises:
         ValueError, TypeError: an argument the cache cannot take.
         RuntimeError: one of several processes on CPUs, and accelerate was not told so.
@@ -134,9 +130,10 @@ class QAdALM(HFLM):
         # A wrong option or model is refused before any request. The tokenizer need not be the one beside the model.
         prepare(self.model, self.tokenizer, **options)
         taken = QAdACache(self.model, **options).options
-        self.cache_tuned = str(Thresholds.of(taken)) if taken.tuned else ""
+        self.cache_tuned = str(Thresholds.of(taken)) if taken.tuned else ""  # the setting that these caches take
         # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
         self._cache_options = options | asdict(Thresholds.of(taken))
+        # By task: statistics of its caches in this process, at the end of their batches, shares as means.
         self.cache_totals: dict[str, list[CacheStats]] = {}
         self._task = "none"
 
@@ -185,12 +182,7 @@ class QAdALM(HFLM):
         precision = self.mixed_precision_dtype
         with torch.autocast(self.device.type, dtype=precision, enabled=precision is not None):
             logits = self.model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                **options,
+                ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, **options
             ).logits
         return torch.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
 
@@ -206,12 +198,7 @@ class QAdALM(HFLM):
         self._count(cache.stats(gather=True))
         return tokens
 
-    def _loglikelihood_tokens(
-        self,
-        requests: list[tuple[Any, list[int], list[int]]],
-        disable_tqdm: bool = False,
-        override_bs: int | None = None,
-    ) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = False, override_bs: int | None = None) -> list:
         rows = scoring.rows([(context, continuation) for _, context, continuation in requests], self.max_length)
         size = override_bs or self.batch_size
         if size == "auto":
@@ -219,9 +206,8 @@ class QAdALM(HFLM):
             size = self._detect_batch_size([longest])
         batches = [rows[start : start + size] for start in range(0, len(rows), size)]
         answers: list[Any] = [None] * len(requests)
-        with tqdm(
-            total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
-        ) as bar:
+        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
+        with bar:
             for stats, scores in scoring.score(batches, self._forward, self._new_cache, self.device):
                 self._count(stats)
                 for index, log_likelihood, greedy in scores:
