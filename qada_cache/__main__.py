@@ -114,7 +114,8 @@ def _check_options(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
 
 
-def _load(options: argparse.Namespace) -> tuple[Any, Any]:
+def _load(options: argparse.Namespace, *tokens: str) -> tuple[Any, Any]:
+    """Model and tokenizer; ValueError, if the model has fewer positions than these options take together."""
     where = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     name, dtype = options.model, options.dtype
     if name.endswith(".gguf") and Path(name).is_file():
@@ -122,6 +123,11 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any]:
         dtype = "float32" if dtype == "auto" else dtype  # the weights' own type is none that can be computed in
     tokenizer = AutoTokenizer.from_pretrained(name, **where)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=options.device_map, **where)
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    together = sum(getattr(options, name) for name in tokens)
+    if longest and together > longest:
+        named = " and ".join(f"--{name.replace('_', '-')}" for name in tokens)
+        raise ValueError(f"{named} come to {together} tokens, and the model has {longest} positions")
     return model, tokenizer
 
 
@@ -168,8 +174,7 @@ def _profile(options: argparse.Namespace) -> None:
     """Memory and time of a long prompt of random words, layer by layer and token by token: DynamicCache, then
     QAdACache.
     """
-    model, tokenizer = _load(options)
-    _check_positions(model, {"prompt-tokens": options.prompt_tokens, "new-tokens": options.new_tokens})
+    model, tokenizer = _load(options, "prompt_tokens", "new_tokens")
     given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold")}
     cache = {name: value for name, value in given.items() if value is not None}
     prepare(model, tokenizer, **cache)
@@ -194,9 +199,8 @@ def _tune(options: argparse.Namespace) -> int:
     budget = tuning.Budget(0.002 if options.kl is None and options.bytes is None else options.kl, options.bytes)
     files = [path and path.read_text(encoding="utf-8") for path in (options.text, options.confirm_text)]
     text, other = files[0] or measuring.default_text(), files[1]
-    model, tokenizer = _load(options)
+    model, tokenizer = _load(options, "tokens", "following")
     sizes, apart = {"tokens": options.tokens, "following": options.following}, options.pieces // 2
-    _check_positions(model, sizes)
     if other is None:
         cut = measuring.cut(text, tokenizer, count=options.pieces + apart, **sizes)
         chosen_by, held_out = measuring.held_out(cut, apart)
@@ -234,15 +238,6 @@ def _serve_folder(options: argparse.Namespace) -> None:
     options.model = str(options.out)
     prepare(*_load(options))
     print(f"made {options.out}: transformers serve {options.out} --trust-remote-code --log-level info")
-
-
-def _check_positions(model: Any, tokens: dict[str, int]) -> None:
-    """Raise ValueError if the model has fewer positions than these options take together."""
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    together = sum(tokens.values())
-    if longest and together > longest:
-        named = " and ".join(f"--{name}" for name in tokens)
-        raise ValueError(f"{named} come to {together} tokens, and the model has {longest} positions")
 
 
 def _print_table(rows: list[dict[str, str]]) -> None:

@@ -6,6 +6,7 @@
 import functools
 import inspect
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -143,13 +144,12 @@ class QAdALM(HFLM):
         A process that shares requests with others runs its own requests alone, and not the repeated ones that lm-eval
         adds: those are for models that compute together, and would be counted.
         """
-        places: dict[int, list[int]] = {}
-        for place, request in enumerate(requests):
-            places.setdefault(id(request), []).append(place)
         tasks: dict[str | None, list[int]] = {}
-        for own in places.values():
-            request = requests[own[0]]
-            tasks.setdefault(request.task_name, []).extend(own[: request.repeats or None])
+        seen: Counter[int] = Counter()
+        for place, request in enumerate(requests):
+            seen[id(request)] += 1
+            if seen[id(request)] <= (request.repeats or len(requests)):
+                tasks.setdefault(request.task_name, []).append(place)
         results: dict[int, Any] = {}
         processes, self._world_size = self._world_size, 1
         try:
@@ -159,7 +159,8 @@ class QAdALM(HFLM):
                 results.update(zip(own, done, strict=True))
         finally:
             self._world_size = processes
-        return [results.get(place, results[places[id(request)][0]]) for place, request in enumerate(requests)]
+        answered = {id(requests[place]): answer for place, answer in results.items()}
+        return [results.get(place, answered[id(request)]) for place, request in enumerate(requests)]
 
     loglikelihood = functools.partialmethod(_by_task, "loglikelihood")
     loglikelihood_rolling = functools.partialmethod(_by_task, "loglikelihood_rolling")

@@ -25,7 +25,6 @@ from .memory import needed_bytes, reserve_memory
 __all__ = ["CONVERSATIONS", "FOLDER", "MEMORY", "SECONDS", "counters", "generate", "make_folder"]
 
 FOLDER = str(Path(__file__).parent)  # `generate(custom_generate=...)` takes a str, and passes over a Path silently
-_CODE = "auto_map"  # by which a config names code, of its own folder or of any repository of the Hub
 
 # One of transformers' own loggers: `transformers serve --log-level info` shows what it says.
 logger = logging.get_logger("transformers.qada_cache")
@@ -166,12 +165,12 @@ def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
 
 
 def _without_code(file: Path) -> Any:
-    """A config without the names of code; None if it has none."""
+    """A config without `auto_map`, which names code: its folder's or any repository's of the Hub. None: it has none."""
     text = file.read_text(encoding="utf-8")
     try:
-        kept = json.loads(text, object_hook=lambda found: {name: found[name] for name in found if name != _CODE})
+        kept = json.loads(text, object_hook=lambda found: {name: found[name] for name in found if name != "auto_map"})
         return None if kept == json.loads(text) else kept
     except json.JSONDecodeError as error:
-        if f'"{_CODE}"' in text:  # without it, it is no config: transformers cannot read it either
+        if '"auto_map"' in text:  # without it, it is no config: transformers cannot read it either
             raise ValueError(f"{file} is no JSON: {error}") from error
         return None

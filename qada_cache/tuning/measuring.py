@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,7 @@ from ..tuned_choice import Thresholds
 VALUE_BITS = 16  # bits a value of the bulk, for counting bytes in any dtype
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A stretch of text and its continuation."""
 
     prompt: Tensor  # int64 `[1, tokens]`
@@ -69,8 +69,7 @@ def held_out(pieces: list[Piece], count: int) -> tuple[list[Piece], list[Piece]]
     return [piece for place, piece in enumerate(pieces) if place not in places], apart
 
 
-@dataclass(frozen=True)
-class Figures:
+class Figures(NamedTuple):
     """Figures of one setting on one piece."""
 
     kl: float  # mean KL divergence of its next-token distributions from those of reading everything, in nats
