@@ -136,9 +136,8 @@ def _moments(options: argparse.Namespace) -> None:
     so by itself; this is for other texts, and for files to hand on.
     """
     text = _text(options)
-    model, tokenizer = _load(options)
     given = {name: getattr(options, name) for name in ("tokens", "seed", "scheme")}
-    moments = KeyMoments.collect(model, tokenizer, options.prompt, text=text, **given)
+    moments = KeyMoments.collect(*_load(options), options.prompt, text=text, **given)
     moments.save(options.out)
     layers, kv_heads, dim = moments.shape
     lengths = f"bulks of {', '.join(map(str, moments.lengths))} tokens" if moments.lengths else "bulks of any length"

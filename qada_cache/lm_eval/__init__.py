@@ -190,8 +190,7 @@ class QAdALM(HFLM):
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
         cache = self._new_cache()
         if context.shape[1] > 1:  # generate() itself decodes the one token that is left
-            mask = generation_kwargs["attention_mask"]
-            self._forward(cache, context[:, :-1], mask[:, :-1], logits_to_keep=1)
+            self._forward(cache, context[:, :-1], generation_kwargs["attention_mask"][:, :-1], logits_to_keep=1)
             beams = generation_kwargs.get("num_beams") or self.model.generation_config.num_beams or 1
             if beams > 1:  # generate() repeats the rows of a prompt, not those of a cache
                 cache.reorder_cache(torch.LongTensor([row for row in range(len(context)) for _ in range(beams)]))

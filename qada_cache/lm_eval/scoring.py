@@ -3,8 +3,8 @@
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ logger = logging.getLogger(__name__)
 Forward = Callable[..., Tensor]  # QAdALM._forward
 
 
-@dataclass
-class Row:
+class Row(NamedTuple):
     """Tokens of one row of a batch; the requests that share them differ in the last token they score, if at all."""
 
     prefix: tuple[int, ...]  # token ids that are prefilled, exactly: the context but for its last token
@@ -43,9 +42,8 @@ def rows(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> li
             )
         if (over := len(context) + len(continuation) - max_length - 1) > 0:
             logger.warning(
-                "request %d (%d tokens of context, %d of continuation) exceeds the model's length of %d tokens: the "
-                "first %d are cut off",
-                *(index, len(context), len(continuation), max_length, over),
+                f"request {index} ({len(context)} tokens of context, {len(continuation)} of continuation) exceeds the "
+                f"model's length of {max_length} tokens: the first {over} are cut off"
             )
         tokens = tuple((context + continuation)[-(max_length + 1) : -1])
         split = len(tokens) - len(continuation)
@@ -97,11 +95,9 @@ def _score_batch(
     for start in range(0, ids.shape[1], window):
         stop = min(start + window, ids.shape[1])
         log_probabilities = forward(cache, ids[:, start:stop], torch.cat([prefix_mask, mask[:, :stop]], dim=1))
-        greedy = log_probabilities.argmax(dim=-1)
-        for place, row in enumerate(batch):
+        for row, scores, greedy in zip(batch, log_probabilities, log_probabilities.argmax(dim=-1), strict=True):
             for index, continuation in row.requests:
                 wanted = torch.tensor(continuation[start:stop], dtype=torch.long, device=ids.device)
-                scored = log_probabilities[place, : len(wanted)].gather(-1, wanted[:, None])
-                parts.setdefault(index, []).append(scored.squeeze(-1))
-                agrees[index] = agrees.get(index, True) and greedy[place, : len(wanted)].equal(wanted)
+                parts.setdefault(index, []).append(scores[: len(wanted)].gather(-1, wanted[:, None]).squeeze(-1))
+                agrees[index] = agrees.get(index, True) and greedy[: len(wanted)].equal(wanted)
     return [(index, float(torch.cat(scored).sum()), agrees[index]) for index, scored in parts.items()]

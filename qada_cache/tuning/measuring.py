@@ -113,8 +113,7 @@ def compared(full: Tensor, found: Tensor) -> tuple[float, float]:
     for one, other in zip(full, found, strict=True):  # a vocabulary in float64 takes a MiB a token
         truth, guess = one.double().log_softmax(dim=-1), other.double().log_softmax(dim=-1)
         divergence += float((truth.exp() * (truth - guess)).sum())
-    top1 = (full.argmax(dim=-1) == found.argmax(dim=-1)).double().mean()
-    return divergence / len(full), float(top1)
+    return divergence / len(full), float((full.argmax(dim=-1) == found.argmax(dim=-1)).double().mean())
 
 
 def bytes_read(stats: CacheStats, value_bytes: int) -> float:
