@@ -26,31 +26,26 @@ from . import scoring
 NOT_MEASURED = "N/A"  # lm-eval's own word for it: no token had a bulk to decide about
 CRITERIA = {"qada": "gaussian", "oracle": "oracle", "static": "static", "local": "local", "dense": "dense"}
 # `QAdACache`'s own keywords, so that an option added there is one here; the criterion is what `cache=` names.
-_NO_KEYWORDS = ("model", "config", "criterion")
-KEYWORDS = (*(name for name in inspect.signature(QAdACache).parameters if name not in _NO_KEYWORDS), "heads")
+_NAMES = (*inspect.signature(QAdACache).parameters, "heads")
+KEYWORDS = tuple(f"cache_{name}" for name in _NAMES if name not in ("model", "config", "criterion"))
 
 
 def split_arguments(cache: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split model arguments into keywords of `QAdACache` and those of `HFLM`; `cache` is one of `CRITERIA`.
 
-    Arguments that start with `cache_` are the cache's, but for transformers' `cache_dir`.
-
-    Raises:
-        ValueError: an unknown `cache` or `cache_*`, or `cache_heads` missing or out of place.
-        FileNotFoundError: `cache_heads` is not there.
+    Arguments that start with `cache_` are the cache's, but for transformers' `cache_dir`. ValueError, if `cache` or
+    `cache_*` is unknown, or `cache_heads` missing or out of place; FileNotFoundError, if that file is not there.
     """
     if cache not in CRITERIA:
         raise ValueError(f"unknown cache={cache}: use one of {', '.join(CRITERIA)}")
     rest, options = {}, {}
     for name, value in arguments.items():
-        keyword = name.removeprefix("cache_")
-        if keyword == name or name == "cache_dir":
+        if not name.startswith("cache_") or name == "cache_dir":
             rest[name] = value
-        elif keyword in KEYWORDS:
-            options[keyword] = value
+        elif name in KEYWORDS:
+            options[name.removeprefix("cache_")] = value
         else:
-            known = ", ".join(f"cache_{keyword}" for keyword in KEYWORDS)
-            raise ValueError(f"unknown {name}={value}: use one of {known}")
+            raise ValueError(f"unknown {name}={value}: use one of {', '.join(KEYWORDS)}")
     heads = options.pop("heads", None)
     if (cache == "static") != (heads is not None):
         raise ValueError("cache=static needs cache_heads=FILE, written by StaticHeads.save, and only it takes one")

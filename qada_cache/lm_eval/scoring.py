@@ -28,10 +28,8 @@ class Row(NamedTuple):
 def rows(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> list[Row]:
     """Requests `(context, continuation)`, token ids both, as rows: longest first, those with equal prefixes together.
 
-    A row longer than `max_length` loses its oldest tokens, with a warning, as in lm-eval.
-
-    Raises:
-        AssertionError: as in lm-eval, a context or a continuation is empty, or a continuation longer than `max_length`.
+    A row longer than `max_length` loses its oldest tokens, with a warning, as in lm-eval. AssertionError, as there, if
+    a context or a continuation is empty, or a continuation longer than `max_length`.
     """
     made: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, list[int]]]] = {}
     for index, (context, continuation) in enumerate(requests):
@@ -62,12 +60,9 @@ def padded(sequences: Sequence[Sequence[int]], device: torch.device, *, side: st
 def score(
     batches: Sequence[Sequence[Row]], forward: Forward, new_cache: Callable[[], QAdACache], device: torch.device
 ) -> Iterator[tuple[CacheStats, list[tuple[int, float, bool]]]]:
-    """Score batches of rows one after the other.
+    """Totals of each batch's cache, and for each request `(index, log-likelihood, whether greedy decoding agrees)`.
 
     A prefix is read once per batch however many rows share it, and once for neighbouring batches of the same prefixes.
-
-    Yields:
-        totals of each batch's cache, and for each request `(index, log-likelihood, whether greedy decoding agrees)`.
     """
     for prefixes, group in groupby(batches, key=lambda batch: list(dict.fromkeys(row.prefix for row in batch))):
         ids, mask = padded(prefixes, device, side="left")

@@ -64,19 +64,15 @@ class Budget:
     def __str__(self) -> str:
         return f"KL {self.kl:g}" if self.kl is not None else f"{self.bytes_read:.1%} of the bytes"
 
-    def _is_within(self, setting: Setting, end: str) -> bool:
-        """Whether this end of the estimate is."""
+    def is_within(self, setting: Setting, end: str) -> bool:
+        """Whether the budget holds by this field of `Estimate`."""
         name = "bytes_read" if self.kl is None else "kl"
         return getattr(getattr(setting, name), end) <= getattr(self, name)
 
     def choose(self, settings: Sequence[Setting]) -> Setting | None:
         """The best by the figure without a budget, of those whose upper end is within the budget; None if none is."""
-        within = [setting for setting in settings if self._is_within(setting, "high")]
+        within = [setting for setting in settings if self.is_within(setting, "high")]
         return min(within, key=lambda one: (one.kl if self.kl is None else one.bytes_read).mean, default=None)
-
-    def confirmed(self, setting: Setting) -> bool:
-        """Whether the figures on held-out text are within the budget on average."""
-        return self._is_within(setting, "mean")
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -110,15 +106,12 @@ class Outcome:
 
     @property
     def confirmed(self) -> bool:
-        """Whether there is a choice and the pieces that were held out bear it out."""
-        return self.again is not None and self.budget.confirmed(self.again)
+        """Whether there is a choice and the pieces that were held out bear it out: on average."""
+        return self.again is not None and self.budget.is_within(self.again, "mean")
 
 
 def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Piece], budget: Budget) -> Outcome:
-    """Measure every setting on `pieces`, choose one, and measure that again on `held_out`.
-
-    The model is in eval mode. `pieces` are two or more, as one says nothing of how sure its figures are.
-    """
+    """Measure every setting on `pieces`, two or more; choose one, and measure that again on `held_out`."""
 
     def measured(places: Sequence[Piece], settings: Sequence[Thresholds], what: str) -> list[Setting]:
         found = []

@@ -27,11 +27,7 @@ class Piece(NamedTuple):
 
 
 def default_text() -> str:
-    """The topics of Python's own help: real prose that nearly every Python carries.
-
-    Raises:
-        ValueError: this Python does not.
-    """
+    """The topics of Python's help: real prose that nearly every Python carries. ValueError, if this one does not."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -42,10 +38,8 @@ def default_text() -> str:
 def cut(text: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, following: int) -> list[Piece]:
     """`count` pieces of `tokens` in the prompt and `following` after it, spread evenly over the text, without overlap.
 
-    Each begins with the token that begins a text, if the tokenizer puts one there.
-
-    Raises:
-        ValueError: the text is too short, or the tokenizer does not know its words.
+    Each begins with the token that begins a text, if the tokenizer puts one there. ValueError, if the text is too
+    short, or the tokenizer does not know its words.
     """
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids[0]
     begin = ids.new_tensor([index for index in tokenizer("").input_ids[:1] if index == tokenizer.bos_token_id])
@@ -117,11 +111,7 @@ def compared(full: Tensor, found: Tensor) -> tuple[float, float]:
 
 
 def bytes_read(stats: CacheStats, value_bytes: int) -> float:
-    """`Figures.bytes_read` of a cache whose values have so many bytes.
-
-    Raises:
-        ValueError: it decided about nothing.
-    """
+    """`Figures.bytes_read` of a cache whose values have so many bytes; ValueError, if it decided about nothing."""
     if not stats.dense_bulk_bytes:
         raise ValueError("a QAdACache reads nothing of this model's layers, so there is nothing to tune")
     sketch_bytes = stats.sketch_read_bytes * (8 * value_bytes / VALUE_BITS)  # the same bits in any dtype
