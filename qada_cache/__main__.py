@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="qada", description="QAdACache: attention heads that read the long context only when they need it."
-    )
+    about = "QAdACache: attention heads that read the long context only when they need it."
+    parser = argparse.ArgumentParser(prog="qada", description=about)
     parser.add_argument("--version", action="version", version=f"qada-cache {__version__}")
-    parser.set_defaults(revision=None, trust_remote_code=False, least={})
+    parser.set_defaults(revision=None, trust_remote_code=False)
     commands = parser.add_subparsers(dest="command", required=True)
 
     loading = argparse.ArgumentParser(add_help=False)
@@ -48,85 +48,56 @@ def _parser() -> argparse.ArgumentParser:
     hub.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     which = "path, Hugging Face Hub id, or GGUF file"
 
-    command = commands.add_parser(
-        "moments",
-        parents=[hub],
-        help="collect a model's key moments",
-        description="Collect the key moments of a model on a prompt, for QAdACache(moments=FILE). QAdACache(model, "
-        "moments=NAME) does so by itself; this is for other texts, and for files to hand on.",
-    )
-    command.add_argument("--model", required=True, help=which)
-    command.add_argument(
-        "--prompt", choices=PROMPTS, default="random-words", help="what the model reads (default: %(default)s)"
-    )
-    command.add_argument("--text", type=Path, help="text file to take real text or words from, instead of our article")
-    command.add_argument("--dataset", help="dataset to take the text from, of the Hub or a path")
-    command.add_argument("--subset", help="of the dataset, e.g. wikitext-103-raw-v1")
-    command.add_argument("--split", default="train", help="of the dataset (default: %(default)s)")
-    command.add_argument("--column", default="text", help="of the dataset (default: %(default)s)")
-    command.add_argument("--tokens", type=int, help="how many to read (default: 1024)")
-    command.add_argument("--seed", type=int, default=0, help="of the random words (default: %(default)s)")
-    command.add_argument(
-        "--scheme", choices=SCHEMES, default="auto", help="how moments become length-free (default: %(default)s)"
-    )
-    command.add_argument("--out", type=Path, required=True, help="safetensors file to write")
-    command.set_defaults(run=_moments)
+    def command(name: str, run: Callable, parent: argparse.ArgumentParser, brief: str, **least: int) -> Any:
+        """A command that `run` runs, whose docstring describes it; `least` are the least values of its options."""
+        made = commands.add_parser(name, parents=[parent], help=brief, description=run.__doc__)
+        made.set_defaults(run=run, least=least)
+        return made
 
-    command = commands.add_parser(
-        "profile",
-        parents=[hub],
-        help="measure a long prompt",
-        description="Memory and time of a long prompt of random words, layer by layer and token by token: "
-        "DynamicCache, then QAdACache.",
-    )
-    command.add_argument("--model", required=True, help=which)
-    command.add_argument("--prompt-tokens", type=int, default=32768, help="of the prompt (default: %(default)s)")
-    command.add_argument("--new-tokens", type=int, default=32, help="to decode (default: %(default)s)")
-    command.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill pass (default: %(default)s)")
-    command.add_argument("--threshold", type=float, help="QAdACache's (default: its own)")
-    command.add_argument("--token-threshold", type=float, help="QAdACache's (default: its own)")
-    command.add_argument(
-        "--moments",
-        help=f"QAdACache's: current, {', '.join(PROMPTS)}, a file, or current+ one of the others (default: its own)",
-    )
-    command.add_argument("--seed", type=int, default=0, help="of the prompt (default: %(default)s)")
-    command.add_argument("--layers", action="store_true", help="print a table of the layers as well")
-    command.add_argument("--out", type=Path, help="CSV file to write every token to")
-    command.add_argument("--plot", type=Path, help="picture to draw, e.g. profile.png")
-    command.set_defaults(run=_profile, least={"prompt_tokens": 1, "new_tokens": 1, "chunk": 1})
+    add = command("moments", _moments, hub, "collect a model's key moments").add_argument
+    add("--model", required=True, help=which)
+    add("--prompt", choices=PROMPTS, default="random-words", help="what the model reads (default: %(default)s)")
+    add("--text", type=Path, help="text file to take real text or words from, instead of our article")
+    add("--dataset", help="dataset to take the text from, of the Hub or a path")
+    add("--subset", help="of the dataset, e.g. wikitext-103-raw-v1")
+    add("--split", default="train", help="of the dataset (default: %(default)s)")
+    add("--column", default="text", help="of the dataset (default: %(default)s)")
+    add("--tokens", type=int, help="how many to read (default: 1024)")
+    add("--seed", type=int, default=0, help="of the random words (default: %(default)s)")
+    add("--scheme", choices=SCHEMES, default="auto", help="how moments become length-free (default: %(default)s)")
+    add("--out", type=Path, required=True, help="safetensors file to write")
 
-    command = commands.add_parser(
-        "tune",
-        parents=[hub],
-        help="choose a model's token_threshold and threshold by what they cost",
-        description="Measure on a model and a text what settings of both thresholds lose and read. Choose one within a "
-        "budget, confirm it on other text, and keep it: QAdACache(model) then goes by it.",
-    )
-    command.add_argument("model", metavar="MODEL", help=which)
-    command.add_argument("--text", type=Path, help="text file to choose by (default: Python's help topics)")
-    command.add_argument("--confirm-text", type=Path, help="text file to confirm by (default: other parts of the same)")
-    budget = command.add_mutually_exclusive_group()
+    profiling = command("profile", _profile, hub, "measure a long prompt", prompt_tokens=1, new_tokens=1, chunk=1)
+    add = profiling.add_argument
+    add("--model", required=True, help=which)
+    add("--prompt-tokens", type=int, default=32768, help="of the prompt (default: %(default)s)")
+    add("--new-tokens", type=int, default=32, help="to decode (default: %(default)s)")
+    add("--chunk", type=int, default=4096, help="tokens of a prefill pass (default: %(default)s)")
+    add("--threshold", type=float, help="QAdACache's (default: its own)")
+    add("--token-threshold", type=float, help="QAdACache's (default: its own)")
+    names = f"current, {', '.join(PROMPTS)}, a file, or current+ one of the others"
+    add("--moments", help=f"QAdACache's: {names} (default: its own)")
+    add("--seed", type=int, default=0, help="of the prompt (default: %(default)s)")
+    add("--layers", action="store_true", help="print a table of the layers as well")
+    add("--out", type=Path, help="CSV file to write every token to")
+    add("--plot", type=Path, help="picture to draw, e.g. profile.png")
+
+    brief = "choose a model's token_threshold and threshold by what they cost"
+    tune = command("tune", _tune, hub, brief, tokens=tuning.MIN_PROMPT_TOKENS, following=1, pieces=2)
+    add, budget = tune.add_argument, tune.add_mutually_exclusive_group()
+    add("model", metavar="MODEL", help=which)
+    add("--text", type=Path, help="text file to choose by (default: Python's help topics)")
+    add("--confirm-text", type=Path, help="text file to confirm by (default: other parts of the same)")
     budget.add_argument("--kl", type=float, help="most KL divergence from reading everything, in nats (default: 0.002)")
     budget.add_argument("--bytes", type=float, help="instead: most of the bulk's bytes that may be read, e.g. 0.08")
-    command.add_argument("--tokens", type=int, default=4096, help="of each piece of text (default: %(default)s)")
-    command.add_argument("--following", type=int, default=32, help="to decode after each (default: %(default)s)")
-    command.add_argument(
-        "--pieces", type=int, default=4, help="to choose by; half as many confirm (default: %(default)s)"
-    )
-    command.add_argument("--plot", type=Path, help="picture to draw, e.g. tune.png")
-    command.set_defaults(run=_tune, least={"tokens": tuning.MIN_PROMPT_TOKENS, "following": 1, "pieces": 2})
+    add("--tokens", type=int, default=4096, help="of each piece of text (default: %(default)s)")
+    add("--following", type=int, default=32, help="to decode after each (default: %(default)s)")
+    add("--pieces", type=int, default=4, help="to choose by; half as many confirm (default: %(default)s)")
+    add("--plot", type=Path, help="picture to draw, e.g. tune.png")
 
-    command = commands.add_parser(
-        "serve-folder",
-        parents=[loading],
-        help="make a folder of a model's for transformers serve",
-        description="Make a folder for `transformers serve --trust-remote-code` that links to a model's files and "
-        "holds no code but our generate.py, and do ahead what the first request would otherwise wait for, in the dtype "
-        "and on the device that it will be served with.",
-    )
-    command.add_argument("--model", required=True, help="the model's folder")
-    command.add_argument("--out", type=Path, required=True, help="folder to make")
-    command.set_defaults(run=_serve_folder)
+    folder = command("serve-folder", _serve_folder, loading, "make a folder of a model's for transformers serve")
+    folder.add_argument("--model", required=True, help="the model's folder")
+    folder.add_argument("--out", type=Path, required=True, help="folder to make")
     return parser
 
 
@@ -143,7 +114,8 @@ def _check_options(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
 
 
-def _load(options: argparse.Namespace) -> tuple[Any, Any]:
+def _load(options: argparse.Namespace, *tokens: str) -> tuple[Any, Any]:
+    """Model and tokenizer; ValueError, if the model has fewer positions than these options take together."""
     where = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     name, dtype = options.model, options.dtype
     if name.endswith(".gguf") and Path(name).is_file():
@@ -151,14 +123,21 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any]:
         dtype = "float32" if dtype == "auto" else dtype  # the weights' own type is none that can be computed in
     tokenizer = AutoTokenizer.from_pretrained(name, **where)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=options.device_map, **where)
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    together = sum(getattr(options, name) for name in tokens)
+    if longest and together > longest:
+        named = " and ".join(f"--{name.replace('_', '-')}" for name in tokens)
+        raise ValueError(f"{named} come to {together} tokens, and the model has {longest} positions")
     return model, tokenizer
 
 
 def _moments(options: argparse.Namespace) -> None:
+    """Collect the key moments of a model on a prompt, for QAdACache(moments=FILE). QAdACache(model, moments=NAME) does
+    so by itself; this is for other texts, and for files to hand on.
+    """
     text = _text(options)
-    model, tokenizer = _load(options)
     given = {name: getattr(options, name) for name in ("tokens", "seed", "scheme")}
-    moments = KeyMoments.collect(model, tokenizer, options.prompt, text=text, **given)
+    moments = KeyMoments.collect(*_load(options), options.prompt, text=text, **given)
     moments.save(options.out)
     layers, kv_heads, dim = moments.shape
     lengths = f"bulks of {', '.join(map(str, moments.lengths))} tokens" if moments.lengths else "bulks of any length"
@@ -191,8 +170,10 @@ def _text(options: argparse.Namespace) -> str | None:
 
 
 def _profile(options: argparse.Namespace) -> None:
-    model, tokenizer = _load(options)
-    _check_positions(model, {"prompt-tokens": options.prompt_tokens, "new-tokens": options.new_tokens})
+    """Memory and time of a long prompt of random words, layer by layer and token by token: DynamicCache, then
+    QAdACache.
+    """
+    model, tokenizer = _load(options, "prompt_tokens", "new_tokens")
     given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold")}
     cache = {name: value for name, value in given.items() if value is not None}
     prepare(model, tokenizer, **cache)
@@ -211,12 +192,14 @@ def _profile(options: argparse.Namespace) -> None:
 
 
 def _tune(options: argparse.Namespace) -> int:
+    """Measure on a model and a text what settings of both thresholds lose and read. Choose one within a budget, confirm
+    it on other text, and keep it: QAdACache(model) then goes by it.
+    """
     budget = tuning.Budget(0.002 if options.kl is None and options.bytes is None else options.kl, options.bytes)
     files = [path and path.read_text(encoding="utf-8") for path in (options.text, options.confirm_text)]
     text, other = files[0] or measuring.default_text(), files[1]
-    model, tokenizer = _load(options)
+    model, tokenizer = _load(options, "tokens", "following")
     sizes, apart = {"tokens": options.tokens, "following": options.following}, options.pieces // 2
-    _check_positions(model, sizes)
     if other is None:
         cut = measuring.cut(text, tokenizer, count=options.pieces + apart, **sizes)
         chosen_by, held_out = measuring.held_out(cut, apart)
@@ -246,19 +229,14 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _serve_folder(options: argparse.Namespace) -> None:
+    """Make a folder for `transformers serve --trust-remote-code` that links to a model's files and holds no code but
+    our generate.py, and do ahead what the first request would otherwise wait for, in the dtype and on the device that
+    it will be served with.
+    """
     make_folder(options.model, options.out)
     options.model = str(options.out)
     prepare(*_load(options))
     print(f"made {options.out}: transformers serve {options.out} --trust-remote-code --log-level info")
-
-
-def _check_positions(model: Any, tokens: dict[str, int]) -> None:
-    """Raise ValueError if the model has fewer positions than these options take together."""
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    together = sum(tokens.values())
-    if longest and together > longest:
-        named = " and ".join(f"--{name}" for name in tokens)
-        raise ValueError(f"{named} come to {together} tokens, and the model has {longest} positions")
 
 
 def _print_table(rows: list[dict[str, str]]) -> None:

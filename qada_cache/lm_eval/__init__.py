@@ -6,6 +6,7 @@
 import functools
 import inspect
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -25,31 +26,26 @@ from . import scoring
 NOT_MEASURED = "N/A"  # lm-eval's own word for it: no token had a bulk to decide about
 CRITERIA = {"qada": "gaussian", "oracle": "oracle", "static": "static", "local": "local", "dense": "dense"}
 # `QAdACache`'s own keywords, so that an option added there is one here; the criterion is what `cache=` names.
-_NO_KEYWORDS = ("model", "config", "criterion")
-KEYWORDS = (*(name for name in inspect.signature(QAdACache).parameters if name not in _NO_KEYWORDS), "heads")
+_NAMES = (*inspect.signature(QAdACache).parameters, "heads")
+KEYWORDS = tuple(f"cache_{name}" for name in _NAMES if name not in ("model", "config", "criterion"))
 
 
 def split_arguments(cache: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split model arguments into keywords of `QAdACache` and those of `HFLM`; `cache` is one of `CRITERIA`.
 
-    Arguments that start with `cache_` are the cache's, but for transformers' `cache_dir`.
-
-    Raises:
-        ValueError: an unknown `cache` or `cache_*`, or `cache_heads` missing or out of place.
-        FileNotFoundError: `cache_heads` is not there.
+    Arguments that start with `cache_` are the cache's, but for transformers' `cache_dir`. ValueError, if `cache` or
+    `cache_*` is unknown, or `cache_heads` missing or out of place; FileNotFoundError, if that file is not there.
     """
     if cache not in CRITERIA:
         raise ValueError(f"unknown cache={cache}: use one of {', '.join(CRITERIA)}")
     rest, options = {}, {}
     for name, value in arguments.items():
-        keyword = name.removeprefix("cache_")
-        if keyword == name or name == "cache_dir":
+        if not name.startswith("cache_") or name == "cache_dir":
             rest[name] = value
-        elif keyword in KEYWORDS:
-            options[keyword] = value
+        elif name in KEYWORDS:
+            options[name.removeprefix("cache_")] = value
         else:
-            known = ", ".join(f"cache_{keyword}" for keyword in KEYWORDS)
-            raise ValueError(f"unknown {name}={value}: use one of {known}")
+            raise ValueError(f"unknown {name}={value}: use one of {', '.join(KEYWORDS)}")
     heads = options.pop("heads", None)
     if (cache == "static") != (heads is not None):
         raise ValueError("cache=static needs cache_heads=FILE, written by StaticHeads.save, and only it takes one")
@@ -59,16 +55,16 @@ def split_arguments(cache: Any, arguments: dict[str, Any]) -> tuple[dict[str, An
 
 def metrics(batches: Sequence[CacheStats]) -> dict[str, Any]:
     """Entries of lm-eval's results for one task, from the caches of its batches; its table has them beside scores."""
-    decided = [each for each in batches if each.decisions]  # the shares of others are nan
-    decisions = sum(each.decisions for each in decided)
-    local = sum(each.sparsity * each.decisions for each in decided)
-    kv_local = sum(each.kv_sparsity * each.decisions for each in decided)
-    read = sum(each.bulk_read_bytes + each.resident_hit_bytes + each.sketch_read_bytes for each in batches)
-    dense = sum(each.dense_bulk_bytes for each in batches)
+
+    def mean(share: str, *, weight: str) -> Any:
+        weighed = [each for each in batches if getattr(each, weight)]  # the shares of others are nan
+        whole = sum(getattr(each, weight) for each in weighed)
+        return sum(getattr(each, share) * getattr(each, weight) for each in weighed) / whole if whole else NOT_MEASURED
+
     return {
-        "cache_sparsity,none": local / decisions if decisions else NOT_MEASURED,
-        "cache_kv_sparsity,none": kv_local / decisions if decisions else NOT_MEASURED,
-        "cache_read_share,none": read / dense if dense else NOT_MEASURED,
+        "cache_sparsity,none": mean("sparsity", weight="decisions"),
+        "cache_kv_sparsity,none": mean("kv_sparsity", weight="decisions"),
+        "cache_read_share,none": mean("read_share", weight="dense_bulk_bytes"),
         "cache_bulk_read_bytes,none": sum(each.bulk_read_bytes for each in batches),
         "cache_device_bytes,none": max(each.device_bytes for each in batches),
         "cache_host_bytes,none": max(each.host_bytes for each in batches),
@@ -111,10 +107,6 @@ class QAdALM(HFLM):
         cache: "qada", "oracle", "static", "local" or "dense".
         keywords: `cache_*` are the cache's (see `split_arguments`); all others are `HFLM`'s.
 
-    Attributes:
-        cache_totals: statistics of each task's caches, at the end of their batches, in this process; shares as means.
-        cache_tuned: the tuned setting that these caches take; "" if they take none.
-
     Raises:
         ValueError, TypeError: an argument the cache cannot take.
         RuntimeError: one of several processes on CPUs, and accelerate was not told so.
@@ -134,9 +126,10 @@ class QAdALM(HFLM):
         # A wrong option or model is refused before any request. The tokenizer need not be the one beside the model.
         prepare(self.model, self.tokenizer, **options)
         taken = QAdACache(self.model, **options).options
-        self.cache_tuned = str(Thresholds.of(taken)) if taken.tuned else ""
+        self.cache_tuned = str(Thresholds.of(taken)) if taken.tuned else ""  # the setting that these caches take
         # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
         self._cache_options = options | asdict(Thresholds.of(taken))
+        # By task: statistics of its caches in this process, at the end of their batches, shares as means.
         self.cache_totals: dict[str, list[CacheStats]] = {}
         self._task = "none"
 
@@ -146,13 +139,12 @@ class QAdALM(HFLM):
         A process that shares requests with others runs its own requests alone, and not the repeated ones that lm-eval
         adds: those are for models that compute together, and would be counted.
         """
-        places: dict[int, list[int]] = {}
-        for place, request in enumerate(requests):
-            places.setdefault(id(request), []).append(place)
         tasks: dict[str | None, list[int]] = {}
-        for own in places.values():
-            request = requests[own[0]]
-            tasks.setdefault(request.task_name, []).extend(own[: request.repeats or None])
+        seen: Counter[int] = Counter()
+        for place, request in enumerate(requests):
+            seen[id(request)] += 1
+            if seen[id(request)] <= (request.repeats or len(requests)):
+                tasks.setdefault(request.task_name, []).append(place)
         results: dict[int, Any] = {}
         processes, self._world_size = self._world_size, 1
         try:
@@ -162,7 +154,8 @@ class QAdALM(HFLM):
                 results.update(zip(own, done, strict=True))
         finally:
             self._world_size = processes
-        return [results.get(place, results[places[id(request)][0]]) for place, request in enumerate(requests)]
+        answered = {id(requests[place]): answer for place, answer in results.items()}
+        return [results.get(place, answered[id(request)]) for place, request in enumerate(requests)]
 
     loglikelihood = functools.partialmethod(_by_task, "loglikelihood")
     loglikelihood_rolling = functools.partialmethod(_by_task, "loglikelihood_rolling")
@@ -185,20 +178,14 @@ class QAdALM(HFLM):
         precision = self.mixed_precision_dtype
         with torch.autocast(self.device.type, dtype=precision, enabled=precision is not None):
             logits = self.model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                **options,
+                ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, **options
             ).logits
         return torch.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
         cache = self._new_cache()
         if context.shape[1] > 1:  # generate() itself decodes the one token that is left
-            mask = generation_kwargs["attention_mask"]
-            self._forward(cache, context[:, :-1], mask[:, :-1], logits_to_keep=1)
+            self._forward(cache, context[:, :-1], generation_kwargs["attention_mask"][:, :-1], logits_to_keep=1)
             beams = generation_kwargs.get("num_beams") or self.model.generation_config.num_beams or 1
             if beams > 1:  # generate() repeats the rows of a prompt, not those of a cache
                 cache.reorder_cache(torch.LongTensor([row for row in range(len(context)) for _ in range(beams)]))
@@ -206,12 +193,7 @@ class QAdALM(HFLM):
         self._count(cache.stats(gather=True))
         return tokens
 
-    def _loglikelihood_tokens(
-        self,
-        requests: list[tuple[Any, list[int], list[int]]],
-        disable_tqdm: bool = False,
-        override_bs: int | None = None,
-    ) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = False, override_bs: int | None = None) -> list:
         rows = scoring.rows([(context, continuation) for _, context, continuation in requests], self.max_length)
         size = override_bs or self.batch_size
         if size == "auto":
@@ -219,9 +201,8 @@ class QAdALM(HFLM):
             size = self._detect_batch_size([longest])
         batches = [rows[start : start + size] for start in range(0, len(rows), size)]
         answers: list[Any] = [None] * len(requests)
-        with tqdm(
-            total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
-        ) as bar:
+        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
+        with bar:
             for stats, scores in scoring.score(batches, self._forward, self._new_cache, self.device):
                 self._count(stats)
                 for index, log_likelihood, greedy in scores:

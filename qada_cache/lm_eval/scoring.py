@@ -3,8 +3,8 @@
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ logger = logging.getLogger(__name__)
 Forward = Callable[..., Tensor]  # QAdALM._forward
 
 
-@dataclass
-class Row:
+class Row(NamedTuple):
     """Tokens of one row of a batch; the requests that share them differ in the last token they score, if at all."""
 
     prefix: tuple[int, ...]  # token ids that are prefilled, exactly: the context but for its last token
@@ -29,10 +28,8 @@ class Row:
 def rows(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> list[Row]:
     """Requests `(context, continuation)`, token ids both, as rows: longest first, those with equal prefixes together.
 
-    A row longer than `max_length` loses its oldest tokens, with a warning, as in lm-eval.
-
-    Raises:
-        AssertionError: as in lm-eval, a context or a continuation is empty, or a continuation longer than `max_length`.
+    A row longer than `max_length` loses its oldest tokens, with a warning, as in lm-eval. AssertionError, as there, if
+    a context or a continuation is empty, or a continuation longer than `max_length`.
     """
     made: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, list[int]]]] = {}
     for index, (context, continuation) in enumerate(requests):
@@ -43,9 +40,8 @@ def rows(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> li
             )
         if (over := len(context) + len(continuation) - max_length - 1) > 0:
             logger.warning(
-                "request %d (%d tokens of context, %d of continuation) exceeds the model's length of %d tokens: the "
-                "first %d are cut off",
-                *(index, len(context), len(continuation), max_length, over),
+                f"request {index} ({len(context)} tokens of context, {len(continuation)} of continuation) exceeds the "
+                f"model's length of {max_length} tokens: the first {over} are cut off"
             )
         tokens = tuple((context + continuation)[-(max_length + 1) : -1])
         split = len(tokens) - len(continuation)
@@ -64,12 +60,9 @@ def padded(sequences: Sequence[Sequence[int]], device: torch.device, *, side: st
 def score(
     batches: Sequence[Sequence[Row]], forward: Forward, new_cache: Callable[[], QAdACache], device: torch.device
 ) -> Iterator[tuple[CacheStats, list[tuple[int, float, bool]]]]:
-    """Score batches of rows one after the other.
+    """Totals of each batch's cache, and for each request `(index, log-likelihood, whether greedy decoding agrees)`.
 
     A prefix is read once per batch however many rows share it, and once for neighbouring batches of the same prefixes.
-
-    Yields:
-        totals of each batch's cache, and for each request `(index, log-likelihood, whether greedy decoding agrees)`.
     """
     for prefixes, group in groupby(batches, key=lambda batch: list(dict.fromkeys(row.prefix for row in batch))):
         ids, mask = padded(prefixes, device, side="left")
@@ -97,11 +90,9 @@ def _score_batch(
     for start in range(0, ids.shape[1], window):
         stop = min(start + window, ids.shape[1])
         log_probabilities = forward(cache, ids[:, start:stop], torch.cat([prefix_mask, mask[:, :stop]], dim=1))
-        greedy = log_probabilities.argmax(dim=-1)
-        for place, row in enumerate(batch):
+        for row, scores, greedy in zip(batch, log_probabilities, log_probabilities.argmax(dim=-1), strict=True):
             for index, continuation in row.requests:
                 wanted = torch.tensor(continuation[start:stop], dtype=torch.long, device=ids.device)
-                scored = log_probabilities[place, : len(wanted)].gather(-1, wanted[:, None])
-                parts.setdefault(index, []).append(scored.squeeze(-1))
-                agrees[index] = agrees.get(index, True) and greedy[place, : len(wanted)].equal(wanted)
+                parts.setdefault(index, []).append(scores[: len(wanted)].gather(-1, wanted[:, None]).squeeze(-1))
+                agrees[index] = agrees.get(index, True) and greedy[: len(wanted)].equal(wanted)
     return [(index, float(torch.cat(scored).sum()), agrees[index]) for index, scored in parts.items()]

@@ -12,10 +12,7 @@ class _Loader:
     """A module's own loader, except that `after(module)` runs when the module has been executed."""
 
     def __init__(self, inner, after):
-        self.inner, self.after = inner, after
-
-    def create_module(self, spec):
-        return self.inner.create_module(spec)
+        self.inner, self.after, self.create_module = inner, after, inner.create_module
 
     def exec_module(self, module):
         # Before its code runs: nobody is to find anything but the module's own loader.

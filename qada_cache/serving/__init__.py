@@ -25,7 +25,6 @@ from .memory import needed_bytes, reserve_memory
 __all__ = ["CONVERSATIONS", "FOLDER", "MEMORY", "SECONDS", "counters", "generate", "make_folder"]
 
 FOLDER = str(Path(__file__).parent)  # `generate(custom_generate=...)` takes a str, and passes over a Path silently
-_CODE = "auto_map"  # by which a config names code, of its own folder or of any repository of the Hub
 
 # One of transformers' own loggers: `transformers serve --log-level info` shows what it says.
 logger = logging.get_logger("transformers.qada_cache")
@@ -126,7 +125,7 @@ def _one_row(ids: Any, settings: GenerationConfig, others: Mapping[str, Any]) ->
 
     `settings` are all that the call asks of generation, `others` its other arguments.
     """
-    mask = others.get("attention_mask")
+    mask: Any = others.get("attention_mask")
     plain = (
         settings.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and settings.num_return_sequences in (None, 1)
@@ -134,9 +133,8 @@ def _one_row(ids: Any, settings: GenerationConfig, others: Mapping[str, Any]) ->
         and settings.cache_implementation is None  # refused by `model.generate` beside a cache
         and others.keys() <= _HARMLESS
     )
-    if not plain or not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape:
-        return None
-    if ids.dim() != 2 or len(ids) != 1 or not ids.numel() or ids.is_floating_point() or not mask.all():
+    masked = plain and isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.shape == ids.shape
+    if not masked or ids.dim() != 2 or len(ids) != 1 or not ids.numel() or ids.is_floating_point() or not mask.all():
         return None
     return ids[0].cpu()
 
@@ -158,20 +156,19 @@ def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
     code = "custom_generate"
     shutil.copytree(Path(FOLDER, code), target / code, ignore=shutil.ignore_patterns("__pycache__"))
     for file in sorted(source.iterdir()):
-        kept = _without_code(file) if file.suffix == ".json" else None
-        if kept is not None:
+        if file.suffix == ".json" and (kept := _without_code(file)) is not None:
             (target / file.name).write_text(json.dumps(kept, indent=2), encoding="utf-8")
         elif file.is_file() and not file.name.startswith(".") and file.suffix not in (".py", ".pyc", ".so"):
             (target / file.name).symlink_to(file)
 
 
 def _without_code(file: Path) -> Any:
-    """A config without the names of code; None if it has none."""
+    """A config without `auto_map`, which names code: its folder's or any repository's of the Hub. None: it has none."""
     text = file.read_text(encoding="utf-8")
     try:
-        kept = json.loads(text, object_hook=lambda found: {name: found[name] for name in found if name != _CODE})
+        kept = json.loads(text, object_hook=lambda found: {name: found[name] for name in found if name != "auto_map"})
         return None if kept == json.loads(text) else kept
     except json.JSONDecodeError as error:
-        if f'"{_CODE}"' in text:  # without it, it is no config: transformers cannot read it either
+        if '"auto_map"' in text:  # without it, it is no config: transformers cannot read it either
             raise ValueError(f"{file} is no JSON: {error}") from error
         return None

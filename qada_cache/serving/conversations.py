@@ -68,10 +68,7 @@ class Conversation:
 
 
 class Conversations:
-    """Conversations of one model that are kept; for any number of threads.
-
-    One that is taken and never given back is forgotten.
-    """
+    """Kept conversations of one model, for any number of threads; one taken and never given back is forgotten."""
 
     def __init__(self) -> None:
         self._kept: list[Conversation] = []

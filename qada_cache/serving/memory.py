@@ -88,10 +88,7 @@ def reserve_memory(tokens: int, needed: int, *, forget: Callable[[], int]) -> It
     """Set `needed` bytes aside while a call that reads `tokens` tokens is under way.
 
     What calls have taken already counts as well as what they were promised, so that together they take less. `forget`
-    drops one kept conversation, and says whether there was one.
-
-    Raises:
-        MemoryError: there is not so much left.
+    drops one kept conversation, and says whether there was one. MemoryError, if there is not so much left.
     """
     with _lock:
         # Measured anew after each: what a cache took need not have gone back to the system.

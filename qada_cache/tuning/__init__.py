@@ -22,10 +22,8 @@ _T_95 = (
     *(1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725),
 )
 SETTINGS = (  # from the most careful on; where few tokens are read, local heads save what is left, the sketch
-    *(Thresholds(token_threshold) for token_threshold in (1.0, 2.0, 3.0, TOKEN_THRESHOLD, 8.0)),
-    Thresholds(12.0, 0.7),
-    Thresholds(16.0, 0.4),
-    Thresholds(20.0, 0.3),
+    *map(Thresholds, (1.0, 2.0, 3.0, TOKEN_THRESHOLD, 8.0)),
+    *map(Thresholds, (12.0, 16.0, 20.0), (0.7, 0.4, 0.3)),
 )
 MIN_PROMPT_TOKENS = MIN_TOKENS + 256  # of a prompt: with fewer the bulk is read whole
 
@@ -66,22 +64,15 @@ class Budget:
     def __str__(self) -> str:
         return f"KL {self.kl:g}" if self.kl is not None else f"{self.bytes_read:.1%} of the bytes"
 
-    def _is_within(self, setting: Setting, end: str) -> bool:
-        """Whether this end of the estimate is."""
+    def is_within(self, setting: Setting, end: str) -> bool:
+        """Whether the budget holds by this field of `Estimate`."""
         name = "bytes_read" if self.kl is None else "kl"
         return getattr(getattr(setting, name), end) <= getattr(self, name)
 
     def choose(self, settings: Sequence[Setting]) -> Setting | None:
-        """The best setting surely within the budget, by the figure without a budget; None if there is none.
-
-        That is: the upper end of the interval is within. Bytes are least for a KL budget, KL is for one of bytes.
-        """
-        within = [setting for setting in settings if self._is_within(setting, "high")]
+        """The best by the figure without a budget, of those whose upper end is within the budget; None if none is."""
+        within = [setting for setting in settings if self.is_within(setting, "high")]
         return min(within, key=lambda one: (one.kl if self.kl is None else one.bytes_read).mean, default=None)
-
-    def confirmed(self, setting: Setting) -> bool:
-        """Whether the figures on held-out text are within the budget on average."""
-        return self._is_within(setting, "mean")
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -95,13 +86,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 def summarize(thresholds: Thresholds | None, figures: Sequence[Figures]) -> Setting:
     """One setting's figures of all pieces."""
-    return Setting(
-        thresholds,
-        kl=estimate([one.kl for one in figures]),
-        bytes_read=estimate([one.bytes_read for one in figures]),
-        top1=fmean(one.top1 for one in figures),
-        seconds=fmean(one.seconds for one in figures),
-    )
+    kl, top1, bytes_read, seconds = zip(*figures, strict=True)
+    return Setting(thresholds, estimate(kl), estimate(bytes_read), fmean(top1), fmean(seconds))
 
 
 @dataclass(frozen=True)
@@ -120,15 +106,12 @@ class Outcome:
 
     @property
     def confirmed(self) -> bool:
-        """Whether there is a choice and the pieces that were held out bear it out."""
-        return self.again is not None and self.budget.confirmed(self.again)
+        """Whether there is a choice and the pieces that were held out bear it out: on average."""
+        return self.again is not None and self.budget.is_within(self.again, "mean")
 
 
 def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Piece], budget: Budget) -> Outcome:
-    """Measure every setting on `pieces`, choose one, and measure that again on `held_out`.
-
-    The model is in eval mode. `pieces` are two or more, as one says nothing of how sure its figures are.
-    """
+    """Measure every setting on `pieces`, two or more; choose one, and measure that again on `held_out`."""
 
     def measured(places: Sequence[Piece], settings: Sequence[Thresholds], what: str) -> list[Setting]:
         found = []

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,7 @@ from ..tuned_choice import Thresholds
 VALUE_BITS = 16  # bits a value of the bulk, for counting bytes in any dtype
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A stretch of text and its continuation."""
 
     prompt: Tensor  # int64 `[1, tokens]`
@@ -27,11 +27,7 @@ class Piece:
 
 
 def default_text() -> str:
-    """The topics of Python's own help: real prose that nearly every Python carries.
-
-    Raises:
-        ValueError: this Python does not.
-    """
+    """The topics of Python's help: real prose that nearly every Python carries. ValueError, if this one does not."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -42,10 +38,8 @@ def default_text() -> str:
 def cut(text: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, following: int) -> list[Piece]:
     """`count` pieces of `tokens` in the prompt and `following` after it, spread evenly over the text, without overlap.
 
-    Each begins with the token that begins a text, if the tokenizer puts one there.
-
-    Raises:
-        ValueError: the text is too short, or the tokenizer does not know its words.
+    Each begins with the token that begins a text, if the tokenizer puts one there. ValueError, if the text is too
+    short, or the tokenizer does not know its words.
     """
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids[0]
     begin = ids.new_tensor([index for index in tokenizer("").input_ids[:1] if index == tokenizer.bos_token_id])
@@ -69,8 +63,7 @@ def held_out(pieces: list[Piece], count: int) -> tuple[list[Piece], list[Piece]]
     return [piece for place, piece in enumerate(pieces) if place not in places], apart
 
 
-@dataclass(frozen=True)
-class Figures:
+class Figures(NamedTuple):
     """Figures of one setting on one piece."""
 
     kl: float  # mean KL divergence of its next-token distributions from those of reading everything, in nats
@@ -114,16 +107,11 @@ def compared(full: Tensor, found: Tensor) -> tuple[float, float]:
     for one, other in zip(full, found, strict=True):  # a vocabulary in float64 takes a MiB a token
         truth, guess = one.double().log_softmax(dim=-1), other.double().log_softmax(dim=-1)
         divergence += float((truth.exp() * (truth - guess)).sum())
-    top1 = (full.argmax(dim=-1) == found.argmax(dim=-1)).double().mean()
-    return divergence / len(full), float(top1)
+    return divergence / len(full), float((full.argmax(dim=-1) == found.argmax(dim=-1)).double().mean())
 
 
 def bytes_read(stats: CacheStats, value_bytes: int) -> float:
-    """`Figures.bytes_read` of a cache whose values have so many bytes.
-
-    Raises:
-        ValueError: it decided about nothing.
-    """
+    """`Figures.bytes_read` of a cache whose values have so many bytes; ValueError, if it decided about nothing."""
     if not stats.dense_bulk_bytes:
         raise ValueError("a QAdACache reads nothing of this model's layers, so there is nothing to tune")
     sketch_bytes = stats.sketch_read_bytes * (8 * value_bytes / VALUE_BITS)  # the same bits in any dtype

@@ -193,8 +193,8 @@ def test_model_arguments_are_options_of_a_cache() -> None:
     options = pytest.importorskip("qada_cache.lm_eval", reason="needs lm-eval")
     text = DOCUMENTS["docs/lm-eval.md"]
     assert set(re.findall(r"[,`\[]cache=(\w+)", text)) <= set(options.CRITERIA)
-    named = set(re.findall(r"[,`\[]cache_(\w+)=", text))
-    assert {"threshold", "moments", "heads"} <= named <= {*options.KEYWORDS}
+    named = set(re.findall(r"[,`\[](cache_\w+)=", text))
+    assert {"cache_threshold", "cache_moments", "cache_heads"} <= named <= {*options.KEYWORDS}
 
 
 def test_options_named_in_passing_exist(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,10 +63,10 @@ def test_the_upper_end_counts_for_a_choice_and_the_mean_confirms() -> None:
     assert Budget(kl=0.002).choose([unsure]) is None
     assert Budget(kl=0.0025).choose([unsure]) is unsure
     assert Budget(bytes_read=0.1).choose([unsure]) is None
-    assert Budget(kl=0.002).confirmed(unsure)
-    assert not Budget(kl=0.0014).confirmed(unsure)
-    assert Budget(bytes_read=0.1).confirmed(unsure)
-    assert not Budget(bytes_read=0.09).confirmed(unsure)
+    assert Budget(kl=0.002).is_within(unsure, "mean")
+    assert not Budget(kl=0.0014).is_within(unsure, "mean")
+    assert Budget(bytes_read=0.1).is_within(unsure, "mean")
+    assert not Budget(bytes_read=0.09).is_within(unsure, "mean")
 
 
 def test_pieces_together() -> None:

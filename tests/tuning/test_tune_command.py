@@ -90,7 +90,7 @@ def test_nothing_that_fits_keeps_nothing(
 def test_what_is_not_confirmed_is_not_kept(
     named: tuple[str, str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tuning.Budget, "confirmed", lambda self, setting: False)
+    monkeypatch.setattr(tuning.Outcome, "confirmed", False)
     assert run(named, "--kl", "50") == 1
     assert "That exceeds the budget: the choice is not confirmed." in capsys.readouterr().out
     assert kept(home) == []
