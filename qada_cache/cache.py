@@ -15,8 +15,7 @@ from .attention import forward as attention
 from .attention import support
 from .criterion import StaticHeads
 from .kernels import choice
-from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
-from .key_moments.defaults import MomentsSource
+from .key_moments.defaults import DEFAULT_MOMENTS, MomentsSource
 from .key_moments.models import UNSHARDED, full_attention_layers, unwrap_model
 from .state import SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .state.layer import QAdALayer

@@ -24,7 +24,7 @@ REMEMBERED = 8  # models
 # not found: a config may find only one file of its name.
 VERSIONS = {"naming": 2, "format": tensor_file.OLDEST_VERSIONS[KIND]}
 CURRENT = "current"  # the prompt being read
-DEFAULT = f"{CURRENT}+random-tokens"
+DEFAULT_MOMENTS = f"{CURRENT}+random-tokens"
 FOLDER = "moments"  # of `files.home()`
 _remembered: dict[Path, KeyMoments] = {}
 _remembering = threading.RLock()  # one thread collects, others that ask for the same moments wait
@@ -111,7 +111,7 @@ def default_moments(
 
 def kept_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Tensor | None:
     """The kept query energies of a model, or of the model that the config names; None if there are none yet."""
-    prompt = DEFAULT.removeprefix(f"{CURRENT}+")
+    prompt = DEFAULT_MOMENTS.removeprefix(f"{CURRENT}+")
     if model is None:
         kept = find_moments(config, prompt)
     else:
