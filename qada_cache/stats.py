@@ -140,10 +140,8 @@ def bytes_held(cache: DynamicCache) -> tuple[int, int]:
 
 
 def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
-    """Read the counters of all layers (waits for the device once per layer).
-
-    All processes of the shard call this together, and get the shares of all heads, and sums of bytes and audits.
-    """
+    """Read the counters of all layers (waits for the device once per layer). All processes of the shard call this
+    together, and get the shares of all heads, and sums of bytes and audits."""
     ours = [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
     counted = [layer.counters.record for layer in ours]  # before bytes: it sums what is held
 

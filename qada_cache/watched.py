@@ -184,9 +184,7 @@ class WatchedCache(DynamicCache):
 
 def _states(layer: Any) -> dict[Hashable, Tensor | None]:
     """The states of a linear layer, by the calls that write them; none for other layers."""
-    if not isinstance(layer, LinearAttentionCacheLayerMixin):
-        return {}
-    kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+    kinds = {"conv": getattr(layer, "conv_states", {}), "recurrent": getattr(layer, "recurrent_states", {})}
     return {(kind, index): state for kind, states in kinds.items() for index, state in states.items()}
 
 
