@@ -27,7 +27,7 @@ from eval.shared import language_model
 from eval.shared.tables import machine, new_file, read, write
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.criterion import GROUP_RULES
-from qada_cache.key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
+from qada_cache.key_moments.defaults import DEFAULT_MOMENTS
 from qada_cache.lm_eval import QAdALM
 from qada_cache.state import THRESHOLD, TOKEN_THRESHOLD
 from qada_cache.tuning.measuring import bytes_read

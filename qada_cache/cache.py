@@ -13,22 +13,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from . import cache_file, tuned_choice
 from .attention import forward as attention
 from .attention import support
+from .cache_file import DECIDING, LAID_OUT
 from .criterion import StaticHeads
 from .kernels import choice
-from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
-from .key_moments.defaults import MomentsSource
+from .key_moments.defaults import DEFAULT_MOMENTS, MomentsSource
 from .key_moments.models import UNSHARDED, full_attention_layers, unwrap_model
 from .state import SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .state.layer import QAdALayer
 from .stats import CacheStats, collect, layer_bytes, summary
 from .storage.transfers import move_to_shared_memory
 from .watched import WatchedCache
-
-_DECIDING = (
-    *("threshold", "criterion", "group_rule", "moments", "update_moments", "token_threshold", "sketch_bits"),
-    *("audit_every", "kernels"),
-)
-_LAID_OUT = ("sink_tokens", "local_tokens", "offloading", "device_budget")
 
 
 class QAdACache(WatchedCache):
@@ -188,9 +182,9 @@ class QAdACache(WatchedCache):
         """
         self._check_whole()
         for name, value in options.items():
-            if name not in (*_DECIDING, *_LAID_OUT):
-                raise TypeError(f"fork takes {', '.join(_DECIDING)}, not {name}")
-            if name in _LAID_OUT and value != getattr(self.options, name):
+            if name not in DECIDING + LAID_OUT:
+                raise TypeError(f"fork takes {', '.join(DECIDING)}, not {name}")
+            if name in LAID_OUT and value != getattr(self.options, name):
                 raise ValueError(
                     f"fork cannot change {name} from {getattr(self.options, name)!r} to {value!r}, as what is held "
                     "was laid out by it: build another QAdACache and read the prompt again"

@@ -19,10 +19,12 @@ from .state.record import BULK, check_alike, check_stock, layer_record, restore_
 from .storage import transfers
 
 KIND = "qada-cache"
-_OPTIONS = (
-    *("threshold", "sink_tokens", "local_tokens", "group_rule", "update_moments", "token_threshold", "sketch_bits"),
-    *("offloading", "device_budget", "audit_every"),
+LAID_OUT = ("sink_tokens", "local_tokens", "offloading", "device_budget")  # options that tokens are laid out by
+DECIDING = (  # the other options, which may differ between copies of a cache
+    *("threshold", "criterion", "group_rule", "moments", "update_moments", "token_threshold", "sketch_bits"),
+    *("audit_every", "kernels"),
 )
+_OPTIONS = tuple(name for name in DECIDING + LAID_OUT if name not in ("criterion", "moments", "kernels"))
 _IDENTITY = (
     *("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"),
     *("vocab_size", "rope_parameters", "layer_types", "sliding_window", "linear_conv_kernel_dim"),

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .attention.decode import CallOptions, attend_adaptively, find_kernel
 from .cache import QAdACache
 from .kernels import partial_attention
-from .key_moments.defaults import CURRENT, MomentsSource, default_moments, sources
-from .key_moments.defaults import DEFAULT as DEFAULT_MOMENTS
+from .key_moments.defaults import CURRENT, DEFAULT_MOMENTS, MomentsSource, default_moments, sources
 from .key_moments.models import inputs_device, sizes, unwrap_model
 from .key_moments.prompts import PROMPTS
 from .sketch import MIN_TOKENS

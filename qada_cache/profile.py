@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .cache import QAdACache
 from .key_moments.models import inputs_device
-from .stats import layer_bytes
+from .stats import bytes_held, layer_bytes
 
 
 @dataclass
@@ -74,15 +74,14 @@ def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: i
     tokens = []
     for _ in range(new_tokens):
         seconds, token = read([token])
-        held = list(map(layer_bytes, cache.layers))
-        tokens.append((seconds, sum(on_device for on_device, _ in held), sum(on_host for _, on_host in held)))
+        tokens.append((seconds, *bytes_held(cache)))
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     read_share, local = 1.0, {}
     if isinstance(cache, QAdACache):
         stats = cache.stats()
         read_share = stats.read_share
         local = dict(zip(stats.layers, stats.kv_local_share.mean(dim=1).tolist(), strict=True))
-    layers = [(*bytes_held, local.get(layer, 0.0)) for layer, bytes_held in enumerate(held)]
+    layers = [(*layer_bytes(layer), local.get(index, 0.0)) for index, layer in enumerate(cache.layers)]
     return Profile(name, prefill_seconds, tokens, read_share, peak_bytes, layers)
 
 

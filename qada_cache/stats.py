@@ -133,16 +133,15 @@ def layer_bytes(layer: Any) -> tuple[int, int]:
     return sum(each.nbytes for each in counted if each is not None), on_host
 
 
-def _bytes_held(cache: DynamicCache) -> tuple[int, int]:
+def bytes_held(cache: DynamicCache) -> tuple[int, int]:
+    """Bytes that all layers of a cache hold on their devices, and on the host."""
     on_device, on_host = zip((0, 0), *map(layer_bytes, cache.layers), strict=True)
     return sum(on_device), sum(on_host)
 
 
 def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
-    """Read the counters of all layers (waits for the device once per layer).
-
-    All processes of the shard call this together, and get the shares of all heads, and sums of bytes and audits.
-    """
+    """Read the counters of all layers (waits for the device once per layer). All processes of the shard call this
+    together, and get the shares of all heads, and sums of bytes and audits."""
     ours = [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
     counted = [layer.counters.record for layer in ours]  # before bytes: it sums what is held
 
@@ -150,7 +149,7 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
         found = [each[name].flatten().cpu() / each["decisions"] for each in counted if each[name] is not None]
         return shard.gather(torch.stack(found) if found else torch.full((len(ours), 1), math.nan), 1)
 
-    on_device, on_host = _bytes_held(cache)
+    on_device, on_host = bytes_held(cache)
     moments = {layer.options.other_moments for layer in ours}
     bulks = [layer.store.bulk for layer in ours if layer.store is not None]
     held = {
@@ -179,15 +178,11 @@ def _audit(counted: list[dict[str, Any]], shard: HeadShard) -> AuditStats | None
         return None
     read_bytes = torch.tensor([sum(each["audited_bytes"] for each in counted)])
     whole = torch.cat([torch.stack(sums).sum(dim=0), read_bytes])
-    decisions, needed, found, called, missed, read = shard.gather(whole[None], 0).sum(dim=0).tolist()
-    return AuditStats(
-        decisions=int(decisions),
-        needed=int(needed),
-        recall=found / needed if needed else math.nan,
-        excess=1 - found / called if called else math.nan,
-        missed=missed / decisions if decisions else math.nan,
-        read_bytes=int(read),
-    )
+    decisions, needed, found, called, unread, read = shard.gather(whole[None], 0).sum(dim=0).tolist()
+    recall = found / needed if needed else math.nan
+    excess = 1 - found / called if called else math.nan
+    missed = unread / decisions if decisions else math.nan
+    return AuditStats(int(decisions), int(needed), recall, excess, missed, read_bytes=int(read))
 
 
 def summary(cache: DynamicCache, options: Options, model_type: str) -> str:
@@ -198,7 +193,7 @@ def summary(cache: DynamicCache, options: Options, model_type: str) -> str:
     tuned = " (tuned)" if options.tuned else ""
     tokens = f"token threshold {options.token_threshold:g}{tuned}, " if options.selects_tokens else ""
     ours = sum(isinstance(layer, QAdALayer) for layer in cache.layers)
-    on_device, on_host = (part / 2**20 for part in _bytes_held(cache))
+    on_device, on_host = (part / 2**20 for part in bytes_held(cache))
     return (
         f"QAdACache({model_type}, {ours} of {len(cache.layers)} layers, criterion {criterion}, "
         f"moments {moments}, threshold {options.threshold}, {tokens}{options.sink_tokens} sinks + {options.window} "

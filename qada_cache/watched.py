@@ -93,7 +93,7 @@ class WatchedCache(DynamicCache):
             left = progress.reached
             if layer_idx <= left:
                 progress.written = {}
-            elif left >= 0 and _is_linear(self.layers[left]):
+            elif left >= 0 and isinstance(self.layers[left], LinearAttentionCacheLayerMixin):
                 progress.written[self._kind(left)] = self._written()
             progress.versions = _versions(self.layers[layer_idx])
             progress.reached, progress.calls = layer_idx, set()
@@ -149,7 +149,7 @@ class WatchedCache(DynamicCache):
     def _finish_pass(self) -> None:
         """Note whether the last layer wrote all its states, while they are still as it left them."""
         progress, last = self._shared.progress, self._last_layer
-        if progress.calls is not None and progress.reached == last >= 0 and _is_linear(self.layers[last]):
+        if progress.calls is not None and progress.reached == last >= 0:
             whole = progress.written.get(self._kind(last), set()) <= self._written()
             progress.rewind_to(last if whole else last - 1)
 
@@ -182,15 +182,9 @@ class WatchedCache(DynamicCache):
         return -1
 
 
-def _is_linear(layer: Any) -> bool:
-    return isinstance(layer, LinearAttentionCacheLayerMixin)
-
-
 def _states(layer: Any) -> dict[Hashable, Tensor | None]:
     """The states of a linear layer, by the calls that write them; none for other layers."""
-    if not _is_linear(layer):
-        return {}
-    kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+    kinds = {"conv": getattr(layer, "conv_states", {}), "recurrent": getattr(layer, "recurrent_states", {})}
     return {(kind, index): state for kind, states in kinds.items() for index, state in states.items()}
 
 

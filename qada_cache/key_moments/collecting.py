@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 from ..kernels.reference import without_autocast
 from .models import HeadShard, full_attention_layers, head_shard, inputs_device, observed, read_keys, unwrap_model
 from .prompts import PROMPTS, choose_prompt, prompt_ids
-from .rotation import Rotation, find_rotations, frequencies_by_length, rope_settings
+from .rotation import Rotation, find_rotations, growing_parameters, rope_settings
 from .running import RunningMoments
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def collect(
     if not managed:
         raise ValueError(f"{config.model_type} has no full-attention layers, so there are no key moments to collect")
     shard = head_shard(model, config, managed)
-    layers, longest = config.num_hidden_layers, _longest(model, config)
+    layers, longest, rope = config.num_hidden_layers, _longest(model, config), rope_settings(config)
     kind = choose_prompt(prompt, tokenizer, text) if isinstance(prompt, str) and prompt in PROMPTS else "custom"
     # Our article is long enough, but for a tokenizer that puts several words into a token: then it is read as it is.
     fewer = tokens is None and text is None and kind != "custom"
@@ -129,7 +129,7 @@ def collect(
         lengths = _lengths(scheme, bulk, min(longest, LONGEST_SPREAD))
         passes, prefixes = (lengths, [bulk]) if scheme == "spread" else ([bulk], lengths)
         # With frequencies of the sequence's length, every chunk would get those of its own.
-        chunk = tokens if frequencies_by_length(rope_settings(config)) else CHUNK_TOKENS
+        chunk = tokens if any(growing_parameters(rope, layer) for layer in range(layers)) else CHUNK_TOKENS
         grid: list[tuple[Tensor, Tensor]] = []
         energies = QueryEnergies()
         hidden = not progress or shard.rank > 0
@@ -159,7 +159,7 @@ def collect(
         prompt=kind,
         tokens=tokens,
         sink_tokens=sink_tokens,
-        rope=rope_settings(config),
+        rope=rope,
         origin={
             "model": os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name,
             "dtype": str(model.dtype).removeprefix("torch."),

@@ -24,7 +24,7 @@ REMEMBERED = 8  # models
 # not found: a config may find only one file of its name.
 VERSIONS = {"naming": 2, "format": tensor_file.OLDEST_VERSIONS[KIND]}
 CURRENT = "current"  # the prompt being read
-DEFAULT = f"{CURRENT}+random-tokens"
+DEFAULT_MOMENTS = f"{CURRENT}+random-tokens"
 FOLDER = "moments"  # of `files.home()`
 _remembered: dict[Path, KeyMoments] = {}
 _remembering = threading.RLock()  # one thread collects, others that ask for the same moments wait
@@ -104,14 +104,14 @@ def default_moments(
         if kept is None or (tokenizer is not None and kept.prompt != prompt):  # words can be had now
             kept = _read_moments(path)
         if not shard.all_true(kept is not None):
-            kept = _made(model, prompt, tokenizer, path, shard)
+            kept = _collect(model, prompt, tokenizer, path, shard)
         assert kept is not None  # found or made above
         return _remember(path, kept)
 
 
 def kept_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Tensor | None:
     """The kept query energies of a model, or of the model that the config names; None if there are none yet."""
-    prompt = DEFAULT.removeprefix(f"{CURRENT}+")
+    prompt = DEFAULT_MOMENTS.removeprefix(f"{CURRENT}+")
     if model is None:
         kept = find_moments(config, prompt)
     else:
@@ -142,14 +142,14 @@ def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     return _read_moments(home() / FOLDER / found[0]) if len(found) == 1 else None
 
 
-def _made(
+def _collect(
     model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBase | None, path: Path, shard: HeadShard
 ) -> KeyMoments:
     """Moments that are not kept under this prompt's name yet, in every process of the shard's."""
-    if prompt in TOKENS_FOR_WORDS.values():
-        return _collect(model, None, prompt, path)  # without a tokenizer, so that the same are drawn in any case
     reason = "the tokenizer does not know the words of our article"
-    if tokenizer is None:
+    if prompt in TOKENS_FOR_WORDS.values():
+        tokenizer = None  # so that the same tokens are drawn in any case
+    elif tokenizer is None:
         try:
             tokenizer = find_tokenizer(model)
         except LookupError as error:
@@ -160,10 +160,18 @@ def _made(
                     f"qada_cache.prepare(model, tokenizer, moments={prompt!r}) first, or give moments="
                     f"KeyMoments.collect(model, tokenizer, prompt={prompt!r})"
                 ) from error
-    if shard.all_true(choose_prompt(prompt, tokenizer) == prompt):
-        return _collect(model, tokenizer, prompt, path)
-    _say_tokens(prompt, reason)
-    return default_moments(model, TOKENS_FOR_WORDS[prompt], None, shard)
+    if not shard.all_true(choose_prompt(prompt, tokenizer) == prompt):
+        _say_tokens(prompt, reason)
+        return default_moments(model, TOKENS_FOR_WORDS[prompt], None, shard)
+    moments = KeyMoments.collect(model, tokenizer, prompt)
+    try:
+        with files.opened(FOLDER, make=True) as folder:
+            files.write(path.name, tensor_file.encoded(KIND, moments.tensors(), moments.header()), folder=folder)
+    except OSError as error:
+        logger.warning_once(
+            f"key moments cannot be kept in {path.parent} ({error}): they will be collected in every process"
+        )
+    return moments
 
 
 def _say_tokens(prompt: str, reason: str) -> None:
@@ -190,18 +198,6 @@ def _read_moments(path: Path) -> KeyMoments | None:
         except (OSError, ValueError) as error:
             logger.warning("%s; collecting the moments again", error)
     return None
-
-
-def _collect(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: str, path: Path) -> KeyMoments:
-    moments = KeyMoments.collect(model, tokenizer, prompt)
-    try:
-        with files.opened(FOLDER, make=True) as folder:
-            files.write(path.name, tensor_file.encoded(KIND, moments.tensors(), moments.header()), folder=folder)
-    except OSError as error:
-        logger.warning_once(
-            f"key moments cannot be kept in {path.parent} ({error}): they will be collected in every process"
-        )
-    return moments
 
 
 def _path(model: PreTrainedModel, prompt: str) -> Path:

@@ -144,21 +144,20 @@ def rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
     return {"rope_parameters": parameters, **known}
 
 
-def frequencies_by_length(settings: dict[str, Any]) -> bool:
-    """Whether any layer's frequencies depend on the length of the sequence."""
+def growing_parameters(settings: dict[str, Any], layer: int) -> dict[str, Any] | None:
+    """A layer's rope parameters if its frequencies depend on the length of the sequence, else None."""
     parameters = settings.get("rope_parameters", {})
-    kinds = parameters.values() if "layer_types" in settings else [parameters]
-    return any((kind or {}).get("rope_type") in FREQUENCIES_BY_LENGTH for kind in kinds)
+    if "layer_types" in settings:
+        parameters = parameters.get(settings["layer_types"][layer]) or {}
+    return parameters if parameters.get("rope_type") in FREQUENCIES_BY_LENGTH else None
 
 
 def rotation_at(rotation: Rotation, settings: dict[str, Any], layer: int, length: int) -> Rotation:
     """The rotation of a layer's keys once the bulk has `length` tokens, where frequencies depend on that."""
-    sizes = dict(settings)
-    parameters, types = sizes.pop("rope_parameters", {}), sizes.pop("layer_types", None)
-    if types is not None:
-        parameters = parameters.get(types[layer]) or {}
-    if not rotation.frequencies or parameters.get("rope_type") not in FREQUENCIES_BY_LENGTH:
+    parameters = growing_parameters(settings, layer)
+    if not rotation.frequencies or parameters is None:
         return rotation
+    sizes = {name: value for name, value in settings.items() if name != "layer_types"}
     config = PreTrainedConfig(**sizes | {"rope_parameters": parameters})
     frequencies, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu", seq_len=length + LOCAL_TOKENS)
     return replace(rotation, frequencies=tuple(frequencies.double().tolist()))
