@@ -25,8 +25,7 @@ class OperandError(ValueError):
 class Rows:
     """Which tokens the query of each row sees, for all layers of a pass; `rows` is 1 if all rows are alike.
 
-    Raises:
-        ValueError: they do not fit each other, or a length is negative.
+    OperandError, if they do not fit each other, or a length is negative.
     """
 
     local: Tensor  # bool `[rows, columns]`, of the first columns of the local buffers

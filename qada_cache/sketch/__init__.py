@@ -55,11 +55,7 @@ class Layout:
     @staticmethod
     @functools.cache
     def from_words(dim: int, count: int) -> "Layout":
-        """The best one of so many words, from 1 to `dim / 8`.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The best one of so many words, from 1 to `dim / 8`; ValueError, if there is none."""
         need = [NEED_FALLS ** (-channel / dim) for channel in range(dim)]
         found = []
         for fine in range(count + 1):

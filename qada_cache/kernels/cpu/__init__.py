@@ -107,13 +107,8 @@ def _check(failed: Any, *_: Any) -> Any:
 
 
 def _load(macros: tuple[str, ...]) -> ctypes.CDLL:
-    """`SOURCE` and the headers beside it built with `macros` (`-DNAME=VALUE`), before or now.
-
-    The library is kept in a folder that only the user can write to, if there is one.
-
-    Raises:
-        OSError, subprocess.SubprocessError: it cannot be built here; the message says why.
-    """
+    """`SOURCE` and the headers beside it built with `macros` (`-DNAME=VALUE`), before or now; OSError or
+    SubprocessError, if that fails. The library is kept in a folder that only the user can write to, if there is one."""
     compiler = _compiler()
     texts = [path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     # What `-march=native` means: different machines may share the cache folder.
@@ -169,11 +164,7 @@ def _run(command: list[str], timeout: int) -> subprocess.CompletedProcess[str]:
 
 
 def _compiler() -> str:
-    """The path of a C++ compiler.
-
-    Raises:
-        OSError: there is none, or it is not known to build for this system.
-    """
+    """The path of a C++ compiler; OSError, if there is none, or none is known to build for this system."""
     if not sys.platform.startswith("linux"):
         raise OSError(f"it is built on Linux only, not on {sys.platform}")
     for candidate in (os.environ.get("CXX"), "c++", "g++", "clang++"):
