@@ -8,7 +8,7 @@ when a device first meets a dtype and head size, and is used only if it agrees.
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,19 +73,17 @@ class Operator(NamedTuple):
     """One of torch's."""
 
     name: str  # in `torch.ops.aten`
-    # Of query, key, value, scaling and whether it is causal: `out` in the query's dtype, `lse` float32.
-    attend: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
+    given: tuple[Any, ...]  # what it is told between `value` and whether it is causal
     serves: Callable[[Tensor, Tensor, Tensor], bool]  # whether torch says that it is made for tensors like these
     # Of a device: each takes whole heads. 1: the operator splits the keys of a head by itself.
     workers: Callable[[torch.device], int]
 
-
-def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scaling)[:2]
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+        """`out` in the query's dtype, `lse` float32."""
+        operator = getattr(torch.ops.aten, self.name)
+        out, lse, *_ = operator(query, key, value, *self.given, causal, scale=scaling)
+        queries = query.shape[2]
+        return out, lse if lse.shape[2] == queries else lse[..., :queries]  # an operator may round their number up
 
 
 def _flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -93,28 +91,21 @@ def _flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.shape[3] % 8 == 0 and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, False))
 
 
-def _efficient(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    found = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, None, True, 0.0, causal, scale=scaling
-    )
-    return found[0], found[1][..., : query.shape[2]]  # the operator rounds the number of queries up
-
-
 # By type of device, the better one first. The second of a GPU has float32, older GPUs, and values of another size.
 OPERATORS = {
     "cpu": (
         Operator(
             "_scaled_dot_product_flash_attention_for_cpu",
-            _on_cpu,
+            (0.0,),
             serves=lambda query, _, value: query.shape[3] == value.shape[3],
             workers=lambda _: torch.get_num_threads(),
         ),
     ),
     "cuda": (
-        Operator("_scaled_dot_product_flash_attention", _flash, _flash_serves, workers=lambda _: 1),
+        Operator("_scaled_dot_product_flash_attention", (0.0,), _flash_serves, workers=lambda _: 1),
         Operator(
             "_scaled_dot_product_efficient_attention",
-            _efficient,
+            (None, True, 0.0),
             serves=lambda query, key, value: can_use_efficient_attention(
                 SDPAParams(query, key, value, None, 0.0, False, False)
             ),
