@@ -45,12 +45,12 @@ def partial_attention(
 
     Args and returns as `reference.partial_attention`, without a mask; `kernels` as `choice.KINDS`. `tokens` may be 0.
     """
-    if softcap is None and kernels != "torch" and not causal and cpu.supports(query, key, value):
-        found = cpu.compiled_partial_attention(query, key, value, scaling=scaling)
-        if found is not None:
+    if softcap is None:
+        ours = kernels != "torch" and not causal and cpu.supports(query, key, value)
+        if ours and (found := cpu.compiled_partial_attention(query, key, value, scaling=scaling)) is not None:
             return found
-    if softcap is None and (operator := find_operator(query, key, value)) is not None:
-        return _attend(operator, query, key, value, scaling, causal)
+        if (operator := find_operator(query, key, value)) is not None:
+            return _attend(operator, query, key, value, scaling, causal)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
     at_once = tokens = max(1, min(QUERY_BLOCK, query.shape[-2]))
