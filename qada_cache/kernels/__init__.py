@@ -41,10 +41,8 @@ def partial_attention(
     softcap: float | None = None,
     kernels: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`reference.partial_attention` in bounded memory: by our kernel or torch's where they serve, else block by block.
-
-    Args and returns as `reference.partial_attention`, without a mask; `kernels` as `choice.KINDS`. `tokens` may be 0.
-    """
+    """`reference.partial_attention` without a mask in bounded memory: by our kernel or torch's where they serve, else
+    block by block. `tokens` may be 0, `kernels` is one of `choice.KINDS`."""
     if softcap is None:
         ours = kernels != "torch" and not causal and cpu.supports(query, key, value)
         if ours and (found := cpu.compiled_partial_attention(query, key, value, scaling=scaling)) is not None:
@@ -179,9 +177,7 @@ def _operator(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int
 
 def _sample(dtype: torch.dtype, dim: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Five queries, each with a token of its own that gets much of its attention, the first and the last among them.
-
-    Keys and values have room for more tokens than `TRIED_TOKENS`, as the bulk's buffers do, which is nan.
-    """
+    Keys and values have room for more tokens than `TRIED_TOKENS`, as the bulk's buffers do, which is nan."""
     made = torch.Generator("cpu").manual_seed(0)
     query, key, value = (
         torch.randn(1, 2, *shape, generator=made, dtype=torch.float32, device="cpu")

@@ -32,10 +32,8 @@ def _installed() -> bool:
 
 
 def unsupported_reason(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> str | None:
-    """Why the Triton kernel cannot compute this call, in words for an error message; None if it can.
-
-    Tensors are as in `DecodeCall`, `criterion` as in `Options`.
-    """
+    """Why the Triton kernel cannot compute this call, in words for an error message; None if it can. Tensors are as in
+    `DecodeCall`, `criterion` as in `Options`."""
     if not _installed():
         return "triton is not installed (pip install 'qada-cache[triton]')"
     from .triton import kernels as triton_kernels

@@ -47,10 +47,8 @@ def softmax_average(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint parts, from the `(out, lse)` of each.
-
-    Shapes as returned by `partial_attention`; either part may be empty (`lse = -inf`), or both.
-    """
+    """Attention over the union of two disjoint parts, from the `(out, lse)` of each, with the shapes of those that
+    `partial_attention` returns; either part may be empty (`lse = -inf`), or both."""
     highest = torch.maximum(lse_a, lse_b)
     highest = highest.masked_fill(highest == -torch.inf, 0.0)
     weight_a, weight_b = torch.exp(lse_a - highest), torch.exp(lse_b - highest)

@@ -70,9 +70,7 @@ def select_tokens(
 
 
 def unread_value(query: Tensor, sketch: Sketch, tilt: Tensor, *, scaling: float) -> Tensor:
-    """What stands for the values of one head's unread tokens: float32 `[..., value_dim]`.
-
-    `query` is `[..., dim]`, `tilt` `[...]` that of its `Selection`.
-    """
+    """What stands for the values of one head's unread tokens: float32 `[..., value_dim]`, for a query `[..., dim]` and
+    the tilt `[...]` of its `Selection`."""
     along = torch.matmul(query.float() * sketch.slope_units, sketch.slopes.float().mT)
     return sketch.mean_value + scaling * tilt.unsqueeze(-1) * along

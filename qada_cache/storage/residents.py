@@ -125,7 +125,7 @@ class LayerResidents:
         # Of every row and KV head, log2 of the sum of `2 ** (call / HALF_LIFE)` over the calls that flagged it. Recent
         # flags weigh more, and a score changes only with a flag.
         self.scores = [[-math.inf] * kv_heads for _ in range(batch)]
-        self._pointers: tuple[dict[Head, tuple[int, ...]], Tensor] | None = None  # the last ones, by head and as a tensor
+        self._pointers: tuple[dict[Head, tuple[int, ...]], Tensor] | None = None  # by head, and as a tensor
 
     def put(self, head: Head, resident: AsyncCopy | None) -> None:
         """Hold this one, or none, in the place of a head's resident."""
@@ -161,11 +161,8 @@ class LayerResidents:
 
     def resident_pointers(self, lengths: list[int]) -> Tensor:
         """Addresses of resident keys and values, for kernels: int64 `[batch, kv_heads, 2]` on the device, 0 for a head
-        without a resident of `lengths[row]` tokens.
-
-        They are valid for work given to the device before anything here changes: memory freed later is used again after
-        that work.
-        """
+        without a resident of `lengths[row]` tokens. They are valid for work given to the device before anything here
+        changes: memory freed later is used again after that work."""
         found = {
             head: tuple(tensor.data_ptr() for tensor in resident.wait())
             for head, resident in self.held.items()

@@ -59,9 +59,7 @@ def compiled_partial_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float
 ) -> tuple[Tensor, Tensor] | None:
     """Same contract as `reference.partial_attention`, for the calls that `supports` admits; None if it cannot be built.
-
-    Threads share the work evenly for any number of heads, by splitting keys if needed.
-    """
+    Threads share the work evenly for any number of heads, by splitting keys if needed."""
     batch, heads, queries, dim = query.shape
     room = 1 << (queries - 1).bit_length()  # calls of 1, 2, 3... tokens would each need a build of their own
     kernels = build(query.dtype, dim, value.shape[3], room)
@@ -135,10 +133,8 @@ def _load(macros: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def _kept(name: str) -> ctypes.CDLL | None:
-    """The kept library of this name, if its bytes are those that were built: loading others may end the process.
-
-    The digest of the library follows it in its file, where no loader looks.
-    """
+    """The kept library of this name, if its bytes are those that were built: loading others may end the process. Its
+    digest follows it in its file, where no loader looks."""
     with contextlib.suppress(OSError), files.opened(FOLDER) as folder:  # a warning comes with the first write to it
         try:
             content = files.read(folder, name)
