@@ -164,10 +164,8 @@ def bulk_kernel(
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attention over one split of the bulk of a group with a flagged head; one program a (split, KV head, row).
-
-    It computes all heads of the group, as they share keys; the merge takes the flagged ones.
-    """
+    """Attention over one split of the bulk of a group with a flagged head; one program a (split, KV head, row). It
+    computes all heads of the group, as they share keys; the merge takes the flagged ones."""
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_group = i_row * tl.num_programs(1) + i_head
