@@ -8,7 +8,7 @@ when a device first meets a dtype and head size, and is used only if it agrees.
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,16 +41,14 @@ def partial_attention(
     softcap: float | None = None,
     kernels: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`reference.partial_attention` in bounded memory: by our kernel or torch's where they serve, else block by block.
-
-    Args and returns as `reference.partial_attention`, without a mask; `kernels` as `choice.KINDS`. `tokens` may be 0.
-    """
-    if softcap is None and kernels != "torch" and not causal and cpu.supports(query, key, value):
-        found = cpu.compiled_partial_attention(query, key, value, scaling=scaling)
-        if found is not None:
+    """`reference.partial_attention` without a mask in bounded memory: by our kernel or torch's where they serve, else
+    block by block. `tokens` may be 0, `kernels` is one of `choice.KINDS`."""
+    if softcap is None:
+        ours = kernels != "torch" and not causal and cpu.supports(query, key, value)
+        if ours and (found := cpu.compiled_partial_attention(query, key, value, scaling=scaling)) is not None:
             return found
-    if softcap is None and (operator := find_operator(query, key, value)) is not None:
-        return _attend(operator, query, key, value, scaling, causal)
+        if (operator := find_operator(query, key, value)) is not None:
+            return _attend(operator, query, key, value, scaling, causal)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
     at_once = tokens = max(1, min(QUERY_BLOCK, query.shape[-2]))
@@ -73,19 +71,17 @@ class Operator(NamedTuple):
     """One of torch's."""
 
     name: str  # in `torch.ops.aten`
-    # Of query, key, value, scaling and whether it is causal: `out` in the query's dtype, `lse` float32.
-    attend: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
+    given: tuple[Any, ...]  # what it is told between `value` and whether it is causal
     serves: Callable[[Tensor, Tensor, Tensor], bool]  # whether torch says that it is made for tensors like these
     # Of a device: each takes whole heads. 1: the operator splits the keys of a head by itself.
     workers: Callable[[torch.device], int]
 
-
-def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scaling)[:2]
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+        """`out` in the query's dtype, `lse` float32."""
+        operator = getattr(torch.ops.aten, self.name)
+        out, lse, *_ = operator(query, key, value, *self.given, causal, scale=scaling)
+        queries = query.shape[2]
+        return out, lse if lse.shape[2] == queries else lse[..., :queries]  # an operator may round their number up
 
 
 def _flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -93,28 +89,21 @@ def _flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.shape[3] % 8 == 0 and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, False))
 
 
-def _efficient(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    found = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, None, True, 0.0, causal, scale=scaling
-    )
-    return found[0], found[1][..., : query.shape[2]]  # the operator rounds the number of queries up
-
-
 # By type of device, the better one first. The second of a GPU has float32, older GPUs, and values of another size.
 OPERATORS = {
     "cpu": (
         Operator(
             "_scaled_dot_product_flash_attention_for_cpu",
-            _on_cpu,
+            (0.0,),
             serves=lambda query, _, value: query.shape[3] == value.shape[3],
             workers=lambda _: torch.get_num_threads(),
         ),
     ),
     "cuda": (
-        Operator("_scaled_dot_product_flash_attention", _flash, _flash_serves, workers=lambda _: 1),
+        Operator("_scaled_dot_product_flash_attention", (0.0,), _flash_serves, workers=lambda _: 1),
         Operator(
             "_scaled_dot_product_efficient_attention",
-            _efficient,
+            (None, True, 0.0),
             serves=lambda query, key, value: can_use_efficient_attention(
                 SDPAParams(query, key, value, None, 0.0, False, False)
             ),
@@ -188,9 +177,7 @@ def _operator(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int
 
 def _sample(dtype: torch.dtype, dim: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Five queries, each with a token of its own that gets much of its attention, the first and the last among them.
-
-    Keys and values have room for more tokens than `TRIED_TOKENS`, as the bulk's buffers do, which is nan.
-    """
+    Keys and values have room for more tokens than `TRIED_TOKENS`, as the bulk's buffers do, which is nan."""
     made = torch.Generator("cpu").manual_seed(0)
     query, key, value = (
         torch.randn(1, 2, *shape, generator=made, dtype=torch.float32, device="cpu")

@@ -32,10 +32,8 @@ def _installed() -> bool:
 
 
 def unsupported_reason(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> str | None:
-    """Why the Triton kernel cannot compute this call, in words for an error message; None if it can.
-
-    Tensors are as in `DecodeCall`, `criterion` as in `Options`.
-    """
+    """Why the Triton kernel cannot compute this call, in words for an error message; None if it can. Tensors are as in
+    `DecodeCall`, `criterion` as in `Options`."""
     if not _installed():
         return "triton is not installed (pip install 'qada-cache[triton]')"
     from .triton import kernels as triton_kernels
@@ -57,11 +55,7 @@ def unsupported_reason(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, cr
 
 
 def resolve_kernels(kernels: str | None) -> str:
-    """What is asked for: `kernels`, or without it the environment's `QADA_KERNELS`.
-
-    Raises:
-        ValueError: it is none of `KINDS`.
-    """
+    """What is asked for: `kernels`, or without it the environment's `QADA_KERNELS`; ValueError at none of `KINDS`."""
     name, found = ("QADA_KERNELS", os.environ.get("QADA_KERNELS", "auto")) if kernels is None else ("kernels", kernels)
     if found not in KINDS:
         raise ValueError(f"{name} must be auto, torch or triton, got {found!r}")
@@ -74,10 +68,7 @@ def decode_kernel(
     """The `fused_decode` that is to compute such calls, None for the torch path of attention/decode.py.
 
     Arguments as for `unsupported_reason`; `kernels` is one of `KINDS`, `layout` that of the sketch that selects the
-    call's tokens, None if all are read.
-
-    Raises:
-        RuntimeError: it is "triton", and the kernel cannot compute the call.
+    call's tokens, None if all are read. RuntimeError, if it is "triton", and the kernel cannot compute the call.
     """
     call = (query, bulk_keys, bulk_values, criterion)
     if kernels == "auto" and compiled_decode.supports(*call):

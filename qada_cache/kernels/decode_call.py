@@ -23,11 +23,8 @@ class OperandError(ValueError):
 
 @dataclass(eq=False)
 class Rows:
-    """Which tokens the query of each row sees, for all layers of a pass; `rows` is 1 if all rows are alike.
-
-    Raises:
-        ValueError: they do not fit each other, or a length is negative.
-    """
+    """Which tokens the query of each row sees, for all layers of a pass; `rows` is 1 if all are alike. OperandError, if
+    they do not fit each other, or a length is negative."""
 
     local: Tensor  # bool `[rows, columns]`, of the first columns of the local buffers
     pending: Tensor  # likewise, none of them local
@@ -173,8 +170,7 @@ class DecodeCall:
 
 
 def check(call: DecodeCall) -> None:
-    """Raise ValueError unless a kernel that goes by the query's sizes and dtype reads within all tensors of a call.
-
+    """Raise OperandError unless a kernel that goes by the query's sizes and dtype reads within all tensors of a call.
     Parts of the layer's last call are known to be right, and rows, checked when they were made, have to fit the layer.
     """
     query, rows, binding = call.query, call.rows, call.binding

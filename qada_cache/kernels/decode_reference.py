@@ -17,9 +17,8 @@ from .reference import find_fault
 def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """What every `fused_decode` computes: attention of one query token a row.
 
-    Returns:
-        `[batch, heads, 1, value_dim]` in the query's dtype, and bool `[batch, kv_heads, group]`, True where a head
-        read its bulk (there is one, and the query is decided).
+    Returns `[batch, heads, 1, value_dim]` in the query's dtype, and bool `[batch, kv_heads, group]`, True where a head
+    read its bulk (there is one, and the query is decided).
     """
     query, rows, sketch = call.query, call.rows, call.sketch
     batch, heads, _, dim = query.shape
@@ -80,18 +79,13 @@ def find_decode_fault(
     group: int,
     dim: int,
     value_dim: int,
-    layout: Layout | None,
-    pinned: bool,
+    layout: Layout | None,  # of the sketch that tokens are selected by, None if all are read
+    pinned: bool,  # whether the bulk lies in pinned host memory
 ) -> str | None:
-    """The fault of a `fused_decode` on this device, in words for a warning; None without one.
+    """The fault of a `fused_decode` on this device, as of `reference.find_fault`; the answer is kept for the process.
 
     The trial takes both group rules, with a default cache's moments, and once a head that lies elsewhere. Decisions are
-    clear, so that no rounding changes them, and tokens that are not to be read are nan. The answer is kept for the
-    process. `layout` is that of the sketch that tokens are selected by, None if all are read; `pinned` says whether the
-    bulk lies in pinned host memory.
-
-    Raises:
-        torch.OutOfMemoryError: memory ran out, which is no fault of the kernels.
+    clear, so that no rounding changes them, and tokens that are not to be read are nan.
     """
     scene = _scene(dtype, group, dim, value_dim, layout)
     for group_rule, elsewhere in (("any", False), ("head", True)):

@@ -132,9 +132,8 @@ def attend(
     `flags` are as `decide` returns them; reading them on the host is where a step waits for the device. `whole` is what
     `attend_bulk` says of all of the bulk, if that is known.
 
-    Returns:
-        the output `[batch, kv_heads, group * queries, value_dim]` float32, the log-sum-exp of the scores of all that
-        was read, and whether each row and KV head read selected tokens; empty without a bulk or a sketch.
+    Returns the output `[batch, kv_heads, group * queries, value_dim]` float32, the log-sum-exp of the scores of all
+    that was read, and whether each row and KV head read selected tokens; empty without a bulk or a sketch.
     """
     visible = step.masks.local.unsqueeze(1) | (step.masks.pending.unsqueeze(1) & flags.unsqueeze(-1))
     out, lse = softmax_average(step.scores.masked_fill(~visible, -torch.inf).flatten(2, 3), step.local_values)

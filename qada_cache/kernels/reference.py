@@ -13,29 +13,20 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def partial_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Tensor,  # `[batch, heads, queries, dim]`, any floating dtype
+    key: Tensor,  # `[batch, heads, tokens, dim]`
+    value: Tensor,  # likewise, of `value_dim`
     *,
-    scaling: float,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
+    scaling: float,  # multiplies the scores, `1/sqrt(dim)` in most models
+    mask: Tensor | None = None,  # bool, broadcastable to `[batch, heads, queries, tokens]`, True for a token seen
+    causal: bool = False,  # query `i` sees tokens `0..i`; needs `queries == tokens` and no mask
+    softcap: float | None = None,  # for `criterion.soft_cap`; None: scores as they are
 ) -> tuple[Tensor, Tensor]:
     """Attention over one part of the keys, and its log-sum-exp for merging with other parts.
 
-    Args:
-        query: `[batch, heads, queries, dim]`, any floating dtype.
-        key, value: `[batch, heads, tokens, dim]` and `value_dim`.
-        scaling: multiplies the scores, `1/sqrt(dim)` in most models.
-        mask: bool, broadcastable to `[batch, heads, queries, tokens]`, True where a query sees a token.
-        causal: query `i` sees tokens `0..i`; needs `queries == tokens` and no mask.
-        softcap: for `criterion.soft_cap`; None: scores as they are.
-
-    Returns:
-        `out` `[batch, heads, queries, value_dim]` float32, the softmax average of the values of this part, and
-        `lse` `[batch, heads, queries]` float32, the log of the sum of exponentials of the scores. A query that
-        sees nothing gets `out = 0`, `lse = -inf`, the neutral element of `merge_partials`.
+    Returns `out` `[batch, heads, queries, value_dim]` float32, the softmax average of the values of this part, and
+    `lse` `[batch, heads, queries]` float32, the log of the sum of exponentials of the scores. A query that sees nothing
+    gets `out = 0`, `lse = -inf`, the neutral element of `merge_partials`.
     """
     scores = soft_cap(torch.matmul(query.float(), key.float().transpose(-1, -2)) * scaling, softcap)
     if causal:
@@ -56,10 +47,8 @@ def softmax_average(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint parts, from the `(out, lse)` of each.
-
-    Shapes as returned by `partial_attention`; either part may be empty (`lse = -inf`), or both.
-    """
+    """Attention over the union of two disjoint parts, from the `(out, lse)` of each, with the shapes of those that
+    `partial_attention` returns; either part may be empty (`lse = -inf`), or both."""
     highest = torch.maximum(lse_a, lse_b)
     highest = highest.masked_fill(highest == -torch.inf, 0.0)
     weight_a, weight_b = torch.exp(lse_a - highest), torch.exp(lse_b - highest)
@@ -76,17 +65,14 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 
 
 def find_fault(compute: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor, ...]) -> str | None:
-    """A kernel's fault, in words for a warning; None without one.
+    """A kernel's fault, in words for a warning; None without one. OutOfMemoryError, if `compute` raises it.
 
     `compute` has it compute, and returns the results on the host. Floating values have to be within `TOLERANCE` of the
     `expected` ones' dtype, others equal, and shapes and dtypes the same.
-
-    Raises:
-        torch.OutOfMemoryError: as `compute` does: it says nothing of the kernel.
     """
     try:
         found = compute()
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError:  # which says nothing of the kernel
         raise
     except Exception as error:  # whatever a compiler, a driver or an operator of another release may raise
         return f"it raised {type(error).__name__}: {(str(error).strip().splitlines() or ['no word'])[0]}"

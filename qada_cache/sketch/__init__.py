@@ -55,11 +55,7 @@ class Layout:
     @staticmethod
     @functools.cache
     def from_words(dim: int, count: int) -> "Layout":
-        """The best one of so many words, from 1 to `dim / 8`.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The best one of so many words, from 1 to `dim / 8`; ValueError, if there is none."""
         need = [NEED_FALLS ** (-channel / dim) for channel in range(dim)]
         found = []
         for fine in range(count + 1):
@@ -109,10 +105,8 @@ def _by_channel(layout: Layout, values: tuple[float, ...], device: torch.device)
 
 
 def rotate(values: Tensor) -> Tensor:
-    """`R` of `[..., channels]`: orthonormal Hadamard blocks of 8, each its own inverse.
-
-    By sums and differences of neighbours, then of pairs, then of fours, as all kernels compute it.
-    """
+    """`R` of `[..., channels]`: orthonormal Hadamard blocks of 8, each its own inverse. By sums and differences of
+    neighbours, then of pairs, then of fours, as all kernels compute it."""
     blocks = values.unflatten(-1, (-1, 2, 2, 2))
     for axis in (-1, -2, -3):
         one, other = blocks.unbind(axis)
@@ -121,10 +115,8 @@ def rotate(values: Tensor) -> Tensor:
 
 
 def pack(index: Tensor, layout: Layout) -> Tensor:
-    """Words int32 `[..., words, tokens]` of indices of levels `[..., tokens, coded]`.
-
-    A word has four bytes. Its value `4 p + j` lies in byte `j`, from bit `p * bits` on.
-    """
+    """Words int32 `[..., words, tokens]` of indices of levels `[..., tokens, coded]`. A word has four bytes. Its value
+    `4 p + j` lies in byte `j`, from bit `p * bits` on."""
     channels = [words * WORD_BITS // bits for bits, words in zip(BITS, layout.words, strict=True)]
     parts = []
     for bits, words, values in zip(BITS, layout.words, index.to(torch.int32).mT.split(channels, dim=-2), strict=True):

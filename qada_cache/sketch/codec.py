@@ -95,9 +95,7 @@ def _floored(values: Tensor, share: float) -> Tensor:
 
 def round_slopes(covariance: Tensor) -> dict[str, Tensor]:
     """The `slopes` and `slope_units` of a sketch, for the covariance float32 `[..., value_dim, dim]` that they round.
-
-    Channels of keys have a unit each: where keys vary little, queries may be large, and count as much.
-    """
+    Channels of keys have a unit each: where keys vary little, queries may be large, and count as much."""
     units = covariance.abs().amax(dim=-2) / SLOPE_LEVELS
     slopes = torch.round(covariance / units.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-2))
     return {"slopes": slopes.to(torch.int8), "slope_units": units}
@@ -145,10 +143,8 @@ def quantize(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str,
 
 
 def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, Tensor]:
-    """As `quantize`, of whole segments, or of all tokens up to a bulk's last; all tokens side by side again.
-
-    `energies` are of the leading dimensions and `[dim]`.
-    """
+    """As `quantize`, of whole segments, or of all tokens up to a bulk's last; all tokens side by side again. `energies`
+    are of the leading dimensions and `[dim]`."""
     tokens = keys.shape[-2]
     start = segment_start(tokens) if tokens % SEGMENT_TOKENS else tokens
     parts = []

@@ -36,16 +36,16 @@ def unreliable(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
 
 
 def select_tokens(
-    query: Tensor,
-    sketch: Sketch,
-    length: int,
+    query: Tensor,  # `[group, queries, dim]`
+    sketch: Sketch,  # one head's
+    length: int,  # tokens of its bulk
     *,
-    log_buffer: Tensor,
-    bulk_tokens: Tensor,
-    flags: Tensor,
-    scaling: float,
-    token_threshold: float,
-    softcap: float | None = None,
+    log_buffer: Tensor,  # `log A_buffer`: float32 `[group, queries]`, log-sum-exp of scores over the local buffer
+    bulk_tokens: Tensor,  # `T_bulk`: int64 `[queries]`
+    flags: Tensor,  # bool `[group, queries]`, the long-context heads
+    scaling: float,  # as for `reference.partial_attention`
+    token_threshold: float,  # above 0
+    softcap: float | None = None,  # as for `reference.partial_attention`
 ) -> Selection:
     """The tokens of a KV head's bulk that are read for each query: any that one of its long-context heads asks for.
 
@@ -55,15 +55,6 @@ def select_tokens(
     Unread tokens are those of low scores. Values follow scores along the line of regression,
     `mean_value + Cov(v, s) (s - mean(s)) / Var(s)` with `Cov(v, s) = scaling slopes q`, and unread tokens have the mean
     score `sum exp(s) s / sum exp(s)`.
-
-    Args:
-        query: `[group, queries, dim]`.
-        sketch, length: one head's, and the tokens of its bulk.
-        log_buffer: `[group, queries]` float32, log-sum-exp of a query's scores over the local buffer: `log A_buffer`.
-        bulk_tokens: int64 `[queries]`, `T_bulk`.
-        flags: bool `[group, queries]`, the long-context heads.
-        scaling, softcap: as for `reference.partial_attention`.
-        token_threshold: above 0.
     """
     uncapped = estimated_scores(query.flatten(0, 1).float(), sketch, length, scaling=scaling)
     uncapped = uncapped.unflatten(0, query.shape[:2])  # which values follow
@@ -79,9 +70,7 @@ def select_tokens(
 
 
 def unread_value(query: Tensor, sketch: Sketch, tilt: Tensor, *, scaling: float) -> Tensor:
-    """What stands for the values of one head's unread tokens: float32 `[..., value_dim]`.
-
-    `query` is `[..., dim]`, `tilt` `[...]` that of its `Selection`.
-    """
+    """What stands for the values of one head's unread tokens: float32 `[..., value_dim]`, for a query `[..., dim]` and
+    the tilt `[...]` of its `Selection`."""
     along = torch.matmul(query.float() * sketch.slope_units, sketch.slopes.float().mT)
     return sketch.mean_value + scaling * tilt.unsqueeze(-1) * along

@@ -115,8 +115,8 @@ class Bulk:
     @property
     def nbytes(self) -> int:
         """Bytes that the storage takes, unused capacity included."""
-        sizes = [(part.nbytes, self.offloaded and part.is_pinned()) for part in (self.keys, self.values)]
-        return sum(transfers.pinned_bytes(size) if pinned else size for size, pinned in sizes)
+        parts = self.keys, self.values
+        return sum(transfers.pinned_bytes(t.nbytes) if self.offloaded and t.is_pinned() else t.nbytes for t in parts)
 
     def synchronize(self) -> None:
         """Wait for copies to the host that are still under way, before the host itself reads them."""

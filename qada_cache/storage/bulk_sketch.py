@@ -178,12 +178,9 @@ class BulkSketch:
         if capacity <= room:
             return
         used = min(max(self.lengths), room)
-        for name in TOKENS:
-            old = made[name]
-            made[name] = transfers.empty((*old.shape[:-1], capacity), old.dtype, old.device)
-            made[name][..., :used] = old[..., :used]
-        for name in SEGMENTS:
-            old = made[name]
-            made[name] = old.new_zeros(*old.shape[:2], segments_of(capacity), *old.shape[3:])
-            made[name][:, :, : old.shape[2]] = old
+        fields = sketch_fields(self.layout.dim, made["mean_value"].shape[2], self.layout.count, capacity)
+        for name in (*TOKENS, *SEGMENTS):
+            old, allocate = made[name], transfers.empty if name in TOKENS else torch.zeros
+            made[name] = allocate((*old.shape[:2], *fields[name][1]), dtype=old.dtype, device=old.device)
+            _span(name, made[name], 0, used).copy_(_span(name, old, 0, used))
         self.tensors = Sketch(**made)

@@ -40,10 +40,7 @@ def _see(
     total: int, gone: int, later: list[int], *, end: int, sinks: int, window: int
 ) -> tuple[list[bytes], list[bytes], list[int]]:
     """The local and the pending columns of queries with so many tokens behind them in their row, a bool each, and how
-    many are pending.
-
-    The row has `total` tokens, the oldest `gone` flushed, the newest in the last of `end` recent columns.
-    """
+    many are pending. Of `total` tokens `gone` are flushed, and the newest is in the last of `end` recent columns."""
     held, first = min(gone, sinks), end - (total - gone)  # flushed sinks; the row's first recent column
     far = min(max(first, end - total + sinks), end)  # where those begin that are no sinks
     near, none = b"\1" * held + bytes(sinks - held + first) + b"\1" * (far - first), bytes(sinks + far)

@@ -125,10 +125,8 @@ def newest_row(mask: Tensor, *, batch: int, seen: int, queries: int) -> Tensor:
 
 def real_tokens(valid: Tensor, row: int, device: torch.device) -> slice | Tensor:
     """Which tokens of a row are real, from bool `[batch, tokens]` on the host, as an index for a tensor on `device`; a
-    slice, which selects a view, if they are neighbours.
-
-    `valid` keeps what was found for the first layer, as a copy to the device is waited for.
-    """
+    slice, which selects a view, if they are neighbours."""
+    # Kept for the layers behind the first, as a copy to the device is waited for.
     known = vars(valid).setdefault("real_tokens", {})
     if (row, device) not in known:
         real = valid[row].nonzero().squeeze(-1)

@@ -52,11 +52,8 @@ def read_parts(
 
 
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
-    """Everything that rows of equal length hold, for an exact call, in blocks of `bulk.STREAM_TOKENS` tokens.
-
-    If the bulk is not offloaded, a block is a view of all heads. If it is, a block is of one head, so that they take
-    little device memory.
-    """
+    """Everything that rows of equal length hold, for an exact call, in blocks of `bulk.STREAM_TOKENS` tokens: views of
+    all heads, or of one head if the bulk is offloaded, so that they take little device memory."""
     spans, heads = bulk.spans(rows.start), range(bulk.keys.shape[1])
     if not bulk.offloaded:
         yield from (_view(bulk, rows, slice(0, len(heads)), *span) for span in spans)

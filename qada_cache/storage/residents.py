@@ -125,8 +125,7 @@ class LayerResidents:
         # Of every row and KV head, log2 of the sum of `2 ** (call / HALF_LIFE)` over the calls that flagged it. Recent
         # flags weigh more, and a score changes only with a flag.
         self.scores = [[-math.inf] * kv_heads for _ in range(batch)]
-        self._addresses: dict[Head, tuple[int, ...]] = {}
-        self._resident_pointers: Tensor | None = None
+        self._pointers: tuple[dict[Head, tuple[int, ...]], Tensor] | None = None  # by head, and as a tensor
 
     def put(self, head: Head, resident: AsyncCopy | None) -> None:
         """Hold this one, or none, in the place of a head's resident."""
@@ -162,21 +161,18 @@ class LayerResidents:
 
     def resident_pointers(self, lengths: list[int]) -> Tensor:
         """Addresses of resident keys and values, for kernels: int64 `[batch, kv_heads, 2]` on the device, 0 for a head
-        without a resident of `lengths[row]` tokens.
-
-        They are valid for work given to the device before anything here changes: memory freed later is used again after
-        that work.
-        """
+        without a resident of `lengths[row]` tokens. They are valid for work given to the device before anything here
+        changes: memory freed later is used again after that work."""
         found = {
             head: tuple(tensor.data_ptr() for tensor in resident.wait())
             for head, resident in self.held.items()
             if resident.tokens == lengths[head[0]] and resident.ready()
         }
-        if self._resident_pointers is None or self._addresses != found:
+        if self._pointers is None or self._pointers[0] != found:
             rows, kv_heads = range(len(self.scores)), range(len(self.scores[0]))
             table = [[found.get((row, head), (0, 0)) for head in kv_heads] for row in rows]
-            self._addresses, self._resident_pointers = found, torch.tensor(table).to(self.device, non_blocking=True)
-        return self._resident_pointers
+            self._pointers = found, torch.tensor(table).to(self.device, non_blocking=True)
+        return self._pointers[1]
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Tokens `[rows, kv_heads, tokens, dim]` went into the bulk: residents get them too."""
@@ -204,5 +200,5 @@ class LayerResidents:
         for (row, head), kept in old:
             if row in index:
                 self.put((index.index(row), head), kept)
-        self.scores, self._resident_pointers = [list(self.scores[row]) for row in index], None
+        self.scores, self._pointers = [list(self.scores[row]) for row in index], None
         self.shared.make_room(self.device)

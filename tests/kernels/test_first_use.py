@@ -1,6 +1,7 @@
 """Torch's fused operators are tried before they are used: what is wrong is found out, said once, and not used."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,7 +40,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, *operators: Attend, device: str = "cp
         return call
 
     made = (
-        kernels.Operator(f"planted_{place}", counted(place, attend), PLAIN.serves, lambda _: workers)
+        SimpleNamespace(
+            name=f"planted_{place}", attend=counted(place, attend), serves=PLAIN.serves, workers=lambda _: workers
+        )
         for place, attend in enumerate(operators)
     )
     monkeypatch.setitem(kernels.OPERATORS, device, tuple(made))

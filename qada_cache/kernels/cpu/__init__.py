@@ -59,9 +59,7 @@ def compiled_partial_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float
 ) -> tuple[Tensor, Tensor] | None:
     """Same contract as `reference.partial_attention`, for the calls that `supports` admits; None if it cannot be built.
-
-    Threads share the work evenly for any number of heads, by splitting keys if needed.
-    """
+    Threads share the work evenly for any number of heads, by splitting keys if needed."""
     batch, heads, queries, dim = query.shape
     room = 1 << (queries - 1).bit_length()  # calls of 1, 2, 3... tokens would each need a build of their own
     kernels = build(query.dtype, dim, value.shape[3], room)
@@ -107,13 +105,8 @@ def _check(failed: Any, *_: Any) -> Any:
 
 
 def _load(macros: tuple[str, ...]) -> ctypes.CDLL:
-    """`SOURCE` and the headers beside it built with `macros` (`-DNAME=VALUE`), before or now.
-
-    The library is kept in a folder that only the user can write to, if there is one.
-
-    Raises:
-        OSError, subprocess.SubprocessError: it cannot be built here; the message says why.
-    """
+    """`SOURCE` and the headers beside it built with `macros` (`-DNAME=VALUE`), before or now; OSError or
+    SubprocessError, if that fails. The library is kept in a folder that only the user can write to, if there is one."""
     compiler = _compiler()
     texts = [path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     # What `-march=native` means: different machines may share the cache folder.
@@ -140,10 +133,8 @@ def _load(macros: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def _kept(name: str) -> ctypes.CDLL | None:
-    """The kept library of this name, if its bytes are those that were built: loading others may end the process.
-
-    The digest of the library follows it in its file, where no loader looks.
-    """
+    """The kept library of this name, if its bytes are those that were built: loading others may end the process. Its
+    digest follows it in its file, where no loader looks."""
     with contextlib.suppress(OSError), files.opened(FOLDER) as folder:  # a warning comes with the first write to it
         try:
             content = files.read(folder, name)
@@ -169,11 +160,7 @@ def _run(command: list[str], timeout: int) -> subprocess.CompletedProcess[str]:
 
 
 def _compiler() -> str:
-    """The path of a C++ compiler.
-
-    Raises:
-        OSError: there is none, or it is not known to build for this system.
-    """
+    """The path of a C++ compiler; OSError, if there is none, or none is known to build for this system."""
     if not sys.platform.startswith("linux"):
         raise OSError(f"it is built on Linux only, not on {sys.platform}")
     for candidate in (os.environ.get("CXX"), "c++", "g++", "clang++"):

@@ -29,10 +29,8 @@ def scores(b_query, p_keys, o_tokens, m_tokens, s_token, scaling, D: tl.constexp
 
 @triton.jit
 def attend(b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_token, V: tl.constexpr):
-    """Take the scores [BLOCK_G, tokens] where `m_scores` into a running softmax average.
-
-    `b_max`, `b_sum` [BLOCK_G], `b_out` [BLOCK_G, BLOCK_V] unnormalised. Values of masked tokens are not read.
-    """
+    """Take the scores [BLOCK_G, tokens] where `m_scores` into a running softmax average: `b_max`, `b_sum` [BLOCK_G],
+    `b_out` [BLOCK_G, BLOCK_V] unnormalised. Values of masked tokens are not read."""
     o_dim = tl.arange(0, b_out.shape[1])
     p_block = p_values + o_tokens[:, None] * s_token + o_dim[None, :]
     b_values = tl.load(p_block, mask=m_tokens[:, None] & (o_dim < V)[None, :], other=0.0)  # [tokens, BLOCK_V]
@@ -74,9 +72,7 @@ def attend_split(
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attention of a group over tokens `first` to `last` of its head, or of the indices `p_index`; writes the part.
-
-    `p_keys` and `p_values` are the head's. The program is one of (split, KV head, row).
-    """
+    `p_keys` and `p_values` are the head's. The program is one of (split, KV head, row)."""
     if p_resident_pointers is not None:
         p_keys = resolve_pointer(p_keys, p_resident_pointers + 2 * i_group)
         p_values = resolve_pointer(p_values, p_resident_pointers + 2 * i_group + 1)
@@ -111,7 +107,7 @@ def unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D: tl.co
 
 @triton.jit
 def rotate(b_query):
-    """`layout.rotate` of queries [BLOCK_G, BLOCK_D].
+    """`sketch.rotate` of queries [BLOCK_G, BLOCK_D].
 
     A step takes sums and differences of neighbours and puts the differences behind the sums, which turns the bits of
     an index around by one; after all three they are where they were.
@@ -136,10 +132,8 @@ def round_queries(b_rotated):
 
 @triton.jit
 def take_channels(b_integers, WORDS: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Of integers [BLOCK_G, BLOCK_D], those that meet `WORDS` words of `BITS` a value, from channel `FIRST` on.
-
-    [BLOCK_G, BLOCK_W * 32 / BITS], 0 behind them.
-    """
+    """Of integers [BLOCK_G, BLOCK_D], those that meet `WORDS` words of `BITS` a value, from channel `FIRST` on:
+    [BLOCK_G, BLOCK_W * 32 / BITS], 0 behind them."""
     o_value = tl.arange(0, BLOCK_W * 32 // BITS)
     m_value = o_value < WORDS * 32 // BITS
     o_channel = tl.where(m_value, FIRST + o_value, 0)[None, :].broadcast_to(b_integers.shape[0], o_value.shape[0])
@@ -150,10 +144,8 @@ def take_channels(b_integers, WORDS: tl.constexpr, FIRST: tl.constexpr, BITS: tl
 def multiply_codes(
     b_integers, p_codes, room, o_tokens, m_tokens, WORDS: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Products int32 [BLOCK_G, BLOCK_N] of integers of `take_channels` with the odd integers of these tokens' words.
-
-    Words of a token lie `room` apart. Odd integers are `2 * index - (2^BITS - 1)`. Products are exact.
-    """
+    """Exact products int32 [BLOCK_G, BLOCK_N] of integers of `take_channels` with the odd integers of these tokens'
+    words, `2 * index - (2^BITS - 1)`. Words of a token lie `room` apart."""
     o_word, o_value = tl.arange(0, BLOCK_W), tl.arange(0, 32 // BITS)
     m_codes = m_tokens[:, None] & (o_word < WORDS)[None, :]
     b_codes = tl.load(p_codes + o_word.to(tl.int64)[None, :] * room + o_tokens[:, None], mask=m_codes, other=0)

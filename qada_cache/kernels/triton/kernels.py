@@ -42,12 +42,6 @@ def _gaussian_log_bulk(b_mean, b_variance, bulk_tokens):
     return tl.log(tl.maximum(bulk_tokens, 1).to(tl.float32)) + b_mean + 0.5 * b_variance
 
 
-@triton.jit
-def _long_context(b_log_local, b_log_bulk, logit_threshold):
-    """The copy of `criterion.long_context`."""
-    return b_log_local - b_log_bulk < logit_threshold
-
-
 # Triton compiles anew for an argument that becomes 1 or a multiple of 16. These follow the number of tokens.
 @triton.jit(do_not_specialize=["s_local", "s_pending", "columns"], do_not_specialize_on_alignment=["parts"])
 def local_kernel(
@@ -132,7 +126,7 @@ def local_kernel(
         b_bulk = tl.where(b_table, float("inf"), float("-inf"))
     else:
         b_bulk = tl.full([BLOCK_G], float("inf") if CRITERION == "dense" else float("-inf"), tl.float32)
-    b_flags = _long_context(b_max + tl.log(tl.maximum(b_sum, 1.0)), b_bulk, logit_threshold)
+    b_flags = b_max + tl.log(tl.maximum(b_sum, 1.0)) - b_bulk < logit_threshold  # as `criterion.long_context`
     if GROUP_RULE == "any":
         b_flags = m_head & (tl.max(tl.where(m_head, b_flags.to(tl.int32), 0), axis=0) == 1)
     decided = tl.load(p_decided + i_row * s_decided) & (bulk_tokens > 0)
@@ -170,10 +164,8 @@ def bulk_kernel(
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attention over one split of the bulk of a group with a flagged head; one program a (split, KV head, row).
-
-    It computes all heads of the group, as they share keys; the merge takes the flagged ones.
-    """
+    """Attention over one split of the bulk of a group with a flagged head; one program a (split, KV head, row). It
+    computes all heads of the group, as they share keys; the merge takes the flagged ones."""
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_group = i_row * tl.num_programs(1) + i_head
