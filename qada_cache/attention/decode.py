@@ -58,9 +58,9 @@ def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float,
     if layer.binding.rule is None or layer.binding.rule[0] != key:
         criterion: str | StaticHeads | Tensor = options.criterion
         if isinstance(criterion, StaticHeads):
-            shard, kv_heads = layer.shared.model.shard, store.local_keys.shape[1]
-            sizes = {"kv_heads": kv_heads, "group": query.shape[1] // kv_heads}
-            criterion = criterion.of_layer(layer.index, **sizes, device=query.device, rank=shard.rank, ranks=shard.size)
+            own, kv_heads = layer.shared.model.shard.own(criterion.long_context[layer.index]), store.local_keys.shape[1]
+            table = own.to(query.device, non_blocking=True).reshape(kv_heads, -1)
+            criterion = table.expand(-1, query.shape[1] // kv_heads).contiguous()  # one entry for a group broadcasts
         decides = scaling, options.threshold, options.group_rule, criterion, options.update_moments
         layer.binding.rule = key, Rule(*decides, options.token_threshold, softcap)
     return layer.binding.rule[1]
