@@ -151,13 +151,6 @@ class QAdALayer(DynamicLayer):
         self.seen -= tokens
         self.shared.progress.rewind_to(self.index - 1)
 
-    def read_mask(self, mask: Tensor | None, *, batch: int, tokens: int) -> Tensor | None:
-        """Note new padding of a call, whose `tokens` are the last of `seen`; arguments, result and errors as of
-        `Padding.after`."""
-        first = self.index == self.shared.model.layers[0]
-        self.padding, new = self.padding.after(mask, batch=batch, seen=self.seen, queries=tokens, first=first)
-        return new
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The tokens that a mask of a call of `query_length` is for, and the first of them."""
         tokens = self.seen + query_length
