@@ -59,7 +59,7 @@ def audit(layer: QAdALayer, step: Step, flags: Tensor, bulk_lse: Tensor, read_ls
     all_lse = torch.logaddexp(log_local, log_true_bulk)
     missed = -torch.expm1((read_lse.view_as(all_lse) - all_lse).clamp_max(0.0)).masked_fill(~decided, 0.0)
     tallies = (decided.expand_as(flags), needed, needed & flags, flags, missed)
-    layer.counters.audit(torch.stack([tally.sum(dtype=torch.float64) for tally in tallies]))
+    layer.counters.add("audited", torch.stack([tally.sum(dtype=torch.float64) for tally in tallies]))
 
 
 def attend_by_torch(
