@@ -48,11 +48,8 @@ outside_graphs = torch.compiler.disable(
 
 
 def check_readers(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
-    """Raise NotImplementedError if the model's own code would do something else under our name than under its own.
-
-    Raises:
-        ValueError: the config belongs to no model yet, or its attention implementation is not one we can wrap.
-    """
+    """Raise NotImplementedError if the model's own code would do something else under our name than under its own, and
+    ValueError if the config belongs to no model yet, or its attention implementation is not one we can wrap."""
     name = config._attn_implementation
     if name is None:
         raise ValueError(

@@ -49,10 +49,8 @@ def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) 
 
 
 def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
-    """Raise NotImplementedError for a kind of model that its config, or its kind, already tells cannot be served.
-
-    Of a transformers newer than any tested there is a warning, once.
-    """
+    """Raise NotImplementedError for a kind of model that its config, or its kind, already tells cannot be served. Of a
+    transformers newer than any tested there is a warning, once."""
     if tuple(map(int, transformers.__version__.split(".")[:2])) > NEWEST:
         logger.warning_once(
             f"qada-cache was tested with transformers up to {'.'.join(map(str, NEWEST))}, and this is "
@@ -87,11 +85,8 @@ def warn_of_no_layers(layers: Sequence[Any], config: PreTrainedConfig) -> None:
 def describe_model(
     model: PreTrainedModel | None, config: PreTrainedConfig | None, layers: Sequence[int]
 ) -> ManagedModel:
-    """What a cache that serves these layers knows of its model, of which there may be the config alone.
-
-    Raises:
-        NotImplementedError: as `head_shard`.
-    """
+    """What a cache that serves these layers knows of its model, of which there may be the config alone. What
+    `head_shard` refuses is refused."""
     decoder = text_config(model, config)
     managed = ManagedModel(decoder.model_type, config=decoder, whole_config=config, layers=tuple(layers))
     if model is None:
@@ -101,11 +96,8 @@ def describe_model(
 
 
 def resolve_options(options: Options, managed: ManagedModel) -> Options:
-    """These options with the moments that they ask for, loaded or collected if they are needed.
-
-    Raises:
-        TypeError, FileNotFoundError, ValueError: as `resolve_moments`; moments or static heads are not of this model.
-    """
+    """These options with the moments that they ask for, loaded or collected if they are needed. Errors are those of
+    `resolve_moments`, or a ValueError: moments or static heads are not of this model."""
     used = options.criterion == "gaussian" and bool(managed.layers)
     current, other = resolve_moments(
         options.moments, model=managed.get(), config=managed.whole_config, used=used, shard=managed.shard

@@ -100,11 +100,8 @@ class QAdALayer(DynamicLayer):
         self.store, self.is_initialized = store, True  # only now: memory may have run out before
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Tag new tokens `[batch, kv_heads, tokens, dim]`; the result is for our attention function alone.
-
-        Raises:
-            RuntimeError: gradients are recorded, the batch size or dtype changed, or the last tokens never reached us.
-        """
+        """Tag new tokens `[batch, kv_heads, tokens, dim]`; the result is for our attention function alone. RuntimeError
+        if gradients are recorded, the batch size or dtype changed, or the last tokens never reached us."""
         self.check_attended()
         if key_states.requires_grad or value_states.requires_grad:
             raise RuntimeError(
