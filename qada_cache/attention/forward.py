@@ -110,12 +110,9 @@ def attention_forward(
 
     The first call on an empty cache, and every call of another cache, is the model's own implementation. A call
     with more new tokens than the window, or of a chunk of `generate`'s prompt, is exact attention over everything; any
-    other is query-adaptive.
-
-    Raises:
-        NotImplementedError: the model asks for something this cache does not compute (see the message).
-        RuntimeError: training mode, or keys of a cache already used with another model.
-        ValueError: an attention mask this cache cannot follow.
+    other is query-adaptive. NotImplementedError, if the model asks for something this cache does not compute;
+    RuntimeError in training mode, or at keys of a cache already used with another model; ValueError at a mask this
+    cache cannot follow.
     """
     kwargs.update(scaling=scaling, dropout=dropout)
     if (layer := getattr(key, "_qada_layer", None)) is None:

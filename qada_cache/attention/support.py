@@ -92,7 +92,7 @@ def describe_model(
     if model is None:
         return managed
     shard = head_shard(model, decoder, layers)
-    return replace(managed, whole_config=model.config, dtype=model.dtype, reference=weakref.ref(model), shard=shard)
+    return replace(managed, whole_config=model.config, dtype=model.dtype, get=weakref.ref(model), shard=shard)
 
 
 def resolve_options(options: Options, managed: ManagedModel) -> Options:
