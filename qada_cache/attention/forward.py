@@ -221,11 +221,8 @@ def _check_supported(module: nn.Module, layer: QAdALayer, tokens: int, kwargs: d
 
 
 def _reads_chunk() -> bool:
-    """Whether `generate` is on the stack, reading its prompt in chunks.
-
-    No argument of a forward pass tells: a last chunk looks like a short turn. A prompt that is read by other code is
-    taken for turns.
-    """
+    """Whether `generate` is on the stack, reading its prompt in chunks. No argument of a forward pass tells: a last
+    chunk looks like a short turn. A prompt that is read by other code is taken for turns."""
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_code is GenerationMixin._prefill.__code__:
             return getattr(frame.f_locals.get("generation_config"), "prefill_chunk_size", None) is not None

@@ -16,9 +16,7 @@ from .counters import Counters
 
 def _no_tensor(name: str) -> Any:
     """The property `keys` or `values`, for code that takes a layer for transformers' own: None as long as it is empty.
-
-    Then there is no single tensor to return: to make one would copy the whole bulk to the device, without its padding.
-    """
+    Later a single tensor would be a copy of the whole bulk on the device, without its padding."""
 
     def refuse(layer: "QAdALayer", *given: Tensor | None) -> None:
         if any(part is not None for part in given) if given else layer.is_initialized:
@@ -35,11 +33,8 @@ class Seen(int):
 
 
 class QAdALayer(DynamicLayer):
-    """One full-attention layer: its tokens, padding and counters.
-
-    `update` only tags new tokens. The attention function (`attention/forward.py`) stores them: it has the queries, and
-    the mask that tells real tokens from padding.
-    """
+    """One full-attention layer: its tokens, padding and counters. `update` only tags new tokens. The attention function
+    (`attention/forward.py`) stores them: it has the queries, and the mask that tells real tokens from padding."""
 
     supports_early_init = False  # nothing is preallocated by transformers' export path
     keys, values = _no_tensor("keys"), _no_tensor("values")
