@@ -141,9 +141,7 @@ def _attend(
     layer: QAdALayer, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict
 ) -> tuple[Tensor, Tensor | None]:
     """`attention_forward` for keys that a layer of a QAdACache handed out."""
-    if layer.store is None:
-        return _base(module)(module, query, key, value, mask, **kwargs)
-    if layer.incoming is not key:
+    if layer.store is None or layer.incoming is not key:  # a layer without a store has handed out nothing
         raise NotImplementedError(
             f"{layer.shared.model.model_type} attends more than once to one layer's keys, in that layer or in others, "
             "which QAdACache does not support: use transformers.DynamicCache for this model"

@@ -28,9 +28,8 @@ logger = logging.get_logger(__name__)
 
 NEWEST = (5, 23)  # transformers that the tests run on: what is private there may change
 
-_NAME = "_attn_implementation"
-# Functions that read the name without effect here: `__init__` ran before it was replaced, and the other (Gemma 4's) is
-# of models whose layers share keys, which are refused for that.
+# Functions that read the attention's name without effect: `__init__` ran before it was replaced. The other (Gemma 4's)
+# is of models whose layers share keys, which are refused for that.
 _HARMLESS = ("__init__", "_maybe_slice_kv_shared_inputs")
 _TABLES = ("ALL_ATTENTION_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS")  # of functions, where ours are registered
 
@@ -186,7 +185,7 @@ def _read_by(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == _NAME
+    return isinstance(node, ast.Attribute) and node.attr == "_attn_implementation"
 
 
 def _differs(node: ast.AST, name: str, instead: str) -> bool:
