@@ -17,10 +17,8 @@ from .tuning import measuring
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run `qada`; returns the exit status.
-
-    User errors are one line on stderr and status 1. In `tune` they are status 2, as 1 says that no setting was kept.
-    """
+    """Run `qada`; returns the exit status. User errors are one line on stderr and status 1. In `tune` they are status
+    2, as 1 says that no setting was kept."""
     options = _parser().parse_args(arguments)
     try:
         _check_options(options)
@@ -133,8 +131,7 @@ def _load(options: argparse.Namespace, *tokens: str) -> tuple[Any, Any]:
 
 def _moments(options: argparse.Namespace) -> None:
     """Collect the key moments of a model on a prompt, for QAdACache(moments=FILE). QAdACache(model, moments=NAME) does
-    so by itself; this is for other texts, and for files to hand on.
-    """
+    so by itself; this is for other texts, and for files to hand on."""
     text = _text(options)
     given = {name: getattr(options, name) for name in ("tokens", "seed", "scheme")}
     moments = KeyMoments.collect(*_load(options), options.prompt, text=text, **given)
@@ -171,8 +168,7 @@ def _text(options: argparse.Namespace) -> str | None:
 
 def _profile(options: argparse.Namespace) -> None:
     """Memory and time of a long prompt of random words, layer by layer and token by token: DynamicCache, then
-    QAdACache.
-    """
+    QAdACache."""
     model, tokenizer = _load(options, "prompt_tokens", "new_tokens")
     given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold")}
     cache = {name: value for name, value in given.items() if value is not None}
@@ -193,8 +189,7 @@ def _profile(options: argparse.Namespace) -> None:
 
 def _tune(options: argparse.Namespace) -> int:
     """Measure on a model and a text what settings of both thresholds lose and read. Choose one within a budget, confirm
-    it on other text, and keep it: QAdACache(model) then goes by it.
-    """
+    it on other text, and keep it: QAdACache(model) then goes by it."""
     budget = tuning.Budget(0.002 if options.kl is None and options.bytes is None else options.kl, options.bytes)
     files = [path and path.read_text(encoding="utf-8") for path in (options.text, options.confirm_text)]
     text, other = files[0] or measuring.default_text(), files[1]
@@ -231,8 +226,7 @@ def _tune(options: argparse.Namespace) -> int:
 def _serve_folder(options: argparse.Namespace) -> None:
     """Make a folder for `transformers serve --trust-remote-code` that links to a model's files and holds no code but
     our generate.py, and do ahead what the first request would otherwise wait for, in the dtype and on the device that
-    it will be served with.
-    """
+    it will be served with."""
     make_folder(options.model, options.out)
     options.model = str(options.out)
     prepare(*_load(options))

@@ -61,16 +61,6 @@ class StaticHeads:
         table[shares.argsort(descending=True, stable=True)[: round(alpha * shares.numel())]] = False
         return cls(table.view(local_share.shape))
 
-    def of_layer(
-        self, layer: int, *, kv_heads: int, group: int, device: torch.device, rank: int = 0, ranks: int = 1
-    ) -> Tensor:
-        """One layer's row by KV head, bool `[kv_heads, group]`, contiguous; without waiting for the device.
-
-        `kv_heads` are those of one process, number `rank` of `ranks` that have as many each.
-        """
-        row = self.long_context[layer].chunk(ranks)[rank].to(device, non_blocking=True).reshape(kv_heads, -1)
-        return row.expand(-1, group).contiguous()  # heads given as KV heads broadcast over their group
-
     def save(self, path: str | os.PathLike) -> None:
         """Write to one safetensors file."""
         tensor_file.write(path, "qada-heads", {"static_heads": self.long_context}, {})

@@ -19,11 +19,8 @@ from ..storage.geometry import Geometry
 
 
 def log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry, bulk_lse: Tensor | None) -> Tensor:
-    """The `log A_bulk` that the layer decides by, `[batch, kv_heads, group, queries]`; `+inf` without moments.
-
-    `bulk_lse` is of the scores over the stored bulk `[batch, kv_heads, group * queries]`, for the criterion that asks
-    for it ("oracle"); else None.
-    """
+    """The `log A_bulk` that the layer decides by, `[batch, kv_heads, group, queries]`; `+inf` without moments. The
+    `bulk_lse` is of the scores over the stored bulk `[batch, kv_heads, group * queries]`, for "oracle"; else None."""
     if bulk_lse is not None:
         return true_log_bulk(step, bulk_lse)
     own, others = store.moments, layer.options.other_moments
@@ -48,28 +45,22 @@ def split_by_length(moments: KeyMoments, layer: QAdALayer, geometry: Geometry) -
 
 
 def audit(layer: QAdALayer, step: Step, flags: Tensor, bulk_lse: Tensor, read_lse: Tensor) -> None:
-    """Count how one call's decisions compare with the truth, on the device: see `CacheStats.audit`.
-
-    `bulk_lse` is over the whole stored bulk, for every head, and `read_lse` over all that a head read
-    `[batch, kv_heads, group * queries]`.
-    """
+    """Count how one call's decisions compare with the truth, on the device: see `CacheStats.audit`. `bulk_lse` is over
+    the whole stored bulk, `read_lse` over all that a head read, `[batch, kv_heads, group * queries]` both."""
     decided = step.masks.decided.unsqueeze(2)
     log_local, log_true_bulk = log_mass(step.scores, step.masks.local), true_log_bulk(step, bulk_lse)
     needed = long_context(log_local, log_true_bulk, logit(layer.options.threshold)) & decided
     all_lse = torch.logaddexp(log_local, log_true_bulk)
     missed = -torch.expm1((read_lse.view_as(all_lse) - all_lse).clamp_max(0.0)).masked_fill(~decided, 0.0)
     tallies = (decided.expand_as(flags), needed, needed & flags, flags, missed)
-    layer.counters.audit(torch.stack([tally.sum(dtype=torch.float64) for tally in tallies]))
+    layer.counters.add("audited", torch.stack([tally.sum(dtype=torch.float64) for tally in tallies]))
 
 
 def attend_by_torch(
     layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry, rule: Rule, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute a call for `decode.attend_adaptively` (arguments as there), and audit it if it is the layer's turn.
-
-    Returns:
-        `[batch, heads, queries, value_dim]` in the query's dtype, bool flags `[batch, kv_heads, group, queries]`.
-    """
+    """Compute a call for `decode.attend_adaptively`, and audit it if it is the layer's turn: the output, as there, and
+    bool flags `[batch, kv_heads, group, queries]`."""
     columns = slice(0, store.sinks + store.end)
     grouped_queries = query.reshape(query.shape[0], store.local_keys.shape[1], -1, query.shape[3])
     near = store.local_keys[:, :, columns], store.local_values[:, :, columns]

@@ -30,11 +30,9 @@ class CallOptions(NamedTuple):
 def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Tensor, options: CallOptions) -> Tensor:
     """Query-adaptive attention: each head reads its sinks and window, a long-context head its bulk as well.
 
-    The call's own tokens have been appended to `store` already; every query has its own local set and is causal. Of
-    `query` `[batch, heads, queries, dim]`, `queries` is at most the window.
-
-    Returns:
-        `[batch, heads, queries, value_dim]` in the query's dtype. Padding queries get finite, unused values.
+    The call's own tokens have been appended to `store` already; every query has its own local set and is causal.
+    `query` is `[batch, heads, queries, dim]`, at most a window of queries, and the result `[batch, heads, queries,
+    value_dim]` in its dtype. Padding queries get finite, unused values.
     """
     queries, device = query.shape[2], query.device
     geometry = layer.shared.forward_pass.geometry(
@@ -58,9 +56,9 @@ def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float,
     if layer.binding.rule is None or layer.binding.rule[0] != key:
         criterion: str | StaticHeads | Tensor = options.criterion
         if isinstance(criterion, StaticHeads):
-            shard, kv_heads = layer.shared.model.shard, store.local_keys.shape[1]
-            sizes = {"kv_heads": kv_heads, "group": query.shape[1] // kv_heads}
-            criterion = criterion.of_layer(layer.index, **sizes, device=query.device, rank=shard.rank, ranks=shard.size)
+            own, kv_heads = layer.shared.model.shard.own(criterion.long_context[layer.index]), store.local_keys.shape[1]
+            table = own.to(query.device, non_blocking=True).reshape(kv_heads, -1)
+            criterion = table.expand(-1, query.shape[1] // kv_heads).contiguous()  # one entry for a group broadcasts
         decides = scaling, options.threshold, options.group_rule, criterion, options.update_moments
         layer.binding.rule = key, Rule(*decides, options.token_threshold, softcap)
     return layer.binding.rule[1]
@@ -80,10 +78,8 @@ def find_kernel(layer: QAdALayer, store: TokenStore, query: Tensor) -> Callable 
 def decode_one_token(
     layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry, rule: Rule, kernel: Callable
 ) -> tuple[Tensor, Tensor]:
-    """A call with one query a row by `kernel`, a `fused_decode`; arguments and results as of `attend_by_torch`.
-
-    Nothing here waits for the device: small tensors of host numbers are copied to it without blocking.
-    """
+    """A call with one query a row by `kernel`, a `fused_decode`; arguments and results as of `attend_by_torch`. Nothing
+    here waits for the device: small tensors of host numbers are copied to it without blocking."""
     bulk, sketch, counters = store.bulk, store.sketch, layer.counters
     tensors = query, store.local_keys, store.local_values, *bulk.in_place()
     call = DecodeCall(*tensors, geometry.rows, rule, binding=layer.binding)
@@ -117,10 +113,8 @@ def attend_exactly(
     """Exact causal attention of many new tokens over everything cached and themselves.
 
     The bulk is streamed block by block, so device memory does not grow with it. The new tokens are not yet in `store`:
-    `query` `[batch, heads, tokens, dim]`, `key` and `value` `[batch, kv_heads, tokens, dim]` and `value_dim`.
-
-    Returns:
-        `[batch, heads, tokens, value_dim]` in the query's dtype; zeros for padding.
+    `query` `[batch, heads, tokens, dim]`, `key` and `value` `[batch, kv_heads, tokens, dim]` and `value_dim`. The
+    result is `[batch, heads, tokens, value_dim]` in the query's dtype, zeros for padding.
     """
     scaling, softcap, valid, sink_logits = options
     result = query.new_zeros(*query.shape[:-1], value.shape[-1])

@@ -48,11 +48,8 @@ outside_graphs = torch.compiler.disable(
 
 
 def check_readers(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
-    """Raise NotImplementedError if the model's own code would do something else under our name than under its own.
-
-    Raises:
-        ValueError: the config belongs to no model yet, or its attention implementation is not one we can wrap.
-    """
+    """Raise NotImplementedError if the model's own code would do something else under our name than under its own, and
+    ValueError if the config belongs to no model yet, or its attention implementation is not one we can wrap."""
     name = config._attn_implementation
     if name is None:
         raise ValueError(
@@ -113,12 +110,9 @@ def attention_forward(
 
     The first call on an empty cache, and every call of another cache, is the model's own implementation. A call
     with more new tokens than the window, or of a chunk of `generate`'s prompt, is exact attention over everything; any
-    other is query-adaptive.
-
-    Raises:
-        NotImplementedError: the model asks for something this cache does not compute (see the message).
-        RuntimeError: training mode, or keys of a cache already used with another model.
-        ValueError: an attention mask this cache cannot follow.
+    other is query-adaptive. NotImplementedError, if the model asks for something this cache does not compute;
+    RuntimeError in training mode, or at keys of a cache already used with another model; ValueError at a mask this
+    cache cannot follow.
     """
     kwargs.update(scaling=scaling, dropout=dropout)
     if (layer := getattr(key, "_qada_layer", None)) is None:
@@ -147,32 +141,31 @@ def _attend(
     layer: QAdALayer, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict
 ) -> tuple[Tensor, Tensor | None]:
     """`attention_forward` for keys that a layer of a QAdACache handed out."""
-    if layer.store is None:
-        return _base(module)(module, query, key, value, mask, **kwargs)
-    if layer.incoming is not key:
+    if layer.store is None or layer.incoming is not key:  # a layer without a store has handed out nothing
         raise NotImplementedError(
             f"{layer.shared.model.model_type} attends more than once to one layer's keys, in that layer or in others, "
             "which QAdACache does not support: use transformers.DynamicCache for this model"
         )
-    queries = query.shape[-2]
+    batch, _, queries, dim = query.shape
+    first = layer.index == layer.shared.model.layers[0]  # of the pass
     try:
-        _check_supported(module, layer, queries, kwargs)
-        valid = layer.read_mask(mask, batch=query.shape[0], tokens=queries)
+        _check_supported(module, layer, queries, kwargs, first=first)
+        layer.padding, valid = layer.padding.after(mask, batch=batch, seen=layer.seen, queries=queries, first=first)
     except (NotImplementedError, RuntimeError, ValueError):
         layer.abandon(queries)
         raise
-    scaling = query.shape[-1] ** -0.5 if kwargs["scaling"] is None else kwargs["scaling"]
+    scaling = dim**-0.5 if kwargs["scaling"] is None else kwargs["scaling"]
     softcap = kwargs.get("softcap")
     # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
     if softcap is not None and cast(PreTrainedConfig, module.config)._attn_implementation != _OUR_NAMES["eager"]:
         softcap = None
     options = CallOptions(scaling, softcap, valid, sink_logits=kwargs.get("s_aux"))
     forward_pass = layer.shared.forward_pass
-    if layer.index == layer.shared.model.layers[0]:
+    if first:
         # After a decoded token there are pending ones beside the window, and a single token is no chunk.
         forward_pass.is_prefill_chunk = (queries > 1 or layer.store.end <= layer.options.window) and _reads_chunk()
-    first, exact = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
-    if first:
+    empty, exact = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
+    if empty:
         out, _ = _base(module)(module, query, key, value, mask, **kwargs)
     else:
         if exact:
@@ -183,13 +176,13 @@ def _attend(
         with without_autocast(query.device):
             out = layer.shared.residents.retried(work)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
-    if first or exact:
+    if empty or exact:
         layer.store.absorb(key, value, valid)
     layer.incoming = None
     return out, None
 
 
-def _check_supported(module: nn.Module, layer: QAdALayer, tokens: int, kwargs: dict) -> None:
+def _check_supported(module: nn.Module, layer: QAdALayer, tokens: int, kwargs: dict, *, first: bool) -> None:
     managed = layer.shared.model
     name = managed.model_type
     way_out = "use transformers.DynamicCache for this model"
@@ -203,7 +196,7 @@ def _check_supported(module: nn.Module, layer: QAdALayer, tokens: int, kwargs: d
             )
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"QAdACache supports causal attention only, {name} asks for bidirectional: {way_out}")
-    first = layer.index == managed.layers[0]  # once a pass: a look into the config takes as long as the other checks
+    # Once a pass: a look into the config takes as long as the other checks.
     if kwargs.get("output_attentions") or (first and cast(PreTrainedConfig, module.config).output_attentions):
         raise NotImplementedError(
             "QAdACache cannot return attention weights, as it never computes most of them: "
@@ -226,11 +219,8 @@ def _check_supported(module: nn.Module, layer: QAdALayer, tokens: int, kwargs: d
 
 
 def _reads_chunk() -> bool:
-    """Whether `generate` is on the stack, reading its prompt in chunks.
-
-    No argument of a forward pass tells: a last chunk looks like a short turn. A prompt that is read by other code is
-    taken for turns.
-    """
+    """Whether `generate` is on the stack, reading its prompt in chunks. No argument of a forward pass tells: a last
+    chunk looks like a short turn. A prompt that is read by other code is taken for turns."""
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_code is GenerationMixin._prefill.__code__:
             return getattr(frame.f_locals.get("generation_config"), "prefill_chunk_size", None) is not None

@@ -28,9 +28,8 @@ logger = logging.get_logger(__name__)
 
 NEWEST = (5, 23)  # transformers that the tests run on: what is private there may change
 
-_NAME = "_attn_implementation"
-# Functions that read the name without effect here: `__init__` ran before it was replaced, and the other (Gemma 4's) is
-# of models whose layers share keys, which are refused for that.
+# Functions that read the attention's name without effect: `__init__` ran before it was replaced. The other (Gemma 4's)
+# is of models whose layers share keys, which are refused for that.
 _HARMLESS = ("__init__", "_maybe_slice_kv_shared_inputs")
 _TABLES = ("ALL_ATTENTION_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS")  # of functions, where ours are registered
 
@@ -49,10 +48,8 @@ def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) 
 
 
 def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
-    """Raise NotImplementedError for a kind of model that its config, or its kind, already tells cannot be served.
-
-    Of a transformers newer than any tested there is a warning, once.
-    """
+    """Raise NotImplementedError for a kind of model that its config, or its kind, already tells cannot be served. Of a
+    transformers newer than any tested there is a warning, once."""
     if tuple(map(int, transformers.__version__.split(".")[:2])) > NEWEST:
         logger.warning_once(
             f"qada-cache was tested with transformers up to {'.'.join(map(str, NEWEST))}, and this is "
@@ -87,25 +84,19 @@ def warn_of_no_layers(layers: Sequence[Any], config: PreTrainedConfig) -> None:
 def describe_model(
     model: PreTrainedModel | None, config: PreTrainedConfig | None, layers: Sequence[int]
 ) -> ManagedModel:
-    """What a cache that serves these layers knows of its model, of which there may be the config alone.
-
-    Raises:
-        NotImplementedError: as `head_shard`.
-    """
+    """What a cache that serves these layers knows of its model, of which there may be the config alone. What
+    `head_shard` refuses is refused."""
     decoder = text_config(model, config)
     managed = ManagedModel(decoder.model_type, config=decoder, whole_config=config, layers=tuple(layers))
     if model is None:
         return managed
     shard = head_shard(model, decoder, layers)
-    return replace(managed, whole_config=model.config, dtype=model.dtype, reference=weakref.ref(model), shard=shard)
+    return replace(managed, whole_config=model.config, dtype=model.dtype, get=weakref.ref(model), shard=shard)
 
 
 def resolve_options(options: Options, managed: ManagedModel) -> Options:
-    """These options with the moments that they ask for, loaded or collected if they are needed.
-
-    Raises:
-        TypeError, FileNotFoundError, ValueError: as `resolve_moments`; moments or static heads are not of this model.
-    """
+    """These options with the moments that they ask for, loaded or collected if they are needed. Errors are those of
+    `resolve_moments`, or a ValueError: moments or static heads are not of this model."""
     used = options.criterion == "gaussian" and bool(managed.layers)
     current, other = resolve_moments(
         options.moments, model=managed.get(), config=managed.whole_config, used=used, shard=managed.shard
@@ -194,7 +185,7 @@ def _read_by(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == _NAME
+    return isinstance(node, ast.Attribute) and node.attr == "_attn_implementation"
 
 
 def _differs(node: ast.AST, name: str, instead: str) -> bool:

@@ -134,11 +134,9 @@ class QAdALM(HFLM):
         self._task = "none"
 
     def _by_task(self, name: str, requests: list[Instance], disable_tqdm: bool = False) -> list:
-        """`HFLM`'s method `name`, task by task: no cache serves two tasks, so its counters are one task's.
-
-        A process that shares requests with others runs its own requests alone, and not the repeated ones that lm-eval
-        adds: those are for models that compute together, and would be counted.
-        """
+        """`HFLM`'s method `name`, task by task: no cache serves two tasks, so its counters are one task's. A process
+        that shares requests with others runs its own alone, and not the repeated ones that lm-eval adds: those are for
+        models that compute together, and would be counted."""
         tasks: dict[str | None, list[int]] = {}
         seen: Counter[int] = Counter()
         for place, request in enumerate(requests):
@@ -170,10 +168,8 @@ class QAdALM(HFLM):
 
     @torch.no_grad()
     def _forward(self, cache: QAdACache, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
-        """Log-probabilities `[rows, tokens, vocabulary]` after each of the new tokens `ids` `[rows, tokens]`.
-
-        `mask` `[rows, cached + tokens]` is 0 at padding. Positions are handed over: by itself the model counts padding.
-        """
+        """Log-probabilities `[rows, tokens, vocabulary]` after each of the new tokens `ids` `[rows, tokens]`. The
+        `mask` `[rows, cached + tokens]` is 0 at padding. Positions are given: by itself the model counts padding."""
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         precision = self.mixed_precision_dtype
         with torch.autocast(self.device.type, dtype=precision, enabled=precision is not None):

@@ -121,10 +121,8 @@ def generate(
 
 
 def _one_row(ids: Any, settings: GenerationConfig, others: Mapping[str, Any]) -> Tensor | None:
-    """The token ids `[tokens]` of a call with a cache that can be kept, on the host; None for other calls.
-
-    `settings` are all that the call asks of generation, `others` its other arguments.
-    """
+    """The token ids `[tokens]` of a call with a cache that can be kept, on the host; None for other calls. `settings`
+    are all that the call asks of generation, `others` its other arguments."""
     mask: Any = others.get("attention_mask")
     plain = (
         settings.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

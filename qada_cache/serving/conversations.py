@@ -125,10 +125,8 @@ class Conversations:
             self._kept.clear()
 
     def forget_one(self, most: float = math.inf) -> bool:
-        """Drop one: larger than `most` bytes by itself, else one that nobody has gone on with, else the oldest.
-
-        So prompts that are asked once make room for one another, and flush no conversation. False: there is none.
-        """
+        """Drop one: larger than `most` bytes by itself, else one that nobody has gone on with, else the oldest. So
+        prompts that are asked once make room for one another, and flush no conversation. False: there is none."""
         with self._lock:
             gone = min(self._kept, key=lambda kept: (kept.bytes <= most, kept.continued, kept.used), default=None)
             if gone is not None:

@@ -68,9 +68,7 @@ def _text(path: Path) -> str:
 
 def needed_bytes(model: PreTrainedModel, tokens: int, at_once: int) -> int:
     """Host memory that `tokens` more tokens take at the peak, `at_once` of them read in one pass: roughly, rather more.
-
-    Every layer's keys and values, with a sketch and room to grow; one layer's activations, if the model is on the host.
-    """
+    It is every layer's keys and values, with a sketch and room to grow, and one layer's activations on the host."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "num_attention_heads", None) is None:  # states alone, which do not grow with a text
         return 0

@@ -1,8 +1,7 @@
 """What the layers of one cache share: its options, the model served, the progress of a pass."""
 
 import sys
-import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -104,16 +103,12 @@ class ManagedModel:
     config: Any = None  # its decoder's, compared by identity
     whole_config: Any = None  # the model's; `config` is a part of it, or the same
     dtype: torch.dtype | None = None  # the model's; None if the cache was built with a config alone
-    reference: "weakref.ref[PreTrainedModel] | None" = None  # to the model; None likewise
+    get: Callable[[], PreTrainedModel | None] = lambda: None  # the model, weakly; None likewise, or if it is gone
     layers: tuple[int, ...] = ()  # indices of the full-attention layers, served by the cache itself
     shard: HeadShard = UNSHARDED  # this process's part of their heads
 
     def __deepcopy__(self, memo: dict) -> "ManagedModel":
         return self  # a copied config would not be the model's
-
-    def get(self) -> PreTrainedModel | None:
-        """The model itself, if the cache was given it and it is still there."""
-        return None if self.reference is None else self.reference()
 
 
 @dataclass

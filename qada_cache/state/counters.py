@@ -46,9 +46,10 @@ class Counters:
         if len(self._unsummed) == UNSUMMED_CALLS or flags.shape[-1] > 1:
             self._sum()
 
-    def audit(self, sums: Tensor) -> None:
-        """Add one call's to `audited`."""
-        self.audited = sums if self.audited is None else self.audited.to(sums) + sums
+    def add(self, name: str, sums: Tensor) -> None:
+        """Add to a counter that is a tensor; one from a file may lie on another device than the model."""
+        before = getattr(self, name)
+        setattr(self, name, sums if before is None else before.to(sums) + sums)
 
     def on(self, device: torch.device, name: str) -> Tensor:
         """The counter `name`, one that kernels add to, int64 `[]` on `device`."""
@@ -66,24 +67,17 @@ class Counters:
 
     @property
     def record(self) -> dict[str, Any]:
-        """All counters, by name."""
+        """All counters, by name: the arguments that make an equal one."""
         self._sum()
         return {name: getattr(self, name) for name in COUNTER_NAMES}
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> "Counters":
-        """The inverse of `record`, which may hold other things as well."""
-        return cls(**{name: record[name] for name in COUNTER_NAMES})
 
     def _sum(self) -> None:
         for shape, calls in itertools.groupby(self._unsummed, key=lambda call: call[0].shape):
             flags, decided = zip(*calls, strict=True)
             real = torch.stack([where.expand(shape[0], 1, shape[3]) for where in decided]).unsqueeze(3)
             local = ~torch.stack(flags) & real  # [calls, batch, kv_heads, group, queries]
-            heads, groups = local.sum(dim=(0, 1, 4)), local.all(dim=3).sum(dim=(0, 1, 3))
-            # Counts from a file may lie on another device than the model.
-            self.local_heads = heads if self.local_heads is None else self.local_heads.to(heads) + heads
-            self.local_groups = groups if self.local_groups is None else self.local_groups.to(groups) + groups
+            self.add("local_heads", local.sum(dim=(0, 1, 4)))
+            self.add("local_groups", local.all(dim=3).sum(dim=(0, 1, 3)))
         self._unsummed.clear()
 
 

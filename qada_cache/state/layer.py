@@ -16,9 +16,7 @@ from .counters import Counters
 
 def _no_tensor(name: str) -> Any:
     """The property `keys` or `values`, for code that takes a layer for transformers' own: None as long as it is empty.
-
-    Then there is no single tensor to return: to make one would copy the whole bulk to the device, without its padding.
-    """
+    Later a single tensor would be a copy of the whole bulk on the device, without its padding."""
 
     def refuse(layer: "QAdALayer", *given: Tensor | None) -> None:
         if any(part is not None for part in given) if given else layer.is_initialized:
@@ -35,11 +33,8 @@ class Seen(int):
 
 
 class QAdALayer(DynamicLayer):
-    """One full-attention layer: its tokens, padding and counters.
-
-    `update` only tags new tokens. The attention function (`attention/forward.py`) stores them: it has the queries, and
-    the mask that tells real tokens from padding.
-    """
+    """One full-attention layer: its tokens, padding and counters. `update` only tags new tokens. The attention function
+    (`attention/forward.py`) stores them: it has the queries, and the mask that tells real tokens from padding."""
 
     supports_early_init = False  # nothing is preallocated by transformers' export path
     keys, values = _no_tensor("keys"), _no_tensor("values")
@@ -100,11 +95,8 @@ class QAdALayer(DynamicLayer):
         self.store, self.is_initialized = store, True  # only now: memory may have run out before
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Tag new tokens `[batch, kv_heads, tokens, dim]`; the result is for our attention function alone.
-
-        Raises:
-            RuntimeError: gradients are recorded, the batch size or dtype changed, or the last tokens never reached us.
-        """
+        """Tag new tokens `[batch, kv_heads, tokens, dim]`; the result is for our attention function alone. RuntimeError
+        if gradients are recorded, the batch size or dtype changed, or the last tokens never reached us."""
         self.check_attended()
         if key_states.requires_grad or value_states.requires_grad:
             raise RuntimeError(
@@ -150,13 +142,6 @@ class QAdALayer(DynamicLayer):
         self.incoming = None
         self.seen -= tokens
         self.shared.progress.rewind_to(self.index - 1)
-
-    def read_mask(self, mask: Tensor | None, *, batch: int, tokens: int) -> Tensor | None:
-        """Note new padding of a call, whose `tokens` are the last of `seen`; arguments, result and errors as of
-        `Padding.after`."""
-        first = self.index == self.shared.model.layers[0]
-        self.padding, new = self.padding.after(mask, batch=batch, seen=self.seen, queries=tokens, first=first)
-        return new
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The tokens that a mask of a call of `query_length` is for, and the first of them."""

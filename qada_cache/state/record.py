@@ -82,7 +82,7 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
     except (KeyError, TypeError, AttributeError) as error:  # a field is missing, or of another kind
         raise ValueError(f"layer {layer.index} is no record of a layer: {error!r}") from error
     layer.seen, layer.padding = record["seen"], padding
-    layer.counters = Counters.from_record(record)
+    layer.counters = Counters(**{name: record[name] for name in COUNTER_NAMES})
 
 
 def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:

@@ -41,7 +41,7 @@ def test_sums_of_many_calls() -> None:
     assert counted.steps == 3 * counters.UNSUMMED_CALLS
     assert torch.equal(counted.record["local_heads"], heads)
     assert torch.equal(counted.record["local_groups"], groups)
-    again, decided = Counters.from_record(counted.record), torch.ones(1, 1, 1, dtype=torch.bool)
+    again, decided = Counters(**counted.record), torch.ones(1, 1, 1, dtype=torch.bool)
     again.count(
         torch.zeros(1, 2, 3, 1, dtype=torch.bool), SimpleNamespace(decided=decided, decisions=1, dense_tokens=5), 3
     )
