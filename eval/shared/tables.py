@@ -73,9 +73,7 @@ def machine() -> str:
         models = {line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line}
         name = ", ".join(sorted(models)) or name
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    parts = [f"{name} ({os.cpu_count()} cores, {memory:.0f} GiB)"]
-    parts += [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    parts.append(
-        f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
-    )
-    return "; ".join(parts)
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    processor = f"{name} ({os.cpu_count()} cores, {memory:.0f} GiB)"
+    return "; ".join([processor, *devices, f"Python {platform.python_version()}, {versions}"])
