@@ -124,14 +124,14 @@ void score_moments(const Partial& local, const float* key_mean, const float* cov
 float gaussian_log_bulk(float mean, float variance, float tokens) { return logf(tokens) + mean + 0.5f * variance; }
 
 // The copy of `criterion.long_context`.
-bool long_context(float log_local, float log_bulk, float logit_threshold) { return log_local - log_bulk < logit_threshold; }
+bool long_context(float local, float bulk, float logit_threshold) { return local - bulk < logit_threshold; }
 
-// Eq. 7's `log A_bulk` of every query of a head, of two prompts' moments the larger; +inf without any moments: then
-// nothing can be said about the bulk.
+// Eq. 7's `log A_bulk` of every query of a head, of two prompts' moments the larger that is a number; +inf without
+// any: then nothing can be said about the bulk.
 void estimate_log_bulk(const Decode& call, const Partial& local, int64_t row, int64_t head, float tokens,
                        float* log_bulk) {
     float mean[QUERIES], variance[QUERIES];
-    std::fill(log_bulk, log_bulk + QUERIES, call.other_mean.data ? -INFINITY : INFINITY);
+    std::fill(log_bulk, log_bulk + QUERIES, NAN);
     if (call.mean.data) {
         score_moments(local, call.mean.at(row, head), call.covariance.at(row, head), mean, variance);
         float known = (float)*call.count.at(row);
@@ -145,8 +145,10 @@ void estimate_log_bulk(const Decode& call, const Partial& local, int64_t row, in
     if (call.other_mean.data) {
         score_moments(local, call.other_mean.at(row, head), call.other_covariance.at(row, head), mean, variance);
         for (int q = 0; q < QUERIES; q++)
-            log_bulk[q] = std::max(log_bulk[q], gaussian_log_bulk(mean[q], variance[q], tokens));
+            log_bulk[q] = fmaxf(log_bulk[q], gaussian_log_bulk(mean[q], variance[q], tokens));
     }
+    for (int q = 0; q < QUERIES; q++)
+        if (std::isnan(log_bulk[q])) log_bulk[q] = INFINITY;
 }
 
 // Local attention of one KV head, and which of its queries need the long context: whether any does.
