@@ -7,6 +7,7 @@ import pytest
 import torch
 from decode_scene import Scene
 from test_selected_tokens import run, share, small  # noqa: F401 - a fixture
+from test_selected_tokens import test_what_is_not_finite_shows as check_what_is_not_finite
 from test_triton import COMPILED, needs_compiler
 
 from qada_cache.kernels import cpu
@@ -41,3 +42,10 @@ def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_selected_tokens(dim: int, bits: float, dtype: torch.dtype) -> None:
     scene = Scene(bulk=[(257, 5), (63, 0), (39, 9)], short=(), dim=dim, value_dim=64, group=3, dtype=dtype, bits=bits)
     assert 0.05 < share(run(COMPILED.values[0], scene, token_threshold=scene.token_threshold())) < 0.7
+
+
+@needs_compiler
+@pytest.mark.usefixtures("built_for")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_shows(bad: float) -> None:
+    check_what_is_not_finite(COMPILED.values[0], 0, bad)

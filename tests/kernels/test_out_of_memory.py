@@ -31,6 +31,7 @@ void* operator new(std::size_t size) {
     if (void* found = std::malloc(size)) return found;
     throw std::bad_alloc();
 }
+void* operator new[](std::size_t size) { return operator new(size); }  // the library's own would not count
 """
 
 

@@ -1,5 +1,5 @@
-// The arguments of `fused_decode`, and its first half: local attention, which heads need the long context, and what they
-// ask of it by a sketch.
+// The arguments of `fused_decode`, and its first half: local attention, which heads need the long context, and what
+// they ask of it by a sketch.
 
 #pragma once
 
@@ -51,7 +51,7 @@ struct Decode {
     float log_token_threshold, log_unread_weight;
     float unreliable, noise_share;  // see `unreliable` of selection.py
     int criterion, group_rule, pool_pending, threads;
-    int words[3];  // of `Layout`
+    Words words;
 
     int64_t stored(int64_t row) const { return *rows.bulk_lengths.at(row); }
     int64_t bulk_tokens(int64_t row) const {
@@ -63,7 +63,6 @@ struct Decode {
         return std::max<int64_t>(1, (tokens + segment_tokens / 2) / segment_tokens);
     }
     bool sketched_row(int64_t row) const { return codes.data && stored(row) >= min_sketched; }
-    Words layout() const { return {words[0], words[1], words[2]}; }
     // How much a token must weigh of a query's attention to be read.
     float log_share_cut(int64_t row) const { return log_token_threshold - logf((float)bulk_tokens(row)); }
 
@@ -98,7 +97,8 @@ void pool(const Decode& call, const Partial& local, int64_t row, int64_t head, f
             squares += (scores[i] - pending_mean) * (scores[i] - pending_mean);
         float pending_variance = squares / std::max(tokens, 1.0f), delta = pending_mean - mean[q];
         mean[q] += delta * (tokens / total);
-        variance[q] = (count * variance[q] + tokens * pending_variance + delta * delta * (count * tokens / total)) / total;
+        variance[q] = count * variance[q] + tokens * pending_variance + delta * delta * (count * tokens / total);
+        variance[q] /= total;
     }
 }
 
@@ -124,14 +124,14 @@ void score_moments(const Partial& local, const float* key_mean, const float* cov
 float gaussian_log_bulk(float mean, float variance, float tokens) { return logf(tokens) + mean + 0.5f * variance; }
 
 // The copy of `criterion.long_context`.
-bool long_context(float log_local, float log_bulk, float logit_threshold) { return log_local - log_bulk < logit_threshold; }
+bool long_context(float local, float bulk, float logit_threshold) { return local - bulk < logit_threshold; }
 
-// Eq. 7's `log A_bulk` of every query of a head, of two prompts' moments the larger; +inf without any moments: then
-// nothing can be said about the bulk.
+// Eq. 7's `log A_bulk` of every query of a head, of two prompts' moments the larger that is a number; +inf without
+// any: then nothing can be said about the bulk.
 void estimate_log_bulk(const Decode& call, const Partial& local, int64_t row, int64_t head, float tokens,
                        float* log_bulk) {
     float mean[QUERIES], variance[QUERIES];
-    std::fill(log_bulk, log_bulk + QUERIES, call.other_mean.data ? -INFINITY : INFINITY);
+    std::fill(log_bulk, log_bulk + QUERIES, NAN);
     if (call.mean.data) {
         score_moments(local, call.mean.at(row, head), call.covariance.at(row, head), mean, variance);
         float known = (float)*call.count.at(row);
@@ -145,8 +145,10 @@ void estimate_log_bulk(const Decode& call, const Partial& local, int64_t row, in
     if (call.other_mean.data) {
         score_moments(local, call.other_mean.at(row, head), call.other_covariance.at(row, head), mean, variance);
         for (int q = 0; q < QUERIES; q++)
-            log_bulk[q] = std::max(log_bulk[q], gaussian_log_bulk(mean[q], variance[q], tokens));
+            log_bulk[q] = fmaxf(log_bulk[q], gaussian_log_bulk(mean[q], variance[q], tokens));
     }
+    for (int q = 0; q < QUERIES; q++)
+        if (std::isnan(log_bulk[q])) log_bulk[q] = INFINITY;
 }
 
 // Local attention of one KV head, and which of its queries need the long context: whether any does.
@@ -160,7 +162,7 @@ bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* ls
     int64_t tokens = call.bulk_tokens(row);
     float log_bulk[QUERIES];
     bool decided = *call.rows.decided.at(row) && tokens > 0, any = false;
-    for (int q = 0; q < QUERIES; q++)  // of criteria that compare no masses: `criterion.fixed_log_bulk`
+    for (int q = 0; q < QUERIES; q++)  // of criteria that compare no masses
         log_bulk[q] = call.criterion == DENSE || (call.criterion == STATIC && call.table.at(0, head)[q]) ? INFINITY
                                                                                                          : -INFINITY;
     if (decided && call.criterion == GAUSSIAN) estimate_log_bulk(call, local, row, head, (float)tokens, log_bulk);
@@ -198,9 +200,8 @@ struct Selecting {
     }
 
     Estimates estimates(const Decode& call, int64_t row, int64_t head) const {
-        Words words = call.layout();
         return {count, segments.get(), segment_count, call.segment_tokens, call.codes.at(row, head),
-                call.codes.head_stride / words.count(), words, call.scales.at(row, head)};
+                call.codes.head_stride / call.words.count(), call.words, call.scales.at(row, head)};
     }
 
     // Rounds the flagged queries for each segment.
@@ -243,7 +244,7 @@ struct Selecting {
         const Segments own{segment_count, call.centres.at(row, head), call.order.at(row, head),
                            call.weights.at(row, head), call.units.at(row, head), call.errors};
         for (int64_t s = 0; s < segment_count; s += TOGETHER)
-            own.round(queries, s, call.layout(), call.scaling, segments.get());
+            own.round(queries, s, call.words, call.scaling, segments.get());
         return true;
     }
 };

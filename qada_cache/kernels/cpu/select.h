@@ -56,8 +56,7 @@ struct Estimates {
         alignas(CACHE_LINE) int32_t exact[QUERIES][SPAN];
         multiply(block, stride, words, queries, exact);
         Singles scale[VECTORS];
-        for (int v = 0; v < VECTORS; v++)
-            scale[v] = widened(loaded<Octets>(block_scales + v * TOKENS));
+        for (int v = 0; v < VECTORS; v++) scale[v] = widened(loaded<Octets>(block_scales + v * TOKENS));
         for (int q = 0; q < count; q++) {
             float step = queries.step[q], offset = queries.offset[q];
             float spread = queries.spread[q], middle = queries.middle[q];
@@ -119,7 +118,7 @@ struct Scan {
     int64_t head, start, stop;
     float highest[QUERIES];  // about the highest score, or the local mass
     Singles mass[QUERIES];   // relative to that
-    Singles unread_mass[QUERIES];   // as much of it as is of tokens not kept: sums, as differences would be of rounding alone
+    Singles unread_mass[QUERIES];   // as much of it as is of tokens not kept: a sum, as a difference would be rounding
     Singles lifted[QUERIES];  // these, times how far the scores are above `middle`
     Singles sum[QUERIES], squares[QUERIES];  // of how far all scores are above it
     float log_unread_mass[QUERIES];  // of what is not read
@@ -130,13 +129,13 @@ struct Scan {
 
     // A token is kept if the score of a query, of which the local buffer has `log_buffer`, is at least `score_cut`, or
     // `log_share` more than the log-sum-exp of what has been seen so far.
-    void run(Estimates& found, const float* log_buffer, const float* given, float log_share) {
+    void run(const Estimates& found, const float* log_buffer, const float* given, float log_share) {
         // Their number is known to the compiler where all ask, as with the group rule "any".
         if (found.count == QUERIES) run_as<true>(found, log_buffer, given, log_share);
         else run_as<false>(found, log_buffer, given, log_share);
     }
     template <bool ALL>
-    void run_as(Estimates& found, const float* log_buffer, const float* given, float log_share) {
+    void run_as(const Estimates& found, const float* log_buffer, const float* given, float log_share) {
         const int queries = ALL ? QUERIES : found.count;
         float score_cut[QUERIES];
         count = 0;
@@ -173,7 +172,7 @@ struct Scan {
     template <bool WHOLE>
     INLINED void weigh(int q, const Singles* scores, const Marks* selected, int here) {
         Singles weights[VECTORS], added = weights_of(q, scores, weights);
-        if (bits_of(below(added, MAX_WEIGHT)) != bits_of(first_marks(TOKENS))) added = raise(q, scores, weights);
+        if (bits_of(at_least(added, MAX_WEIGHT))) added = raise(q, scores, weights);
         Singles unread = {}, lift = {}, total = {}, total_squares = {};
         for (int v = 0; v < VECTORS; v++) {
             Singles above = scores[v] - middle[q], left = without(weights[v], selected[v]);
@@ -198,7 +197,7 @@ struct Scan {
         return sum;
     }
 
-    // As `weights_of`, when a query's highest score is one of this span; a nan stays one.
+    // As `weights_of`, when a query's highest score is one of this span.
     __attribute__((noinline)) Singles raise(int q, const Singles* scores, Singles* weights) {
         float peak = highest[q];
         for (int v = 0; v < VECTORS; v++) peak = std::max(peak, largest(scores[v]));

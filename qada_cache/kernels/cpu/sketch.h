@@ -26,9 +26,9 @@ constexpr int TOGETHER = std::max(1, TOKENS / SLOTS);
 typedef float Slots __attribute__((vector_size(4 * SLOTS)));
 typedef float Wide __attribute__((vector_size(4 * SLOTS * TOGETHER)));
 typedef int32_t WideIntegers __attribute__((vector_size(4 * SLOTS * TOGETHER)));
-inline Slots slots_of(const Wide& wide, int segment) { return loaded<Slots>((const char*)&wide + segment * sizeof(Slots)); }
+inline Slots slots_of(const Wide& wide, int j) { return loaded<Slots>((const char*)&wide + j * sizeof(Slots)); }
 
-// In place, as by `layout.rotate`.
+// In place, as by `rotate` of sketch/__init__.py.
 inline void rotate(Wide* values, int count) {
     for (Wide* block = values; block < values + count; block += 8) {
 #pragma GCC unroll 3
@@ -44,7 +44,7 @@ inline void rotate(Wide* values, int count) {
     }
 }
 
-// The flagged queries of a head, as one segment's codes meet them: rounded as by `codec.round_query`, and what else
+// The flagged queries of a head, as one segment's codes meet them: rounded as in `estimated_scores`, and what else
 // estimates take, `middle + scale * (step * product - offset + spread * scale)`.
 struct Rounded {
     int32_t fours[DIM / 4][SLOTS];  // of four channels the rounded values, a byte each
@@ -87,7 +87,7 @@ struct Segments {
             highest = size > highest ? size : highest;
         }
         const Wide inverse = LEVELS / highest;
-        WideIntegers sum = {};  // of queries times the highest levels: codes are indices, odd integers twice that less these
+        WideIntegers sum = {};  // of queries times highest levels: odd integers are twice what codes hold, less these
         for (int d = 0; d < coded; d += 4) {
             const int level = d < 8 * words.of_four ? 15 : d < 8 * words.of_four + 16 * words.of_two ? 3 : 1;
             WideIntegers packed = {};
@@ -113,29 +113,21 @@ struct Segments {
 
 // Words of a few keys, or four bytes for each; products of unsigned with signed bytes are added four to an integer.
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-typedef __m512i Bytes;
-inline Bytes bits_of(Bytes a, int shift, int mask) {
-    return _mm512_and_si512(_mm512_srli_epi16(a, shift), _mm512_set1_epi8((char)mask));
+typedef Integers Bytes;
+inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {
+    return (Bytes)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)query);
 }
-inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) { return _mm512_dpbusd_epi32(sums, codes, query); }
-inline Bytes broadcast(int32_t four) { return _mm512_set1_epi32(four); }
 #elif defined(__AVX2__)
-typedef __m256i Bytes;
-inline Bytes bits_of(Bytes a, int shift, int mask) {
-    return _mm256_and_si256(_mm256_srli_epi16(a, shift), _mm256_set1_epi8((char)mask));
-}
+typedef int32_t Bytes __attribute__((vector_size(32)));
 inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {  // pairs stay far below what 16 bits hold
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, query), _mm256_set1_epi16(1)));
+    return sums + (Bytes)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)codes, (__m256i)query), _mm256_set1_epi16(1));
 }
-inline Bytes broadcast(int32_t four) { return _mm256_set1_epi32(four); }
 #else
 typedef Integers Bytes;
-inline Bytes bits_of(Bytes a, int shift, int mask) { return a >> shift & mask * 0x01010101; }
 inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {
     for (int shift = 0; shift < 32; shift += 8) sums += (codes >> shift & 255) * (query << (24 - shift) >> 24);
     return sums;
 }
-inline Bytes broadcast(int32_t four) { return Bytes{} + four; }
 #endif
 constexpr int KEYS = sizeof(Bytes) / 4;  // that are multiplied at once
 
@@ -160,10 +152,10 @@ INLINED void add_words(const uint32_t* codes, int64_t stride, int words, const R
             const int32_t* fours = queries.fours[first / 4 + word * (8 / BITS) + plane];
             Bytes values[COLUMNS];
 #pragma GCC unroll 8
-            for (int c = 0; c < COLUMNS; c++) values[c] = bits_of(packed[c], plane * BITS, (1 << BITS) - 1);
+            for (int c = 0; c < COLUMNS; c++) values[c] = packed[c] >> plane * BITS & ((1 << BITS) - 1) * 0x01010101;
 #pragma GCC unroll 16
             for (int q = 0; q < QUERIES; q++) {  // others have integers as well, of no use
-                const Bytes four = broadcast(fours[q]);
+                const Bytes four = Bytes{} + fours[q];
 #pragma GCC unroll 8
                 for (int c = 0; c < COLUMNS; c++) sums[q][c] = add_products(sums[q][c], values[c], four);
             }

@@ -40,9 +40,9 @@ struct Step {
     int64_t scan_count = 0, bulk_read_bytes = 0, sketch_read_bytes = 0;  // bytes for the call's counters
 
     Step(const Decode& call, int64_t first_head, int64_t kv_heads, int threads, std::vector<Scan>& pool)
-        : call(call), first_head(first_head), kv_heads(kv_heads), threads(threads), pool(pool), local_out(kv_heads * SIZE),
-          local_lse(kv_heads * QUERIES), first_part(kv_heads), part_count(kv_heads), first_scan(kv_heads + 1),
-          needed(kv_heads), selects(kv_heads), selecting(call.codes.data ? kv_heads : 0) {}
+        : call(call), first_head(first_head), kv_heads(kv_heads), threads(threads), pool(pool),
+          local_out(kv_heads * SIZE), local_lse(kv_heads * QUERIES), first_part(kv_heads), part_count(kv_heads),
+          first_scan(kv_heads + 1), needed(kv_heads), selects(kv_heads), selecting(call.codes.data ? kv_heads : 0) {}
 
     int64_t row_of(int64_t head) const { return (first_head + head) / call.kv_heads; }
     int64_t kv_head_of(int64_t head) const { return (first_head + head) % call.kv_heads; }
@@ -131,7 +131,8 @@ struct Step {
     // What is not read, as one more token: see `select_tokens` for what it weighs and says.
     void add_unread(int64_t head) {
         const float* mean = call.mean_value.at(row_of(head), kv_head_of(head));
-        float *values = &parts[unread_part(head) * SIZE], *log_unread = &part_lse[unread_part(head) * QUERIES];
+        const int64_t place = first_part[head] + 2;  // behind local and pending tokens
+        float *values = &parts[place * SIZE], *log_unread = &part_lse[place * QUERIES];
         const Scan *begin = &pool[first_scan[head]], *end = begin + first_scan[head + 1] - first_scan[head];
         int asked = 0;  // of the queries, those that ask
         for (int q = 0; q < QUERIES; q++) {
@@ -151,14 +152,13 @@ struct Step {
                               sum_of(scan->unread_mass[asked]);
             double variance = squares / count - sum / count * (sum / count);
             const float* along = selecting[head].along + asked * VALUE_DIM;
-            if (variance > 0 && log_unread[q] > -INFINITY)
+            if (!(variance <= 0) && log_unread[q] > -INFINITY)  // of a score that is a nan it has to show
                 for (int v = 0; v < VALUE_DIM; v++)
                     values[q * VALUE_DIM + v] += (lifted - sum / count) / variance * along[v];
             log_unread[q] += call.log_unread_weight;
             asked++;
         }
     }
-    int64_t unread_part(int64_t head) const { return first_part[head] + 2; }  // behind local and pending tokens
 
     void plan_selected() {
         int64_t selected = 0;

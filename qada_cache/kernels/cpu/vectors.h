@@ -34,17 +34,23 @@ using Element = float;
 
 using Channel = std::conditional_t<DIM <= 256, uint8_t, int16_t>;  // of codec.py's `order_dtype`
 
-// Floats in a vector: as wide as the processor's, and a divisor of both dimensions; pairs of them for bfloat16.
+// As wide as the processor's vectors: one float of each of so many tokens.
+#if defined(__AVX512F__)
+constexpr int TOKENS = 16;
+#elif defined(__AVX__)
+constexpr int TOKENS = 8;
+#else
+constexpr int TOKENS = 4;
+#endif
+typedef float Singles __attribute__((vector_size(4 * TOKENS)));
+typedef int32_t Integers __attribute__((vector_size(4 * TOKENS)));
+typedef uint8_t Octets __attribute__((vector_size(TOKENS)));
+
+// Floats in a vector: as many, or a divisor of both dimensions; pairs of them for bfloat16.
 constexpr int fitting(int width) {
     return DIM % (2 * width) == 0 && VALUE_DIM % (2 * width) == 0 ? width : fitting(width / 2);
 }
-#if defined(__AVX512F__)
-constexpr int WIDTH = fitting(16);
-#elif defined(__AVX__)
-constexpr int WIDTH = fitting(8);
-#else
-constexpr int WIDTH = fitting(4);
-#endif
+constexpr int WIDTH = fitting(TOKENS);
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 
 constexpr int CACHE_LINE = 64;     // bytes
@@ -174,14 +180,8 @@ inline void sum_of_each(const Lanes (&lanes)[4], float* to) {
 inline float exponential(float x) {
     x = std::max(x, NEGLIGIBLE);
     float n = floorf(x * LOG2_E + 0.5f), r = x - n * 0.693147181f;
-    float p = 1.0f / 5040;
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
+    float p = (((1.0f / 5040 * r + 1.0f / 720) * r + 1.0f / 120) * r + 1.0f / 24) * r + 1.0f / 6;
+    p = ((p * r + 0.5f) * r + 1) * r + 1;
     return p * from_bits((uint32_t)((int32_t)n + 127) << 23);
 }
 
@@ -189,18 +189,6 @@ inline float log_sum(float a, float b) {  // nan if one is, which may not be the
     float peak = std::max(a, b);
     return peak == -INFINITY ? a + b : peak + logf(expf(a - peak) + expf(b - peak));
 }
-
-// As wide as the processor's vectors: one float of each of so many tokens.
-#if defined(__AVX512F__)
-constexpr int TOKENS = 16;
-#elif defined(__AVX__)
-constexpr int TOKENS = 8;
-#else
-constexpr int TOKENS = 4;
-#endif
-typedef float Singles __attribute__((vector_size(4 * TOKENS)));
-typedef int32_t Integers __attribute__((vector_size(4 * TOKENS)));
-typedef uint8_t Octets __attribute__((vector_size(TOKENS)));
 
 // As floats; compilers would convert one after the other.
 inline Singles widened(Octets octets) {
@@ -226,10 +214,7 @@ inline Singles power_of_two(Singles x) {
     Integers whole = __builtin_convertvector(x + 1023, Integers) - 1023;  // as it rounds towards zero
     Singles r = x - __builtin_convertvector(whole, Singles);
 #endif
-    Singles p = r * 1.35341678e-2f + 5.20114601e-2f;
-    p = p * r + 2.41442755e-1f;
-    p = p * r + 6.93003833e-1f;
-    p = p * r + 1.00000262f;
+    Singles p = (((r * 1.35341678e-2f + 5.20114601e-2f) * r + 2.41442755e-1f) * r + 6.93003833e-1f) * r + 1.00000262f;
 #if defined(__AVX512DQ__)
     return (Singles)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
@@ -239,9 +224,7 @@ inline Singles power_of_two(Singles x) {
 
 // One bit for each token where `mask` is set, which is in all bits or none.
 inline uint64_t bits_of(Integers mask) {
-#if defined(__AVX512DQ__)
-    return _mm512_movepi32_mask((__m512i)mask);
-#elif defined(__AVX512F__)
+#if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
 #elif defined(__AVX__)
     return (uint64_t)_mm256_movemask_ps((__m256)mask);
@@ -271,17 +254,13 @@ typedef __mmask16 Marks;
 inline Marks at_least(Singles lanes, float least) {
     return _mm512_cmp_ps_mask((__m512)lanes, _mm512_set1_ps(least), _CMP_GE_OQ);
 }
-inline Marks below(Singles lanes, float limit) {
-    return _mm512_cmp_ps_mask((__m512)lanes, _mm512_set1_ps(limit), _CMP_LT_OQ);
-}
-inline Singles without(Singles lanes, Marks marks) { return (Singles)_mm512_maskz_mov_ps((Marks)~marks, (__m512)lanes); }
+inline Singles without(Singles lanes, Marks off) { return (Singles)_mm512_maskz_mov_ps((Marks)~off, (__m512)lanes); }
 inline Marks first_marks(int count) { return (Marks)((1u << std::clamp(count, 0, TOKENS)) - 1); }
 inline uint64_t bits_of(Marks marks) { return marks; }
 #else
 typedef Integers Marks;
 inline Marks at_least(Singles lanes, float least) { return lanes >= least; }
-inline Marks below(Singles lanes, float limit) { return lanes < limit; }
-inline Singles without(Singles lanes, Marks marks) { return marks ? Singles{} : lanes; }
+inline Singles without(Singles lanes, Marks off) { return off ? Singles{} : lanes; }
 inline Marks first_marks(int count) { return numbered < count; }
 #endif
 
