@@ -170,7 +170,7 @@ def logit(threshold: float) -> float:
 def long_context(log_local: Tensor, log_bulk: Tensor, logit_threshold: float) -> Tensor:
     """True where a head needs the long context: `A_local / (A_local + A_bulk) < threshold` (eq. 2, eq. 7). The
     `logit_threshold` is its `logit`, exact at both ends: at 0 every head is local, at 1 none with a bulk is. Kernels
-    have a copy of this line each, of the same name, in `kernels/cpu/decide.h` and `kernels/triton/kernels.py`."""
+    have a copy of this line each, in `kernels/cpu/decide.h` and `kernels/triton/kernels.py`."""
     return log_local - log_bulk < logit_threshold
 
 

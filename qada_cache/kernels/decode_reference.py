@@ -67,7 +67,6 @@ KV_HEADS = 3
 LOCAL, PENDING_COLUMNS, COLUMNS = 20, 5, 29  # columns of the local buffer; the others are neither
 SHORT = 300  # tokens in the bulk of all rows but the first
 ELSEWHERE = 0, 1  # the row and head that lie outside the buffers
-COUNTED = ("bulk_read_bytes", "resident_hit_bytes", "sketch_read_bytes")
 
 
 @functools.cache
@@ -106,7 +105,7 @@ def _compute(
     kwargs = {name: part.to(device) if isinstance(part, Tensor) else part for name, part in scene.items()}
     if "sketch" in kwargs:
         kwargs["sketch"] = Sketch(*(part.to(device) for part in scene["sketch"].tensors().values()))
-    counted = {name: torch.zeros((), dtype=torch.int64, device=device) for name in COUNTED}
+    read, hit, sketch_read = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
     moved = []
     for name in ("bulk_keys", "bulk_values"):
         buffer = scene[name].clone()
@@ -117,11 +116,10 @@ def _compute(
     if elsewhere:
         pointers = torch.zeros(*scene["bulk_keys"].shape[:2], 2, dtype=torch.int64, device="cpu")
         pointers[ELSEWHERE] = torch.tensor([part.data_ptr() for part in moved], device="cpu")
-        kwargs["resident_pointers"] = pointers.to(device)
-    out, flags = kernel(DecodeCall.of(**kwargs, **counted))
+        kwargs |= {"resident_pointers": pointers.to(device), "resident_hit_bytes": hit}
+    out, flags = kernel(DecodeCall.of(**kwargs, bulk_read_bytes=read, sketch_read_bytes=sketch_read))
     # Here, as the host waits for the device: until then nothing that the kernels read may be let go of.
-    read, hit, sketch_read = (counted[name].cpu() for name in COUNTED)
-    return flags.cpu(), out.cpu(), read + hit, sketch_read
+    return tuple(part.cpu() for part in (flags, out, read + hit, sketch_read))
 
 
 def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, layout: Layout | None) -> dict[str, Any]:

@@ -66,8 +66,7 @@ class Padding:
 
     def crop(self, seen: int) -> "Padding":
         """The padding of the first `seen` tokens."""
-        kept = self.known[:, :seen]
-        return self if kept.shape == self.known.shape else self._once(("crop", seen), kept)
+        return self if seen >= self.known.shape[1] else self._once((slice(None), slice(seen)))
 
     def counts(self, batch: int) -> list[int]:
         """The number of padding tokens in each of `batch` rows."""
@@ -75,15 +74,15 @@ class Padding:
 
     def select(self, index: list[int]) -> "Padding":
         """Row `i` becomes the old row `index[i]`."""
-        return self._once(("select", *index), self.known[index]) if self.known.numel() else self
+        return self._once(index) if self.known.numel() else self
 
     def equals(self, other: "Padding") -> bool:
         """Whether both say the same."""
         return torch.equal(self.known, other.known)
 
-    def _once(self, what: Any, known: Tensor) -> "Padding":
-        if self._next is None or self._next[0] != what:
-            self._next = (what, Padding(known))
+    def _once(self, index: Any) -> "Padding":
+        if self._next is None or self._next[0] != index:
+            self._next = index, Padding(self.known[index])
         return self._next[1]
 
 

@@ -176,8 +176,9 @@ class LayerResidents:
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Tokens `[rows, kv_heads, tokens, dim]` went into the bulk: residents get them too."""
-        for (row, head), old in list(self.held.items()):
+        for row, head in list(self.held):  # not the copies as well, so that one at a time takes its memory twice
             if rows.start <= row < rows.stop:
+                old = self.held[row, head]
                 self.put((row, head), None)
                 with contextlib.suppress(torch.OutOfMemoryError):  # dropped, as the host has it
                     new = (part[None, None, row - rows.start, head] for part in (keys, values))
@@ -186,8 +187,8 @@ class LayerResidents:
 
     def truncate(self, lengths: list[int]) -> None:
         """Row `r` of the bulk keeps its first `lengths[r]` tokens."""
-        for head, old in list(self.held.items()):
-            if old.tokens > (tokens := lengths[head[0]]):
+        for head in list(self.held):  # as in append
+            if (old := self.held[head]).tokens > (tokens := lengths[head[0]]):
                 self.put(head, None)
                 with contextlib.suppress(torch.OutOfMemoryError):  # as in append
                     self.put(head, AsyncCopy(tuple(part[:, :, :tokens].clone() for part in old.wait())))

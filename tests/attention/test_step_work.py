@@ -259,6 +259,17 @@ def test_masks_are_read_once_for_all_layers(act: Any, monkeypatch: pytest.Monkey
     assert grown[0] == grown[1] > 0
 
 
+@pytest.mark.parametrize("change", [lambda padding: padding.select([1, 0]), lambda padding: padding.crop(PADDED // 2)])
+def test_padding_changes_once_for_all_layers(change: Any) -> None:
+    valid = torch.ones(ROWS, LONG, dtype=torch.bool)
+    valid[1, :PADDED] = False
+    padding, _ = NONE.after(valid, batch=ROWS, seen=LONG, queries=LONG)
+    changed = change(padding)
+    with Elements() as elements:
+        assert change(padding) is changed
+    assert not elements.read
+
+
 def test_only_new_tokens_come_to_the_host() -> None:
     """The rest of a mask is read where it lies, once; and a mask of other padding is still noticed."""
     valid = torch.ones(ROWS, LONG, dtype=torch.bool)

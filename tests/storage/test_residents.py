@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,29 @@ def test_residents_grow_in_place() -> None:
         assert torch.equal(kept.tensors[0][0, 0], keys[0, head])
         assert torch.equal(kept.tensors[1][0, 0], values[0, head])
     assert copied.bytes < 12 * (keys.nbytes + values.nbytes)
+
+
+@pytest.mark.parametrize("verb", ["append", "truncate"])
+def test_one_resident_at_a_time_takes_its_memory_twice(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, values = torch.randn(2, 1, 4, 400, 4).unbind()
+    alive: list[int] = []
+    with accelerator():
+        store = Bulk(keys[:, :, :0], values[:, :, :0], offloading=True, residents=Residents(2**20), layer=0)
+        store.append(slice(0, 1), keys, values)
+        list(reading.read_parts(store, [[True] * 4]))
+        old = [weakref.ref(kept) for kept in store.residents.held.values()]
+        put = store.residents.put
+
+        def spy(*args: Any) -> None:
+            put(*args)
+            alive.append(sum(kept() is not None for kept in old))
+
+        monkeypatch.setattr(store.residents, "put", spy)
+        if verb == "append":
+            store.residents.append(slice(0, 1), keys[:, :, :8], values[:, :, :8])
+        else:
+            store.truncate([200])
+    assert alive == [4, 4, 3, 3, 2, 2, 1, 1]
 
 
 # -- heads fetched early ------------------------------------------------------------------------------------------
