@@ -40,12 +40,8 @@ def plain(table: list[dict[str, Any]]) -> str:
     lines = [list(table[0]), *([str(cell) for cell in row.values()] for row in table)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "  ".join(
-            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
-        )
-        for line in lines
-    )
+    aligned = ("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
+    return "\n".join(aligned)
 
 
 def write(path: Path, table: list[dict[str, Any]], *, add: bool = False, **everywhere: object) -> None:
