@@ -142,7 +142,7 @@ def verdict(model_type: str) -> dict[str, Any]:
         return row | {"words": words(error)}
     said: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a stand-in
     logging.getLogger("qada_cache").addHandler(handler)
     try:
         cache = QAdACache(model, threshold=1.0, sink_tokens=4, local_tokens=20, moments="current")

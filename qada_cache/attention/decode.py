@@ -59,8 +59,9 @@ def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float,
             own, kv_heads = layer.shared.model.shard.own(criterion.long_context[layer.index]), store.local_keys.shape[1]
             table = own.to(query.device, non_blocking=True).reshape(kv_heads, -1)
             criterion = table.expand(-1, query.shape[1] // kv_heads).contiguous()  # one entry for a group broadcasts
-        decides = scaling, options.threshold, options.group_rule, criterion, options.update_moments
-        layer.binding.rule = key, Rule(*decides, options.token_threshold, softcap)
+        rule = Rule(scaling, options.threshold, options.group_rule, criterion, softcap=softcap)
+        rule.pool_pending, rule.token_threshold = options.update_moments, options.token_threshold
+        layer.binding.rule = key, rule
     return layer.binding.rule[1]
 
 

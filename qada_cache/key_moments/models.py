@@ -178,7 +178,7 @@ def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequenc
         there = {getattr(module, "layer_idx", None) for module in model.modules()} - {None}
         if there and (gone := sorted(set(layers) - there)):
             _refuse(kind, f"pipeline parallelism: layers {', '.join(map(str, gone))} are not in this one")
-    if size == 1:
+    if size == 1 or not layers:  # nothing of a cache is split
         return UNSHARDED
     where = f"tensor parallelism over {size}, where"
     _, heads, kv_heads, _ = sizes(config)

@@ -23,7 +23,7 @@ _T_95 = (
 )
 SETTINGS = (  # from the most careful on; where few tokens are read, local heads save what is left, the sketch
     *map(Thresholds, (1.0, 2.0, 3.0, TOKEN_THRESHOLD, 8.0)),
-    *map(Thresholds, (12.0, 16.0, 20.0), (0.7, 0.4, 0.3)),
+    *(Thresholds(*pair) for pair in ((12.0, 0.7), (16.0, 0.4), (20.0, 0.3))),
 )
 MIN_PROMPT_TOKENS = MIN_TOKENS + 256  # of a prompt: with fewer the bulk is read whole
 

@@ -112,8 +112,8 @@ def rotate(b_query):
     A step takes sums and differences of neighbours and puts the differences behind the sums, which turns the bits of
     an index around by one; after all three they are where they were.
     """
-    BLOCK_G: tl.constexpr = b_query.shape[0]  # noqa: N806
-    BLOCK_D: tl.constexpr = b_query.shape[1]  # noqa: N806
+    BLOCK_G: tl.constexpr = b_query.shape[0]  # noqa: N806 - a compile-time constant
+    BLOCK_D: tl.constexpr = b_query.shape[1]  # noqa: N806 - a compile-time constant
     b_rotated = b_query
     for _ in tl.static_range(3):
         b_one, b_other = tl.split(b_rotated.reshape(BLOCK_G * BLOCK_D // 8, 4, 2))

@@ -51,8 +51,8 @@ def estimate_kernel(
 
     o_group = i_group * G + o_head
     m_query = m_head[:, None] & m_dim[None, :]
-    WORDS: tl.constexpr = FOURS + TWOS + ONES  # noqa: N806
-    CODED: tl.constexpr = 8 * FOURS + 16 * TWOS + 32 * ONES  # noqa: N806
+    WORDS: tl.constexpr = FOURS + TWOS + ONES  # noqa: N806 - a compile-time constant
+    CODED: tl.constexpr = 8 * FOURS + 16 * TWOS + 32 * ONES  # noqa: N806 - a compile-time constant
     p_codes += i_group * s_head * WORDS
     p_scales += i_group * s_head
     p_units += i_group * s_segment
