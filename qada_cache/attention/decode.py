@@ -25,6 +25,8 @@ class CallOptions(NamedTuple):
     softcap: float | None = None  # likewise
     valid: Tensor | None = None  # bool `[batch, tokens]` on the host, False for padding; None without padding
     sink_logits: Tensor | None = None  # learned, `[heads]`: one more score a head, of no token; None: there are none
+    # Which of the call's tokens each of them sees, bool `[batch or 1, tokens, tokens]` on their device; None: causal.
+    visible: Tensor | None = None
 
 
 def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Tensor, options: CallOptions) -> Tensor:
@@ -111,13 +113,13 @@ def _add_moments(call: DecodeCall, layer: QAdALayer, store: TokenStore, geometry
 def attend_exactly(
     layer: QAdALayer, store: TokenStore, query: Tensor, key: Tensor, value: Tensor, options: CallOptions
 ) -> Tensor:
-    """Exact causal attention of many new tokens over everything cached and themselves.
+    """Exact attention of new tokens over everything cached and, causally or by a mask, over themselves.
 
     The bulk is streamed block by block, so device memory does not grow with it. The new tokens are not yet in `store`:
     `query` `[batch, heads, tokens, dim]`, `key` and `value` `[batch, kv_heads, tokens, dim]` and `value_dim`. The
     result is `[batch, heads, tokens, value_dim]` in the query's dtype, zeros for padding.
     """
-    scaling, softcap, valid, sink_logits = options
+    scaling, softcap, valid, sink_logits, visible = options
     result = query.new_zeros(*query.shape[:-1], value.shape[-1])
     alike = valid is None and len(set(zip(store.lengths, store.flushed, strict=True))) == 1
     batch = query.shape[0]
@@ -131,7 +133,8 @@ def attend_exactly(
             continue
         grouped_queries = new_query.reshape(-1, kv_heads, group * tokens, new_query.shape[-1])
         own = (part.repeat_interleave(group, dim=1) for part in (new_key, new_value))
-        out, lse = partial_attention(new_query, *own, causal=True, **kwargs)
+        mask = None if visible is None else visible.expand(batch, -1, -1)[rows, None, real][..., real]
+        out, lse = partial_attention(new_query, *own, mask=mask, causal=mask is None, **kwargs)
         if sink_logits is not None:
             out, lse = merge_partials(out, lse, torch.zeros_like(out), sink_logits.float()[:, None].expand_as(lse))
         out, lse = out.reshape(*grouped_queries.shape[:3], -1), lse.reshape(grouped_queries.shape[:3])

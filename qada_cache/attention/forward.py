@@ -109,10 +109,10 @@ def attention_forward(
     """The signature transformers gives attention functions; returns `[batch, tokens, heads, dim]` and weights.
 
     The first call on an empty cache, and every call of another cache, is the model's own implementation. A call
-    with more new tokens than the window, or of a chunk of `generate`'s prompt, is exact attention over everything; any
-    other is query-adaptive. NotImplementedError, if the model asks for something this cache does not compute;
-    RuntimeError in training mode, or at keys of a cache already used with another model; ValueError at a mask this
-    cache cannot follow.
+    with more new tokens than the window, or of a chunk of `generate`'s prompt, or with a mask that is not causal among
+    its tokens, is exact attention over everything; any other is query-adaptive. NotImplementedError, if the model asks
+    for something this cache does not compute; RuntimeError in training mode, or at keys of a cache already used with
+    another model; ValueError at a mask this cache cannot follow.
     """
     kwargs.update(scaling=scaling, dropout=dropout)
     if (layer := getattr(key, "_qada_layer", None)) is None:
@@ -148,23 +148,32 @@ def _attend(
         )
     batch, _, queries, dim = query.shape
     first = layer.index == layer.shared.model.layers[0]  # of the pass
+    eager = cast(PreTrainedConfig, module.config)._attn_implementation == _OUR_NAMES["eager"]
     try:
         _check_supported(module, layer, queries, kwargs, first=first)
-        layer.padding, valid = layer.padding.after(mask, batch=batch, seen=layer.seen, queries=queries, first=first)
+        if eager and mask is not None and mask.dim() == 4 and mask.dtype == torch.bool:
+            raise ValueError(
+                "eager attention adds a bool attention mask to scores, as 0 and 1: pass one of 0 and minus infinity, "
+                "or load the model with attn_implementation='sdpa'"
+            )
+        layer.padding, valid, visible = layer.padding.after(
+            mask, batch=batch, seen=layer.seen, queries=queries, first=first
+        )
     except (NotImplementedError, RuntimeError, ValueError):
         layer.abandon(queries)
         raise
     scaling = dim**-0.5 if kwargs["scaling"] is None else kwargs["scaling"]
     softcap = kwargs.get("softcap")
     # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
-    if softcap is not None and cast(PreTrainedConfig, module.config)._attn_implementation != _OUR_NAMES["eager"]:
+    if softcap is not None and not eager:
         softcap = None
-    options = CallOptions(scaling, softcap, valid, sink_logits=kwargs.get("s_aux"))
+    options = CallOptions(scaling, softcap, valid, sink_logits=kwargs.get("s_aux"), visible=visible)
     forward_pass = layer.shared.forward_pass
     if first:
         # After a decoded token there are pending ones beside the window, and a single token is no chunk.
         forward_pass.is_prefill_chunk = (queries > 1 or layer.store.end <= layer.options.window) and _reads_chunk()
-    empty, exact = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
+    empty, long = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
+    exact = long or visible is not None
     if empty:
         out, _ = _base(module)(module, query, key, value, mask, **kwargs)
     else:
@@ -176,8 +185,10 @@ def _attend(
         with without_autocast(query.device):
             out = layer.shared.residents.retried(work)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
-    if empty or exact:
+    if empty or long:
         layer.store.absorb(key, value, valid)
+    elif exact:  # a few tokens, of which drafts are cropped again: that is cheap while they have not been flushed
+        layer.store.append(key, value, valid)
     layer.incoming = None
     return out, None
 

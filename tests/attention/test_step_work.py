@@ -263,7 +263,7 @@ def test_masks_are_read_once_for_all_layers(act: Any, monkeypatch: pytest.Monkey
 def test_padding_changes_once_for_all_layers(change: Any) -> None:
     valid = torch.ones(ROWS, LONG, dtype=torch.bool)
     valid[1, :PADDED] = False
-    padding, _ = NONE.after(valid, batch=ROWS, seen=LONG, queries=LONG)
+    padding, *_ = NONE.after(valid, batch=ROWS, seen=LONG, queries=LONG)
     changed = change(padding)
     with Elements() as elements:
         assert change(padding) is changed
@@ -274,11 +274,11 @@ def test_only_new_tokens_come_to_the_host() -> None:
     """The rest of a mask is read where it lies, once; and a mask of other padding is still noticed."""
     valid = torch.ones(ROWS, LONG, dtype=torch.bool)
     valid[1, :PADDED] = False
-    padding, new = NONE.after(valid, batch=ROWS, seen=LONG, queries=LONG)
+    padding, new, _ = NONE.after(valid, batch=ROWS, seen=LONG, queries=LONG)
     assert torch.equal(new, valid)
     longer = torch.cat([valid, torch.ones(ROWS, 2, dtype=torch.bool)], dim=1)
     with Elements() as elements:
-        assert padding.after(longer, batch=ROWS, seen=LONG + 2, queries=2) == (padding, None)
+        assert padding.after(longer, batch=ROWS, seen=LONG + 2, queries=2) == (padding, None, None)
     assert elements.read < ROWS * (LONG + 3 * PADDED) + 100
     for place in ((1, 3), (0, 300)):
         longer[place] = ~longer[place]

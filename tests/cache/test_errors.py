@@ -251,14 +251,7 @@ def unpadded(mask: Tensor) -> Tensor:
     return torch.ones_like(mask)
 
 
-def custom(mask: Tensor) -> Tensor:
-    """All to all, also to the future."""
-    return torch.ones(2, 1, 20, 170, dtype=torch.bool)
-
-
-# All but a custom mask for gemma3: transformers itself refuses a 4-D mask that does not fit a sliding window.
 WRONG_MASKS = [(family, wrong) for family in ("llama", "qwen3_next", "gemma3") for wrong in (missing, unpadded)]
-WRONG_MASKS += [("llama", custom), ("qwen3_next", custom)]
 
 
 @pytest.mark.parametrize(("family", "wrong"), WRONG_MASKS)
@@ -266,12 +259,9 @@ def test_masks_that_do_not_fit(family: str, wrong: Callable[[Tensor], Any]) -> N
     """Refused; and what was refused is either undone or the cache says that it is unusable from here on."""
     model, (ids, mask) = tiny(family), prompt(170, 120)
     cache, plain = exact(model), DynamicCache(config=model.config)
-    if wrong is custom:
-        mask = torch.ones_like(mask)
     wanted = forced(model, ids, [150, 20], plain, mask)[:, 150:]
     forced(model, ids[:, :150], [150], cache, mask)
-    message = r"attention mask .*(does not agree with the tokens|is not causal attention)"
-    with pytest.raises(ValueError, match=message), torch.no_grad():
+    with pytest.raises(ValueError, match=r"attention mask .*does not agree with the tokens"), torch.no_grad():
         model(ids[:, 150:], past_key_values=cache, attention_mask=wrong(mask))
     if family == "llama":
         with torch.no_grad():
