@@ -74,9 +74,7 @@ class Padding:
         real = own.any(dim=1)
         agrees = visible[..., width:past].all(dim=-1) & (visible[..., :width] == there[:, None]).all(dim=-1)
         blind = differs = torch.zeros_like(biased)
-        if (
-            past and mask.dim() == 4
-        ):  # else it has no row of its own for each query, or the model's attention follows it
+        if past and mask.dim() == 4:  # else the model's attention follows it, or it is one row for all queries
             agrees = agrees | ~real  # padding may see anything
             blind = (real & ~visible.any(dim=-1)).any()
             causal = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril()
