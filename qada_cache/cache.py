@@ -38,11 +38,12 @@ class QAdACache(WatchedCache):
         model.generate(**inputs, past_key_values=cache)
         print(cache.stats())
 
-    Building a cache switches the model's attention function to ours; calls of other caches pass straight through, and
-    `restore_attention(model)` undoes it. The first cache of a model also runs it over a short prompt, and writes the
-    key moments to the user's cache folder; `moments="current"` does not. The first long decode step on a CPU compiles a
-    kernel into the same folder. `prepare` does all of it ahead. Calls with more new tokens than the window (prefill,
-    long turns) are exact full attention. Layers without full attention keep transformers' own caches.
+    Building a cache puts our function before the model's attention, whose name stays; calls of other caches pass
+    straight through, and `restore_attention(model)` undoes it. The first cache of a model also runs it over a short
+    prompt, and writes the key moments to the user's cache folder; `moments="current"` does not. The first long decode
+    step on a CPU compiles a kernel into the same folder. `prepare` does all of it ahead. Calls with more new tokens
+    than the window (prefill, long turns) are exact full attention. Layers without full attention keep transformers' own
+    caches.
 
     Args:
         model: the model the cache is for, perhaps wrapped by `torch.compile` or peft. Instead of it, `config` takes the
@@ -130,7 +131,7 @@ class QAdACache(WatchedCache):
             tuned=tuned if token_threshold is None else False,
         )
         support.check_model(model, text_config)
-        attention.check_readers(model, text_config)
+        attention.check_implementation(text_config)
         super().__init__(config=text_config)
         ours = full_attention_layers(self)
         managed = support.describe_model(model, config, ours)
@@ -141,7 +142,7 @@ class QAdACache(WatchedCache):
             self.layers[index] = following = QAdALayer(self._shared, index, following)
         if not ours:
             support.warn_of_no_layers(self.layers, text_config)
-        attention.switch_on(text_config)
+        attention.switch_on(text_config, model)
 
     @property
     def options(self) -> Options:
@@ -155,12 +156,9 @@ class QAdACache(WatchedCache):
             raise ValueError(
                 f"this QAdACache was built for {built} layers and layer {layer_idx} called it: build one per model"
             )
-        config, reached = self._shared.model.config, self._shared.progress.reached
-        if (layer_idx <= reached or reached < 0) and not attention.is_switched_on(config):  # asked once a pass
-            raise RuntimeError(
-                "the model's attention implementation was changed after this QAdACache was built "
-                f"(to {config._attn_implementation!r}): build a new QAdACache"
-            )
+        reached = self._shared.progress.reached
+        if layer_idx <= reached or reached < 0:  # once a pass
+            attention.check_switched_on(self._shared.model.config)
         self._check_order(layer_idx, "keys")
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._record_call(layer_idx, "keys")

@@ -8,8 +8,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qada_cache.attention.forward import attention_forward, switch_on
+from qada_cache.attention.forward import switch_on
 from qada_cache.kernels import choice
 from qada_cache.state import ManagedModel, Options, Shared
 from qada_cache.state.counters import Counters
@@ -132,7 +133,8 @@ class Driver:
 
         with mock.patch.object(Counters, "count", spy), torch.no_grad():
             tagged, stored = self.layer.update(keys, values)
-            outputs, weights = attention_forward(self.module, queries, tagged, stored, mask, scaling=scaling, **kwargs)
+            attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+            outputs, weights = attention(self.module, queries, tagged, stored, mask, scaling=scaling, **kwargs)
         assert weights is None
         assert len(seen) <= 1
         return outputs.transpose(1, 2), ~seen[0].flatten(1, 2).cpu() if seen else None

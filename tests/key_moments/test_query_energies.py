@@ -119,7 +119,6 @@ def test_equal_float64(name: str, switched: bool) -> None:
         cache = QAdACache(model, moments="current", token_threshold=0.0, **SMALL)
         with torch.no_grad():
             model(IDS[:, :50], past_key_values=cache)
-        assert model.config._attn_implementation not in ("sdpa", "eager")
     with projected(model) as seen:
         made = KeyMoments.collect(model, prompt=IDS, scheme="analytic", progress=False)
     _, kv_heads, dim = made.shape
