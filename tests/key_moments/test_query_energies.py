@@ -200,8 +200,12 @@ def test_another_models_queries_are_not_seen() -> None:
 
 
 def test_a_model_that_is_not_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its modeling file has a table of its own; files of its moments hold no energies."""
-    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", AttentionInterface())
+    """Its modeling file has a table of a class of its own; files of its moments hold no energies."""
+
+    class Own(AttentionInterface):
+        pass
+
+    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", Own())
     made = KeyMoments.collect(tiny(), prompt=IDS, progress=False)
     assert made.query_energies is None
     made.save(tmp_path / "moments.safetensors")
