@@ -138,9 +138,7 @@ def test_models_of_other_kinds() -> None:
         QAdACache(config=MllamaTextConfig())
     model = tiny()
     model.config._attn_implementation = "sparse"  # as if loaded with it, where its library is installed
-    with pytest.raises(
-        ValueError, match=r"cannot stand in for .*'sparse': .* eager, sdpa, .* flash"
-    ):
+    with pytest.raises(ValueError, match=r"cannot stand in for .*'sparse': .* eager, sdpa, .* flash"):
         QAdACache(model)
     assert model.config._attn_implementation == "sparse"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from calling import DECIDING, EXACT, NEW, Reads, ours, said, stock
 from models import VOCABULARY, prompt, tiny
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, PreTrainedModel
 
 from qada_cache import QAdACache
 from qada_cache.serving import CONVERSATIONS, FOLDER
@@ -175,10 +175,20 @@ def test_a_cache_that_is_brought_is_used(model: PreTrainedModel, reads: Reads) -
         ours(model, ids, cache_implementation="static")
 
 
-def test_continuous_batching_is_refused_by_name(model: PreTrainedModel) -> None:
-    ours(model, said(20))
-    with pytest.raises(ValueError, match=r"qada_over_torch.* is not supported"):
-        model.generate_batch([[5, 6, 7]], max_new_tokens=2)
+def test_continuous_batching_goes_on_beside_ours() -> None:
+    """By transformers' own attention and cache, whose memory is limited here."""
+    model, settings = tiny(), ContinuousBatchingConfig(page_size=16, num_blocks=8, max_batch_tokens=32)
+
+    def batch() -> list[list[int]]:
+        found = model.generate_batch(
+            [[5, 6, 7], [8, 9]], continuous_batching_config=settings, max_new_tokens=2, eos_token_id=-1, warmup=False
+        )
+        return [output.generated_tokens for output in found.values()]
+
+    wanted = batch()
+    first = ours(model, said(20))
+    assert batch() == wanted
+    assert torch.equal(ours(model, said(20)), first)
 
 
 def test_a_models_folder(tmp_path: Path) -> None:
