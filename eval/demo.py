@@ -274,7 +274,7 @@ def run(
         for method, make in made.items():  # noqa: B007  # `tell` names it
             converse(model, form, opening[:WARM_UP_TOKENS], turns, make(), new_tokens=2, tell=tell)
         for method, make in made.items():
-            restore_attention(model)  # DynamicCache is to run on the model's own; building a QAdACache sets ours
+            restore_attention(model)  # DynamicCache is to run without ours before the model's own
             cache = make()
             told[method] = converse(model, form, opening, turns, cache, new_tokens=options.new_tokens, tell=tell)
         bar.set_description_str("done")
