@@ -32,7 +32,7 @@ def _tokens(mask: BlockMask) -> Tensor:
     itself = create_mask(lambda b, h, q, k: visible(b, h, k, k), batch, heads, 1, seen, device=device)
     if heads != 1 or not torch.equal(by_last, itself):
         raise ValueError(
-            "this block mask is more than causal attention and padding; QAdACache supports None and 2-D attention masks: "
-            "pass one of those, or use DynamicCache"
+            "this block mask is more than causal attention and padding; QAdACache supports None and 2-D attention "
+            "masks: pass one of those, or use DynamicCache"
         )
     return by_last[:, 0, 0]
