@@ -116,21 +116,21 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The signature transformers gives attention functions, after `base`, the model's own of them; returns
-    `[batch, tokens, heads, dim]` and weights.
+        `[batch, tokens, heads, dim]` and weights.
 
-<<<<<<< HEAD
-    The first call on an empty cache, and every call of another cache, is the model's own implementation. A call
-    with more new tokens than the window, or of a chunk of `generate`'s prompt, or with a mask that is not causal among
-    its tokens, is exact attention over everything; any other is query-adaptive. NotImplementedError, if the model asks
-    for something this cache does not compute; RuntimeError in training mode, or at keys of a cache already used with
-    another model; ValueError at a mask this cache cannot follow.
-=======
-    The first call on an empty cache, and every call of another cache, is the model's own. A call with more new tokens
-    than the window, or of a chunk of `generate`'s prompt, is exact attention over everything; any other is
-    query-adaptive. NotImplementedError, if the model asks for something this cache does not compute;
-    RuntimeError in training mode, or at keys of a cache already used with another model; ValueError at a mask this
-    cache cannot follow.
->>>>>>> fd89493 (Our function comes before transformers' attention in its table: a model keeps the name of its own)
+    <<<<<<< HEAD
+        The first call on an empty cache, and every call of another cache, is the model's own implementation. A call
+        with more new tokens than the window, or of a chunk of `generate`'s prompt, or with a mask that is not causal among
+        its tokens, is exact attention over everything; any other is query-adaptive. NotImplementedError, if the model asks
+        for something this cache does not compute; RuntimeError in training mode, or at keys of a cache already used with
+        another model; ValueError at a mask this cache cannot follow.
+    =======
+        The first call on an empty cache, and every call of another cache, is the model's own. A call with more new tokens
+        than the window, or of a chunk of `generate`'s prompt, is exact attention over everything; any other is
+        query-adaptive. NotImplementedError, if the model asks for something this cache does not compute;
+        RuntimeError in training mode, or at keys of a cache already used with another model; ValueError at a mask this
+        cache cannot follow.
+    >>>>>>> fd89493 (Our function comes before transformers' attention in its table: a model keeps the name of its own)
     """
     kwargs.update(scaling=scaling, dropout=dropout)
     if (layer := getattr(key, "_qada_layer", None)) is None:
@@ -176,12 +176,13 @@ def _attend(
     name = cast(PreTrainedConfig, module.config)._attn_implementation
     try:
         _check_supported(module, layer, queries, kwargs, first=first)
-        if name == "eager" and mask is not None and mask.dim() == 4 and mask.dtype == torch.bool:
-            raise ValueError(
-                "eager attention adds a bool attention mask to scores, as 0 and 1: pass one of 0 and minus infinity, "
-                "or load the model with attn_implementation='sdpa'"
-            )
         told = read_block_mask(mask) if isinstance(mask, BlockMask) else mask
+        is_bool = told is mask and mask is not None and mask.dim() == 4 and mask.dtype == torch.bool
+        if is_bool and name in ("eager", "flex_attention"):
+            raise ValueError(
+                f"{name} adds a bool attention mask to scores, as 0 and 1: pass one of 0 and minus infinity, or load "
+                "the model with attn_implementation='sdpa'"
+            )
         layer.padding, valid, visible = layer.padding.after(
             told, batch=batch, seen=layer.seen, queries=queries, first=first
         )
