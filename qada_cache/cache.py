@@ -35,7 +35,7 @@ class QAdACache(WatchedCache):
     selected tokens of the bulk as well, or with `token_threshold=0` all of them. Nothing is evicted.
 
         cache = QAdACache(model)
-        model.generate(**inputs, past_key_values=cache)
+        model.generate(**inputs, cache=cache)
         print(cache.stats())
 
     Building a cache switches the model's attention function to ours; calls of other caches pass straight through, and
@@ -169,7 +169,7 @@ class QAdACache(WatchedCache):
     def fork(self, **options: Any) -> "QAdACache":
         """A copy, as `copy.deepcopy` makes one, that decides by other options; its counters are at zero.
 
-            model(**inputs, past_key_values=cache)  # prefill once, which is exact whatever decides afterwards
+            model(**inputs, cache=cache)  # prefill once, which is exact whatever decides afterwards
             full = cache.fork(criterion="dense")
 
         Args:

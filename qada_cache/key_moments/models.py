@@ -19,6 +19,8 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..versions import pass_cache
+
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
 _observing = threading.Lock()  # two at once would restore each other's entry in the one table
 
@@ -90,7 +92,7 @@ def read_keys(
     for start in range(0, ids.shape[1], chunk):
         part = slice(start, start + chunk)
         place = {} if positions is None else {"position_ids": positions[:, part].to(device)}
-        model(input_ids=ids[:, part].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1, **place)
+        model(input_ids=ids[:, part].to(device), **pass_cache(cache), use_cache=True, logits_to_keep=1, **place)
         done(len(ids[0, part]))
     found = {}
     for index in full_attention_layers(cache):

@@ -24,6 +24,7 @@ from qada_cache import QAdACache, StaticHeads, prepare, tuned_choice
 from qada_cache.files import tensor_file
 from qada_cache.key_moments.models import HeadShard
 from qada_cache.state import THRESHOLD, TOKEN_THRESHOLD
+from qada_cache.versions import pass_cache
 
 HEADS = StaticHeads(torch.tensor([[True, False, False, True], [False, True, False, False]]))
 
@@ -220,7 +221,7 @@ def test_copies_forks_and_files(tmp_path: Path) -> None:
     kept(model)
     cache = QAdACache(model)
     with torch.no_grad():
-        model(prompt(300)[0], past_key_values=cache)
+        model(prompt(300)[0], **pass_cache(cache))
     assert goes_by(copy.deepcopy(cache)) == (8.0, True)
     assert goes_by(cache.fork(audit_every=2)) == (8.0, True)
     assert goes_by(cache.fork(token_threshold=2.0)) == (2.0, False)

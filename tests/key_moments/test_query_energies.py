@@ -23,6 +23,7 @@ from qada_cache.files import tensor_file
 from qada_cache.key_moments import defaults
 from qada_cache.key_moments.models import HeadShard, observed
 from qada_cache.state.layer import QAdALayer
+from qada_cache.versions import pass_cache
 
 IDS = prompt(333)[0]
 EVERY = StaticHeads(torch.ones(2, 4, dtype=torch.bool))
@@ -118,7 +119,7 @@ def test_equal_float64(name: str, switched: bool) -> None:
     if switched:
         cache = QAdACache(model, moments="current", token_threshold=0.0, **SMALL)
         with torch.no_grad():
-            model(IDS[:, :50], past_key_values=cache)
+            model(IDS[:, :50], **pass_cache(cache))
         assert model.config._attn_implementation not in ("sdpa", "eager")
     with projected(model) as seen:
         made = KeyMoments.collect(model, prompt=IDS, scheme="analytic", progress=False)
