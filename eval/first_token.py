@@ -69,7 +69,7 @@ def measure(model: PreTrainedModel, ids: torch.Tensor, rounds: int) -> list[dict
     }
     if model.device.type != "cpu":
         methods["DynamicCache, offloading"] = lambda: DynamicCache(config=config, offloading=True)
-    methods["QAdACache, the first time"] = methods["QAdACache"] = lambda: QAdACache(model, tuned=False)
+    methods["QAdACache, the first time"] = methods["QAdACache"] = lambda: QAdACache(model)
     seconds: dict[str, list[tuple[float, float]]] = {}
     peaks: dict[str, tuple[int, int]] = {}
     bar = tqdm(total=rounds * len(methods), unit="run")

@@ -123,7 +123,7 @@ def measure(model: PreTrainedModel, ids: Tensor, texts: list[Tensor], *, answer:
         go("DynamicCache, read again", lambda: read(model, ids, DynamicCache(config=model.config)), texts[:AGAIN])
         prefix = read(model, ids, DynamicCache(config=model.config))
         go(COPIED, functools.partial(copy.deepcopy, prefix), texts)
-        prefix = read(model, ids, QAdACache(model, tuned=False))
+        prefix = read(model, ids, QAdACache(model))
         with mock.patch.object(private_map, "AVAILABLE", False):
             go(PLAIN, functools.partial(copy.deepcopy, prefix), texts)
         go("QAdACache, deepcopy", functools.partial(copy.deepcopy, prefix), texts)

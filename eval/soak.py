@@ -43,7 +43,7 @@ def soak(
     mask[1:, : prompt // 2] = 0
     ids, mask = ids.to(model.device), mask.to(model.device)
     prepare(model)  # kernels are built once, for all caches
-    cache, seconds, held = QAdACache(model, tuned=False), [], []
+    cache, seconds, held = QAdACache(model), [], []
     model(ids[:, :prompt], attention_mask=mask[:, :prompt], **pass_cache(cache), logits_to_keep=1)
 
     def hold() -> None:

@@ -109,7 +109,7 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
     config = work.model.config
     # Sizes alone have no tokenizer, without which there is no other prompt to go by.
     moments = {} if work.read else {"moments": "current"}
-    make = functools.partial(QAdACache, work.model, threshold=0.0, tuned=False, **moments)
+    make = functools.partial(QAdACache, work.model, threshold=0.0, **moments)
     for _ in range(rounds):
         restore_attention(work.model)
         without += benchmark.decode(work, DynamicCache(config=config))[0]

@@ -265,6 +265,6 @@ def methods(work: Work, theta: float) -> dict[str, Callable[[], Cache]]:
     made[TOKENS] = lambda: QAdACache(model, criterion=flagged(work, 1.0), token_threshold=theta)
     if work.read:
         made["QAdACache, whole heads"] = ours
-        made["QAdACache"] = lambda: QAdACache(model, tuned=False)
+        made["QAdACache"] = lambda: QAdACache(model)
     filled = {name: lambda make=make: fill(make(), work) for name, make in made.items()}
     return {"no context": lambda: DynamicCache(config=config), **filled}

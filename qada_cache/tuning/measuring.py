@@ -81,7 +81,7 @@ def measure(model: PreTrainedModel, piece: Piece, settings: Sequence[Thresholds]
     setting. The following tokens are fed one by one: the queries of one call would share their reads.
     """
     device = inputs_device(model)
-    read = QAdACache(model, tuned=False)
+    read = QAdACache(model)
     model(input_ids=piece.prompt[:, :-1].to(device), **pass_cache(read), logits_to_keep=1)
     fed = torch.cat([piece.prompt[:, -1:], piece.following[:, :-1]], dim=1).to(device)
     full, seconds = _decode(model, read.fork(criterion="dense"), fed)
