@@ -21,9 +21,6 @@ from .prompts import PROMPTS, TOKENS_FOR_WORDS, choose_prompt
 logger = logging.get_logger(__name__)
 
 REMEMBERED = 8  # models
-# Versions of the prompts' names ("random-words" once were tokens) and of the files' layout. Files of other versions are
-# not found: a config may find only one file of its name.
-VERSIONS = {"naming": 2, "format": tensor_file.OLDEST_VERSIONS[KIND]}
 CURRENT = "current"  # the prompt being read
 DEFAULT_MOMENTS = f"{CURRENT}+random-tokens"
 FOLDER = "moments"  # of `files.home()`
@@ -133,7 +130,7 @@ def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     """The file that `default_moments` kept for the model that this config was loaded with; None without exactly one.
     The config names no weights. So a config made by hand finds none, and several files of one name (weights changed in
     memory) count as none. Instead of missing words, kept tokens are found, with a warning."""
-    source, found = identity.source(config, **VERSIONS), []
+    source, found = identity.source(config), []
     try:
         with files.opened(FOLDER) as folder:
             found = [name for name in os.listdir(folder) if source and name.startswith(f"{source}-{prompt}-")]
@@ -209,5 +206,5 @@ def _read_moments(path: Path) -> KeyMoments | None:
 
 
 def _path(model: PreTrainedModel, prompt: str) -> Path:
-    start = identity.source(model.config, **VERSIONS) or model.config.model_type  # a config finds the file by it
-    return home() / FOLDER / f"{start}-{prompt}-{identity.digest(model, **VERSIONS)}.safetensors"
+    start = identity.source(model.config) or model.config.model_type  # a config finds the file by it
+    return home() / FOLDER / f"{start}-{prompt}-{identity.digest(model)}.safetensors"

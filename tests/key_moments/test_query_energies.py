@@ -270,18 +270,17 @@ def test_moments_without_them(tmp_path: Path) -> None:
 
 
 def test_config_finds_what_its_model_left(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also beside a file of an older format, which nobody reads any more."""
+    """Also in the place of a file of another format, which nobody reads."""
     tiny().save_pretrained(tmp_path / "model")
     model = LlamaForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True).eval()
     assert of(QAdACache(config=model.config, moments="current")) is None
     with monkeypatch.context() as older:
-        older.setattr(tensor_file, "FORMAT_VERSION", defaults.VERSIONS["format"] - 1)
-        older.setattr(defaults, "VERSIONS", defaults.VERSIONS | {"format": tensor_file.FORMAT_VERSION})
+        older.setattr(tensor_file, "FORMAT_VERSION", tensor_file.FORMAT_VERSION - 1)
         QAdACache(model)
     forget(monkeypatch)
     assert of(QAdACache(config=model.config, moments="current")) is None
     kept = of(QAdACache(model))
-    assert len(list(home.iterdir())) == 2
+    assert len(list(home.iterdir())) == 1
     forget(monkeypatch)
     for moments in ("current", "current+random-tokens"):
         assert torch.equal(of(QAdACache(config=model.config, moments=moments)), kept)
