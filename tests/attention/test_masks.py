@@ -11,8 +11,8 @@ from models import SMALL, exact, generate, logits_of, prompt, rounding, tiny, ti
 from torch import Tensor
 from transformers import Cache, DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
-from qada_cache.versions import pass_cache
 from qada_cache import QAdACache, kernels
+from qada_cache.versions import pass_cache
 
 PROMPT = 150  # tokens, of which 130 are in the bulk
 WINDOW = SMALL["local_tokens"] - SMALL["sink_tokens"]
