@@ -40,7 +40,7 @@ def caches(model: PreTrainedModel, options: argparse.Namespace) -> Caches:
         FULL: lambda: DynamicCache(config=model.config),
         WINDOW: lambda: QAdACache(model, criterion="local"),
         WHOLE: lambda: QAdACache(model, token_threshold=0.0, **chosen),
-        OURS: lambda: QAdACache(model, tuned=False, **chosen),
+        OURS: lambda: QAdACache(model, **chosen),
     }
 
 

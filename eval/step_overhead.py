@@ -36,6 +36,7 @@ from qada_cache.state.counters import Counters
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import TokenStore
 from qada_cache.storage.geometry import ForwardPass
+from qada_cache.versions import pass_cache
 
 CACHES = 4  # that take turns
 # Column, and what is timed for it.
@@ -91,7 +92,7 @@ def steps(work: Work, cache: Cache, watch: Stopwatch) -> list[dict[str, float]]:
         wait(device)
         watch.spent.clear()
         begin = time.perf_counter()
-        work.model(input_ids=work.inputs[:, step : step + 1], past_key_values=cache)
+        work.model(input_ids=work.inputs[:, step : step + 1], **pass_cache(cache))
         wait(device)
         if step >= work.warm_up:
             found.append({"step": time.perf_counter() - begin, **watch.spent})
@@ -108,7 +109,7 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
     config = work.model.config
     # Sizes alone have no tokenizer, without which there is no other prompt to go by.
     moments = {} if work.read else {"moments": "current"}
-    make = functools.partial(QAdACache, work.model, threshold=0.0, tuned=False, **moments)
+    make = functools.partial(QAdACache, work.model, threshold=0.0, **moments)
     for _ in range(rounds):
         restore_attention(work.model)
         without += benchmark.decode(work, DynamicCache(config=config))[0]

@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from . import tuned_choice
 from .attention.decode import CallOptions, attend_adaptively, find_kernel
 from .cache import QAdACache
 from .kernels import partial_attention
@@ -51,6 +52,7 @@ def prepare(
     model = unwrap_model(model)
     # Wrong options are refused before anything is read.
     shared = QAdACache(model, moments=CURRENT, **{**options, "tuned": False})._shared
+    tuned_choice.check_left_out(replace(shared.options, tuned=options.get("tuned", False)))
     _, other = sources(moments)
     if other in PROMPTS and shared.options.criterion == "gaussian" and shared.model.layers:
         default_moments(model, str(other), tokenizer, shared.model.shard)

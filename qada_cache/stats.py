@@ -12,12 +12,6 @@ from .key_moments.models import HeadShard
 from .state import Options
 from .state.layer import QAdALayer
 
-_RENAMED = {
-    "pulled_bytes": "bulk_read_bytes",
-    "spared_bytes": "resident_hit_bytes",
-    "sketched_bytes": "sketch_read_bytes",
-    "offered_bytes": "dense_bulk_bytes",
-}
 _READ = ("bulk_read_bytes", "resident_hit_bytes", "sketch_read_bytes", "dense_bulk_bytes", "streamed_bytes")
 
 
@@ -87,10 +81,6 @@ class CacheStats:
     dense_bulk_bytes: int
     streamed_bytes: int
     audit: AuditStats | None
-
-    def __getattr__(self, name: str) -> Any:
-        hint = f": it is {_RENAMED[name]} now" if name in _RENAMED else ""
-        raise AttributeError(f"CacheStats has no {name}{hint}")
 
     @property
     def sparsity(self) -> float:

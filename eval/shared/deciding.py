@@ -29,6 +29,7 @@ from qada_cache.state import SKETCH_BITS, TOKEN_THRESHOLD
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import TokenStore
 from qada_cache.tuning.measuring import compared
+from qada_cache.versions import pass_cache
 
 FEW = (0.1, 0.3, 0.6, 0.9)
 MOST = (0.1, 0.3, 0.6, 0.8, 0.9)
@@ -201,7 +202,7 @@ def prefill(model: PreTrainedModel, document: Document, cache: QAdACache) -> Non
     """Read what `cache` lacks of the text, exactly."""
     left = document.text[:, cache.get_seq_length() :]
     if left.shape[1]:
-        model(left.to(model.device), past_key_values=cache, logits_to_keep=1)
+        model(left.to(model.device), **pass_cache(cache), logits_to_keep=1)
 
 
 @torch.no_grad()
@@ -213,7 +214,7 @@ def follow(model: PreTrainedModel, document: Document, cache: QAdACache, *, at_o
     """
     ids, question = document.following.to(model.device), document.question
     parts = [ids] if at_once else [ids[:, :question], *ids[:, question:].split(1, dim=1)]
-    logits = [model(part, past_key_values=cache).logits[0] for part in parts if part.shape[1]]
+    logits = [model(part, **pass_cache(cache)).logits[0] for part in parts if part.shape[1]]
     return torch.cat(logits)[question - 1 :].float().log_softmax(dim=-1)
 
 
@@ -228,7 +229,7 @@ def generate(model: PreTrainedModel, document: Document, cache: QAdACache) -> Te
     ids = document.prompt.to(model.device)
     most = document.answer.shape[1] + SPARE
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=most, do_sample=False
+        ids, attention_mask=torch.ones_like(ids), **pass_cache(cache), max_new_tokens=most, do_sample=False
     )
     return out[:, ids.shape[1] :].cpu()
 

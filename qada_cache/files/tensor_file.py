@@ -22,7 +22,6 @@ from . import write as write_whole
 from .private_map import PrivateMap
 
 FORMAT_VERSION = 4
-OLDEST_VERSIONS = {"qada-cache": 4, "qada-moments": 3, "qada-heads": 3, "qada-choice": 3}  # of a kind that are read
 _TYPES = {  # by safetensors' names
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32},
     **{"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
@@ -164,7 +163,7 @@ def _header(path: str | os.PathLike, kind: str, file: BinaryIO) -> tuple[dict[st
     if about.get("kind") != kind:
         raise ValueError(f"{path} is not a {kind} file (it says {about.get('kind', 'nothing about what it is')!r})")
     version = about.get("version", "")
-    if version not in map(str, range(OLDEST_VERSIONS.get(kind, FORMAT_VERSION), FORMAT_VERSION + 1)):
+    if version != str(FORMAT_VERSION):
         old = version.isdigit() and int(version) < FORMAT_VERSION
         way_out = "make it again" if old else "upgrade qada-cache"
         raise ValueError(f"{path} has format version {version!r}, this qada-cache reads {FORMAT_VERSION}: {way_out}")

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from .. import attention_table
+from ..versions import pass_cache
 
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -88,7 +89,7 @@ def read_keys(
     for start in range(0, ids.shape[1], chunk):
         part = slice(start, start + chunk)
         place = {} if positions is None else {"position_ids": positions[:, part].to(device)}
-        model(input_ids=ids[:, part].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1, **place)
+        model(input_ids=ids[:, part].to(device), **pass_cache(cache), use_cache=True, logits_to_keep=1, **place)
         done(len(ids[0, part]))
     found = {}
     for index in full_attention_layers(cache):

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from qada_cache import CacheStats, QAdACache, StaticHeads, prepare
 from qada_cache.tuned_choice import Thresholds
+from qada_cache.versions import pass_cache
 
 from . import scoring
 
@@ -128,7 +129,7 @@ class QAdALM(HFLM):
         taken = QAdACache(self.model, **options).options
         self.cache_tuned = str(Thresholds.of(taken)) if taken.tuned else ""  # the setting that these caches take
         # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
-        self._cache_options = options | asdict(Thresholds.of(taken))
+        self._cache_options = options | asdict(Thresholds.of(taken)) | {"tuned": False}
         # By task: statistics of its caches in this process, at the end of their batches, shares as means.
         self.cache_totals: dict[str, list[CacheStats]] = {}
         self._task = "none"
@@ -174,7 +175,7 @@ class QAdALM(HFLM):
         precision = self.mixed_precision_dtype
         with torch.autocast(self.device.type, dtype=precision, enabled=precision is not None):
             logits = self.model(
-                ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, **options
+                ids, attention_mask=mask, position_ids=positions, **pass_cache(cache), use_cache=True, **options
             ).logits
         return torch.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
 
@@ -185,7 +186,7 @@ class QAdALM(HFLM):
             beams = generation_kwargs.get("num_beams") or self.model.generation_config.num_beams or 1
             if beams > 1:  # generate() repeats the rows of a prompt, not those of a cache
                 cache.reorder_cache(torch.LongTensor([row for row in range(len(context)) for _ in range(beams)]))
-        tokens = super()._model_generate(context, max_length, stop, past_key_values=cache, **generation_kwargs)
+        tokens = super()._model_generate(context, max_length, stop, **pass_cache(cache), **generation_kwargs)
         self._count(cache.stats(gather=True))
         return tokens
 

@@ -22,6 +22,7 @@ from transformers.models.llama import modeling_llama
 
 from qada_cache import QAdACache, attention_table, restore_attention
 from qada_cache.attention import forward
+from qada_cache.versions import pass_cache
 
 # Flex attention takes a minute to compile. Uncompiled it warns, and what compiles its masks is deprecated in itself.
 UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called:UserWarning", "ignore::DeprecationWarning")
@@ -145,9 +146,9 @@ def test_a_block_mask_of_another_kind_is_refused(split: list[int]) -> None:
     mask = create_block_mask(skipping, 1, None, split[-1], 150, device="cpu")
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
         if split[1:]:
-            model(ids[:, : split[0]], past_key_values=cache)
+            model(ids[:, : split[0]], **pass_cache(cache))
         with pytest.raises(ValueError, match=r"block mask is more than causal|does not agree with the tokens"):
-            model(ids[:, -split[-1] :], past_key_values=cache, attention_mask=mask)
+            model(ids[:, -split[-1] :], **pass_cache(cache), attention_mask=mask)
         assert cache.get_seq_length() == 150 - split[-1]
 
 
@@ -298,7 +299,7 @@ def test_a_replica_never_reads_another_models_cache(name: str, new: int, replica
     cache = exact(model, moments="current")
     forced(model, ids[:, :100], [100], cache)
     with pytest.raises(RuntimeError, match=r"(of|for) another model"), torch.no_grad():
-        replica(ids[:, 100 : 100 + new], past_key_values=cache)
+        replica(ids[:, 100 : 100 + new], **pass_cache(cache))
     if name == "gemma3":  # a layer of transformers' own had taken the tokens in
         with pytest.raises(RuntimeError, match=r"interrupted.*reset\(\)"):
             forced(model, ids[:, 100:], [50], cache)
@@ -324,16 +325,16 @@ def test_a_cache_of_a_restored_model_says_so(attention: str) -> None:
 LOADED = """
 import sys
 import torch
-from transformers import DynamicCache
 
 model = torch.load(sys.argv[1], weights_only=False)
 ids = torch.load(sys.argv[2])
 assert not any(name.startswith("qada") for name in sys.modules)
 with torch.no_grad():
-    first = model(ids, past_key_values=DynamicCache(config=model.config)).logits
+    first = model(ids, use_cache=True).logits
     from qada_cache import QAdACache
+    from qada_cache.versions import pass_cache
     cache = QAdACache(model, threshold=1.0, moments="current", sink_tokens=4, local_tokens=20)
-    second = torch.cat([model(part, past_key_values=cache).logits for part in ids.split([100, 50], dim=1)], dim=1)
+    second = torch.cat([model(part, **pass_cache(cache)).logits for part in ids.split([100, 50], dim=1)], dim=1)
 torch.save([first, second], sys.argv[2])
 """
 

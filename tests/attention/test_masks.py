@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
 from qada_cache import QAdACache, kernels
+from qada_cache.versions import pass_cache
 
 PROMPT = 150  # tokens, of which 130 are in the bulk
 WINDOW = SMALL["local_tokens"] - SMALL["sink_tokens"]
@@ -43,7 +44,7 @@ def four_dimensional(past: Tensor, own: Tensor, form: str = "bool", dtype: torch
 def call(
     model: PreTrainedModel, cache: Cache, ids: Tensor, mask: Any = None, positions: Tensor | None = None
 ) -> Tensor:
-    return model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+    return model(ids, attention_mask=mask, position_ids=positions, **pass_cache(cache)).logits
 
 
 def dynamic(model: PreTrainedModel) -> DynamicCache:
@@ -287,7 +288,7 @@ def test_the_second_image_of_gemma3(short: bool) -> None:
                     pixel_values=images[turn : turn + 1],
                     token_type_ids=kinds[:, :stop],
                     attention_mask=torch.ones(1, stop),
-                    past_key_values=cache,
+                    **pass_cache(cache),
                 )
             logits.append(out.logits)
     assert (logits[1] - logits[0]).abs().max() < 1e-3

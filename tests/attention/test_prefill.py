@@ -26,6 +26,7 @@ from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import bulk, transfers
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.reading import read_parts
+from qada_cache.versions import pass_cache
 
 TOKENS = 3000
 TOKEN_BYTES = 2 * (16 + 16) * 4  # heads, dimensions, bytes
@@ -65,9 +66,9 @@ def test_no_tensor_of_a_long_turn_is_of_queries_times_keys(
         mask[0, : 9 * padded] = 0
         cache = QAdACache(model, moments="current", **SMALL)
         with torch.no_grad(), accelerator():
-            model(ids[:, :tokens], attention_mask=mask[:, :tokens], past_key_values=cache)
+            model(ids[:, :tokens], attention_mask=mask[:, :tokens], **pass_cache(cache))
             with Largest() as made:
-                model(ids[:, tokens:], attention_mask=mask, past_key_values=cache)
+                model(ids[:, tokens:], attention_mask=mask, **pass_cache(cache))
         largest.append(made.bytes)
     assert largest[1] <= 2 * largest[0]
 
@@ -207,7 +208,7 @@ def test_prefill_peak_does_not_grow_with_layers(monkeypatch: pytest.MonkeyPatch)
         def run(model: PreTrainedModel = model, ids: Tensor = ids) -> None:
             with torch.no_grad():
                 cache = QAdACache(model, moments="current")
-                model(ids, past_key_values=cache, logits_to_keep=1)
+                model(ids, **pass_cache(cache), logits_to_keep=1)
                 assert cache.stats().host_bytes > len(cache.layers) * tokens * 2 * 8 * 64 * 4
 
         run()  # kernels are loaded

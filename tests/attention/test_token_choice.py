@@ -24,6 +24,7 @@ from qada_cache.sketch import selection
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import reading
 from qada_cache.storage.reading import prefetch
+from qada_cache.versions import pass_cache
 
 SCALING = 0.25
 EVERY = StaticHeads(torch.ones(1, 4, dtype=torch.bool))
@@ -131,11 +132,11 @@ def test_a_copy_has_residents_that_were_on_their_way() -> None:
     with accelerator(), torch.no_grad():
         cache = QAdACache(model, **sizes, token_threshold=1.0)
         for first, end in ((0, 110), (110, 111)):
-            model(ids[:, first:end], past_key_values=cache)
+            model(ids[:, first:end], **pass_cache(cache))
         residents = [layer.store.bulk.residents for layer in cache.layers]
         assert any(not resident.ready() for own in residents for resident in own.held.values())
         twins = copy.deepcopy(cache), cache.fork()
-        expected, *logits = (model(ids[:, 111:112], past_key_values=one).logits for one in (cache, *twins))
+        expected, *logits = (model(ids[:, 111:112], **pass_cache(one)).logits for one in (cache, *twins))
     for found in logits:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
@@ -219,9 +220,9 @@ def test_stats_and_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     for token_threshold in (1e-30, 1.0, 1e9):
         cache = QAdACache(model, **sizes, token_threshold=token_threshold, audit_every=1)
         with torch.no_grad():
-            model(ids[:, :140], past_key_values=cache)
+            model(ids[:, :140], **pass_cache(cache))
             for token in range(140, 150):
-                model(ids[:, token : token + 1], past_key_values=cache)
+                model(ids[:, token : token + 1], **pass_cache(cache))
         stats = cache.stats()
         store = cache.layers[0].store
         head_bytes = 2 * store.local_keys.shape[3] * store.local_keys.element_size()

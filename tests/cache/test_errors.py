@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from qada_cache import KeyMoments, QAdACache, StaticHeads
+from qada_cache.versions import pass_cache
 
 
 def moments(layers: int, kv_heads: int, dim: int, model_type: str = "llama", **fields: Any) -> KeyMoments:
@@ -154,7 +155,7 @@ def test_another_model(model: PreTrainedModel) -> None:
     for tokens in (1, 37):
         twin = copy.deepcopy(cache)
         with refusal, torch.no_grad():
-            other(more[:, 173 : 173 + tokens], past_key_values=twin)
+            other(more[:, 173 : 173 + tokens], **pass_cache(twin))
         with refusal:
             generate(other, text, exact(model))
         assert twin.get_seq_length() == cache.get_seq_length() == 173
@@ -190,7 +191,7 @@ def test_attention_weights_are_refused(attention_name: str) -> None:
     with refusal:
         generate(model, ids, exact(model), output_attentions=True)
     with refusal, torch.no_grad():
-        model(ids, past_key_values=exact(model), output_attentions=True)
+        model(ids, **pass_cache(exact(model)), output_attentions=True)
     if attention_name == "eager":  # transformers refuses to set it for sdpa
         asking = tiny(attention="eager")
         asking.config.output_attentions = True
@@ -201,10 +202,10 @@ def test_attention_weights_are_refused(attention_name: str) -> None:
 def test_training_is_refused(model: PreTrainedModel) -> None:
     ids, cache = prompt(50)[0], exact(model)
     with pytest.raises(RuntimeError, match=r"inference only: call the model under torch.no_grad\(\)"):
-        model(ids, past_key_values=cache)
+        model(ids, **pass_cache(cache))
     model.train()
     with pytest.raises(RuntimeError, match=r"inference only: call model.eval\(\)"), torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **pass_cache(cache))
     model.eval()
     got = forced(model, ids, [50], cache)  # both were refused before anything was stored
     assert (got - forced(model, ids, [50], None)).abs().max() < 1e-4
@@ -262,14 +263,14 @@ def test_masks_that_do_not_fit(family: str, wrong: Callable[[Tensor], Any]) -> N
     wanted = forced(model, ids, [150, 20], plain, mask)[:, 150:]
     forced(model, ids[:, :150], [150], cache, mask)
     with pytest.raises(ValueError, match=r"attention mask .*does not agree with the tokens"), torch.no_grad():
-        model(ids[:, 150:], past_key_values=cache, attention_mask=wrong(mask))
+        model(ids[:, 150:], **pass_cache(cache), attention_mask=wrong(mask))
     if family == "llama":
         with torch.no_grad():
-            got = model(ids[:, 150:], past_key_values=cache, attention_mask=mask).logits
+            got = model(ids[:, 150:], **pass_cache(cache), attention_mask=mask).logits
         assert (got - wanted)[mask[:, 150:].bool()].abs().max() < 1e-3
     else:  # a layer of transformers' own had taken the tokens in already
         with pytest.raises(RuntimeError, match=r"interrupted.*reset\(\)"), torch.no_grad():
-            model(ids[:, 150:], past_key_values=cache, attention_mask=mask)
+            model(ids[:, 150:], **pass_cache(cache), attention_mask=mask)
 
 
 def test_changed_attention_implementation(model: PreTrainedModel) -> None:

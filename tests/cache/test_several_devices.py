@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from qada_cache import QAdACache
+from qada_cache.versions import pass_cache
 
 ONE, OTHER = f"{KIND}:0", f"{KIND}:1"
 MAP = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1"), ONE)
@@ -55,7 +56,7 @@ def greedy(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, mask: Tenso
             "attention_mask": mask.to(device),
             "position_ids": (mask.cumsum(-1) - 1)[:, -ids.shape[1] :].to(device),
         }
-        logits = model(ids.to(device), past_key_values=cache, logits_to_keep=1, **given).logits
+        logits = model(ids.to(device), **pass_cache(cache), logits_to_keep=1, **given).logits
         ids = logits[:, -1:].argmax(-1).cpu()
         mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
         found.append(ids)
@@ -118,9 +119,9 @@ def test_offloaded(placed: PreTrainedModel, whole: PreTrainedModel, budget: int 
 def test_a_saved_cache_goes_on(placed: PreTrainedModel, tmp_path: Path) -> None:
     ids, cache = text().to(ONE), QAdACache(placed, offloading=False, kernels="torch", **SMALL)
     with torch.no_grad():
-        placed(ids[:, :-1], past_key_values=cache)
+        placed(ids[:, :-1], **pass_cache(cache))
         cache.save(tmp_path / "cache.safetensors")
         again = QAdACache.load(tmp_path / "cache.safetensors", placed)
-        one, other = (placed(ids[:, -1:], past_key_values=held).logits.cpu() for held in (cache, again))
+        one, other = (placed(ids[:, -1:], **pass_cache(held)).logits.cpu() for held in (cache, again))
     assert torch.equal(one, other)
     assert on_device(again) == [ONE, ONE, OTHER, OTHER]

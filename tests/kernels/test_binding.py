@@ -15,6 +15,7 @@ from qada_cache.kernels import cpu, decode_call, decode_reference
 from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.kernels.decode_call import Binding, DecodeCall, OperandError
 from qada_cache.sketch.codec import Sketch
+from qada_cache.versions import pass_cache
 
 BULK = [(1100, 5), (63, 0)]
 
@@ -127,19 +128,19 @@ def test_layers_bind_when_storage_changes_and_not_every_step(monkeypatch: pytest
     monkeypatch.setattr(compiled_decode, "_Bound", counted)
     model = tiny(max_position_embeddings=8192, num_hidden_layers=3)
     cache, ids = QAdACache(model, moments="current"), prompt(1500)[0]
-    model(ids, past_key_values=cache)
+    model(ids, **pass_cache(cache))
     for _ in range(20):
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **pass_cache(cache))
     assert len(made) == 3
     twin = copy.deepcopy(cache)
     for used in (twin, cache, twin):
-        model(ids[:, :1], past_key_values=used)
+        model(ids[:, :1], **pass_cache(used))
     assert len(made) == 6
     cache.crop(-3)
-    model(ids[:, :1], past_key_values=cache)
+    model(ids[:, :1], **pass_cache(cache))
     assert len(made) == 6
     cache.batch_repeat_interleave(2)
-    model(ids[:, :1].expand(2, 1), past_key_values=cache)
+    model(ids[:, :1].expand(2, 1), **pass_cache(cache))
     assert len(made) == 9
 
 
@@ -152,8 +153,8 @@ def test_caches_that_take_turns_make_no_moments_anew(monkeypatch: pytest.MonkeyP
     ids = prompt(900)[0]
     caches = [QAdACache(model, moments="random-tokens") for _ in range(4)]
     for tokens, cache in zip((300, 500, 700, 900), caches, strict=True):
-        model(ids[:, :tokens], past_key_values=cache)
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :tokens], **pass_cache(cache))
+        model(ids[:, :1], **pass_cache(cache))
 
     def counted(moments: KeyMoments, layer: int, length: int) -> tuple[Tensor, Tensor]:
         made.append(length)
@@ -161,7 +162,7 @@ def test_caches_that_take_turns_make_no_moments_anew(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(KeyMoments, "_layer_at", counted)
     for cache in caches * 3:
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **pass_cache(cache))
     assert not made
 
 
@@ -176,7 +177,7 @@ def test_rows_of_several_lengths_are_bound_once(monkeypatch: pytest.MonkeyPatch)
     mask[0, :150] = 0
     cache = QAdACache(model, moments="random-tokens", token_threshold=0.0)
     for step in (390, *range(391, 401)):
-        model(ids[:, cache.get_seq_length() : step], attention_mask=mask[:, :step], past_key_values=cache)
+        model(ids[:, cache.get_seq_length() : step], attention_mask=mask[:, :step], **pass_cache(cache))
     assert len(bound) == 1
 
 

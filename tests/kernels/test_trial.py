@@ -26,6 +26,7 @@ from qada_cache.sketch.codec import Sketch
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels import triton as decode
 from qada_cache.kernels.triton.kernels import INTERPRETED
+from qada_cache.versions import pass_cache
 
 CPU = torch.device("cpu")
 LAYOUT = Layout.from_bits(32, 2)
@@ -297,7 +298,7 @@ def test_a_cache_that_chooses_tokens(calls: list[dict[str, Any]], monkeypatch: p
     ids = torch.randint(1, 90, (1, MIN_TOKENS + 300), generator=torch.Generator().manual_seed(0))
     tried = []
     for part in (ids[:, :500], ids[:, :1], ids[:, 500:], ids[:, :1], ids[:, :1]):
-        model(part, past_key_values=cache)
+        model(part, **pass_cache(cache))
         tried.append(["sketch" in call for call in calls])
         calls.clear()
     assert tried == [[], [False] * 3, [], [True] * 3, [True]]
