@@ -58,7 +58,7 @@ class Padding:
             )
         found[call] = self, None
         if new is not None and not new.all():
-            known = torch.ones(batch, seen, dtype=torch.bool)
+            known = torch.ones(batch, seen, dtype=torch.bool, device="cpu")
             known[:, past:] = new
             known[:, :width] = self.known
             found[call] = Padding(known), new
@@ -86,7 +86,7 @@ class Padding:
         return self._next[1]
 
 
-NONE = Padding(torch.ones(1, 0, dtype=torch.bool))  # one for all caches and layers
+NONE = Padding(torch.ones(1, 0, dtype=torch.bool, device="cpu"))  # one for all caches and layers
 
 
 def newest_row(mask: Tensor, *, batch: int, seen: int, queries: int) -> Tensor:
