@@ -137,9 +137,10 @@ def collect(
             total=tokens * len(passes), desc=f"key moments ({kind})", unit="token", leave=False, delay=1, disable=hidden
         ) as bar:
             for length in passes:
+                first = torch.arange(sink_tokens, device="cpu")
                 spread = torch.linspace(0, length - 1, bulk, device="cpu").round().long() + sink_tokens
                 # Contiguous positions are left to the model: not every one takes them as an argument.
-                positions = None if length == bulk else torch.cat([torch.arange(sink_tokens, device="cpu"), spread])[None]
+                positions = None if length == bulk else torch.cat([first, spread])[None]
                 with observed(model, energies):
                     keys = read_keys(model, ids[None], positions, chunk=chunk, done=bar.update)
                 if scheme == "analytic":

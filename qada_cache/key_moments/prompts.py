@@ -79,7 +79,7 @@ def prompt_ids(
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **how: Any) -> Tensor:
-    """Token ids `[tokens]` int64 of a text, on the CPU; a tensor of the tokenizer's own lies on torch's default device."""
+    """Token ids `[tokens]` int64 of a text, on the CPU; tokenizers' own tensors lie on torch's default device."""
     return torch.tensor(tokenizer(text, **how).input_ids, dtype=torch.long, device="cpu")
 
 
@@ -120,4 +120,5 @@ def _ordinary_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase 
     known = range(len(ordinary))
     ordinary[[index for index in special if index in known]] = False
     begin: Any = getattr(config, "bos_token_id", None)
-    return torch.tensor([begin] if begin in known else [], dtype=torch.long, device="cpu"), ordinary.nonzero().squeeze(-1)
+    begins = torch.tensor([begin] if begin in known else [], dtype=torch.long, device="cpu")
+    return begins, ordinary.nonzero().squeeze(-1)

@@ -66,6 +66,8 @@ class Residents:
             backend = torch.get_device_module(device)
             if hasattr(backend, "mem_get_info"):  # accelerate would ask every device, and so take memory on all of them
                 free = backend.mem_get_info(device)[0]
+                if hasattr(backend, "memory_reserved"):  # by torch, some of it for nothing yet
+                    free += backend.memory_reserved(device) - backend.memory_allocated(device)
             else:
                 free = get_max_memory().get(device.type, 0)  # the host's memory
             self._auto[device] = max(0, free - max(RESERVE_BYTES, int(RESERVE_SHARE * free)))

@@ -99,7 +99,7 @@ def test_devices_without_float64(whole: PreTrainedModel, request: pytest.Fixture
     request.addfinalizer(by_torch._has_float64.cache_clear)
     with devices(without=torch.float64):
         placed = dispatch_model(eager(), MAP, main_device=ONE, force_hooks=True)
-        with pytest.raises(TypeError, match="no torch.float64"):
+        with pytest.raises(TypeError, match="has no"):
             torch.zeros(1, device=ONE).double()
         KeyMoments.collect(placed, needle.load_tokenizer(), "random-tokens", tokens=200, progress=False)
         cache = same(placed, whole, text(), offloading=False, audit_every=1)

@@ -5,8 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import qada_cache
 from torch.utils._device import _device_constructors
+
+import qada_cache
 
 HOUSE = Path(qada_cache.__file__).parent
 MOST_PARAMETERS = 14
