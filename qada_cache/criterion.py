@@ -57,7 +57,7 @@ class StaticHeads:
                 f"{list(local_share.shape)} and {alpha}"
             )
         shares = local_share.float().nan_to_num(nan=-1.0).flatten()
-        table = torch.ones(shares.numel(), dtype=torch.bool)
+        table = torch.ones(shares.numel(), dtype=torch.bool, device=shares.device)
         table[shares.argsort(descending=True, stable=True)[: round(alpha * shares.numel())]] = False
         return cls(table.view(local_share.shape))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -52,8 +52,20 @@ def audit(layer: QAdALayer, step: Step, flags: Tensor, bulk_lse: Tensor, read_ls
     needed = long_context(log_local, log_true_bulk, logit(layer.options.threshold)) & decided
     all_lse = torch.logaddexp(log_local, log_true_bulk)
     missed = -torch.expm1((read_lse.view_as(all_lse) - all_lse).clamp_max(0.0)).masked_fill(~decided, 0.0)
-    tallies = (decided.expand_as(flags), needed, needed & flags, flags, missed)
+    tallies: tuple[Tensor, ...] = (decided.expand_as(flags), needed, needed & flags, flags, missed)
+    if not _has_float64(decided.device):
+        tallies = tuple(tally.cpu() for tally in tallies)
     layer.counters.add("audited", torch.stack([tally.sum(dtype=torch.float64) for tally in tallies]))
+
+
+@cache
+def _has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64, as Apple's do not, nor some of Intel's."""
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).sum()
+    except (TypeError, RuntimeError):
+        return False
+    return True
 
 
 def attend_by_torch(
@@ -112,6 +124,6 @@ def _count_and_prefetch(layer: QAdALayer, store: TokenStore, selecting: list[lis
         for length, heads in zip(bulk.lengths, selecting, strict=True):
             counters.sketch_read_bytes += store.sketch.tensors.read_bytes(length) * sum(heads)
         if bulk.offloaded and layer.options.device_budget:
-            counters.bulk_read_bytes += reading.update_residency(bulk, torch.tensor(selecting))
+            counters.bulk_read_bytes += reading.update_residency(bulk, torch.tensor(selecting, device="cpu"))
     if any(bulk.lengths) and layer.next_layer is not None and layer.next_layer.store is not None:
         layer.next_layer.counters.bulk_read_bytes += reading.prefetch(layer.next_layer.store.bulk)

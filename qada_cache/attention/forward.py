@@ -116,21 +116,13 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The signature transformers gives attention functions, after `base`, the model's own of them; returns
-        `[batch, tokens, heads, dim]` and weights.
+    `[batch, tokens, heads, dim]` and weights.
 
-    <<<<<<< HEAD
-        The first call on an empty cache, and every call of another cache, is the model's own implementation. A call
-        with more new tokens than the window, or of a chunk of `generate`'s prompt, or with a mask that is not causal among
-        its tokens, is exact attention over everything; any other is query-adaptive. NotImplementedError, if the model asks
-        for something this cache does not compute; RuntimeError in training mode, or at keys of a cache already used with
-        another model; ValueError at a mask this cache cannot follow.
-    =======
-        The first call on an empty cache, and every call of another cache, is the model's own. A call with more new tokens
-        than the window, or of a chunk of `generate`'s prompt, is exact attention over everything; any other is
-        query-adaptive. NotImplementedError, if the model asks for something this cache does not compute;
-        RuntimeError in training mode, or at keys of a cache already used with another model; ValueError at a mask this
-        cache cannot follow.
-    >>>>>>> fd89493 (Our function comes before transformers' attention in its table: a model keeps the name of its own)
+    The first call on an empty cache, and every call of another cache, is the model's own. A call with more new tokens
+    than the window, or of a chunk of `generate`'s prompt, or with a mask that is not causal among its tokens, is exact
+    attention over everything; any other is query-adaptive. NotImplementedError, if the model asks for something this
+    cache does not compute; RuntimeError in training mode, or at keys of a cache already used with another model;
+    ValueError at a mask this cache cannot follow.
     """
     kwargs.update(scaling=scaling, dropout=dropout)
     if (layer := getattr(key, "_qada_layer", None)) is None:

@@ -133,7 +133,7 @@ def mapped(
             if source is not None:
                 tensors[name] = source.tensor(begin + entry["data_offsets"][0], shape, dtype)
                 continue
-            tensors[name] = empty(shape, dtype=dtype)
+            tensors[name] = empty(shape, dtype=dtype, device=torch.device("cpu"))
             if file.readinto(_content(tensors[name])) != tensors[name].nbytes:
                 raise ValueError(f"{path} was truncated while it was read")
     return tensors, _checked(path, about, tensors), source

@@ -184,4 +184,4 @@ class QAdALayer(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (ints, or a bool mask)."""
         if self.store is not None:
-            self.select(torch.arange(self.store.batch)[indices.cpu()].tolist())
+            self.select(torch.arange(self.store.batch, device="cpu")[indices.cpu()].tolist())

@@ -97,7 +97,7 @@ class ForwardPass:
             decided.append([bulk > 0 and there for bulk, there in zip(tokens, shown, strict=True)])
             stored.append(list(map(sub, tokens, seen[2])))
         masks = [torch.frombuffer(mask, dtype=torch.bool).view(rows, 1, queries, -1) for mask in (local, pending)]
-        tensors = [*masks, *(torch.tensor(count).unsqueeze(1) for count in counts)]
+        tensors = [*masks, *(torch.tensor(count, device="cpu").unsqueeze(1) for count in counts)]
         # A blocking copy would wait for everything the accelerator still has to do.
         near, waiting, far, decides, left = (
             tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors

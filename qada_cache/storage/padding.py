@@ -57,7 +57,7 @@ class Padding:
             )
         found[call] = self, None, visible
         if new is not None and not new.all():
-            known = torch.ones(batch, seen, dtype=torch.bool)
+            known = torch.ones(batch, seen, dtype=torch.bool, device="cpu")
             known[:, seen - queries :] = new
             known[:, :width] = self.known
             found[call] = Padding(known), new, visible
@@ -114,7 +114,7 @@ class Padding:
         return self._next[1]
 
 
-NONE = Padding(torch.ones(1, 0, dtype=torch.bool))  # one for all caches and layers
+NONE = Padding(torch.ones(1, 0, dtype=torch.bool, device="cpu"))  # one for all caches and layers
 
 
 def read_mask(mask: Tensor, *, batch: int, seen: int, queries: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,8 @@ from stand_in import accelerator
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from qada_cache import QAdACache
+from qada_cache import KeyMoments, QAdACache
+from qada_cache.attention import by_torch
 from qada_cache.versions import pass_cache
 
 ONE, OTHER = f"{KIND}:0", f"{KIND}:1"
@@ -91,6 +92,19 @@ def test_exact_attention(placed: PreTrainedModel, whole: PreTrainedModel) -> Non
 def test_decisions(placed: PreTrainedModel, whole: PreTrainedModel, options: dict[str, Any]) -> None:
     """Key moments are collected from keys on both devices, and each layer is given its own where it lies."""
     same(placed, whole, text(), offloading=False, **options)
+
+
+def test_devices_without_float64(whole: PreTrainedModel, request: pytest.FixtureRequest) -> None:
+    """Apple's, and some of Intel's: moments of other prompts and audits are computed in it, on the host then."""
+    by_torch._has_float64.cache_clear()  # other tests' devices of these names have it
+    request.addfinalizer(by_torch._has_float64.cache_clear)
+    with devices(without=torch.float64):
+        placed = dispatch_model(eager(), MAP, main_device=ONE, force_hooks=True)
+        with pytest.raises(TypeError, match="has no"):
+            torch.zeros(1, device=ONE).double()
+        KeyMoments.collect(placed, needle.load_tokenizer(), "random-tokens", tokens=200, progress=False)
+        cache = same(placed, whole, text(), offloading=False, audit_every=1)
+    assert cache.stats().audit.decisions > 100
 
 
 def test_padded_rows(placed: PreTrainedModel, whole: PreTrainedModel) -> None:

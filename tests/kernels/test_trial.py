@@ -4,6 +4,7 @@ The kernel is Triton's under its interpreter, or a stand-in of the reference tha
 """
 
 import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -268,7 +269,7 @@ def test_an_obstacle_is_said(
         assert choice.decode_kernel(QUERY, BULK, BULK, "gaussian", "auto") is None
     assert [record.getMessage() for record in caplog.records] == [
         "tokens are decoded on cpu by torch's operations, not by Triton's kernel: "
-        "triton is not installed (pip install 'qada-cache[triton]')"
+        f"triton is not installed ({choice.INSTALL[sys.platform]})"
     ]
 
 
