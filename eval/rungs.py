@@ -24,17 +24,8 @@ from eval.shared.peers import quantized
 from eval.shared.tables import machine, new_file, plain, write
 from eval.shared.texts import Document, prose
 from qada_cache import KeyMoments
-from qada_cache.sketch import Layout, rotate
+from qada_cache.sketch import Layout, coded, rotate
 from qada_cache.sketch.codec import quantize_segments
-from qada_cache.sketch.coded import (
-    RecordLayout,
-    block_of,
-    code_tokens,
-    decode_keys,
-    predicted_keys,
-    quantize_evenly,
-    query_weights,
-)
 from qada_cache.state import SKETCH_BITS
 
 SINKS, WINDOW = 16, 112  # tokens, as a cache has them by default
@@ -59,35 +50,28 @@ def grouped(values: Tensor, bits: int) -> Tensor:
     return (code * scale).flatten(-2)
 
 
-def by_peer(kind: str, values: Tensor) -> Tensor:
-    """Keys or values `[..., dim]` as another code gives them."""
+def as_coded(kind: str, given: Tensor, energies: Tensor | None = None) -> Tensor:
+    """A layer's keys `[1, kv_heads, tokens, dim]` as a kind of code gives them, or its values, without `energies`."""
+    dim = given.shape[-1]
+    block = coded.block_of(dim)
+    if kind == SAME:
+        return given
     if kind == "q4, 64":
-        return quantized(values, 4)
+        return quantized(given, 4)
     if kind.endswith("rotated"):
-        block = block_of(values.shape[-1])
-        return rotate(grouped(rotate(values, block), int(kind[1])), block)
-    return grouped(values, int(kind[1]))
-
-
-def coded_keys(kind: str, keys: Tensor, energies: Tensor) -> Tensor:
-    """A layer's `[1, kv_heads, tokens, dim]`, as so many bits behind the sketch give them, or another code."""
-    if kind == SAME or kind[0] == "q":
-        return keys if kind == SAME else by_peer(kind, keys)
-    dim = keys.shape[-1]
+        return rotate(grouped(rotate(given, block), int(kind[1])), block)
+    if kind[0] == "q":
+        return grouped(given, int(kind[1]))
+    bits, _, groups = kind.partition(" x ")
+    if energies is None:
+        scale, code = coded.quantize_evenly(rotate(given, block).unflatten(-1, (int(groups or 1), -1)), int(bits))
+        return rotate(((2 * code.float() - 2 ** int(bits) + 1) * scale.unsqueeze(-1)).flatten(-2), block)
     sketch = Layout.from_bits(dim, SKETCH_BITS)
     assert sketch is not None
-    layout, weights = RecordLayout(dim, dim, int(kind), 8), query_weights(energies, dim, keys.device)
-    predicted = predicted_keys(quantize_segments(keys, energies[None], sketch), sketch)
-    return decode_keys(code_tokens(keys, keys, predicted, weights, layout), predicted, weights, layout)
-
-
-def coded_values(kind: str, values: Tensor) -> Tensor:
-    """Likewise of values."""
-    if kind == SAME or kind[0] == "q":
-        return values if kind == SAME else by_peer(kind, values)
-    (bits, _, groups), block = kind.partition(" x "), block_of(values.shape[-1])
-    scale, code = quantize_evenly(rotate(values, block).unflatten(-1, (int(groups or 1), -1)), int(bits))
-    return rotate(((2 * code.float() - 2 ** int(bits) + 1) * scale.unsqueeze(-1)).flatten(-2), block)
+    layout, weights = coded.RecordLayout(dim, dim, int(bits), 8), coded.query_weights(energies, dim, given.device)
+    predicted = coded.predicted_keys(quantize_segments(given, energies[None], sketch), sketch)
+    records = coded.code_tokens(given, given, predicted, weights, layout)
+    return coded.decode_keys(records, predicted, weights, layout)
 
 
 def token_bytes(rung: tuple[str, str], dim: int) -> float:
@@ -121,12 +105,10 @@ def measure(model: PreTrainedModel, document: Document, energies: Tensor) -> dic
         return follow(model, document, made)
 
     made_keys = {
-        kind: [coded_keys(kind, key[1], energies[index]) for index, key in enumerate(keys)]
-        for kind in dict.fromkeys(kind for kind, _ in RUNGS)
+        kind: [as_coded(kind, key[1], energies[index]) for index, key in enumerate(keys)]
+        for kind in {kind for kind, _ in RUNGS}
     }
-    made_values = {
-        kind: [coded_values(kind, value[1]) for value in values] for kind in dict.fromkeys(kind for _, kind in RUNGS)
-    }
+    made_values = {kind: [as_coded(kind, value[1]) for value in values] for kind in {kind for _, kind in RUNGS}}
     full = follow_with(made_keys[SAME], made_values[SAME])
     return {rung: compare(full, follow_with(made_keys[rung[0]], made_values[rung[1]])) for rung in tqdm(RUNGS)}
 
