@@ -264,8 +264,8 @@ def summary(rows: Rows) -> list[dict[str, Any]]:
         made.append({
             **dict(zip(WAY, way, strict=True)),
             "documents": len(group),
-            "kl": _with_error([float(row["kl"]) for row in group], 4),
-            "top1": _with_error([float(row["top1"]) for row in group], 3),
+            "kl": with_error([float(row["kl"]) for row in group], 4),
+            "top1": with_error([float(row["top1"]) for row in group], 3),
             "found": f"{sum(row['found'] == '1' for row in asked)}/{len(asked)}" if asked else "",
             "also_found": f"{missed.count('1')}/{len(missed)}" if missed and "" not in missed else "",
             "kv_read": f"{mean(float(row['kv_read']) for row in group):.3f}",
@@ -275,6 +275,7 @@ def summary(rows: Rows) -> list[dict[str, Any]]:
     return made
 
 
-def _with_error(values: list[float], digits: int) -> str:
+def with_error(values: list[float], digits: int) -> str:
+    """The mean `±` its standard error."""
     error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return f"{mean(values):.{digits}f} ± {error:.{digits}f}"

@@ -104,14 +104,15 @@ def _by_channel(layout: Layout, values: tuple[float, ...], device: torch.device)
     return torch.tensor(channels, dtype=torch.float32, device="cpu").to(device)
 
 
-def rotate(values: Tensor) -> Tensor:
-    """`R` of `[..., channels]`: orthonormal Hadamard blocks of 8, each its own inverse. By sums and differences of
-    neighbours, then of pairs, then of fours, as all kernels compute it."""
-    blocks = values.unflatten(-1, (-1, 2, 2, 2))
-    for axis in (-1, -2, -3):
+def rotate(values: Tensor, block: int = BLOCK) -> Tensor:
+    """`R` of `[..., channels]`: orthonormal Hadamard blocks of `block` channels, a power of two; each its own inverse.
+    By sums and differences of neighbours, then of pairs, then of fours, as all kernels compute it."""
+    steps = block.bit_length() - 1
+    blocks = values.unflatten(-1, (-1, *[2] * steps))
+    for axis in range(-1, -steps - 1, -1):
         one, other = blocks.unbind(axis)
         blocks = torch.stack([one + other, one - other], dim=axis)
-    return blocks.flatten(-4) * BLOCK**-0.5
+    return blocks.flatten(-steps - 1) * block**-0.5
 
 
 def pack(index: Tensor, layout: Layout) -> Tensor:
