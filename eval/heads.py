@@ -23,9 +23,9 @@ from eval.shared.deciding import auditing
 from eval.shared.tables import new_file, write
 from eval.sweep import task_manager
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.attention import by_torch
-from qada_cache.criterion import current_score_moments, gaussian_log_bulk, log_mass
-from qada_cache.kernels.query_adaptive import Step, other_log_bulk
+from qada_cache.attention import by_torch, decode
+from qada_cache.criterion import log_mass, score_moments
+from qada_cache.kernels.query_adaptive import Step
 from qada_cache.lm_eval import QAdALM
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.geometry import Geometry
@@ -59,16 +59,17 @@ class Recorder:
         assert moments is not None
         assert isinstance(geometry, Geometry)
         shape, count, scaling = scores.shape[:-1], geometry.bulk_tokens.unsqueeze(2), step.rule.scaling
-        given = step.grouped_queries.float(), scores, (moments.mean, moments.covariance, moments.known)
-        mean, variance, _ = current_score_moments(*given, pending=geometry.pending, scaling=scaling, softcap=None)
+        query = step.grouped_queries.float()
+        found = score_moments(query, moments.mean, moments.covariance, scaling=scaling)
+        mean, variance = (moment.view(shape) for moment in found)
         columns = {
             "log_local": log_mass(scores, geometry.local),
             "log_bulk": by_torch.true_log_bulk(step, bulk_lse),
-            "current": gaussian_log_bulk(mean, variance, count),
+            "current": geometry.log_tokens + mean + 0.5 * variance,
             "iid": _independent_gaussian(mean, variance, count),
         }
         for name, kept in self.moments.items():
-            columns[name] = other_log_bulk(step, by_torch.split_by_length(kept, layer, geometry))
+            columns[name] = decode.estimate_by_others(kept, layer, query.view(*shape, -1), geometry, step.rule)
         flat = {name: column.flatten(1, 2).cpu() for name, column in columns.items()}  # [rows, heads, queries]
         decided = geometry.decided.expand(shape[0], 1, shape[3]).squeeze(1).cpu()
         for row, query in decided.nonzero().tolist():

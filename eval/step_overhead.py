@@ -44,7 +44,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "take_in": (QAdALayer, "update"),
     "store": (TokenStore, "append"),
     "masks": (ForwardPass, "geometry"),
-    "moments": (decode, "_add_moments"),
+    "estimate": (decode, "estimate_log_bulk"),
     "kernel": (compiled_decode, "fused_decode"),  # attention over sinks and window, and the decision
     "count": (Counters, "count"),
     "the_rest": (attention, "_attend"),  # checks, and everything between the parts above

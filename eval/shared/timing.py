@@ -66,7 +66,8 @@ def _zero_copy(host: torch.Tensor, data: torch.Tensor) -> float:
         "bulk_read_bytes": torch.zeros((), dtype=torch.int64, device=data.device),
         "query": torch.ones(1, 4 * heads, 1, dim, dtype=torch.bfloat16, device=data.device),
         "local_keys": near, "local_values": near, "bulk_keys": keys, "bulk_values": values,
-        "scaling": 0.1, "threshold": 0.5, "criterion": "dense",
+        "scaling": 0.1, "logit_threshold": 0.0,
+        "log_bulk": torch.full((1, heads, 4), torch.inf, device=data.device),
     }  # fmt: skip
     call = DecodeCall.of(**kwargs)
     return _best(lambda: fused_decode(call), data.device, host.nbytes)

@@ -1,4 +1,4 @@
-"""A query-adaptive call by torch's operations, where no kernel serves: what heads decide by, reads, audits."""
+"""A query-adaptive call by torch's operations, where no kernel serves: reads, audits."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,37 +11,16 @@ from torch.nn import functional
 from ..criterion import log_mass, logit, long_context
 from ..kernels import partial_attention
 from ..kernels.decode_call import Rule
-from ..kernels.query_adaptive import LengthMoments, Part, Request, Step, attend, attend_bulk, decide, estimated_log_bulk
-from ..key_moments import KeyMoments
+from ..kernels.query_adaptive import Part, Request, Step, attend, attend_bulk, decide
 from ..state.layer import QAdALayer
 from ..storage import TokenStore, reading
 from ..storage.geometry import Geometry
-
-
-def log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry, bulk_lse: Tensor | None) -> Tensor:
-    """The `log A_bulk` that the layer decides by, `[batch, kv_heads, group, queries]`; `+inf` without moments. The
-    `bulk_lse` is of the scores over the stored bulk `[batch, kv_heads, group * queries]`, for "oracle"; else None."""
-    if bulk_lse is not None:
-        return true_log_bulk(step, bulk_lse)
-    own, others = store.moments, layer.options.other_moments
-    if step.rule.kind != "gaussian" or not geometry.distinct_moment_lengths:  # nothing is estimated, or decided
-        own = others = None
-    known = None if own is None else (own.mean, own.covariance, own.known)
-    of_others = [] if others is None else split_by_length(others, layer, geometry)
-    return estimated_log_bulk(step, known, of_others, pool=step.rule.pool_pending and geometry.any_pending)
 
 
 def true_log_bulk(step: Step, bulk_lse: Tensor) -> Tensor:
     """Of what is stored (`bulk_lse`), and of what still lies in the local buffer."""
     log_pending = log_mass(step.scores, step.masks.pending)
     return torch.logaddexp(log_pending, bulk_lse.view_as(log_pending))
-
-
-def split_by_length(moments: KeyMoments, layer: QAdALayer, geometry: Geometry) -> list[LengthMoments]:
-    """Another prompt's, as `query_adaptive.other_log_bulk` takes them: of each query those for its bulk's length."""
-    lengths, device, shard = geometry.distinct_moment_lengths, geometry.local.device, layer.shared.model.shard
-    means, covariances = layer.kept_moments.get(moments, layer.index, lengths, device, shard)
-    return list(zip((0, *lengths), means.split(1), covariances.split(1), strict=False))
 
 
 def audit(layer: QAdALayer, step: Step, flags: Tensor, bulk_lse: Tensor, read_lse: Tensor) -> None:
@@ -69,10 +48,16 @@ def _has_float64(device: torch.device) -> bool:
 
 
 def attend_by_torch(
-    layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry, rule: Rule, sink_logits: Tensor | None
+    layer: QAdALayer,
+    store: TokenStore,
+    query: Tensor,
+    geometry: Geometry,
+    rule: Rule,
+    log_bulk: Tensor | None,
+    sink_logits: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute a call for `decode.attend_adaptively`, and audit it if it is the layer's turn: the output, as there, and
-    bool flags `[batch, kv_heads, group, queries]`."""
+    bool flags `[batch, kv_heads, group, queries]`. `log_bulk` is as of `decode.estimate_log_bulk`."""
     columns = slice(0, store.sinks + store.end)
     grouped_queries = query.reshape(query.shape[0], store.local_keys.shape[1], -1, query.shape[3])
     near = store.local_keys[:, :, columns], store.local_values[:, :, columns]
@@ -83,9 +68,10 @@ def attend_by_torch(
         _add_sink(step, sink_logits)
     every = [[True] * store.local_keys.shape[1]] * store.batch
     read, whole = partial(_read, layer, store, False), None
-    if rule.kind == "oracle":  # needs every score, so everything is read whatever it decides
+    if log_bulk is None:  # the oracle's: it needs every score, so everything is read whatever it decides
         whole = attend_bulk(step, read, every)
-    flags = decide(step, log_bulk(layer, store, step, geometry, None if whole is None else whole[1]))
+        log_bulk = true_log_bulk(step, whole[1])
+    flags = decide(step, log_bulk)
     out, read_lse, selecting = attend(step, flags, read, whole)
     _count_and_prefetch(layer, store, selecting)
     if layer.is_audited():

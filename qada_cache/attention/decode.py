@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..criterion import StaticHeads
+from ..criterion import StaticHeads, gaussian_log_bulk, logit
 from ..kernels import choice, merge_partials, partial_attention
 from ..kernels.decode_call import DecodeCall, Rule
+from ..key_moments import KeyMoments
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
 from ..storage.geometry import Geometry
@@ -41,12 +42,13 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Tensor, option
         lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=options.valid, device=device
     )
     rule = get_rule(layer, store, query, options.scaling, options.softcap)
+    log_bulk = estimate_log_bulk(layer, store, query, geometry, rule)
     fusable = queries == 1 and not layer.is_audited() and options.sink_logits is None and options.softcap is None
     kernel = find_kernel(layer, store, query) if fusable else None
     if kernel is None:
-        out, flags = attend_by_torch(layer, store, query, geometry, rule, options.sink_logits)
+        out, flags = attend_by_torch(layer, store, query, geometry, rule, log_bulk, options.sink_logits)
     else:
-        out, flags = decode_one_token(layer, store, query, geometry, rule, kernel)
+        out, flags = decode_one_token(layer, store, query, geometry, rule, log_bulk, kernel)
     layer.counters.count(flags, geometry, store.local_keys.shape[1] * store.bulk.token_bytes)
     return out
 
@@ -56,15 +58,63 @@ def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float,
     options = layer.options
     key = weakref.ref(options), scaling, softcap, query.shape[1], query.device
     if layer.binding.rule is None or layer.binding.rule[0] != key:
-        criterion: str | StaticHeads | Tensor = options.criterion
+        criterion, kv_heads = options.criterion, store.local_keys.shape[1]
+        # Criteria that compare no masses need a finite threshold.
+        cut = logit(options.threshold) if criterion in ("gaussian", "oracle") else 0.0
+        rule = Rule(scaling, cut, options.group_rule, options.token_threshold, softcap)
+        long_context = torch.full((kv_heads, query.shape[1] // kv_heads), criterion != "local")
         if isinstance(criterion, StaticHeads):
-            own, kv_heads = layer.shared.model.shard.own(criterion.long_context[layer.index]), store.local_keys.shape[1]
-            table = own.to(query.device, non_blocking=True).reshape(kv_heads, -1)
-            criterion = table.expand(-1, query.shape[1] // kv_heads).contiguous()  # one entry for a group broadcasts
-        rule = Rule(scaling, options.threshold, options.group_rule, criterion, softcap=softcap)
-        rule.pool_pending, rule.token_threshold = options.update_moments, options.token_threshold
-        layer.binding.rule = key, rule
+            own = layer.shared.model.shard.own(criterion.long_context[layer.index])
+            long_context &= own.reshape(kv_heads, -1)  # one entry for a group broadcasts
+        constant = torch.where(long_context, torch.inf, -torch.inf)[None, :, :, None].float()
+        layer.binding.rule = key, rule, constant.to(query.device, non_blocking=True)
     return layer.binding.rule[1]
+
+
+def estimate_log_bulk(
+    layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry, rule: Rule
+) -> Tensor | None:
+    """The `log A_bulk` that heads decide by, float32 `[batch or 1, kv_heads, group, queries or 1]`; None for "oracle",
+    which knows it.
+
+    By "gaussian" eq. 7's, the larger one of two estimates, and `+inf` where nothing is known of the bulk, so that it is
+    read. In the eyes of a criterion that compares no masses it is `+inf` for long-context heads, `-inf` for local ones.
+    """
+    options, found = layer.options, None
+    if options.criterion == "oracle":
+        return None
+    if options.criterion == "gaussian" and geometry.decisions:
+        grouped = query.float().unflatten(1, (store.local_keys.shape[1], -1))
+        if options.other_moments is not None:
+            found = estimate_by_others(options.other_moments, layer, grouped, geometry, rule)
+        if (own := store.moments) is not None:
+            given = grouped, own.mean, own.covariance, geometry.own_log_tokens
+            estimate = gaussian_log_bulk(*given, scaling=rule.scaling, softcap=rule.softcap)
+            if 0 in own.count and not store.update_moments:  # frozen before there was anything to know
+                unknown = torch.tensor(own.count, dtype=torch.int64).to(estimate.device, non_blocking=True) == 0
+                estimate = estimate.masked_fill(unknown.view(-1, 1, 1, 1), torch.nan)
+            found = estimate if found is None else torch.fmax(found, estimate)  # which takes a number before a nan
+    assert layer.binding.rule is not None
+    return layer.binding.rule[2] if found is None else found
+
+
+def estimate_by_others(
+    moments: KeyMoments, layer: QAdALayer, grouped: Tensor, geometry: Geometry, rule: Rule
+) -> Tensor:
+    """Eq. 7's `log A_bulk` of queries `[batch, kv_heads, group, queries, dim]` float32 by another prompt's moments: of
+    each query those for its bulk's length."""
+    device, shard, log_tokens = grouped.device, layer.shared.model.shard, geometry.log_tokens
+    told: dict[str, Any] = {"scaling": rule.scaling, "softcap": rule.softcap}
+    if grouped.shape[3] == 1:
+        pair = layer.kept_moments.get(moments, layer.index, geometry.row_lengths, device, shard)
+        return gaussian_log_bulk(grouped, *pair, log_tokens, **told)
+    lengths = geometry.distinct_moment_lengths
+    means, covariances = layer.kept_moments.get(moments, layer.index, lengths, device, shard)
+    found = grouped.new_full(grouped.shape[:-1], -torch.inf)
+    for length, mean, covariance in zip((0, *lengths), means.split(1), covariances.split(1), strict=False):
+        estimate = gaussian_log_bulk(grouped, mean, covariance, log_tokens, **told)
+        found = torch.where(geometry.bulk_tokens.unsqueeze(2) > length, estimate, found)
+    return found
 
 
 def find_kernel(layer: QAdALayer, store: TokenStore, query: Tensor) -> Callable | None:
@@ -79,16 +129,21 @@ def find_kernel(layer: QAdALayer, store: TokenStore, query: Tensor) -> Callable 
 
 
 def decode_one_token(
-    layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry, rule: Rule, kernel: Callable
+    layer: QAdALayer,
+    store: TokenStore,
+    query: Tensor,
+    geometry: Geometry,
+    rule: Rule,
+    log_bulk: Tensor | None,
+    kernel: Callable,
 ) -> tuple[Tensor, Tensor]:
     """A call with one query a row by `kernel`, a `fused_decode`; arguments and results as of `attend_by_torch`. Nothing
     here waits for the device: small tensors of host numbers are copied to it without blocking."""
     bulk, sketch, counters = store.bulk, store.sketch, layer.counters
+    assert log_bulk is not None  # no kernel computes "oracle"
     tensors = query, store.local_keys, store.local_values, *bulk.in_place()
-    call = DecodeCall(*tensors, geometry.rows, rule, binding=layer.binding)
+    call = DecodeCall(*tensors, geometry.rows, log_bulk.squeeze(3), rule, binding=layer.binding)
     call.bulk_read_bytes = counters.on(query.device, "bulk_read_bytes")
-    if rule.kind == "gaussian":
-        _add_moments(call, layer, store, geometry)
     if sketch is not None and sketch.in_use:
         call.sketch, call.sketch_read_bytes = sketch.tensors, counters.on(query.device, "sketch_read_bytes")
     elsewhere = bulk.offloaded and layer.options.device_budget
@@ -99,15 +154,6 @@ def decode_one_token(
     if elsewhere and (moved := update_residency(bulk, flags.any(dim=-1))):
         counters.bulk_read_bytes += moved
     return out, flags.unsqueeze(-1)
-
-
-def _add_moments(call: DecodeCall, layer: QAdALayer, store: TokenStore, geometry: Geometry) -> None:
-    """Those that the layer decides by."""
-    if (moments := store.moments) is not None:
-        call.mean, call.covariance, call.count = moments.mean, moments.covariance, moments.known
-    if (others := layer.options.other_moments) is not None:
-        lengths, device, shard = geometry.row_lengths, call.query.device, layer.shared.model.shard
-        call.other_mean, call.other_covariance = layer.kept_moments.get(others, layer.index, lengths, device, shard)
 
 
 def attend_exactly(

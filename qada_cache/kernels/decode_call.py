@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..criterion import logit
 from ..sketch import BLOCK
 from ..sketch.codec import Sketch, sketch_fields
 
@@ -55,29 +54,10 @@ class Rule:
     """How a layer's heads decide and select; one object for as long as nothing of it changes."""
 
     scaling: float  # of the scores
-    threshold: float  # tau of eq. 2 and eq. 7, in [0, 1]
+    logit_threshold: float  # as for `criterion.long_context`
     group_rule: str = "head"  # as in `criterion.group_decision`
-    # "gaussian" (eq. 7), "dense" (no head is local), "local" (every head is), or the static table bool `[kv_heads,
-    # group]`, True for a long-context head; "oracle", which no kernel computes.
-    criterion: str | Tensor = "gaussian"
-    pool_pending: bool = False  # whether moments of stored keys, if any, are pooled with those of the pending tokens
     token_threshold: float = 0.0  # as in `sketch.selection.select_tokens`
     softcap: float | None = None  # as for `reference.partial_attention`; no kernel caps scores
-
-    @property
-    def kind(self) -> str:
-        """The criterion's name, "static" for a table."""
-        return "static" if isinstance(self.criterion, Tensor) else self.criterion
-
-    @property
-    def table(self) -> Tensor | None:
-        """The static table, if that is the criterion."""
-        return self.criterion if isinstance(self.criterion, Tensor) else None
-
-    @property
-    def logit_threshold(self) -> float:
-        """As for `criterion.long_context`; any finite one serves criteria whose `log A_bulk` is infinite."""
-        return logit(self.threshold) if self.kind in ("gaussian", "oracle") else 0.0
 
 
 class Binding:
@@ -88,9 +68,10 @@ class Binding:
 
     def __init__(self) -> None:
         self.bound: Any = None  # what a kernel made of them; None once any of them is another
-        # The selected kernel, None for none, and the rule; each behind the key it was made for.
+        # The selected kernel, None for none; the rule, and `log A_bulk` where nothing is estimated. Each is behind the
+        # key it was made for.
         self.kernel: tuple[Any, Callable | None] | None = None
-        self.rule: tuple[Any, Rule] | None = None
+        self.rule: tuple[Any, Rule, Tensor] | None = None
         self._query: Any = None
         self._parts: list[Callable[[], Any]] = []
 
@@ -128,14 +109,8 @@ class DecodeCall:
     bulk_keys: Tensor  # `[batch, kv_heads, capacity, dim]`
     bulk_values: Tensor  # likewise, of `value_dim`
     rows: Rows
+    log_bulk: Tensor  # float32 `[batch or 1, kv_heads, group]`, `log A_bulk`; nan says as little as infinity
     rule: Rule
-    # Moments of the first `count` keys of the row's bulk, for eq. 7; they do not count where that is 0.
-    mean: Tensor | None = None  # float32 `[batch or 1, kv_heads, dim]`
-    covariance: Tensor | None = None  # float32 `[batch or 1, kv_heads, dim, dim]`
-    count: Tensor | None = None  # int64 `[batch or 1]`
-    # Likewise, of another prompt's keys (see `query_adaptive.estimated_log_bulk`).
-    other_mean: Tensor | None = None
-    other_covariance: Tensor | None = None
     # Of the bulk's keys, with room for as many tokens. With it, a KV head reads the tokens of `select_tokens` if the
     # bulk has `MIN_TOKENS` and more. A group reads all if one of its long-context heads finds the sketch `unreliable`,
     # and so does every group without a sketch.
@@ -164,7 +139,6 @@ class DecodeCall:
         """The parts that change with storage or options alone."""
         return (
             *(self.local_keys, self.local_values, self.bulk_keys, self.bulk_values, self.rule),
-            *(self.mean, self.covariance, self.count, self.other_mean, self.other_covariance),
             *(self.sketch, self.bulk_read_bytes, self.sketch_read_bytes),
         )
 
@@ -173,10 +147,14 @@ def check(call: DecodeCall) -> None:
     """Raise OperandError unless a kernel that goes by the query's sizes and dtype reads within all tensors of a call.
     Parts of the layer's last call are known to be right, and rows, checked when they were made, have to fit the layer.
     """
-    query, rows, binding = call.query, call.rows, call.binding
+    query, rows, log_bulk, binding = call.query, call.rows, call.log_bulk, call.binding
     known = binding.matches(call)
     if not (
         (known or _parts_fit(call))
+        and (log_bulk.dtype, log_bulk.device) == (torch.float32, query.device)
+        and log_bulk.shape[1:] == (call.local_keys.shape[1], call.group)
+        and log_bulk.is_contiguous()
+        and len(log_bulk) in (1, query.shape[0])
         and rows.number in (1, query.shape[0])
         and rows.columns <= call.local_keys.shape[2]
         and (rows.longest is None or rows.longest <= call.bulk_keys.shape[2])
@@ -184,13 +162,13 @@ def check(call: DecodeCall) -> None:
     ):
         kept = () if call.sketch is None else call.sketch.tensors().values()
         parts = (part for part in call.parts() if isinstance(part, Tensor))
-        raise OperandError((query, rows.local, rows.bulk_lengths, rows.decided, *parts, *kept))
+        raise OperandError((query, log_bulk, rows.local, rows.bulk_lengths, rows.decided, *parts, *kept))
     if not known:
         binding.remember(call)
 
 
 def _parts_fit(call: DecodeCall) -> bool:
-    """Whether all parts but the rows have the shapes, dtypes and layout that kernels expect at their addresses."""
+    """Whether all parts but rows and `log_bulk` have the shapes, dtypes and layout that kernels expect there."""
     query = call.query
     batch, heads, queries, dim = query.shape
     kv_heads, value_dim = call.local_keys.shape[1], call.local_values.shape[3]
@@ -203,14 +181,8 @@ def _parts_fit(call: DecodeCall) -> bool:
         if not fits or keys.device != values.device:
             return False
     # A tensor, and what it has to be.
-    of_rows: list[tuple[Tensor | None, torch.dtype, tuple[int, ...]]] = [(call.count, torch.int64, ())]
-    of_rows += [(mean, torch.float32, (kv_heads, dim)) for mean in (call.mean, call.other_mean)]
-    of_rows += [(part, torch.float32, (kv_heads, dim, dim)) for part in (call.covariance, call.other_covariance)]
-    if any(len(part) not in (1, batch) for part, *_ in of_rows if part is not None):
-        return False
-    expected = [(None if part is None else part[0], dtype, shape) for part, dtype, shape in of_rows]
-    expected += [(call.rule.table, torch.bool, (kv_heads, heads // kv_heads))]
-    expected += [(counted, torch.int64, ()) for counted in (call.bulk_read_bytes, call.sketch_read_bytes)]
+    expected: list[tuple[Tensor | None, torch.dtype, tuple[int, ...]]]
+    expected = [(counted, torch.int64, ()) for counted in (call.bulk_read_bytes, call.sketch_read_bytes)]
     if call.sketch is not None:
         capacity, words = call.sketch.scales.shape[2], call.sketch.codes.shape[2]
         if dim % BLOCK or not 0 < words <= dim // BLOCK or capacity < call.bulk_keys.shape[2]:

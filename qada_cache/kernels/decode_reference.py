@@ -10,7 +10,7 @@ from torch import Tensor
 from ..sketch import MIN_TOKENS, Layout
 from ..sketch.codec import Sketch, channel_means, quantize_segments, round_slopes
 from .decode_call import DecodeCall
-from .query_adaptive import Masks, Part, Request, Step, attend, decide, estimated_log_bulk
+from .query_adaptive import Masks, Part, Request, Step, attend, decide
 from .reference import find_fault
 
 
@@ -40,12 +40,7 @@ def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:
         for request in requests or ():
             yield _part(call, request.row, request.head, request.tokens.to(call.bulk_keys.device), request)
 
-    own, others = None, []
-    if call.mean is not None and call.covariance is not None and call.count is not None:
-        own = call.mean, call.covariance, call.count
-    if call.other_mean is not None and call.other_covariance is not None:
-        others = [(0, call.other_mean, call.other_covariance)]
-    flags = decide(step, estimated_log_bulk(step, own, others, pool=call.rule.pool_pending))
+    flags = decide(step, call.log_bulk.unsqueeze(3))
     out, _, selecting = attend(step, flags, read)
     if sketch is not None and call.sketch_read_bytes is not None:
         for row, heads_selecting in enumerate(selecting):
@@ -83,7 +78,7 @@ def find_decode_fault(
 ) -> str | None:
     """The fault of a `fused_decode` on this device, as of `reference.find_fault`; the answer is kept for the process.
 
-    The trial takes both group rules, with a default cache's moments, and once a head that lies elsewhere. Decisions are
+    The trial takes both group rules, and once a head that lies elsewhere. Decisions are
     clear, so that no rounding changes them, and tokens that are not to be read are nan.
     """
     scene = _scene(dtype, group, dim, value_dim, layout)
@@ -157,15 +152,14 @@ def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, layout: Lay
     )
 
     lengths = torch.tensor([length, SHORT, SHORT], device="cpu")
-    kwargs: dict[str, Any] = {"scaling": 4 / dim, "threshold": 0.5, "bulk_lengths": lengths, "count": lengths}
+    kwargs: dict[str, Any] = {"scaling": 4 / dim, "logit_threshold": 0.0, "bulk_lengths": lengths}
     kwargs["decided"] = torch.tensor([True, True, False], device="cpu")
     kwargs["query"] = query.to(dtype).reshape(batch, KV_HEADS * group, 1, dim)
     columns = torch.arange(COLUMNS, device="cpu")[None]
     kwargs["local"], kwargs["pending"] = columns < LOCAL, (columns >= LOCAL) & (columns < LOCAL + PENDING_COLUMNS)
-    known = [keys[:, :tokens].float() for keys, tokens in zip(bulk_keys, lengths.tolist(), strict=True)]
-    kwargs["mean"] = torch.stack([keys.mean(dim=1) for keys in known])
-    kwargs["covariance"] = torch.stack([torch.stack([head.mT.cov(correction=0) for head in keys]) for keys in known])
-    kwargs |= {"other_mean": kwargs["mean"][:1], "other_covariance": kwargs["covariance"][:1], "pool_pending": True}
+    used = [keys[:, :tokens].float() for keys, tokens in zip(bulk_keys, lengths.tolist(), strict=True)]
+    scores = [4 / dim * queries @ keys.mT for queries, keys in zip(query, used, strict=True)]
+    kwargs["log_bulk"] = torch.stack([row.logsumexp(dim=-1) for row in scores])
     if layout is not None:
         kwargs |= {"sketch": _sketch(bulk_keys, bulk_values, layout), "token_threshold": 0.8}
     local_keys[:, :, LOCAL + PENDING_COLUMNS :] = local_values[:, :, LOCAL + PENDING_COLUMNS :] = torch.nan

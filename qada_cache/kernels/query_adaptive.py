@@ -78,47 +78,9 @@ Read = Callable[[list[list[bool]], Iterator[Request] | None], Iterable[Part]]
 # `(out, lse)` over the bulk, what stands for unread tokens included, and `lse` of what was read alone.
 BulkAttention = tuple[Tensor, Tensor, Tensor]
 
-LengthMoments = tuple[int, Tensor, Tensor]  # tokens, mean, covariance: of keys in bulks of more tokens
-
-
-def estimated_log_bulk(
-    step: Step, own: tuple[Tensor, Tensor, Tensor] | None, others: list[LengthMoments], *, pool: bool
-) -> Tensor:
-    """The `log A_bulk` `[batch, kv_heads, group, queries]` of every criterion but "oracle".
-
-    Eq. 7's, the larger one of two estimates, and `+inf` where nothing is known of the bulk, so that it is read. In the
-    eyes of a criterion that compares no masses `+inf` for long-context heads, and `-inf` for local ones. `own` are the
-    prompt's mean, covariance and count, as for `current_score_moments`; pending tokens join if `pool`.
-    """
-    rule, like = step.rule, step.scores[..., 0]
-    if rule.table is not None:
-        return torch.where(rule.table, torch.inf, -torch.inf).unsqueeze(-1).expand_as(like)
-    if rule.kind != "gaussian":
-        return torch.full_like(like, torch.inf if rule.kind == "dense" else -torch.inf)
-    largest = other_log_bulk(step, others) if others else torch.full_like(like, torch.nan)
-    if own is not None:
-        query, pending = step.grouped_queries.float(), step.masks.pending if pool else None
-        mean, variance, known = criterion.current_score_moments(
-            query, step.scores, own, pending=pending, scaling=rule.scaling, softcap=rule.softcap
-        )
-        estimate = criterion.gaussian_log_bulk(mean, variance, step.masks.bulk_tokens.unsqueeze(2))
-        largest = torch.fmax(largest, estimate.masked_fill(~known, torch.nan))  # which takes a number before a nan
-    return largest.masked_fill(largest.isnan(), torch.inf)
-
-
-def other_log_bulk(step: Step, others: list[LengthMoments]) -> Tensor:
-    """Eq. 7's by means and covariances `[batch or 1, kv_heads, ...]`, each for bulks of more tokens than it says."""
-    query, tokens = step.grouped_queries.float(), step.masks.bulk_tokens.unsqueeze(2)
-    found = step.scores.new_full(step.scores.shape[:-1], -torch.inf)
-    for length, *pair in others:
-        moments = criterion.score_moments(query, *pair, scaling=step.rule.scaling, softcap=step.rule.softcap)
-        mean, variance = (part.view_as(found) for part in moments)
-        found = torch.where(tokens > length, criterion.gaussian_log_bulk(mean, variance, tokens), found)
-    return found
-
 
 def decide(step: Step, log_bulk: Tensor) -> Tensor:
-    """The long-context heads, bool `[batch, kv_heads, group, queries]`, by `log_bulk` of the same shape."""
+    """The long-context heads, bool `[batch, kv_heads, group, queries]`, by `log_bulk`, which broadcasts to that."""
     log_local = criterion.log_mass(step.scores, step.masks.local)
     flags = criterion.long_context(log_local, log_bulk, step.rule.logit_threshold)
     return criterion.group_decision(flags, step.rule.group_rule) & step.masks.decided.unsqueeze(2)

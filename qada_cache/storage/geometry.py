@@ -13,6 +13,8 @@ from ..kernels.decode_call import Rows
 from ..kernels.query_adaptive import Masks
 from ..key_moments.rotation import round_length
 
+PENDING_SHARE = 4  # see `Geometry.own_log_tokens`
+
 
 @dataclass(frozen=True, eq=False)
 class Geometry(Masks):
@@ -25,10 +27,21 @@ class Geometry(Masks):
     row_lengths: tuple[int, ...]  # likewise of each row's last query, decided or not; one for all rows if they agree
     decisions: int  # how many (row, query) pairs `decided` holds over the whole batch
     dense_tokens: int  # in the bulks of rows with such a query, over the whole batch
-    any_pending: bool  # whether `pending` holds anything
 
     def __deepcopy__(self, memo: dict) -> "Geometry":
         return self  # nothing in it ever changes
+
+    @cached_property
+    def log_tokens(self) -> Tensor:
+        """The logarithm of `bulk_tokens`, float32 `[rows, 1, 1, queries]`; `-inf` without a bulk."""
+        return self.bulk_tokens.unsqueeze(2).float().log()
+
+    @cached_property
+    def own_log_tokens(self) -> Tensor:
+        """As `log_tokens`, but `+inf` where more than one in `PENDING_SHARE` of a bulk is pending: too many for moments
+        of stored keys to stand for. Such a bulk is short, and is read."""
+        pending = self.bulk_tokens - self.stored
+        return self.log_tokens.masked_fill((PENDING_SHARE * pending > self.bulk_tokens).unsqueeze(2), torch.inf)
 
     @cached_property
     def rows(self) -> Rows:
@@ -110,7 +123,6 @@ class ForwardPass:
             row_lengths=row_lengths[:1] if len(set(row_lengths)) == 1 else row_lengths,
             decisions=sum(map(sum, decided)) * stands_for,
             dense_tokens=sum(max(map(mul, *row)) for row in zip(stored, decided, strict=True)) * stands_for,
-            any_pending=bulk_tokens != stored,
         )
         self._geometry = (key, made)
         return made

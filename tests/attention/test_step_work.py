@@ -60,7 +60,7 @@ def test_nothing_is_estimated_of_a_bulk_that_is_not_there() -> None:
     cache = QAdACache(model, moments="current")
     model(ids, **pass_cache(cache))
     made = calls(model, cache, ids[:, :1])
-    assert made["log_bulk"] > made["current_score_moments"] == 0
+    assert made["estimate_log_bulk"] > made["gaussian_log_bulk"] == 0
 
 
 @pytest.mark.parametrize(

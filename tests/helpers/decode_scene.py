@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from reference import decide, error_budget, key_moments, log_local_fraction, log_mass, log_masses, naive_attention
+from reference import decide, error_budget, log_local_fraction, log_mass, log_masses, naive_attention
 from reference import visible_tokens as visible
 from sketch_reference import estimates, half_variance, is_unreliable, log_shares, sketch_bytes, unread
 from torch import Tensor
 
 from qada_cache import sketch
+from qada_cache.criterion import logit
 from qada_cache.sketch import Layout, segments_of
 from qada_cache.sketch.codec import Sketch, channel_means, order_dtype, quantize_segments, round_slopes
 from qada_cache.storage.geometry import ForwardPass
@@ -31,9 +32,8 @@ def within_widest_gap(ranked: list[float], least: float) -> float:
 class Scene:
     """Rows of random tokens: of each of `bulk` (stored, pending), then one of each of `short` tokens, without a bulk.
 
-    Whatever is not a token in use is nan. Rows in `padding` get a padding query. `moments` are "pooled" (of the stored
-    tokens, to be pooled with the pending ones), "frozen" (of the stored tokens only) "other" (of another prompt),
-    "both" (pooled, and of another prompt) or "both frozen". With `bits` there is a sketch of the stored keys.
+    Whatever is not a token in use is nan. Rows in `padding` get a padding query. With `bits` there is a sketch of the
+    stored keys.
     """
 
     bulk: list[tuple[int, int]] = field(default_factory=lambda: list(RAGGED))
@@ -44,7 +44,6 @@ class Scene:
     dim: int = 32
     value_dim: int | None = None
     dtype: torch.dtype = torch.float32
-    moments: str = "pooled"
     bits: float = 0
 
     def __post_init__(self) -> None:
@@ -83,15 +82,6 @@ class Scene:
             device=torch.device("cpu"),
         )  # fmt: skip
         self.counts = [max(gone - SINKS, 0) for gone in self.flushed]
-        other = [key_moments(keys=torch.randn(50, self.dim, generator=made) + 0.2) for _ in range(self.kv_heads)]
-        own = [
-            [key_moments(keys=head[SINKS : SINKS + count]) for head in keys]
-            for keys, count in zip(self.keys, self.counts, strict=True)
-        ]
-        (self.mean, self.covariance), self.other = (
-            [torch.stack([torch.stack([pair[part] for pair in row]) for row in rows]).float() for part in (0, 1)]
-            for rows in (own, [other])
-        )
         if self.bits:
             self._make_sketch(capacity, made)
 
@@ -211,26 +201,31 @@ class Scene:
         placed = {name: t.pin_memory() if name in host else t.to(device) for name, t in placed.items()}
         return placed | {"scaling": self.scaling}
 
-    def moment_arguments(self, device: str) -> dict[str, Any]:
-        """Of what `DecodeCall.of` takes, what the gaussian criterion goes by."""
-        made: dict[str, Any] = {}
-        if self.moments != "other":
-            made |= {"mean": self.mean.to(device), "covariance": self.covariance.to(device)}
-            made |= {"count": torch.tensor(self.counts, device=device), "pool_pending": "frozen" not in self.moments}
-        if self.moments.startswith(("other", "both")):
-            made |= {f"other_{name}": t.to(device) for name, t in zip(("mean", "covariance"), self.other, strict=True)}
-        return made
+    def decision_arguments(
+        self, device: str = "cpu", *, threshold: float = 0.5, group_rule: str = "head", criterion: Any = "gaussian"
+    ) -> dict[str, Any]:
+        """Of what `DecodeCall.of` takes, what decides: as for `reference.decide`."""
+        log_bulk = torch.full((self.batch, self.kv_heads, self.group), torch.inf)
+        cut = 0.0
+        if isinstance(criterion, Tensor):
+            log_bulk = torch.where(criterion, torch.inf, -torch.inf)[None]  # one row for all
+        elif criterion == "gaussian":
+            cut = logit(threshold)
+            for row in self.decided_rows():
+                masses = log_masses(criterion="gaussian", **self._decision(row))
+                log_bulk[row] = torch.tensor([mass for _, mass in masses]).view_as(log_bulk[row])
+        elif criterion == "local":
+            log_bulk = -log_bulk
+        return {"log_bulk": log_bulk.to(device), "logit_threshold": cut, "group_rule": group_rule}
 
     def decided_rows(self) -> list[int]:
         """Rows with a bulk and a real query."""
         return [row for row in range(len(self.bulk)) if sum(self.bulk[row]) and row not in self.padding]
 
     def _decision(self, row: int) -> dict[str, Any]:
-        given: dict[str, Any] = {"frozen_count": self.counts[row] if "frozen" in self.moments else None}
-        if self.moments.startswith(("other", "both")):
-            given["current"] = self.moments != "other"
-            given["moments"] = lambda bulk_tokens: tuple(moment[0] for moment in self.other)
-        given |= {"query": self.query[row, :, 0], "keys": self.keys[row], "position": self.lengths[row] - 1}
+        given: dict[str, Any] = {
+            "query": self.query[row, :, 0], "keys": self.keys[row], "position": self.lengths[row] - 1
+        }  # fmt: skip
         return given | {"scaling": self.scaling} | SIZES
 
     def threshold(self, group_rule: str = "head") -> float:

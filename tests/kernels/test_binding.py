@@ -21,10 +21,10 @@ BULK = [(1100, 5), (63, 0)]
 
 
 def arguments(**options: Any) -> dict[str, Any]:
-    """What a call of an ordinary layer is told, with a sketch and all moments."""
-    scene = Scene(bulk=BULK, short=(2,), moments="both", bits=2, **options)
-    made = scene.arguments("cpu") | scene.moment_arguments("cpu") | scene.sketch_arguments("cpu", 1.0)
-    return made | {"threshold": scene.threshold()}
+    """What a call of an ordinary layer is told, with a sketch."""
+    scene = Scene(bulk=BULK, short=(2,), bits=2, **options)
+    made = scene.arguments("cpu") | scene.decision_arguments(threshold=scene.threshold())
+    return made | scene.sketch_arguments("cpu", 1.0)
 
 
 def other(part: Any) -> Any:
@@ -36,10 +36,9 @@ def other(part: Any) -> Any:
     return 0.7 * part
 
 
-PARTS = ("local_keys", "local_values", "bulk_keys", "bulk_values", "mean", "covariance", "count", "other_mean")
-PARTS += ("other_covariance", "sketch", "bulk_read_bytes", "sketch_read_bytes")
-RULE = ("scaling", "threshold", "token_threshold")
-STEPS = ("query", "local", "bulk_lengths", "decided")
+PARTS = ("local_keys", "local_values", "bulk_keys", "bulk_values", "sketch", "bulk_read_bytes", "sketch_read_bytes")
+RULE = ("scaling", "logit_threshold", "token_threshold")
+STEPS = ("query", "log_bulk", "local", "bulk_lengths", "decided")
 
 
 @needs_compiler
@@ -80,11 +79,11 @@ def test_nothing_is_kept_alive_nor_taken_for_another() -> None:
     again = DecodeCall.of(**first, binding=binding)
     again.rule = call.rule
     assert binding.matches(again)
-    gone = first.pop("mean")
-    call.mean = again.mean = None
+    gone = first.pop("bulk_keys")
+    call.bulk_keys = again.bulk_keys = None
     shape, gone = gone.shape, None
-    assert binding._parts[5]() is None
-    again.mean = torch.zeros(shape)
+    assert binding._parts[2]() is None
+    again.bulk_keys = torch.zeros(shape)
     assert not binding.matches(again)
     assert not copy.deepcopy(binding).matches(call)
 
@@ -97,6 +96,11 @@ def test_nothing_is_kept_alive_nor_taken_for_another() -> None:
         lambda kwargs: {"query": kwargs["query"][..., :16]},
         lambda kwargs: {"query": kwargs["query"].repeat(1, 2, 2, 1)},
         lambda kwargs: {"query": kwargs["query"].to("meta")},
+        lambda kwargs: {"log_bulk": kwargs["log_bulk"].double()},
+        lambda kwargs: {"log_bulk": kwargs["log_bulk"][:2]},
+        lambda kwargs: {"log_bulk": kwargs["log_bulk"][..., :1]},
+        lambda kwargs: {"log_bulk": kwargs["log_bulk"].mT.contiguous().mT},
+        lambda kwargs: {"log_bulk": kwargs["log_bulk"].to("meta")},
         lambda kwargs: {"bulk_lengths": kwargs["bulk_lengths"] + 10**6},
         lambda kwargs: {"bulk_lengths": kwargs["bulk_lengths"] - 10**6},
         lambda kwargs: {"bulk_lengths": kwargs["bulk_lengths"][:2]},

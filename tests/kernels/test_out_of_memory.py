@@ -55,13 +55,13 @@ def fail_after(
 
 @needs_compiler
 def test_a_decode_step(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
-    """By moments with pending tokens, by a sketch and by whole bulks; nothing is counted for a step that failed."""
+    """By a sketch and by whole bulks, with pending tokens; nothing is counted for a step that failed."""
     scene = Scene(bulk=BULK, group=2, bits=1.5)
     decision = {"criterion": "gaussian", "group_rule": "head", "threshold": scene.threshold("head")}
     flags, threshold = scene.flags(**decision), scene.token_threshold()
     selected = scene.selected(flags, threshold)
     needed = scene.forget_unneeded(flags, selected)
-    arguments = scene.arguments("cpu") | decision | scene.moment_arguments("cpu")
+    arguments = scene.arguments("cpu") | scene.decision_arguments(**decision)
     call = DecodeCall.of(**arguments, **scene.sketch_arguments("cpu", threshold))
     assert call.bulk_read_bytes is not None
     kernels = cpu.build(torch.float32, scene.dim, scene.dim, scene.group)
@@ -105,7 +105,7 @@ def test_threads_that_end_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     scene = Scene(bulk=[(20_000, 0)], short=(), kv_heads=8, group=16, dim=16, bits=1)
     arguments = scene.arguments("cpu") | scene.sketch_arguments("cpu", 1e-30)
-    call = DecodeCall.of(**arguments, criterion="dense", threshold=1)
+    call = DecodeCall.of(**arguments, **scene.decision_arguments(criterion="dense"))
     used = []
     for _ in range(40):
         thread = threading.Thread(target=compiled_decode.fused_decode, args=(call,))

@@ -44,10 +44,8 @@ def run(path: Path, scene: Scene, *, token_threshold: float, **decision: Any) ->
     selected = scene.selected(flags, token_threshold)
     needed = scene.forget_unneeded(flags, selected)
     for threads in (1, 16) if function is compiled_decode.fused_decode else (1,):
-        arguments = scene.arguments(device) | {"criterion": "dense", "threshold": 0.5} | decision
+        arguments = scene.arguments(device) | scene.decision_arguments(device, **{"criterion": "dense"} | decision)
         arguments |= scene.sketch_arguments(device, token_threshold)
-        if arguments["criterion"] == "gaussian":
-            arguments |= scene.moment_arguments(device)
         with mock.patch.object(torch, "get_num_threads", lambda threads=threads: threads):
             out, found = function(DecodeCall.of(**arguments))
         assert torch.equal(found.cpu(), flags)
@@ -173,7 +171,7 @@ def test_what_is_not_finite_shows(path: Path, buffer: int, bad: float) -> None:
         scene.stored[buffer][0, 1, token, 7] = bad
         scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
         arguments = scene.arguments(device) | scene.sketch_arguments(device, 1.0)
-        out, _ = function(DecodeCall.of(**arguments, criterion="dense", threshold=0.5))
+        out, _ = function(DecodeCall.of(**arguments, **scene.decision_arguments(device, criterion="dense")))
         assert out[0].isfinite().all(-1).flatten().tolist() == [True] * 2 + [False] * 2
 
 
@@ -243,11 +241,11 @@ WRONG: dict[str, list[Callable[[Tensor], Tensor]]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_refuses_a_sketch_of_something_else(name: str, function: Callable) -> None:
     scene = Scene(bulk=BULK, bits=2)
-    given = scene.arguments("cpu") | scene.sketch_arguments("cpu", 1.0)
+    given = scene.arguments("cpu") | scene.sketch_arguments("cpu", 1.0) | scene.decision_arguments(criterion="dense")
     for change in (*WRONG[name], apart):
         wrong = replace(given["sketch"], **{name: change(getattr(given["sketch"], name))})
         with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
-            function(DecodeCall.of(**given | {"sketch": wrong}, threshold=0.5, criterion="dense"))
+            function(DecodeCall.of(**given | {"sketch": wrong}))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -261,7 +259,8 @@ def test_scores_far_apart(bits: float, deviation: float) -> None:
     given: dict[str, Any] = {"query": query, "local_keys": near, "local_values": near, "scaling": 64**-0.5}
     given |= {"bulk_keys": keys, "bulk_values": values, "bulk_lengths": torch.tensor([2100])}
     given |= {"local": torch.ones(1, 1, dtype=torch.bool), "pending": torch.zeros(1, 1, dtype=torch.bool)}
-    given |= {"decided": torch.ones(1, dtype=torch.bool), "criterion": "dense", "threshold": 0.5}
+    given |= {"decided": torch.ones(1, dtype=torch.bool), "log_bulk": torch.full((1, 1, 8), torch.inf)}
+    given["logit_threshold"] = 0.0
     centred = values - values.mean(dim=2, keepdim=True)
     slopes = centred.mT @ (keys - keys.mean(dim=2, keepdim=True)) / 2100
     layout = Layout.from_bits(64, bits)

@@ -4,6 +4,7 @@ The kernel is Triton's under its interpreter, or a stand-in of the reference tha
 """
 
 import ctypes
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -122,8 +123,9 @@ WRONG: dict[str, tuple[Changed, str]] = {
     "padding decides": (changed(decided=torch.ones_like), "decisions"),
     "each head for itself": (changed(group_rule=lambda _: "head"), "decisions"),
     "all of a group": (changed(group_rule=lambda _: "any"), "decisions"),
-    "all read": (changed(threshold=lambda _: 1.0), "decisions"),
-    "none reads": (changed(threshold=lambda _: 0.0), "decisions"),
+    "all read": (changed(logit_threshold=lambda _: math.inf), "decisions"),
+    "none reads": (changed(logit_threshold=lambda _: -math.inf), "decisions"),
+    "another's mass": (changed(log_bulk=lambda masses: masses.flip(1)), "decisions"),
     "not where heads lie": (changed(resident_pointers=torch.zeros_like), "off by nan"),
     "keys for values": (lambda kwargs: kwargs | {"bulk_values": kwargs["bulk_keys"]}, "off by"),
     "bytes not counted": (

@@ -52,16 +52,11 @@ def run(path: Path, scene: Scene, *, pin: bool = False, **decision: Any) -> tupl
     """Compute, and compare flags, outputs and bytes pulled with the reference's; tokens are chosen if it has bits."""
     function, device = path
     criterion = decision.get("criterion", "gaussian")
-    if isinstance(criterion, Tensor):
-        expected = scene.flags(**decision | {"criterion": criterion.flatten()})
-        decision["criterion"] = criterion.to(device)
-    else:
-        expected = scene.flags(**decision)
+    table = {"criterion": criterion.flatten()} if isinstance(criterion, Tensor) else {}
+    expected = scene.flags(**decision | table)
     told, selected = asked_for(scene, device, expected)
     needed = scene.forget_unneeded(expected, selected)
-    arguments = scene.arguments(device, pin=pin) | decision | told
-    if isinstance(criterion, str) and criterion == "gaussian":
-        arguments |= scene.moment_arguments(device)
+    arguments = scene.arguments(device, pin=pin) | scene.decision_arguments(device, **decision) | told
     out, flags = function(DecodeCall.of(**arguments))
     assert flags.dtype == torch.bool
     assert torch.equal(flags.cpu(), expected)
@@ -108,15 +103,17 @@ def test_groups(path: Path, group: int, group_rule: str) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize(
-    ("moments", "group_rule"), [("frozen", "head"), ("other", "any"), ("both", "head"), ("both frozen", "any")]
-)
-def test_moments(path: Path, moments: str, group_rule: str) -> None:
-    """Frozen moments of no token at all, as the second row's, mean that every head needs its bulk."""
-    scene = Scene(moments=moments)
-    _, flags = run(path, scene, threshold=scene.threshold(group_rule), group_rule=group_rule)
-    assert mixed(flags)
-    assert moments != "frozen" or flags[1].all()
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_a_mass_that_is_no_number(path: Path, threshold: float) -> None:
+    """It says as little as infinity: the bulk is read, unless every head is local."""
+    scene, (function, device) = Scene(), path
+    arguments = scene.arguments(device) | scene.decision_arguments(device, threshold=threshold)
+    arguments["log_bulk"][0, 1] = torch.nan
+    expected = scene.flags(threshold=threshold)
+    expected[0, 1] = threshold > 0
+    out, flags = function(DecodeCall.of(**arguments))
+    assert torch.equal(flags.cpu(), expected)
+    scene.check(out.cpu(), expected)
 
 
 @EVERY
@@ -187,11 +184,12 @@ def test_rows_do_not_matter(path: Path, bits: int) -> None:
     """A row alone gives what it gives in a batch, to the bit: splits depend on the capacity, which is kept."""
     scene = Scene(bits=bits)
     function, device = path
-    decision: dict[str, Any] = {"threshold": scene.threshold()}
-    decision |= asked_for(scene, device, scene.flags(**decision))[0]
-    whole = function(DecodeCall.of(**scene.arguments(device), **scene.moment_arguments(device), **decision))
+    threshold = scene.threshold()
+    decision = scene.decision_arguments(device, threshold=threshold)
+    decision |= asked_for(scene, device, scene.flags(threshold=threshold))[0]
+    whole = function(DecodeCall.of(**scene.arguments(device), **decision))
     for row in range(scene.batch):
-        arguments = scene.arguments(device) | scene.moment_arguments(device) | decision
+        arguments = scene.arguments(device) | decision
         for name, value in arguments.items():
             if isinstance(value, Tensor) and value.dim() and len(value) > 1:
                 arguments[name] = value[row : row + 1]
@@ -222,7 +220,7 @@ def test_heads_that_lie_elsewhere(path: Path, dtype: torch.dtype, bits: int) -> 
             resident_hit_bytes += elsewhere[-1][: scene.counts[row]][read].nbytes * int(expected[row, head].any())
     assert 0 < resident_hit_bytes < needed
     counted = torch.zeros((), dtype=torch.int64, device=device)
-    arguments = scene.arguments(device) | scene.moment_arguments(device) | {"threshold": threshold} | told
+    arguments = scene.arguments(device) | scene.decision_arguments(device, threshold=threshold) | told
     out, flags = function(
         DecodeCall.of(**arguments, resident_pointers=resident_pointers.to(device), resident_hit_bytes=counted)
     )
@@ -251,7 +249,7 @@ def test_graph_capture_without_synchronisation(path: Path, pin: bool, bits: int)
     """Captured on rows without a bulk; replayed on all of it."""
     scene = Scene(dim=128, dtype=torch.bfloat16, bits=bits)
     threshold = scene.threshold()
-    arguments = scene.arguments("cuda", pin=pin) | scene.moment_arguments("cuda") | {"threshold": threshold}
+    arguments = scene.arguments("cuda", pin=pin) | scene.decision_arguments("cuda", threshold=threshold)
     arguments |= asked_for(scene, "cuda", scene.flags(threshold=threshold))[0]
     call = DecodeCall.of(**arguments)
     expected = path[0](call)  # compiles, too
@@ -292,7 +290,7 @@ def test_addresses_beyond_32_bits(path: Path) -> None:
         local=torch.ones(1, 4, dtype=torch.bool, device="cuda"),
         pending=torch.zeros(1, 4, dtype=torch.bool, device="cuda"),
         bulk_lengths=torch.tensor([5, tokens], device="cuda"), decided=torch.ones(1, dtype=torch.bool, device="cuda"),
-        scaling=1.0, threshold=0.5, criterion="dense",
+        scaling=1.0, logit_threshold=0.0, log_bulk=torch.full((1, 1, 1), torch.inf, device="cuda"),
     )  # fmt: skip
     out, _ = path[0](call)
     assert (out[0] == 0).all()

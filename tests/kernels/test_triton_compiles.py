@@ -63,7 +63,7 @@ def test_nothing_is_compiled_anew_when_the_bulk_grows(bits: int, monkeypatch: py
     monkeypatch.setattr(triton_decode, "MIN_TOKENS", 1)
     for stored in (40, 300, 1500, 5000):
         scene = Scene(bulk=[(stored, 9)] * 3, short=(), bits=bits)
-        arguments = scene.arguments("cpu") | scene.moment_arguments("cpu") | {"threshold": 0.5}
+        arguments = scene.arguments("cpu") | scene.decision_arguments()
         if bits:
             arguments |= scene.sketch_arguments("cpu", 0.5)
         triton_decode.fused_decode(DecodeCall.of(**arguments))

@@ -39,7 +39,10 @@ def test_masks_are_as_defined(rows: list[tuple[int, int]], spare: int, queries: 
             wanted = local, pending, bulk, bulk - sum(pending), real[query] and bulk > 0
             assert tuple(tensor[row, 0, query].tolist() for tensor in tensors) == wanted
     assert made.decisions == made.decided.sum()
-    assert made.any_pending == made.pending.any()
+    assert torch.equal(made.log_tokens.exp().round().long()[:, 0], made.bulk_tokens)
+    mostly_pending = 4 * (made.bulk_tokens - made.stored) > made.bulk_tokens
+    assert torch.equal(made.own_log_tokens.isposinf()[:, 0], mostly_pending)
+    assert torch.equal(made.own_log_tokens[:, 0][~mostly_pending], made.log_tokens[:, 0][~mostly_pending])
 
 
 @pytest.mark.parametrize("queries", [1, 2])
@@ -50,4 +53,3 @@ def test_rows_alike_are_counted_all(batch: int, queries: int) -> None:
     )
     assert made.local.shape == (1, 1, queries, SINKS + 20)
     assert (made.decisions, made.dense_tokens) == (batch * queries, batch * (40 - SINKS - WINDOW - 12))
-    assert made.any_pending

@@ -1,4 +1,4 @@
-"""One decode step of one layer on the CPU in one call of `attention.cpp`, decisions included."""
+"""One decode step of one layer on the CPU in one call of `attention.cpp`."""
 
 import ctypes
 import functools
@@ -12,7 +12,6 @@ from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, selection
 from .. import cpu
 from ..decode_call import DecodeCall, check
 
-CRITERIA = {"local": 0, "dense": 1, "static": 2, "gaussian": 3}
 GROUP_RULES = {"head": 0, "any": 1}
 OF_ROWS = ("local", "pending", "decided", "bulk_lengths")
 
@@ -43,8 +42,7 @@ class Decode(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "out", "flags")),
         ("rows", Rows),
-        *((name, View) for name in ("local_keys", "local_values", "bulk_keys", "bulk_values", "table")),
-        *((name, View) for name in ("mean", "covariance", "other_mean", "other_covariance", "count")),
+        *((name, View) for name in ("local_keys", "local_values", "bulk_keys", "bulk_values", "log_bulk")),
         *((name, View) for name in ("codes", "scales", "slopes", "units", "noise", "variances", "mean_value")),
         *((name, View) for name in ("slope_units", "centres", "weights", "order")),
         *((name, ctypes.c_void_p) for name in ("errors", "bulk_read_bytes", "sketch_read_bytes")),
@@ -52,7 +50,7 @@ class Decode(ctypes.Structure):
         ("sketch_bytes", ctypes.c_int64 * 3),
         *((name, ctypes.c_float) for name in ("scaling", "logit_threshold", "log_token_threshold")),
         *((name, ctypes.c_float) for name in ("log_unread_weight", "unreliable", "noise_share")),
-        *((name, ctypes.c_int) for name in ("criterion", "group_rule", "pool_pending", "threads")),
+        *((name, ctypes.c_int) for name in ("group_rule", "threads")),
         ("words", ctypes.c_int * 3),
     )
 
@@ -84,14 +82,11 @@ class _Bound:
         buffers = {name: getattr(call, name) for name in ("local_keys", "local_values", "bulk_keys", "bulk_values")}
         if not all(map(cpu.rows_contiguous, buffers.values())):
             raise ValueError("the tokens of a head do not lie one after the other")
-        table = None if rule.table is None else rule.table.unsqueeze(0)
-        moments = ("mean", "covariance", "other_mean", "other_covariance", "count")
-        views = buffers | {name: getattr(call, name) for name in moments} | {"table": table}
-        shape, pool = call.local_keys.shape, rule.pool_pending
-        decode = self._decode = Decode(batch=shape[0], kv_heads=shape[1], pool_pending=pool)
+        views, shape = dict(buffers), call.local_keys.shape
+        decode = self._decode = Decode(batch=shape[0], kv_heads=shape[1])
         decode.split_tokens, decode.min_sketched, decode.segment_tokens = cpu.SPLIT_TOKENS, MIN_TOKENS, SEGMENT_TOKENS
         decode.scaling, decode.logit_threshold = rule.scaling, rule.logit_threshold
-        decode.criterion, decode.group_rule = CRITERIA[rule.kind], GROUP_RULES[rule.group_rule]
+        decode.group_rule = GROUP_RULES[rule.group_rule]
         if call.bulk_read_bytes is not None:
             decode.bulk_read_bytes = call.bulk_read_bytes.data_ptr()
         if call.sketch_read_bytes is not None:
@@ -115,13 +110,13 @@ class _Bound:
         self._flags = (*call.local_keys.shape[:2], call.group)
 
     def compute(self, call: DecodeCall) -> tuple[Tensor, Tensor]:
-        """`fused_decode` for a call that differs from the one that was bound in its query and rows alone."""
+        """`fused_decode` for a call that differs from the bound one in its query, `log_bulk` and rows alone."""
         query, rows, decode = call.query.contiguous(), call.rows, self._decode
         if rows.bound is None:
             rows.bound = Rows(**{name: view(getattr(rows, name)) for name in OF_ROWS}, columns=rows.columns)
         out = torch.empty(self._out, dtype=torch.float32, device=query.device)
         flags = torch.empty(self._flags, dtype=torch.bool, device=query.device)
         decode.query, decode.out, decode.flags = query.data_ptr(), out.data_ptr(), flags.data_ptr()
-        decode.rows, decode.threads = rows.bound, torch.get_num_threads()
+        decode.log_bulk, decode.rows, decode.threads = view(call.log_bulk), rows.bound, torch.get_num_threads()
         self._run()
         return out.to(query.dtype), flags

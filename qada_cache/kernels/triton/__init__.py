@@ -32,7 +32,6 @@ SCAN_SCORES = 2048  # of so many estimates at most: with more, registers spill
 UNPACKED_BYTES = 4096  # of words in the registers of a program, a byte a value, and of no more tokens than make:
 ESTIMATES = 2048
 TURNS = 2  # in which the tokens of a segment are estimated, mostly by different programs; a power of two
-MOMENT_COLUMNS = 16  # of a covariance at once: with more, registers spill
 SLOPE_COLUMNS = 32  # of what values gain along a query, at once
 BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeline of a program
 SELECTED_STAGES = 5  # half of them fetch indices: as many keys and values are in flight as in the default 3
@@ -48,7 +47,7 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
     Everything but the bulk buffers, and heads that lie elsewhere, lies on the query's device. The last dimension of the
     buffers is contiguous. Nothing waits for the device. A captured graph can be replayed as long as the tensors stay
-    where they are, so until the bulk grows; lengths, masks and moments may be written to in place.
+    where they are, so until the bulk grows; lengths, masks and `log_bulk` may be written to in place.
     """
     check(call)
     rows, rule, sketch, bulk_keys, bulk_values = call.rows, call.rule, call.sketch, call.bulk_keys, call.bulk_values
@@ -69,9 +68,7 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     local, pending, bulk_lengths, decided = (
         t.expand(batch, *t.shape[1:]) for t in (rows.local, rows.pending, rows.bulk_lengths, rows.decided)
     )
-    moments = (call.mean, call.covariance, call.count, call.other_mean, call.other_covariance)
-    # A shared row has stride 0.
-    row_strides = [0 if t is None else t.expand(batch, *t.shape[1:]).stride(0) for t in moments]
+    log_bulk = call.log_bulk.expand(batch, kv_heads, group)  # a shared row has stride 0
     if bulk_keys.shape[2] < MIN_TOKENS:
         sketch = None  # there is no room for a bulk that has one
     # What `local_kernel` leaves for the choice: the number of tokens in each bulk.
@@ -82,15 +79,13 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     bulk_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
     with torch.cuda.device_of(query):  # Triton launches on the current device
         local_kernel[(kv_heads, batch)](
-            query, call.local_keys, call.local_values, local, pending, bulk_lengths, decided, *moments, rule.table,
+            query, call.local_keys, call.local_values, local, pending, bulk_lengths, decided, log_bulk,
             parts, lse, flags, call.bulk_read_bytes if sketch is None else None, call.resident_pointers,
             call.resident_hit_bytes, tokens, *noises,
             *call.local_keys.stride()[:3], *call.local_values.stride()[:3], local.stride(0), pending.stride(0),
-            bulk_lengths.stride(0), decided.stride(0), *row_strides, rows.columns, 1 + splits, rule.scaling,
+            bulk_lengths.stride(0), decided.stride(0), log_bulk.stride(0), rows.columns, 1 + splits, rule.scaling,
             rule.logit_threshold, 2 * selection.UNRELIABLE / rule.scaling**2, selection.NOISE_SHARE,
-            CRITERION=rule.kind, GROUP_RULE=rule.group_rule, POOL=rule.pool_pending and call.mean is not None,
-            TOKEN_BYTES=token_bytes,
-            MIN_TOKENS=MIN_TOKENS, BLOCK_C=MOMENT_COLUMNS, **sizes,
+            GROUP_RULE=rule.group_rule, TOKEN_BYTES=token_bytes, MIN_TOKENS=MIN_TOKENS, **sizes,
         )  # fmt: skip
         if sketch is not None:
             # Of whole blocks, and as many for every split.
