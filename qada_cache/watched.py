@@ -51,7 +51,7 @@ class WatchedCache(DynamicCache):
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """As `DynamicCache`, and watched."""
-        if layer_idx is not None and state_idx is None:
+        if layer_idx is not None and layer_idx < len(self.layers) and state_idx is None:
             self._enter_layer(layer_idx, "previous asked for")
         return super().has_previous_state(layer_idx, state_idx)
 

@@ -36,7 +36,6 @@ class QAdALayer(DynamicLayer):
     """One full-attention layer: its tokens, padding and counters. `update` only tags new tokens. The attention function
     (`attention/forward.py`) stores them: it has the queries, and the mask that tells real tokens from padding."""
 
-    supports_early_init = False  # nothing is preallocated by transformers' export path
     keys, values = _no_tensor("keys"), _no_tensor("values")
 
     def __init__(self, shared: Shared, index: int, next_layer: "QAdALayer | None" = None) -> None:
