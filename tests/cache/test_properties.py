@@ -80,7 +80,8 @@ def test_a_prefix_that_sees_itself() -> None:
     """Of the first piece alone: a model asks whether the cache is filled."""
     config = transformers.HrmTextConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_attention_heads=4, head_dim=8,
-        num_layers_per_stack=1, num_hidden_layers=8, max_position_embeddings=1024, initializer_range=0.35, pad_token_id=0,
+        num_layers_per_stack=1, num_hidden_layers=8, max_position_embeddings=1024, initializer_range=0.35,
+        pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.HrmTextForCausalLM._from_config(config, attn_implementation="sdpa").eval()
