@@ -21,7 +21,7 @@ def _no_tensor(name: str) -> Any:
 
     def refuse(layer: "QAdALayer", *given: Tensor | None) -> None:
         if any(part is not None for part in given) if given else layer.is_initialized:
-            raise NotImplementedError(
+            raise AttributeError(  # which `hasattr` and `getattr` with a default understand
                 f"something reads or sets the {name} of a QAdACache layer, which are no single tensor. If it is the "
                 f"model, use transformers.DynamicCache for {layer.shared.model.model_type}; save() keeps a cache"
             )
