@@ -146,6 +146,7 @@ class QAdACache(WatchedCache):
         if layer_idx <= reached or reached < 0:  # once a pass
             attention.check_switched_on(self._shared.model.config)
         self._check_order(layer_idx, "keys")
+        self._check_rows(layer_idx, len(key_states))
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._record_call(layer_idx, "keys")
         return states

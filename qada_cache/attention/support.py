@@ -27,7 +27,9 @@ NEWEST = (5, 24)  # transformers that the tests run on: what is private there ma
 def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
     """The config of the decoder that a cache is for, from exactly one of its model and that model's config."""
     if model is not None and not isinstance(model, PreTrainedModel):
-        hint = "as config=..." if isinstance(model, PreTrainedConfig) else "or config=model.config"
+        hint = "or config=model.config"
+        if isinstance(model, PreTrainedConfig):
+            hint = "first, and a config by its name: QAdACache(model), or QAdACache(config=model.config)"
         raise TypeError(f"QAdACache takes a transformers model {hint}, got {type(model).__name__}")
     if (model is None) == (config is None):
         raise TypeError("QAdACache takes either a model or config=model.config")
@@ -61,6 +63,12 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is config]
     if not all(part._can_set_attn_implementation() for part in parts or [model]):
         raise NotImplementedError(f"this model computes attention without transformers' AttentionInterface: {way_out}")
+    elsewhere = any(hasattr(part, "_hf_hook") for part in model.modules())  # accelerate brings weights as they are used
+    if not elsewhere and any(weight.is_meta for weight in model.parameters()):
+        raise ValueError(
+            "weights of this model are on the meta device, where nothing is computed: load them first "
+            "(from_pretrained, or to_empty and load_state_dict), then build the cache"
+        )
 
 
 def warn_of_no_layers(layers: Sequence[Any], config: PreTrainedConfig) -> None:

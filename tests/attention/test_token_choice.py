@@ -10,13 +10,14 @@ from unittest import mock
 import pytest
 import torch
 from harness import LOCAL, WINDOW, Driver, Inputs, make_shared
-from models import tiny
+from models import forced, tiny
 from pair import Pair
 from scenarios import SCENARIOS, play, small_buffers
 from sketch_reference import BITS, estimates, half_variance, log_shares, unread
 from small_sketch import small_sketch
 from stand_in import accelerator
 from torch import Tensor
+from transformers import DynamicCache
 
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.kernels import query_adaptive
@@ -254,3 +255,17 @@ def test_keys_of_no_whole_blocks_are_read_whole() -> None:
     for tokens in (60, 1, 1, 3):
         pair.update(*inputs(tokens))
     assert pair.layer.store.sketch is None
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_peaked_heads_read_all(kernels: str) -> None:
+    """Errors of many nats, a hundredth of the scores' variance: the highest estimate is not the highest score."""
+    model = tiny("llama", max_position_embeddings=4096)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.data.mul_(30)
+    text = torch.randint(1, model.config.vocab_size, (1, 2006), generator=torch.Generator().manual_seed(0))
+    calls = [2000, *[1] * 6]
+    cache = QAdACache(model, moments="current", kernels=kernels)
+    got, wanted = (forced(model, text, calls, used)[:, -6:] for used in (cache, DynamicCache(config=model.config)))
+    log_wanted, log_got = wanted.double().log_softmax(-1), got.double().log_softmax(-1)
+    assert (log_wanted.exp() * (log_wanted - log_got)).sum(-1).mean() < 1e-6

@@ -109,7 +109,7 @@ def test_what_a_cache_is_built_for(shared: PreTrainedModel) -> None:
     for wrong in ([(keys, keys)], iter([(keys, keys)]), ((keys, keys),)):  # nn.DataParallel's gather
         with pytest.raises(TypeError, match=r"takes a transformers model or config=model.config, got \w+"):
             QAdACache(wrong)
-    with pytest.raises(TypeError, match=r"model as config=..., got LlamaConfig"):
+    with pytest.raises(TypeError, match=r"first, and a config by its name: .*got LlamaConfig"):
         QAdACache(shared.config)
     with pytest.raises(TypeError, match="either a model or config"):
         QAdACache()
@@ -224,15 +224,15 @@ def test_layers_are_no_tensors(name: str, model: PreTrainedModel) -> None:
     cache = exact(model)
     layer = cache.layers[1]
     assert getattr(layer, name) is None
-    in_words = pytest.raises(
-        NotImplementedError, match=rf"the {name} of a QAdACache layer.* use .*DynamicCache for llama"
-    )
+    in_words = pytest.raises(AttributeError, match=rf"the {name} of a QAdACache layer.* use .*DynamicCache for llama")
     with in_words:
         setattr(layer, name, torch.zeros(1, 2, 3, 8))
     forced(model, prompt(60)[0], [50, 1], cache)
     for used in (layer, copy.deepcopy(cache).layers[1]):
         with in_words:
             getattr(used, name).numel()
+        assert not hasattr(used, name)
+        assert getattr(used, name, "none") == "none"
     cache.reset()
     assert getattr(layer, name) is None
 
@@ -288,3 +288,19 @@ def test_config_that_is_not_the_models_own(model: PreTrainedModel) -> None:
     with pytest.raises(RuntimeError, match=r"not this model's own: .* by QAdACache\(model\)"):
         generate(model, prompt(150)[0], cache)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("options", [{}, {"moments": "current"}, {"criterion": "dense"}])
+@pytest.mark.parametrize("part", ["all", "one"])
+def test_weights_that_were_never_loaded(part: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the model reads anything."""
+    model = tiny()
+    (model if part == "all" else model.model.layers[1].mlp).to("meta")
+    monkeypatch.setattr(type(model), "forward", lambda *_, **__: pytest.fail("it was called"))
+    with pytest.raises(ValueError, match=r"on the meta device, .*: load them first \(from_pretrained"):
+        QAdACache(model, **options)
+
+
+def test_a_config_where_the_model_goes(model: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match=r"QAdACache\(model\), or QAdACache\(config=model.config\), got LlamaConfig"):
+        QAdACache(model.config)  # type: ignore[arg-type]

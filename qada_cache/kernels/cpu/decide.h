@@ -141,7 +141,8 @@ struct Selecting {
                 variance += query[d] * query[d] * call.variances.at(row, head)[d];
             }
             float half_variance = 0.5f * call.scaling * call.scaling * noise;
-            if (half_variance > call.unreliable && noise > call.noise_share * variance) return false;
+            bool hopeless = half_variance > 4 * call.unreliable;  // `HOPELESS` of selection.py
+            if (half_variance > call.unreliable && (noise > call.noise_share * variance || hopeless)) return false;
             for (int d = 0; d < DIM; d++) {
                 queries[d][count] = query[d];
                 lifting[count][d] = call.scaling * query[d] * call.slope_units.at(row, head)[d];
