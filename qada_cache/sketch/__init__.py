@@ -1,4 +1,5 @@
-"""Keys in a few bits, coded in the metric of the queries (`codec.py`), and tokens selected by them (`selection.py`).
+"""Keys in a few bits, coded in the metric of the queries (`codec.py`), tokens selected by them (`selection.py`), and
+what lies behind these bits (`coded.py`).
 
 A channel of a key gets the more bits, the more of a score's variance it carries (`Layout`). A bulk's tokens lie in
 segments: a function of its length alone, however its tokens came.
