@@ -50,7 +50,8 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
     way_out = f"use transformers.DynamicCache for {config.model_type}"
     if config.is_encoder_decoder:
         raise NotImplementedError(f"QAdACache serves decoder-only models: {way_out}")
-    if getattr(config, "num_kv_shared_layers", 0) or any(getattr(config, "kv_sharing_modes", None) or []):
+    modes = getattr(config, "kv_sharing_modes", None) or []  # "store" is no sharing as long as no layer reuses it
+    if getattr(config, "num_kv_shared_layers", 0) or any("reuse" in (mode or "") for mode in modes):
         raise NotImplementedError(f"QAdACache does not support layers that share another layer's keys: {way_out}")
     if getattr(config, "cross_attention_layers", None):
         raise NotImplementedError(f"QAdACache does not support layers that attend to images' keys: {way_out}")
