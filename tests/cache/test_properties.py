@@ -12,6 +12,8 @@ from models import VOCABULARY, exact, forced, prompt, tiny
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from qada_cache.versions import pass_cache
+
 OF_LAYERS = ("is_initialized", "is_sliding", "is_croppable", "is_compileable", "supports_early_init", "device")
 ASKED = ("get_seq_length", "get_max_length", "get_query_offset", "is_recording_past", "has_previous_state")
 
@@ -91,7 +93,7 @@ def test_a_prefix_that_sees_itself() -> None:
     @torch.no_grad()
     def logits(cache: Cache) -> Tensor:
         pieces = [slice(0, 20), slice(20, 69), slice(69, 70)]
-        kept = {"past_key_values": cache, "use_cache": True}
+        kept = {**pass_cache(cache), "use_cache": True}
         return torch.cat([model(text[:, at], token_type_ids=prefix[:, at], **kept).logits for at in pieces], dim=1)
 
     assert (logits(exact(model)) - logits(DynamicCache(config=config))).abs().max() < 1e-3
