@@ -65,7 +65,7 @@ def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float,
         long_context = torch.full((kv_heads, query.shape[1] // kv_heads), criterion != "local", device="cpu")
         if isinstance(criterion, StaticHeads):
             own = layer.shared.model.shard.own(criterion.long_context[layer.index])
-            long_context &= own.reshape(kv_heads, -1)  # one entry for a group broadcasts
+            long_context &= own.reshape(kv_heads, -1).cpu()  # one entry for a group broadcasts
         constant = torch.where(long_context, torch.inf, -torch.inf)[None, :, :, None].float()
         layer.binding.rule = key, rule, constant.to(query.device, non_blocking=True)
     return layer.binding.rule[1]
@@ -91,9 +91,7 @@ def estimate_log_bulk(
             given = grouped, own.mean, own.covariance, geometry.own_log_tokens
             estimate = gaussian_log_bulk(*given, scaling=rule.scaling, softcap=rule.softcap)
             if 0 in own.count and not store.update_moments:  # frozen before there was anything to know
-                unknown = (
-                    torch.tensor(own.count, dtype=torch.int64, device="cpu").to(estimate.device, non_blocking=True) == 0
-                )
+                unknown = torch.tensor(own.count, device="cpu").to(estimate.device, non_blocking=True) == 0
                 estimate = estimate.masked_fill(unknown.view(-1, 1, 1, 1), torch.nan)
             found = estimate if found is None else torch.fmax(found, estimate)  # which takes a number before a nan
     assert layer.binding.rule is not None
