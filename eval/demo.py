@@ -38,9 +38,9 @@ def caches(model: PreTrainedModel, options: argparse.Namespace) -> Caches:
     chosen = {} if options.threshold is None else {"threshold": options.threshold}
     return {
         FULL: lambda: DynamicCache(config=model.config),
-        WINDOW: lambda: QAdACache(model, criterion="local"),
-        WHOLE: lambda: QAdACache(model, token_threshold=0.0, **chosen),
-        OURS: lambda: QAdACache(model, **chosen),
+        WINDOW: lambda: QAdACache(model, criterion="local", progress=True),
+        WHOLE: lambda: QAdACache(model, token_threshold=0.0, progress=True, **chosen),
+        OURS: lambda: QAdACache(model, progress=True, **chosen),
     }
 
 

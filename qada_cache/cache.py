@@ -17,6 +17,7 @@ from .criterion import StaticHeads
 from .kernels import choice
 from .key_moments.defaults import DEFAULT_MOMENTS, MomentsSource
 from .key_moments.models import UNSHARDED, full_attention_layers, unwrap_model
+from .reading_bar import ReadingBar
 from .state import CONDITIONS, DECIDING, LAID_OUT, SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .state.layer import QAdALayer
 from .stats import CacheStats, collect, layer_bytes, summary
@@ -109,6 +110,7 @@ class QAdACache(WatchedCache):
         device_budget: int | float | str = 0,
         audit_every: int = 0,
         kernels: str | None = None,
+        progress: bool = False,
         tuned: bool = False,
     ) -> None:
         given = locals()
@@ -123,6 +125,7 @@ class QAdACache(WatchedCache):
         managed = support.describe_model(model, config, ours)
         options = tuned_choice.apply_tuned(options, managed)
         self._shared = Shared(support.resolve_options(options, managed), managed)
+        self._bar = ReadingBar()
         following = None
         for index in reversed(ours):
             self.layers[index] = following = QAdALayer(self._shared, index, following)
@@ -147,9 +150,20 @@ class QAdACache(WatchedCache):
             attention.check_switched_on(self._shared.model.config)
         self._check_order(layer_idx, "keys")
         self._check_rows(layer_idx, len(key_states))
+        if self.options.progress:
+            self._show_progress(layer_idx, key_states.shape[2])
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._record_call(layer_idx, "keys")
         return states
+
+    def _show_progress(self, layer_idx: int, tokens: int) -> None:
+        """Show that a layer begins with so many new tokens, if they are a prompt or a chunk of one."""
+        if tokens <= self.options.window:
+            self._bar.close()
+            return
+        held = self.layers[layer_idx].get_seq_length()
+        prompt = max(held + tokens, attention.find_prompt().tokens)
+        self._bar.advance(layer_idx, len(self.layers), held=held, tokens=tokens, prompt=prompt)
 
     def fork(self, **options: Any) -> "QAdACache":
         """A copy, as `copy.deepcopy` makes one, that decides by other options; its counters are at zero.

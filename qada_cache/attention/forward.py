@@ -10,7 +10,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -190,7 +190,9 @@ def _attend(
     forward_pass = layer.shared.forward_pass
     if first:
         # After a decoded token there are pending ones beside the window, and a single token is no chunk.
-        forward_pass.is_prefill_chunk = (queries > 1 or layer.store.end <= layer.options.window) and _reads_chunk()
+        forward_pass.is_prefill_chunk = (
+            queries > 1 or layer.store.end <= layer.options.window
+        ) and find_prompt().in_chunks
     empty, long = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
     exact = long or visible is not None
     if empty:
@@ -250,13 +252,22 @@ def _check_supported(module: nn.Module, layer: QAdALayer, tokens: int, kwargs: d
         )
 
 
-def _reads_chunk() -> bool:
-    """Whether `generate` is on the stack, reading its prompt in chunks. A prompt read by other code is taken for turns.
+class Prompt(NamedTuple):
+    """The prompt that `generate` is reading."""
+
+    in_chunks: bool
+    tokens: int  # of the prompt and what was held before it; 0 if `generate` reads none
+
+
+def find_prompt() -> Prompt:
+    """What `generate`, if it is on the stack, says of the prompt being read. One read by other code is taken for turns.
 
     No argument of a forward pass tells: a last chunk looks like a short turn. `generate` says the chunks' size to its
     own `_prefill` alone; the model, its config and the cache never hold it.
     """
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_code is GenerationMixin._prefill.__code__:
-            return getattr(frame.f_locals.get("generation_config"), "prefill_chunk_size", None) is not None
-    return False
+            told = frame.f_locals
+            in_chunks = getattr(told.get("generation_config"), "prefill_chunk_size", None) is not None
+            return Prompt(in_chunks, told["input_ids"].shape[1] if "input_ids" in told else 0)
+    return Prompt(False, 0)

@@ -129,7 +129,7 @@ class QAdALM(HFLM):
         taken = QAdACache(self.model, **options).options
         self.cache_tuned = str(Thresholds.of(taken)) if taken.tuned else ""  # the setting that these caches take
         # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
-        self._cache_options = options | asdict(Thresholds.of(taken)) | {"tuned": False}
+        self._cache_options = {"progress": True} | options | asdict(Thresholds.of(taken)) | {"tuned": False}
         # By task: statistics of its caches in this process, at the end of their batches, shares as means.
         self.cache_totals: dict[str, list[CacheStats]] = {}
         self._task = "none"

@@ -59,6 +59,7 @@ class Options:
     audit_every: int = field(default=0, metadata=_keyword(_COUNT, outputs=False))
     device_budget: int | float | str = field(default=0, metadata=_keyword(laid_out=True, outputs=False))
     kernels: str = field(default="auto", metadata=_keyword(outputs=False))
+    progress: bool = field(default=False, metadata=_keyword(_FLAG, outputs=False))
     token_threshold: float = field(default=TOKEN_THRESHOLD, metadata=_keyword(_FINITE))
     sketch_bits: float = field(default=SKETCH_BITS, metadata=_keyword(_BITS))
     moments: MomentsSource = field(default=CURRENT, metadata=_keyword())  # as asked for
