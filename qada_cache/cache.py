@@ -161,7 +161,7 @@ class QAdACache(WatchedCache):
         if tokens <= self.options.window:
             self._bar.close()
             return
-        held = self.layers[layer_idx].get_seq_length()
+        held = self.get_seq_length(layer_idx)
         prompt = max(held + tokens, attention.find_prompt().tokens)
         self._bar.advance(layer_idx, len(self.layers), held=held, tokens=tokens, prompt=prompt)
 
