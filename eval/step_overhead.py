@@ -33,9 +33,9 @@ from qada_cache.attention import decode
 from qada_cache.attention import forward as attention
 from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.state.counters import Counters
+from qada_cache.state.forward_pass import ForwardPass
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import TokenStore
-from qada_cache.storage.geometry import ForwardPass
 from qada_cache.versions import pass_cache
 
 CACHES = 4  # that take turns
@@ -43,7 +43,7 @@ CACHES = 4  # that take turns
 PARTS: dict[str, tuple[Any, str]] = {
     "take_in": (QAdALayer, "update"),
     "store": (TokenStore, "append"),
-    "masks": (ForwardPass, "geometry"),
+    "masks": (ForwardPass, "find_rows"),
     "estimate": (decode, "estimate_log_bulk"),
     "kernel": (compiled_decode, "fused_decode"),  # attention over sinks and window, and the decision
     "count": (Counters, "count"),

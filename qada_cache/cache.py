@@ -21,7 +21,7 @@ from .reading_bar import ReadingBar
 from .state import CONDITIONS, DECIDING, LAID_OUT, SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .state.layer import QAdALayer
 from .stats import CacheStats, collect, layer_bytes, summary
-from .storage.transfers import move_to_shared_memory
+from .storage.sharing import move_to_shared_memory
 from .watched import WatchedCache
 
 

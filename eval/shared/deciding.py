@@ -21,10 +21,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eval.shared.tables import Rows
 from eval.shared.texts import Document
 from qada_cache import QAdACache
-from qada_cache.attention import by_torch, decode
+from qada_cache.attention import by_torch
 from qada_cache.criterion import GROUP_RULES
-from qada_cache.kernels import query_adaptive, softmax_average
-from qada_cache.kernels.query_adaptive import BulkAttention, Step
+from qada_cache.kernels import softmax_average
+from qada_cache.kernels.operands import Operands, Query
+from qada_cache.kernels.query_adaptive import BulkAttention, group_queries
 from qada_cache.state import SKETCH_BITS, TOKEN_THRESHOLD
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import TokenStore
@@ -160,30 +161,27 @@ def token_options(tokens: str) -> dict[str, Any]:
 @contextmanager
 def reading(tokens: str) -> Iterator[None]:
     """Caches that are used inside read so much of a long-context head: see `split`. One row, on the model's device."""
-    compute, whole = decode.attend_by_torch, query_adaptive.attend_bulk
-    stores: list[TokenStore] = []
+    whole = by_torch.attend_bulk
 
-    def remembering(layer: QAdALayer, store: TokenStore, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        stores[:] = [store]
-        return compute(layer, store, *rest, **options)
-
-    def some(step: Step, *rest: Any, **options: Any) -> BulkAttention:
-        whole(step, *rest, **options)  # which counts
-        (kind, share), bulk = split(tokens), stores[0].bulk
-        length, grouped_queries, scaling = bulk.lengths[0], step.grouped_queries.float(), step.rule.scaling
+    def some(
+        layer: QAdALayer, store: TokenStore, query: Query, operands: Operands, *rest: Any, **options: Any
+    ) -> BulkAttention:
+        found = whole(layer, store, query, operands, *rest, **options)  # which counts
+        (kind, share), bulk = split(tokens), store.bulk
+        length, scaling = bulk.lengths[0], query.scaling
+        grouped_queries = group_queries(query, operands.kv_heads).float()
         keys, values = bulk.keys[:, :, :length].float(), bulk.values[:, :, :length]
-        selected = choose(estimated(kind, grouped_queries, keys) * scaling, step.scores.shape[2], share)
+        group = query.states.shape[1] // operands.kv_heads
+        selected = choose(estimated(kind, grouped_queries, keys) * scaling, group, share)
         scores = (grouped_queries @ keys.mT * scaling).masked_fill(~selected, -torch.inf)
-        out, lse = softmax_average(scores, values)
-        return out, lse, lse
+        found.out, found.lse = softmax_average(scores, values)
+        found.read_lse = found.lse
+        return found
 
     if not tokens or tokens.startswith(OWN):
         yield
         return
-    with (
-        mock.patch.object(decode, "attend_by_torch", remembering),
-        mock.patch.object(query_adaptive, "attend_bulk", some),
-    ):
+    with mock.patch.object(by_torch, "attend_bulk", some):
         yield
 
 

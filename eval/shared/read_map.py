@@ -39,18 +39,19 @@ def counted(cache: QAdACache) -> Iterator[dict[int, Tensor]]:
         for index, store in stores.items()
     }
     of_bulk = {id(store.bulk): index for index, store in stores.items()}
-    original = reading.read_parts
+    read_parts, gather_parts = reading.read_parts, reading.gather_parts
 
-    def read(bulk: Any, whole: list[list[bool]], requests: Any = None, **options: Any) -> Any:
-        count = counts[of_bulk[id(bulk)]]
+    def read(bulk: Any, whole: list[list[bool]], **options: Any) -> Any:
         for head, wanted in enumerate(whole[0]):
-            count[head, : bulk.lengths[0]] += int(wanted)
-        for part in original(bulk, whole, requests, **options):
-            if part.request is not None:
-                count[part.request.head, part.request.tokens.cpu()] += 1
-            yield part
+            counts[of_bulk[id(bulk)]][head, : bulk.lengths[0]] += int(wanted)
+        return read_parts(bulk, whole, **options)
 
-    with mock.patch.object(reading, "read_parts", read):
+    def gather(bulk: Any, wanted: Any) -> Any:
+        for (_, head), tokens in wanted:
+            counts[of_bulk[id(bulk)]][head, tokens.cpu()] += 1
+        return gather_parts(bulk, wanted)
+
+    with mock.patch.object(reading, "read_parts", read), mock.patch.object(reading, "gather_parts", gather):
         yield counts
 
 

@@ -21,11 +21,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from .. import attention_table
+from ..kernels.operands import Query
 from ..kernels.reference import without_autocast
 from ..key_moments.models import UNSHARDED, check_sharding, unwrap_model
 from ..state.layer import QAdALayer, Seen
 from .block_mask import read_block_mask
-from .decode import CallOptions, attend_adaptively, attend_exactly
+from .decode import attend_adaptively, attend_exactly
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -186,7 +187,7 @@ def _attend(
     # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
     if softcap is not None and name == "sdpa":
         softcap = None
-    options = CallOptions(scaling, softcap, valid, sink_logits=kwargs.get("s_aux"), visible=visible)
+    asked = Query(query, scaling, softcap, kwargs.get("s_aux"), valid, visible)
     forward_pass = layer.shared.forward_pass
     if first:
         # After a decoded token there are pending ones beside the window, and a single token is no chunk.
@@ -200,10 +201,10 @@ def _attend(
         out, _ = base(module, query, untagged, value, mask, **kwargs)
     else:
         if exact:
-            work = partial(attend_exactly, layer, layer.store, query, key, value, options)
+            work = partial(attend_exactly, layer, layer.store, asked, key, value)
         else:
             layer.store.append(key, value, valid)
-            work = partial(attend_adaptively, layer, layer.store, query, options)
+            work = partial(attend_adaptively, layer, layer.store, asked)
         with without_autocast(query.device):
             out = layer.shared.residents.retried(work)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so

@@ -36,7 +36,7 @@ def _installed() -> bool:
 
 def unsupported_reason(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> str | None:
     """Why the Triton kernel cannot compute this call, in words for an error message; None if it can. Tensors are as in
-    `DecodeCall`, `criterion` as in `Options`."""
+    `Query` and `Operands`, `criterion` as in `Options`."""
     if not _installed():
         return f"triton is not installed ({INSTALL.get(sys.platform, f'there is none for {sys.platform}')})"
     from .triton import kernels as triton_kernels

@@ -16,8 +16,8 @@ from ..key_moments import KeyMoments
 from ..key_moments.defaults import CURRENT, MomentsSource, sources
 from ..key_moments.models import UNSHARDED, HeadShard
 from ..sketch import MAX_BITS, MIN_BITS
-from ..storage.geometry import ForwardPass
 from ..storage.residents import Residents, check_budget
+from .forward_pass import ForwardPass
 
 THRESHOLD, TOKEN_THRESHOLD = 0.95, 4.4
 SKETCH_BITS = 1.5

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from ..kernels.decode_call import Binding
+from ..kernels.operands import Binding
 from ..key_moments.running import LayerMoments
 from ..storage import TokenStore
 from ..storage.padding import NONE

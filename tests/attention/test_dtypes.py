@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from decode_scene import Scene
+from decode_scene import Scene, step_of
 from models import exact, forced, prompt, tiny
 from torch import Tensor
 from transformers import DynamicCache
@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from qada_cache import QAdACache
 from qada_cache.kernels import cpu
 from qada_cache.kernels.cpu import compiled_decode
-from qada_cache.kernels.decode_call import DecodeCall, check
+from qada_cache.kernels.operands import check
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -94,11 +94,12 @@ WRONG = {
     "local_values": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t.mT.contiguous().mT],
     "bulk_keys": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t[:-1], lambda t: t.to("meta")],
     "bulk_values": [Tensor.half, lambda t: t[..., :16], lambda t: t.mT.contiguous().mT],
-    "log_bulk": [Tensor.double, lambda t: t[:-1], lambda t: t[..., :1], lambda t: t.to("meta")],
-    "local": [Tensor.int, lambda t: t[:, 1:], lambda t: t.repeat(2, 1)],
-    "pending": [Tensor.int, lambda t: t[:, 1:]],
+    "log_bulk": [Tensor.double, lambda t: t[:-1], lambda t: t[:, :, :1], lambda t: t.to("meta")],
+    "local": [Tensor.int, lambda t: t[..., 1:], lambda t: t.repeat(2, 1, 1, 1)],
+    "pending": [Tensor.int, lambda t: t[..., 1:]],
+    "bulk_tokens": [Tensor.int, lambda t: t[:-1]],
     "bulk_lengths": [Tensor.int, lambda t: t[:-1], lambda t: t + 10**6, lambda t: t - 10**6],
-    "decided": [Tensor.int, lambda t: t.repeat(3)],
+    "decided": [Tensor.int, lambda t: t.repeat(3, 1, 1)],
 }
 
 
@@ -106,13 +107,13 @@ WRONG = {
 def test_kernels_of_a_step_refuse_tensors_that_do_not_agree(name: str) -> None:
     scene = Scene(padding=(0,))
     given = scene.arguments("cpu") | scene.decision_arguments()
-    check(DecodeCall.of(**given))
+    check(*step_of(**given))
     for change in WRONG[name]:
         wrong = given | {name: change(given[name])}
         with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
-            check(DecodeCall.of(**wrong))
+            check(*step_of(**wrong))
         with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
-            compiled_decode.fused_decode(DecodeCall.of(**wrong))
+            compiled_decode.fused_decode(*step_of(**wrong))
 
 
 def test_other_strides_are_not_the_compiled_kernels() -> None:
@@ -122,7 +123,7 @@ def test_other_strides_are_not_the_compiled_kernels() -> None:
         shape = given[name].shape
         wrong = given | {name: torch.zeros(*shape[:2], 2 * shape[2], shape[3])[:, :, ::2]}
         with pytest.raises(ValueError, match="do not lie one after the other"):
-            compiled_decode.fused_decode(DecodeCall.of(**wrong))
+            compiled_decode.fused_decode(*step_of(**wrong))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -146,22 +146,24 @@ def test_what_is_not_chosen_is_not_read() -> None:
     """A bulk whose tokens are nan but for the chosen ones."""
     driver, inputs = filled(token_threshold=3.0)
     call, spied = inputs(1), []
-    original = reading.read_parts
+    original = reading.gather_parts
     twin = Driver(copy.deepcopy(driver.layer), module=driver.module)
 
-    def spy(bulk: Any, whole: Any, requests: Any, **options: Any) -> Any:
-        return original(bulk, whole, (spied.append(request) or request for request in requests), **options)
+    def spy(bulk: Any, wanted: Any) -> Any:
+        spied.extend(wanted)
+        return original(bulk, wanted)
 
-    with mock.patch.object(reading, "read_parts", spy):
+    with mock.patch.object(reading, "gather_parts", spy):
         expected = ask(twin, call)
     store = driver.layer.store
-    for request in spied:
+    for head, tokens in spied:
         unread = torch.ones(store.bulk.capacity, dtype=torch.bool)
-        unread[request.tokens] = False
+        unread[tokens] = False
         for buffer in (store.bulk.keys, store.bulk.values):
-            buffer[request.row, request.head][unread] = torch.nan
+            buffer[head][unread] = torch.nan
+    assert spied
     assert torch.equal(ask(driver, call), expected)
-    bytes_read = 2 * 16 * 4 * sum(len(request.tokens) for request in spied)
+    bytes_read = 2 * 16 * 4 * sum(len(tokens) for _, tokens in spied)
     assert driver.layer.counters.bulk_read_bytes - (twin.layer.counters.bulk_read_bytes - bytes_read) == bytes_read
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import triton
+from decode_scene import step_of
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
 from qada_cache.kernels import triton as triton_decode
-from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.sketch import Layout
 from qada_cache.sketch.codec import Sketch, sketch_fields
 
@@ -69,19 +69,19 @@ def launches(
     """What one decode step launches."""
     batch, kv_heads, columns = 2, 2, 70
     recorders = {name: Recorder(getattr(triton_decode, name)) for name in KERNELS}
-    mask = torch.zeros(batch, columns, dtype=torch.bool)
+    mask = torch.zeros(batch, 1, 1, columns, dtype=torch.bool)
     shapes = [(batch, kv_heads, tokens, size) for tokens in (columns, capacity) for size in (dim, value_dim)]
     for name, recorder in recorders.items():
         setattr(triton_decode, name, recorder)
     names = ("local_keys", "local_values", "bulk_keys", "bulk_values")
-    call = DecodeCall.of(
+    call = step_of(
         query=torch.zeros(batch, kv_heads * group, 1, dim, dtype=dtype),
         **{name: torch.zeros(shape, dtype=dtype) for name, shape in zip(names, shapes, strict=True)},
         local=mask, pending=mask, bulk_lengths=torch.zeros(batch, dtype=torch.int64),
-        decided=torch.ones(batch, dtype=torch.bool), scaling=0.1, logit_threshold=0.4,
-        log_bulk=torch.zeros(batch, kv_heads, group), **options,
+        bulk_tokens=torch.zeros(batch, 1, 1, dtype=torch.int64), decided=torch.ones(batch, 1, 1, dtype=torch.bool),
+        scaling=0.1, logit_threshold=0.4, log_bulk=torch.zeros(batch, kv_heads, group, 1), **options,
     )  # fmt: skip
-    triton_decode.fused_decode(call)
+    triton_decode.fused_decode(*call)
     for name, recorder in recorders.items():
         setattr(triton_decode, name, recorder.kernel)
     return [recorder for recorder in recorders.values() if recorder.arguments]

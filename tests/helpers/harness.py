@@ -12,10 +12,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qada_cache.attention.forward import switch_on
 from qada_cache.kernels import choice
+from qada_cache.kernels.operands import Rows
 from qada_cache.state import ManagedModel, Options, Shared
 from qada_cache.state.counters import Counters
 from qada_cache.state.layer import QAdALayer
-from qada_cache.storage.geometry import Geometry
 
 SINKS, LOCAL = 3, 11  # small, so that a few dozen tokens reach every place a token can be
 WINDOW = LOCAL - SINKS
@@ -127,9 +127,9 @@ class Driver:
         seen = []
         original = Counters.count
 
-        def spy(counters: Counters, flags: Tensor, geometry: Geometry, token_bytes: int) -> None:
+        def spy(counters: Counters, flags: Tensor, rows: Rows, token_bytes: int) -> None:
             seen.append(flags)
-            original(counters, flags, geometry, token_bytes)
+            original(counters, flags, rows, token_bytes)
 
         with mock.patch.object(Counters, "count", spy), torch.no_grad():
             tagged, stored = self.layer.update(keys, values)

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 from compilers import needs_compiler
-from decode_scene import Scene
+from decode_scene import ROWS, Scene, step_of
 from models import prompt, tiny
 from torch import Tensor
 
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.kernels import cpu, decode_call, decode_reference
+from qada_cache.kernels import cpu, decode_reference, operands
 from qada_cache.kernels.cpu import compiled_decode
-from qada_cache.kernels.decode_call import Binding, DecodeCall, OperandError
+from qada_cache.kernels.operands import Binding, OperandError
 from qada_cache.sketch.codec import Sketch
 from qada_cache.versions import pass_cache
 
@@ -46,46 +46,43 @@ STEPS = ("query", "log_bulk", "local", "bulk_lengths", "decided")
 def test_what_is_different_is_bound_anew(name: str) -> None:
     """The second step differs in one thing, and its answer from the first's in what the reference's does."""
     first, binding = arguments(), Binding()
-    before = DecodeCall.of(**first, binding=binding)
-    compiled_decode.fused_decode(before)
-    bound = binding.bound
+    compiled_decode.fused_decode(*step_of(**first, binding=binding))
+    bound = binding.derived
     second = first | {name: other(first[name])}
     if name == "local":
         second["local"][0, :1] = False
     if name == "bulk_lengths":
         second["bulk_lengths"][:2] -= 40
+        second["bulk_tokens"] = first["bulk_tokens"].clone()
+        second["bulk_tokens"][:2] -= 40
     if name == "decided":
-        second["decided"] = torch.tensor([False, True, True])
+        second["decided"] = torch.tensor([False, True, True])[:, None, None]
     counted = {part: second[part].zero_() for part in ("bulk_read_bytes", "sketch_read_bytes")}
-    call = DecodeCall.of(**second, binding=binding)
-    if name not in RULE:
-        call.rule = before.rule
-    out, flags = compiled_decode.fused_decode(call)
+    out, flags = compiled_decode.fused_decode(*step_of(**second, binding=binding))
     found = {part: int(count) for part, count in counted.items()}
     counted = {part: count.zero_() for part, count in counted.items()}
-    wanted, wanted_flags = decode_reference.decode_step(DecodeCall.of(**second))
+    wanted, wanted_flags = decode_reference.decode_step(*step_of(**second))
     assert torch.equal(flags, wanted_flags)
     assert torch.allclose(out, wanted, rtol=1e-4, atol=1e-5)
     assert found == {part: int(count) for part, count in counted.items()}
-    assert (binding.bound is bound) == (name in STEPS)
+    assert (binding.derived is bound) == (name in STEPS)
 
 
 def test_nothing_is_kept_alive_nor_taken_for_another() -> None:
     """A tensor that is gone is not the one that lies at its place now."""
     first, binding = arguments(), Binding()
-    call = DecodeCall.of(**first, binding=binding)
-    decode_call.check(call)
-    assert binding.matches(call)
-    again = DecodeCall.of(**first, binding=binding)
-    again.rule = call.rule
-    assert binding.matches(again)
+    query, rows, layer = step_of(**first, binding=binding)
+    operands.check(query, rows, layer)
+    assert binding.matches(query, layer)
+    query, _, again = step_of(**first, binding=binding)
+    assert binding.matches(query, again)
+    assert not copy.deepcopy(binding).matches(query, again)
     gone = first.pop("bulk_keys")
-    call.bulk_keys = again.bulk_keys = None
+    layer.bulk_keys = again.bulk_keys = None
     shape, gone = gone.shape, None
-    assert binding._parts[2]() is None
+    assert binding._tensors[2]() is None
     again.bulk_keys = torch.zeros(shape)
-    assert not binding.matches(again)
-    assert not copy.deepcopy(binding).matches(call)
+    assert not binding.matches(query, again)
 
 
 @pytest.mark.parametrize(
@@ -105,18 +102,18 @@ def test_nothing_is_kept_alive_nor_taken_for_another() -> None:
         lambda kwargs: {"bulk_lengths": kwargs["bulk_lengths"] - 10**6},
         lambda kwargs: {"bulk_lengths": kwargs["bulk_lengths"][:2]},
         lambda kwargs: {"decided": kwargs["decided"].repeat(5)},
-        lambda kwargs: {name: kwargs[name].repeat(1, 2) for name in ("local", "pending")},
-        lambda kwargs: {name: kwargs[name].to("meta") for name in ("local", "pending", "bulk_lengths", "decided")},
+        lambda kwargs: {name: kwargs[name].repeat(1, 1, 1, 2) for name in ("local", "pending")},
+        lambda kwargs: {name: kwargs[name].to("meta") for name in ROWS},
         lambda kwargs: {"bulk_keys": kwargs["bulk_keys"][:, :, 50:], "bulk_values": kwargs["bulk_values"][:, :, 50:]},
     ],
 )
 def test_a_step_is_looked_at_whatever_is_bound(change: Any) -> None:
     first, binding = arguments(), Binding()
-    call = DecodeCall.of(**first, binding=binding)
-    decode_call.check(call)
+    call = step_of(**first, binding=binding)
+    operands.check(*call)
     with pytest.raises(OperandError, match="cannot read these tensors as those of one layer"):
-        decode_call.check(DecodeCall.of(**first | change(first), binding=binding))
-    decode_call.check(call)
+        operands.check(*step_of(**first | change(first), binding=binding))
+    operands.check(*call)
 
 
 @needs_compiler
@@ -125,9 +122,9 @@ def test_layers_bind_when_storage_changes_and_not_every_step(monkeypatch: pytest
     monkeypatch.setattr(cpu, "MIN_TOKENS", 1)
     made, original = [], compiled_decode._Bound
 
-    def counted(call: DecodeCall) -> Any:
+    def counted(*call: Any) -> Any:
         made.append(call)
-        return original(call)
+        return original(*call)
 
     monkeypatch.setattr(compiled_decode, "_Bound", counted)
     model = tiny(max_position_embeddings=8192, num_hidden_layers=3)
@@ -176,7 +173,7 @@ def test_rows_of_several_lengths_are_bound_once(monkeypatch: pytest.MonkeyPatch)
     """Their moments are not put together in every step, so that what was bound holds."""
     monkeypatch.setattr(cpu, "MIN_TOKENS", 1)
     model, bound, original = tiny(num_hidden_layers=1), [], compiled_decode._Bound
-    monkeypatch.setattr(compiled_decode, "_Bound", lambda call: bound.append(call) or original(call))
+    monkeypatch.setattr(compiled_decode, "_Bound", lambda *call: bound.append(call) or original(*call))
     ids, mask = prompt(400)[0].expand(2, -1), torch.ones(2, 400, dtype=torch.int64)
     mask[0, :150] = 0
     cache = QAdACache(model, moments="random-tokens", token_threshold=0.0)
@@ -194,4 +191,4 @@ def test_sizes_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compiled_decode, "Decode", Longer)
     with pytest.raises(RuntimeError, match=r"decide\.h has a Decode of"):
-        compiled_decode.fused_decode(DecodeCall.of(**arguments()))
+        compiled_decode.fused_decode(*step_of(**arguments()))

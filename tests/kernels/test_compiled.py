@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from compilers import needs_compiler
-from decode_scene import Scene
+from decode_scene import Scene, step_of
 from harness import find_kernel
 from scenarios import play, small_buffers
 from test_kernels import SCALING, check
@@ -21,7 +21,6 @@ from transformers.utils.logging import warning_once
 from qada_cache import kernels
 from qada_cache.kernels import cpu, reference
 from qada_cache.kernels.cpu import compiled_decode
-from qada_cache.kernels.decode_call import DecodeCall
 
 # Each dtype, and each way that dimensions and queries fill a block; every pair is a build.
 SIZES = [
@@ -74,8 +73,8 @@ def test_threads_share_the_one_head_that_is_read(monkeypatch: pytest.MonkeyPatch
     found = []
     for threads in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        call = DecodeCall.of(**scene.arguments("cpu"), **scene.decision_arguments(criterion=table))
-        found.append(compiled_decode.fused_decode(call)[0])
+        call = step_of(**scene.arguments("cpu"), **scene.decision_arguments(criterion=table))
+        found.append(compiled_decode.fused_decode(*call)[0])
     assert not torch.equal(*found)
     torch.testing.assert_close(*found)
 

@@ -16,7 +16,7 @@ from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.kernels import choice, decode_reference
-from qada_cache.kernels.decode_call import DecodeCall
+from qada_cache.kernels.operands import Operands, Query, Rows
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels import triton as triton_decode
@@ -47,9 +47,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """Asks for the kernel; one entry for each step it computed."""
     seen, original = [], triton_decode.fused_decode
 
-    def spy(call: DecodeCall) -> Any:
-        seen.append(call.query.device)
-        return original(call)
+    def spy(query: Query, rows: Rows, layer: Operands) -> Any:
+        seen.append(query.states.device)
+        return original(query, rows, layer)
 
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(triton_decode, "fused_decode", spy)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import decode_scene
 import pytest
 import torch
+from decode_scene import ROWS, step_of
 from harness import Inputs, find_kernel
 from models import tiny
 from pair import Pair
@@ -21,7 +23,7 @@ from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache
 from qada_cache.kernels import choice, decode_reference, reference
-from qada_cache.kernels.decode_call import DecodeCall
+from qada_cache.kernels.operands import Operands, Query, Rows
 from qada_cache.sketch import MIN_TOKENS, Layout
 from qada_cache.sketch.codec import Sketch
 
@@ -69,21 +71,21 @@ def plant(
 ) -> None:
     """Instead of the kernel the reference, of arguments that are changed first, or of results that are."""
 
-    def kernel(call: DecodeCall) -> Any:
-        kwargs = flat(call)
+    def kernel(*call: Any) -> Any:
+        kwargs = flat(*call)
         if seen is not None:
             seen.append(kwargs)
-        found = decode_reference.decode_step(DecodeCall.of(**put_back(change(dict(kwargs)))))
+        found = decode_reference.decode_step(*step_of(**put_back(change(dict(kwargs)))))
         return found if after is None else after(*found)
 
     monkeypatch.setattr(decode, "fused_decode", kernel)
 
 
-def flat(call: DecodeCall) -> dict[str, Any]:
-    """What `DecodeCall.of` would make it of, without what it has none of."""
-    kwargs = vars(call) | vars(call.rows) | vars(call.rule)
-    made = ("rows", "rule", "binding", "columns", "number", "longest", "bound")
-    return {name: part for name, part in kwargs.items() if part is not None and name not in made}
+def flat(query: Query, rows: Rows, layer: Operands) -> dict[str, Any]:
+    """What `step_of` would make it of, without what it has none of."""
+    kwargs = {"query": query.states} | {name: getattr(query, name) for name in decode_scene.QUERY}
+    kwargs |= {name: getattr(rows, name) for name in ROWS} | vars(layer)
+    return {name: part for name, part in kwargs.items() if part is not None and name != "binding"}
 
 
 def put_back(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def resketched(**changes: Callable[[Tensor], Tensor]) -> Changed:
 
 def without_column(mask: Tensor) -> Tensor:
     mask = mask.clone()
-    mask[0, mask[0].nonzero()[-1]] = False
+    mask[0, 0, 0, mask[0, 0, 0].nonzero()[-1]] = False
     return mask
 
 

@@ -17,7 +17,7 @@ struct View {
     T* at(int64_t row, int64_t head = 0) const { return data + row * row_stride + head * head_stride; }
 };
 
-// `Rows` and `DecodeCall` of decode_call.py, which say what shapes these have; compiled_decode.py has the same fields.
+// `Rows`, `Query` and `Operands` of operands.py, which say what shapes these have; compiled_decode.py has the same fields.
 struct Rows {
     View<const uint8_t> local, pending, decided;
     View<const int64_t> bulk_lengths;
@@ -49,16 +49,16 @@ struct Decode {
     int group_rule, threads;
     Words words;
 
-    int64_t stored(int64_t row) const { return *rows.bulk_lengths.at(row); }
+    int64_t bulk_length(int64_t row) const { return *rows.bulk_lengths.at(row); }
     int64_t bulk_tokens(int64_t row) const {
         const uint8_t* mask = rows.pending.at(row);
-        return stored(row) + std::count(mask, mask + rows.columns, 1);
+        return bulk_length(row) + std::count(mask, mask + rows.columns, 1);
     }
     // Of a bulk of so many tokens; see sketch/__init__.py.
     int64_t segments_of(int64_t tokens) const {
         return std::max<int64_t>(1, (tokens + segment_tokens / 2) / segment_tokens);
     }
-    bool sketched_row(int64_t row) const { return codes.data && stored(row) >= min_sketched; }
+    bool sketched_row(int64_t row) const { return codes.data && bulk_length(row) >= min_sketched; }
     // How much a token must weigh of a query's attention to be read.
     float log_share_cut(int64_t row) const { return log_token_threshold - logf((float)bulk_tokens(row)); }
 
@@ -114,7 +114,7 @@ struct Selecting {
         for (int q = 0, active = 0; q < QUERIES; q++)
             if (call.flags[first + q]) log_buffer[active++] = log_sum(lse[q], pending_lse[q]);
         Estimates found = estimates(call, row, head);
-        found.sample_log_mass(call.stored(row), score_cut);
+        found.sample_log_mass(call.bulk_length(row), score_cut);
         for (int q = 0; q < found.count; q++)
             score_cut[q] = log_sum(log_buffer[q], score_cut[q]) + call.log_share_cut(row) - ROUNDING;
         return true;
@@ -160,9 +160,9 @@ struct Selecting {
                 sum_of_each(products, along + q * VALUE_DIM + v);
             }
         }
-        segment_count = call.segments_of(call.stored(row));
+        segment_count = call.segments_of(call.bulk_length(row));
         segments.reset(new Rounded[segment_count]);
-        estimates(call, row, head).prefetch_sample(call.stored(row));  // it comes while queries are rounded
+        estimates(call, row, head).prefetch_sample(call.bulk_length(row));  // it comes while queries are rounded
         const Segments own{segment_count, call.centres.at(row, head), call.order.at(row, head),
                            call.weights.at(row, head), call.units.at(row, head), call.errors};
         for (int64_t s = 0; s < segment_count; s += TOGETHER)

@@ -1,0 +1,90 @@
+"""What the queries of a pass see of each row: found by its first layer for all."""
+
+from itertools import accumulate, chain, compress
+from operator import mul
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.operands import Rows
+from ..key_moments.rotation import round_length
+
+
+def _see(
+    total: int, gone: int, later: list[int], *, end: int, sinks: int, window: int
+) -> tuple[list[bytes], list[bytes]]:
+    """The local and the pending columns of queries with so many tokens behind them in their row, a bool each. Of
+    `total` tokens `gone` are flushed, and the newest is in the last of `end` recent columns."""
+    held, first = min(gone, sinks), end - (total - gone)  # flushed sinks; the row's first recent column
+    far = min(max(first, end - total + sinks), end)  # where those begin that are no sinks
+    near, none = b"\1" * held + bytes(sinks - held + first) + b"\1" * (far - first), bytes(sinks + far)
+    older, newer = b"\1" * end + bytes(window + end), bytes(end) + b"\1" * window + bytes(end)  # than a window's start
+    local, pending = [], []
+    for behind in later:
+        last = max(first, end - behind)  # where the query's tokens end
+        start, shift = min(far, last), end + window - last
+        local.append(near[: sinks + start] + newer[start + shift : end + shift])
+        pending.append(none[: sinks + start] + older[start + shift : end + shift])
+    return local, pending
+
+
+class ForwardPass:
+    """The pass under way: its `Rows`, and whether it reads a prompt."""
+
+    def __init__(self, sinks: int, window: int) -> None:
+        self.sinks, self.window = sinks, window  # tokens
+        self.is_prefill_chunk = False  # whether it is of `generate`'s prompt: exact, whatever its length
+        self._rows: tuple[Any, Rows] | None = None
+
+    def find_rows(
+        self,
+        *,
+        lengths: list[int],  # real tokens of each row, the call's own included
+        flushed: list[int],  # of these, the oldest ones, that have been flushed to sinks and bulk
+        end: int,  # recent columns in use; they are right-aligned, so column `end - 1` is every row's newest token
+        queries: int,  # tokens of the call, padding included
+        valid: Tensor | None,  # bool [batch, queries] on the host, False for padding; None when every token is real
+        device: torch.device,  # where the masks go
+    ) -> Rows:
+        """Of a call whose tokens have already been appended: layers move in lockstep, so they share it."""
+        # By content, not identity: a layer whose state differs must get its own masks.
+        key = (tuple(lengths), tuple(flushed), end, queries, None if valid is None else valid.numpy().tobytes(), device)
+        if self._rows is not None and self._rows[0] == key:
+            return self._rows[1]
+        alike = valid is None and len(set(lengths)) == 1 and len(set(flushed)) == 1
+        rows = 1 if alike else len(lengths)
+        bulk_lengths = [max(0, gone - self.sinks) for gone in flushed[:rows]]
+        stands_for = len(lengths) // rows  # rows of the batch
+        local, pending = bytearray(), bytearray()
+        bulk_tokens: list[list[int]] = []  # by row and query, as is `decided`
+        decided: list[list[bool]] = []
+        real = [[True] * queries] * rows if valid is None else valid.tolist()
+        for total, gone, shown in zip(lengths[:rows], flushed[:rows], real, strict=True):
+            # A padding query borrows the position of the real one before it: its output is finite and unused.
+            new = sum(shown)
+            later = [new - count for count in accumulate(shown)]
+            seen = _see(total, gone, later, end=end, sinks=self.sinks, window=self.window)
+            tokens = [max(0, total - self.sinks - self.window - behind) for behind in later]
+            local += b"".join(seen[0])
+            pending += b"".join(seen[1])
+            bulk_tokens.append(tokens)
+            decided.append([bulk > 0 and there for bulk, there in zip(tokens, shown, strict=True)])
+        masks = [torch.frombuffer(mask, dtype=torch.bool).view(rows, 1, queries, -1) for mask in (local, pending)]
+        counts, stored, decides = (torch.tensor(part, device="cpu") for part in (bulk_tokens, bulk_lengths, decided))
+        tensors = *masks, counts.unsqueeze(1), stored, decides.unsqueeze(1)
+        last_lengths = tuple(round_length(max(1, row[-1])) for row in bulk_tokens)
+        deciding = chain.from_iterable(map(compress, bulk_tokens, decided))
+        # A blocking copy would wait for everything the accelerator still has to do.
+        near, waiting, counts, stored, decides = (
+            tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors
+        )
+        made = Rows(
+            *(near, waiting, counts, stored, decides),
+            decisions=sum(map(sum, decided)) * stands_for,
+            dense_tokens=sum(map(mul, bulk_lengths, map(any, decided))) * stands_for,
+            query_moment_lengths=tuple(sorted(set(map(round_length, set(deciding))))),
+            row_moment_lengths=last_lengths[:1] if len(set(last_lengths)) == 1 else last_lengths,
+        )
+        self._rows = (key, made)
+        return made
