@@ -81,15 +81,15 @@ def find_decode_fault(
 ) -> str | None:
     """The fault of a `fused_decode` on this device, as of `reference.find_fault`; the answer is kept for the process.
 
-    The trial takes both group rules, and once a head that lies elsewhere. Decisions are
-    clear, so that no rounding changes them, and tokens that are not to be read are nan.
+    The trial takes both group rules, and once a head that lies elsewhere. Decisions are clear, so that no rounding
+    changes them, and tokens that are not to be read are nan.
     """
     scene = _scene(dtype, group, dim, value_dim, layout)
     for group_rule, elsewhere in (("any", False), ("head", True)):
         scene["group_rule"] = group_rule
         expected = _compute(decode_step, scene, torch.device("cpu"))
         for name in ("bulk_keys", "bulk_values"):
-            scene[name] = scene[name].masked_fill(~expected[0].any(dim=-1)[..., None, None], torch.nan)
+            scene[name] = scene[name].masked_fill(~expected[0].any(dim=2, keepdim=True), torch.nan)
         compute = functools.partial(_compute, kernel, scene, device, pinned=pinned, elsewhere=elsewhere)
         if (wrong := find_fault(compute, expected)) is not None:
             return wrong
