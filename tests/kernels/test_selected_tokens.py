@@ -207,7 +207,7 @@ def test_a_sketch_that_is_too_rough(path: Path, group: int, group_rule: str, mon
     decision = {"criterion": "gaussian", "threshold": scene.threshold(group_rule), "group_rule": group_rule}
     flags = scene.flags(**decision)
     spreads = [
-        float(scene.half_variance(row, head)[flags[row, head]].max())
+        float(scene.half_variance(row, head)[flags[row, head, :, 0]].max())
         for row in scene.sketched_rows() for head in range(2) if flags[row, head].any()
     ]  # fmt: skip
     low, high = sorted(spreads)[len(spreads) // 2 - 1 :][:2]
