@@ -22,7 +22,13 @@ from . import write as write_whole
 from .private_map import PrivateMap
 
 FORMAT_VERSION = 4
-OLDEST_VERSIONS = {"qada-cache": 4, "qada-moments": 3, "qada-heads": 3, "qada-choice": 3}  # of a kind that are read
+OLDEST_VERSIONS = {
+    "qada-cache": 4,
+    "qada-moments": 3,
+    "qada-heads": 3,
+    "qada-choice": 3,
+    "qada-prompt": 4,
+}  # of a kind that are read
 _TYPES = {  # by safetensors' names
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32},
     **{"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
@@ -148,12 +154,36 @@ def decoded(content: bytes, kind: str, path: Path) -> tuple[dict[str, Tensor], d
     return tensors, _checked(path, about, tensors)
 
 
+def viewed(content: bytearray, kind: str, path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As `decoded`, with tensors that are views of `content`."""
+    with _whole(path):
+        about, entries = _header(path, kind, file := io.BytesIO(content))
+        tensors = {name: _view(content, file.tell(), entry) for name, entry in entries.items()}
+    return tensors, _checked(path, about, tensors)
+
+
+def described(file: BinaryIO, kind: str, path: str | os.PathLike) -> dict[str, Any]:
+    """The state of an open file of this kind, which was not compared with the checksum."""
+    with _whole(path):
+        about, _ = _header(path, kind, file)
+        return json.loads(about["state"])
+
+
+def _view(content: bytearray, begin: int, entry: dict[str, Any]) -> Tensor:
+    (start, stop), dtype, shape = entry["data_offsets"], _TYPES[entry["dtype"]], tuple(entry["shape"])
+    if stop - start != math.prod(shape) * dtype.itemsize or start < 0:
+        raise ValueError(f"a tensor of {shape} {dtype} cannot lie in {start}..{stop}")
+    if start == stop:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(content, dtype=dtype, count=math.prod(shape), offset=begin + start).view(shape)
+
+
 @contextmanager
 def _whole(path: str | os.PathLike) -> Iterator[None]:
     """What safetensors refuses, incomplete files too, is an error that names the file."""
     try:
         yield
-    except (SafetensorError, json.JSONDecodeError) as error:
+    except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not a safetensors file, or is truncated: {error}") from error
 
 

@@ -1,0 +1,299 @@
+"""PrefixStore: prompts that were read once, kept in a folder for later prompts that begin alike.
+
+`naming` says what stored tokens are known by, `folder` has their files, `filling` takes tokens out of caches and puts
+them in. A file holds the keys and values of one segment of tokens as they were, and nothing that follows from them:
+sinks, window, moments and sketch are made anew by each cache, under options of its own.
+"""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..cache import QAdACache
+from ..key_moments.models import check_unsharded, processes, unwrap_model
+from .filling import copy_tokens, fill, has_shapes, layers_of
+from .finding import Beginning, Finder
+from .folder import Folder, Header, Listing, opened
+from .keeping import keep
+from .naming import EXACT, Name, check_texts, reading_of, root_of
+
+logger = logging.get_logger(__name__)
+
+MAX_BYTES = 16 * 2**30
+MAX_AGE = 30 * 24 * 3600.0  # seconds
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Counts of one `PrefixStore` since it was made, and what its folder holds now.
+
+    Attributes:
+        prompts: rows that `cache` was asked for; hits: of these, the ones whose beginning was stored.
+        prompt_tokens: of all these rows; saved_tokens: of these, the ones that need not be read again.
+        written_bytes: of files that `keep` wrote.
+        segments: files in the folder; bytes: of these, as the file system counts a file's content.
+    """
+
+    prompts: int
+    hits: int
+    prompt_tokens: int
+    saved_tokens: int
+    written_bytes: int
+    segments: int
+    bytes: int
+
+
+class PrefixStore:
+    """Prompts that were read once, kept in a folder: a later one that begins alike, in any process, reads the rest.
+
+        store = PrefixStore()
+        cache = store.cache(model, inputs.input_ids)  # holds the longest stored beginning
+        out = model.generate(**inputs, past_key_values=cache)
+        store.keep(cache, out)  # for later prompts
+
+    A prompt's keys and values are found by its tokens, the model (config, dtype, sampled weights, adapters) and `key`.
+    What cannot be read or written costs a warning and the time to read the prompt, and no answer is wrong for it.
+
+    Args:
+        folder: None: "prompts" in the user's cache folder (`QADA_HOME`). It is made for the user alone, and is not used
+            if it is another user's, or if others can write to it.
+        max_bytes: of its files; the least recently used ones go.
+        max_age: seconds after which an unused file goes; None: never.
+
+    Raises:
+        ValueError: a limit out of its range.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike | None = None,
+        *,
+        max_bytes: int = MAX_BYTES,
+        max_age: float | None = MAX_AGE,
+    ) -> None:
+        if type(max_bytes) is not int or max_bytes < 0:
+            raise ValueError(f"max_bytes must be an int, 0 or more, got {max_bytes!r}")
+        if max_age is not None and (type(max_age) not in (int, float) or not max_age >= 0):
+            raise ValueError(f"max_age must be seconds, 0 or more, or None, got {max_age!r}")
+        self.folder = None if folder is None else Path(folder).absolute()
+        self.max_bytes, self.max_age = max_bytes, max_age
+        self._headers: dict[Name, Header] = {}
+        self._counters: Counter[str] = Counter()
+        self._lock = threading.RLock()
+        self._cleaned = False
+
+    def cache(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor | Sequence[int],
+        *,
+        attention_mask: Tensor | None = None,
+        key: str | None = None,
+        **options: Any,
+    ) -> QAdACache:
+        """A cache that holds the longest stored beginning of `input_ids`, or an empty one.
+
+        At least the last token is left to be read. Rows of a batch may have different beginnings, and left padding: as
+        `generate` reads the same columns of every row, all begin where the row with the shortest one does.
+
+        Args:
+            model: as for `QAdACache`.
+            input_ids: `[tokens]` or `[rows, tokens]`, as for `generate`.
+            attention_mask: `[rows, tokens]`, 0 at padding, which has to be on the left.
+            key: of the owner, any text: what was kept under another key, or none, is not found.
+            options: of `QAdACache`.
+
+        Raises:
+            ValueError: `input_ids` and mask of other shapes, or padding that is not on the left.
+            TypeError: a key that is no str.
+            NotImplementedError: a model or prompt whose keys do not follow from the tokens before them alone, and a
+                model that is split over processes.
+            TypeError, ValueError, FileNotFoundError, NotImplementedError: as `QAdACache`.
+        """
+        rows, columns = _rows(input_ids, attention_mask)
+        return self.begin(model, rows, columns, most=columns - 1, key=key, **options)
+
+    def begin(
+        self,
+        model: PreTrainedModel,
+        rows: Sequence[Sequence[int]],
+        columns: int,
+        *,
+        most: int,
+        key: str | None = None,
+        **options: Any,
+    ) -> QAdACache:
+        """As `cache`, of rows of real tokens, right-aligned in so many columns, of which it holds at most `most`."""
+        model = unwrap_model(model)
+        cache = QAdACache(model, **options)
+        _check(cache, model, rows, key)
+        found = self._find(cache, model, rows, columns, most, key)
+        begun = min((columns - len(row) + each.tokens for row, each in zip(rows, found, strict=True)), default=0)
+        held = [max(begun - columns + len(row), 0) for row in rows]
+        if any(held):
+            for each, tokens in zip(found, held, strict=True):
+                each.crop(tokens)
+            fill(cache, [each.pieces for each in found], [each.exact for each in found], begun)
+        with self._lock:
+            self._counters.update(prompts=len(rows), hits=sum(map(bool, held)))
+            self._counters.update(prompt_tokens=sum(map(len, rows)), saved_tokens=sum(held))
+        return cache
+
+    def keep(self, cache: QAdACache, token_ids: Tensor | Sequence[int], *, key: str | None = None) -> int:
+        """Keep what a cache holds for later prompts; returns the tokens kept of all rows, earlier ones included.
+
+        Of tokens that are stored already nothing is written. Tokens that were decoded, or read in calls of at most a
+        window, depend on what the cache decided: they are found by caches of the same deciding options, and those of a
+        `fork` are not kept. Of prompts that the disk or `max_bytes` have no room for, the beginning is kept.
+
+        Args:
+            cache: of one row, or of rows without padding.
+            token_ids: `[tokens]` or `[rows, tokens]`: the tokens that it holds, from the first; more may follow, as in
+                what `generate` returns.
+            key: as for `cache`.
+
+        Raises:
+            RuntimeError: a forward pass was interrupted, so there is no whole state.
+            ValueError: `token_ids` of other rows, or fewer, than the cache holds.
+            NotImplementedError: padding, and as by `cache`.
+        """
+        rows, columns = _rows(token_ids, None)
+        cache._check_whole()
+        layers = layers_of(cache)
+        seen, store = cache.get_seq_length(), layers[0].store
+        if store is None:
+            return 0
+        if columns < seen or len(rows) != store.batch:
+            raise ValueError(
+                f"token_ids are {len(rows)} rows of {columns} tokens, and the cache holds {store.batch} rows of {seen}"
+            )
+        if layers[0].padding.known.numel():
+            raise NotImplementedError(
+                "PrefixStore keeps no caches with padding, as it may have moved positions: keep rows one by one"
+            )
+        return self.keep_rows(cache, {place: row[:seen] for place, row in enumerate(rows)}, key=key)
+
+    def keep_rows(self, cache: QAdACache, rows: dict[int, Sequence[int]], *, key: str | None = None) -> int:
+        """As `keep`, of some of the cache's rows, by their places, the first real tokens."""
+        model = cache._shared.model.get()
+        if model is None:
+            raise ValueError("a cache that was built with config= cannot be kept: build it with the model")
+        _check(cache, model, list(rows.values()), key)
+        store, kept = layers_of(cache)[0].store, 0
+        if store is None:
+            return 0
+        if unlike := {*store.dtypes} - {model.dtype}:
+            logger.warning_once(
+                f"prompts are not kept whose keys are in {min(map(str, unlike))}, as under autocast, and not in the "
+                f"model's {model.dtype}: load the model in that dtype"
+            )
+            return 0
+        root, reading = root_of(model, key), reading_of(cache.options)
+        origin, kind = model.config._name_or_path, model.config.model_type
+        about = {"model": origin, "type": kind, "dtype": str(model.dtype), "keyed": key is not None}
+        try:
+            with self._opened(make=True) as folder:
+                listing = folder.list(self.max_age)
+                for place, row in rows.items():
+                    alike = min(store.alike[place], len(row))
+                    tokens, written = keep(
+                        *(folder, listing),
+                        root=root,
+                        tokens=row[:alike],
+                        exact=alike if reading == EXACT else min(store.exact[place], alike),
+                        reading=reading,
+                        about=about,
+                        copy=partial(copy_tokens, cache, place),
+                        max_bytes=self.max_bytes,
+                    )
+                    kept += tokens
+                    with self._lock:
+                        self._counters["written_bytes"] += written
+        except OSError as error:
+            logger.warning_once(f"prompts cannot be kept: {error}")
+        return kept
+
+    def stats(self) -> StoreStats:
+        """Counts of this store, and what its folder holds; nothing if that cannot be read."""
+        try:
+            with self._opened() as folder:
+                listing = folder.list()
+        except OSError:
+            listing = Listing()
+        names = ("prompts", "hits", "prompt_tokens", "saved_tokens", "written_bytes")
+        with self._lock:
+            counted = {name: self._counters[name] for name in names}
+        return StoreStats(**counted, segments=len(listing.files), bytes=listing.bytes)
+
+    def _find(
+        self,
+        cache: QAdACache,
+        model: PreTrainedModel,
+        rows: Sequence[Sequence[int]],
+        columns: int,
+        most: int,
+        key: str | None,
+    ) -> list[Beginning]:
+        """What is stored of each row, for an empty cache; the arguments are those of `begin`."""
+        nothing = [Beginning() for _ in rows]
+        if torch.is_autocast_enabled(model.device.type):  # keys may be of another dtype then
+            return nothing
+        root, reading = root_of(model, key), reading_of(cache.options)
+        fits = partial(has_shapes, model, len(cache.layers))
+        try:
+            with self._opened() as folder:
+                finder = Finder(folder, folder.list(self.max_age), root=root, reading=reading, fits=fits)
+                return [finder.find(row, most - columns + len(row)) for row in rows]
+        except FileNotFoundError:
+            pass  # nothing was kept yet
+        except OSError as error:
+            logger.warning_once(f"no stored prompts are used: {error}")
+        return nothing
+
+    @contextmanager
+    def _opened(self, *, make: bool = False) -> Iterator[Folder]:
+        """The folder; what killed processes left in it is removed when it is first opened."""
+        with opened(self.folder, self._headers, make=make) as folder:
+            with self._lock:
+                clean, self._cleaned = not self._cleaned, True
+            if clean:
+                folder.clean()
+            yield folder
+
+
+def _check(cache: QAdACache, model: PreTrainedModel, rows: Iterable[Sequence[int]], key: str | None) -> None:
+    """Refuse what no prompts are kept of."""
+    if key is not None and not isinstance(key, str):
+        raise TypeError(f"key must be a str, got {type(key).__name__}")
+    check_unsharded(processes(model))
+    layers_of(cache)
+    for row in rows:
+        check_texts(model, row)
+
+
+def _rows(ids: Any, mask: Tensor | None) -> tuple[list[list[int]], int]:
+    """The real tokens of each row, and the columns of all."""
+    whole = torch.as_tensor(ids)
+    whole = whole[None] if whole.dim() == 1 else whole
+    if whole.dim() != 2 or not whole.shape[1] or whole.is_floating_point() or whole.dtype == torch.bool:
+        raise ValueError(f"token ids are ints [tokens] or [rows, tokens], got {whole.dtype} {list(whole.shape)}")
+    rows = whole.tolist()
+    if mask is not None:
+        if mask.shape != whole.shape:
+            raise ValueError(f"attention_mask of {list(mask.shape)} is not of input_ids of {list(whole.shape)}")
+        real = mask.bool()
+        if not (real[:, 1:] >= real[:, :-1]).all():
+            raise ValueError("attention_mask hides tokens behind real ones: pad rows on the left (padding_side='left')")
+        rows = [row[len(row) - count :] for row, count in zip(rows, real.sum(dim=-1).tolist(), strict=True)]
+    return rows, whole.shape[1]

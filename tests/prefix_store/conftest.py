@@ -1,0 +1,23 @@
+"""A model, and a store in an empty folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from models import tiny
+from transformers import PreTrainedModel
+from transformers.utils.logging import warning_once
+
+from qada_cache import PrefixStore
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    warning_once.cache_clear()
+    return tiny()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PrefixStore:
+    return PrefixStore(tmp_path / "prompts")
