@@ -34,6 +34,8 @@ _TYPES = {  # by safetensors' names
     **{"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
 }
 _DTYPES = {dtype: name for name, dtype in _TYPES.items()}
+_MISSING = (LookupError, TypeError, AttributeError)  # in a header: a field, or one of another kind
+_LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
 _ALIGNMENT = 64  # bytes, as torch aligns memory on the CPU
 
 
@@ -171,7 +173,7 @@ def described(file: BinaryIO, kind: str, path: str | os.PathLike) -> dict[str, A
 
 def _view(content: bytearray, begin: int, entry: dict[str, Any]) -> Tensor:
     (start, stop), dtype, shape = entry["data_offsets"], _TYPES[entry["dtype"]], tuple(entry["shape"])
-    if stop - start != math.prod(shape) * dtype.itemsize or start < 0:
+    if stop - start != math.prod(shape) * dtype.itemsize or min(start, *shape) < 0:
         raise ValueError(f"a tensor of {shape} {dtype} cannot lie in {start}..{stop}")
     if start == stop:
         return torch.empty(shape, dtype=dtype)
@@ -183,13 +185,16 @@ def _whole(path: str | os.PathLike) -> Iterator[None]:
     """What safetensors refuses, incomplete files too, is an error that names the file."""
     try:
         yield
-    except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError) as error:
+    except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, *_MISSING) as error:
         raise ValueError(f"{path} is not a safetensors file, or is truncated: {error}") from error
 
 
 def _header(path: str | os.PathLike, kind: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, Any]]:
     """Metadata and entries of a file of this kind; what is read next are its tensors."""
-    entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    size = int.from_bytes(file.read(8), "little")
+    if size > _LONGEST_HEADER:
+        raise ValueError(f"{path} is not a safetensors file, or is truncated: its header has {size} bytes")
+    entries = json.loads(file.read(size))
     about = entries.pop("__metadata__", None) or {}
     if about.get("kind") != kind:
         raise ValueError(f"{path} is not a {kind} file (it says {about.get('kind', 'nothing about what it is')!r})")

@@ -21,12 +21,14 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..cache import QAdACache
-from ..key_moments.models import check_unsharded, processes, unwrap_model
+from ..key_moments.models import unwrap_model
+from .checking import check, real_rows
 from .filling import copy_tokens, fill, has_shapes, layers_of
 from .finding import Beginning, Finder
 from .folder import Folder, Header, Listing, opened
-from .keeping import keep
-from .naming import EXACT, Name, check_texts, reading_of, root_of
+from .keeping import store_row
+from .managing import StoredPrompts, summarise, verify
+from .naming import EXACT, Name, reading_of, root_of
 
 logger = logging.get_logger(__name__)
 
@@ -121,7 +123,7 @@ class PrefixStore:
                 model that is split over processes.
             TypeError, ValueError, FileNotFoundError, NotImplementedError: as `QAdACache`.
         """
-        rows, columns = _rows(input_ids, attention_mask)
+        rows, columns = real_rows(input_ids, attention_mask)
         return self.begin(model, rows, columns, most=columns - 1, key=key, **options)
 
     def begin(
@@ -137,7 +139,7 @@ class PrefixStore:
         """As `cache`, of rows of real tokens, right-aligned in so many columns, of which it holds at most `most`."""
         model = unwrap_model(model)
         cache = QAdACache(model, **options)
-        _check(cache, model, rows, key)
+        check(cache, model, rows, key)
         found = self._find(cache, model, rows, columns, most, key)
         begun = min((columns - len(row) + each.tokens for row, each in zip(rows, found, strict=True)), default=0)
         held = [max(begun - columns + len(row), 0) for row in rows]
@@ -168,7 +170,7 @@ class PrefixStore:
             ValueError: `token_ids` of other rows, or fewer, than the cache holds.
             NotImplementedError: padding, and as by `cache`.
         """
-        rows, columns = _rows(token_ids, None)
+        rows, columns = real_rows(token_ids, None)
         cache._check_whole()
         layers = layers_of(cache)
         seen, store = cache.get_seq_length(), layers[0].store
@@ -189,7 +191,7 @@ class PrefixStore:
         model = cache._shared.model.get()
         if model is None:
             raise ValueError("a cache that was built with config= cannot be kept: build it with the model")
-        _check(cache, model, list(rows.values()), key)
+        check(cache, model, list(rows.values()), key)
         store, kept = layers_of(cache)[0].store, 0
         if store is None:
             return 0
@@ -207,7 +209,7 @@ class PrefixStore:
                 listing = folder.list(self.max_age)
                 for place, row in rows.items():
                     alike = min(store.alike[place], len(row))
-                    tokens, written = keep(
+                    tokens, written = store_row(
                         *(folder, listing),
                         root=root,
                         tokens=row[:alike],
@@ -261,6 +263,29 @@ class PrefixStore:
             logger.warning_once(f"no stored prompts are used: {error}")
         return nothing
 
+    def prompts(self) -> list[StoredPrompts]:
+        """What the folder holds, by model and owner; those used last come first. An OSError if it cannot be read."""
+        with self._opened() as folder:
+            return summarise(folder, folder.list())
+
+    def drop(self, ids: Iterable[str] | None = None) -> int:
+        """Remove the prompts of these `StoredPrompts.id`, None: all; returns the number of files. Caches that hold them
+        stay as they are. An OSError if the folder cannot be read."""
+        wanted = None if ids is None else set(ids)
+        with self._opened() as folder:
+            listing = folder.list()
+            gone = [name for name in listing.files if wanted is None or name.root in wanted]
+            for name in sorted(gone, key=lambda name: -name.number):  # no chain is broken meanwhile
+                folder.remove(listing, name)
+        return len(gone)
+
+    def verify(self) -> tuple[int, list[str]]:
+        """Read every file; remove damaged ones with all that is behind them. Returns the number of whole ones, and what
+        was wrong with the others. An OSError if the folder cannot be read."""
+        with self._opened() as folder:
+            listing = folder.list()
+            return verify(folder, listing)
+
     @contextmanager
     def _opened(self, *, make: bool = False) -> Iterator[Folder]:
         """The folder; what killed processes left in it is removed when it is first opened."""
@@ -270,30 +295,3 @@ class PrefixStore:
             if clean:
                 folder.clean()
             yield folder
-
-
-def _check(cache: QAdACache, model: PreTrainedModel, rows: Iterable[Sequence[int]], key: str | None) -> None:
-    """Refuse what no prompts are kept of."""
-    if key is not None and not isinstance(key, str):
-        raise TypeError(f"key must be a str, got {type(key).__name__}")
-    check_unsharded(processes(model))
-    layers_of(cache)
-    for row in rows:
-        check_texts(model, row)
-
-
-def _rows(ids: Any, mask: Tensor | None) -> tuple[list[list[int]], int]:
-    """The real tokens of each row, and the columns of all."""
-    whole = torch.as_tensor(ids)
-    whole = whole[None] if whole.dim() == 1 else whole
-    if whole.dim() != 2 or not whole.shape[1] or whole.is_floating_point() or whole.dtype == torch.bool:
-        raise ValueError(f"token ids are ints [tokens] or [rows, tokens], got {whole.dtype} {list(whole.shape)}")
-    rows = whole.tolist()
-    if mask is not None:
-        if mask.shape != whole.shape:
-            raise ValueError(f"attention_mask of {list(mask.shape)} is not of input_ids of {list(whole.shape)}")
-        real = mask.bool()
-        if not (real[:, 1:] >= real[:, :-1]).all():
-            raise ValueError("attention_mask hides tokens behind real ones: pad rows on the left (padding_side='left')")
-        rows = [row[len(row) - count :] for row, count in zip(rows, real.sum(dim=-1).tolist(), strict=True)]
-    return rows, whole.shape[1]

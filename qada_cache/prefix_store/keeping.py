@@ -11,7 +11,7 @@ from .naming import EXACT, SEGMENT_TOKENS, Name, own_name
 logger = logging.get_logger(__name__)
 
 
-def keep(
+def store_row(
     folder: Folder,
     listing: Listing,
     *,

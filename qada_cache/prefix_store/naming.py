@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from ..criterion import StaticHeads
 from ..key_moments import identity
-from ..key_moments.rotation import growing_parameters, rope_settings
 from ..state import Options
 
 SEGMENT_TOKENS = 256  # of a file; what is kept of a text beyond whole segments is one shorter file
@@ -70,27 +69,6 @@ def reading_of(options: Options) -> str:
     tensors = [criterion.long_context if isinstance(criterion, StaticHeads) else None, energies]
     tensors += [None, None] if other is None else [other.mean, other.covariance]
     return _digest(json.dumps(parts).encode(), *map(_content, tensors))
-
-
-def check_texts(model: PreTrainedModel, tokens: Sequence[int]) -> None:
-    """Raise NotImplementedError unless the keys of `tokens` follow from them alone, whatever comes behind them."""
-    config = model.config.get_text_config(decoder=True)
-    settings = rope_settings(config)
-    if any(growing_parameters(settings, layer) for layer in range(config.num_hidden_layers)):
-        raise NotImplementedError(
-            f"PrefixStore keeps no prompts of {config.model_type} with rotary frequencies that depend on a prompt's "
-            "length: save() and QAdACache.load keep a whole prompt"
-        )
-    named = vars(model.config) | vars(config)
-    media = {value for name, value in named.items() if _MEDIA.match(name) and type(value) is int}
-    if found_media := media.intersection(tokens):
-        raise NotImplementedError(
-            f"PrefixStore keeps no prompts with images or sound (token {min(found_media)}), which their tokens do not "
-            "tell apart: save() and QAdACache.load keep a whole prompt"
-        )
-
-
-_MEDIA = re.compile(r"(image|video|audio|vision|speech)\w*_(id|index)$")
 
 
 def _adapters(model: PreTrainedModel) -> list:

@@ -12,9 +12,14 @@ from transformers.utils.logging import warning_once
 from qada_cache import PrefixStore
 
 
+@pytest.fixture(autouse=True)
+def nothing_said() -> None:
+    """A process that has warned of nothing."""
+    warning_once.cache_clear()
+
+
 @pytest.fixture
 def model() -> PreTrainedModel:
-    warning_once.cache_clear()
     return tiny()
 
 
