@@ -9,8 +9,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,33 +26,13 @@ from .filling import copy_tokens, fill, has_shapes, layers_of
 from .finding import Beginning, Finder
 from .folder import Folder, Header, Listing, opened
 from .keeping import store_row
-from .managing import StoredPrompts, summarise, verify
+from .managing import StoredPrompts, StoreStats, summarise, verify
 from .naming import EXACT, Name, reading_of, root_of
 
 logger = logging.get_logger(__name__)
 
 MAX_BYTES = 16 * 2**30
 MAX_AGE = 30 * 24 * 3600.0  # seconds
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """Counts of one `PrefixStore` since it was made, and what its folder holds now.
-
-    Attributes:
-        prompts: rows that `cache` was asked for; hits: of these, the ones whose beginning was stored.
-        prompt_tokens: of all these rows; saved_tokens: of these, the ones that need not be read again.
-        written_bytes: of files that `keep` wrote.
-        segments: files in the folder; bytes: of these, as the file system counts a file's content.
-    """
-
-    prompts: int
-    hits: int
-    prompt_tokens: int
-    saved_tokens: int
-    written_bytes: int
-    segments: int
-    bytes: int
 
 
 class PrefixStore:
@@ -138,9 +117,10 @@ class PrefixStore:
     ) -> QAdACache:
         """As `cache`, of rows of real tokens, right-aligned in so many columns, of which it holds at most `most`."""
         model = unwrap_model(model)
-        cache = QAdACache(model, **options)
-        check(cache, model, rows, key)
-        found = self._find(cache, model, rows, columns, most, key)
+        cache, found = QAdACache(model, **options), [Beginning() for _ in rows]
+        with self._finder(cache, model, rows, key) as finder:
+            if finder is not None:
+                found = [finder.find(row, most - columns + len(row)) for row in rows]
         begun = min((columns - len(row) + each.tokens for row, each in zip(rows, found, strict=True)), default=0)
         held = [max(begun - columns + len(row), 0) for row in rows]
         if any(held):
@@ -151,6 +131,12 @@ class PrefixStore:
             self._counters.update(prompts=len(rows), hits=sum(map(bool, held)))
             self._counters.update(prompt_tokens=sum(map(len, rows)), saved_tokens=sum(held))
         return cache
+
+    def count(self, model: PreTrainedModel, tokens: Sequence[int], *, key: str | None = None, **options: Any) -> int:
+        """How many tokens `cache` would hold of one row, if no file is damaged; nothing is read but headers."""
+        model = unwrap_model(model)
+        with self._finder(QAdACache(model, **options), model, [tokens], key) as finder:
+            return 0 if finder is None else finder.count(tokens, len(tokens) - 1)
 
     def keep(self, cache: QAdACache, token_ids: Tensor | Sequence[int], *, key: str | None = None) -> int:
         """Keep what a cache holds for later prompts; returns the tokens kept of all rows, earlier ones included.
@@ -238,31 +224,6 @@ class PrefixStore:
             counted = {name: self._counters[name] for name in names}
         return StoreStats(**counted, segments=len(listing.files), bytes=listing.bytes)
 
-    def _find(
-        self,
-        cache: QAdACache,
-        model: PreTrainedModel,
-        rows: Sequence[Sequence[int]],
-        columns: int,
-        most: int,
-        key: str | None,
-    ) -> list[Beginning]:
-        """What is stored of each row, for an empty cache; the arguments are those of `begin`."""
-        nothing = [Beginning() for _ in rows]
-        if torch.is_autocast_enabled(model.device.type):  # keys may be of another dtype then
-            return nothing
-        root, reading = root_of(model, key), reading_of(cache.options)
-        fits = partial(has_shapes, model, len(cache.layers))
-        try:
-            with self._opened() as folder:
-                finder = Finder(folder, folder.list(self.max_age), root=root, reading=reading, fits=fits)
-                return [finder.find(row, most - columns + len(row)) for row in rows]
-        except FileNotFoundError:
-            pass  # nothing was kept yet
-        except OSError as error:
-            logger.warning_once(f"no stored prompts are used: {error}")
-        return nothing
-
     def prompts(self) -> list[StoredPrompts]:
         """What the folder holds, by model and owner; those used last come first. An OSError if it cannot be read."""
         with self._opened() as folder:
@@ -285,6 +246,26 @@ class PrefixStore:
         with self._opened() as folder:
             listing = folder.list()
             return verify(folder, listing)
+
+    @contextmanager
+    def _finder(
+        self, cache: QAdACache, model: PreTrainedModel, rows: Sequence[Sequence[int]], key: str | None
+    ) -> Iterator[Finder | None]:
+        """What looks for beginnings of rows, for an empty cache; None if nothing can be found."""
+        check(cache, model, rows, key)
+        with ExitStack() as stack:
+            finder = None
+            try:
+                if not torch.is_autocast_enabled(model.device.type):  # keys may be of another dtype then
+                    folder = stack.enter_context(self._opened())
+                    root, reading = root_of(model, key), reading_of(cache.options)
+                    fits = partial(has_shapes, model, len(cache.layers))
+                    finder = Finder(folder, folder.list(self.max_age), root=root, reading=reading, fits=fits)
+            except FileNotFoundError:
+                pass  # nothing was kept yet
+            except OSError as error:
+                logger.warning_once(f"no stored prompts are used: {error}")
+            yield finder
 
     @contextmanager
     def _opened(self, *, make: bool = False) -> Iterator[Folder]:

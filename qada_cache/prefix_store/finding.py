@@ -11,6 +11,7 @@ from .naming import EXACT, SEGMENT_TOKENS, Name, own_name
 
 logger = logging.get_logger(__name__)
 
+WORTH = 32  # tokens: fewer, which most prompts of a chat have in common, are read sooner than their file
 READERS = 4  # threads that read files
 Step = tuple[Name, int]  # a segment, and the first tokens of it that are taken
 
@@ -70,8 +71,12 @@ class Finder:
             found.pieces.append((layers, taken))
         return found
 
+    def count(self, tokens: Sequence[int], most: int) -> int:
+        """The tokens of the longest stored beginning, by its files' headers alone."""
+        return sum(taken for _, taken in self._longest(tokens, most))
+
     def _longest(self, tokens: Sequence[int], most: int) -> list[Step]:
-        """The longest chain; of equal ones, one that was read exactly."""
+        """The longest chain of at least `WORTH` tokens; of equal ones, one that was read exactly."""
         best: list[Step] = []
         length, tried = 0, [(self.root, list[Step]())]
         while tried:
@@ -91,7 +96,7 @@ class Finder:
             last = max(shared, key=lambda name: shared[name], default=None)
             if last is not None and shared[last]:
                 path, begun = [*path, (last, shared[last])], begun + shared[last]
-            if begun > length:
+            if begun > length and begun >= WORTH:
                 best, length = path, begun
         return best
 

@@ -7,6 +7,26 @@ from .folder import File, Folder, Listing
 
 
 @dataclass(frozen=True)
+class StoreStats:
+    """Counts of one `PrefixStore` since it was made, and what its folder holds now.
+
+    Attributes:
+        prompts: rows that `cache` was asked for; hits: of these, the ones whose beginning was stored.
+        prompt_tokens: of all these rows; saved_tokens: of these, the ones that need not be read again.
+        written_bytes: of files that `keep` wrote.
+        segments: files in the folder; bytes: of these, as the file system counts a file's content.
+    """
+
+    prompts: int
+    hits: int
+    prompt_tokens: int
+    saved_tokens: int
+    written_bytes: int
+    segments: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class StoredPrompts:
     """Prompts of one model and owner.
 

@@ -93,6 +93,8 @@ def test_the_longest_beginning_counts(store: PrefixStore, model: PreTrainedModel
         store.keep(cache, ids)
     assert store.cache(model, long, **EXACT).get_seq_length() == SEGMENT_TOKENS + 90
     assert store.cache(model, prompt(50, seed=77)[0], **EXACT).get_seq_length() == 0
+    hardly_alike = asked(long[:, :31], 50, seed=9)  # a file takes longer
+    assert store.cache(model, hardly_alike, **EXACT).get_seq_length() == 0
 
 
 def test_a_turn_writes_what_is_new(store: PrefixStore, model: PreTrainedModel) -> None:
