@@ -1,8 +1,8 @@
 """PrefixStore: prompts that were read once, kept in a folder for later prompts that begin alike.
 
 `naming` says what stored tokens are known by, `folder` has their files, `filling` takes tokens out of caches and puts
-them in. A file holds the keys and values of one segment of tokens as they were, and nothing that follows from them:
-sinks, window, moments and sketch are made anew by each cache, under options of its own.
+them in. A file holds the keys and values of one segment of tokens as they were. Sinks, window and moments are made anew
+by each cache, under options of its own; of the sketch, whose codes take longest, `sketches` keeps whole segments.
 """
 
 import os
@@ -28,6 +28,7 @@ from .folder import Folder, Header, Listing, opened
 from .keeping import store_row
 from .managing import StoredPrompts, StoreStats, summarise, verify
 from .naming import EXACT, Name, reading_of, root_of
+from .sketches import sketch_of
 
 logger = logging.get_logger(__name__)
 
@@ -201,6 +202,7 @@ class PrefixStore:
                         tokens=row[:alike],
                         exact=alike if reading == EXACT else min(store.exact[place], alike),
                         reading=reading,
+                        sketch=sketch_of(cache.options),
                         about=about,
                         copy=partial(copy_tokens, cache, place),
                         max_bytes=self.max_bytes,
@@ -258,9 +260,9 @@ class PrefixStore:
             try:
                 if not torch.is_autocast_enabled(model.device.type):  # keys may be of another dtype then
                     folder = stack.enter_context(self._opened())
-                    root, reading = root_of(model, key), reading_of(cache.options)
-                    fits = partial(has_shapes, model, len(cache.layers))
-                    finder = Finder(folder, folder.list(self.max_age), root=root, reading=reading, fits=fits)
+                    fits = partial(has_shapes, model, cache.options, len(cache.layers))
+                    own: dict[str, Any] = {"reading": reading_of(cache.options), "sketch": sketch_of(cache.options)}
+                    finder = Finder(folder, folder.list(self.max_age), root=root_of(model, key), fits=fits, **own)
             except FileNotFoundError:
                 pass  # nothing was kept yet
             except OSError as error:

@@ -8,10 +8,14 @@ from transformers import PreTrainedModel
 
 from ..cache import QAdACache
 from ..key_moments.models import inputs_device, sizes
+from ..sketch import Layout
+from ..state import Options
 from ..state.layer import QAdALayer
 from ..storage.padding import NONE, Padding
+from . import sketches
 from .folder import Layers
 
+_PARTS = ("keys", "values")
 Pieces = Sequence[tuple[Layers, int]]  # of one row: segments in order, and of each the first tokens that are taken
 
 
@@ -27,12 +31,13 @@ def layers_of(cache: QAdACache) -> list[QAdALayer]:
 
 @torch.no_grad()
 def copy_tokens(cache: QAdACache, row: int, start: int, stop: int) -> Layers:
-    """Keys and values of real tokens `start..stop` of one row, on the host."""
+    """What a file holds of real tokens `start..stop` of one row, on the host."""
     found = []
     for layer in layers_of(cache):
         assert layer.store is not None
         keys, values = layer.store.tokens(slice(row, row + 1), start, stop)
-        found.append((keys[0].cpu(), values[0].cpu()))
+        code = sketches.code_of(layer.store, row, start, stop)
+        found.append({"keys": keys[0].cpu(), "values": values[0].cpu(), **code})
     return found
 
 
@@ -49,16 +54,20 @@ def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: i
     model = cache._shared.model.get()
     device = torch.device("cpu") if model is None else inputs_device(model)
     for place, layer in enumerate(layers_of(cache)):
-        keys, values = (_joined(rows, lengths, place, part, seen).to(device) for part in (0, 1))
+        keys, values = (_joined(rows, lengths, place, part, seen).to(device) for part in _PARTS)
         layer.lazy_initialization(keys[:, :, :0], values[:, :, :0])
-        assert layer.store is not None
-        layer.store.absorb(keys, values, valid)
-        layer.store.exact, layer.store.alike = list(exact), list(lengths)
+        store = layer.store
+        assert store is not None
+        sketch, store.sketch = store.sketch, None
+        store.absorb(keys, values, valid)
+        store.exact, store.alike, store.sketch = list(exact), list(lengths), sketch
+        for row, pieces in enumerate(rows if sketch is not None else ()):
+            sketches.restore(store, row, [layers for layers, _ in pieces], place)
         layer.seen, layer.padding = seen, padding
 
 
-def _joined(rows: Sequence[Pieces], lengths: Sequence[int], place: int, part: int, seen: int) -> Tensor:
-    """The keys (`part` 0) or values of one layer, `[rows, kv_heads, seen, dim]`, zeros where there is padding."""
+def _joined(rows: Sequence[Pieces], lengths: Sequence[int], place: int, part: str, seen: int) -> Tensor:
+    """The "keys" or "values" of one layer, `[rows, kv_heads, seen, dim]`, zeros where there is padding."""
     like = next(layers[place][part] for pieces in rows for layers, _ in pieces)
     made = like.new_empty(len(rows), like.shape[0], seen, like.shape[2])
     for row, (pieces, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -70,13 +79,16 @@ def _joined(rows: Sequence[Pieces], lengths: Sequence[int], place: int, part: in
     return made
 
 
-def has_shapes(model: PreTrainedModel, count: int, layers: Layers) -> bool:
-    """Whether these are keys and values of a model with so many layers."""
+def has_shapes(model: PreTrainedModel, options: Options, count: int, layers: Layers) -> bool:
+    """Whether a model with so many layers has such keys and values, and a cache with these options such codes, if there
+    are any."""
     config = model.config.get_text_config(decoder=True)
     _, _, kv_heads, dim = sizes(config)
     value_dim = getattr(config, "v_head_dim", None) or dim
+    layout = Layout.from_bits(dim, options.sketch_bits)
     return len(layers) == count and all(
-        (keys.shape[0], keys.shape[2], values.shape[2]) == (kv_heads, dim, value_dim)
-        and keys.dtype == values.dtype == model.dtype
-        for keys, values in layers
+        (layer["keys"].shape[0], layer["keys"].shape[2], layer["values"].shape[2]) == (kv_heads, dim, value_dim)
+        and layer["keys"].dtype == layer["values"].dtype == model.dtype
+        and (len(layer) == len(_PARTS) or (layout is not None and sketches.has_code(layer, layout)))
+        for layer in layers
     )

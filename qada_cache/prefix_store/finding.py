@@ -43,10 +43,11 @@ class Finder:
     """Looks for the beginnings of several rows, and reads each file once."""
 
     def __init__(
-        self, folder: Folder, listing: Listing, *, root: str, reading: str, fits: Callable[[Layers], bool]
+        self, folder: Folder, listing: Listing, *, root: str, reading: str, sketch: str, fits: Callable[[Layers], bool]
     ) -> None:
-        """`reading` is of the cache that is to be filled, `fits` says whether a model's keys and values look so."""
+        """`reading` and `sketch` are of the cache that is to be filled, `fits` says whether its layers look so."""
         self.folder, self.listing, self.root, self.reading, self._fits = folder, listing, root, reading, fits
+        self._sketch = sketch
         self._read: dict[Name, tuple[Header, Layers]] = {}
 
     def find(self, tokens: Sequence[int], most: int) -> Beginning:
@@ -115,6 +116,8 @@ class Finder:
         """A segment, or why it cannot be read."""
         try:
             header, layers = self.folder.read(name)
+            if header.sketch != self._sketch:
+                layers = [{part: layer[part] for part in ("keys", "values")} for layer in layers]
             if not self._fits(layers):
                 raise ValueError(f"{name} holds keys or values of another shape or dtype than the model's")
             return header, layers

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from .. import files
 from ..files import tensor_file
+from ..storage.bulk_sketch import SEGMENTS, TOKENS
 from .naming import EXACT, Name, own_name
 
 KIND = "qada-prompt"
 FOLDER = "prompts"  # of `files.home()`
-Layers = list[tuple[Tensor, Tensor]]  # of each layer, keys and values [kv_heads, tokens, dim] on the host
+# Of each layer on the host, "keys" and "values" [kv_heads, tokens, dim]; and a segment of its sketch, by `CODES`.
+Layers = list[dict[str, Tensor]]
+CODES = (*TOKENS, *SEGMENTS)
 
 
 class Header(NamedTuple):
@@ -27,6 +30,7 @@ class Header(NamedTuple):
     tokens: list[int]
     reading: str  # how tokens were read, `naming.EXACT` if all of them exactly
     exact: int  # of them, the first ones, that were read exactly
+    sketch: str  # whose codes it holds, as by `sketches.sketch_of`; empty: none
     about: dict[str, Any]  # the model, for people
 
     def usable(self, reading: str) -> int:
@@ -149,11 +153,13 @@ class Folder:
                 raise ValueError(f"{path} was truncated while it was read")
         tensors, state = tensor_file.viewed(content, KIND, path)
         header = _header(name, state)
+        names = ["keys", "values", *(CODES if header.sketch else ())]
         try:
-            layers = [(tensors[f"keys {place}"], tensors[f"values {place}"]) for place in range(len(tensors) // 2)]
+            places = range(len(tensors) // len(names))
+            layers = [{name: tensors[f"{name} {place}"] for name in names} for place in places]
         except KeyError as error:
             raise ValueError(f"{path} lacks {error}") from error
-        for keys, values in layers:
+        for keys, values in ((layer["keys"], layer["values"]) for layer in layers):
             fits = keys.dim() == values.dim() == 3 and keys.shape[:2] == values.shape[:2]
             if not fits or keys.shape[1] != len(header.tokens) or not keys.is_floating_point():
                 raise ValueError(f"{path} holds keys {list(keys.shape)} beside values {list(values.shape)}")
@@ -161,11 +167,7 @@ class Folder:
 
     def write(self, listing: Listing, name: Name, header: Header, layers: Layers) -> int:
         """Write a segment, whole or not at all; returns the bytes of its file."""
-        tensors = {
-            f"{part} {place}": tensor
-            for place, pair in enumerate(layers)
-            for part, tensor in zip(("keys", "values"), pair, strict=True)
-        }
+        tensors = {f"{part} {place}": each for place, layer in enumerate(layers) for part, each in layer.items()}
         files.write(str(name), tensor_file.encoded(KIND, tensors, header._asdict()), folder=self._descriptor)
         about = os.stat(str(name), dir_fd=self._descriptor)
         listing.add(File(name, about.st_size, about.st_mtime_ns))
@@ -189,8 +191,7 @@ def _header(name: Name, state: Any) -> Header:
     """The header of the segment of this name, from its file's state; a ValueError if it is none."""
     try:
         header = Header(**state)
-        whole = [header.tokens, header.reading, header.exact, header.about]
-        fits = [*map(type, whole)] == [list, str, int, dict] and {*map(type, header.tokens)} == {int}
+        fits = [*map(type, header)] == [list, str, int, str, dict] and {*map(type, header.tokens)} == {int}
         fits = fits and 0 <= header.exact <= len(header.tokens)
         if fits and own_name(name.parent, header.tokens, header.reading) == name.own:
             return header

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from .folder import Folder, Header, Layers, Listing
+from .folder import CODES, Folder, Header, Layers, Listing
 from .naming import EXACT, SEGMENT_TOKENS, Name, own_name
 
 logger = logging.get_logger(__name__)
@@ -19,6 +19,7 @@ def store_row(
     tokens: Sequence[int],  # of a row, that are to be kept
     exact: int,  # of them, the first ones, that were read exactly
     reading: str,  # how the others were
+    sketch: str,  # of the cache
     about: dict[str, Any],
     copy: Callable[[int, int], Layers],  # the row's tokens `start..stop`
     max_bytes: int,
@@ -30,14 +31,17 @@ def store_row(
         for start in range(0, len(tokens), SEGMENT_TOKENS):
             part = list(tokens[start : start + SEGMENT_TOKENS])
             known = min(max(exact - start, 0), len(part))
-            header = Header(part, EXACT if known == len(part) else reading, known, about)
+            header = Header(part, EXACT if known == len(part) else reading, known, "", about)
             name = Name(root[:16], len(chain), parent, own_name(parent, part, header.reading))
             shorter: list[Name] = []
             if name not in listing.files:
                 covering, shorter = _compare(folder, listing, header, parent)
                 if covering is not None:  # the last segment, which others may follow in another text
                     return start + len(part), written
-                size = _write(folder, listing, name, header, copy(start, start + len(part)), max_bytes, chain)
+                layers = copy(start, start + len(part))
+                if all(layer.keys() >= {*CODES} for layer in layers):
+                    header = header._replace(sketch=sketch)
+                size = _write(folder, listing, name, header, layers, max_bytes, chain)
                 if not size:
                     logger.warning_once(
                         f"of a prompt of {len(tokens)} tokens {start} are kept, as its max_bytes ({max_bytes}) hold no "
@@ -83,7 +87,7 @@ def _write(
     folder: Folder, listing: Listing, name: Name, header: Header, layers: Layers, max_bytes: int, chain: list[Name]
 ) -> int:
     """Write a segment and make room for it; 0 if there is none."""
-    size = sum(part.nbytes for pair in layers for part in pair)
+    size = sum(part.nbytes for layer in layers for part in layer.values())
     if not folder.make_room(listing, max_bytes - size, set(chain)):
         return 0
     size = folder.write(listing, name, header, layers)

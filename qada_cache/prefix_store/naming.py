@@ -68,6 +68,11 @@ def reading_of(options: Options) -> str:
         parts += [other.prompt, other.tokens, other.sink_tokens, list(other.lengths)]
     tensors = [criterion.long_context if isinstance(criterion, StaticHeads) else None, energies]
     tensors += [None, None] if other is None else [other.mean, other.covariance]
+    return digest_of(parts, *tensors)
+
+
+def digest_of(parts: list, *tensors: Tensor | None) -> str:
+    """A digest of what JSON holds, and of tensors."""
     return _digest(json.dumps(parts).encode(), *map(_content, tensors))
 
 

@@ -150,6 +150,8 @@ FORGERIES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], object]] = {
     "half a count": lambda tensors, state: state.update(exact=0.5),
     "a missing field": lambda tensors, state: state.pop("exact"),
     "another field": lambda tensors, state: state.update(more=1),
+    "another sketch": lambda tensors, state: state.update(sketch="0" * 32),
+    "no word of a sketch": lambda tensors, state: state.update(sketch=None),
     "a missing layer": lambda tensors, state: [tensors.pop(name) for name in ("keys 1", "values 1")],
     "another layer": lambda tensors, state: tensors.update(
         {"keys 2": tensors["keys 1"], "values 2": tensors["keys 1"]}

@@ -14,7 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from qada_cache import PrefixStore, QAdACache, StaticHeads
+from qada_cache.files import tensor_file
+from qada_cache.prefix_store.folder import KIND
 from qada_cache.prefix_store.naming import SEGMENT_TOKENS
+from qada_cache.sketch import codec
 
 EXACT: dict[str, Any] = {"threshold": 1.0, "moments": "current", **SMALL}
 DECIDING: dict[str, Any] = {**EXACT, "threshold": 0.12}
@@ -72,6 +75,63 @@ def test_it_goes_on_as_a_cache_that_was_kept(store: PrefixStore) -> None:
     for ours, theirs in zip(stored.layers, cache.layers, strict=True):
         assert torch.equal(ours.store.local_keys, theirs.store.local_keys)
         assert ours.store.bulk.lengths == theirs.store.bulk.lengths
+
+
+SELECTING: dict[str, Any] = {"moments": "current", **SMALL}
+
+
+@pytest.mark.parametrize("other", [{}, {"sketch_bits": 3}, {"sink_tokens": 7}])
+def test_sketches_are_read_and_not_made_again(
+    store: PrefixStore, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    """Of a text that is read at once, and of one that grows; by caches that code alike."""
+    model = tiny(max_position_embeddings=4096)
+    text, _ = prompt(2900)
+    cache = QAdACache(model, **SELECTING)
+    for start, stop in ((0, 1300), (1300, 1500), (1500, 1530), (1530, 2000), (2000, 2900)):
+        read(model, text[:, start:stop], cache)
+        store.keep(cache, text[:, :stop])
+    wanted = QAdACache(model, **{**SELECTING, **other})
+    read(model, text[:, :2899], wanted)
+    coded, original = [], codec.quantize
+
+    def quantize(keys: Tensor, *rest: Any) -> Any:
+        coded.append(keys.shape[:-2].numel() * keys.shape[-2])
+        return original(keys, *rest)
+
+    monkeypatch.setattr(codec, "quantize", quantize)
+    got = store.cache(model, text, **{**SELECTING, **other})
+    assert got.get_seq_length() == 2899
+    assert sum(coded) < (2 if other else 1) * 2 * 2 * 2899
+    assert bool(other) == (sum(coded) > 2 * 2 * 1600)
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        mine, yours = ours.store.sketch.record, theirs.store.sketch.record
+        assert mine["sketch_lengths"] == yours["sketch_lengths"]
+        for name in ("codes", "scales", "order"):  # the text was read in other pieces
+            assert (mine[name] == yours[name]).float().mean() > 0.98, name
+        for name in ("units", "mean_squares", "mean_key", "mean_value", "value_key_covariance"):
+            torch.testing.assert_close(mine[name], yours[name], rtol=1e-3, atol=1e-4)
+
+
+def test_forged_sketches(store: PrefixStore, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny(max_position_embeddings=4096)
+    text, _ = prompt(1400)
+    cache = QAdACache(model, **SELECTING)
+    read(model, text, cache)
+    for place, (name, forged) in enumerate(
+        {
+            "order 0": lambda order: torch.full_like(order, 200),
+            "codes 1": lambda codes: codes[:, :, 1:].clone(),
+            "centres 0": lambda centres: centres.float(),
+        }.items()
+    ):
+        store.keep(cache, text)
+        file = next(file for file in Path(str(store.folder)).iterdir() if "-000002-" in file.name)
+        tensors, state = tensor_file.read(file, KIND)
+        tensors[name] = forged(tensors[name])
+        tensor_file.write(file, KIND, tensors, state)
+        assert store.cache(model, text, **SELECTING).get_seq_length() == 2 * SEGMENT_TOKENS
+        assert caplog.text.count("another shape or dtype") == place + 1
 
 
 @pytest.mark.parametrize("tokens", [1, 40, SEGMENT_TOKENS, SEGMENT_TOKENS + 1, DOCUMENT])
