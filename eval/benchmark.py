@@ -31,6 +31,7 @@ from eval.shared.tables import read
 from eval.shared.timing import Peak, load_model, report, speeds, timing_parser, wait
 from eval.shared.workloads import TOKEN_SHARE, TOKENS, Work, fill, flagged, methods, token_threshold
 from qada_cache import QAdACache, restore_attention
+from qada_cache.versions import pass_cache
 
 PREFIX = "QAdACache f="
 OWN = {"QAdACache tokens=0.05": "--", "QAdACache": "--", "QAdACache, whole heads": "-."}
@@ -90,7 +91,7 @@ def decode(work: Work, *caches: Cache, steps: int | None = None) -> tuple[list[f
     for step, cache in itertools.product(range(work.inputs.shape[1] if steps is None else steps), caches):
         wait(device)
         begin = time.perf_counter()
-        logits = work.model(input_ids=work.inputs[:, step : step + 1], past_key_values=cache).logits[:, -1]
+        logits = work.model(input_ids=work.inputs[:, step : step + 1], **pass_cache(cache)).logits[:, -1]
         wait(device)
         if step >= work.warm_up:
             seconds.append(time.perf_counter() - begin)

@@ -38,9 +38,9 @@ def caches(model: PreTrainedModel, options: argparse.Namespace) -> Caches:
     chosen = {} if options.threshold is None else {"threshold": options.threshold}
     return {
         FULL: lambda: DynamicCache(config=model.config),
-        WINDOW: lambda: QAdACache(model, criterion="local"),
-        WHOLE: lambda: QAdACache(model, token_threshold=0.0, **chosen),
-        OURS: lambda: QAdACache(model, tuned=False, **chosen),
+        WINDOW: lambda: QAdACache(model, criterion="local", progress=True),
+        WHOLE: lambda: QAdACache(model, token_threshold=0.0, progress=True, **chosen),
+        OURS: lambda: QAdACache(model, progress=True, **chosen),
     }
 
 
@@ -274,7 +274,7 @@ def run(
         for method, make in made.items():  # noqa: B007  # `tell` names it
             converse(model, form, opening[:WARM_UP_TOKENS], turns, make(), new_tokens=2, tell=tell)
         for method, make in made.items():
-            restore_attention(model)  # DynamicCache is to run on the model's own; building a QAdACache sets ours
+            restore_attention(model)  # DynamicCache is to run without ours before the model's own
             cache = make()
             told[method] = converse(model, form, opening, turns, cache, new_tokens=options.new_tokens, tell=tell)
         bar.set_description_str("done")

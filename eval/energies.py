@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections import defaultdict
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from eval.shared.tables import machine, new_file, plain, write
 from eval.shared.texts import Document, prose
 from eval.trials import exact_cache
 from qada_cache import KeyMoments
-from qada_cache.kernels.query_adaptive import Step
+from qada_cache.kernels.operands import Query
+from qada_cache.kernels.query_adaptive import group_queries
 from qada_cache.sketch import Layout
 from qada_cache.sketch.codec import estimated_scores
 from qada_cache.state import SKETCH_BITS
@@ -43,16 +45,16 @@ def collected(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt
     }
 
 
-def errors(store: TokenStore, step: Step, bits: float, energies: Tensor | None) -> float:
+def errors(store: TokenStore, query: Query, bits: float, energies: Tensor | None) -> float:
     """Mean over one layer's queries and heads of the variance, over tokens, of what estimates are off by."""
     bulk, length = store.bulk, store.bulk.lengths[0]
     keys, values = bulk.read(slice(0, 1), slice(None), 0, length)
     sketch = BulkSketch(keys, values, Layout.from_bits(keys.shape[3], bits), energies)
     sketch.append_from(bulk, slice(0, 1))
     found = []
-    for head, queries in enumerate(step.grouped_queries[0].float()):
-        estimates = estimated_scores(queries, sketch.tensors[0, head], length, scaling=step.rule.scaling)
-        found.append((estimates - step.rule.scaling * queries @ keys[0, head].float().mT).var(dim=-1))
+    for head, queries in enumerate(group_queries(query, keys.shape[1])[0].float()):
+        estimates = estimated_scores(queries, sketch.tensors[0, head], length, scaling=query.scaling)
+        found.append((estimates - query.scaling * queries @ keys[0, head].float().mT).var(dim=-1))
     return float(torch.stack(found).mean())
 
 
@@ -60,11 +62,11 @@ def measure(model: PreTrainedModel, document: Document, energies: Energies, bits
     """By the source of the energies, `errors` of every layer."""
     found = defaultdict(list)
 
-    def note(layer: QAdALayer, step: Step, *_: Tensor) -> None:
+    def note(layer: QAdALayer, query: Query, *_: Any) -> None:
         assert layer.store is not None
         place = layer.shared.model.layers.index(layer.index)
         for name, known in energies.items():
-            found[name].append(errors(layer.store, step, bits, None if known is None else known[place]))
+            found[name].append(errors(layer.store, query, bits, None if known is None else known[place]))
 
     cache = exact_cache(model)
     prefill(model, document, cache)

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from eval.shared.tables import new_file, plain, write
 from qada_cache import QAdACache
 from qada_cache.state.layer import QAdALayer
+from qada_cache.versions import pass_cache
 
 LAYERS, HEADS, DIM = 6, 4, 16  # most kinds of layers that a model has are among its first six
 
@@ -114,7 +115,7 @@ def _settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
 def logits(model: PreTrainedModel, cache: DynamicCache) -> torch.Tensor:
     """`[1, tokens, vocabulary]` of random tokens, in `CALLS`."""
     ids = torch.randint(5, 90, (1, sum(CALLS)), generator=torch.Generator().manual_seed(0))
-    calls = (model(input_ids=part, past_key_values=cache, use_cache=True) for part in ids.split(CALLS, dim=1))
+    calls = (model(input_ids=part, **pass_cache(cache), use_cache=True) for part in ids.split(CALLS, dim=1))
     return torch.cat([called.logits for called in calls], dim=1)
 
 

@@ -22,6 +22,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from eval.shared.timing import Peak, load_model, report, timing_parser, wait
 from qada_cache import QAdACache, restore_attention
 from qada_cache.kernels import cpu
+from qada_cache.versions import pass_cache
 
 
 @contextlib.contextmanager
@@ -51,10 +52,10 @@ def first_tokens(
     wait(model.device)
     begin = time.perf_counter()
     cache = make()
-    token = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(dim=-1)
+    token = model(ids, **pass_cache(cache), logits_to_keep=1).logits[:, -1:].argmax(dim=-1)
     wait(model.device)
     first = time.perf_counter()
-    model(token, past_key_values=cache)
+    model(token, **pass_cache(cache))
     wait(model.device)
     return first - begin, time.perf_counter() - first, (peak.device, peak.host)
 
@@ -68,7 +69,7 @@ def measure(model: PreTrainedModel, ids: torch.Tensor, rounds: int) -> list[dict
     }
     if model.device.type != "cpu":
         methods["DynamicCache, offloading"] = lambda: DynamicCache(config=config, offloading=True)
-    methods["QAdACache, the first time"] = methods["QAdACache"] = lambda: QAdACache(model, tuned=False)
+    methods["QAdACache, the first time"] = methods["QAdACache"] = lambda: QAdACache(model)
     seconds: dict[str, list[tuple[float, float]]] = {}
     peaks: dict[str, tuple[int, int]] = {}
     bar = tqdm(total=rounds * len(methods), unit="run")

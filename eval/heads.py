@@ -23,12 +23,11 @@ from eval.shared.deciding import auditing
 from eval.shared.tables import new_file, write
 from eval.sweep import task_manager
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.attention import by_torch
-from qada_cache.criterion import current_score_moments, gaussian_log_bulk, log_mass
-from qada_cache.kernels.query_adaptive import Step, other_log_bulk
+from qada_cache.attention import decode
+from qada_cache.criterion import score_moments
+from qada_cache.kernels.operands import Query, Rows
 from qada_cache.lm_eval import QAdALM
 from qada_cache.state.layer import QAdALayer
-from qada_cache.storage.geometry import Geometry
 
 
 @dataclass
@@ -47,30 +46,29 @@ class Recorder:
     def recording(self) -> Iterator[None]:
         """Audit every layer of every query-adaptive call, and write down instead of adding up."""
 
-        def write(layer: QAdALayer, step: Step, flags: Tensor, bulk_lse: Tensor, read_lse: Tensor) -> None:
-            self._write(layer, step, bulk_lse)
+        def write(layer: QAdALayer, query: Query, rows: Rows, masses: tuple[Tensor, Tensor], *_: Tensor) -> None:
+            self._write(layer, query, rows, masses)
 
         with auditing(write):
             yield
 
-    def _write(self, layer: QAdALayer, step: Step, bulk_lse: Tensor) -> None:
+    def _write(self, layer: QAdALayer, query: Query, rows: Rows, masses: tuple[Tensor, Tensor]) -> None:
         assert layer.store is not None
-        moments, geometry, scores = layer.store.moments, step.masks, step.scores
+        moments, shape = layer.store.moments, masses[0].shape
         assert moments is not None
-        assert isinstance(geometry, Geometry)
-        shape, count, scaling = scores.shape[:-1], geometry.bulk_tokens.unsqueeze(2), step.rule.scaling
-        given = step.grouped_queries.float(), scores, (moments.mean, moments.covariance, moments.known)
-        mean, variance, _ = current_score_moments(*given, pending=geometry.pending, scaling=scaling, softcap=None)
+        grouped = query.states.float().unflatten(1, shape[1:3])
+        found = score_moments(grouped.flatten(2, 3), moments.mean, moments.covariance, scaling=query.scaling)
+        mean, variance = (moment.view(shape) for moment in found)
         columns = {
-            "log_local": log_mass(scores, geometry.local),
-            "log_bulk": by_torch.true_log_bulk(step, bulk_lse),
-            "current": gaussian_log_bulk(mean, variance, count),
-            "iid": _independent_gaussian(mean, variance, count),
+            "log_local": masses[0],
+            "log_bulk": masses[1],
+            "current": rows.log_tokens + mean + 0.5 * variance,
+            "iid": _independent_gaussian(mean, variance, rows.bulk_tokens.unsqueeze(2)),
         }
         for name, kept in self.moments.items():
-            columns[name] = other_log_bulk(step, by_torch.split_by_length(kept, layer, geometry))
+            columns[name] = decode.estimate_by_others(kept, layer, grouped, query, rows)
         flat = {name: column.flatten(1, 2).cpu() for name, column in columns.items()}  # [rows, heads, queries]
-        decided = geometry.decided.expand(shape[0], 1, shape[3]).squeeze(1).cpu()
+        decided = rows.decided.expand(shape[0], 1, shape[3]).squeeze(1).cpu()
         for row, query in decided.nonzero().tolist():
             for head in range(shape[1] * shape[2]):
                 values = {name: f"{float(column[row, head, query]):.3f}" for name, column in flat.items()}

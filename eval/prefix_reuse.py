@@ -34,6 +34,7 @@ from eval.shared.tables import machine, new_file, plain, write
 from qada_cache import QAdACache, prepare
 from qada_cache.files import private_map
 from qada_cache.tuning.measuring import default_text
+from qada_cache.versions import pass_cache
 
 AGAIN = 1  # of the questions, those for which the document is read again: it takes as long every time
 COPIED = "DynamicCache, deepcopy"
@@ -88,7 +89,7 @@ def ask(
         told = model.generate(
             text,
             attention_mask=torch.ones_like(text),
-            past_key_values=caches[-1],
+            **pass_cache(caches[-1]),
             do_sample=False,
             min_new_tokens=answer,
             max_new_tokens=answer,
@@ -105,7 +106,7 @@ def ask(
 @torch.inference_mode()
 def read(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> DynamicCache:
     """The cache, which has read the document."""
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, **pass_cache(cache), logits_to_keep=1)
     return cache
 
 
@@ -122,7 +123,7 @@ def measure(model: PreTrainedModel, ids: Tensor, texts: list[Tensor], *, answer:
         go("DynamicCache, read again", lambda: read(model, ids, DynamicCache(config=model.config)), texts[:AGAIN])
         prefix = read(model, ids, DynamicCache(config=model.config))
         go(COPIED, functools.partial(copy.deepcopy, prefix), texts)
-        prefix = read(model, ids, QAdACache(model, tuned=False))
+        prefix = read(model, ids, QAdACache(model))
         with mock.patch.object(private_map, "AVAILABLE", False):
             go(PLAIN, functools.partial(copy.deepcopy, prefix), texts)
         go("QAdACache, deepcopy", functools.partial(copy.deepcopy, prefix), texts)

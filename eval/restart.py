@@ -31,6 +31,7 @@ from eval.shared import language_model
 from eval.shared.tables import machine, new_file, plain, write
 from qada_cache import PrefixStore, QAdACache, prepare
 from qada_cache.tuning.measuring import default_text
+from qada_cache.versions import pass_cache
 
 FIRST, DYNAMIC, AGAIN = "read and kept", "DynamicCache, read again", "QAdACache, read again"
 STORED, FROM_DISK = "PrefixStore", "PrefixStore, files from the disk"
@@ -63,7 +64,7 @@ def answer(model: PreTrainedModel, ids: Tensor, make: Callable[[], Cache], token
     told = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **pass_cache(cache),
         streamer=streamer,
         do_sample=False,
         min_new_tokens=tokens,

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from eval.shared.timing import load_model, report, timing_parser, wait
 from qada_cache import QAdACache, prepare
+from qada_cache.versions import pass_cache
 
 PART = 10  # the first and the last tenth of the steps are compared
 
@@ -42,8 +43,8 @@ def soak(
     mask[1:, : prompt // 2] = 0
     ids, mask = ids.to(model.device), mask.to(model.device)
     prepare(model)  # kernels are built once, for all caches
-    cache, seconds, held = QAdACache(model, tuned=False), [], []
-    model(ids[:, :prompt], attention_mask=mask[:, :prompt], past_key_values=cache, logits_to_keep=1)
+    cache, seconds, held = QAdACache(model), [], []
+    model(ids[:, :prompt], attention_mask=mask[:, :prompt], **pass_cache(cache), logits_to_keep=1)
 
     def hold() -> None:
         gc.collect()
@@ -53,7 +54,7 @@ def soak(
     hold()
     for place in range(prompt, prompt + tokens):
         begin = time.perf_counter()
-        model(ids[:, place : place + 1], attention_mask=mask[:, : place + 1], past_key_values=cache)
+        model(ids[:, place : place + 1], attention_mask=mask[:, : place + 1], **pass_cache(cache))
         wait(model.device)
         seconds.append(time.perf_counter() - begin)
         bar.update()

@@ -33,20 +33,21 @@ from qada_cache.attention import decode
 from qada_cache.attention import forward as attention
 from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.state.counters import Counters
+from qada_cache.state.forward_pass import ForwardPass
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import TokenStore
-from qada_cache.storage.geometry import ForwardPass
+from qada_cache.versions import pass_cache
 
 CACHES = 4  # that take turns
 # Column, and what is timed for it.
 PARTS: dict[str, tuple[Any, str]] = {
     "take_in": (QAdALayer, "update"),
     "store": (TokenStore, "append"),
-    "masks": (ForwardPass, "geometry"),
-    "moments": (decode, "_add_moments"),
+    "masks": (ForwardPass, "find_rows"),
+    "estimate": (decode, "estimate_log_bulk"),
     "kernel": (compiled_decode, "fused_decode"),  # attention over sinks and window, and the decision
     "count": (Counters, "count"),
-    "the_rest": (attention, "attention_forward"),  # checks, and everything between the parts above
+    "the_rest": (attention, "_attend"),  # checks, and everything between the parts above
 }
 
 
@@ -75,7 +76,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Times all of `PARTS`. Caches must be built in here, as that is when the attention function is registered."""
+        """Times all of `PARTS`."""
         with contextlib.ExitStack() as stack:
             for name, (owner, function) in PARTS.items():
                 wrapper = self.timed(name, getattr(owner, function))
@@ -91,7 +92,7 @@ def steps(work: Work, cache: Cache, watch: Stopwatch) -> list[dict[str, float]]:
         wait(device)
         watch.spent.clear()
         begin = time.perf_counter()
-        work.model(input_ids=work.inputs[:, step : step + 1], past_key_values=cache)
+        work.model(input_ids=work.inputs[:, step : step + 1], **pass_cache(cache))
         wait(device)
         if step >= work.warm_up:
             found.append({"step": time.perf_counter() - begin, **watch.spent})
@@ -108,7 +109,7 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
     config = work.model.config
     # Sizes alone have no tokenizer, without which there is no other prompt to go by.
     moments = {} if work.read else {"moments": "current"}
-    make = functools.partial(QAdACache, work.model, threshold=0.0, tuned=False, **moments)
+    make = functools.partial(QAdACache, work.model, threshold=0.0, **moments)
     for _ in range(rounds):
         restore_attention(work.model)
         without += benchmark.decode(work, DynamicCache(config=config))[0]

@@ -31,6 +31,7 @@ from qada_cache.key_moments.defaults import DEFAULT_MOMENTS
 from qada_cache.lm_eval import QAdALM
 from qada_cache.state import THRESHOLD, TOKEN_THRESHOLD
 from qada_cache.tuning.measuring import bytes_read
+from qada_cache.versions import pass_cache
 
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.995)  # the paper's
 ALPHAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6)
@@ -97,9 +98,7 @@ class SweepLM(QAdALM):
             for variant, options in self.measured.items():
                 twin = read.fork(**options)
                 # HFLM's own: QAdALM's would prefill again.
-                tokens = HFLM._model_generate(
-                    self, context, max_length, stop, past_key_values=twin, **generation_kwargs
-                )
+                tokens = HFLM._model_generate(self, context, max_length, stop, **pass_cache(twin), **generation_kwargs)
                 stats = twin.stats()
                 self.kept[key][variant] = tokens, stats
                 if stats.decisions:

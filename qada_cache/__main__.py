@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--chunk", type=int, default=4096, help="tokens of a prefill pass (default: %(default)s)")
     add("--threshold", type=float, help="QAdACache's (default: its own)")
     add("--token-threshold", type=float, help="QAdACache's (default: its own)")
+    add("--tuned", action="store_true", default=None, help="take both from what qada tune kept")
     names = f"current, {', '.join(PROMPTS)}, a file, or current+ one of the others"
     add("--moments", help=f"QAdACache's: {names} (default: its own)")
     add("--seed", type=int, default=0, help="of the prompt (default: %(default)s)")
@@ -177,7 +178,7 @@ def _profile(options: argparse.Namespace) -> None:
     """Memory and time of a long prompt of random words, layer by layer and token by token: DynamicCache, then
     QAdACache."""
     model, tokenizer = _load(options, "prompt_tokens", "new_tokens")
-    given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold")}
+    given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold", "tuned")}
     cache = {name: value for name, value in given.items() if value is not None}
     prepare(model, tokenizer, **cache)
     words = choose_prompt("random-words", tokenizer)
@@ -196,7 +197,7 @@ def _profile(options: argparse.Namespace) -> None:
 
 def _tune(options: argparse.Namespace) -> int:
     """Measure on a model and a text what settings of both thresholds lose and read. Choose one within a budget, confirm
-    it on other text, and keep it: QAdACache(model) then goes by it."""
+    it on other text, and keep it, for QAdACache(model, tuned=True)."""
     budget = tuning.Budget(0.002 if options.kl is None and options.bytes is None else options.kl, options.bytes)
     files = [path and path.read_text(encoding="utf-8") for path in (options.text, options.confirm_text)]
     text, other = files[0] or measuring.default_text(), files[1]
@@ -224,8 +225,8 @@ def _tune(options: argparse.Namespace) -> int:
         print(f"The choice cannot be kept ({error}). {by_hand}")
         return 1
     print(
-        f"Kept in {path} for {options.model} in {model.dtype}: QAdACache(model) goes by it. A token_threshold of your "
-        "own wins, tuned=False switches it off."
+        f"Kept in {path} for {options.model} in {model.dtype}: QAdACache(model, tuned=True) goes by it, and so do "
+        "qada profile --tuned, and lm-eval with cache_tuned=True."
     )
     return 0
 

@@ -13,15 +13,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from . import cache_file, tuned_choice
 from .attention import forward as attention
 from .attention import support
-from .cache_file import DECIDING, LAID_OUT
 from .criterion import StaticHeads
 from .kernels import choice
 from .key_moments.defaults import DEFAULT_MOMENTS, MomentsSource
 from .key_moments.models import UNSHARDED, full_attention_layers, unwrap_model
-from .state import SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
+from .reading_bar import ReadingBar
+from .state import CONDITIONS, DECIDING, LAID_OUT, SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .state.layer import QAdALayer
 from .stats import CacheStats, collect, layer_bytes, summary
-from .storage.transfers import move_to_shared_memory
+from .storage.sharing import move_to_shared_memory
 from .watched import WatchedCache
 
 
@@ -35,14 +35,15 @@ class QAdACache(WatchedCache):
     selected tokens of the bulk as well, or with `token_threshold=0` all of them. Nothing is evicted.
 
         cache = QAdACache(model)
-        model.generate(**inputs, past_key_values=cache)
+        model.generate(**inputs, cache=cache)
         print(cache.stats())
 
-    Building a cache switches the model's attention function to ours; calls of other caches pass straight through, and
-    `restore_attention(model)` undoes it. The first cache of a model also runs it over a short prompt, and writes the
-    key moments to the user's cache folder; `moments="current"` does not. The first long decode step on a CPU compiles a
-    kernel into the same folder. `prepare` does all of it ahead. Calls with more new tokens than the window (prefill,
-    long turns) are exact full attention. Layers without full attention keep transformers' own caches.
+    Building a cache puts our function before the model's attention, whose name stays; calls of other caches pass
+    straight through, and `restore_attention(model)` undoes it. The first cache of a model also runs it over a short
+    prompt, and writes the key moments to the user's cache folder; `moments="current"` does not. The first long decode
+    step on a CPU compiles a kernel into the same folder. `prepare` does all of it ahead. Calls with more new tokens
+    than the window (prefill, long turns) are exact full attention. Layers without full attention keep transformers' own
+    caches.
 
     Args:
         model: the model the cache is for, perhaps wrapped by `torch.compile` or peft. Instead of it, `config` takes the
@@ -50,8 +51,7 @@ class QAdACache(WatchedCache):
             collect moments together.
         threshold: tau in [0, 1]: a head is local if at least this share of its attention stays local. 0 makes every
             head local. 1 makes none local: `DynamicCache`'s attention, summed in another order. In bfloat16 and float16
-            near-ties may then fall otherwise, as between eager and sdpa attention. None: the one kept by `qada tune`,
-            if `token_threshold` is None as well, else 0.95.
+            near-ties may then fall otherwise, as between eager and sdpa attention.
         sink_tokens: tokens at the start of each row that are always read.
         local_tokens: sinks and sliding window together, in tokens.
         criterion: "gaussian" (eq. 7); "oracle" (eq. 2, reads everything to decide: for analysis); "dense" (no head
@@ -69,7 +69,7 @@ class QAdACache(WatchedCache):
             the cache folder; without them the current prompt's alone count, with a warning.
         token_threshold: a long-context head reads the tokens of its bulk with at least so many times an even share of
             its attention, by the sketch. An estimate stands for others. 0: all are read, as in the paper, and always
-            under "dense", "oracle" and a threshold of 1. None: the setting kept by `qada tune`, else 4.4.
+            under "dense", "oracle" and a threshold of 1.
         sketch_bits: bits a value, on average, of the sketch, a copy of the bulk's keys on the compute device: 0.5 to 4.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
@@ -81,7 +81,8 @@ class QAdACache(WatchedCache):
         audit_every: every so many query-adaptive steps one layer's whole bulk is read, layers taking turns, to record
             missed attention in `stats().audit`; outputs stay the same. 0: never.
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
-        tuned: whether the setting kept by `qada tune` counts, if it was measured under this cache's other options.
+        tuned: take `threshold` and `token_threshold` from `qada tune`, which kept them of this model; neither is given
+            then. If none are kept, or they were measured under other options, the defaults count, with a warning.
 
     Raises:
         TypeError, ValueError, FileNotFoundError: an argument of the wrong type or outside its range, moments that
@@ -96,52 +97,41 @@ class QAdACache(WatchedCache):
         model: PreTrainedModel | None = None,
         *,
         config: PreTrainedConfig | None = None,
-        threshold: float | None = None,
+        threshold: float = THRESHOLD,
         sink_tokens: int = 16,
         local_tokens: int = 128,
         criterion: str | StaticHeads = "gaussian",
         group_rule: str = "any",
         moments: MomentsSource = DEFAULT_MOMENTS,
-        token_threshold: float | None = None,
+        token_threshold: float = TOKEN_THRESHOLD,
         sketch_bits: float = SKETCH_BITS,
         update_moments: bool = True,
         offloading: bool = True,
         device_budget: int | float | str = 0,
         audit_every: int = 0,
         kernels: str | None = None,
-        tuned: bool = True,
+        progress: bool = False,
+        tuned: bool = False,
     ) -> None:
+        given = locals()
         model = unwrap_model(model)
         text_config = support.text_config(model, config)
-        options = Options(
-            threshold=THRESHOLD if threshold is None else threshold,
-            sink_tokens=sink_tokens,
-            local_tokens=local_tokens,
-            criterion=criterion,
-            group_rule=group_rule,
-            moments=moments,
-            token_threshold=TOKEN_THRESHOLD if token_threshold is None else token_threshold,
-            sketch_bits=sketch_bits,
-            update_moments=update_moments,
-            offloading=offloading,
-            device_budget=device_budget,
-            audit_every=audit_every,
-            kernels=choice.resolve_kernels(kernels),
-            tuned=tuned if token_threshold is None else False,
-        )
+        asked = {name: given[name] for name in DECIDING + LAID_OUT} | {"kernels": choice.resolve_kernels(kernels)}
+        options = Options(**asked, tuned=tuned)
         support.check_model(model, text_config)
-        attention.check_readers(model, text_config)
+        attention.check_implementation(text_config)
         super().__init__(config=text_config)
         ours = full_attention_layers(self)
         managed = support.describe_model(model, config, ours)
-        options = tuned_choice.apply_tuned(options, managed, threshold=threshold)
+        options = tuned_choice.apply_tuned(options, managed)
         self._shared = Shared(support.resolve_options(options, managed), managed)
+        self._bar = ReadingBar()
         following = None
         for index in reversed(ours):
             self.layers[index] = following = QAdALayer(self._shared, index, following)
         if not ours:
             support.warn_of_no_layers(self.layers, text_config)
-        attention.switch_on(text_config)
+        attention.switch_on(text_config, model)
 
     @property
     def options(self) -> Options:
@@ -155,21 +145,30 @@ class QAdACache(WatchedCache):
             raise ValueError(
                 f"this QAdACache was built for {built} layers and layer {layer_idx} called it: build one per model"
             )
-        config, reached = self._shared.model.config, self._shared.progress.reached
-        if (layer_idx <= reached or reached < 0) and not attention.is_switched_on(config):  # asked once a pass
-            raise RuntimeError(
-                "the model's attention implementation was changed after this QAdACache was built "
-                f"(to {config._attn_implementation!r}): build a new QAdACache"
-            )
+        reached = self._shared.progress.reached
+        if layer_idx <= reached or reached < 0:  # once a pass
+            attention.check_switched_on(self._shared.model.config)
         self._check_order(layer_idx, "keys")
+        self._check_rows(layer_idx, len(key_states))
+        if self.options.progress:
+            self._show_progress(layer_idx, key_states.shape[2])
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._record_call(layer_idx, "keys")
         return states
 
+    def _show_progress(self, layer_idx: int, tokens: int) -> None:
+        """Show that a layer begins with so many new tokens, if they are a prompt or a chunk of one."""
+        if tokens <= self.options.window:
+            self._bar.close()
+            return
+        held = self.get_seq_length(layer_idx)
+        prompt = max(held + tokens, attention.find_prompt().tokens)
+        self._bar.advance(layer_idx, len(self.layers), held=held, tokens=tokens, prompt=prompt)
+
     def fork(self, **options: Any) -> "QAdACache":
         """A copy, as `copy.deepcopy` makes one, that decides by other options; its counters are at zero.
 
-            model(**inputs, past_key_values=cache)  # prefill once, which is exact whatever decides afterwards
+            model(**inputs, cache=cache)  # prefill once, which is exact whatever decides afterwards
             full = cache.fork(criterion="dense")
 
         Args:
@@ -189,7 +188,7 @@ class QAdACache(WatchedCache):
                     f"fork cannot change {name} from {getattr(self.options, name)!r} to {value!r}, as what is held "
                     "was laid out by it: build another QAdACache and read the prompt again"
                 )
-        tuned = self.options.tuned and not options.keys() & tuned_choice.CONDITIONS
+        tuned = self.options.tuned and not options.keys() & set(CONDITIONS)
         decided = support.resolve_options(replace(self.options, **options, tuned=tuned), self._shared.model)
         twin = copy.deepcopy(self)
         twin._shared.options = decided

@@ -13,17 +13,13 @@ from .files import tensor_file
 from .key_moments import KeyMoments, identity
 from .key_moments.defaults import combine_sources
 from .key_moments.models import check_unsharded, full_attention_config, inputs_device, processes
-from .state import Shared
+from .state import DECIDING, LAID_OUT, Shared
 from .state.layer import QAdALayer
 from .state.record import BULK, check_alike, check_stock, layer_record, restore_layer
 from .storage import transfers
 
 KIND = "qada-cache"
-LAID_OUT = ("sink_tokens", "local_tokens", "offloading", "device_budget")  # options that tokens are laid out by
-DECIDING = (  # the other options, which may differ between copies of a cache
-    *("threshold", "criterion", "group_rule", "moments", "update_moments", "token_threshold", "sketch_bits"),
-    *("audit_every", "kernels"),
-)
+# Tables and moments are tensors; the process that loads a file chooses its kernels.
 _OPTIONS = tuple(name for name in DECIDING + LAID_OUT if name not in ("criterion", "moments", "kernels"))
 _IDENTITY = (
     *("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"),
@@ -82,8 +78,6 @@ def read_cache(
         raise ValueError(f"{path} cannot be loaded: it lacks {min(lacking)}")
     _check_model(path, state, model, config)
     try:
-        if unset := [name for name, value in state["options"].items() if value is None]:
-            raise ValueError(f"its {unset[0]} is not set")  # which would be today's default or a tuned one
         criterion = state["criterion"] if "criterion" in state else StaticHeads(tensors["static_heads"])
         other = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else None
         moments = combine_sources(state["current_moments"], other)

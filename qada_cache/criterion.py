@@ -15,7 +15,6 @@ from .files import tensor_file
 
 CRITERIA = ("gaussian", "oracle", "dense", "local")
 GROUP_RULES = ("any", "head")
-OwnMoments = tuple[Tensor, Tensor, Tensor]  # mean and covariance of a bulk's first keys; how many, int64 `[batch or 1]`
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +56,7 @@ class StaticHeads:
                 f"{list(local_share.shape)} and {alpha}"
             )
         shares = local_share.float().nan_to_num(nan=-1.0).flatten()
-        table = torch.ones(shares.numel(), dtype=torch.bool)
+        table = torch.ones(shares.numel(), dtype=torch.bool, device=shares.device)
         table[shares.argsort(descending=True, stable=True)[: round(alpha * shares.numel())]] = False
         return cls(table.view(local_share.shape))
 
@@ -106,57 +105,40 @@ def score_moments(
     return mean, torch.minimum(score_variance * (1 - capped.square()).square(), 2 * (softcap - mean))
 
 
-def pool_score_moments(
-    count_a: Tensor, mean_a: Tensor, variance_a: Tensor, count_b: Tensor, mean_b: Tensor, variance_b: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Mean and population variance of two disjoint sets of scores pooled (Chan et al., 1983). Scores are linear in the
-    key, so this equals pooling keys. All tensors broadcast; a count may be 0."""
-    total = (count_a + count_b).clamp_min(1)
-    delta = mean_b - mean_a
-    mean = mean_a + delta * (count_b / total)
-    variance = (count_a * variance_a + count_b * variance_b + delta.square() * (count_a * count_b / total)) / total
-    return mean, variance
+def gaussian_log_bulk(
+    query: Tensor,
+    mean: Tensor,
+    covariance: Tensor,
+    log_tokens: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """The paper's estimate of `log A_bulk`, `log T_bulk + mu_s + sigma_s^2 / 2` (eq. 7), of each query.
 
-
-def gaussian_log_bulk(score_mean: Tensor, score_variance: Tensor, bulk_tokens: Tensor) -> Tensor:
-    """The paper's estimate of `log A_bulk`: `log T_bulk + mu_s + sigma_s^2 / 2` (eq. 7); `-inf` without a bulk."""
-    return torch.log(bulk_tokens.float()) + score_mean + 0.5 * score_variance
-
-
-def current_score_moments(
-    query: Tensor, scores: Tensor, own: OwnMoments, *, pending: Tensor | None, scaling: float, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance of each query's scores over its own bulk by the prompt's keys, and bool, where they are known.
-
-    All are `[batch, kv_heads, group, queries]`, the last broadcast to it. Arguments that are not below are as for
-    `score_moments`.
+    Without a cap the last two terms are `scaling q . (mu_K + scaling / 2 Sigma_K q)`: two batched products.
 
     Args:
-        scores: of the queries over the local buffer, `[batch, kv_heads, group, queries, columns]`, capped already.
-        own: of the rows' bulks; the mean and covariance as for `score_moments`.
-        pending: bool `[batch or 1, 1, 1 or queries, columns]`, tokens of the bulk that still lie in the local buffer,
-            to be pooled with the others; None leaves them out.
+        query: `[batch, kv_heads, group, queries, dim]` float32; the result has all but the last dimension.
+        mean, covariance, scaling, softcap: as for `score_moments`.
+        log_tokens: `log T_bulk` float32 `[batch or 1, 1, 1, queries]`, `-inf` without a bulk.
     """
-    mean, covariance, count = own
-    shape, known = scores.shape[:-1], count.view(-1, 1, 1, 1)
-    moments = score_moments(query, mean, covariance, scaling=scaling, softcap=softcap)
-    mean, variance = (found.view(shape) for found in moments)
-    if pending is not None:
-        pending = pending.unsqueeze(2)
-        tokens = pending.sum(dim=-1)
-        new = tokens.clamp_min(1).float()
-        pending_mean = scores.masked_fill(~pending, 0.0).sum(dim=-1) / new
-        deviation = (scores - pending_mean.unsqueeze(-1)).masked_fill(~pending, 0.0)
-        pending_variance = deviation.square().sum(dim=-1) / new
-        mean, variance = pool_score_moments(
-            known.float(), mean, variance, tokens.float(), pending_mean, pending_variance
-        )
-        known = known + tokens
-    return mean, variance, known > 0
+    batch, kv_heads, *shape, dim = query.shape
+    if softcap is not None:
+        moments = score_moments(query.flatten(2, 3), mean, covariance, scaling=scaling, softcap=softcap)
+        score_mean, score_variance = (moment.unflatten(2, shape) for moment in moments)
+        return log_tokens + score_mean + 0.5 * score_variance
+    alike = len(mean) == 1  # then the queries of all rows are multiplied at once, and no moments are copied
+    heads = query.transpose(0, 1).reshape(kv_heads, -1, dim) if alike else query.reshape(batch * kv_heads, -1, dim)
+    centres, spreads = mean.view(-1, 1, dim), covariance.view(-1, dim, dim)
+    found = torch.linalg.vecdot(torch.baddbmm(centres, heads, spreads, alpha=0.5 * scaling), heads)
+    found = found.view(kv_heads, batch, *shape).transpose(0, 1) if alike else found.view(batch, kv_heads, *shape)
+    return torch.add(log_tokens, found, alpha=scaling)
 
 
 def log_mass(scores: Tensor, mask: Tensor) -> Tensor:
-    """The log of the sum of exponentials of the scores in `mask` (shapes as for `current_score_moments`)."""
+    """The log of the sum of exponentials of those scores `[batch, kv_heads, group, queries, columns]` that are in
+    `mask`, bool `[batch or 1, 1, queries, columns]`."""
     return scores.masked_fill(~mask.unsqueeze(2), -torch.inf).logsumexp(dim=-1)
 
 
@@ -169,9 +151,10 @@ def logit(threshold: float) -> float:
 
 def long_context(log_local: Tensor, log_bulk: Tensor, logit_threshold: float) -> Tensor:
     """True where a head needs the long context: `A_local / (A_local + A_bulk) < threshold` (eq. 2, eq. 7). The
-    `logit_threshold` is its `logit`, exact at both ends: at 0 every head is local, at 1 none with a bulk is. Kernels
-    have a copy of this line each, in `kernels/cpu/decide.h` and `kernels/triton/kernels.py`."""
-    return log_local - log_bulk < logit_threshold
+    `logit_threshold` is its `logit`, exact at both ends: at 0 every head is local, at 1 none with a bulk is. An
+    estimate that is no number says nothing, as infinity does. Kernels have a copy of this line each, in
+    `kernels/cpu/decide.h` and `kernels/triton/kernels.py`."""
+    return log_local - log_bulk.nan_to_num(torch.inf, posinf=torch.inf, neginf=-torch.inf) < logit_threshold
 
 
 def group_decision(flags: Tensor, rule: str) -> Tensor:

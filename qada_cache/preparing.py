@@ -6,9 +6,11 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .attention.decode import CallOptions, attend_adaptively, find_kernel
+from . import tuned_choice
+from .attention.decode import attend_adaptively, find_kernel
 from .cache import QAdACache
 from .kernels import partial_attention
+from .kernels.operands import Query
 from .key_moments.defaults import CURRENT, DEFAULT_MOMENTS, MomentsSource, default_moments, sources
 from .key_moments.models import inputs_device, sizes, unwrap_model
 from .key_moments.prompts import PROMPTS
@@ -51,6 +53,7 @@ def prepare(
     model = unwrap_model(model)
     # Wrong options are refused before anything is read.
     shared = QAdACache(model, moments=CURRENT, **{**options, "tuned": False})._shared
+    tuned_choice.check_left_out(replace(shared.options, tuned=options.get("tuned", False)))
     _, other = sources(moments)
     if other in PROMPTS and shared.options.criterion == "gaussian" and shared.model.layers:
         default_moments(model, str(other), tokenizer, shared.model.shard)
@@ -90,7 +93,7 @@ def _build_kernels(
         kernel = find_kernel(layer, store, query)
         for _ in range(0 if kernel is None else 2):  # the first may be audited, which no kernel computes
             store.append(keys[:, :, :1], values[:, :, :1], None)
-            attend_adaptively(layer, store, query, CallOptions(scaling=dim**-0.5))
+            attend_adaptively(layer, store, Query(query, scaling=dim**-0.5))
     if kernel is None or options.audit_every:
         bulk = store.bulk.keys.to(device), store.bulk.values.to(device)
         partial_attention(query.view(1, kv_heads, group, dim), *bulk, scaling=1.0, kernels=options.kernels)

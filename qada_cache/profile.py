@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from .cache import QAdACache
 from .key_moments.models import inputs_device
 from .stats import bytes_held, layer_bytes
+from .versions import pass_cache
 
 
 @dataclass
@@ -64,7 +65,7 @@ def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: i
         """How many seconds that took, and the next token `[1, 1]`."""
         begin = time.perf_counter()
         for part in parts:
-            token = model(input_ids=part, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+            token = model(input_ids=part, **pass_cache(cache), logits_to_keep=1).logits[:, -1:].argmax(-1)
             bar.update(part.shape[1])
         if device.type != "cpu":
             torch.accelerator.synchronize(device)

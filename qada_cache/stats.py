@@ -12,12 +12,6 @@ from .key_moments.models import HeadShard
 from .state import Options
 from .state.layer import QAdALayer
 
-_RENAMED = {
-    "pulled_bytes": "bulk_read_bytes",
-    "spared_bytes": "resident_hit_bytes",
-    "sketched_bytes": "sketch_read_bytes",
-    "offered_bytes": "dense_bulk_bytes",
-}
 _READ = ("bulk_read_bytes", "resident_hit_bytes", "sketch_read_bytes", "dense_bulk_bytes", "streamed_bytes")
 
 
@@ -88,10 +82,6 @@ class CacheStats:
     streamed_bytes: int
     audit: AuditStats | None
 
-    def __getattr__(self, name: str) -> Any:
-        hint = f": it is {_RENAMED[name]} now" if name in _RENAMED else ""
-        raise AttributeError(f"CacheStats has no {name}{hint}")
-
     @property
     def sparsity(self) -> float:
         """Share of query-head decisions that said local, over all layers; nan before the first decision."""
@@ -147,7 +137,7 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
 
     def share(name: str) -> Tensor:
         found = [each[name].flatten().cpu() / each["decisions"] for each in counted if each[name] is not None]
-        return shard.gather(torch.stack(found) if found else torch.full((len(ours), 1), math.nan), 1)
+        return shard.gather(torch.stack(found) if found else torch.full((len(ours), 1), math.nan, device="cpu"), 1)
 
     on_device, on_host = bytes_held(cache)
     moments = {layer.options.other_moments for layer in ours}
@@ -159,7 +149,7 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
         "resident_bytes": sum(bulk.residents.nbytes for bulk in bulks),
         **{name: sum(int(each[name]) for each in counted) for name in _READ},
     }
-    summed = shard.gather(torch.tensor([list(held.values())]), 0).sum(dim=0).tolist()
+    summed = shard.gather(torch.tensor([list(held.values())], device="cpu"), 0).sum(dim=0).tolist()
     return CacheStats(
         layers=tuple(layer.index for layer in ours),
         local_share=share("local_heads"),
@@ -176,7 +166,7 @@ def _audit(counted: list[dict[str, Any]], shard: HeadShard) -> AuditStats | None
     sums = [each["audited"].cpu() for each in counted if each["audited"] is not None]
     if not sums:
         return None
-    read_bytes = torch.tensor([sum(each["audited_bytes"] for each in counted)])
+    read_bytes = torch.tensor([sum(each["audited_bytes"] for each in counted)], device="cpu")
     whole = torch.cat([torch.stack(sums).sum(dim=0), read_bytes])
     decisions, needed, found, called, unread, read = shard.gather(whole[None], 0).sum(dim=0).tolist()
     recall = found / needed if needed else math.nan

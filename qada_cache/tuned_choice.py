@@ -1,10 +1,10 @@
-"""The tuned setting of a model: `qada tune` keeps it beside the key moments, and caches take it as their default.
+"""The tuned setting of a model: `qada tune` keeps it beside the key moments, and caches take it if they are asked to.
 
-It counts only for caches with the other deciding options of its measurement, and is found by the model's weights,
+It counts only under the other options of its measurement that outputs depend on, and is found by the model's weights,
 config and dtype. Caches of a config alone, or of a split model, whose processes see parts of the weights, do without.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,18 @@ from .criterion import StaticHeads
 from .files import tensor_file
 from .key_moments import KeyMoments, identity
 from .key_moments.defaults import CURRENT, FOLDER, sources
-from .state import THRESHOLD, ManagedModel, Options
+from .state import CONDITIONS, THRESHOLD, TOKEN_THRESHOLD, ManagedModel, Options
 
 logger = logging.get_logger(__name__)
 
 KIND = "qada-choice"
-_CHOSEN = ("token_threshold", "threshold")
-# A setting was measured under these options.
-_UNDER = ("sink_tokens", "local_tokens", "criterion", "group_rule", "moments", "sketch_bits", "update_moments")
-CONDITIONS = frozenset(_UNDER + _CHOSEN)  # others need another measurement
 
 
 @dataclass(frozen=True)
 class Thresholds:
     """What a setting is: options of these names."""
 
-    token_threshold: float
+    token_threshold: float = TOKEN_THRESHOLD
     threshold: float = THRESHOLD
 
     @staticmethod
@@ -55,43 +51,59 @@ def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> P
     return path
 
 
-def apply_tuned(options: Options, managed: ManagedModel, *, threshold: float | None) -> Options:
-    """The options with the model's tuned setting; without, if they do not ask for it, or none is kept that counts. One
-    that is kept and does not count is warned of, once. A `threshold` that was asked for has to be the setting's; None:
-    the setting's counts."""
-    without = replace(options, tuned=False)
-    model = managed.get()
-    if not (options.tuned and options.selects_tokens and managed.layers) or model is None or managed.shard.size > 1:
-        return without
+def check_left_out(options: Options) -> None:
+    """Raise ValueError if options ask for the tuned setting and have thresholds of their own."""
+    if options.tuned and (own := Thresholds.of(options)) != Thresholds():
+        raise ValueError(
+            f"tuned=True takes token_threshold and threshold from qada tune, and {own} was given: leave out one or the "
+            "other"
+        )
+
+
+def apply_tuned(options: Options, managed: ManagedModel) -> Options:
+    """The options with the model's tuned setting if they ask for it; without, and with a warning, if none is kept, or
+    the one kept does not count. A ValueError as by `check_left_out`."""
+    check_left_out(options)
+    if not options.tuned or not managed.layers:  # of which there is another warning
+        return replace(options, tuned=False)
     try:
-        path = _path(model)
-        if not path.exists():  # then it is no matter whether the folder is the user's alone
-            return without
-        with files.opened(FOLDER) as folder:
-            kept = tensor_file.decoded(files.read(folder, path.name), KIND, path)[1]
-        taken = replace(options, **{name: kept["chosen"][name] for name in _CHOSEN})
-        measured, ours = kept["under"] | kept["chosen"], _conditions(options)
-        if threshold is not None:
-            ours["threshold"] = threshold
-        differing = [name for name, value in ours.items() if measured[name] != value]
-        if not differing:
-            return taken
-        theirs, its = (", ".join(f"{name}={given[name]}" for name in differing) for given in (measured, ours))
-        reason = f"it was measured with {theirs}, and this cache has {its}"
-    except (OSError, ValueError) as error:
-        reason = str(error)
-    except (TypeError, KeyError) as error:
+        return replace(options, **_kept(options, managed))
+    except FileNotFoundError:
+        reason = "qada tune has kept none"
+    except (KeyError, TypeError) as error:
         reason = f"it does not hold what this version keeps ({error})"
+    except (LookupError, OSError, ValueError) as error:
+        reason = str(error)
     logger.warning_once(
         f"the tuned setting of this {managed.model_type} model is not used: {reason}. This cache goes by "
-        f"{Thresholds.of(options)}; run qada tune again, or give token_threshold or tuned=False"
+        f"{Thresholds.of(options)}; run qada tune, or give token_threshold and threshold by hand"
     )
-    return without
+    return replace(options, tuned=False)
+
+
+def _kept(options: Options, managed: ManagedModel) -> dict[str, Any]:
+    """The thresholds kept of this model. A FileNotFoundError if there are none; a LookupError if they do not count
+    here; other errors if the file cannot be believed."""
+    model = managed.get()
+    if model is None:
+        raise LookupError("a cache built with config= has no weights to find it by")
+    if managed.shard.size > 1:
+        raise LookupError("it is found by all of the model's weights, and this process has a part of them")
+    path = _path(model)
+    with files.opened(FOLDER) as folder:
+        kept = tensor_file.decoded(files.read(folder, path.name), KIND, path)[1]
+    ours = _conditions(options)
+    differing = [name for name in ours if kept["under"][name] != ours[name]]
+    if differing:
+        theirs, its = (", ".join(f"{name}={held[name]}" for name in differing) for held in (kept["under"], ours))
+        raise LookupError(f"it was measured with {theirs}, and this cache has {its}")
+    return {each.name: kept["chosen"][each.name] for each in fields(Thresholds)}
 
 
 def _conditions(options: Options) -> dict[str, Any]:
     """The options that a setting was measured under, JSON-able."""
-    found = {name: getattr(options, name) for name in _UNDER}
+    chosen = {each.name for each in fields(Thresholds)}
+    found = {name: getattr(options, name) for name in CONDITIONS if name not in chosen}
     current, other = sources(options.moments)
     prompt = other.prompt if isinstance(other, KeyMoments) else other
     found["moments"] = "+".join([CURRENT] * current + [str(prompt)] * (prompt is not None))

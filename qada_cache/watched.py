@@ -1,7 +1,8 @@
 """A DynamicCache that notices an interrupted forward pass or change: its layers then hold different tokens."""
 
+import copy
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from .state import Shared
-from .state.layer import QAdALayer
+from .state.layer import QAdALayer, checked_crop, selected_rows
 from .storage.bulk import Bulk
 
 
@@ -51,25 +52,26 @@ class WatchedCache(DynamicCache):
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """As `DynamicCache`, and watched."""
-        if layer_idx is not None and state_idx is None:
+        if layer_idx is not None and layer_idx < len(self.layers) and state_idx is None:
             self._enter_layer(layer_idx, "previous asked for")
         return super().has_previous_state(layer_idx, state_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen."""
-        self._change("crop", tokens_to_remove)
+        tokens = checked_crop(tokens_to_remove)
+        self._change("crop", *[lambda layer: layer.crop(tokens)] * 2)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row `i` becomes the old row `beam_idx[i]` (beam search)."""
-        self._change("reorder_cache", beam_idx)
+        self._change_rows("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, next to each other."""
-        self._change("batch_repeat_interleave", repeats)
+        self._change_rows("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (ints, or a bool mask)."""
-        self._change("batch_select_indices", indices)
+        self._change_rows("batch_select_indices", indices)
 
     def reset(self) -> None:
         """Drop all tokens and counters."""
@@ -153,20 +155,44 @@ class WatchedCache(DynamicCache):
             whole = progress.written.get(self._kind(last), set()) <= self._written()
             progress.rewind_to(last if whole else last - 1)
 
-    def _change(self, verb: str, argument: Any) -> None:
-        """Have every layer do this; an interruption in between is noticed."""
+    def _change_rows(self, verb: str, argument: Any) -> None:
+        """Have row `i` of every layer become the old row that the argument of this verb says; without rows nothing."""
         self._check_whole()
-        # Our layers read indices on the host, and each would wait for the device.
-        here = argument.cpu() if isinstance(argument, Tensor) else argument
+        if rows := self._rows():
+            index = selected_rows(verb, argument, rows)
+            # The one verb of rows that every kind of transformers' layers has.
+            there = torch.tensor(index, dtype=torch.long, device="cpu")
+            self._change(verb, lambda layer: layer.select(index), lambda layer: layer.reorder_cache(there))
+
+    def _change(self, verb: str, ours: Callable[[QAdALayer], None], others: Callable[[Any], None]) -> None:
+        """Change every layer, or none; an interruption in between is noticed. The argument has been checked, and ours
+        refuse nothing else. Transformers' own may (a crop behind a window): copies of them are changed first."""
+        self._check_whole()
+        changed = {index: _copied(layer) for index, layer in enumerate(self.layers) if not isinstance(layer, QAdALayer)}
+        for layer in changed.values():
+            others(layer)
         self._shared.progress.changing = verb
         for index, layer in enumerate(self.layers):
-            try:
-                getattr(layer, verb)(here if isinstance(layer, QAdALayer) else argument)
-            except Exception as error:
-                if not index and _refuses(layer, error):
-                    self._shared.progress.changing = ""
-                raise
+            if isinstance(layer, QAdALayer):
+                ours(layer)
+            else:
+                vars(layer).update(vars(changed[index]))
         self._shared.progress.changing = ""
+
+    def _rows(self) -> int:
+        """The rows held; 0 if there are none, or nothing is held yet."""
+        if bulks := self._bulks():
+            return len(bulks[0].lengths)
+        for layer in self.layers:
+            for held in (getattr(layer, "keys", None), *_states(layer).values()):
+                if held is not None and held.dim() > 1:
+                    return len(held)
+        return 0
+
+    def _check_rows(self, layer_idx: int, rows: int) -> None:
+        """Raise as our layers do. Transformers' own before them would take some of the tokens in, and then fail."""
+        if following := [layer for layer in self.layers[layer_idx:] if isinstance(layer, QAdALayer)]:
+            following[0].check_rows(rows)
 
     def _bulks(self) -> list[Bulk]:
         return [layer.store.bulk for layer in self.layers if isinstance(layer, QAdALayer) and layer.store is not None]
@@ -195,8 +221,8 @@ def _versions(layer: Any) -> dict[Hashable, int]:
     return {name: state._version for name, state in states if state is not None and not state.is_inference()}
 
 
-def _refuses(layer: Any, error: Exception) -> bool:
-    """Whether a layer refused to change and stayed as it was, rather than running out of memory half-way."""
-    if isinstance(error, (MemoryError, OSError, torch.OutOfMemoryError)):
-        return False
-    return not (isinstance(layer, QAdALayer) and isinstance(error, RuntimeError))  # torch's, when host memory runs out
+def _copied(layer: Any) -> Any:
+    """A copy of one of transformers' layers that shares its tensors, which their verbs replace and never write to."""
+    twin = copy.copy(layer)
+    vars(twin).update({name: dict(held) for name, held in vars(layer).items() if isinstance(held, dict)})
+    return twin

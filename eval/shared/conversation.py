@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from eval.shared.texts import Turn, plant
 from qada_cache import QAdACache
 from qada_cache.stats import CacheStats, layer_bytes
+from qada_cache.versions import pass_cache
 
 WITH_FACTS = (
     "Some special facts are hidden within the following text. Make sure to memorize them. I will quiz you about them "
@@ -183,7 +184,7 @@ def converse(
     ids = torch.tensor([opening], device=model.device)
     tell("reading the document")
     start = time.perf_counter()
-    model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax().item()  # waits for the device
+    model(ids, **pass_cache(cache), logits_to_keep=1).logits.argmax().item()  # waits for the device
     told.prefill_seconds = time.perf_counter() - start
     ends = _end_tokens(model, form)
     stops = {} if form.chat else {"stop_strings": ["\n"], "tokenizer": form.tokenizer}
@@ -197,7 +198,7 @@ def converse(
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **pass_cache(cache),
             max_new_tokens=new_tokens,
             do_sample=False,
             eos_token_id=ends or None,

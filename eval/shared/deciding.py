@@ -21,14 +21,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eval.shared.tables import Rows
 from eval.shared.texts import Document
 from qada_cache import QAdACache
-from qada_cache.attention import by_torch, decode
+from qada_cache.attention import by_torch
 from qada_cache.criterion import GROUP_RULES
-from qada_cache.kernels import query_adaptive, softmax_average
-from qada_cache.kernels.query_adaptive import BulkAttention, Step
+from qada_cache.kernels import softmax_average
+from qada_cache.kernels.operands import Operands, Query
+from qada_cache.kernels.query_adaptive import BulkAttention, group_queries
 from qada_cache.state import SKETCH_BITS, TOKEN_THRESHOLD
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import TokenStore
 from qada_cache.tuning.measuring import compared
+from qada_cache.versions import pass_cache
 
 FEW = (0.1, 0.3, 0.6, 0.9)
 MOST = (0.1, 0.3, 0.6, 0.8, 0.9)
@@ -159,30 +161,27 @@ def token_options(tokens: str) -> dict[str, Any]:
 @contextmanager
 def reading(tokens: str) -> Iterator[None]:
     """Caches that are used inside read so much of a long-context head: see `split`. One row, on the model's device."""
-    compute, whole = decode.attend_by_torch, query_adaptive.attend_bulk
-    stores: list[TokenStore] = []
+    whole = by_torch.attend_bulk
 
-    def remembering(layer: QAdALayer, store: TokenStore, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        stores[:] = [store]
-        return compute(layer, store, *rest, **options)
-
-    def some(step: Step, *rest: Any, **options: Any) -> BulkAttention:
-        whole(step, *rest, **options)  # which counts
-        (kind, share), bulk = split(tokens), stores[0].bulk
-        length, grouped_queries, scaling = bulk.lengths[0], step.grouped_queries.float(), step.rule.scaling
+    def some(
+        layer: QAdALayer, store: TokenStore, query: Query, operands: Operands, *rest: Any, **options: Any
+    ) -> BulkAttention:
+        found = whole(layer, store, query, operands, *rest, **options)  # which counts
+        (kind, share), bulk = split(tokens), store.bulk
+        length, scaling = bulk.lengths[0], query.scaling
+        grouped_queries = group_queries(query, operands.kv_heads).float()
         keys, values = bulk.keys[:, :, :length].float(), bulk.values[:, :, :length]
-        selected = choose(estimated(kind, grouped_queries, keys) * scaling, step.scores.shape[2], share)
+        group = query.states.shape[1] // operands.kv_heads
+        selected = choose(estimated(kind, grouped_queries, keys) * scaling, group, share)
         scores = (grouped_queries @ keys.mT * scaling).masked_fill(~selected, -torch.inf)
-        out, lse = softmax_average(scores, values)
-        return out, lse, lse
+        found.out, found.lse = softmax_average(scores, values)
+        found.read_lse = found.lse
+        return found
 
     if not tokens or tokens.startswith(OWN):
         yield
         return
-    with (
-        mock.patch.object(decode, "attend_by_torch", remembering),
-        mock.patch.object(query_adaptive, "attend_bulk", some),
-    ):
+    with mock.patch.object(by_torch, "attend_bulk", some):
         yield
 
 
@@ -201,7 +200,7 @@ def prefill(model: PreTrainedModel, document: Document, cache: QAdACache) -> Non
     """Read what `cache` lacks of the text, exactly."""
     left = document.text[:, cache.get_seq_length() :]
     if left.shape[1]:
-        model(left.to(model.device), past_key_values=cache, logits_to_keep=1)
+        model(left.to(model.device), **pass_cache(cache), logits_to_keep=1)
 
 
 @torch.no_grad()
@@ -213,7 +212,7 @@ def follow(model: PreTrainedModel, document: Document, cache: QAdACache, *, at_o
     """
     ids, question = document.following.to(model.device), document.question
     parts = [ids] if at_once else [ids[:, :question], *ids[:, question:].split(1, dim=1)]
-    logits = [model(part, past_key_values=cache).logits[0] for part in parts if part.shape[1]]
+    logits = [model(part, **pass_cache(cache)).logits[0] for part in parts if part.shape[1]]
     return torch.cat(logits)[question - 1 :].float().log_softmax(dim=-1)
 
 
@@ -228,7 +227,7 @@ def generate(model: PreTrainedModel, document: Document, cache: QAdACache) -> Te
     ids = document.prompt.to(model.device)
     most = document.answer.shape[1] + SPARE
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=most, do_sample=False
+        ids, attention_mask=torch.ones_like(ids), **pass_cache(cache), max_new_tokens=most, do_sample=False
     )
     return out[:, ids.shape[1] :].cpu()
 
@@ -263,8 +262,8 @@ def summary(rows: Rows) -> list[dict[str, Any]]:
         made.append({
             **dict(zip(WAY, way, strict=True)),
             "documents": len(group),
-            "kl": _with_error([float(row["kl"]) for row in group], 4),
-            "top1": _with_error([float(row["top1"]) for row in group], 3),
+            "kl": with_error([float(row["kl"]) for row in group], 4),
+            "top1": with_error([float(row["top1"]) for row in group], 3),
             "found": f"{sum(row['found'] == '1' for row in asked)}/{len(asked)}" if asked else "",
             "also_found": f"{missed.count('1')}/{len(missed)}" if missed and "" not in missed else "",
             "kv_read": f"{mean(float(row['kv_read']) for row in group):.3f}",
@@ -274,6 +273,7 @@ def summary(rows: Rows) -> list[dict[str, Any]]:
     return made
 
 
-def _with_error(values: list[float], digits: int) -> str:
+def with_error(values: list[float], digits: int) -> str:
+    """The mean `±` its standard error."""
     error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return f"{mean(values):.{digits}f} ± {error:.{digits}f}"

@@ -20,6 +20,7 @@ from eval.shared.deciding import SPARE, Way, split
 from eval.shared.texts import Document
 from qada_cache.key_moments.models import observed
 from qada_cache.tuning.measuring import VALUE_BITS
+from qada_cache.versions import pass_cache
 
 WINDOW = 64  # queries at the end that vote in SnapKV, as in its authors' code
 SINKS = 4  # first tokens that Expected Attention leaves out of its statistics, and keeps
@@ -173,7 +174,7 @@ class Prefilled:
         self.near = min(near, self.tokens)
         self.queries, self.cache = Queries(model, self.tokens), DynamicCache(config=model.config)
         with observed(model, self.queries):
-            model(ids.to(model.device), past_key_values=self.cache, logits_to_keep=1)
+            model(ids.to(model.device), **pass_cache(self.cache), logits_to_keep=1)
 
     def count(self, part: float) -> int:
         """How many tokens a KV head keeps: as many as sinks and window have, and this share of the bulk's."""
@@ -229,7 +230,7 @@ class Prefilled:
         """
         start = self.tokens + past
         places = torch.arange(start, start + ids.shape[1], device=self.model.device).unsqueeze(0)
-        logits = self.model(ids.to(self.model.device), past_key_values=cache, position_ids=places).logits[0]
+        logits = self.model(ids.to(self.model.device), **pass_cache(cache), position_ids=places).logits[0]
         return logits.float().log_softmax(dim=-1)
 
 

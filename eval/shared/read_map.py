@@ -19,6 +19,7 @@ from eval.shared.texts import Turn
 from qada_cache import QAdACache
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import reading
+from qada_cache.versions import pass_cache
 
 ANSWER_TOKENS = 8
 COLUMNS = 1000  # of the map at most: further tokens share one, which shows the most that any of them was read
@@ -38,18 +39,19 @@ def counted(cache: QAdACache) -> Iterator[dict[int, Tensor]]:
         for index, store in stores.items()
     }
     of_bulk = {id(store.bulk): index for index, store in stores.items()}
-    original = reading.read_parts
+    read_parts, gather_parts = reading.read_parts, reading.gather_parts
 
-    def read(bulk: Any, whole: list[list[bool]], requests: Any = None, **options: Any) -> Any:
-        count = counts[of_bulk[id(bulk)]]
+    def read(bulk: Any, whole: list[list[bool]], **options: Any) -> Any:
         for head, wanted in enumerate(whole[0]):
-            count[head, : bulk.lengths[0]] += int(wanted)
-        for part in original(bulk, whole, requests, **options):
-            if part.request is not None:
-                count[part.request.head, part.request.tokens.cpu()] += 1
-            yield part
+            counts[of_bulk[id(bulk)]][head, : bulk.lengths[0]] += int(wanted)
+        return read_parts(bulk, whole, **options)
 
-    with mock.patch.object(reading, "read_parts", read):
+    def gather(bulk: Any, wanted: Any) -> Any:
+        for (_, head), tokens in wanted:
+            counts[of_bulk[id(bulk)]][head, tokens.cpu()] += 1
+        return gather_parts(bulk, wanted)
+
+    with mock.patch.object(reading, "read_parts", read), mock.patch.object(reading, "gather_parts", gather):
         yield counts
 
 
@@ -65,11 +67,11 @@ def answer(model: PreTrainedModel, cache: QAdACache, question: list[int]) -> tup
     tokens, sinks = twin.get_seq_length(), twin.options.sink_tokens
     asked = torch.tensor([question], device=model.device)
     if len(question) > 1:
-        model(asked[:, :-1], past_key_values=twin)
+        model(asked[:, :-1], **pass_cache(twin))
     given, ids = [], asked[:, -1:]
     with counted(twin) as counts:
         for _ in range(ANSWER_TOKENS):
-            ids = model(ids, past_key_values=twin).logits[:, -1:].argmax(dim=-1)
+            ids = model(ids, **pass_cache(twin)).logits[:, -1:].argmax(dim=-1)
             given.append(int(ids))
     bulk = max(0, tokens - sinks)  # some layers have room for more tokens, or for fewer
     parts = (torch.nn.functional.pad(counts[index], (sinks, bulk - counts[index].shape[1])) for index in sorted(counts))

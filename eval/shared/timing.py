@@ -51,25 +51,25 @@ def speeds(device: torch.device) -> dict[str, float]:
 
 def _zero_copy(host: torch.Tensor, data: torch.Tensor) -> float:
     """Bytes a second that a decode step's kernel reads of a bulk in pinned memory, every head flagged."""
-    from qada_cache.kernels.decode_call import DecodeCall
+    from qada_cache.kernels.operands import Operands, Query, Rows
     from qada_cache.kernels.triton import fused_decode
 
     dim, heads = 128, 8
     tokens = host.numel() * 2 // (2 * heads * dim)  # keys and values as half-precision numbers
     keys, values = host.view(torch.bfloat16).view(2, 1, heads, tokens, dim)
     near = torch.zeros(1, heads, 16, dim, dtype=torch.bfloat16, device=data.device)
-    kwargs = {
-        "local": torch.ones(1, 16, dtype=torch.bool, device=data.device),
-        "pending": torch.zeros(1, 16, dtype=torch.bool, device=data.device),
-        "bulk_lengths": torch.tensor([tokens], device=data.device),
-        "decided": torch.ones(1, dtype=torch.bool, device=data.device),
-        "bulk_read_bytes": torch.zeros((), dtype=torch.int64, device=data.device),
-        "query": torch.ones(1, 4 * heads, 1, dim, dtype=torch.bfloat16, device=data.device),
-        "local_keys": near, "local_values": near, "bulk_keys": keys, "bulk_values": values,
-        "scaling": 0.1, "threshold": 0.5, "criterion": "dense",
-    }  # fmt: skip
-    call = DecodeCall.of(**kwargs)
-    return _best(lambda: fused_decode(call), data.device, host.nbytes)
+    columns, count = torch.ones(1, 1, 1, 16, dtype=torch.bool, device=data.device), torch.tensor([tokens])
+    rows = Rows(
+        *(columns, ~columns, count[:, None, None].to(data.device), count.to(data.device)),
+        decided=columns[..., 0],
+    )
+    query = Query(
+        torch.ones(1, 4 * heads, 1, dim, dtype=torch.bfloat16, device=data.device), scaling=0.1,
+        log_bulk=torch.full((1, heads, 4, 1), torch.inf, device=data.device),
+    )  # fmt: skip
+    read = torch.zeros((), dtype=torch.int64, device=data.device)
+    layer = Operands(near, near, keys, values, logit_threshold=0.0, bulk_read_bytes=read)
+    return _best(lambda: fused_decode(query, rows, layer), data.device, host.nbytes)
 
 
 class Peak:

@@ -26,6 +26,7 @@ from eval.shared import language_model
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.key_moments.prompts import knows
 from qada_cache.tuning.measuring import default_text
+from qada_cache.versions import pass_cache
 
 # hidden, MLP, layers, query heads, KV heads, dim of a head, vocabulary
 GEOMETRIES = {
@@ -135,7 +136,7 @@ def _states(model: PreTrainedModel, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
     cache = DynamicCache(config=model.config)
     if any(type(layer) is not DynamicLayer for layer in cache.layers):
         raise ValueError("the benchmark fills full-attention layers only, and this model has others")
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, **pass_cache(cache), logits_to_keep=1)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -224,7 +225,7 @@ def token_threshold(work: Work, share: float) -> float:
     for _ in range(12):
         middle = (low + high) / 2
         probe = cache.fork(token_threshold=math.exp(middle))
-        work.model(input_ids=work.inputs[:, :1], past_key_values=probe)
+        work.model(input_ids=work.inputs[:, :1], **pass_cache(probe))
         stats = probe.stats()
         low, high = (middle, high) if stats.bulk_read_bytes > share * stats.dense_bulk_bytes else (low, middle)
     return math.exp((low + high) / 2)
@@ -264,6 +265,6 @@ def methods(work: Work, theta: float) -> dict[str, Callable[[], Cache]]:
     made[TOKENS] = lambda: QAdACache(model, criterion=flagged(work, 1.0), token_threshold=theta)
     if work.read:
         made["QAdACache, whole heads"] = ours
-        made["QAdACache"] = lambda: QAdACache(model, tuned=False)
+        made["QAdACache"] = lambda: QAdACache(model)
     filled = {name: lambda make=make: fill(make(), work) for name, make in made.items()}
     return {"no context": lambda: DynamicCache(config=config), **filled}

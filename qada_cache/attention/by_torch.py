@@ -1,108 +1,122 @@
-"""A query-adaptive call by torch's operations, where no kernel serves: what heads decide by, reads, audits."""
+"""A query-adaptive call by torch's operations, where no kernel serves, and audits of it."""
 
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..criterion import log_mass, logit, long_context
 from ..kernels import partial_attention
-from ..kernels.decode_call import Rule
-from ..kernels.query_adaptive import LengthMoments, Part, Request, Step, attend, attend_bulk, decide, estimated_log_bulk
-from ..key_moments import KeyMoments
+from ..kernels.operands import Operands, Query, Rows
+from ..kernels.query_adaptive import (
+    BulkAttention,
+    Chosen,
+    attend_local,
+    decide,
+    group_queries,
+    score_local,
+    select,
+    sum_local,
+)
 from ..state.layer import QAdALayer
 from ..storage import TokenStore, reading
-from ..storage.geometry import Geometry
-
-
-def log_bulk(layer: QAdALayer, store: TokenStore, step: Step, geometry: Geometry, bulk_lse: Tensor | None) -> Tensor:
-    """The `log A_bulk` that the layer decides by, `[batch, kv_heads, group, queries]`; `+inf` without moments. The
-    `bulk_lse` is of the scores over the stored bulk `[batch, kv_heads, group * queries]`, for "oracle"; else None."""
-    if bulk_lse is not None:
-        return true_log_bulk(step, bulk_lse)
-    own, others = store.moments, layer.options.other_moments
-    if step.rule.kind != "gaussian" or not geometry.distinct_moment_lengths:  # nothing is estimated, or decided
-        own = others = None
-    known = None if own is None else (own.mean, own.covariance, own.known)
-    of_others = [] if others is None else split_by_length(others, layer, geometry)
-    return estimated_log_bulk(step, known, of_others, pool=step.rule.pool_pending and geometry.any_pending)
-
-
-def true_log_bulk(step: Step, bulk_lse: Tensor) -> Tensor:
-    """Of what is stored (`bulk_lse`), and of what still lies in the local buffer."""
-    log_pending = log_mass(step.scores, step.masks.pending)
-    return torch.logaddexp(log_pending, bulk_lse.view_as(log_pending))
-
-
-def split_by_length(moments: KeyMoments, layer: QAdALayer, geometry: Geometry) -> list[LengthMoments]:
-    """Another prompt's, as `query_adaptive.other_log_bulk` takes them: of each query those for its bulk's length."""
-    lengths, device, shard = geometry.distinct_moment_lengths, geometry.local.device, layer.shared.model.shard
-    means, covariances = layer.kept_moments.get(moments, layer.index, lengths, device, shard)
-    return list(zip((0, *lengths), means.split(1), covariances.split(1), strict=False))
-
-
-def audit(layer: QAdALayer, step: Step, flags: Tensor, bulk_lse: Tensor, read_lse: Tensor) -> None:
-    """Count how one call's decisions compare with the truth, on the device: see `CacheStats.audit`. `bulk_lse` is over
-    the whole stored bulk, `read_lse` over all that a head read, `[batch, kv_heads, group * queries]` both."""
-    decided = step.masks.decided.unsqueeze(2)
-    log_local, log_true_bulk = log_mass(step.scores, step.masks.local), true_log_bulk(step, bulk_lse)
-    needed = long_context(log_local, log_true_bulk, logit(layer.options.threshold)) & decided
-    all_lse = torch.logaddexp(log_local, log_true_bulk)
-    missed = -torch.expm1((read_lse.view_as(all_lse) - all_lse).clamp_max(0.0)).masked_fill(~decided, 0.0)
-    tallies = (decided.expand_as(flags), needed, needed & flags, flags, missed)
-    layer.counters.add("audited", torch.stack([tally.sum(dtype=torch.float64) for tally in tallies]))
 
 
 def attend_by_torch(
-    layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry, rule: Rule, sink_logits: Tensor | None
+    layer: QAdALayer, store: TokenStore, query: Query, rows: Rows, operands: Operands
 ) -> tuple[Tensor, Tensor]:
     """Compute a call for `decode.attend_adaptively`, and audit it if it is the layer's turn: the output, as there, and
-    bool flags `[batch, kv_heads, group, queries]`."""
-    columns = slice(0, store.sinks + store.end)
-    grouped_queries = query.reshape(query.shape[0], store.local_keys.shape[1], -1, query.shape[3])
-    near = store.local_keys[:, :, columns], store.local_values[:, :, columns]
-    sketch = None if store.sketch is None else store.sketch.tensors
-    attend_part = partial(partial_attention, kernels=layer.options.kernels, softcap=rule.softcap)
-    step = Step(grouped_queries, *near, geometry, rule, store.bulk.lengths, sketch, attend_part)
-    if sink_logits is not None:
-        _add_sink(step, sink_logits)
-    every = [[True] * store.local_keys.shape[1]] * store.batch
-    read, whole = partial(_read, layer, store, False), None
-    if rule.kind == "oracle":  # needs every score, so everything is read whatever it decides
-        whole = attend_bulk(step, read, every)
-    flags = decide(step, log_bulk(layer, store, step, geometry, None if whole is None else whole[1]))
-    out, read_lse, selecting = attend(step, flags, read, whole)
+    bool flags `[batch, kv_heads, group, queries]`. Heads decide and select, then tokens are gathered and attended to.
+    """
+    columns, every = slice(0, rows.columns), [[True] * operands.kv_heads] * store.batch
+    keys, values = operands.local_keys[:, :, columns], operands.local_values[:, :, columns]
+    grouped = group_queries(query, operands.kv_heads)
+    scores = score_local(grouped, keys, query)
+    log_local, log_bulk, bulk = sum_local(scores, rows, query.sink_logits), query.log_bulk, None
+    if log_bulk is None:  # the oracle's: it needs every score, so everything is read whatever it decides
+        bulk = attend_bulk(layer, store, query, operands, every, [])
+        log_bulk = sum_bulk(scores, rows, bulk.lse)
+    flags = decide(log_local, log_bulk, rows, operands)
+    local = attend_local(scores, values, rows, flags, query.sink_logits)
+    selecting: list[list[bool]] = []
+    if bulk is None:
+        whole, selecting, chosen = select(grouped, flags, local[1], store.bulk.lengths, query, rows, operands)
+        bulk = attend_bulk(layer, store, query, operands, whole, chosen)
+    out, read_lse = bulk.merge(*local, flags)
     _count_and_prefetch(layer, store, selecting)
     if layer.is_audited():
-        whole = whole or attend_bulk(step, partial(_read, layer, store, True), every)
-        audit(layer, step, flags, whole[1], read_lse)
-    return out.unflatten(2, flags.shape[2:]).flatten(1, 2).to(query.dtype), flags
+        true = attend_bulk(layer, store, query, operands, every, [], auditing=True)
+        audit(layer, query, rows, (log_local, sum_bulk(scores, rows, true.lse)), flags, read_lse)
+    return out.unflatten(2, flags.shape[2:]).flatten(1, 2).to(query.states.dtype), flags
 
 
-def _add_sink(step: Step, sink_logits: Tensor) -> None:
-    """Let a learned sink be one more column of the local buffer: a local token whose value is zero."""
-    scores, masks = step.scores, step.masks
-    column = sink_logits.float().view(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
-    step.scores = torch.cat([scores, column], dim=-1)
-    step.local_values = functional.pad(step.local_values, (0, 0, 0, 1))
-    local, pending = functional.pad(masks.local, (0, 1), value=True), functional.pad(masks.pending, (0, 1))
-    step.masks = replace(masks, local=local, pending=pending)
-
-
-def _read(
-    layer: QAdALayer, store: TokenStore, audit: bool, whole: list[list[bool]], requests: Iterator[Request] | None
-) -> Iterator[Part]:
-    """How a call reads the layer's bulk, or an audit, which decides nothing about what is kept on the device."""
-    for part in reading.read_parts(store.bulk, whole, requests, update_residency=not audit):
-        if audit:
-            layer.counters.audited_bytes += part.bulk_read_bytes + part.resident_hit_bytes
+def attend_bulk(
+    layer: QAdALayer,
+    store: TokenStore,
+    query: Query,
+    operands: Operands,
+    whole: list[list[bool]],
+    chosen: list[Chosen],
+    *,
+    auditing: bool = False,
+) -> BulkAttention:
+    """Gather what was selected of the bulk, and attend to it: whole heads, then chosen tokens of others. What is read
+    to audit decides nothing about what is kept on the device."""
+    grouped, counters = group_queries(query, operands.kv_heads), layer.counters
+    found = BulkAttention(
+        grouped, query, operands.local_values.shape[3], partial(partial_attention, kernels=layer.options.kernels)
+    )
+    if not any(store.bulk.lengths):
+        return found
+    sketch, selecting = operands.sketch, operands.sketch is not None and not auditing
+    for part in reading.read_parts(store.bulk, whole, selecting=selecting, update_residency=not auditing):
+        found.add_whole(part.rows, part.heads, part.keys, part.values)
+        if auditing:
+            counters.audited_bytes += part.bulk_read_bytes + part.resident_hit_bytes
         else:
-            layer.counters.bulk_read_bytes += part.bulk_read_bytes
-            layer.counters.resident_hit_bytes += part.resident_hit_bytes
-        yield part
+            counters.bulk_read_bytes += part.bulk_read_bytes
+            counters.resident_hit_bytes += part.resident_hit_bytes
+    gathered = reading.gather_parts(store.bulk, [((one.row, one.head), one.tokens) for one in chosen])
+    for one, part in zip(chosen, gathered, strict=True):
+        assert sketch is not None
+        found.add_chosen(one, part.keys, part.values, sketch)
+        counters.bulk_read_bytes += part.bulk_read_bytes
+        counters.resident_hit_bytes += part.resident_hit_bytes
+    return found
+
+
+def sum_bulk(scores: Tensor, rows: Rows, bulk_lse: Tensor) -> Tensor:
+    """The true `log A_bulk` `[batch, kv_heads, group, queries]`, by `scores` over the local buffer, where tokens are
+    pending, and the log-sum-exp of those over the stored bulk."""
+    log_pending = log_mass(scores, rows.pending)
+    return torch.logaddexp(log_pending, bulk_lse.view_as(log_pending))
+
+
+def audit(
+    layer: QAdALayer, query: Query, rows: Rows, masses: tuple[Tensor, Tensor], flags: Tensor, read_lse: Tensor
+) -> None:
+    """Count how one call's decisions compare with the truth, on the device: see `CacheStats.audit`. `masses` are
+    `log A_local` and the true `log A_bulk`, `read_lse` is over all that a head read, `[batch, kv_heads, group *
+    queries]`."""
+    log_local, log_bulk = masses
+    decided = rows.decided.unsqueeze(2)
+    needed = long_context(log_local, log_bulk, logit(layer.options.threshold)) & decided
+    all_lse = torch.logaddexp(log_local, log_bulk)
+    missed = -torch.expm1((read_lse.view_as(all_lse) - all_lse).clamp_max(0.0)).masked_fill(~decided, 0.0)
+    tallies: tuple[Tensor, ...] = (decided.expand_as(flags), needed, needed & flags, flags, missed)
+    if not _has_float64(decided.device):
+        tallies = tuple(tally.cpu() for tally in tallies)
+    layer.counters.add("audited", torch.stack([tally.sum(dtype=torch.float64) for tally in tallies]))
+
+
+@cache
+def _has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64, as Apple's do not, nor some of Intel's."""
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).sum()
+    except (TypeError, RuntimeError):
+        return False
+    return True
 
 
 def _count_and_prefetch(layer: QAdALayer, store: TokenStore, selecting: list[list[bool]]) -> None:
@@ -112,6 +126,6 @@ def _count_and_prefetch(layer: QAdALayer, store: TokenStore, selecting: list[lis
         for length, heads in zip(bulk.lengths, selecting, strict=True):
             counters.sketch_read_bytes += store.sketch.tensors.read_bytes(length) * sum(heads)
         if bulk.offloaded and layer.options.device_budget:
-            counters.bulk_read_bytes += reading.update_residency(bulk, torch.tensor(selecting))
+            counters.bulk_read_bytes += reading.update_residency(bulk, torch.tensor(selecting, device="cpu"))
     if any(bulk.lengths) and layer.next_layer is not None and layer.next_layer.store is not None:
         layer.next_layer.counters.bulk_read_bytes += reading.prefetch(layer.next_layer.store.bulk)

@@ -2,136 +2,161 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..criterion import StaticHeads
+from ..criterion import StaticHeads, gaussian_log_bulk, logit
 from ..kernels import choice, merge_partials, partial_attention
-from ..kernels.decode_call import DecodeCall, Rule
+from ..kernels.operands import Operands, Query, Rows
+from ..key_moments import KeyMoments
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
-from ..storage.geometry import Geometry
 from ..storage.padding import real_tokens
 from ..storage.reading import stream, update_residency
 from .by_torch import attend_by_torch
 
 
-class CallOptions(NamedTuple):
-    """What a model says of one call beside its queries, keys and values."""
-
-    scaling: float  # as for `reference.partial_attention`
-    softcap: float | None = None  # likewise
-    valid: Tensor | None = None  # bool `[batch, tokens]` on the host, False for padding; None without padding
-    sink_logits: Tensor | None = None  # learned, `[heads]`: one more score a head, of no token; None: there are none
-
-
-def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Tensor, options: CallOptions) -> Tensor:
+def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tensor:
     """Query-adaptive attention: each head reads its sinks and window, a long-context head its bulk as well.
 
-    The call's own tokens have been appended to `store` already; every query has its own local set and is causal.
-    `query` is `[batch, heads, queries, dim]`, at most a window of queries, and the result `[batch, heads, queries,
-    value_dim]` in its dtype. Padding queries get finite, unused values.
+    The call's own tokens have been appended to `store` already; every query has its own local set and is causal. There
+    is at most a window of queries, and the result is `[batch, heads, queries, value_dim]` in their dtype. Padding
+    queries get finite, unused values.
     """
-    queries, device = query.shape[2], query.device
-    geometry = layer.shared.forward_pass.geometry(
-        lengths=store.lengths, flushed=store.flushed, end=store.end, queries=queries, valid=options.valid, device=device
+    states, bulk = query.states, store.bulk
+    rows = layer.shared.forward_pass.find_rows(
+        lengths=store.lengths,
+        flushed=store.flushed,
+        end=store.end,
+        queries=states.shape[2],
+        valid=query.valid,
+        device=states.device,
     )
-    rule = get_rule(layer, store, query, options.scaling, options.softcap)
-    fusable = queries == 1 and not layer.is_audited() and options.sink_logits is None and options.softcap is None
-    kernel = find_kernel(layer, store, query) if fusable else None
+    query.log_bulk = estimate_log_bulk(layer, store, query, rows)
+    plain = query.sink_logits is None and query.softcap is None
+    kernel = find_kernel(layer, store, states) if plain and states.shape[2] == 1 and not layer.is_audited() else None
+    operands = find_operands(layer, store, by_kernel=kernel is not None)
     if kernel is None:
-        out, flags = attend_by_torch(layer, store, query, geometry, rule, options.sink_logits)
+        out, flags = attend_by_torch(layer, store, query, rows, operands)
     else:
-        out, flags = decode_one_token(layer, store, query, geometry, rule, kernel)
-    layer.counters.count(flags, geometry, store.local_keys.shape[1] * store.bulk.token_bytes)
+        # Nothing here waits for the device: small tensors of host numbers are copied to it without blocking.
+        out, flags = kernel(query, rows, operands)
+        if operands.resident_pointers is not None:
+            layer.counters.bulk_read_bytes += update_residency(bulk, flags.flatten(2).any(dim=-1))
+    layer.counters.count(flags, rows, operands.kv_heads * bulk.token_bytes)
     return out
 
 
-def get_rule(layer: QAdALayer, store: TokenStore, query: Tensor, scaling: float, softcap: float | None) -> Rule:
-    """How the layer decides, made once for as long as it is asked for the same."""
-    options = layer.options
-    key = weakref.ref(options), scaling, softcap, query.shape[1], query.device
-    if layer.binding.rule is None or layer.binding.rule[0] != key:
-        criterion: str | StaticHeads | Tensor = options.criterion
-        if isinstance(criterion, StaticHeads):
-            own, kv_heads = layer.shared.model.shard.own(criterion.long_context[layer.index]), store.local_keys.shape[1]
-            table = own.to(query.device, non_blocking=True).reshape(kv_heads, -1)
-            criterion = table.expand(-1, query.shape[1] // kv_heads).contiguous()  # one entry for a group broadcasts
-        rule = Rule(scaling, options.threshold, options.group_rule, criterion, softcap=softcap)
-        rule.pool_pending, rule.token_threshold = options.update_moments, options.token_threshold
-        layer.binding.rule = key, rule
-    return layer.binding.rule[1]
+def find_operands(layer: QAdALayer, store: TokenStore, *, by_kernel: bool) -> Operands:
+    """What the layer has for a call; what a kernel reads in place, and where it counts, if one computes it."""
+    bulk, sketch, options, counters = store.bulk, store.sketch, layer.options, layer.counters
+    keys, values = bulk.in_place() if by_kernel else (bulk.keys, bulk.values)
+    # Criteria that compare no masses need a finite threshold.
+    cut = logit(options.threshold) if options.criterion in ("gaussian", "oracle") else 0.0
+    found = Operands(store.local_keys, store.local_values, keys, values, cut, binding=layer.binding)
+    found.group_rule, found.token_threshold = options.group_rule, options.token_threshold
+    if sketch is not None and (sketch.in_use or not by_kernel):
+        found.sketch = sketch.tensors
+    if by_kernel:
+        device = store.local_keys.device
+        found.bulk_read_bytes = counters.on(device, "bulk_read_bytes")
+        if found.sketch is not None:
+            found.sketch_read_bytes = counters.on(device, "sketch_read_bytes")
+        if bulk.offloaded and options.device_budget:
+            found.resident_pointers = bulk.residents.resident_pointers(bulk.lengths)
+            found.resident_hit_bytes = counters.on(device, "resident_hit_bytes")
+    return found
 
 
-def find_kernel(layer: QAdALayer, store: TokenStore, query: Tensor) -> Callable | None:
-    """What `choice.decode_kernel` says of a query `[batch, heads, 1, dim]`, asked again when anything is different."""
+def find_kernel(layer: QAdALayer, store: TokenStore, states: Tensor) -> Callable | None:
+    """What `choice.decode_kernel` says of queries `[batch, heads, 1, dim]`, asked again when anything is different."""
     bulk, sketch, options = store.bulk, store.sketch, layer.options
     layout = sketch.layout if sketch is not None and sketch.in_use else None
-    key = weakref.ref(options), layout, bulk.capacity, query.shape, query.dtype, query.device
+    key = weakref.ref(options), layout, bulk.capacity, states.shape, states.dtype, states.device
     if layer.binding.kernel is None or layer.binding.kernel[0] != key:
-        kernel = choice.decode_kernel(query, bulk.keys, bulk.values, options.criterion, options.kernels, layout=layout)
+        kernel = choice.decode_kernel(states, bulk.keys, bulk.values, options.criterion, options.kernels, layout=layout)
         layer.binding.kernel = key, kernel
     return layer.binding.kernel[1]
 
 
-def decode_one_token(
-    layer: QAdALayer, store: TokenStore, query: Tensor, geometry: Geometry, rule: Rule, kernel: Callable
-) -> tuple[Tensor, Tensor]:
-    """A call with one query a row by `kernel`, a `fused_decode`; arguments and results as of `attend_by_torch`. Nothing
-    here waits for the device: small tensors of host numbers are copied to it without blocking."""
-    bulk, sketch, counters = store.bulk, store.sketch, layer.counters
-    tensors = query, store.local_keys, store.local_values, *bulk.in_place()
-    call = DecodeCall(*tensors, geometry.rows, rule, binding=layer.binding)
-    call.bulk_read_bytes = counters.on(query.device, "bulk_read_bytes")
-    if rule.kind == "gaussian":
-        _add_moments(call, layer, store, geometry)
-    if sketch is not None and sketch.in_use:
-        call.sketch, call.sketch_read_bytes = sketch.tensors, counters.on(query.device, "sketch_read_bytes")
-    elsewhere = bulk.offloaded and layer.options.device_budget
-    if elsewhere:
-        call.resident_pointers = bulk.residents.resident_pointers(bulk.lengths)
-        call.resident_hit_bytes = counters.on(query.device, "resident_hit_bytes")
-    out, flags = kernel(call)
-    if elsewhere and (moved := update_residency(bulk, flags.any(dim=-1))):
-        counters.bulk_read_bytes += moved
-    return out, flags.unsqueeze(-1)
+def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: Rows) -> Tensor | None:
+    """The `log A_bulk` that heads decide by, as `Query` has it; None for "oracle", which is to know it.
+
+    By "gaussian" eq. 7's, the larger one of two estimates, and `+inf` where nothing is known of the bulk, so that it is
+    read. In the eyes of a criterion that compares no masses it is `+inf` for long-context heads, `-inf` for local ones.
+    """
+    options, kv_heads, found = layer.options, store.local_keys.shape[1], None
+    if options.criterion == "oracle":
+        return None
+    if options.criterion == "gaussian" and rows.decisions:
+        grouped = query.states.float().unflatten(1, (kv_heads, -1))
+        if options.other_moments is not None:
+            found = estimate_by_others(options.other_moments, layer, grouped, query, rows)
+        if (own := store.moments) is not None:
+            given = grouped, own.mean, own.covariance, rows.own_log_tokens
+            estimate = gaussian_log_bulk(*given, scaling=query.scaling, softcap=query.softcap)
+            if 0 in own.count and not store.update_moments:  # frozen before there was anything to know
+                known = torch.tensor(own.count, device="cpu").to(estimate.device, non_blocking=True) > 0
+                says = known.view(-1, 1, 1, 1) | rows.own_log_tokens.isposinf()
+                estimate = estimate.masked_fill(~says, torch.nan)
+            found = estimate if found is None else torch.fmax(found, estimate)  # which takes a number before a nan
+    if found is not None:
+        return found
+    key = weakref.ref(options), query.states.shape[1], query.states.device
+    if layer.binding.log_bulk is None or layer.binding.log_bulk[0] != key:
+        long_context = torch.full(
+            (kv_heads, query.states.shape[1] // kv_heads), options.criterion != "local", device="cpu"
+        )
+        if isinstance(options.criterion, StaticHeads):
+            own_heads = layer.shared.model.shard.own(options.criterion.long_context[layer.index])
+            long_context &= own_heads.reshape(kv_heads, -1).cpu()  # one entry for a group broadcasts
+        constant = torch.where(long_context, torch.inf, -torch.inf)[None, :, :, None].float()
+        layer.binding.log_bulk = key, constant.to(query.states.device, non_blocking=True)
+    return layer.binding.log_bulk[1]
 
 
-def _add_moments(call: DecodeCall, layer: QAdALayer, store: TokenStore, geometry: Geometry) -> None:
-    """Those that the layer decides by."""
-    if (moments := store.moments) is not None:
-        call.mean, call.covariance, call.count = moments.mean, moments.covariance, moments.known
-    if (others := layer.options.other_moments) is not None:
-        lengths, device, shard = geometry.row_lengths, call.query.device, layer.shared.model.shard
-        call.other_mean, call.other_covariance = layer.kept_moments.get(others, layer.index, lengths, device, shard)
+def estimate_by_others(moments: KeyMoments, layer: QAdALayer, grouped: Tensor, query: Query, rows: Rows) -> Tensor:
+    """Eq. 7's `log A_bulk` of queries `[batch, kv_heads, group, queries, dim]` float32 by another prompt's moments: of
+    each query those for its bulk's length."""
+    device, shard = grouped.device, layer.shared.model.shard
+    told: dict[str, Any] = {"scaling": query.scaling, "softcap": query.softcap}
+    if grouped.shape[3] == 1:
+        pair = layer.kept_moments.get(moments, layer.index, rows.row_moment_lengths, device, shard)
+        return gaussian_log_bulk(grouped, *pair, rows.log_tokens, **told)
+    lengths = rows.query_moment_lengths
+    means, covariances = layer.kept_moments.get(moments, layer.index, lengths, device, shard)
+    found = grouped.new_full(grouped.shape[:-1], -torch.inf)
+    for length, mean, covariance in zip((0, *lengths), means.split(1), covariances.split(1), strict=False):
+        estimate = gaussian_log_bulk(grouped, mean, covariance, rows.log_tokens, **told)
+        found = torch.where(rows.bulk_tokens.unsqueeze(2) > length, estimate, found)
+    return found
 
 
-def attend_exactly(
-    layer: QAdALayer, store: TokenStore, query: Tensor, key: Tensor, value: Tensor, options: CallOptions
-) -> Tensor:
-    """Exact causal attention of many new tokens over everything cached and themselves.
+def attend_exactly(layer: QAdALayer, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor:
+    """Exact attention of new tokens over everything cached and, causally or by a mask, over themselves.
 
     The bulk is streamed block by block, so device memory does not grow with it. The new tokens are not yet in `store`:
-    `query` `[batch, heads, tokens, dim]`, `key` and `value` `[batch, kv_heads, tokens, dim]` and `value_dim`. The
-    result is `[batch, heads, tokens, value_dim]` in the query's dtype, zeros for padding.
+    `key` and `value` are `[batch, kv_heads, tokens, dim]` and `value_dim`. The result is `[batch, heads, tokens,
+    value_dim]` in the query's dtype, zeros for padding.
     """
-    scaling, softcap, valid, sink_logits = options
-    result = query.new_zeros(*query.shape[:-1], value.shape[-1])
+    states, valid, visible, sink_logits = query.states, query.valid, query.visible, query.sink_logits
+    result = states.new_zeros(*states.shape[:-1], value.shape[-1])
     alike = valid is None and len(set(zip(store.lengths, store.flushed, strict=True))) == 1
-    batch = query.shape[0]
-    kwargs: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "kernels": layer.options.kernels}
+    batch, heads = states.shape[:2]
+    kwargs: dict[str, Any] = {"scaling": query.scaling, "softcap": query.softcap, "kernels": layer.options.kernels}
     for rows in [slice(0, batch)] if alike else [slice(row, row + 1) for row in range(batch)]:
-        real = slice(None) if valid is None else real_tokens(valid, rows.start, query.device)
-        new_query, new_key, new_value = (part[rows][:, :, real] for part in (query, key, value))
+        real = slice(None) if valid is None else real_tokens(valid, rows.start, states.device)
+        new_query, new_key, new_value = (part[rows][:, :, real] for part in (states, key, value))
         kv_heads, tokens = new_key.shape[1:3]
-        group = query.shape[1] // kv_heads
+        group = heads // kv_heads
         if not tokens:  # this row is padding from end to end of the call
             continue
         grouped_queries = new_query.reshape(-1, kv_heads, group * tokens, new_query.shape[-1])
         own = (part.repeat_interleave(group, dim=1) for part in (new_key, new_value))
-        out, lse = partial_attention(new_query, *own, causal=True, **kwargs)
+        mask = None if visible is None else visible.expand(batch, -1, -1)[rows, None, real][..., real]
+        out, lse = partial_attention(new_query, *own, mask=mask, causal=mask is None, **kwargs)
         if sink_logits is not None:
             out, lse = merge_partials(out, lse, torch.zeros_like(out), sink_logits.float()[:, None].expand_as(lse))
         out, lse = out.reshape(*grouped_queries.shape[:3], -1), lse.reshape(grouped_queries.shape[:3])
@@ -142,5 +167,5 @@ def attend_exactly(
             far = partial_attention(grouped_queries[at], part.keys, part.values, **kwargs)
             out[at], lse[at] = merge_partials(out[at], lse[at], *far)
             layer.counters.streamed_bytes += part.bulk_read_bytes
-        result[rows, :, real] = out.reshape(*new_query.shape[:3], -1).to(query.dtype)
+        result[rows, :, real] = out.reshape(*new_query.shape[:3], -1).to(states.dtype)
     return result

@@ -1,8 +1,8 @@
-"""The attention function QAdACache registers with transformers, and which models it is switched on for.
+"""The attention function that comes before transformers' own, and which models it serves.
 
-A model finds its attention by name, `config._attn_implementation`. Building a QAdACache replaces that name by one
-of ours, which remembers the original: for the keys of a QAdACache our function computes, for any other call it
-passes straight through to what the model used before. `restore_attention` puts the old name back.
+A model finds its attention by name, `config._attn_implementation`, in a table. Building a QAdACache leaves the name and
+puts our function before all that models find there (`attention_table.py`): for the keys of a QAdACache it computes, any
+other call it passes on to what the model would have called. So other models and caches compute what they did.
 """
 
 import inspect
@@ -10,24 +10,30 @@ import traceback
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
-from transformers.modeling_utils import AttentionInterface
+from transformers.masking_utils import BlockMask, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
 
+from .. import attention_table
+from ..kernels.operands import Query
 from ..kernels.reference import without_autocast
-from ..key_moments.models import UNSHARDED, check_sharding, own_attention, unwrap_model
+from ..key_moments.models import UNSHARDED, check_sharding, unwrap_model
 from ..state.layer import QAdALayer, Seen
-from .decode import CallOptions, attend_adaptively, attend_exactly
-from .support import find_reader
+from .block_mask import read_block_mask
+from .decode import attend_adaptively, attend_exactly
 
-# The dispatcher treats names that hold "sdpa", "flash", "paged" or "/" specially, so ours hold none of them.
-# Flash attention is not among them: transformers' function for it loads its kernel by the name in the config.
-_OUR_NAMES = {"eager": "qada_over_eager", "sdpa": "qada_over_torch"}
-_BASES = {ours: base for base, ours in _OUR_NAMES.items()}
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+# Beside the names of flash attention, which are those of kernels from the Hub, too.
+_SERVED = ("eager", "sdpa", "flex_attention")
+# The name that was in each config when its last cache was built. Configs are compared by identity.
+_switched_on: Any = WeakIdKeyDictionary()
 
 # Arguments some models hand to attention that change its result in ways this cache does not compute.
 _UNSUPPORTED = {
@@ -37,6 +43,7 @@ _UNSUPPORTED = {
     "indices": "sparse attention indices",
     "block_indices": "sparse attention indices",
     "cache": "paged attention",
+    "cu_seq_lens_q": "texts packed into one row",
 }
 
 _NOT_IN_TRITON = {"s_aux": "learned attention sinks", "softcap": "soft-capped scores"}
@@ -47,56 +54,59 @@ outside_graphs = torch.compiler.disable(
 )
 
 
-def check_readers(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
-    """Raise NotImplementedError if the model's own code would do something else under our name than under its own, and
-    ValueError if the config belongs to no model yet, or its attention implementation is not one we can wrap."""
+def check_implementation(config: PreTrainedConfig) -> None:
+    """Raise ValueError if the config belongs to no model yet, or its attention is none that is known to be softmax
+    attention over all keys."""
     name = config._attn_implementation
     if name is None:
         raise ValueError(
             "this config belongs to no model (it names no attention implementation): pass model.config, or the model"
         )
-    if name not in (*_OUR_NAMES, *_BASES):
+    is_flash = is_flash_attention_requested(requested_attention_implementation=name) and "|" not in name
+    if name not in _SERVED and not (is_flash and name in ALL_ATTENTION_FUNCTIONS):
         raise ValueError(
-            f"QAdACache cannot wrap the attention implementation {name!r}: load the model with attn_implementation "
-            f"set to one of {', '.join(_OUR_NAMES)}"
+            f"QAdACache cannot stand in for the attention implementation {name!r}: load the model with "
+            f"attn_implementation set to one of {', '.join(_SERVED)}, or to flash attention"
         )
-    if name in _BASES or (place := find_reader(model, config, name, _OUR_NAMES[name])) is None:
-        return
-    others = [other for other, ours in _OUR_NAMES.items() if find_reader(model, config, other, ours) is None]
-    way_out = "".join(f", or load it with attn_implementation={other!r}" for other in others)
-    raise NotImplementedError(
-        f"the code of {config.model_type} asks whether its attention is {name!r} ({place}), which QAdACache would "
-        f"change, and with it the model's own outputs: use transformers.DynamicCache for {config.model_type}{way_out}"
-    )
 
 
-def switch_on(config: PreTrainedConfig) -> None:
-    """Make the model that owns `config` (its text config) ask our function for attention. Idempotent."""
+def switch_on(config: PreTrainedConfig, model: PreTrainedModel | None = None) -> None:
+    """Have the model that owns `config` (its text config) served by our function. Idempotent."""
+    own = attention_table.own_tables(model, config)
+    attention_table.place(attention_forward, _make_mask, tables=own)
+    _switched_on[config] = config._attn_implementation
+
+
+def check_switched_on(config: PreTrainedConfig) -> None:
+    """Raise RuntimeError if the model with this config is no longer served, or by another function than it was."""
     if not is_switched_on(config):
-        current = config._attn_implementation
-        ours = _OUR_NAMES[current]
-        AttentionInterface.register(ours, attention_forward)
-        AttentionMaskInterface.register(ours, partial(_mask, ALL_MASK_ATTENTION_FUNCTIONS[current]))
-        config._attn_implementation = ours
+        how = "changed" if config in _switched_on else "restored"
+        raise RuntimeError(
+            f"the model's attention implementation was {how} after this QAdACache was built "
+            f"(to {config._attn_implementation!r}): build a new QAdACache"
+        )
 
 
 def is_switched_on(config: PreTrainedConfig) -> bool:
-    """Whether a model with this config asks our function for attention."""
-    return config._attn_implementation in _BASES
+    """Whether a model with this config is served by our function, as it was when its last cache was built."""
+    return config in _switched_on and _switched_on[config] == config._attn_implementation
 
 
 def restore_attention(model: PreTrainedModel | PreTrainedConfig) -> None:
-    """Undo what building a QAdACache did to `model`: its attention implementation is again what it was.
+    """Undo what building a QAdACache did to `model`.
 
-    Caches built for the model stop working (they say so when used) until a new QAdACache is built.
+    Caches built for the model stop working (they say so when used) until a new QAdACache is built. When no model with a
+    QAdACache is left, our function leaves transformers' table. Until then it passes on the calls of all others.
     """
     model = unwrap_model(model)
     config = model.config if isinstance(model, PreTrainedModel) else model
-    config = config.get_text_config(decoder=True)
-    config._attn_implementation = _BASES.get(config._attn_implementation, config._attn_implementation)
+    _switched_on.pop(config.get_text_config(decoder=True), None)
+    if not _switched_on:
+        attention_table.displace(attention_forward, _make_mask)
 
 
 def attention_forward(
+    base: Attention,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -106,39 +116,47 @@ def attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The signature transformers gives attention functions; returns `[batch, tokens, heads, dim]` and weights.
+    """The signature transformers gives attention functions, after `base`, the model's own of them; returns
+    `[batch, tokens, heads, dim]` and weights.
 
-    The first call on an empty cache, and every call of another cache, is the model's own implementation. A call
-    with more new tokens than the window, or of a chunk of `generate`'s prompt, is exact attention over everything; any
-    other is query-adaptive. NotImplementedError, if the model asks for something this cache does not compute;
-    RuntimeError in training mode, or at keys of a cache already used with another model; ValueError at a mask this
-    cache cannot follow.
+    The first call on an empty cache, and every call of another cache, is the model's own. A call with more new tokens
+    than the window, or of a chunk of `generate`'s prompt, or with a mask that is not causal among its tokens, is exact
+    attention over everything; any other is query-adaptive. NotImplementedError, if the model asks for something this
+    cache does not compute; RuntimeError in training mode, or at keys of a cache already used with another model;
+    ValueError at a mask this cache cannot follow.
     """
     kwargs.update(scaling=scaling, dropout=dropout)
     if (layer := getattr(key, "_qada_layer", None)) is None:
-        return _base(module)(module, query, key, value, attention_mask, **kwargs)
-    return _attend(layer, module, query, key, value, attention_mask, kwargs)
+        return base(module, query, key, value, attention_mask, **kwargs)
+    return _attend(layer, base, module, query, key, value, attention_mask, kwargs)
 
 
-def _mask(base: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
+def _make_mask(base: Callable[..., Any], **kwargs: Any) -> Any:
     """The mask that `base` makes; of a call that continues a QAdACache only what it says of tokens, None or bool
-    `[batch, tokens]`: `[queries, tokens]` would be the largest tensor of a long turn."""
+    `[batch, tokens]`: `[queries, tokens]` would be the largest tensor of a long turn.
+
+    Functions that make masks are told numbers of a cache and not the cache, so one of these says whose it is (`Seen`).
+    """
     tokens, padding = kwargs["kv_length"], kwargs.get("attention_mask")
+    if not isinstance(tokens, Seen):
+        return base(**kwargs)
     plain = kwargs.get("mask_function") is causal_mask_function and kwargs.get("allow_is_causal_skip", False)
     fits = padding is None or padding.shape[1:] == (tokens,)
-    if isinstance(tokens, Seen) and plain and fits and 1 < kwargs.get("q_length", 1) < tokens:
-        return padding
-    return base(**kwargs)
-
-
-def _base(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The model's own attention."""
-    return own_attention(module, _BASES[cast(PreTrainedConfig, module.config)._attn_implementation])
+    # For a single token others' masks are `[batch, 1, 1, tokens]` or None; flex attention compiles even that one.
+    fewest = 1 if getattr(kwargs.get("config"), "_attn_implementation", None) == "flex_attention" else 2
+    return padding if plain and fits and fewest <= kwargs.get("q_length", 1) < tokens else base(**kwargs)
 
 
 @outside_graphs
 def _attend(
-    layer: QAdALayer, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict
+    layer: QAdALayer,
+    base: Attention,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    kwargs: dict,
 ) -> tuple[Tensor, Tensor | None]:
     """`attention_forward` for keys that a layer of a QAdACache handed out."""
     if layer.store is None or layer.incoming is not key:  # a layer without a store has handed out nothing
@@ -148,36 +166,52 @@ def _attend(
         )
     batch, _, queries, dim = query.shape
     first = layer.index == layer.shared.model.layers[0]  # of the pass
+    name = cast(PreTrainedConfig, module.config)._attn_implementation
     try:
         _check_supported(module, layer, queries, kwargs, first=first)
-        layer.padding, valid = layer.padding.after(mask, batch=batch, seen=layer.seen, queries=queries, first=first)
+        told = read_block_mask(mask) if isinstance(mask, BlockMask) else mask
+        is_bool = told is mask and mask is not None and mask.dim() == 4 and mask.dtype == torch.bool
+        if is_bool and name in ("eager", "flex_attention"):
+            raise ValueError(
+                f"{name} adds a bool attention mask to scores, as 0 and 1: pass one of 0 and minus infinity, or load "
+                "the model with attn_implementation='sdpa'"
+            )
+        layer.padding, valid, visible = layer.padding.after(
+            told, batch=batch, seen=layer.seen, queries=queries, first=first
+        )
     except (NotImplementedError, RuntimeError, ValueError):
         layer.abandon(queries)
         raise
     scaling = dim**-0.5 if kwargs["scaling"] is None else kwargs["scaling"]
     softcap = kwargs.get("softcap")
     # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
-    if softcap is not None and cast(PreTrainedConfig, module.config)._attn_implementation != _OUR_NAMES["eager"]:
+    if softcap is not None and name == "sdpa":
         softcap = None
-    options = CallOptions(scaling, softcap, valid, sink_logits=kwargs.get("s_aux"))
+    asked = Query(query, scaling, softcap, kwargs.get("s_aux"), valid, visible)
     forward_pass = layer.shared.forward_pass
     if first:
         # After a decoded token there are pending ones beside the window, and a single token is no chunk.
-        forward_pass.is_prefill_chunk = (queries > 1 or layer.store.end <= layer.options.window) and _reads_chunk()
-    empty, exact = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
+        forward_pass.is_prefill_chunk = (
+            queries > 1 or layer.store.end <= layer.options.window
+        ) and find_prompt().in_chunks
+    empty, long = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
+    exact = long or visible is not None
     if empty:
-        out, _ = _base(module)(module, query, key, value, mask, **kwargs)
+        untagged = key.view_as(key)  # `base` may lead back to us, where others put a function into the table
+        out, _ = base(module, query, untagged, value, mask, **kwargs)
     else:
         if exact:
-            work = partial(attend_exactly, layer, layer.store, query, key, value, options)
+            work = partial(attend_exactly, layer, layer.store, asked, key, value)
         else:
             layer.store.append(key, value, valid)
-            work = partial(attend_adaptively, layer, layer.store, query, options)
+            work = partial(attend_adaptively, layer, layer.store, asked)
         with without_autocast(query.device):
             out = layer.shared.residents.retried(work)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
-    if empty or exact:
+    if empty or long:
         layer.store.absorb(key, value, valid)
+    elif exact:  # a few tokens, of which drafts are cropped again: that is cheap while they have not been flushed
+        layer.store.append(key, value, valid)
     layer.incoming = None
     return out, None
 
@@ -206,7 +240,8 @@ def _check_supported(module: nn.Module, layer: QAdALayer, tokens: int, kwargs: d
         raise RuntimeError("QAdACache serves inference only: call model.eval(), or train without a cache")
     if managed.config is not None and managed.config is not module.config:
         raise RuntimeError(
-            f"this QAdACache was built for another model (of type {name}): build one QAdACache per model"
+            f"this QAdACache was built for another model (of type {name}), or with a config that is not this model's "
+            "own: build one QAdACache per model, by QAdACache(model)"
         )
     if layer.bound_module is None or layer.seen == tokens:  # nothing cached yet: another module may have it
         if managed.shard is UNSHARDED:  # as far as is known, of a cache that was built from a config alone
@@ -218,10 +253,22 @@ def _check_supported(module: nn.Module, layer: QAdALayer, tokens: int, kwargs: d
         )
 
 
-def _reads_chunk() -> bool:
-    """Whether `generate` is on the stack, reading its prompt in chunks. No argument of a forward pass tells: a last
-    chunk looks like a short turn. A prompt that is read by other code is taken for turns."""
+class Prompt(NamedTuple):
+    """The prompt that `generate` is reading."""
+
+    in_chunks: bool
+    tokens: int  # of the prompt and what was held before it; 0 if `generate` reads none
+
+
+def find_prompt() -> Prompt:
+    """What `generate`, if it is on the stack, says of the prompt being read. One read by other code is taken for turns.
+
+    No argument of a forward pass tells: a last chunk looks like a short turn. `generate` says the chunks' size to its
+    own `_prefill` alone; the model, its config and the cache never hold it.
+    """
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_code is GenerationMixin._prefill.__code__:
-            return getattr(frame.f_locals.get("generation_config"), "prefill_chunk_size", None) is not None
-    return False
+            told = frame.f_locals
+            in_chunks = getattr(told.get("generation_config"), "prefill_chunk_size", None) is not None
+            return Prompt(in_chunks, told["input_ids"].shape[1] if "input_ids" in told else 0)
+    return Prompt(False, 0)

@@ -1,6 +1,7 @@
 """Files that are whole or not there, and the user's own cache folder, of which no file of somebody else's is read."""
 
 import os
+import re
 import secrets
 import stat
 import sys
@@ -73,8 +74,11 @@ def _check_own(found: os.stat_result, path: str | Path) -> None:
 
 
 def read(folder: int, name: str) -> bytes:
-    """The content of the file `name` of a folder, as by `opened_file`."""
+    """The content of the file `name` of a folder, as by `opened_file`, which is marked as used."""
     with opened_file(folder, name) as file:
+        if os.utime in os.supports_fd:
+            with suppress(OSError):  # a file system that is read alone
+                os.utime(file.fileno())
         return file.read()
 
 
@@ -89,6 +93,25 @@ def opened_file(folder: int, name: str) -> Iterator[BinaryIO]:
             raise OSError(f"{name} is not a regular file")
         _check_own(found, name)
         yield file
+
+
+def remove_unused(folder: int, names: re.Pattern[str], *, count: int, size: int, seconds: float) -> None:
+    """Remove the least recently used files of these names from a folder of `opened`, until at most `count` are left,
+    of at most `size` bytes together, each used within the last `seconds`. The one used last stays in any case. Links
+    and folders stay, and so does what cannot be removed. Other processes may do the same at once."""
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if names.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                with suppress(FileNotFoundError):  # another process was faster
+                    about = entry.stat(follow_symlinks=False)
+                    found.append((about.st_mtime, entry.name, about.st_size))
+    together, oldest = 0, time.time() - seconds
+    for place, (used, name, own) in enumerate(sorted(found, reverse=True)):
+        together += own
+        if place and (place >= count or together > size or used < oldest):
+            with suppress(OSError):
+                os.unlink(name, dir_fd=folder)
 
 
 def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, folder: int | None = None) -> None:

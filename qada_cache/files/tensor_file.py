@@ -22,13 +22,6 @@ from . import write as write_whole
 from .private_map import PrivateMap
 
 FORMAT_VERSION = 4
-OLDEST_VERSIONS = {
-    "qada-cache": 4,
-    "qada-moments": 3,
-    "qada-heads": 3,
-    "qada-choice": 3,
-    "qada-prompt": 4,
-}  # of a kind that are read
 _TYPES = {  # by safetensors' names
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32},
     **{"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
@@ -142,7 +135,7 @@ def mapped(
             if source is not None:
                 tensors[name] = source.tensor(begin + entry["data_offsets"][0], shape, dtype)
                 continue
-            tensors[name] = empty(shape, dtype=dtype)
+            tensors[name] = empty(shape, dtype=dtype, device=torch.device("cpu"))
             if file.readinto(_content(tensors[name])) != tensors[name].nbytes:
                 raise ValueError(f"{path} was truncated while it was read")
     return tensors, _checked(path, about, tensors), source
@@ -176,7 +169,7 @@ def _view(content: bytearray, begin: int, entry: dict[str, Any]) -> Tensor:
     if stop - start != math.prod(shape) * dtype.itemsize or min(start, *shape) < 0:
         raise ValueError(f"a tensor of {shape} {dtype} cannot lie in {start}..{stop}")
     if start == stop:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(content, dtype=dtype, count=math.prod(shape), offset=begin + start).view(shape)
 
 
@@ -199,7 +192,7 @@ def _header(path: str | os.PathLike, kind: str, file: BinaryIO) -> tuple[dict[st
     if about.get("kind") != kind:
         raise ValueError(f"{path} is not a {kind} file (it says {about.get('kind', 'nothing about what it is')!r})")
     version = about.get("version", "")
-    if version not in map(str, range(OLDEST_VERSIONS.get(kind, FORMAT_VERSION), FORMAT_VERSION + 1)):
+    if version != str(FORMAT_VERSION):
         old = version.isdigit() and int(version) < FORMAT_VERSION
         way_out = "make it again" if old else "upgrade qada-cache"
         raise ValueError(f"{path} has format version {version!r}, this qada-cache reads {FORMAT_VERSION}: {way_out}")

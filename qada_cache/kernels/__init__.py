@@ -37,13 +37,15 @@ def partial_attention(
     value: Tensor,
     *,
     scaling: float,
+    mask: Tensor | None = None,
     causal: bool = False,
     softcap: float | None = None,
     kernels: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`reference.partial_attention` without a mask in bounded memory: by our kernel or torch's where they serve, else
-    block by block. `tokens` may be 0, `kernels` is one of `choice.KINDS`."""
-    if softcap is None:
+    """`reference.partial_attention` in bounded memory: by our kernel or torch's where they serve, as they do without a
+    mask `[batch or 1, 1, queries, tokens]`, else block by block. `tokens` may be 0, `kernels` is one of
+    `choice.KINDS`."""
+    if softcap is None and mask is None:
         ours = kernels != "torch" and not causal and cpu.supports(query, key, value)
         if ours and (found := cpu.compiled_partial_attention(query, key, value, scaling=scaling)) is not None:
             return found
@@ -61,8 +63,9 @@ def partial_attention(
         for start in range(0, seen, tokens):
             keys = slice(start, min(start + tokens, seen))
             block = query[..., queries, :], key[..., keys, :], value[..., keys, :]
+            shown = None if mask is None else mask[..., queries, keys]
             diagonal = causal and start == first
-            part = reference.partial_attention(*block, scaling=scaling, causal=diagonal, softcap=softcap)
+            part = reference.partial_attention(*block, scaling=scaling, mask=shown, causal=diagonal, softcap=softcap)
             out[..., queries, :], lse[..., queries] = merge_partials(out[..., queries, :], lse[..., queries], *part)
     return out, lse
 

@@ -8,6 +8,7 @@ a CPU (`compiled_decode.py`); else torch, with a warning that says why on a GPU.
 import functools
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 
 import torch
@@ -23,6 +24,8 @@ logger = logging.get_logger(__name__)
 AUTO_DEVICES = ("cuda",)  # where "auto" takes Triton's kernel: interpreted, on a CPU, it only serves tests
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 256
+CAPABILITY = (8, 0)  # of a CUDA device; older ones lack what the kernel is compiled to
+INSTALL = {"linux": "pip install 'qada-cache[triton]'", "win32": "pip install triton-windows"}  # by sys.platform
 KINDS = ("auto", "torch", "triton")
 
 
@@ -33,13 +36,16 @@ def _installed() -> bool:
 
 def unsupported_reason(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> str | None:
     """Why the Triton kernel cannot compute this call, in words for an error message; None if it can. Tensors are as in
-    `DecodeCall`, `criterion` as in `Options`."""
+    `Query` and `Operands`, `criterion` as in `Options`."""
     if not _installed():
-        return "triton is not installed (pip install 'qada-cache[triton]')"
+        return f"triton is not installed ({INSTALL.get(sys.platform, f'there is none for {sys.platform}')})"
     from .triton import kernels as triton_kernels
 
     if query.device.type != ("cpu" if triton_kernels.INTERPRETED else "cuda"):
         return f"the kernel needs CUDA tensors, or CPU tensors with TRITON_INTERPRET=1, not {query.device.type} ones"
+    if query.device.type == "cuda" and (found := torch.cuda.get_device_capability(query.device)) < CAPABILITY:
+        needed, has = (".".join(map(str, capability)) for capability in (CAPABILITY, found))
+        return f"the kernel needs a GPU of compute capability {needed} or above, not {has}"
     if query.dtype not in DTYPES:
         return f"the kernel has no {query.dtype}"
     if not query.dtype == bulk_keys.dtype == bulk_values.dtype:

@@ -1,7 +1,7 @@
-"""One decode step of one layer in plain torch, `query_adaptive.py` for a `DecodeCall`, and trials of kernels by it."""
+"""One decode step of one layer in plain torch, by `query_adaptive.py`, and trials of kernels by it."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,57 +9,51 @@ from torch import Tensor
 
 from ..sketch import MIN_TOKENS, Layout
 from ..sketch.codec import Sketch, channel_means, quantize_segments, round_slopes
-from .decode_call import DecodeCall
-from .query_adaptive import Masks, Part, Request, Step, attend, decide, estimated_log_bulk
+from .operands import Operands, Query, Rows
+from .query_adaptive import BulkAttention, attend_local, decide, group_queries, score_local, select, sum_local
 from .reference import find_fault
 
 
-def decode_step(call: DecodeCall) -> tuple[Tensor, Tensor]:
+def decode_step(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
     """What every `fused_decode` computes: attention of one query token a row.
 
-    Returns `[batch, heads, 1, value_dim]` in the query's dtype, and bool `[batch, kv_heads, group]`, True where a head
-    read its bulk (there is one, and the query is decided).
+    Returns `[batch, heads, 1, value_dim]` in the query's dtype, and bool `[batch, kv_heads, group, 1]`, True where a
+    head read its bulk (there is one, and the query is decided).
     """
-    query, rows, sketch = call.query, call.rows, call.sketch
-    batch, heads, _, dim = query.shape
-    local, pending, decided = (mask[:, None, None] for mask in (rows.local, rows.pending, rows.decided))
-    bulk_tokens = rows.bulk_lengths[:, None, None] + pending.sum(dim=-1)
+    assert query.log_bulk is not None
+    grouped, lengths = group_queries(query, layer.kv_heads), rows.bulk_lengths.expand(len(query.states)).tolist()
     # Cleared, because a weight of 0 does not keep a nan out of a sum.
-    local_keys, local_values = (
-        near[:, :, : rows.columns].masked_fill(~(local | pending).mT, 0.0)
-        for near in (call.local_keys, call.local_values)
+    keys, values = (
+        near[:, :, : rows.columns].masked_fill(~(rows.local | rows.pending).mT, 0.0)
+        for near in (layer.local_keys, layer.local_values)
     )
-    lengths = rows.bulk_lengths.expand(batch).tolist()
-    masks = Masks(local, pending, bulk_tokens, decided & (bulk_tokens > 0))
-    step = Step(query.reshape(batch, -1, call.group, dim), local_keys, local_values, masks, call.rule, lengths, sketch)
-
-    def read(whole: list[list[bool]], requests: Iterator[Request] | None) -> Iterator[Part]:
-        for row, wanted in enumerate(whole):
-            for head in [head for head, does in enumerate(wanted) if does and lengths[row]]:
-                yield _part(call, row, head, slice(0, lengths[row]))
-        for request in requests or ():
-            yield _part(call, request.row, request.head, request.tokens.to(call.bulk_keys.device), request)
-
-    own, others = None, []
-    if call.mean is not None and call.covariance is not None and call.count is not None:
-        own = call.mean, call.covariance, call.count
-    if call.other_mean is not None and call.other_covariance is not None:
-        others = [(0, call.other_mean, call.other_covariance)]
-    flags = decide(step, estimated_log_bulk(step, own, others, pool=call.rule.pool_pending))
-    out, _, selecting = attend(step, flags, read)
-    if sketch is not None and call.sketch_read_bytes is not None:
-        for row, heads_selecting in enumerate(selecting):
-            call.sketch_read_bytes += sketch.read_bytes(lengths[row]) * sum(heads_selecting)
-    return out.reshape(batch, heads, 1, -1).to(query.dtype), flags.squeeze(3)
+    scores = score_local(grouped, keys, query)
+    flags = decide(sum_local(scores, rows, None), query.log_bulk, rows, layer)
+    local = attend_local(scores, values, rows, flags)
+    whole, selecting, chosen = select(grouped, flags, local[1], lengths, query, rows, layer)
+    bulk = BulkAttention(grouped, query, values.shape[3])
+    for row, heads in enumerate(whole):
+        for head in [head for head, wanted in enumerate(heads) if wanted and lengths[row]]:
+            bulk.add_whole(slice(row, row + 1), slice(head, head + 1), *_gather(layer, row, head, slice(lengths[row])))
+    for one in chosen:
+        assert layer.sketch is not None
+        one_keys, one_values = _gather(layer, one.row, one.head, one.tokens.to(layer.bulk_keys.device))
+        bulk.add_chosen(one, one_keys, one_values, layer.sketch)
+    out, _ = bulk.merge(*local, flags)
+    if layer.sketch is not None and layer.sketch_read_bytes is not None:
+        for length, heads in zip(lengths, selecting, strict=False):
+            layer.sketch_read_bytes += layer.sketch.read_bytes(length) * sum(heads)
+    return out.reshape(*query.states.shape[:3], -1).to(query.states.dtype), flags
 
 
-def _part(call: DecodeCall, row: int, head: int, tokens: slice | Tensor, request: Request | None = None) -> Part:
-    """Tokens of one head of a call's bulk, on the query's device, counted."""
-    bulk = call.bulk_keys, call.bulk_values
-    keys, values = (part[row, head][tokens].to(call.query.device)[None, None] for part in bulk)
-    if call.bulk_read_bytes is not None:
-        call.bulk_read_bytes += keys.nbytes + values.nbytes
-    return Part(slice(row, row + 1), slice(head, head + 1), keys, values, request)
+def _gather(layer: Operands, row: int, head: int, tokens: slice | Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values `[1, 1, tokens, dim]` of one head of a bulk, on the query's device, counted."""
+    keys, values = (
+        part[row, head][tokens].to(layer.local_keys.device)[None, None] for part in (layer.bulk_keys, layer.bulk_values)
+    )
+    if layer.bulk_read_bytes is not None:
+        layer.bulk_read_bytes += keys.nbytes + values.nbytes
+    return keys, values
 
 
 # Of a trial.
@@ -67,11 +61,15 @@ KV_HEADS = 3
 LOCAL, PENDING_COLUMNS, COLUMNS = 20, 5, 29  # columns of the local buffer; the others are neither
 SHORT = 300  # tokens in the bulk of all rows but the first
 ELSEWHERE = 0, 1  # the row and head that lie outside the buffers
+QUERY, ROWS = (
+    ("states", "scaling", "log_bulk"),
+    ("local", "pending", "bulk_tokens", "bulk_lengths", "decided"),
+)  # of a scene
 
 
 @functools.cache
 def find_decode_fault(
-    kernel: Callable[[DecodeCall], tuple[Tensor, Tensor]],
+    kernel: Callable[[Query, Rows, Operands], tuple[Tensor, Tensor]],
     device: torch.device,
     dtype: torch.dtype,
     *,
@@ -83,15 +81,15 @@ def find_decode_fault(
 ) -> str | None:
     """The fault of a `fused_decode` on this device, as of `reference.find_fault`; the answer is kept for the process.
 
-    The trial takes both group rules, with a default cache's moments, and once a head that lies elsewhere. Decisions are
-    clear, so that no rounding changes them, and tokens that are not to be read are nan.
+    The trial takes both group rules, and once a head that lies elsewhere. Decisions are clear, so that no rounding
+    changes them, and tokens that are not to be read are nan.
     """
     scene = _scene(dtype, group, dim, value_dim, layout)
     for group_rule, elsewhere in (("any", False), ("head", True)):
         scene["group_rule"] = group_rule
         expected = _compute(decode_step, scene, torch.device("cpu"))
         for name in ("bulk_keys", "bulk_values"):
-            scene[name] = scene[name].masked_fill(~expected[0].any(dim=-1)[..., None, None], torch.nan)
+            scene[name] = scene[name].masked_fill(~expected[0].any(dim=2, keepdim=True), torch.nan)
         compute = functools.partial(_compute, kernel, scene, device, pinned=pinned, elsewhere=elsewhere)
         if (wrong := find_fault(compute, expected)) is not None:
             return wrong
@@ -102,7 +100,7 @@ def _compute(
     kernel: Callable, scene: dict[str, Any], device: torch.device, *, pinned: bool = False, elsewhere: bool = False
 ) -> tuple[Tensor, ...]:
     """What the kernel makes of a scene, on the host: flags, outputs, and bytes of the bulk and of the sketch."""
-    kwargs = {name: part.to(device) if isinstance(part, Tensor) else part for name, part in scene.items()}
+    kwargs: dict[str, Any] = {n: part.to(device) if isinstance(part, Tensor) else part for n, part in scene.items()}
     if "sketch" in kwargs:
         kwargs["sketch"] = Sketch(*(part.to(device) for part in scene["sketch"].tensors().values()))
     read, hit, sketch_read = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
@@ -117,13 +115,14 @@ def _compute(
         pointers = torch.zeros(*scene["bulk_keys"].shape[:2], 2, dtype=torch.int64, device="cpu")
         pointers[ELSEWHERE] = torch.tensor([part.data_ptr() for part in moved], device="cpu")
         kwargs |= {"resident_pointers": pointers.to(device), "resident_hit_bytes": hit}
-    out, flags = kernel(DecodeCall.of(**kwargs, bulk_read_bytes=read, sketch_read_bytes=sketch_read))
+    query, rows = (kind(**{name: kwargs.pop(name) for name in names}) for kind, names in ((Query, QUERY), (Rows, ROWS)))
+    out, flags = kernel(query, rows, Operands(**kwargs, bulk_read_bytes=read, sketch_read_bytes=sketch_read))
     # Here, as the host waits for the device: until then nothing that the kernels read may be let go of.
     return tuple(part.cpu() for part in (flags, out, read + hit, sketch_read))
 
 
 def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, layout: Layout | None) -> dict[str, Any]:
-    """What `DecodeCall.of` takes, on the host, but for the group rule and what is counted.
+    """What `Query`, `Rows` and `Operands` take, on the host, but for the group rule and what is counted.
 
     Every KV head has a direction, in which its queries point, and keys lie along it or against it. Those of the first
     KV head find their keys nearby, those of the second far away, most of all in every third token. In the group of the
@@ -157,15 +156,15 @@ def _scene(dtype: torch.dtype, group: int, dim: int, value_dim: int, layout: Lay
     )
 
     lengths = torch.tensor([length, SHORT, SHORT], device="cpu")
-    kwargs: dict[str, Any] = {"scaling": 4 / dim, "threshold": 0.5, "bulk_lengths": lengths, "count": lengths}
-    kwargs["decided"] = torch.tensor([True, True, False], device="cpu")
-    kwargs["query"] = query.to(dtype).reshape(batch, KV_HEADS * group, 1, dim)
-    columns = torch.arange(COLUMNS, device="cpu")[None]
+    kwargs: dict[str, Any] = {"scaling": 4 / dim, "logit_threshold": 0.0, "bulk_lengths": lengths}
+    kwargs["decided"] = torch.tensor([True, True, False], device="cpu")[:, None, None]
+    kwargs["bulk_tokens"] = (lengths + PENDING_COLUMNS)[:, None, None]
+    kwargs["states"] = query.to(dtype).reshape(batch, KV_HEADS * group, 1, dim)
+    columns = torch.arange(COLUMNS, device="cpu")[None, None, None]
     kwargs["local"], kwargs["pending"] = columns < LOCAL, (columns >= LOCAL) & (columns < LOCAL + PENDING_COLUMNS)
-    known = [keys[:, :tokens].float() for keys, tokens in zip(bulk_keys, lengths.tolist(), strict=True)]
-    kwargs["mean"] = torch.stack([keys.mean(dim=1) for keys in known])
-    kwargs["covariance"] = torch.stack([torch.stack([head.mT.cov(correction=0) for head in keys]) for keys in known])
-    kwargs |= {"other_mean": kwargs["mean"][:1], "other_covariance": kwargs["covariance"][:1], "pool_pending": True}
+    used = [keys[:, :tokens].float() for keys, tokens in zip(bulk_keys, lengths.tolist(), strict=True)]
+    scores = [4 / dim * queries @ keys.mT for queries, keys in zip(query, used, strict=True)]
+    kwargs["log_bulk"] = torch.stack([row.logsumexp(dim=-1, keepdim=True) for row in scores])
     if layout is not None:
         kwargs |= {"sketch": _sketch(bulk_keys, bulk_values, layout), "token_threshold": 0.8}
     local_keys[:, :, LOCAL + PENDING_COLUMNS :] = local_values[:, :, LOCAL + PENDING_COLUMNS :] = torch.nan

@@ -1,10 +1,10 @@
-"""Query-adaptive attention in plain torch: the definition that kernels are held to, and what serves without one.
+"""Query-adaptive attention in plain torch, step by step: what kernels are held to, and what serves without one.
 
-It knows nothing of where a bulk lies: it requests keys and values head by head.
+`score_local`, `decide`, `attend_local`; `select` what to read of the bulk, and `BulkAttention` over what was gathered.
+Where a bulk lies is no affair of these functions.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,190 +13,135 @@ from torch import Tensor
 from .. import criterion
 from ..sketch import MIN_TOKENS
 from ..sketch.codec import Sketch
-from ..sketch.selection import Selection, select_tokens, unread_value, unreliable
-from .decode_call import Rule
+from ..sketch.selection import select_tokens, unread_value, unreliable
+from .operands import Operands, Query, Rows
 from .reference import merge_partials, partial_attention, softmax_average
 
 BLOCK_SCORES = 1 << 22  # estimates of scores that are held at once
 
 
-@dataclass(frozen=True, eq=False)
-class Masks:
-    """What the queries of one call see; `rows` is their number, or 1 where all are alike."""
-
-    local: Tensor  # bool `[rows, 1, queries, columns]`: of the local buffer, the query's sinks and window, itself too
-    pending: Tensor  # bool, same shape: tokens of the query's bulk that still lie in the local buffer
-    bulk_tokens: Tensor  # int64 `[rows, 1, queries]`, the paper's `T_bulk` of each query
-    decided: Tensor  # bool `[rows, 1, queries]`, real queries that have a bulk: the ones a criterion decides about
-
-
-@dataclass(eq=False)
-class Step:
-    """One call of one layer: several queries a row."""
-
-    grouped_queries: Tensor  # `[batch, kv_heads, group * queries, dim]`: query heads of a KV head share its keys
-    local_keys: Tensor  # `[batch, kv_heads, columns, dim]`, finite
-    local_values: Tensor  # likewise, of `value_dim`
-    masks: Masks
-    rule: Rule
-    lengths: list[int]  # tokens of each row's bulk, all of which precede every query's window
-    sketch: Sketch | None  # of rows of `MIN_TOKENS` and more; None: long-context heads read all of the bulk
-    partial: Callable = partial_attention  # or what computes the same
-    scores: Tensor = field(init=False)  # over the local buffer, `[batch, kv_heads, group, queries, columns]` float32
-
-    def __post_init__(self) -> None:
-        scores = torch.matmul(self.grouped_queries.float(), self.local_keys.float().mT) * self.rule.scaling
-        self.scores = criterion.soft_cap(scores, self.rule.softcap).unflatten(2, (-1, self.masks.local.shape[2]))
-
-
-class Request(NamedTuple):
-    """Tokens of one KV head (int64, on the query's device), selected for some queries of the call."""
+class Chosen(NamedTuple):
+    """Tokens of one KV head that some queries of a call read, and what stands for the rest, as in `Selection`."""
 
     row: int
     head: int
-    tokens: Tensor
     queries: slice
-    selection: Selection
+    tokens: Tensor  # int64, on the query's device: those that any of the queries reads
+    seen: Tensor  # bool `[queries, tokens]`, by each of them
+    log_unread: Tensor
+    tilt: Tensor
 
 
-class Part(NamedTuple):
-    """A part of the bulk on the query's device, and what it cost."""
-
-    rows: slice
-    heads: slice
-    keys: Tensor  # `[rows, heads, tokens, dim]`
-    values: Tensor  # likewise, of `value_dim`
-    request: Request | None = None  # what asked for it; None: a head is there whole, or the next block of it
-    bulk_read_bytes: int = 0  # from the bulk's own memory; prefetched ones were counted before
-    resident_hit_bytes: int = 0  # from a resident instead
+def group_queries(query: Query, kv_heads: int) -> Tensor:
+    """`[batch, kv_heads, group * queries, dim]`: the query heads of a KV head share its keys."""
+    batch, _, _, dim = query.states.shape
+    return query.states.reshape(batch, kv_heads, -1, dim)
 
 
-# Parts in any order: of rows and KV heads that are read whole, and of requests, which are made as they are asked for,
-# None without a sketch.
-Read = Callable[[list[list[bool]], Iterator[Request] | None], Iterable[Part]]
-
-# `(out, lse)` over the bulk, what stands for unread tokens included, and `lse` of what was read alone.
-BulkAttention = tuple[Tensor, Tensor, Tensor]
-
-LengthMoments = tuple[int, Tensor, Tensor]  # tokens, mean, covariance: of keys in bulks of more tokens
+def score_local(grouped: Tensor, local_keys: Tensor, query: Query) -> Tensor:
+    """Scores over the local buffer, `[batch, kv_heads, group, queries, columns]` float32, of keys that are finite."""
+    scores = torch.matmul(grouped.float(), local_keys.float().mT) * query.scaling
+    return criterion.soft_cap(scores, query.softcap).unflatten(2, (-1, query.states.shape[2]))
 
 
-def estimated_log_bulk(
-    step: Step, own: tuple[Tensor, Tensor, Tensor] | None, others: list[LengthMoments], *, pool: bool
-) -> Tensor:
-    """The `log A_bulk` `[batch, kv_heads, group, queries]` of every criterion but "oracle".
+def sum_local(scores: Tensor, rows: Rows, sink_logits: Tensor | None) -> Tensor:
+    """`log A_local` `[batch, kv_heads, group, queries]`, a learned sink included."""
+    log_local = criterion.log_mass(scores, rows.local)
+    return log_local if sink_logits is None else torch.logaddexp(log_local, _view_sinks(sink_logits, log_local))
 
-    Eq. 7's, the larger one of two estimates, and `+inf` where nothing is known of the bulk, so that it is read. In the
-    eyes of a criterion that compares no masses `+inf` for long-context heads, and `-inf` for local ones. `own` are the
-    prompt's mean, covariance and count, as for `current_score_moments`; pending tokens join if `pool`.
+
+def _view_sinks(sink_logits: Tensor, like: Tensor) -> Tensor:
+    return sink_logits.float().view(*like.shape[1:3], 1)
+
+
+def decide(log_local: Tensor, log_bulk: Tensor, rows: Rows, layer: Operands) -> Tensor:
+    """The long-context heads, bool `[batch, kv_heads, group, queries]`: of queries with a bulk."""
+    flags = criterion.long_context(log_local, log_bulk, layer.logit_threshold)
+    decided = rows.decided & (rows.bulk_tokens > 0)
+    return criterion.group_decision(flags, layer.group_rule) & decided.unsqueeze(2)
+
+
+def attend_local(
+    scores: Tensor, local_values: Tensor, rows: Rows, flags: Tensor, sink_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Every head over its sinks and window, long-context heads over their pending tokens too: `out` `[batch, kv_heads,
+    group * queries, value_dim]` and `lse` float32. A learned sink is a token whose value is zero."""
+    visible = rows.local.unsqueeze(1) | (rows.pending.unsqueeze(1) & flags.unsqueeze(-1))
+    out, lse = softmax_average(scores.masked_fill(~visible, -torch.inf).flatten(2, 3), local_values)
+    if sink_logits is None:
+        return out, lse
+    sinks = _view_sinks(sink_logits, flags).expand(flags.shape).flatten(2, 3)
+    return merge_partials(out, lse, torch.zeros_like(out), sinks)
+
+
+def select(
+    grouped: Tensor, flags: Tensor, lse: Tensor, lengths: list[int], query: Query, rows: Rows, layer: Operands
+) -> tuple[list[list[bool]], list[list[bool]], list[Chosen]]:
+    """What to read of bulks of `lengths` tokens, by `flags` as `decide` returns them and `lse` of `attend_local`:
+    whether each row and KV head reads its whole bulk, whether it selects tokens, and these.
+
+    To read flags on the host is where a step waits for the device.
     """
-    rule, like = step.rule, step.scores[..., 0]
-    if rule.table is not None:
-        return torch.where(rule.table, torch.inf, -torch.inf).unsqueeze(-1).expand_as(like)
-    if rule.kind != "gaussian":
-        return torch.full_like(like, torch.inf if rule.kind == "dense" else -torch.inf)
-    largest = other_log_bulk(step, others) if others else torch.full_like(like, torch.nan)
-    if own is not None:
-        query, pending = step.grouped_queries.float(), step.masks.pending if pool else None
-        mean, variance, known = criterion.current_score_moments(
-            query, step.scores, own, pending=pending, scaling=rule.scaling, softcap=rule.softcap
-        )
-        estimate = criterion.gaussian_log_bulk(mean, variance, step.masks.bulk_tokens.unsqueeze(2))
-        largest = torch.fmax(largest, estimate.masked_fill(~known, torch.nan))  # which takes a number before a nan
-    return largest.masked_fill(largest.isnan(), torch.inf)
-
-
-def other_log_bulk(step: Step, others: list[LengthMoments]) -> Tensor:
-    """Eq. 7's by means and covariances `[batch or 1, kv_heads, ...]`, each for bulks of more tokens than it says."""
-    query, tokens = step.grouped_queries.float(), step.masks.bulk_tokens.unsqueeze(2)
-    found = step.scores.new_full(step.scores.shape[:-1], -torch.inf)
-    for length, *pair in others:
-        moments = criterion.score_moments(query, *pair, scaling=step.rule.scaling, softcap=step.rule.softcap)
-        mean, variance = (part.view_as(found) for part in moments)
-        found = torch.where(tokens > length, criterion.gaussian_log_bulk(mean, variance, tokens), found)
-    return found
-
-
-def decide(step: Step, log_bulk: Tensor) -> Tensor:
-    """The long-context heads, bool `[batch, kv_heads, group, queries]`, by `log_bulk` of the same shape."""
-    log_local = criterion.log_mass(step.scores, step.masks.local)
-    flags = criterion.long_context(log_local, log_bulk, step.rule.logit_threshold)
-    return criterion.group_decision(flags, step.rule.group_rule) & step.masks.decided.unsqueeze(2)
-
-
-def attend(
-    step: Step, flags: Tensor, read: Read, whole: BulkAttention | None = None
-) -> tuple[Tensor, Tensor, list[list[bool]]]:
-    """Every head over its sinks and window, long-context heads over their bulk too, or what matters of it.
-
-    `flags` are as `decide` returns them; reading them on the host is where a step waits for the device. `whole` is what
-    `attend_bulk` says of all of the bulk, if that is known.
-
-    Returns the output `[batch, kv_heads, group * queries, value_dim]` float32, the log-sum-exp of the scores of all
-    that was read, and whether each row and KV head read selected tokens; empty without a bulk or a sketch.
-    """
-    visible = step.masks.local.unsqueeze(1) | (step.masks.pending.unsqueeze(1) & flags.unsqueeze(-1))
-    out, lse = softmax_average(step.scores.masked_fill(~visible, -torch.inf).flatten(2, 3), step.local_values)
-    if not any(step.lengths):
-        return out, lse, []
-    long_heads, selecting = flags.flatten(2), []
-    if whole is None:
-        wanted, requests = long_heads.any(dim=-1), None  # [batch, kv_heads]
-        if step.sketch is None:
-            wanted_heads = wanted.tolist()
-        else:
-            # A KV head that is unreliable for one query is read whole for all queries of the call.
-            unreliable_heads = unreliable(step.grouped_queries, step.sketch, scaling=step.rule.scaling) & long_heads
-            sketched = torch.tensor([length >= MIN_TOKENS for length in step.lengths], device=flags.device)
-            selects = wanted & sketched[:, None] & ~unreliable_heads.any(dim=-1)
-            selecting, wanted_heads = torch.stack([selects, wanted & ~selects]).tolist()
-            requests = _requests(step, step.sketch, flags, lse, selecting)
-        whole = attend_bulk(step, read, wanted_heads, requests)
-    bulk_out, *found = whole
-    bulk_lse, read_lse = (part.masked_fill(~long_heads, -torch.inf) for part in found)
-    return merge_partials(out, lse, bulk_out, bulk_lse)[0], torch.logaddexp(lse, read_lse), selecting
-
-
-def attend_bulk(
-    step: Step, read: Read, wanted: list[list[bool]], requests: Iterator[Request] | None = None
-) -> BulkAttention:
-    """All queries of the wanted rows and KV heads over the whole bulk, those of requests over what they select of it,
-    and what stands for the rest; the others over nothing."""
-    grouped, group, scaling, softcap = step.grouped_queries, step.scores.shape[2], step.rule.scaling, step.rule.softcap
-    out = grouped.new_zeros(*grouped.shape[:-1], step.local_values.shape[-1], dtype=torch.float32)
-    lse = grouped.new_full(grouped.shape[:-1], -torch.inf, dtype=torch.float32)
-    read_lse = lse.clone()
-    queries, outs, masses, read_masses = (part.unflatten(2, (group, -1)) for part in (grouped, out, lse, read_lse))
-    for part in read(wanted, requests):
-        if part.request is None:
-            place = part.rows, part.heads
-            out[place], lse[place] = step.partial(grouped[place], part.keys, part.values, scaling=scaling)
-            read_lse[place] = lse[place]
-            continue
-        row, head, tokens, which, selection = part.request
-        at = row, head, slice(None), which
-        query, mask = queries[at], selection.tokens[:, tokens]
-        found = partial_attention(query, part.keys[0], part.values[0], scaling=scaling, mask=mask, softcap=softcap)
-        assert step.sketch is not None
-        rest = unread_value(query, step.sketch[row, head], selection.tilt, scaling=scaling)
-        read_masses[at] = found[1]
-        outs[at], masses[at] = merge_partials(*found, rest, selection.log_unread)
-    return out, lse, read_lse
-
-
-def _requests(
-    step: Step, sketch: Sketch, flags: Tensor, buffer_lse: Tensor, selecting: list[list[bool]]
-) -> Iterator[Request]:
-    """What the selecting KV heads ask for, some queries of one at a time."""
-    shape, rule = flags.shape[2:], step.rule  # [group, queries]
-    options: Any = {"scaling": rule.scaling, "token_threshold": rule.token_threshold, "softcap": rule.softcap}
-    bulk_tokens = step.masks.bulk_tokens.expand(len(flags), -1, -1)
+    long_heads = flags.flatten(2)
+    wanted = long_heads.any(dim=-1)  # [batch, kv_heads]
+    if layer.sketch is None or not any(lengths):
+        return (wanted.tolist() if any(lengths) else [[]] * len(lengths)), [], []
+    # A KV head that is unreliable for one query is read whole for all queries of the call.
+    unreliable_heads = unreliable(grouped, layer.sketch, scaling=query.scaling) & long_heads
+    sketched = torch.tensor([length >= MIN_TOKENS for length in lengths], device=flags.device)
+    selects = wanted & sketched[:, None] & ~unreliable_heads.any(dim=-1)
+    selecting, whole = torch.stack([selects, wanted & ~selects]).tolist()
+    chosen, shape = [], flags.shape[2:]  # [group, queries]
+    bulk_tokens = rows.bulk_tokens.expand(len(flags), -1, -1)
+    options: dict[str, Any] = {"scaling": query.scaling, "softcap": query.softcap}
+    options["token_threshold"] = layer.token_threshold
     for row, head in [(row, head) for row, heads in enumerate(selecting) for head, does in enumerate(heads) if does]:
-        query, log_buffer = (tensor[row, head].unflatten(0, shape) for tensor in (step.grouped_queries, buffer_lse))
-        block = max(1, BLOCK_SCORES // (shape[0] * step.lengths[row]))
+        states, log_buffer = (tensor[row, head].unflatten(0, shape) for tensor in (grouped, lse))
+        block = max(1, BLOCK_SCORES // (shape[0] * lengths[row]))
         for first in range(0, shape[1], block):
             part = slice(first, first + block)
             options |= {"log_buffer": log_buffer[:, part], "bulk_tokens": bulk_tokens[row, 0, part]}
             options["flags"] = flags[row, head, :, part]
-            selection = select_tokens(query[:, part], sketch[row, head], step.lengths[row], **options)
-            yield Request(row, head, selection.tokens.any(dim=0).nonzero()[:, 0], part, selection)
+            found = select_tokens(states[:, part], layer.sketch[row, head], lengths[row], **options)
+            tokens = found.tokens.any(dim=0).nonzero()[:, 0]
+            chosen.append(Chosen(row, head, part, tokens, found.tokens[:, tokens], found.log_unread, found.tilt))
+    return whole, selecting, chosen
+
+
+class BulkAttention:
+    """Attention over the bulk, as much of it as was added, for queries `[batch, kv_heads, group * queries, dim]`."""
+
+    def __init__(self, grouped: Tensor, query: Query, value_dim: int, partial: Callable = partial_attention) -> None:
+        """Over nothing yet; `partial` is `partial_attention`, or what computes the same."""
+        self._grouped, self._query, self._partial = grouped, query, partial
+        # float32; what stands for unread tokens is in `out` and `lse`, what was read alone in `read_lse`.
+        self.out = grouped.new_zeros(*grouped.shape[:-1], value_dim, dtype=torch.float32)
+        self.lse = grouped.new_full(grouped.shape[:-1], -torch.inf, dtype=torch.float32)
+        self.read_lse = self.lse.clone()
+
+    def add_whole(self, rows: slice, heads: slice, keys: Tensor, values: Tensor) -> None:
+        """All queries over the whole bulk of rows and KV heads `[rows, heads, tokens, dim]`."""
+        at, scaling, softcap = (rows, heads), self._query.scaling, self._query.softcap
+        self.out[at], self.lse[at] = self._partial(self._grouped[at], keys, values, scaling=scaling, softcap=softcap)
+        self.read_lse[at] = self.lse[at]
+
+    def add_chosen(self, chosen: Chosen, keys: Tensor, values: Tensor, sketch: Sketch) -> None:
+        """Some queries over tokens chosen for them `[1, 1, tokens, dim]`, and what stands for the rest."""
+        queries, scaling = self._query.states.shape[2], self._query.scaling
+        states, out, lse, read_lse = (
+            part.unflatten(2, (-1, queries))[chosen.row, chosen.head, :, chosen.queries]
+            for part in (self._grouped, self.out, self.lse, self.read_lse)
+        )
+        told: dict[str, Any] = {"scaling": scaling, "mask": chosen.seen, "softcap": self._query.softcap}
+        found = partial_attention(states, keys[0], values[0], **told)
+        rest = unread_value(states, sketch[chosen.row, chosen.head], chosen.tilt, scaling=scaling)
+        read_lse.copy_(found[1])
+        merged = merge_partials(*found, rest, chosen.log_unread)
+        out.copy_(merged[0])
+        lse.copy_(merged[1])
+
+    def merge(self, out: Tensor, lse: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:
+        """The output `[batch, kv_heads, group * queries, value_dim]` float32 of local attention and, for flagged heads,
+        of this; and the log-sum-exp of the scores of all that was read."""
+        bulk_lse, read_lse = (part.masked_fill(~flags.flatten(2), -torch.inf) for part in (self.lse, self.read_lse))
+        return merge_partials(out, lse, self.out, bulk_lse)[0], torch.logaddexp(lse, read_lse)

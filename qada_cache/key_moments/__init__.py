@@ -109,7 +109,7 @@ class KeyMoments:
             raise ValueError(f"moments are of a bulk of at least 1 token, got length {length}")
         if not self.rotations:
             index = max(0, bisect_right(self.lengths, length) - 1)
-            return self.mean[index, layer].double(), self.covariance[index, layer].double()
+            return self.mean[index, layer].cpu().double(), self.covariance[index, layer].cpu().double()
         rotation = rotation_at(self.rotations[layer], self.rope, layer, length)
         return rotation.average(self.mean[0, layer], self.covariance[0, layer], first=self.sink_tokens, length=length)
 

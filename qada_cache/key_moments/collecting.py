@@ -40,7 +40,7 @@ class QueryEnergies:
 
     def __call__(self, layer: int, query: Tensor) -> None:
         """Take in a layer's queries `[batch, heads, tokens, dim]`."""
-        squares = query.detach().float().square().sum(dim=(0, 2)).double().cpu()  # [heads, dim]
+        squares = query.detach().float().square().sum(dim=(0, 2)).cpu().double()  # [heads, dim]
         self.sums[layer] = squares + self.sums.get(layer, 0)
         self.tokens[layer] += query.shape[0] * query.shape[2]
 
@@ -50,7 +50,7 @@ class QueryEnergies:
         """Energies float32 `[layers, kv_heads, dim]`: means over a KV head's query heads and over each rotary pair.
         None if the queries of a layer that has `keys` were not seen, or are of other heads."""
         _, heads, _, dim = next(iter(keys.values())).shape
-        energies, seen = torch.zeros(layers, heads, dim), 0
+        energies, seen = torch.zeros(layers, heads, dim, device="cpu"), 0
         for index in keys.keys() & self.sums.keys():
             sums = self.sums[index]
             if not len(sums) % heads and sums.shape[1] == dim:
@@ -137,13 +137,14 @@ def collect(
             total=tokens * len(passes), desc=f"key moments ({kind})", unit="token", leave=False, delay=1, disable=hidden
         ) as bar:
             for length in passes:
-                spread = torch.linspace(0, length - 1, bulk).round().long() + sink_tokens
+                first = torch.arange(sink_tokens, device="cpu")
+                spread = torch.linspace(0, length - 1, bulk, device="cpu").round().long() + sink_tokens
                 # Contiguous positions are left to the model: not every one takes them as an argument.
-                positions = None if length == bulk else torch.cat([torch.arange(sink_tokens), spread])[None]
+                positions = None if length == bulk else torch.cat([first, spread])[None]
                 with observed(model, energies):
                     keys = read_keys(model, ids[None], positions, chunk=chunk, done=bar.update)
                 if scheme == "analytic":
-                    back = -torch.arange(tokens)
+                    back = -torch.arange(tokens, device="cpu")
                     keys = {index: rotations[index].rotate(kept.double(), back) for index, kept in keys.items()}
                 grid += [_moments(keys, slice(sink_tokens, sink_tokens + prefix), layers) for prefix in prefixes]
     name = model.config._name_or_path
@@ -183,7 +184,7 @@ def _longest(model: PreTrainedModel, config: PreTrainedConfig) -> int:
 def _check_same(shard: HeadShard, kind: str, ids: Tensor) -> None:
     """Raise ValueError, in every process, if they would read different prompts: each has a tokenizer of its own."""
     digest = hashlib.sha256(f"{kind} {ids.tolist()}".encode()).digest()
-    read = shard.gather(torch.tensor([list(digest)]), 0)
+    read = shard.gather(torch.tensor([list(digest)], device="cpu"), 0)
     if not read.eq(read[0]).all():
         raise ValueError(
             "the processes that share this model would read different prompts: give each the same prompt, tokenizer, "

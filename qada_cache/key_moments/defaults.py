@@ -1,6 +1,7 @@
 """A model's default key moments: collected at first use, kept in memory and in a file of the user's cache folder."""
 
 import os
+import re
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -20,12 +21,15 @@ from .prompts import PROMPTS, TOKENS_FOR_WORDS, choose_prompt
 logger = logging.get_logger(__name__)
 
 REMEMBERED = 8  # models
-# Versions of the prompts' names ("random-words" once were tokens) and of the files' layout. Files of other versions are
-# not found: a config may find only one file of its name.
-VERSIONS = {"naming": 2, "format": tensor_file.OLDEST_VERSIONS[KIND]}
 CURRENT = "current"  # the prompt being read
 DEFAULT_MOMENTS = f"{CURRENT}+random-tokens"
 FOLDER = "moments"  # of `files.home()`
+# Limits of that folder's key moments, as every state of the weights has a file of its own: 17 MB for the sizes of an
+# 8B Llama, 1.5 MB for SmolLM2's. The one used least recently goes first, when another one is written.
+KEPT_FILES = 128  # several prompts of as many models as one person works with
+KEPT_BYTES = 1 << 30  # the 64 states of an 8B model that were used last
+KEPT_SECONDS = 90 * 24 * 3600.0  # unused; to collect them again takes one pass over 1,024 tokens
+_NAMES = re.compile(rf".+-({'|'.join(PROMPTS)})-[0-9a-f]{{16}}\.safetensors")  # of `_path`, and of no other file
 _remembered: dict[Path, KeyMoments] = {}
 _remembering = threading.RLock()  # one thread collects, others that ask for the same moments wait
 
@@ -126,7 +130,7 @@ def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     """The file that `default_moments` kept for the model that this config was loaded with; None without exactly one.
     The config names no weights. So a config made by hand finds none, and several files of one name (weights changed in
     memory) count as none. Instead of missing words, kept tokens are found, with a warning."""
-    source, found = identity.source(config, **VERSIONS), []
+    source, found = identity.source(config), []
     try:
         with files.opened(FOLDER) as folder:
             found = [name for name in os.listdir(folder) if source and name.startswith(f"{source}-{prompt}-")]
@@ -167,6 +171,7 @@ def _collect(
     try:
         with files.opened(FOLDER, make=True) as folder:
             files.write(path.name, tensor_file.encoded(KIND, moments.tensors(), moments.header()), folder=folder)
+            files.remove_unused(folder, _NAMES, count=KEPT_FILES, size=KEPT_BYTES, seconds=KEPT_SECONDS)
     except OSError as error:
         logger.warning_once(
             f"key moments cannot be kept in {path.parent} ({error}): they will be collected in every process"
@@ -201,5 +206,5 @@ def _read_moments(path: Path) -> KeyMoments | None:
 
 
 def _path(model: PreTrainedModel, prompt: str) -> Path:
-    start = identity.source(model.config, **VERSIONS) or model.config.model_type  # a config finds the file by it
-    return home() / FOLDER / f"{start}-{prompt}-{identity.digest(model, **VERSIONS)}.safetensors"
+    start = identity.source(model.config) or model.config.model_type  # a config finds the file by it
+    return home() / FOLDER / f"{start}-{prompt}-{identity.digest(model)}.safetensors"

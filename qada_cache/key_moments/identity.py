@@ -17,15 +17,14 @@ SAMPLED = 16  # values of each weight that stand for the whole
 _known: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[tuple], list[str]]]" = weakref.WeakKeyDictionary()
 
 
-def digest(model: PreTrainedModel, **versions: int) -> str:
-    """A digest of a model's config, dtype and a sample of every weight, independent of its path; and of the `versions`
-    of what is kept."""
-    whole = {"config": _settings(model.config, versions), "dtype": str(model.dtype)}
+def digest(model: PreTrainedModel) -> str:
+    """A digest of a model's config, dtype and a sample of every weight, independent of its path."""
+    whole = {"config": _settings(model.config), "dtype": str(model.dtype)}
     content = json.dumps(whole, sort_keys=True, default=str) + "".join(sample(model))
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def source(config: PreTrainedConfig, **versions: int) -> str:
+def source(config: PreTrainedConfig) -> str:
     """The path or repository of the weights and their commit; empty if they were not loaded. A config tells no more: it
     is wrong about weights changed since, and about another path to the same folder."""
     where = config._name_or_path
@@ -35,15 +34,15 @@ def source(config: PreTrainedConfig, **versions: int) -> str:
     if os.path.isdir(where):
         entries = [entry for entry in os.scandir(where) if entry.name.endswith((".safetensors", ".bin", ".gguf"))]
         version = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
-    whole = json.dumps([where, version, _settings(config, versions)], sort_keys=True, default=str)
+    whole = json.dumps([where, version, _settings(config)], sort_keys=True, default=str)
     return f"{config.model_type}-{hashlib.sha256(whole.encode()).hexdigest()[:16]}"
 
 
-def _settings(config: PreTrainedConfig, versions: dict[str, int]) -> dict[str, Any]:
+def _settings(config: PreTrainedConfig) -> dict[str, Any]:
     settings = config.to_dict()
     for left_out in ("transformers_version", "_name_or_path", "use_cache"):
         settings.pop(left_out, None)
-    return {**settings, **versions}
+    return settings
 
 
 def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:

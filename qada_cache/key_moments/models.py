@@ -5,8 +5,6 @@ the query heads that share them. It decides about these alone, by its part of ke
 """
 
 import re
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +15,11 @@ from torch import Tensor, distributed, nn
 from torch._dynamo import OptimizedModule
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .. import attention_table
+from ..versions import pass_cache
 
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
-_observing = threading.Lock()  # two at once would restore each other's entry in the one table
 
 
 def unwrap_model(model: Any) -> Any:
@@ -90,7 +89,7 @@ def read_keys(
     for start in range(0, ids.shape[1], chunk):
         part = slice(start, start + chunk)
         place = {} if positions is None else {"position_ids": positions[:, part].to(device)}
-        model(input_ids=ids[:, part].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1, **place)
+        model(input_ids=ids[:, part].to(device), **pass_cache(cache), use_cache=True, logits_to_keep=1, **place)
         done(len(ids[0, part]))
     found = {}
     for index in full_attention_layers(cache):
@@ -104,39 +103,22 @@ def read_keys(
     return found
 
 
-def own_attention(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The function that `module` calls under the attention implementation `name`."""
-    # Eager attention is not registered anywhere, each modeling file defines or imports its own; and a file may have a
-    # table of its own. A class derived elsewhere uses those of the file it derives from.
-    wanted = "eager_attention_forward" if name == "eager" else "ALL_ATTENTION_FUNCTIONS"
-    for kind in type(module).__mro__:
-        if (found := getattr(sys.modules.get(kind.__module__), wanted, None)) is not None:
-            return found if name == "eager" else found[name]
-    return ALL_ATTENTION_FUNCTIONS[name]
-
-
 @contextmanager
 def observed(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> Iterator[None]:
     """Inside, `observe(layer, query)` sees the queries `[batch, heads, tokens, dim]` of each of the model's layers, if
     these take their attention function from transformers' table."""
     ours = set(model.modules())
-    name = model.config.get_text_config(decoder=True)._attn_implementation
-    table = ALL_ATTENTION_FUNCTIONS
 
-    def attention(module: nn.Module, query: Tensor, *args: object, **kwargs: object) -> tuple:
+    def attention(base: Callable[..., Any], module: nn.Module, query: Tensor, *args: object, **kwargs: object) -> Any:
         if module in ours and isinstance(index := getattr(module, "layer_idx", None), int):
             observe(index, query)
-        return (original or own_attention(module, name))(module, query, *args, **kwargs)
+        return base(module, query, *args, **kwargs)
 
-    with _observing:
-        original = table.get(name)  # none for eager attention
-        table[name] = attention
-        try:
-            yield
-        finally:
-            del table[name]
-            if original is not None and table.get(name) is not original:  # the table had an entry of its own
-                table[name] = original
+    attention_table.place(attention, tables=attention_table.own_tables(model, model.config))
+    try:
+        yield
+    finally:
+        attention_table.displace(attention)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +145,7 @@ class HeadShard:
 
     def all_true(self, here: bool) -> bool:
         """Whether it is so in every process; every process calls it."""
-        return bool(self.gather(torch.tensor([here]), 0).all())
+        return bool(self.gather(torch.tensor([here], device="cpu"), 0).all())
 
 
 UNSHARDED = HeadShard(0, 1, None, torch.device("cpu"))  # of a model that is in one process

@@ -21,7 +21,7 @@ def choose_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase | None, text: 
     if prompt not in TOKENS_FOR_WORDS or text is not None:
         return prompt
     article = ARTICLE.read_text(encoding="utf-8")
-    known = tokenizer is not None and knows(tokenizer, tokenizer(article, return_tensors="pt").input_ids[0])
+    known = tokenizer is not None and knows(tokenizer, _encode(tokenizer, article))
     return prompt if known else TOKENS_FOR_WORDS[prompt]
 
 
@@ -51,7 +51,8 @@ def prompt_ids(
     def draw(choices: int, count: int) -> Tensor:
         """Indices `[count]` of words or tokens: each drawn anew, or one repeated."""
         drawn = 1 if prompt in ("single-word", "single-token") else count
-        return torch.randint(choices, (drawn,), generator=torch.Generator().manual_seed(seed)).expand(count)
+        made = torch.Generator("cpu").manual_seed(seed)
+        return torch.randint(choices, (drawn,), generator=made, device="cpu").expand(count)
 
     if isinstance(prompt, Tensor):
         ids = prompt.flatten().cpu().long()
@@ -66,7 +67,7 @@ def prompt_ids(
         if prompt in TOKENS_FOR_WORDS:
             words, most = whole.split(), 2 * tokens
             whole = " ".join(words[index] for index in draw(len(words), tokens).tolist())
-        ids = tokenizer(whole, return_tensors="pt", truncation=most is not None, max_length=most).input_ids[0]
+        ids = _encode(tokenizer, whole, truncation=most is not None, max_length=most)
         if not knows(tokenizer, ids):
             raise ValueError(f"the tokenizer does not know the words of the prompt ({shown}): give another text")
     if len(ids) < tokens and not fewer:
@@ -75,6 +76,11 @@ def prompt_ids(
             f"tokens={len(ids)}"
         )
     return ids[:tokens]
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **how: Any) -> Tensor:
+    """Token ids `[tokens]` int64 of a text, on the CPU; tokenizers' own tensors lie on torch's default device."""
+    return torch.tensor(tokenizer(text, **how).input_ids, dtype=torch.long, device="cpu")
 
 
 def knows(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> bool:
@@ -89,7 +95,7 @@ def _norms(embeddings: Any) -> Tensor:
     with align_module_device(embeddings):  # accelerate may keep them elsewhere
         weights: Tensor = embeddings.weight.detach()
         if weights.is_meta:
-            return torch.zeros(len(weights))
+            return torch.zeros(len(weights), device="cpu")
         if hasattr(weights, "full_tensor"):  # each process takes in its own part
             return torch.linalg.vector_norm(weights.float(), dim=-1).full_tensor().cpu()
         if type(weights) is Tensor and weights.is_floating_point():
@@ -114,4 +120,5 @@ def _ordinary_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase 
     known = range(len(ordinary))
     ordinary[[index for index in special if index in known]] = False
     begin: Any = getattr(config, "bos_token_id", None)
-    return torch.tensor([begin] if begin in known else []).long(), ordinary.nonzero().squeeze(-1)
+    begins = torch.tensor([begin] if begin in known else [], dtype=torch.long, device="cpu")
+    return begins, ordinary.nonzero().squeeze(-1)

@@ -43,27 +43,29 @@ class Rotation:
     def by_dim(self) -> tuple[Tensor, Tensor]:
         """Frequencies `[dim]`, negative for the first dim of a pair; and partners' indices `[dim]`, of unturned dims
         their own."""
-        frequency, partner = torch.zeros(self.dim, dtype=torch.float64), torch.arange(self.dim)
-        pair = torch.arange(pairs := len(self.frequencies))
+        frequency = torch.zeros(self.dim, dtype=torch.float64, device="cpu")
+        partner = torch.arange(self.dim, device="cpu")
+        pair = torch.arange(pairs := len(self.frequencies), device="cpu")
         one, other = (pair, pair + pairs) if self.layout == "half" else (2 * pair, 2 * pair + 1)
-        frequency[other] = torch.tensor(self.frequencies, dtype=torch.float64)
+        frequency[other] = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu")
         frequency[one] = -frequency[other]
         partner[one], partner[other] = other, one
         return frequency, partner
 
     def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Keys `[..., tokens, dim]` of position 0 at `positions` `[tokens]`; negative positions turn back."""
-        frequency, partner = (tensor.to(keys.device) for tensor in self.by_dim)
-        angle = positions.to(keys.device, torch.float64)[:, None] * frequency
-        return keys * angle.cos().to(keys.dtype) + keys[..., partner] * angle.sin().to(keys.dtype)
+        """Keys `[..., tokens, dim]` of position 0 at `positions` `[tokens]`; negative positions turn back. Angles are
+        computed in float64 on the CPU, as some devices have none."""
+        frequency, partner = self.by_dim
+        angle = positions.cpu().double()[:, None] * frequency
+        return keys * angle.cos().to(keys) + keys[..., partner.to(keys.device)] * angle.sin().to(keys)
 
     def average(self, mean: Tensor, covariance: Tensor, *, first: int, length: int) -> tuple[Tensor, Tensor]:
         """Moments of keys at every position of `first .. first + length - 1`, each key at each position, float64 on
         the CPU; from their mean `[..., dim]` and population covariance `[..., dim, dim]` at position 0."""
         _, partner = self.by_dim
         cos, sin, cos_cos, cos_sin, sin_sin = _means(self, first, length)
-        mean = mean.double().cpu()
-        second = covariance.double().cpu() + mean[..., :, None] * mean[..., None, :]
+        mean = mean.cpu().double()
+        second = covariance.cpu().double() + mean[..., :, None] * mean[..., None, :]
         columns = second[..., partner]
         rotated = cos_cos * second + cos_sin * columns + (cos_sin * columns).transpose(-1, -2)
         rotated += sin_sin * columns[..., partner, :]
@@ -102,11 +104,12 @@ def find_rotations(
     by that layer's rotation. One forward pass over a few single `tokens` `[tokens]` shows a layer's rotary frequencies
     and pairs of dims, or that it has no rotary positions. Frequencies may depend on the `length` of the sequence.
     """
-    positions = torch.tensor([0, *(position for position in PROBE_POSITIONS if position < length), length - 1])
+    probed = [0, *(position for position in PROBE_POSITIONS if position < length), length - 1]
+    positions = torch.tensor(probed, device="cpu")
     ids, places = tokens.repeat_interleave(len(positions)), positions.repeat(len(tokens))
     read = read_keys(model, ids[:, None], places[:, None], chunk=1, done=lambda tokens: None)
     candidates = dict.fromkeys(  # some follow the positions that were read last
-        tuple(buffer.double().tolist())
+        tuple(buffer.cpu().double().tolist())
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name.endswith("inv_freq") and buffer.dim() == 1 and not buffer.is_meta

@@ -19,7 +19,6 @@ class RunningMoments:
 
     def __init__(self, batch: int, kv_heads: int, dim: int, device: torch.device) -> None:
         self.count = [0] * batch  # tokens taken in
-        self.known = torch.zeros(batch, dtype=torch.int64, device=device)  # the same, beside the other tensors
         # Of the population; zeros for a row without tokens.
         self.mean = torch.zeros(batch, kv_heads, dim, dtype=torch.float32, device=device)
         self.covariance = torch.zeros(batch, kv_heads, dim, dim, dtype=torch.float32, device=device)
@@ -39,31 +38,26 @@ class RunningMoments:
                 self.mean[rows] += delta * share
                 self.covariance[rows] += (covariance - self.covariance[rows]) * share
                 self.covariance[rows] += delta.unsqueeze(-1) * delta.unsqueeze(-2) * (share * (1 - share))
-            self._counted(rows, old + new)
-
-    def _counted(self, rows: slice, tokens: int) -> None:
-        self.count[rows] = [tokens] * len(self.count[rows])
-        self.known[rows] = tokens
+            self.count[rows] = [old + new] * len(self.count[rows])
 
     def clear(self, rows: slice) -> None:
         """Forget everything about these rows."""
-        self._counted(rows, 0)
+        self.count[rows] = [0] * len(self.count[rows])
         self.mean[rows] = 0.0
         self.covariance[rows] = 0.0
 
     def select(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`."""
         self.count = [self.count[row] for row in index]
-        self.known, self.mean, self.covariance = self.known[index], self.mean[index], self.covariance[index]
+        self.mean, self.covariance = self.mean[index], self.covariance[index]
 
     def move(self, device: torch.device) -> None:
         """Move to another device."""
-        self.known, self.mean, self.covariance = (t.to(device) for t in (self.known, self.mean, self.covariance))
+        self.mean, self.covariance = self.mean.to(device), self.covariance.to(device)
 
     def restore(self, count: list[int], mean: Tensor, covariance: Tensor) -> None:
         """Take over another one's moments."""
         self.count, self.mean, self.covariance = count, mean, covariance
-        self.known = torch.tensor(count, device=mean.device)
 
 
 class LayerMoments:

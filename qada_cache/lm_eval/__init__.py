@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from qada_cache import CacheStats, QAdACache, StaticHeads, prepare
 from qada_cache.tuned_choice import Thresholds
+from qada_cache.versions import pass_cache
 
 from . import scoring
 from .beginnings import Beginnings
@@ -134,7 +135,7 @@ class QAdALM(HFLM):
         taken = QAdACache(self.model, **options).options
         self.cache_tuned = str(Thresholds.of(taken)) if taken.tuned else ""  # the setting that these caches take
         # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
-        self._cache_options = options | asdict(Thresholds.of(taken))
+        self._cache_options = {"progress": True} | options | asdict(Thresholds.of(taken)) | {"tuned": False}
         if store is not None and self.mixed_precision_dtype is not None:
             raise ValueError(f"cache_store={store} keeps keys in the model's dtype: give dtype=, no mixed precision")
         self.beginnings = None if store is None else Beginnings(str(store), self.model, self._cache_options)
@@ -197,7 +198,7 @@ class QAdALM(HFLM):
         precision = self.mixed_precision_dtype
         with torch.autocast(self.device.type, dtype=precision, enabled=precision is not None):
             logits = self.model(
-                ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, **options
+                ids, attention_mask=mask, position_ids=positions, **pass_cache(cache), use_cache=True, **options
             ).logits
         return torch.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
 
@@ -208,7 +209,7 @@ class QAdALM(HFLM):
             beams = generation_kwargs.get("num_beams") or self.model.generation_config.num_beams or 1
             if beams > 1:  # generate() repeats the rows of a prompt, not those of a cache
                 cache.reorder_cache(torch.LongTensor([row for row in range(len(context)) for _ in range(beams)]))
-        tokens = super()._model_generate(context, max_length, stop, past_key_values=cache, **generation_kwargs)
+        tokens = super()._model_generate(context, max_length, stop, **pass_cache(cache), **generation_kwargs)
         self._count(cache.stats(gather=True))
         return tokens
 

@@ -41,7 +41,7 @@ class PrefixStore:
 
         store = PrefixStore()
         cache = store.cache(model, inputs.input_ids)  # holds the longest stored beginning
-        out = model.generate(**inputs, past_key_values=cache)
+        out = model.generate(**inputs, cache=cache)
         store.keep(cache, out)  # for later prompts
 
     A prompt's keys and values are found by its tokens, the model (config, dtype, sampled weights, adapters) and `key`.

@@ -28,7 +28,7 @@ def check(cache: QAdACache, model: PreTrainedModel, rows: Iterable[Sequence[int]
 
 def real_rows(ids: Any, mask: Tensor | None) -> tuple[list[list[int]], int]:
     """The real tokens of each row, and the columns of all."""
-    whole = torch.as_tensor(ids)
+    whole = torch.as_tensor(ids, device="cpu")
     whole = whole[None] if whole.dim() == 1 else whole
     if whole.dim() != 2 or not whole.shape[1] or whole.is_floating_point() or whole.dtype == torch.bool:
         raise ValueError(f"token ids are ints [tokens] or [rows, tokens], got {whole.dtype} {list(whole.shape)}")

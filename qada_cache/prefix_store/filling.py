@@ -47,7 +47,7 @@ def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: i
     """Let an empty cache hold `seen` logical tokens a row: padding, then the row's pieces. Of row `r` the first
     `exact[r]` tokens were read exactly, wherever they come from."""
     lengths = [sum(taken for _, taken in pieces) for pieces in rows]
-    known = torch.ones(len(rows), seen, dtype=torch.bool)
+    known = torch.ones(len(rows), seen, dtype=torch.bool, device="cpu")
     for row, length in enumerate(lengths):
         known[row, : seen - length] = False
     padding, valid = (NONE, None) if known.all() else (Padding(known), known)

@@ -51,7 +51,9 @@ def root_of(model: PreTrainedModel, key: str | None) -> str:
 
 def own_name(parent: str, tokens: Sequence[int], reading: str) -> str:
     """The name of the segment of `tokens` after the segment `parent`."""
-    return _digest(json.dumps([parent, reading]).encode(), torch.tensor(tokens, dtype=torch.int64).numpy().tobytes())
+    return _digest(
+        json.dumps([parent, reading]).encode(), torch.tensor(tokens, dtype=torch.int64, device="cpu").numpy().tobytes()
+    )
 
 
 def reading_of(options: Options) -> str:

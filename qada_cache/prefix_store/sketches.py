@@ -45,7 +45,9 @@ def has_code(layer: dict[str, torch.Tensor], layout: Layout) -> bool:
     fits = all(
         (layer[name].dtype, layer[name].shape[1:]) == fields[name] and len(layer[name]) == heads for name in CODES
     )
-    return fits and torch.equal(layer["order"].long().sort(dim=-1).values, torch.arange(dim).expand(heads, 1, -1))
+    return fits and torch.equal(
+        layer["order"].long().sort(dim=-1).values, torch.arange(dim, device="cpu").expand(heads, 1, -1)
+    )
 
 
 def restore(store: TokenStore, row: int, pieces: Sequence[Layers], place: int) -> None:

@@ -19,6 +19,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from ..cache import QAdACache
+from ..versions import CACHE_NAMES, pass_cache
 from .conversations import CONVERSATIONS, MEMORY, SECONDS, Limits, conversations_of, counters
 from .memory import needed_bytes, reserve_memory
 from .storing import Store, Stored, store_at
@@ -89,7 +90,7 @@ def generate(
     stock = functools.partial(kind.generate, model, inputs, generation_config)
     given = {name: value for name, value in arguments.items() if value is not None}
     settings, others = kind._prepare_generation_config(model, generation_config, **given)
-    if "past_key_values" in given or not settings.use_cache:
+    if given.keys() & set(CACHE_NAMES) or not settings.use_cache:
         return stock(**arguments)
     kept = conversations_of(model)
     key = getattr(settings, "conversation_key", None) if conversation_key is None else conversation_key
@@ -117,7 +118,7 @@ def generate(
     needed = needed_bytes(model, rows * (tokens + (settings.max_new_tokens or 0)), rows * at_once)
     try:
         with reserve_memory(tokens, needed, forget=kept.forget_one):
-            output = stock(**{**arguments, "past_key_values": cache})
+            output = stock(**arguments | pass_cache(cache))
     except BaseException:
         # What was generated is not known here. A cache that read the prompt, or began to, is no cause of the failure.
         if taken is not None and prompt is not None and (held := min(cache.get_seq_length(), len(prompt))):

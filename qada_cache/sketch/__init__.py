@@ -1,4 +1,5 @@
-"""Keys in a few bits, coded in the metric of the queries (`codec.py`), and tokens selected by them (`selection.py`).
+"""Keys in a few bits, coded in the metric of the queries (`codec.py`), tokens selected by them (`selection.py`), and
+what lies behind these bits (`coded.py`).
 
 A channel of a key gets the more bits, the more of a score's variance it carries (`Layout`). A bulk's tokens lie in
 segments: a function of its length alone, however its tokens came.
@@ -104,14 +105,15 @@ def _by_channel(layout: Layout, values: tuple[float, ...], device: torch.device)
     return torch.tensor(channels, dtype=torch.float32, device="cpu").to(device)
 
 
-def rotate(values: Tensor) -> Tensor:
-    """`R` of `[..., channels]`: orthonormal Hadamard blocks of 8, each its own inverse. By sums and differences of
-    neighbours, then of pairs, then of fours, as all kernels compute it."""
-    blocks = values.unflatten(-1, (-1, 2, 2, 2))
-    for axis in (-1, -2, -3):
+def rotate(values: Tensor, block: int = BLOCK) -> Tensor:
+    """`R` of `[..., channels]`: orthonormal Hadamard blocks of `block` channels, a power of two; each its own inverse.
+    By sums and differences of neighbours, then of pairs, then of fours, as all kernels compute it."""
+    steps = block.bit_length() - 1
+    blocks = values.unflatten(-1, (-1, *[2] * steps))
+    for axis in range(-1, -steps - 1, -1):
         one, other = blocks.unbind(axis)
         blocks = torch.stack([one + other, one - other], dim=axis)
-    return blocks.flatten(-4) * BLOCK**-0.5
+    return blocks.flatten(-steps - 1) * block**-0.5
 
 
 def pack(index: Tensor, layout: Layout) -> Tensor:

@@ -87,10 +87,10 @@ def sketch_fields(dim: int, value_dim: int, words: int, capacity: int) -> dict[s
     }
 
 
-def _floored(values: Tensor, share: float) -> Tensor:
+def floored(values: Tensor, share: float) -> Tensor:
     """`values` `[..., dim]`, at least so much of their mean; 1 where all are 0."""
-    floored = values.clamp_min(share * values.mean(dim=-1, keepdim=True))
-    return torch.where(floored > 0, floored, 1.0)
+    at_least = values.clamp_min(share * values.mean(dim=-1, keepdim=True))
+    return torch.where(at_least > 0, at_least, 1.0)
 
 
 def round_slopes(covariance: Tensor) -> dict[str, Tensor]:
@@ -110,9 +110,9 @@ def quantize(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str,
     wide = keys.float()
     centre = wide.mean(dim=-2).to(torch.bfloat16)
     centred = wide - centre.float().unsqueeze(-2)
-    variances = _floored(centred.square().mean(dim=-2), MIN_VARIANCE)
+    variances = floored(centred.square().mean(dim=-2), MIN_VARIANCE)
     energies = torch.ones_like(variances) if energies is None else energies.float().expand_as(variances)
-    energies = _floored(energies, MIN_ENERGY)
+    energies = floored(energies, MIN_ENERGY)
     tiny = torch.finfo(torch.float32).tiny
     order = (energies * variances).argsort(dim=-1, descending=True, stable=True)
     half_steps = layout.half_steps(keys.device)
@@ -173,17 +173,18 @@ def channel_means(made: dict[str, Tensor], layout: Layout, length: int) -> dict[
     }
 
 
-def estimated_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: float) -> Tensor:
+def estimated_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: float, expected: bool = True) -> Tensor:
     """What one head's `length` coded keys are expected to weigh, as scores `[queries, length]` float32.
 
     A score is off by a Gaussian of variance `sigma^2 = scaling^2 sum_i (q / w)_i^2 e_i^2 scale^2`, `e_i^2` the squared
     error of a value (`Layout.errors`); the mean of its exponential is that of `score + sigma^2 / 2`, which is what is
-    returned. Without it, all that is far would seem lighter than it is. `query` is `[queries, dim]` float32.
+    returned. Without it, all that is far would seem lighter than it is. `query` is `[queries, dim]` float32. Without
+    `expected` it is the score alone, to which `coded.residual_scores` are added.
     """
     start, layout, count = segment_start(length), sketch.layout, segments_of(length)
     order = sketch.order[:count, None].long().expand(-1, len(query), -1)
     weighed = query.expand_as(order).gather(-1, order) / sketch.weights[:count, None].float()  # q / w of every segment
-    spread = 0.5 * scaling**2 * torch.matmul(weighed.square(), layout.errors(query.device)).unsqueeze(-1)
+    spread = 0.5 * scaling**2 * torch.matmul(weighed.square(), layout.errors(query.device)).unsqueeze(-1) * expected
     rotated = rotate(weighed[..., : layout.coded])
     unit = rotated.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / QUERY_LEVELS
     integers = torch.round(rotated / unit)

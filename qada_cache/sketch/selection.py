@@ -10,6 +10,7 @@ from ..criterion import soft_cap
 from .codec import Sketch, estimated_scores
 
 UNRELIABLE, NOISE_SHARE = 4.0, 0.15  # nats, and a share: both have to be exceeded, see `unreliable`
+HOPELESS = 4.0  # times `UNRELIABLE`, whatever the share
 # Of the estimated attention to unread tokens, as much counts: estimates err, and the unread are those that seem light.
 UNREAD_WEIGHT = 0.9
 
@@ -28,11 +29,14 @@ def unreliable(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
 
     Where scores lie far apart few tokens stand out, and what stands out of estimates may be nothing but their error.
     Its variance is `scaling^2 sum q_i^2 noise_i` on average over tokens: half of it above `UNRELIABLE`, and above
-    `NOISE_SHARE` of the scores' own `scaling^2 sum q_i^2 variances_i`. Nothing is said of rows that are in no sketch.
+    `NOISE_SHARE` of the scores' own `scaling^2 sum q_i^2 variances_i`. A share says nothing of the few highest scores:
+    above `HOPELESS * UNRELIABLE`, a deviation of 5.7 nats, errors alone reach from a token that gets all attention to
+    the cut below which none is read. Nothing is said of rows that are in no sketch.
     """
     square = query.float().square()
     noise, variance = (torch.matmul(square, each[..., None])[..., 0] for each in (sketch.noise, sketch.variances))
-    return (0.5 * scaling**2 * noise > UNRELIABLE) & (noise > NOISE_SHARE * variance)
+    half = 0.5 * scaling**2 * noise
+    return (half > UNRELIABLE) & ((noise > NOISE_SHARE * variance) | (half > HOPELESS * UNRELIABLE))
 
 
 def select_tokens(

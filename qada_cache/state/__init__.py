@@ -2,9 +2,9 @@
 
 import sys
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,45 +16,63 @@ from ..key_moments import KeyMoments
 from ..key_moments.defaults import CURRENT, MomentsSource, sources
 from ..key_moments.models import UNSHARDED, HeadShard
 from ..sketch import MAX_BITS, MIN_BITS
-from ..storage.geometry import ForwardPass
 from ..storage.residents import Residents, check_budget
+from .forward_pass import ForwardPass
 
-THRESHOLD, TOKEN_THRESHOLD = 0.95, 4.4  # the defaults of models without a tuned setting
+THRESHOLD, TOKEN_THRESHOLD = 0.95, 4.4
 SKETCH_BITS = 1.5
+
+
+class _Range(NamedTuple):
+    """What an option may be: its types, the least and the greatest value, both in words too."""
+
+    kinds: Any
+    kind: str
+    least: float
+    most: float
+    allowed: str
+
+
+_SHARE = _Range((int, float), "a number in [0, 1]", 0.0, 1.0, "be in [0, 1]")
+_FINITE = _Range((int, float), "a number", 0.0, sys.float_info.max, "be finite and not negative")
+_BITS = _Range((int, float), "a number", MIN_BITS, MAX_BITS, f"be from {MIN_BITS} to {MAX_BITS}")
+_COUNT = _Range(int, "an int", 0, inf, "not be negative")
+_FLAG = _Range(bool, "a bool", False, True, "")
+
+
+def _keyword(check: _Range | None = None, *, laid_out: bool = False, outputs: bool = True) -> dict[str, Any]:
+    """What is known of a keyword of `QAdACache`: whether tokens are laid out by it, whether outputs depend on it."""
+    return {"check": check, "laid_out": laid_out, "outputs": outputs}
 
 
 @dataclass(frozen=True, eq=False)
 class Options:
     """Options of one cache; see `QAdACache` for their meaning and units, and for what is raised."""
 
-    threshold: float
-    sink_tokens: int
-    local_tokens: int
-    criterion: str | StaticHeads
-    update_moments: bool
-    offloading: bool
-    group_rule: str = "any"
-    audit_every: int = 0
-    device_budget: int | float | str = 0
-    kernels: str = "auto"
-    token_threshold: float = TOKEN_THRESHOLD
-    sketch_bits: float = SKETCH_BITS
-    moments: MomentsSource = CURRENT  # as asked for
+    threshold: float = field(metadata=_keyword(_SHARE))
+    sink_tokens: int = field(metadata=_keyword(_COUNT, laid_out=True))
+    local_tokens: int = field(metadata=_keyword(_COUNT, laid_out=True))
+    criterion: str | StaticHeads = field(metadata=_keyword())
+    update_moments: bool = field(metadata=_keyword(_FLAG))
+    offloading: bool = field(metadata=_keyword(_FLAG, laid_out=True, outputs=False))
+    group_rule: str = field(default="any", metadata=_keyword())
+    audit_every: int = field(default=0, metadata=_keyword(_COUNT, outputs=False))
+    device_budget: int | float | str = field(default=0, metadata=_keyword(laid_out=True, outputs=False))
+    kernels: str = field(default="auto", metadata=_keyword(outputs=False))
+    progress: bool = field(default=False, metadata=_keyword(_FLAG, outputs=False))
+    token_threshold: float = field(default=TOKEN_THRESHOLD, metadata=_keyword(_FINITE))
+    sketch_bits: float = field(default=SKETCH_BITS, metadata=_keyword(_BITS))
+    moments: MomentsSource = field(default=CURRENT, metadata=_keyword())  # as asked for
+    # No keywords but for the last: found by these and by the model.
     current_moments: bool = True  # whether these include the moments of the prompt being read
     other_moments: KeyMoments | None = None  # those of another prompt that they include
     query_energies: Tensor | None = None  # of the model [layers, kv_heads, dim], None if they are not known
-    tuned: bool = False  # whether `threshold` and `token_threshold` are those that `qada tune` kept of the model
+    # Whether `threshold` and `token_threshold` are those that `qada tune` kept of the model.
+    tuned: bool = field(default=False, metadata={"check": _FLAG})
 
     def __post_init__(self) -> None:
-        number = (int, float)
-        limits: dict[str, tuple[Any, str, float, float, str]] = {
-            "threshold": (number, "a number in [0, 1]", 0.0, 1.0, "be in [0, 1]"),
-            "token_threshold": (number, "a number", 0.0, sys.float_info.max, "be finite and not negative"),
-            "sketch_bits": (number, "a number", MIN_BITS, MAX_BITS, f"be from {MIN_BITS} to {MAX_BITS}"),
-            **dict.fromkeys(("sink_tokens", "local_tokens", "audit_every"), (int, "an int", 0, inf, "not be negative")),
-            **dict.fromkeys(("update_moments", "offloading", "tuned"), (bool, "a bool", False, True, "")),
-        }
-        for name, (kinds, kind, least, most, allowed) in limits.items():
+        checked = ((each.name, each.metadata.get("check")) for each in fields(self))
+        for name, (kinds, kind, least, most, allowed) in ((name, check) for name, check in checked if check):
             value = getattr(self, name)
             if not isinstance(value, kinds) or isinstance(value, bool) is not (kinds is bool):
                 raise TypeError(f"{name} must be {kind}, got {type(value).__name__}")
@@ -93,6 +111,12 @@ class Options:
     def tracks_moments(self) -> bool:
         """Whether layers keep running moments of the prompt being read."""
         return self.criterion == "gaussian" and self.current_moments
+
+
+_ASKED = {each.name: each.metadata for each in fields(Options) if "outputs" in each.metadata}
+LAID_OUT = tuple(name for name, about in _ASKED.items() if about["laid_out"])  # the same in all copies of a cache
+DECIDING = tuple(name for name in _ASKED if name not in LAID_OUT)  # the others: copies may differ
+CONDITIONS = tuple(name for name, about in _ASKED.items() if about["outputs"])  # under which outputs were measured
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..storage.geometry import Geometry
+from ..kernels.operands import Rows
 
 UNSUMMED_CALLS = 32  # flags of so many calls are summed at once: a sum for each would cost more than its decision
 AUDITED = 5  # sums of an audit
@@ -34,15 +34,15 @@ class Counters:
     local_groups: Tensor | None = None
     _unsummed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def count(self, flags: Tensor, geometry: Geometry, token_bytes: int) -> None:
+    def count(self, flags: Tensor, rows: Rows, token_bytes: int) -> None:
         """Count one call's decisions, bool `[batch, kv_heads, group, queries]`, True for long-context, which nobody may
         change afterwards. `token_bytes` are those of a token of the bulk, all heads."""
         self.steps += 1
-        if not geometry.decisions:
+        if not rows.decisions:
             return
-        self.decisions += geometry.decisions
-        self.dense_bulk_bytes += geometry.dense_tokens * token_bytes
-        self._unsummed.append((flags, geometry.decided))
+        self.decisions += rows.decisions
+        self.dense_bulk_bytes += rows.dense_tokens * token_bytes
+        self._unsummed.append((flags, rows.decided))
         if len(self._unsummed) == UNSUMMED_CALLS or flags.shape[-1] > 1:
             self._sum()
 

@@ -1,12 +1,13 @@
 """One layer of the cache: every verb transformers asks of it, on top of a `TokenStore`."""
 
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from ..kernels.decode_call import Binding
+from ..kernels.operands import Binding
 from ..key_moments.running import LayerMoments
 from ..storage import TokenStore
 from ..storage.padding import NONE
@@ -20,7 +21,7 @@ def _no_tensor(name: str) -> Any:
 
     def refuse(layer: "QAdALayer", *given: Tensor | None) -> None:
         if any(part is not None for part in given) if given else layer.is_initialized:
-            raise NotImplementedError(
+            raise AttributeError(  # which `hasattr` and `getattr` with a default understand
                 f"something reads or sets the {name} of a QAdACache layer, which are no single tensor. If it is the "
                 f"model, use transformers.DynamicCache for {layer.shared.model.model_type}; save() keeps a cache"
             )
@@ -36,7 +37,6 @@ class QAdALayer(DynamicLayer):
     """One full-attention layer: its tokens, padding and counters. `update` only tags new tokens. The attention function
     (`attention/forward.py`) stores them: it has the queries, and the mask that tells real tokens from padding."""
 
-    supports_early_init = False  # nothing is preallocated by transformers' export path
     keys, values = _no_tensor("keys"), _no_tensor("values")
 
     def __init__(self, shared: Shared, index: int, next_layer: "QAdALayer | None" = None) -> None:
@@ -104,13 +104,9 @@ class QAdALayer(DynamicLayer):
                 "QAdACache serves inference only: call the model under torch.no_grad() (generate() does), "
                 "or train without a cache"
             )
+        self.check_rows(len(key_states))
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
-        elif key_states.shape[0] != self.store.batch:
-            raise RuntimeError(
-                f"this QAdACache holds {self.store.batch} rows and was given {key_states.shape[0]}: use "
-                "batch_repeat_interleave or batch_select_indices first, or reset()"
-            )
         elif (key_states.dtype, value_states.dtype) != self.store.dtypes:
             dtypes = self.store.dtypes, (key_states.dtype, value_states.dtype)
             held, given = (" and ".join(map(str, dict.fromkeys(pair))) for pair in dtypes)
@@ -126,6 +122,15 @@ class QAdALayer(DynamicLayer):
         self.incoming = tagged  # before `seen`, so that an interruption in between is noticed
         self.seen += key_states.shape[-2]
         return tagged, value_states
+
+    def check_rows(self, rows: int) -> None:
+        """Raise RuntimeError if these are none, or not as many as are held."""
+        held = rows if self.store is None else self.store.batch
+        if not rows or rows != held:
+            raise RuntimeError(
+                f"this QAdACache holds {held} rows and was given {rows}: use batch_repeat_interleave or "
+                "batch_select_indices first, or reset()"
+            )
 
     def check_attended(self) -> None:
         """Raise if tokens were taken in that never came back through our attention function."""
@@ -155,12 +160,11 @@ class QAdALayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` logical tokens of every row, as if they had never been seen."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes a negative count of tokens to remove, got {tokens_to_remove}")
+        tokens = checked_crop(tokens_to_remove)
         self.check_attended()
-        if tokens_to_remove == 0 or self.store is None:
+        if not tokens or not self.seen or self.store is None:
             return
-        seen = max(self.seen + int(tokens_to_remove), 0)  # assisted decoding of transformers 5.17 counts by a tensor
+        seen = max(self.seen + tokens, 0)
         padding = self.padding.crop(seen)
         self.store.crop([seen - padded for padded in padding.counts(self.store.batch)])
         self.seen, self.padding = seen, padding
@@ -170,19 +174,56 @@ class QAdALayer(DynamicLayer):
         self.check_attended()
         if self.store is None or index == list(range(self.store.batch)):
             return
+        if not index:  # as `DynamicCache` counts the tokens of no rows
+            self.lazy_initialization(self.store.local_keys[:0], self.store.local_values[:0])
+            self.seen, self.padding = 0, NONE
+            return
         self.store.select(index)
         self.padding = self.padding.select(index)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes the old row `beam_idx[i]` (beam search)."""
-        self.select(beam_idx.tolist())
+        self._select_by("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, next to each other."""
-        if self.store is not None:
-            self.select([row for row in range(self.store.batch) for _ in range(repeats)])
+        self._select_by("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (ints, or a bool mask)."""
-        if self.store is not None:
-            self.select(torch.arange(self.store.batch)[indices.cpu()].tolist())
+        self._select_by("batch_select_indices", indices)
+
+    def _select_by(self, verb: str, argument: Any) -> None:
+        if self.store is not None and self.store.batch:
+            self.select(selected_rows(verb, argument, self.store.batch))
+
+
+def checked_crop(tokens_to_remove: Any) -> int:
+    """The argument of `crop` as an int, 0 or negative: ValueError or TypeError otherwise."""
+    tokens = operator.index(tokens_to_remove)  # assisted decoding of transformers 5.17 counts by a tensor
+    if tokens > 0:
+        raise ValueError(f"crop takes a negative count of tokens to remove, got {tokens}")
+    return tokens
+
+
+def selected_rows(verb: str, argument: Any, rows: int) -> list[int]:
+    """Of each row that this verb leaves, the old row: what `DynamicCache`, holding `rows` rows, makes of its argument.
+    ValueError, where that fails, or has no rows as a result."""
+    here = argument.cpu() if isinstance(argument, Tensor) else argument
+    old = torch.arange(rows, device="cpu")[:, None]  # whatever the default device
+    new, cause = None, "what it selects has no dimension of rows, or more than one"
+    try:
+        if verb == "reorder_cache":
+            new = old.index_select(0, here)
+        elif verb == "batch_repeat_interleave":
+            new = old.repeat_interleave(here, dim=0)
+        else:
+            new = old[here, ...]
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        cause = str(error).partition("\n")[0]
+    if new is None or new.dim() != 2:
+        raise ValueError(
+            f"{verb} cannot select from {rows} rows by {argument!r:.80} ({cause}): reorder_cache takes a tensor of "
+            "ints [rows], batch_repeat_interleave a count, batch_select_indices ints or a bool mask [rows]"
+        )
+    return new[:, 0].tolist()

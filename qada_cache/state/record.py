@@ -114,13 +114,15 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     end, seen = sizes["columns"] - sinks, record["seen"]
     stored = [max(gone - sinks, 0) for gone in flushed]
     rows = [lengths, flushed, record["stored"], *([record["count"]] if options.tracks_moments else [])]
-    whole = all(isinstance(row, list) and len(row) == len(lengths) and {*map(type, row)} == {int} for row in rows)
-    require(lengths and whole and type(seen) is int, f"{seen} tokens seen, in rows of {rows}")
+    whole = all(isinstance(row, list) and len(row) == len(lengths) and {*map(type, row)} <= {int} for row in rows)
+    require(whole and type(seen) is int, f"{seen} tokens seen, in rows of {rows}")
     require(0 <= end <= window + max(window, PENDING_TOKENS), f"{end} tokens beside {sinks} sinks")
-    require(rows[2] == stored and max(stored) <= sizes["room"], f"{rows[2]} tokens in a bulk of {sizes['room']}")
+    require(
+        rows[2] == stored and max(stored, default=0) <= sizes["room"], f"{rows[2]} tokens in a bulk of {sizes['room']}"
+    )
     recents = [length - gone for length, gone in zip(lengths, flushed, strict=True)]
     kept = all(gone >= 0 and recent >= (window if gone else 0) for gone, recent in zip(flushed, recents, strict=True))
-    require(kept and max(recents) == end, f"{lengths} tokens, {flushed} of them flushed, in {end} columns")
+    require(kept and max(recents, default=0) == end, f"{lengths} tokens, {flushed} of them flushed, in {end} columns")
     if options.tracks_moments:
         behind = not options.update_moments and record["decoded"]  # frozen moments leave out decoded tokens
         pairs = zip(record["count"], stored, strict=True)
@@ -201,6 +203,8 @@ def check_alike(layers: Sequence[Any]) -> None:
             held += (getattr(layer, name, None) or {}).values()
     rows = {len(state) for state in held if isinstance(state, Tensor) and state.dim() > 1}
     rows |= {len(lengths) for _, lengths, _ in texts}
-    seen = {layer.get_seq_length() for layer in layers if hasattr(layer, COUNTED)} | {seen for seen, _, _ in texts}
+    # Without rows transformers' layers count on, and ours do not.
+    seen = {layer.get_seq_length() for layer in layers if hasattr(layer, COUNTED)}
+    seen |= {seen for seen, lengths, _ in texts if lengths}
     if len(rows) > 1 or len(seen) > 1:
         raise ValueError(f"its layers hold different texts: {sorted(seen)} tokens in {sorted(rows)} rows")

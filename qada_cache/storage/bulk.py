@@ -1,6 +1,7 @@
 """Storage of a layer's bulk, its older keys and values: preallocated, on the host when offloading."""
 
 import copy
+import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import product
@@ -18,7 +19,7 @@ from .transfers import AsyncCopy, HostCopy, double_buffer, fetch, reader, send, 
 logger = logging.get_logger(__name__)
 
 GRANULE = 256  # tokens; capacities are multiples of it
-GROWTH = 1.25  # a full store grows to this multiple of the need, so that copying is amortised over many tokens
+GROWTH = 1.25  # a store has room for at most this multiple of its tokens when it moves; pinned blocks for more
 GOLDEN = 0.618034  # multiples of it, modulo 1, are spread evenly over [0, 1), however many there are
 FLAG_COPIES = 8  # a host that runs further ahead of the device forgets the flags of older calls
 STREAM_TOKENS = 32768  # tokens of one head in a block that is streamed through the device
@@ -64,7 +65,7 @@ class Bulk:
         with torch.inference_mode(False):  # an inference tensor could not be appended to outside inference mode
             if self.offloaded and self.device.type != "cpu" and capacity > 0:
                 try:
-                    return torch.empty(shape, dtype=like.dtype, pin_memory=True)
+                    return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=True)
                 except RuntimeError as error:  # the system limits it, or has none left
                     logger.warning_once(
                         f"the bulk lies in host memory that is not pinned, so that copies of it wait: {error}"
@@ -165,18 +166,24 @@ class Bulk:
             self._rebuild(range(len(self.lengths)), self.capacity)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens a row."""
-        if tokens > self.capacity:
-            # After the first fill, which is a prefill, layers have room for different numbers of tokens, so as not to
-            # be copied in the same step all of them. Pinned blocks have room by their rounding.
-            share = 1.0 if self.capacity else self.residents.index * GOLDEN % 1.0
-            need = tokens if self.offloaded else int(tokens * (1 + share * (GROWTH - 1)))
+        """Make room for `tokens` tokens a row.
+
+        Layers grow at lengths of their own, which do not depend on how the tokens came: in a long context no step
+        copies more than one of them. Pinned blocks double in size, so layers leave theirs before it is full.
+        """
+        share = self.residents.index * GOLDEN % 1.0
+        need = int(tokens * GROWTH**share) if self.offloaded else tokens
+        if need <= self.capacity:
+            return
+        if self.offloaded:
             capacity = -(-(need + 1) // GRANULE) * GRANULE
-            if self.offloaded:
-                sizes = [t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in (self.keys, self.values)]
-                room = min(transfers.pinned_bytes(capacity * size) // size for size in sizes)
-                capacity = room // GRANULE * GRANULE
-            self._rebuild(range(len(self.lengths)), capacity)
+            sizes = [t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in (self.keys, self.values)]
+            room = min(transfers.pinned_bytes(capacity * size) // size for size in sizes)
+            capacity = room // GRANULE * GRANULE
+        else:
+            growths = math.ceil(math.log((tokens + 1) / GRANULE, GROWTH) - share) + share
+            capacity = math.ceil(GROWTH**growths) * GRANULE
+        self._rebuild(range(len(self.lengths)), capacity)
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Add `keys` and `values` `[rows, kv_heads, tokens, dim]` to rows of equal length."""
@@ -210,7 +217,8 @@ class Bulk:
         self.synchronize()
         selected, found = index.cpu(), []
         for store in (self.keys, self.values):
-            room = torch.empty(len(selected), store.shape[3], dtype=store.dtype, pin_memory=store.is_pinned())
+            size, pinned = (len(selected), store.shape[3]), store.is_pinned()
+            room = torch.empty(size, dtype=store.dtype, device="cpu", pin_memory=pinned)
             found.append(torch.index_select(store[head], 0, selected, out=room)[None, None])
         return fetch(found[0], found[1], self.device, after=None)
 

@@ -203,7 +203,7 @@ class BulkSketch:
         used = min(max(self.lengths), room)
         fields = sketch_fields(self.layout.dim, made["mean_value"].shape[2], self.layout.count, capacity)
         for name in (*TOKENS, *SEGMENTS):
-            old, allocate = made[name], transfers.empty if name in TOKENS else torch.zeros
-            made[name] = allocate((*old.shape[:2], *fields[name][1]), dtype=old.dtype, device=old.device)
+            old, shape = made[name], (*made[name].shape[:2], *fields[name][1])
+            made[name] = transfers.empty(shape, old.dtype, old.device) if name in TOKENS else old.new_zeros(shape)
             _span(name, made[name], 0, used).copy_(_span(name, old, 0, used))
         self.tensors = Sketch(**made)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _READ: Any = WeakTensorKeyDictionary()  # what `Padding.after` found for masks
+HIDDEN = -1e4  # what hides a token if it, or less, is added to its score
 
 
 class Padding:
@@ -23,46 +24,73 @@ class Padding:
 
     def after(
         self,
-        mask: Tensor | None,  # as for `newest_row`
+        mask: Tensor | None,  # as for `read_mask`
         *,
         batch: int,  # rows of the call
         seen: int,  # logical tokens, padding included, up to and including this call's
         queries: int,  # tokens of this call
         first: bool = True,  # whether no layer of this pass has asked; the mask may have been written to since the last
-    ) -> "tuple[Padding, Tensor | None]":
-        """The padding known after a call, from the mask handed to the attention function; and which of the call's
-        tokens are real, bool `[batch, queries]` on the host, None if all are.
+    ) -> "tuple[Padding, Tensor | None, Tensor | None]":
+        """The padding known after a call, from the mask handed to the attention function; which of the call's tokens
+        are real, bool `[batch, queries]` on the host, None if all are; and which of these each of them sees, in a call
+        that continues a sequence: bool `[batch or 1, queries, queries]` on the mask's device, None if it is causal.
 
-        The mask is compared with known padding on its device; only the call's own tokens come to the host. Every layer
-        of a pass is handed the same mask: the first one reads it for all. ValueError, if it hides a token that was
-        real, or shows one that was padding; or as `newest_row`.
+        A token is padding if no query sees it, itself included. Every layer of a pass is handed the same mask: the
+        first one reads it for all. ValueError, if a real token does not see all the real ones of earlier calls, or sees
+        padding, or sees nothing; if the mask adds other numbers to scores; or as `read_mask`.
         """
-        past, width = seen - queries, self.known.shape[1]
+        width = self.known.shape[1]
         call = self, batch, seen, queries
         found = {} if first or mask is None else _READ.get(mask, {})
         if call in found:
             return found[call]
-        agrees, new = not width, None
+        agrees, new, visible = not width, None, None
         if mask is not None:
             _READ[mask] = found
-            valid = newest_row(mask, batch=batch, seen=seen, queries=queries)
-            if (there := self._there).device != mask.device:
-                self._there = there = self.known.to(mask.device)
-            alike = valid[:, width:past].all() & (valid[:, :width] == there).all()
-            told = torch.cat([alike[None], valid[:, past:].expand(batch, queries).flatten()]).cpu()  # one transfer
-            agrees, new = bool(told[0]), told[1:].view(batch, queries)
+            agrees, new, visible = self._compare(mask, batch, seen, queries)
         if not agrees:
             raise ValueError(
-                "the attention mask of this call does not agree with the tokens already cached: pass the whole mask "
-                "[batch, cached + new tokens], with the same padding as before"
+                "the attention mask of this call does not agree with the tokens already cached: it hides some that "
+                "were cached as real, or shows padding, which is not cached. Pass the whole mask [batch, cached + new "
+                "tokens], with the same padding as before. To hide cached tokens (drafts, padding behind a row's end), "
+                "crop the cache to where they begin, by cache.crop(-n), and give the text from there on again"
             )
-        found[call] = self, None
+        found[call] = self, None, visible
         if new is not None and not new.all():
-            known = torch.ones(batch, seen, dtype=torch.bool)
-            known[:, past:] = new
+            known = torch.ones(batch, seen, dtype=torch.bool, device="cpu")
+            known[:, seen - queries :] = new
             known[:, :width] = self.known
-            found[call] = Padding(known), new
+            found[call] = Padding(known), new, visible
         return found[call]
+
+    def _compare(self, mask: Tensor, batch: int, seen: int, queries: int) -> tuple[bool, Tensor, Tensor | None]:
+        """Whether a mask agrees with what is known, and what it says of new tokens, as `after` returns it; on its
+        device, but for one transfer."""
+        past, width = seen - queries, self.known.shape[1]
+        visible, biased = read_mask(mask, batch=batch, seen=seen, queries=queries)
+        if (there := self._there).device != mask.device:
+            self._there = there = self.known.to(mask.device)
+        own = visible[..., past:]
+        real = own.any(dim=1)
+        agrees = visible[..., width:past].all(dim=-1) & (visible[..., :width] == there[:, None]).all(dim=-1)
+        blind = differs = torch.zeros_like(biased)
+        if past and mask.dim() == 4:  # else the model's attention follows it, or it is one row for all queries
+            agrees = agrees | ~real  # padding may see anything
+            blind = (real & ~visible.any(dim=-1)).any()
+            causal = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril()
+            differs = ((own != (causal & real[:, None])) & real.unsqueeze(-1)).any()
+        flags = torch.stack([agrees.all(), differs, biased, blind])
+        told = torch.cat([flags, real.expand(batch, queries).flatten()]).cpu()
+        if told[2]:
+            raise ValueError(
+                "this attention mask adds numbers to scores, which QAdACache does not compute: pass one that shows or "
+                "hides tokens, as bool or as 0 and minus infinity, or use DynamicCache"
+            )
+        if told[3]:
+            raise ValueError(
+                "by this attention mask a new token sees nothing, but is seen: let it see itself, or hide it from all"
+            )
+        return bool(told[0]), told[4:].view(batch, queries), own.clone() if told[1] else None
 
     def crop(self, seen: int) -> "Padding":
         """The padding of the first `seen` tokens."""
@@ -86,40 +114,32 @@ class Padding:
         return self._next[1]
 
 
-NONE = Padding(torch.ones(1, 0, dtype=torch.bool))  # one for all caches and layers
+NONE = Padding(torch.ones(1, 0, dtype=torch.bool, device="cpu"))  # one for all caches and layers
 
 
-def newest_row(mask: Tensor, *, batch: int, seen: int, queries: int) -> Tensor:
-    """Which of the tokens seen so far are real, bool `[batch or 1, seen]` on the mask's device.
+def read_mask(mask: Tensor, *, batch: int, seen: int, queries: int) -> tuple[Tensor, Tensor]:
+    """Which tokens queries see, bool `[batch or 1, queries, seen]` (one row for all, of a 2-D mask), and whether the
+    mask adds anything else to scores, a bool scalar; both on the mask's device.
 
     A mask is bool `[batch, seen]`, bool `[batch or 1, 1, queries, seen]` (True: attend) or the same shape in floating
-    point, added to the scores (0: attend). ValueError, if it has another shape, differs between heads, or (in a call
-    that continues a sequence) is not causal attention over the real tokens. Other arguments are as for `Padding.after`.
+    point, added to the scores (0: attend). ValueError, if it has another shape, or differs between heads. Other
+    arguments are as for `Padding.after`.
     """
     shape = list(mask.shape)
     if shape[0] not in (1, batch):
         raise ValueError(f"an attention mask of shape {shape} does not fit a batch of {batch}")
+    unbiased = torch.zeros((), dtype=torch.bool, device=mask.device)
     if mask.dim() == 2 and shape[1] == seen:
-        return mask.bool()
+        return mask.bool()[:, None], unbiased
     if mask.dim() != 4 or shape[1:] != [1, queries, seen]:
         raise ValueError(
-            f"cannot read an attention mask of shape {shape} in a call of {queries} tokens with {seen} seen so far; "
-            "QAdACache supports None and 2-D attention masks [batch, tokens]"
+            f"cannot read an attention mask of shape {shape} in a call of {queries} tokens with {seen} seen so far: "
+            f"pass None, [batch, {seen}], or [batch, 1, {queries}, {seen}], one for all heads"
         )
-    continues = 1 < queries < seen
-    visible = mask[:, 0] if continues else mask[:, 0, -1:]
-    visible = visible if mask.dtype == torch.bool else visible == 0
-    valid = visible[:, -1]
-    if continues:
-        causal = torch.ones(queries, seen, dtype=torch.bool, device=mask.device).tril(seen - queries)
-        # A padding query may see anything (transformers lets it see itself or all): only real ones count.
-        wrong = (visible != (causal & valid[:, None, :])) & valid[:, seen - queries :, None]
-        if wrong.any():
-            raise ValueError(
-                "this attention mask is not causal attention over the real tokens (a custom 4-D mask?); "
-                "QAdACache supports None and 2-D attention masks: pass one of those, or use DynamicCache"
-            )
-    return valid
+    if mask.dtype == torch.bool:
+        return mask[:, 0], unbiased
+    rows = mask[:, 0] == 0
+    return rows, (~rows & ~(mask[:, 0] <= HIDDEN)).any()  # nan is neither
 
 
 def real_tokens(valid: Tensor, row: int, device: torch.device) -> slice | Tensor:

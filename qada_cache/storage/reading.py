@@ -3,12 +3,12 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.query_adaptive import Part, Request
 from .bulk import Bulk
 from .residents import Head
 from .transfers import AsyncCopy, HostCopy, double_buffer
@@ -16,14 +16,25 @@ from .transfers import AsyncCopy, HostCopy, double_buffer
 PREFETCH_SHARE = 4  # at most one in so many heads of a layer is prefetched
 
 
+class Part(NamedTuple):
+    """A part of the bulk on the compute device, and what it cost."""
+
+    rows: slice
+    heads: slice
+    keys: Tensor  # `[rows, heads, tokens, dim]`
+    values: Tensor  # likewise, of `value_dim`
+    bulk_read_bytes: int = 0  # from the bulk's own memory; prefetched ones were counted before
+    resident_hit_bytes: int = 0  # from a resident instead
+
+
 def read_parts(
     bulk: Bulk,
     whole: list[list[bool]],  # of every row and KV head, whether it is read whole
-    requests: Iterator[Request] | None = None,  # for selected tokens of others; None without a sketch
     *,
+    selecting: bool = False,  # whether the other heads that are read select tokens
     update_residency: bool = True,  # False leaves residents and prefetched heads as they are (for an audit)
 ) -> Iterator[Part]:
-    """What an adaptive call reads, as `query_adaptive.Read` has it.
+    """What an adaptive call reads of heads that are read whole.
 
     If the bulk is not offloaded, whole heads are views of neighbouring ones. If it is, one head comes at a time:
     residents first, while others are being copied to the device, where these may stay as residents.
@@ -34,7 +45,7 @@ def read_parts(
                 if flag and bulk.lengths[row]:
                     run = list(indices)
                     yield _view(bulk, slice(row, row + 1), slice(run[0], run[-1] + 1), 0, bulk.lengths[row])
-    elif requests is None or any(map(any, whole)):  # residents count the calls that ask for some
+    elif not selecting or any(map(any, whole)):  # residents count the calls that ask for some
         heads = _heads(bulk, whole)
         prefetched, before = bulk.prefetched, {}
         if update_residency:
@@ -48,7 +59,22 @@ def read_parts(
             yield part
     else:  # the next call is not expected to read any whole, and what was fetched for this one goes
         bulk.flagged, bulk.prefetched = [], {}
-    yield from _selected(bulk, requests or iter(()))
+
+
+def gather_parts(bulk: Bulk, wanted: Sequence[tuple[Head, Tensor]]) -> Iterator[Part]:
+    """Some tokens of heads, int64 `[tokens]` on the device each, in this order. Offloaded, they are put together on the
+    host, or on the device for heads that are there; the next ones are while these are on their way."""
+
+    def async_copies() -> Iterator[tuple[tuple[Head, str], AsyncCopy]]:
+        for head, tokens in wanted:
+            if (resident := bulk.residents.get(head, bulk.lengths)) is None:
+                yield (head, "bulk_read_bytes"), bulk.gather(head, tokens)
+            else:
+                found = AsyncCopy(tuple(part[:, :, tokens] for part in resident.wait()))
+                yield (head, "resident_hit_bytes"), found
+
+    for (head, counted), tensors in double_buffer(async_copies()):
+        yield _make_part(head, tensors, counted)
 
 
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
@@ -73,23 +99,6 @@ def _bring(bulk: Bulk, wanted: list[tuple[Head, tuple[int, int]]], prefetched: d
             yield _make_part(head, tuple(part[:, :, first:end] for part in held[head].wait()), "resident_hit_bytes")
     for head, tensors in async_copies:
         yield _make_part(head, tensors, "" if head in prefetched else "bulk_read_bytes")
-
-
-def _selected(bulk: Bulk, requests: Iterator[Request]) -> Iterator[Part]:
-    """Some tokens of heads. Offloaded, they are put together on the host, or on the device for heads that are there;
-    the next ones are selected while these are on their way."""
-
-    def async_copies() -> Iterator[tuple[tuple[Request, str], AsyncCopy]]:
-        for request in requests:
-            head = request.row, request.head
-            if (resident := bulk.residents.get(head, bulk.lengths)) is None:
-                yield (request, "bulk_read_bytes"), bulk.gather(head, request.tokens)
-            else:
-                found = AsyncCopy(tuple(part[:, :, request.tokens] for part in resident.wait()))
-                yield (request, "resident_hit_bytes"), found
-
-    for (request, counted), tensors in double_buffer(async_copies()):
-        yield _make_part((request.row, request.head), tensors, counted, request)
 
 
 def prefetch(bulk: Bulk) -> int:
@@ -136,8 +145,8 @@ def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> Part:
     return Part(rows, heads, keys, values, bulk_read_bytes=keys.nbytes + values.nbytes)
 
 
-def _make_part(head: Head, tensors: tuple[Tensor, ...], counted: str, request: Request | None = None) -> Part:
+def _make_part(head: Head, tensors: tuple[Tensor, ...], counted: str) -> Part:
     """`counted` is the field for its bytes; empty: they were counted before."""
     (row, column), (keys, values) = head, tensors
     nbytes = {counted: keys.nbytes + values.nbytes} if counted else {}
-    return Part(slice(row, row + 1), slice(column, column + 1), keys, values, request, **nbytes)
+    return Part(slice(row, row + 1), slice(column, column + 1), keys, values, **nbytes)

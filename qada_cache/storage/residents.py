@@ -66,6 +66,8 @@ class Residents:
             backend = torch.get_device_module(device)
             if hasattr(backend, "mem_get_info"):  # accelerate would ask every device, and so take memory on all of them
                 free = backend.mem_get_info(device)[0]
+                if hasattr(backend, "memory_reserved"):  # by torch, some of it for nothing yet
+                    free += backend.memory_reserved(device) - backend.memory_allocated(device)
             else:
                 free = get_max_memory().get(device.type, 0)  # the host's memory
             self._auto[device] = max(0, free - max(RESERVE_BYTES, int(RESERVE_SHARE * free)))
@@ -171,7 +173,7 @@ class LayerResidents:
         if self._pointers is None or self._pointers[0] != found:
             rows, kv_heads = range(len(self.scores)), range(len(self.scores[0]))
             table = [[found.get((row, head), (0, 0)) for head in kv_heads] for row in rows]
-            self._pointers = found, torch.tensor(table).to(self.device, non_blocking=True)
+            self._pointers = found, torch.tensor(table, device="cpu").to(self.device, non_blocking=True)
         return self._pointers[1]
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:

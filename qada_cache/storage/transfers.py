@@ -1,4 +1,4 @@
-"""Host memory, which copies of a cache may share, and copies between it and the device beside the computation.
+"""Host memory, and copies between it and the device beside the computation.
 
 Host memory comes in huge pages: with pages of 4 KiB, looking up addresses costs a third of the speed of reading a bulk.
 A copy is asynchronous only between pinned host memory and device memory, each contiguous: for anything else the host
@@ -7,26 +7,16 @@ waits. So all copies here are of one head of one row.
 
 import contextlib
 import functools
-import itertools
 import math
 import mmap
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
-from transformers.utils import logging
-
-from ..files import private_map
-from ..files.private_map import PrivateMap
-
-if TYPE_CHECKING:
-    from .bulk import Bulk
-
-logger = logging.get_logger(__name__)
 
 # At most so many bytes of copies to the host, or a single copy, are under way: the host waits for older ones. Without a
 # bound, a host that runs ahead of the device would find no layer's memory free again, and a prefill would need it all.
@@ -48,35 +38,6 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = HOS
                 memory.madvise(mmap.MADV_HUGEPAGE)
             return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory
     return torch.empty(shape, dtype=dtype, device=device)
-
-
-_moving = threading.Lock()  # of one cache, several threads may make copies at once
-
-
-def move_to_shared_memory(bulks: Sequence["Bulk"]) -> None:
-    """Move bulks to memory that their copies can share, unless they lie there already. They stay where they are if they
-    are small, pinned, on an accelerator, or the system is none that can do that."""
-    with _moving:
-        # Every copy would copy the parts of a bulk that were written over, so mostly overwritten ones move anew.
-        loose = [bulk for bulk in bulks if bulk.mappable and bulk.stored_bytes > 2 * bulk.shared_bytes]
-        if not (private_map.AVAILABLE and loose and sum(bulk.stored_bytes for bulk in loose) >= private_map.WORTH):
-            return
-        pages = (-(-part.nbytes // mmap.PAGESIZE) for bulk in loose for part in (bulk.keys, bulk.values))
-        ends = [end * mmap.PAGESIZE for end in itertools.accumulate(pages, initial=0)]
-        try:
-            file = private_map.create_anonymous(ends[-1])
-            content, source = file.map(shared=True), PrivateMap(file)
-        except (OSError, RuntimeError) as error:
-            logger.warning_once(f"copies of a QAdACache share no memory, as the system does not give any: {error}")
-            return
-        starts = iter(ends)
-        for bulk in loose:  # one after the other, so that only one bulk at a time takes its memory twice
-            moved, used = [], slice(0, max(bulk.lengths))  # the room behind them takes no memory yet
-            for held, start in zip((bulk.keys, bulk.values), starts, strict=False):
-                target = content[start : start + held.nbytes].view(held.dtype).view(held.shape)
-                target[:, :, used] = held[:, :, used]
-                moved.append(source.tensor(start, held.shape, held.dtype))
-            bulk.adopt(source, *moved, lengths=bulk.lengths)
 
 
 def pinned_bytes(size: int) -> int:

@@ -132,7 +132,7 @@ def keep(model: PreTrainedModel, outcome: Outcome) -> Path:
     """Keep the choice that was made with the model's key moments, as `tuned_choice.keep`."""
     figures = asdict(outcome)
     del figures["settings"]
-    options = replace(QAdACache(model, tuned=False).options, **figures["chosen"]["thresholds"])
+    options = replace(QAdACache(model).options, **figures["chosen"]["thresholds"])
     return tuned_choice.keep(model, options, figures)
 
 

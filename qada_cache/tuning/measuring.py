@@ -15,6 +15,7 @@ from ..key_moments.models import inputs_device
 from ..key_moments.prompts import knows
 from ..stats import CacheStats
 from ..tuned_choice import Thresholds
+from ..versions import pass_cache
 
 VALUE_BITS = 16  # bits a value of the bulk, for counting bytes in any dtype
 
@@ -41,7 +42,8 @@ def cut(text: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: in
     Each begins with the token that begins a text, if the tokenizer puts one there. ValueError, if the text is too
     short, or the tokenizer does not know its words.
     """
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids[0]
+    known = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    ids = torch.tensor(known, dtype=torch.long, device="cpu")
     begin = ids.new_tensor([index for index in tokenizer("").input_ids[:1] if index == tokenizer.bos_token_id])
     size = tokens - len(begin) + following
     if len(ids) < count * size:
@@ -80,8 +82,8 @@ def measure(model: PreTrainedModel, piece: Piece, settings: Sequence[Thresholds]
     setting. The following tokens are fed one by one: the queries of one call would share their reads.
     """
     device = inputs_device(model)
-    read = QAdACache(model, tuned=False)
-    model(input_ids=piece.prompt[:, :-1].to(device), past_key_values=read, logits_to_keep=1)
+    read = QAdACache(model)
+    model(input_ids=piece.prompt[:, :-1].to(device), **pass_cache(read), logits_to_keep=1)
     fed = torch.cat([piece.prompt[:, -1:], piece.following[:, :-1]], dim=1).to(device)
     full, seconds = _decode(model, read.fork(criterion="dense"), fed)
     yield Figures(0.0, 1.0, 1.0, seconds)
@@ -96,7 +98,7 @@ def _decode(model: PreTrainedModel, cache: QAdACache, ids: Tensor) -> tuple[Tens
     logits, seconds = [], []
     for token in ids.split(1, dim=1):
         begin = time.perf_counter()
-        logits.append(model(input_ids=token, past_key_values=cache).logits[0].cpu())  # waits for the device
+        logits.append(model(input_ids=token, **pass_cache(cache)).logits[0].cpu())  # waits for the device
         seconds.append(time.perf_counter() - begin)
     return torch.cat(logits), median(seconds)
 

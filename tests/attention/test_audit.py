@@ -12,6 +12,7 @@ from scenarios import small_buffers
 
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.state.layer import QAdALayer
+from qada_cache.versions import pass_cache
 
 SIZES = {"sink_tokens": SINKS, "local_tokens": LOCAL}
 CALLS = (40, 1, 1, 3, WINDOW, 1, 20, *[1] * 25)
@@ -67,7 +68,7 @@ def run(every: int, **options: Any) -> tuple[torch.Tensor, QAdACache]:
     model = tiny(num_hidden_layers=3)
     cache = QAdACache(model, threshold=0.2, audit_every=every, moments="current", group_rule="head", **SMALL, **options)
     out = model.generate(
-        prompt(150)[0], past_key_values=cache, max_new_tokens=31, do_sample=False, output_logits=True,
+        prompt(150)[0], **pass_cache(cache), max_new_tokens=31, do_sample=False, output_logits=True,
         return_dict_in_generate=True,
     )  # fmt: skip
     return torch.stack(out.logits), cache

@@ -9,9 +9,9 @@ import torch
 from models import exact, forced, prompt, tiny
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.attention.forward import attention_forward
 from qada_cache.key_moments.running import RunningMoments
 
 SPLIT = [150, 40, 1, 8, 1]
@@ -58,7 +58,7 @@ def test_attention_over_the_cache_is_float32(tokens: int) -> None:
         forced(model, prompt(150)[0], [150], cache)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), torch.no_grad():
             tagged, _ = cache.layers[0].update(key, value)
-            out, _ = attention_forward(model.model.layers[0].self_attn, query, tagged, value, None)
+            out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](model.model.layers[0].self_attn, query, tagged, value, None)
         found.append(out)
     assert found[0].dtype == torch.float32
     assert torch.equal(found[0], found[1])

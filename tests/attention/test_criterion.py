@@ -12,7 +12,6 @@ from qada_cache.criterion import (
     group_decision,
     logit,
     long_context,
-    pool_score_moments,
     score_moments,
 )
 
@@ -33,8 +32,9 @@ def test_gaussian_estimate_equals_reference(tokens: int, group: int) -> None:
     moments = [[reference.key_moments(keys=head) for head in row] for row in keys]
     mean = torch.stack([torch.stack([head[0] for head in row]) for row in moments])
     covariance = torch.stack([torch.stack([head[1] for head in row]) for row in moments])
-    score_mean, score_variance = score_moments(queries, mean.float(), covariance.float(), scaling=SCALING)
-    found = gaussian_log_bulk(score_mean, score_variance, torch.tensor(tokens))
+    log_tokens = torch.tensor(float(tokens)).log().view(1, 1, 1, 1)
+    given = queries.unsqueeze(3), mean.float(), covariance.float(), log_tokens
+    found = gaussian_log_bulk(*given, scaling=SCALING).squeeze(3)
     for row in range(batch):
         for head in range(kv_heads):
             for index in range(group):
@@ -49,12 +49,23 @@ def test_gaussian_estimate_equals_reference(tokens: int, group: int) -> None:
                 assert abs(float(found[row, head, index]) - expected) <= budget
 
 
-def test_moments_of_one_prompt_serve_every_row() -> None:
-    queries, mean, covariance = random(3, 2, 4, 8), random(1, 2, 8, seed=1), random(1, 2, 8, 8, seed=2)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_moments_of_one_prompt_serve_every_row(softcap: float | None) -> None:
+    queries, mean, covariance = random(3, 2, 4, 5, 8), random(1, 2, 8, seed=1), random(1, 2, 8, 8, seed=2)
     covariance = covariance @ covariance.transpose(-1, -2)
-    together = score_moments(queries, mean, covariance, scaling=SCALING)
-    apart = score_moments(queries, mean.expand(3, -1, -1), covariance.expand(3, -1, -1, -1), scaling=SCALING)
+    log_tokens, options = random(3, 1, 1, 5), {"scaling": SCALING, "softcap": softcap}
+    together = gaussian_log_bulk(queries, mean, covariance, log_tokens, **options)
+    apart = gaussian_log_bulk(queries, mean.repeat(3, 1, 1), covariance.repeat(3, 1, 1, 1), log_tokens, **options)
+    assert together.shape == queries.shape[:-1]
     torch.testing.assert_close(together, apart)
+
+
+def test_a_cap_far_away_changes_nothing() -> None:
+    """The products without a cap are those of the scores' mean and variance."""
+    queries, mean, covariance = random(3, 2, 4, 5, 8), random(3, 2, 8, seed=1), random(3, 2, 8, 8, seed=2)
+    given = queries, mean, covariance @ covariance.transpose(-1, -2), random(3, 1, 1, 5)
+    capped = gaussian_log_bulk(*given, scaling=SCALING, softcap=1e4)
+    torch.testing.assert_close(gaussian_log_bulk(*given, scaling=SCALING), capped, rtol=1e-5, atol=1e-4)
 
 
 def test_variance_is_never_negative() -> None:
@@ -64,23 +75,11 @@ def test_variance_is_never_negative() -> None:
     assert variance.item() == 0.0
 
 
-@pytest.mark.parametrize("split", [0, 1, 17, 63])
-def test_pooling_scores_equals_pooling_keys(split: int) -> None:
-    scores = (random(63) * 3 + 40).double()
-    parts = scores[:split], scores[split:]
-    moments = [
-        (torch.tensor(float(len(part))), part.mean(), part.var(correction=0))
-        if len(part)
-        else (torch.tensor(0.0), torch.tensor(9.9), torch.tensor(9.9))  # without weight, whatever it holds
-        for part in parts
-    ]
-    mean, variance = pool_score_moments(*moments[0], *moments[1])
-    torch.testing.assert_close(mean, scores.mean())
-    torch.testing.assert_close(variance, scores.var(correction=0))
-
-
 def test_no_bulk_has_no_mass() -> None:
-    assert gaussian_log_bulk(torch.tensor(3.0), torch.tensor(2.0), torch.tensor(0)).item() == -math.inf
+    found = gaussian_log_bulk(
+        random(1, 1, 1, 1, 4), random(1, 1, 4), random(1, 1, 4, 4), torch.full((1, 1, 1, 1), -math.inf), scaling=1.0
+    )
+    assert found.item() == -math.inf
 
 
 @pytest.mark.parametrize("threshold", EDGE_THRESHOLDS)
@@ -118,6 +117,11 @@ def test_decisions_of_random_heads(scale: float) -> None:
         ]
         assert long_context(log_local, log_bulk, logit(threshold)).tolist() == expected
         assert 10 < sum(expected) < 490
+
+
+@pytest.mark.parametrize(("threshold", "read"), [(0.0, False), (0.5, True), (1.0, True)])
+def test_an_estimate_that_is_no_number(threshold: float, read: bool) -> None:
+    assert bool(long_context(torch.tensor(2.0), torch.tensor(math.nan), logit(threshold))) is read
 
 
 def test_group_rules() -> None:

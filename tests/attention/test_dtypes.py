@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from decode_scene import Scene
+from decode_scene import Scene, step_of
 from models import exact, forced, prompt, tiny
 from torch import Tensor
 from transformers import DynamicCache
@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from qada_cache import QAdACache
 from qada_cache.kernels import cpu
 from qada_cache.kernels.cpu import compiled_decode
-from qada_cache.kernels.decode_call import DecodeCall, check
+from qada_cache.kernels.operands import check
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -87,46 +87,43 @@ def test_kernel_of_parts_serves_tensors_that_agree_only() -> None:
         assert not cpu.supports(*wrong)
 
 
-# Of `Scene.arguments` and `moment_arguments`, in each of the ways that a kernel would read something else or elsewhere.
+# Of what `Scene` says of a call, in each of the ways that a kernel would read something else or elsewhere.
 WRONG = {
     "query": [Tensor.double, lambda t: t[:, :, :, :16], lambda t: t[:-1], lambda t: t.repeat(1, 1, 2, 1)],
     "local_keys": [Tensor.half, lambda t: t[..., :16], lambda t: t[:, :1], lambda t: t.to("meta"), lambda t: t[:-1]],
     "local_values": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t.mT.contiguous().mT],
     "bulk_keys": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t[:-1], lambda t: t.to("meta")],
     "bulk_values": [Tensor.half, lambda t: t[..., :16], lambda t: t.mT.contiguous().mT],
-    "mean": [Tensor.double, lambda t: t[:-1], lambda t: t[..., :16], lambda t: t.to("meta")],
-    "covariance": [Tensor.half, lambda t: t[:, :1], lambda t: t[..., :16], lambda t: t[:-1]],
-    "other_mean": [Tensor.double, lambda t: t[..., :16], lambda t: t.repeat(3, 1, 1), lambda t: t.to("meta")],
-    "other_covariance": [Tensor.half, lambda t: t[:, :1], lambda t: t[..., :16]],
-    "local": [Tensor.int, lambda t: t[:, 1:], lambda t: t.repeat(2, 1)],
-    "pending": [Tensor.int, lambda t: t[:, 1:]],
+    "log_bulk": [Tensor.double, lambda t: t[:-1], lambda t: t[:, :, :1], lambda t: t.to("meta")],
+    "local": [Tensor.int, lambda t: t[..., 1:], lambda t: t.repeat(2, 1, 1, 1)],
+    "pending": [Tensor.int, lambda t: t[..., 1:]],
+    "bulk_tokens": [Tensor.int, lambda t: t[:-1]],
     "bulk_lengths": [Tensor.int, lambda t: t[:-1], lambda t: t + 10**6, lambda t: t - 10**6],
-    "count": [Tensor.int, lambda t: t[:-1]],
-    "decided": [Tensor.int, lambda t: t.repeat(3)],
+    "decided": [Tensor.int, lambda t: t.repeat(3, 1, 1)],
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_kernels_of_a_step_refuse_tensors_that_do_not_agree(name: str) -> None:
-    scene = Scene(padding=(0,), moments="both")
-    given = scene.arguments("cpu") | scene.moment_arguments("cpu")
-    check(DecodeCall.of(**given, threshold=0.5))
+    scene = Scene(padding=(0,))
+    given = scene.arguments("cpu") | scene.decision_arguments()
+    check(*step_of(**given))
     for change in WRONG[name]:
         wrong = given | {name: change(given[name])}
         with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
-            check(DecodeCall.of(**wrong, threshold=0.5))
+            check(*step_of(**wrong))
         with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
-            compiled_decode.fused_decode(DecodeCall.of(**wrong, threshold=0.5))
+            compiled_decode.fused_decode(*step_of(**wrong))
 
 
 def test_other_strides_are_not_the_compiled_kernels() -> None:
     scene = Scene()
-    given = scene.arguments("cpu") | scene.moment_arguments("cpu")
+    given = scene.arguments("cpu") | scene.decision_arguments()
     for name in ("local_keys", "bulk_values"):
         shape = given[name].shape
         wrong = given | {name: torch.zeros(*shape[:2], 2 * shape[2], shape[3])[:, :, ::2]}
         with pytest.raises(ValueError, match="do not lie one after the other"):
-            compiled_decode.fused_decode(DecodeCall.of(**wrong, threshold=0.5))
+            compiled_decode.fused_decode(*step_of(**wrong))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from qada_cache import QAdACache
 from qada_cache.state.layer import QAdALayer
 from qada_cache.stats import layer_bytes
+from qada_cache.versions import pass_cache
 
 _MAMBA = {"num_hidden_layers": 4, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
 _MAMBA2 = {**_MAMBA, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
@@ -122,9 +123,7 @@ def test_inference_mode(family: str) -> None:
     model, text = model_of(family), prompt(160)[0]
     with torch.inference_mode():
         got, wanted = (
-            torch.cat(
-                [model(part, past_key_values=used).logits for part in text.split([150, 7, 1, 1, 1], dim=1)], dim=1
-            )
+            torch.cat([model(part, **pass_cache(used)).logits for part in text.split([150, 7, 1, 1, 1], dim=1)], dim=1)
             for used in (exact(model), DynamicCache(config=model.config))
         )
     assert (got - wanted).abs().max() < 1e-3

@@ -13,6 +13,7 @@ from torch import Tensor
 from qada_cache import QAdACache, sketch
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import TokenStore
+from qada_cache.versions import pass_cache
 
 
 def test_device_bytes_are_as_computed() -> None:
@@ -34,7 +35,7 @@ def test_file_keeps_the_sketch(tmp_path: Path) -> None:
     ids = torch.randint(0, model.config.vocab_size, (1, 120), generator=torch.Generator().manual_seed(0))
     cache = QAdACache(model, sink_tokens=4, local_tokens=20, moments="current", threshold=0.99, token_threshold=1.0)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **pass_cache(cache))
         cache.save(tmp_path / "cache.safetensors")
         loaded = QAdACache.load(tmp_path / "cache.safetensors", model)
         assert loaded.options.token_threshold == 1.0
@@ -42,7 +43,7 @@ def test_file_keeps_the_sketch(tmp_path: Path) -> None:
             for name, value in mine.store.sketch.record.items():
                 kept = theirs.store.sketch.record[name]
                 assert torch.equal(kept, value) if isinstance(value, Tensor) else kept == value
-        logits = [model(ids[:, :1], past_key_values=one).logits for one in (cache, loaded)]
+        logits = [model(ids[:, :1], **pass_cache(one)).logits for one in (cache, loaded)]
     assert torch.equal(*logits)
 
 
@@ -54,10 +55,10 @@ def test_fork_makes_or_drops_the_sketch() -> None:
     whole, some = (QAdACache(model, **sizes, token_threshold=theta) for theta in (0.0, 1.0))
     with torch.no_grad():
         for cache in (whole, some):
-            model(ids, past_key_values=cache)
+            model(ids, **pass_cache(cache))
         forked = whole.fork(token_threshold=1.0), some.fork(token_threshold=0.0)
         assert forked[1].layers[0].store.sketch is None
-        logits = [model(ids[:, :1], past_key_values=one).logits for one in (some, forked[0], whole, forked[1])]
+        logits = [model(ids[:, :1], **pass_cache(one)).logits for one in (some, forked[0], whole, forked[1])]
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
     assert torch.equal(logits[3], logits[2])
 

@@ -20,12 +20,14 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache, kernels
-from qada_cache.attention.decode import CallOptions, attend_exactly
+from qada_cache.attention.decode import attend_exactly
+from qada_cache.kernels.operands import Query
 from qada_cache.key_moments import running
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import bulk, transfers
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.reading import read_parts
+from qada_cache.versions import pass_cache
 
 TOKENS = 3000
 TOKEN_BYTES = 2 * (16 + 16) * 4  # heads, dimensions, bytes
@@ -65,9 +67,9 @@ def test_no_tensor_of_a_long_turn_is_of_queries_times_keys(
         mask[0, : 9 * padded] = 0
         cache = QAdACache(model, moments="current", **SMALL)
         with torch.no_grad(), accelerator():
-            model(ids[:, :tokens], attention_mask=mask[:, :tokens], past_key_values=cache)
+            model(ids[:, :tokens], attention_mask=mask[:, :tokens], **pass_cache(cache))
             with Largest() as made:
-                model(ids[:, tokens:], attention_mask=mask, past_key_values=cache)
+                model(ids[:, tokens:], attention_mask=mask, **pass_cache(cache))
         largest.append(made.bytes)
     assert largest[1] <= 2 * largest[0]
 
@@ -156,7 +158,7 @@ def test_chunks_stream_a_bulk_that_is_larger_than_the_device(host: set[int]) -> 
             layer.store.absorb(keys[:, :, :stored], values[:, :, :stored], None)
             chunk = Inputs(1)(WINDOW + 1)
             with Live(host) as live:
-                attend_exactly(layer, layer.store, chunk[2], *chunk[:2], CallOptions(scaling=0.25))
+                attend_exactly(layer, layer.store, Query(chunk[2], scaling=0.25), *chunk[:2])
                 layer.store.absorb(*chunk[:2], None)
             assert copies.longest == 64
             assert layer.counters.streamed_bytes == copies.bytes == 2 * (stored - SINKS - WINDOW) * TOKEN_BYTES
@@ -174,7 +176,7 @@ def test_what_lies_on_the_device_is_not_streamed() -> None:
             list(read_parts(layer.store.bulk, [[True, False], [True, True]]))
             copies.bytes = 0
             chunk = Inputs(1)(WINDOW + 1)
-            outputs.append(attend_exactly(layer, layer.store, chunk[2], *chunk[:2], CallOptions(scaling=0.25)))
+            outputs.append(attend_exactly(layer, layer.store, Query(chunk[2], scaling=0.25), *chunk[:2]))
             whole = 2 * (60 - SINKS - WINDOW) * TOKEN_BYTES
             assert layer.counters.streamed_bytes == copies.bytes == (whole / 4 if budget else whole)
             assert layer.counters.resident_hit_bytes == 0  # of query-adaptive calls, which `read_share` is of
@@ -207,7 +209,7 @@ def test_prefill_peak_does_not_grow_with_layers(monkeypatch: pytest.MonkeyPatch)
         def run(model: PreTrainedModel = model, ids: Tensor = ids) -> None:
             with torch.no_grad():
                 cache = QAdACache(model, moments="current")
-                model(ids, past_key_values=cache, logits_to_keep=1)
+                model(ids, **pass_cache(cache), logits_to_keep=1)
                 assert cache.stats().host_bytes > len(cache.layers) * tokens * 2 * 8 * 64 * 4
 
         run()  # kernels are loaded
@@ -228,7 +230,7 @@ def test_chunk_peak_does_not_grow_with_the_bulk(monkeypatch: pytest.MonkeyPatch)
         query = torch.randn(1, 8, 1000, 64, device="cuda", dtype=torch.bfloat16)
 
         def run(layer: QAdALayer = layer, chunk: Any = chunk, query: Tensor = query) -> None:
-            attend_exactly(layer, layer.store, query, *chunk, CallOptions(scaling=0.125))
+            attend_exactly(layer, layer.store, Query(query, scaling=0.125), *chunk)
 
         run()
         peaks.append(peak_of(run))

@@ -28,6 +28,7 @@ from qada_cache import QAdACache, kernels
 from qada_cache.files import private_map
 from qada_cache.kernels import cpu
 from qada_cache.storage.padding import NONE
+from qada_cache.versions import pass_cache
 
 
 def calls(
@@ -45,7 +46,7 @@ def calls(
     gc.disable()  # what it finalises, it would call in the middle of a step
     sys.setprofile(count)
     try:
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **pass_cache(cache))
     finally:
         sys.setprofile(None)
         gc.enable()
@@ -57,9 +58,9 @@ def test_nothing_is_estimated_of_a_bulk_that_is_not_there() -> None:
     """While sinks and window hold all tokens, by the moments of no keys."""
     model, ids = tiny(), prompt(9)[0]
     cache = QAdACache(model, moments="current")
-    model(ids, past_key_values=cache)
+    model(ids, **pass_cache(cache))
     made = calls(model, cache, ids[:, :1])
-    assert made["log_bulk"] > made["current_score_moments"] == 0
+    assert made["estimate_log_bulk"] > made["gaussian_log_bulk"] == 0
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_python_work_does_not_grow_with_the_context(
     for tokens in (2400, 2400 + 333 * 12):
         cache = QAdACache(model, threshold=threshold, moments="current")
         ids = prompt(tokens)[0]
-        model(ids, past_key_values=cache)
+        model(ids, **pass_cache(cache))
         for _ in range(3):
             before = calls(model, cache, ids[:, :1])
         made.append(before)
@@ -110,10 +111,10 @@ def launches(model: PreTrainedModel, tokens: int, **options: Any) -> Counter[str
     """What one decoded token takes after a prompt of so many."""
     cache = QAdACache(model, moments="current", **options)
     ids = prompt(tokens)[0]
-    model(ids, past_key_values=cache, logits_to_keep=1)
-    model(ids[:, :1], past_key_values=cache)
+    model(ids, **pass_cache(cache), logits_to_keep=1)
+    model(ids[:, :1], **pass_cache(cache))
     with Launches() as seen:
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **pass_cache(cache))
     assert not cache.stats().kv_local_share.any()
     return seen.made
 
@@ -165,7 +166,7 @@ def padded_step(layers: int, tokens: int, act: Any = None) -> tuple[int, Counter
     model = tiny(num_hidden_layers=layers)
     cache = QAdACache(model, threshold=0.0, moments="current", **SMALL)
     ids, mask = prompt(tokens, tokens - PADDED, tokens - 1)
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **pass_cache(cache))
     if act is not None:
         cache = act(cache, model)
     for _ in range(3):
@@ -173,7 +174,7 @@ def padded_step(layers: int, tokens: int, act: Any = None) -> tuple[int, Counter
         made = calls(model, cache, ids[:, :1], mask)
     mask = torch.cat([mask, mask.new_ones(ROWS, 1)], dim=1)
     with Elements() as elements:
-        model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+        model(ids[:, :1], attention_mask=mask, **pass_cache(cache))
     return elements.read, made
 
 
@@ -188,7 +189,7 @@ def stored_and_loaded(cache: QAdACache, model: PreTrainedModel) -> QAdACache:
 def test_indices_come_to_the_host_once_for_all_layers(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, transfers = tiny(num_hidden_layers=6), []
     cache, ids = QAdACache(model, moments="current"), prompt(40, 40)[0]
-    model(ids, past_key_values=cache)
+    model(ids, **pass_cache(cache))
     for name in ("cpu", "tolist"):
         transfer = getattr(DeviceTensor, name)
         told = lambda given, transfer=transfer: transfers.append(transfer) or transfer(given)  # noqa: E731
@@ -226,10 +227,10 @@ def test_masks_are_sent_once_for_all_layers(tokens: int, monkeypatch: pytest.Mon
             model.set_attn_implementation("eager")
             cache, ids = QAdACache(model, moments="current", kernels="torch", offloading=False, **SMALL), prompt(60, 60)
             model, ids = model.to(place), ids[0].to(place)
-            model(ids, attention_mask=mask[:, :60].to(place), past_key_values=cache)
+            model(ids, attention_mask=mask[:, :60].to(place), **pass_cache(cache))
             mask = mask.to(place)
             sent.clear()
-            model(ids[:, :tokens], attention_mask=mask, past_key_values=cache)
+            model(ids[:, :tokens], attention_mask=mask, **pass_cache(cache))
         return len(sent)
 
     within = slice(62, 62 + tokens // 3)  # of the call itself
@@ -263,7 +264,7 @@ def test_masks_are_read_once_for_all_layers(act: Any, monkeypatch: pytest.Monkey
 def test_padding_changes_once_for_all_layers(change: Any) -> None:
     valid = torch.ones(ROWS, LONG, dtype=torch.bool)
     valid[1, :PADDED] = False
-    padding, _ = NONE.after(valid, batch=ROWS, seen=LONG, queries=LONG)
+    padding, *_ = NONE.after(valid, batch=ROWS, seen=LONG, queries=LONG)
     changed = change(padding)
     with Elements() as elements:
         assert change(padding) is changed
@@ -274,11 +275,11 @@ def test_only_new_tokens_come_to_the_host() -> None:
     """The rest of a mask is read where it lies, once; and a mask of other padding is still noticed."""
     valid = torch.ones(ROWS, LONG, dtype=torch.bool)
     valid[1, :PADDED] = False
-    padding, new = NONE.after(valid, batch=ROWS, seen=LONG, queries=LONG)
+    padding, new, _ = NONE.after(valid, batch=ROWS, seen=LONG, queries=LONG)
     assert torch.equal(new, valid)
     longer = torch.cat([valid, torch.ones(ROWS, 2, dtype=torch.bool)], dim=1)
     with Elements() as elements:
-        assert padding.after(longer, batch=ROWS, seen=LONG + 2, queries=2) == (padding, None)
+        assert padding.after(longer, batch=ROWS, seen=LONG + 2, queries=2) == (padding, None, None)
     assert elements.read < ROWS * (LONG + 3 * PADDED) + 100
     for place in ((1, 3), (0, 300)):
         longer[place] = ~longer[place]

@@ -15,6 +15,8 @@ from models import exact, prompt, tiny
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from qada_cache.versions import pass_cache
+
 LENGTHS = (60, 1, 1, 7, 40, 1)  # a prompt, tokens, a short turn and one longer than the window
 
 
@@ -29,7 +31,7 @@ def fresh_compiler() -> Iterator[None]:
 def logits(call: Callable[..., Any], cache: Cache) -> Tensor:
     """Of every token of `LENGTHS`."""
     parts = prompt(sum(LENGTHS))[0].split(LENGTHS, dim=1)
-    return torch.cat([call(ids, past_key_values=cache, use_cache=True).logits for ids in parts], dim=1)
+    return torch.cat([call(ids, **pass_cache(cache), use_cache=True).logits for ids in parts], dim=1)
 
 
 def dynamic(model: PreTrainedModel) -> DynamicCache:

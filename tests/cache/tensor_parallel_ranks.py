@@ -19,6 +19,7 @@ from transformers.distributed import DistributedConfig
 
 from qada_cache import KeyMoments, QAdACache, StaticHeads, prepare
 from qada_cache.key_moments import defaults
+from qada_cache.versions import pass_cache
 
 torch.set_num_threads(1)
 warnings.simplefilter("error", FutureWarning)  # of what the next transformers removes
@@ -39,9 +40,7 @@ def refusal(call: Callable[[], object]) -> str:
     return ""
 
 
-found["dynamic"] = model.generate(text(), past_key_values=DynamicCache(config=model.config), **TOKENS)[
-    0, -NEW:
-].tolist()
+found["dynamic"] = model.generate(text(), **pass_cache(DynamicCache(config=model.config)), **TOKENS)[0, -NEW:].tolist()
 found["exact"] = found_by(model, gather=True, threshold=1.0, moments="current")
 found["file"] = found_by(model, gather=True, moments=file)
 found["heads"] = found_by(model, gather=True, criterion=StaticHeads(heads_table()))
@@ -77,7 +76,7 @@ found["own"] = found_by(model, gather=False)
 found["save"] = refusal(lambda: cache.save(Path(folder, f"cache-{rank}.safetensors")))
 found["load"] = refusal(lambda: QAdACache.load(Path(folder, f"cache-{rank}.safetensors"), model))
 config_only = QAdACache(config=model.config, moments="current", **SIZES)
-found["config"] = refusal(lambda: model.generate(text(), past_key_values=config_only, **TOKENS))
+found["config"] = refusal(lambda: model.generate(text(), **pass_cache(config_only), **TOKENS))
 for name, split in {
     "phi3": {"tp_size": 2},
     "one_kv_head": {"tp_size": 2},

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache
+from qada_cache.versions import pass_cache
 
 NEW = 40
 TOKENS: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
@@ -31,7 +32,7 @@ def heads_table() -> Tensor:
 def found_by(model: PreTrainedModel, *, gather: bool, **options: Any) -> dict[str, Any]:
     """Greedy tokens through a cache, and its statistics, all JSON-able; kernels in torch unless `options` ask."""
     cache = QAdACache(model, **{**SIZES, "kernels": "torch", **options})
-    generated = model.generate(text(), past_key_values=cache, **TOKENS)[0, -NEW:].tolist()
+    generated = model.generate(text(), **pass_cache(cache), **TOKENS)[0, -NEW:].tolist()
     stats = vars(cache.stats(gather=gather))
     audit = stats["audit"] and asdict(stats["audit"])
     shown = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in stats.items()}

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qada_cache import KeyMoments, QAdACache, StaticHeads
+from qada_cache.versions import pass_cache
 
 HEADS = StaticHeads(torch.tensor([[True, False, False, True], [False, True, False, False]]))
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -37,7 +38,7 @@ LONG, PADDED = prompt(150), prompt(150, 61, 9)
 @torch.no_grad()
 def filled(model: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any) -> QAdACache:
     cache = QAdACache(model, **{"threshold": 0.12, **SMALL, **options})
-    model(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
+    model(ids[:, :-1], attention_mask=mask[:, :-1], **pass_cache(cache))
     return cache
 
 
@@ -114,7 +115,7 @@ def test_frozen_moments_and_decoded_tokens(tmp_path: Path) -> None:
     for cache in (frozen, going):
         for token in torch.arange(160) % 90:  # the same for both
             with torch.no_grad():
-                model(token.view(1, 1), past_key_values=cache)
+                model(token.view(1, 1), **pass_cache(cache))
     fork = frozen.fork(update_moments=True)
     for ours, theirs in zip(fork.layers, going.layers, strict=True):
         assert ours.store.moments.count == theirs.store.moments.count == ours.store.bulk.lengths
@@ -130,7 +131,7 @@ def test_frozen_moments_and_decoded_tokens(tmp_path: Path) -> None:
     going.fork(update_moments=False, criterion="dense")  # which has no moments
     going.crop(-160)
     with torch.no_grad():
-        model(prompt(40)[0], past_key_values=going)  # an exact call, after which all that is stored was prefilled
+        model(prompt(40)[0], **pass_cache(going))  # an exact call, after which all that is stored was prefilled
     fork = going.fork(update_moments=False)
     assert [layer.store.moments.count for layer in fork.layers] == [layer.store.bulk.lengths for layer in fork.layers]
 

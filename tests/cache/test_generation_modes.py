@@ -17,6 +17,7 @@ from transformers.generation import BaseStreamer, GenerationMode, StoppingCriter
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from qada_cache import QAdACache
+from qada_cache.versions import pass_cache
 
 FAMILIES = ["llama", "mistral_sliding", "gemma3"]  # plain, sliding, both: of others the layers are the same
 LENGTHS = (60, 41)  # both have a bulk beside the 20 local tokens
@@ -173,8 +174,8 @@ def test_from_embeddings(model: PreTrainedModel, options: dict[str, Any]) -> Non
     embedded = model.get_input_embeddings()(ids).detach()
     options = {"inputs_embeds": embedded, "attention_mask": mask, "max_new_tokens": TOKENS, **options}
     options |= {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    wanted, cache = model.generate(past_key_values=dynamic(model), **options), ours(model)
-    assert_same(model, got := model.generate(past_key_values=cache, **options), wanted, cache)
+    wanted, cache = model.generate(**pass_cache(dynamic(model)), **options), ours(model)
+    assert_same(model, got := model.generate(**pass_cache(cache), **options), wanted, cache)
     assert torch.equal(got.sequences, with_ids.sequences[:, LENGTHS[0] :])
 
 

@@ -114,7 +114,8 @@ def test_interrupted_change(
 
     with monkeypatch.context() as patch:
         if place == "second layer" or verb == "reset":
-            patch.setattr(cache.layers[place == "second layer"], verb, interrupt)
+            method = verb if verb in ("crop", "reset") else "select"
+            patch.setattr(cache.layers[place == "second layer"], method, interrupt)
         else:  # sinks and window have been changed, or are about to be
             inner = "truncate" if verb == "crop" else "select"
             patch.setattr(cache.layers[0].store.bulk, inner, interrupt)

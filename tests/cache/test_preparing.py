@@ -21,6 +21,7 @@ from qada_cache.key_moments import defaults, identity
 from qada_cache.key_moments.identity import find_tokenizer
 from qada_cache.sketch import Layout
 from qada_cache.state import Shared
+from qada_cache.versions import pass_cache
 
 LONG = 1400  # tokens, of which enough are bulk for the CPU's kernel
 
@@ -154,7 +155,7 @@ def test_nothing_is_left_to_do(options: dict[str, Any], folder: Path, monkeypatc
     assert used(cache) == ("current" if options.get("criterion") == "oracle" else "wiki")
     forbid(monkeypatch, subprocess, "run")
     built = cpu.build.cache_info()
-    model.generate(prompt(LONG)[0], past_key_values=cache, max_new_tokens=4, do_sample=False)
+    model.generate(prompt(LONG)[0], **pass_cache(cache), max_new_tokens=4, do_sample=False)
     found = cpu.build.cache_info()
     assert found.misses == built.misses
     assert found.hits > built.hits  # the kernel did serve

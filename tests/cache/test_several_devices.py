@@ -16,7 +16,9 @@ from stand_in import accelerator
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from qada_cache import QAdACache
+from qada_cache import KeyMoments, QAdACache
+from qada_cache.attention import by_torch
+from qada_cache.versions import pass_cache
 
 ONE, OTHER = f"{KIND}:0", f"{KIND}:1"
 MAP = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1"), ONE)
@@ -55,7 +57,7 @@ def greedy(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, mask: Tenso
             "attention_mask": mask.to(device),
             "position_ids": (mask.cumsum(-1) - 1)[:, -ids.shape[1] :].to(device),
         }
-        logits = model(ids.to(device), past_key_values=cache, logits_to_keep=1, **given).logits
+        logits = model(ids.to(device), **pass_cache(cache), logits_to_keep=1, **given).logits
         ids = logits[:, -1:].argmax(-1).cpu()
         mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
         found.append(ids)
@@ -92,6 +94,19 @@ def test_decisions(placed: PreTrainedModel, whole: PreTrainedModel, options: dic
     same(placed, whole, text(), offloading=False, **options)
 
 
+def test_devices_without_float64(whole: PreTrainedModel, request: pytest.FixtureRequest) -> None:
+    """Apple's, and some of Intel's: moments of other prompts and audits are computed in it, on the host then."""
+    by_torch._has_float64.cache_clear()  # other tests' devices of these names have it
+    request.addfinalizer(by_torch._has_float64.cache_clear)
+    with devices(without=torch.float64):
+        placed = dispatch_model(eager(), MAP, main_device=ONE, force_hooks=True)
+        with pytest.raises(TypeError, match="has no"):
+            torch.zeros(1, device=ONE).double()
+        KeyMoments.collect(placed, needle.load_tokenizer(), "random-tokens", tokens=200, progress=False)
+        cache = same(placed, whole, text(), offloading=False, audit_every=1)
+    assert cache.stats().audit.decisions > 100
+
+
 def test_padded_rows(placed: PreTrainedModel, whole: PreTrainedModel) -> None:
     rows = [text(seed=1, tokens=250)[0], text(seed=2, tokens=200)[0]]
     longest = max(map(len, rows))
@@ -118,9 +133,9 @@ def test_offloaded(placed: PreTrainedModel, whole: PreTrainedModel, budget: int 
 def test_a_saved_cache_goes_on(placed: PreTrainedModel, tmp_path: Path) -> None:
     ids, cache = text().to(ONE), QAdACache(placed, offloading=False, kernels="torch", **SMALL)
     with torch.no_grad():
-        placed(ids[:, :-1], past_key_values=cache)
+        placed(ids[:, :-1], **pass_cache(cache))
         cache.save(tmp_path / "cache.safetensors")
         again = QAdACache.load(tmp_path / "cache.safetensors", placed)
-        one, other = (placed(ids[:, -1:], past_key_values=held).logits.cpu() for held in (cache, again))
+        one, other = (placed(ids[:, -1:], **pass_cache(held)).logits.cpu() for held in (cache, again))
     assert torch.equal(one, other)
     assert on_device(again) == [ONE, ONE, OTHER, OTHER]

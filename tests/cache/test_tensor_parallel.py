@@ -15,6 +15,7 @@ from tensor_parallel_scene import NEW, TOKENS, found_by, heads_table, text
 from transformers import DynamicCache, PreTrainedModel
 
 from qada_cache import KeyMoments, StaticHeads
+from qada_cache.versions import pass_cache
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def same(whole: dict[str, Any], ranks: list[dict[str, Any]], name: str) -> None:
 
 
 def test_exact_attention(ranks: list[dict[str, Any]], model: PreTrainedModel) -> None:
-    dynamic = model.generate(text(), past_key_values=DynamicCache(config=model.config), **TOKENS)[0, -NEW:].tolist()
+    dynamic = model.generate(text(), **pass_cache(DynamicCache(config=model.config)), **TOKENS)[0, -NEW:].tolist()
     assert [rank["dynamic"] for rank in ranks] == [rank["exact"]["generated"] for rank in ranks] == [dynamic] * 2
     same(found_by(model, gather=True, threshold=1.0, moments="current"), ranks, "exact")
 

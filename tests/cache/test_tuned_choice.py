@@ -1,8 +1,9 @@
-"""What `qada tune` keeps of a model: taken by its caches and no others, named, never taken where it does not count."""
+"""What `qada tune` keeps of a model: taken if it is asked for, by its caches and no others, and named."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 import shutil
@@ -23,7 +24,8 @@ from transformers.utils.logging import warning_once
 from qada_cache import QAdACache, StaticHeads, prepare, tuned_choice
 from qada_cache.files import tensor_file
 from qada_cache.key_moments.models import HeadShard
-from qada_cache.state import THRESHOLD, TOKEN_THRESHOLD
+from qada_cache.state import CONDITIONS, DECIDING, LAID_OUT, THRESHOLD, TOKEN_THRESHOLD
+from qada_cache.versions import pass_cache
 
 HEADS = StaticHeads(torch.tensor([[True, False, False, True], [False, True, False, False]]))
 
@@ -36,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kept(model: Any, token_threshold: float = 8.0, **under: Any) -> Path:
-    options = replace(QAdACache(model, tuned=False, **under).options, token_threshold=token_threshold)
+    options = replace(QAdACache(model, **under).options, token_threshold=token_threshold)
     return tuned_choice.keep(model, options, {"any": "thing"})
 
 
@@ -45,38 +47,68 @@ def goes_by(cache: QAdACache) -> tuple[float, bool]:
     return cache.options.token_threshold, cache.options.tuned
 
 
-def test_taken_named_and_switched_off(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny()
-    assert goes_by(QAdACache(model)) == (TOKEN_THRESHOLD, False)
-    path = kept(model)
-    assert goes_by(QAdACache(model)) == (8.0, True)
-    assert "token threshold 8 (tuned)," in repr(QAdACache(model))
-    assert goes_by(QAdACache(tiny(), audit_every=3, offloading=False, device_budget=0.5)) == (8.0, True)
-    assert goes_by(QAdACache(model, token_threshold=3)) == (3, False)
-    assert goes_by(QAdACache(model, token_threshold=8.0)) == (8.0, False)
-    assert goes_by(QAdACache(model, tuned=False)) == (TOKEN_THRESHOLD, False)
-    assert goes_by(QAdACache(tiny(seed=1))) == (TOKEN_THRESHOLD, False)
-    assert goes_by(QAdACache(tiny(dtype=torch.bfloat16))) == (TOKEN_THRESHOLD, False)
-    assert kept(model, 2.0) == path  # one choice a model
-    assert goes_by(QAdACache(model)) == (2.0, True)
-    path.unlink()
-    assert goes_by(QAdACache(model)) == (TOKEN_THRESHOLD, False)
-    assert "qada tune" not in caplog.text
+def tuned(model: Any, **given: Any) -> QAdACache:
+    return QAdACache(model, tuned=True, **given)
 
 
-def test_both_thresholds_are_taken_or_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_in_the_folder_changes_nothing_unasked(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny()
+    before = QAdACache(model).options
     kept(model, threshold=0.5)
-    assert goes_by(QAdACache(model)) == (8.0, True)
-    assert QAdACache(model).options.threshold == QAdACache(model, threshold=0.5).options.threshold == 0.5
-    assert "threshold 0.5, token threshold 8 (tuned)," in repr(QAdACache(model))
-    assert goes_by(QAdACache(model, threshold=0.5)) == (8.0, True)
-    own = QAdACache(model, token_threshold=3)
-    assert (own.options.threshold, goes_by(own)) == (THRESHOLD, (3, False))
-    assert QAdACache(model, tuned=False).options.threshold == THRESHOLD
+    assert goes_by(QAdACache(model)) == (TOKEN_THRESHOLD, False)
+    after = QAdACache(model).options
+    assert [getattr(after, name) for name in CONDITIONS] == [getattr(before, name) for name in CONDITIONS]
+    assert goes_by(QAdACache(model, tuned=False)) == (TOKEN_THRESHOLD, False)
+    assert QAdACache(model).options.threshold == THRESHOLD
+    prepare(model, kernels="torch")
     assert caplog.text == ""
-    assert goes_by(QAdACache(model, threshold=THRESHOLD)) == (TOKEN_THRESHOLD, False)
-    assert "was measured with threshold=0.5, and this cache has threshold=0.95. This cache goes by " in caplog.text
+
+
+def test_taken_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny()
+    path = kept(model)
+    assert goes_by(tuned(model)) == (8.0, True)
+    assert "token threshold 8 (tuned)," in repr(tuned(model))
+    assert goes_by(tuned(tiny(), audit_every=3, offloading=False, device_budget=0.5)) == (8.0, True)
+    assert kept(model, 2.0) == path  # one choice a model
+    assert goes_by(tuned(model)) == (2.0, True)
+    assert kept(model, threshold=0.5) == path
+    assert goes_by(tuned(model)) == (8.0, True)
+    assert tuned(model).options.threshold == 0.5
+    assert "threshold 0.5, token threshold 8 (tuned)," in repr(tuned(model))
+    prepare(model, kernels="torch", tuned=True)  # tries options before moments are there
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("make", [QAdACache, prepare])
+@pytest.mark.parametrize("given", [{"threshold": 0.9}, {"token_threshold": 3}], ids=["threshold", "token_threshold"])
+def test_thresholds_beside_it_are_refused(make: Callable[..., Any], given: dict[str, Any], folder: Path) -> None:
+    """Before anything is read."""
+    said = r"tuned=True takes token_threshold and threshold from qada tune, and .* was given: leave out one"
+    with pytest.raises(ValueError, match=said):
+        make(tiny(), tuned=True, **given)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("other", "missing"),
+    [
+        (lambda: tiny(seed=1), "qada tune has kept none"),
+        (lambda: tiny(dtype=torch.bfloat16), "qada tune has kept none"),
+        (lambda: None, "a cache built with config= has no weights to find it by"),
+    ],
+    ids=["weights", "dtype", "config alone"],
+)
+def test_asked_for_and_not_kept_is_said_once(
+    other: Callable[[], Any], missing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny()
+    kept(model)
+    given = {"model": model} if (model := other()) is not None else {"config": tiny().config, "moments": "current"}
+    for _ in range(2):
+        assert goes_by(QAdACache(tuned=True, **given)) == (TOKEN_THRESHOLD, False)
+    said = f"of this llama model is not used: {missing}. This cache goes by token_threshold=4.4; run qada tune, or give"
+    assert caplog.text.count(said) == 1
 
 
 def test_weights_that_changed_are_another_model() -> None:
@@ -85,13 +117,12 @@ def test_weights_that_changed_are_another_model() -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.01)
-    assert goes_by(QAdACache(model)) == (TOKEN_THRESHOLD, False)
+    assert goes_by(tuned(model)) == (TOKEN_THRESHOLD, False)
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        {"threshold": 0.9},
         {"sketch_bits": 4},
         {"local_tokens": 64},
         {"sink_tokens": 4},
@@ -100,32 +131,33 @@ def test_weights_that_changed_are_another_model() -> None:
         {"moments": "random-tokens"},
         {"update_moments": False},
         {"criterion": HEADS},
+        {"criterion": "dense"},
     ],
     ids=lambda given: next(iter(given)),
 )
 def test_caches_that_decide_otherwise_do_without(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """And say so, once; neither where nothing would be chosen by it, nor where the choice was for those options."""
+    """And say so, once; not where the choice was for those options."""
     model = tiny()
     kept(model)
     for _ in range(2):
-        assert goes_by(QAdACache(model, **given)) == (TOKEN_THRESHOLD, False)
+        assert goes_by(tuned(model, **given)) == (TOKEN_THRESHOLD, False)
     assert caplog.text.count("of this llama model is not used: it was measured with ") == 1
     assert f"{next(iter(given))}=" in caplog.text
     caplog.clear()
-    assert goes_by(QAdACache(model, **given, tuned=False)) == (TOKEN_THRESHOLD, False)
-    assert goes_by(QAdACache(model, **given, token_threshold=1)) == (1, False)
-    kept(model, **given)
-    assert goes_by(QAdACache(model, **given)) == (8.0, True)
-    assert caplog.text == ""
-
-
-@pytest.mark.parametrize("given", [{"criterion": "dense"}, {"criterion": "local"}, {"threshold": 1.0}])
-def test_nothing_is_said_where_no_tokens_are_chosen(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny()
-    kept(model)
     assert goes_by(QAdACache(model, **given)) == (TOKEN_THRESHOLD, False)
-    prepare(model, kernels="torch")  # tries options before moments are there
+    kept(model, **given)
+    assert tuned(model, **given).options.tuned
     assert caplog.text == ""
+
+
+def test_every_option_that_outputs_depend_on_is_a_condition() -> None:
+    """The others are named here, so that a new one is a condition until it is said not to be."""
+    keywords = {name for name in inspect.signature(QAdACache).parameters if name not in ("model", "config", "tuned")}
+    assert keywords == {*DECIDING, *LAID_OUT}
+    assert not set(DECIDING) & set(LAID_OUT)
+    assert keywords - set(CONDITIONS) == {"offloading", "device_budget", "audit_every", "kernels"}
+    (measured,) = [tensor_file.read(kept(tiny()), tuned_choice.KIND)[1]]
+    assert measured["under"].keys() | measured["chosen"].keys() == set(CONDITIONS)
 
 
 def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
@@ -175,16 +207,9 @@ def test_files_that_do_not_count(harm: Callable[[Path], Any], said: str, caplog:
     model = tiny()
     path = kept(model)
     harm(path)
-    assert goes_by(QAdACache(model)) == (TOKEN_THRESHOLD, False)
+    assert goes_by(tuned(model)) == (TOKEN_THRESHOLD, False)
     assert said in caplog.text
-    assert "run qada tune again, or give token_threshold or tuned=False" in caplog.text
-
-
-def test_a_folder_of_others_is_not_spoken_of_without_a_choice(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    QAdACache(tiny())
-    folder.chmod(0o777)
-    assert goes_by(QAdACache(tiny())) == (TOKEN_THRESHOLD, False)
-    assert "qada tune" not in caplog.text
+    assert "run qada tune, or give token_threshold and threshold by hand" in caplog.text
 
 
 def test_the_file_is_the_users_alone_and_holds_no_code() -> None:
@@ -196,31 +221,33 @@ def test_the_file_is_the_users_alone_and_holds_no_code() -> None:
 
 
 def test_a_model_is_known_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path in other words, a copy elsewhere; a config alone does not tell weights."""
+    """A path in other words, a copy elsewhere."""
     model = readable_model(tmp_path / "model")
     kept(model)
     shutil.copytree(tmp_path / "model", tmp_path / "copy")
     monkeypatch.chdir(tmp_path)
     for name in ("model", "./copy", str(tmp_path / "copy")):
-        assert goes_by(QAdACache(LlamaForCausalLM.from_pretrained(name, local_files_only=True))) == (8.0, True)
-    assert goes_by(QAdACache(config=model.config)) == (TOKEN_THRESHOLD, False)
+        assert goes_by(tuned(LlamaForCausalLM.from_pretrained(name, local_files_only=True))) == (8.0, True)
 
 
-def test_split_models_do_without() -> None:
+def test_split_models_do_without(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny()
     kept(model)
     cache = QAdACache(model)
+    asked = replace(cache.options, tuned=True)
+    assert tuned_choice.apply_tuned(asked, cache._shared.model).tuned
     split = replace(cache._shared.model, shard=HeadShard(0, 2, None, torch.device("cpu")))
-    assert not tuned_choice.apply_tuned(cache.options, split, threshold=None).tuned
+    assert not tuned_choice.apply_tuned(asked, split).tuned
+    assert "this process has a part of them" in caplog.text
 
 
 def test_copies_forks_and_files(tmp_path: Path) -> None:
     """A copy is the same, a fork only if it decides alike, and a file holds the number as if it had been given."""
     model = tiny()
     kept(model)
-    cache = QAdACache(model)
+    cache = tuned(model)
     with torch.no_grad():
-        model(prompt(300)[0], past_key_values=cache)
+        model(prompt(300)[0], **pass_cache(cache))
     assert goes_by(copy.deepcopy(cache)) == (8.0, True)
     assert goes_by(cache.fork(audit_every=2)) == (8.0, True)
     assert goes_by(cache.fork(token_threshold=2.0)) == (2.0, False)

@@ -13,6 +13,7 @@ from models import SMALL
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from qada_cache import KeyMoments, QAdACache, prepare
+from qada_cache.versions import pass_cache
 
 NEW = 24
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def text() -> torch.Tensor:
 def generated(model: PreTrainedModel, cache: DynamicCache) -> list[int]:
     ids = text()
     options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
-    return model.generate(ids, past_key_values=cache, **options)[0, ids.shape[1] :].tolist()
+    return model.generate(ids, **pass_cache(cache), **options)[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.filterwarnings("ignore:You are calling .generate")  # the oldest transformers: weights are on "meta"
@@ -89,10 +90,10 @@ def test_a_saved_cache_goes_on(placed: PreTrainedModel, tmp_path: Path) -> None:
     ids = text()
     caches = [QAdACache(placed, **SMALL)]
     with torch.no_grad():
-        token = placed(ids, past_key_values=caches[0]).logits[:, -1:].argmax(-1)
+        token = placed(ids, **pass_cache(caches[0])).logits[:, -1:].argmax(-1)
         caches[0].save(tmp_path / "cache.safetensors")
         caches.append(QAdACache.load(tmp_path / "cache.safetensors", placed))
-        one, other = (placed(token, past_key_values=cache).logits for cache in caches)
+        one, other = (placed(token, **pass_cache(cache)).logits for cache in caches)
     assert torch.equal(one, other)
 
 

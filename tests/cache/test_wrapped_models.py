@@ -14,6 +14,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from qada_cache import KeyMoments, QAdACache, prepare, restore_attention
+from qada_cache.versions import pass_cache
 
 
 class Peft(nn.Module):
@@ -62,7 +63,7 @@ def test_wrapped_models_are_served(how: str, tmp_path: Path) -> None:
     assert QAdACache.load(tmp_path / "cache", wrapped).get_seq_length() == cache.get_seq_length()
     cache.reset()
     with torch.no_grad():  # called itself, compiled that is: `generate` of either is the model's own
-        first = wrapped(ids, past_key_values=cache, use_cache=True).logits[:, -1]
+        first = wrapped(ids, **pass_cache(cache), use_cache=True).logits[:, -1]
     assert (first - logits_of(wanted)[:, 0]).abs().max() < 1e-4
     restore_attention(wrapped)
     assert model.config._attn_implementation == "sdpa"

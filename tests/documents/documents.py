@@ -1,4 +1,4 @@
-"""README.md and docs/*.md, and what stands in them."""
+"""The documents at the root and in docs, and what stands in them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 import qada_cache
 
 ROOT = Path(qada_cache.__file__).parent.parent
+AT_ROOT = ("README", "CONTRIBUTING", "SECURITY")
 DOCUMENTS = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-    for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+    for path in [*(ROOT / f"{name}.md" for name in AT_ROOT), *sorted(ROOT.glob("docs/*.md"))]
 }
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`((?:[^`\n]|\n(?!\s*\n))+)`")

@@ -11,6 +11,8 @@ import pytest
 from documents import DOCUMENTS, FENCED, ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qada_cache.versions import CACHE
+
 
 def test_the_first_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the tests' model in the named one's place, which would have to be downloaded."""
@@ -27,6 +29,7 @@ def test_the_first_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
         monkeypatch.setattr(kind, "from_pretrained", load)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("QADA_HOME", str(tmp_path))
+    block = block.replace(" cache=cache,", f" {CACHE}=cache,")  # as the comment beside it says
     exec(compile(block, "docs/prefix-store.md", "exec"), {})
     found = capsys.readouterr().out
     (first, second) = (

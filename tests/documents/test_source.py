@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch.utils._device import _device_constructors
+
 import qada_cache
 
 HOUSE = Path(qada_cache.__file__).parent
@@ -44,3 +46,19 @@ def test_no_function_name_is_in_more_than_two_modules() -> None:
 def test_only_kernels_are_called_after_what_they_compute() -> None:
     files = sorted(file for file, node in functions() if node.name == "fused_decode")
     assert files == [f"kernels/{name}.py" for name in ("cpu/compiled_decode", "triton/__init__")]
+
+
+def test_every_tensor_that_is_made_names_its_device() -> None:
+    """Else it lies on torch's default device, which users may set; tokenizers make their tensors there."""
+    makers = {f"torch.{made.__name__}" for made in _device_constructors()} | {"torch.Generator"}
+    found = []
+    for path in sorted(HOUSE.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        calls = {node.func: node for node in nodes if isinstance(node, ast.Call)}
+        named = {node.func for node in calls.values() if any(given.arg == "device" for given in node.keywords)}
+        named |= {func for func, node in calls.items() if ast.unparse(func) == "torch.Generator" and node.args}
+        wrong = [node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node) in makers]
+        wrong = [node for node in wrong if node not in named]
+        wrong += [func for func, node in calls.items() if any(given.arg == "return_tensors" for given in node.keywords)]
+        found += [f"{path.relative_to(HOUSE).as_posix()}: {ast.unparse(node)}" for node in wrong]
+    assert found == ["files/tensor_file.py: torch.empty"]  # a default of an argument, called with a device

@@ -228,21 +228,22 @@ def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
     from reference import gaussian_log_bulk, log_mass
 
     from eval import heads
-    from qada_cache.attention import by_torch
+    from qada_cache.attention import decode
 
     calls: list[tuple[Any, ...]] = []
-    original = by_torch.log_bulk
+    original = decode.estimate_log_bulk
 
-    def spy(layer: Any, store: Any, step: Any, *rest: Any) -> Any:
+    def spy(layer: Any, store: Any, query: Any, rows: Any) -> Any:
         bulk = [store.bulk.keys[0, :, : store.bulk.lengths[0]]]
         recent = store.local_keys[0, :, store.sinks + store.end - (store.lengths[0] - store.flushed[0]) :]
-        calls.append((layer.index, step.grouped_queries[0], bulk[0], recent[:, : store.lengths[0] - store.flushed[0]],
-                      store.local_keys[0, :, : store.sinks], step.rule.scaling))  # fmt: skip
-        return original(layer, store, step, *rest)
+        grouped_queries = query.states[0, :, 0].unflatten(0, (len(recent), -1))
+        calls.append((layer.index, grouped_queries, bulk[0], recent[:, : store.lengths[0] - store.flushed[0]],
+                      store.local_keys[0, :, : store.sinks], query.scaling))  # fmt: skip
+        return original(layer, store, query, rows)
 
     out = tmp_path / "heads.csv"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_torch, "log_bulk", spy)
+        patch.setattr(decode, "estimate_log_bulk", spy)
         arguments = ["--model", str(needle.FOLDER), "--tasks", "needle", "--lengths", "1024", "--limit", "1"]
         assert heads.main([*arguments, "--out", str(out)]) == 0
     with out.open() as file:

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qada_cache import QAdACache
+from qada_cache.versions import pass_cache
 
 TOKENS = 4096
 
@@ -54,7 +55,7 @@ def read(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> list[tu
         prompt, cache = needle.make_prompt(tokens=TOKENS, seed=seed), QAdACache(model, moments="current")
         with torch.no_grad():
             context = tokenizer(prompt.context, return_tensors="pt").input_ids
-            model(context, past_key_values=cache, logits_to_keep=1)
+            model(context, **pass_cache(cache), logits_to_keep=1)
         found.append((prompt, cache))
     return found
 
@@ -77,7 +78,7 @@ def recall_and_sparsity(
             twin, last = cache.fork(**options), torch.empty(1, 0, dtype=torch.long)
             for question, answer in zip(prompt.questions, prompt.answers, strict=True):
                 ids = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
-                last = model(torch.cat([last, ids], dim=1), past_key_values=twin).logits[:, -1:].argmax(-1)
+                last = model(torch.cat([last, ids], dim=1), **pass_cache(twin)).logits[:, -1:].argmax(-1)
                 right.append(tokenizer.decode(last[0]) == answer)
             sparsity += twin.stats().sparsity / len(read)
         return sum(right) / len(right), sparsity

@@ -28,6 +28,7 @@ from eval.shared import peers
 from eval.shared.deciding import SPARE, Way, peer_ways
 from eval.shared.peers import AHEAD, METHODS, Prefilled, kept
 from eval.shared.texts import Document
+from qada_cache.versions import pass_cache
 
 TOKENS, NEAR = 300, 20
 
@@ -198,7 +199,7 @@ def test_what_follows_attends_to_what_was_kept(model: PreTrainedModel, ids: Tens
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", masked)
-        wanted = model(ids[:, TOKENS:], past_key_values=copy.deepcopy(state.cache)).logits[0].log_softmax(dim=-1)
+        wanted = model(ids[:, TOKENS:], **pass_cache(copy.deepcopy(state.cache))).logits[0].log_softmax(dim=-1)
     torch.testing.assert_close(state.feed(cache, ids[:, TOKENS:]), wanted, rtol=0, atol=1e-4)
     cache = state.cache_of(way)
     one_by_one = [state.feed(cache, part, past) for past, part in enumerate(ids[:, TOKENS:].split(1, dim=1))]

@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib")
 from eval.shared import read_map
 from qada_cache import QAdACache
 from qada_cache.kernels import query_adaptive
+from qada_cache.versions import pass_cache
 
 SIZES = {"sink_tokens": 4, "local_tokens": 20, "moments": "current", "threshold": 0.99}
 
@@ -22,7 +23,7 @@ def test_what_reads_all_is_counted_whole(theta: float, segment: int) -> None:
     question = ids[0, 290:].tolist()
     with small_sketch(segment), torch.no_grad():
         cache = QAdACache(model, **SIZES, token_threshold=theta)
-        model(ids[:, :290], past_key_values=cache)
+        model(ids[:, :290], **pass_cache(cache))
         given, reads = read_map.answer(model, cache, question)
     full = model.generate(ids, max_new_tokens=read_map.ANSWER_TOKENS, do_sample=False, eos_token_id=None)[0, 300:]
     assert torch.equal(given, full)
@@ -48,7 +49,7 @@ def test_some_tokens_are_those_that_were_chosen(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(query_adaptive, "select_tokens", watched)
     with small_sketch(32), torch.no_grad():
         cache = QAdACache(model, **SIZES, token_threshold=1.0)
-        model(ids[:, :290], past_key_values=cache)
+        model(ids[:, :290], **pass_cache(cache))
         _, reads = read_map.answer(model, cache, ids[0, 290:291].tolist())
     assert 0 < int(reads.sum()) == int(sum(tokens[: 290 - 4].sum() for tokens in selected))
     assert (reads > 0).float().mean() < 0.7

@@ -25,6 +25,7 @@ from eval.shared.deciding import Way
 from eval.shared.texts import Document
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.sketch import Layout
+from qada_cache.versions import pass_cache
 
 Known = dict[str, KeyMoments]
 
@@ -64,10 +65,10 @@ def test_a_way_is_a_cache_used_token_by_token(
     losses, same = [], []
     with torch.no_grad():
         for store in (cache, full):
-            model(ids[:, :289], past_key_values=store)
+            model(ids[:, :289], **pass_cache(store))
         for place in range(289, 319):
             found, true = (
-                model(ids[:, place : place + 1], past_key_values=store).logits[0, -1].double().log_softmax(-1)
+                model(ids[:, place : place + 1], **pass_cache(store)).logits[0, -1].double().log_softmax(-1)
                 for store in (cache, full)
             )
             losses.append(float((true.exp() * (true - found)).sum()))

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import triton
+from decode_scene import step_of
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
 from qada_cache.kernels import triton as triton_decode
-from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.sketch import Layout
 from qada_cache.sketch.codec import Sketch, sketch_fields
 
@@ -69,18 +69,19 @@ def launches(
     """What one decode step launches."""
     batch, kv_heads, columns = 2, 2, 70
     recorders = {name: Recorder(getattr(triton_decode, name)) for name in KERNELS}
-    mask = torch.zeros(batch, columns, dtype=torch.bool)
+    mask = torch.zeros(batch, 1, 1, columns, dtype=torch.bool)
     shapes = [(batch, kv_heads, tokens, size) for tokens in (columns, capacity) for size in (dim, value_dim)]
     for name, recorder in recorders.items():
         setattr(triton_decode, name, recorder)
     names = ("local_keys", "local_values", "bulk_keys", "bulk_values")
-    call = DecodeCall.of(
+    call = step_of(
         query=torch.zeros(batch, kv_heads * group, 1, dim, dtype=dtype),
         **{name: torch.zeros(shape, dtype=dtype) for name, shape in zip(names, shapes, strict=True)},
         local=mask, pending=mask, bulk_lengths=torch.zeros(batch, dtype=torch.int64),
-        decided=torch.ones(batch, dtype=torch.bool), scaling=0.1, threshold=0.6, **options,
+        bulk_tokens=torch.zeros(batch, 1, 1, dtype=torch.int64), decided=torch.ones(batch, 1, 1, dtype=torch.bool),
+        scaling=0.1, logit_threshold=0.4, log_bulk=torch.zeros(batch, kv_heads, group, 1), **options,
     )  # fmt: skip
-    triton_decode.fused_decode(call)
+    triton_decode.fused_decode(*call)
     for name, recorder in recorders.items():
         setattr(triton_decode, name, recorder.kernel)
     return [recorder for recorder in recorders.values() if recorder.arguments]
@@ -112,35 +113,30 @@ def check(recorder: Recorder, capability: int, label: str) -> None:
 
 
 def main() -> None:
-    """Some of the many combinations: every criterion, group rule and dtype, the largest sizes, odd sizes, no bulk; each
-    with a sketch and without. The first argument says whether the "few" that most people meet, or the "rest"."""
+    """Some of the many combinations: every group rule and dtype, the largest sizes, odd sizes, no bulk; each with a
+    sketch and without. The first argument says whether the "few" that most people meet, or the "rest"."""
     few, kv_heads = sys.argv[1] == "few", 2
-    count = {"count": torch.zeros(2, dtype=torch.int64), "bulk_read_bytes": torch.zeros((), dtype=torch.int64)}
+    count = {"bulk_read_bytes": torch.zeros((), dtype=torch.int64)}
     placed = {
         "resident_pointers": torch.zeros(2, kv_heads, 2, dtype=torch.int64),
         "resident_hit_bytes": torch.zeros((), dtype=torch.int64),
     }
-    static = torch.ones(kv_heads, 3, dtype=torch.bool)
     usual: list[tuple[Any, ...]] = [
-        (90, torch.bfloat16, 128, 128, 4, 40_000, ("", "other_"), 0, {**count, **placed, "pool_pending": True}),
-        (90, torch.bfloat16, 128, 128, 4, 40_000, ("",), 2, {**count, **placed, "pool_pending": True}),
-        (89, torch.float32, 64, 64, 1, 2000, (), 1, {"criterion": "dense"}),
-        (89, torch.bfloat16, 96, 80, 3, 2000, (), 2, {"criterion": static, "group_rule": "any"}),
+        (90, torch.bfloat16, 128, 128, 4, 40_000, 0, {**count, **placed}),
+        (90, torch.bfloat16, 128, 128, 4, 40_000, 2, {**count, **placed}),
+        (89, torch.float32, 64, 64, 1, 2000, 1, {}),
+        (89, torch.bfloat16, 96, 80, 3, 2000, 2, {"group_rule": "any"}),
     ]
-    counted = {"bulk_read_bytes": count["bulk_read_bytes"], "criterion": "dense"}
     rest: list[tuple[Any, ...]] = [
-        (80, torch.float16, 256, 256, 8, 2000, ("",), 0, {**count, "group_rule": "any"}),
-        (80, torch.float16, 256, 256, 8, 2000, (), 4, counted),
-        (89, torch.float32, 64, 64, 1, 2000, ("other_",), 0, {"group_rule": "any"}),
-        (80, torch.float32, 256, 256, 2, 2000, (), 0, {"criterion": "dense"}),
-        (80, torch.float32, 256, 256, 2, 2000, (), 1, {"criterion": "dense"}),
-        (89, torch.bfloat16, 96, 80, 3, 0, (), 2, {"criterion": static, "group_rule": "any"}),
-        (90, torch.bfloat16, 64, 64, 64, 2000, (), 2, {"criterion": "dense"}),
+        (80, torch.float16, 256, 256, 8, 2000, 0, {**count, "group_rule": "any"}),
+        (80, torch.float16, 256, 256, 8, 2000, 4, count),
+        (89, torch.float32, 64, 64, 1, 2000, 0, {"group_rule": "any"}),
+        (80, torch.float32, 256, 256, 2, 2000, 0, {}),
+        (80, torch.float32, 256, 256, 2, 2000, 1, {}),
+        (89, torch.bfloat16, 96, 80, 3, 0, 2, {"group_rule": "any"}),
+        (90, torch.bfloat16, 64, 64, 64, 2000, 2, {}),
     ]
-    for capability, dtype, dim, value_dim, group, capacity, sources, bits, options in usual if few else rest:
-        for prefix in sources:
-            options[f"{prefix}mean"] = torch.zeros(1, kv_heads, dim)
-            options[f"{prefix}covariance"] = torch.zeros(1, kv_heads, dim, dim)
+    for capability, dtype, dim, value_dim, group, capacity, bits, options in usual if few else rest:
         if bits:
             options |= {
                 "sketch": sketch(kv_heads=kv_heads, dim=dim, value_dim=value_dim, capacity=capacity, bits=bits),

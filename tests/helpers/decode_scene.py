@@ -6,19 +6,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from reference import decide, error_budget, key_moments, log_local_fraction, log_mass, log_masses, naive_attention
+from reference import decide, error_budget, log_local_fraction, log_mass, log_masses, naive_attention
 from reference import visible_tokens as visible
 from sketch_reference import estimates, half_variance, is_unreliable, log_shares, sketch_bytes, unread
 from torch import Tensor
 
 from qada_cache import sketch
+from qada_cache.criterion import logit
+from qada_cache.kernels.operands import Operands, Query, Rows
 from qada_cache.sketch import Layout, segments_of
 from qada_cache.sketch.codec import Sketch, channel_means, order_dtype, quantize_segments, round_slopes
-from qada_cache.storage.geometry import ForwardPass
+from qada_cache.state.forward_pass import ForwardPass
 
 SINKS, WINDOW = 3, 8
 SIZES = {"sink_tokens": SINKS, "local_tokens": SINKS + WINDOW}
 RAGGED = [(257, 5), (0, 1), (63, 0), (1, 9), (111, 70)]  # of rows with a bulk (tokens in its buffers, tokens pending)
+
+
+QUERY, ROWS = ("scaling", "log_bulk"), ("local", "pending", "bulk_tokens", "bulk_lengths", "decided")
+
+
+def step_of(**kwargs: Any) -> tuple[Query, Rows, Operands]:
+    """What a kernel is told, by the fields of all three; `query` are the queries themselves."""
+    query = Query(kwargs.pop("query"), **{name: kwargs.pop(name) for name in QUERY})
+    return query, Rows(**{name: kwargs.pop(name) for name in ROWS}), Operands(**kwargs)
 
 
 def within_widest_gap(ranked: list[float], least: float) -> float:
@@ -31,9 +42,8 @@ def within_widest_gap(ranked: list[float], least: float) -> float:
 class Scene:
     """Rows of random tokens: of each of `bulk` (stored, pending), then one of each of `short` tokens, without a bulk.
 
-    Whatever is not a token in use is nan. Rows in `padding` get a padding query. `moments` are "pooled" (of the stored
-    tokens, to be pooled with the pending ones), "frozen" (of the stored tokens only) "other" (of another prompt),
-    "both" (pooled, and of another prompt) or "both frozen". With `bits` there is a sketch of the stored keys.
+    Whatever is not a token in use is nan. Rows in `padding` get a padding query. With `bits` there is a sketch of the
+    stored keys.
     """
 
     bulk: list[tuple[int, int]] = field(default_factory=lambda: list(RAGGED))
@@ -44,7 +54,6 @@ class Scene:
     dim: int = 32
     value_dim: int | None = None
     dtype: torch.dtype = torch.float32
-    moments: str = "pooled"
     bits: float = 0
 
     def __post_init__(self) -> None:
@@ -77,21 +86,14 @@ class Scene:
             self.stored.append(bulk)
         valid = torch.ones(self.batch, 1, dtype=torch.bool)
         valid[list(self.padding)] = False
-        self.real = valid[:, 0] if self.padding else valid[:1, 0]  # whether or not there is a bulk to decide about
-        self.geometry = ForwardPass(SINKS, WINDOW).geometry(
+        self.real = (
+            valid[:, None] if self.padding else valid[:1, None]
+        )  # whether or not there is a bulk to decide about
+        self.rows = ForwardPass(SINKS, WINDOW).find_rows(
             lengths=self.lengths, flushed=self.flushed, end=end, queries=1, valid=valid if self.padding else None,
             device=torch.device("cpu"),
         )  # fmt: skip
         self.counts = [max(gone - SINKS, 0) for gone in self.flushed]
-        other = [key_moments(keys=torch.randn(50, self.dim, generator=made) + 0.2) for _ in range(self.kv_heads)]
-        own = [
-            [key_moments(keys=head[SINKS : SINKS + count]) for head in keys]
-            for keys, count in zip(self.keys, self.counts, strict=True)
-        ]
-        (self.mean, self.covariance), self.other = (
-            [torch.stack([torch.stack([pair[part] for pair in row]) for row in rows]).float() for part in (0, 1)]
-            for rows in (own, [other])
-        )
         if self.bits:
             self._make_sketch(capacity, made)
 
@@ -137,7 +139,7 @@ class Scene:
         return [row for row, count in enumerate(self.counts) if self.bits and count >= sketch.MIN_TOKENS]
 
     def sketch_arguments(self, device: str, token_threshold: float) -> dict[str, Any]:
-        """Of what `DecodeCall.of` takes, what has tokens selected."""
+        """Of what `step_of` takes, what has tokens selected."""
         placed = Sketch(**{name: tensor.to(device) for name, tensor in self.sketch.tensors().items()})
         sketch_read_bytes = torch.zeros((), dtype=torch.int64, device=device)
         return {"sketch": placed, "sketch_read_bytes": sketch_read_bytes, "token_threshold": token_threshold}
@@ -178,9 +180,10 @@ class Scene:
         Without those that find the sketch unreliable.
         """
         return {
-            (row, head): (self.log_shares(row, head) >= math.log(token_threshold))[flags[row, head]].any(dim=0)
+            (row, head): (self.log_shares(row, head) >= math.log(token_threshold))[flags[row, head, :, 0]].any(dim=0)
             for row in self.sketched_rows() for head in range(self.kv_heads)
-            if flags[row, head].any() and not is_unreliable(**self._head_kwargs(row, head))[flags[row, head]].any()
+            if flags[row, head].any()
+            and not is_unreliable(**self._head_kwargs(row, head))[flags[row, head, :, 0]].any()
         }  # fmt: skip
 
     def half_variance(self, row: int, head: int) -> Tensor:
@@ -193,17 +196,18 @@ class Scene:
         return sum(sketch_bytes(len(tokens), **sizes) for tokens in selected.values())
 
     def arguments(self, device: str, *, pin: bool = False) -> dict[str, Any]:
-        """What `DecodeCall.of` takes but for what decides, on `device`; the bulk in pinned memory if `pin`."""
-        masks = self.geometry
+        """What `step_of` takes but for what decides, on `device`; the bulk in pinned memory if `pin`."""
+        rows = self.rows
         placed = {
             "query": self.query,
             "local_keys": self.near[0],
             "local_values": self.near[1],
             "bulk_keys": self.stored[0],
             "bulk_values": self.stored[1],
-            "local": masks.local.flatten(1),
-            "pending": masks.pending.flatten(1),
-            "bulk_lengths": masks.stored.flatten(),
+            "local": rows.local,
+            "pending": rows.pending,
+            "bulk_tokens": rows.bulk_tokens,
+            "bulk_lengths": rows.bulk_lengths,
             "decided": self.real,
             "bulk_read_bytes": torch.zeros((), dtype=torch.int64),
         }
@@ -211,26 +215,31 @@ class Scene:
         placed = {name: t.pin_memory() if name in host else t.to(device) for name, t in placed.items()}
         return placed | {"scaling": self.scaling}
 
-    def moment_arguments(self, device: str) -> dict[str, Any]:
-        """Of what `DecodeCall.of` takes, what the gaussian criterion goes by."""
-        made: dict[str, Any] = {}
-        if self.moments != "other":
-            made |= {"mean": self.mean.to(device), "covariance": self.covariance.to(device)}
-            made |= {"count": torch.tensor(self.counts, device=device), "pool_pending": "frozen" not in self.moments}
-        if self.moments.startswith(("other", "both")):
-            made |= {f"other_{name}": t.to(device) for name, t in zip(("mean", "covariance"), self.other, strict=True)}
-        return made
+    def decision_arguments(
+        self, device: str = "cpu", *, threshold: float = 0.5, group_rule: str = "head", criterion: Any = "gaussian"
+    ) -> dict[str, Any]:
+        """Of what `step_of` takes, what decides: as for `reference.decide`."""
+        log_bulk = torch.full((self.batch, self.kv_heads, self.group, 1), torch.inf)
+        cut = 0.0
+        if isinstance(criterion, Tensor):
+            log_bulk = torch.where(criterion, torch.inf, -torch.inf)[None, :, :, None]  # one row for all
+        elif criterion == "gaussian":
+            cut = logit(threshold)
+            for row in self.decided_rows():
+                masses = log_masses(criterion="gaussian", **self._decision(row))
+                log_bulk[row] = torch.tensor([mass for _, mass in masses]).view_as(log_bulk[row])
+        elif criterion == "local":
+            log_bulk = -log_bulk
+        return {"log_bulk": log_bulk.to(device), "logit_threshold": cut, "group_rule": group_rule}
 
     def decided_rows(self) -> list[int]:
         """Rows with a bulk and a real query."""
         return [row for row in range(len(self.bulk)) if sum(self.bulk[row]) and row not in self.padding]
 
     def _decision(self, row: int) -> dict[str, Any]:
-        given: dict[str, Any] = {"frozen_count": self.counts[row] if "frozen" in self.moments else None}
-        if self.moments.startswith(("other", "both")):
-            given["current"] = self.moments != "other"
-            given["moments"] = lambda bulk_tokens: tuple(moment[0] for moment in self.other)
-        given |= {"query": self.query[row, :, 0], "keys": self.keys[row], "position": self.lengths[row] - 1}
+        given: dict[str, Any] = {
+            "query": self.query[row, :, 0], "keys": self.keys[row], "position": self.lengths[row] - 1
+        }  # fmt: skip
         return given | {"scaling": self.scaling} | SIZES
 
     def threshold(self, group_rule: str = "head") -> float:
@@ -244,11 +253,11 @@ class Scene:
         return within_widest_gap(sorted(shares)[len(shares) // 4 : -(len(shares) // 4)], least=1e-3)
 
     def flags(self, **decision: Any) -> Tensor:
-        """Bool `[batch, kv_heads, group]`, what the reference decides; `decision` as for `reference.decide`."""
+        """Bool `[batch, kv_heads, group, 1]`, what the reference decides; `decision` as for `reference.decide`."""
         flags = torch.zeros(self.batch, self.kv_heads * self.group, dtype=torch.bool)
         for row in self.decided_rows():
             flags[row] = ~decide(**self._decision(row), **decision)
-        return flags.unflatten(1, (self.kv_heads, self.group))
+        return flags.view(self.batch, self.kv_heads, self.group, 1)
 
     def forget_unneeded(self, flags: Tensor, selected: dict[tuple[int, int], Tensor] | None = None) -> int:
         """Make nan what is not read: the bulk of KV heads without a flagged head, tokens not `selected`; bytes left."""
@@ -256,10 +265,10 @@ class Scene:
         for (row, head), tokens in (selected or {}).items():
             for buffer in self.stored:
                 buffer[row, head, : self.counts[row]][~tokens] = torch.nan
-        for row, head in (~flags.any(-1)).nonzero().tolist():
+        for row, head in (~flags.any(2)[..., 0]).nonzero().tolist():
             for buffer in self.stored:
                 buffer[row, head] = torch.nan
-        for row, head in flags.any(-1).nonzero().tolist():
+        for row, head in flags.any(2)[..., 0].nonzero().tolist():
             read = (selected or {}).get((row, head), torch.ones(self.counts[row], dtype=torch.bool))
             needed += sum(t[row, head, : self.counts[row]][read].nbytes for t in self.stored)
         return needed

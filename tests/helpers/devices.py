@@ -63,11 +63,18 @@ class _Numbers(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+_missing: set[torch.dtype] = set()  # that the devices do not have
+
+
 @contextmanager
-def devices() -> Iterator[None]:
-    """Tensors can be made on, and moved to and from, devices that are not there."""
-    with _Devices(), _Numbers():
-        yield
+def devices(*, without: torch.dtype | None = None) -> Iterator[None]:
+    """Tensors can be made on, and moved to and from, devices that are not there, and that lack one dtype perhaps."""
+    _missing.update({without} - {None})
+    try:
+        with _Devices(), _Numbers():
+            yield
+    finally:
+        _missing.clear()
 
 
 def _run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -89,6 +96,8 @@ def _run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             return value
         if (same := known.get(id(value))) is not None:
             return same
+        if away and value.dtype in _missing:
+            raise TypeError(f"{name}: {place} has no {value.dtype}")
         return DeviceTensor(value, torch.device(place)) if away else value
 
     return tree_map(told, found)

@@ -8,13 +8,14 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qada_cache.attention.forward import attention_forward, switch_on
+from qada_cache.attention.forward import switch_on
 from qada_cache.kernels import choice
+from qada_cache.kernels.operands import Rows
 from qada_cache.state import ManagedModel, Options, Shared
 from qada_cache.state.counters import Counters
 from qada_cache.state.layer import QAdALayer
-from qada_cache.storage.geometry import Geometry
 
 SINKS, LOCAL = 3, 11  # small, so that a few dozen tokens reach every place a token can be
 WINDOW = LOCAL - SINKS
@@ -126,13 +127,14 @@ class Driver:
         seen = []
         original = Counters.count
 
-        def spy(counters: Counters, flags: Tensor, geometry: Geometry, token_bytes: int) -> None:
+        def spy(counters: Counters, flags: Tensor, rows: Rows, token_bytes: int) -> None:
             seen.append(flags)
-            original(counters, flags, geometry, token_bytes)
+            original(counters, flags, rows, token_bytes)
 
         with mock.patch.object(Counters, "count", spy), torch.no_grad():
             tagged, stored = self.layer.update(keys, values)
-            outputs, weights = attention_forward(self.module, queries, tagged, stored, mask, scaling=scaling, **kwargs)
+            attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+            outputs, weights = attention(self.module, queries, tagged, stored, mask, scaling=scaling, **kwargs)
         assert weights is None
         assert len(seen) <= 1
         return outputs.transpose(1, 2), ~seen[0].flatten(1, 2).cpu() if seen else None

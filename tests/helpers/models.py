@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from qada_cache import QAdACache
+from qada_cache.versions import pass_cache
 
 VOCABULARY = 97
 SMALL = {"sink_tokens": 4, "local_tokens": 20}  # so that a short prompt has a bulk
@@ -146,7 +147,7 @@ def generate(model: PreTrainedModel, ids: Tensor, cache: Cache | None, *, tokens
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **options}
     return model.generate(
         ids,
-        past_key_values=cache,
+        **pass_cache(cache),
         max_new_tokens=tokens,
         return_dict_in_generate=True,
         output_logits=True,
@@ -172,7 +173,7 @@ def forced(
     while start < ids.shape[1]:
         stop = min(start + (split.pop(0) if len(split) > 1 else split[0]), ids.shape[1])
         given = None if mask is None else mask[:, :stop]
-        logits.append(model(ids[:, start:stop], attention_mask=given, past_key_values=cache, use_cache=True).logits)
+        logits.append(model(ids[:, start:stop], attention_mask=given, **pass_cache(cache), use_cache=True).logits)
         start = stop
     return torch.cat(logits, dim=1)
 

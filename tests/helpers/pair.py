@@ -78,8 +78,8 @@ class Pair:
         count, reference = keys.shape[2], self.reference
         mask = self.next_mask(keys.shape[0], count, valid) if mask is None else mask
         mask = None if mask is None else mask.to(keys.device)
-        expected, local, has_bulk = reference.update(keys, values, queries, valid)
         outputs, flags = self.driver(keys, values, queries, mask, scaling=self.scaling)
+        expected, local, has_bulk = reference.update(keys, values, queries, valid, moments_of=self._moments_of)
 
         assert outputs.dtype == queries.dtype
         assert outputs.shape == (*queries.shape[:3], values.shape[-1])
@@ -100,6 +100,13 @@ class Pair:
         self.check_state()
         return outputs
 
+    def _moments_of(self, row: int) -> dict[str, int]:
+        """What the prompt's moments of a row cover: tokens that have left the local buffer, which is storage's affair,
+        or did before moments were frozen."""
+        stored = self.layer.store.bulk.lengths[row]
+        frozen = stored if self.layer.options.update_moments else self.reference.frozen_counts[row]
+        return {"frozen_count": frozen, "stored": stored}
+
     def next_mask(self, batch: int, count: int, valid: Tensor | None) -> Tensor | None:
         """The mask of a call with `count` more tokens, of which `valid` are real."""
         valid = torch.ones(batch, count, dtype=torch.bool) if valid is None else valid
@@ -117,7 +124,7 @@ class Pair:
             masses = log_masses(
                 query=queries[row, :, index].cpu(), keys=reference.keys[row], scaling=self.scaling,
                 position=reference.lengths[row] - after - 1, **reference.sizes, **options,
-                frozen_count=None if asked.update_moments else reference.frozen_counts[row],
+                **self._moments_of(row),
             )  # fmt: skip
             for head in wrong[row, :, index].nonzero()[:, 0].tolist():
                 assert 0 < asked.threshold < 1

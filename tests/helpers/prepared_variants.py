@@ -17,6 +17,7 @@ from stand_in import accelerator
 from qada_cache import QAdACache, StaticHeads, prepare
 from qada_cache.kernels import choice, decode_reference
 from qada_cache.kernels import triton as triton_decode
+from qada_cache.versions import pass_cache
 
 SCENES: dict[str, dict[str, Any]] = {
     "default": {"moments": "current+random-tokens"},
@@ -55,10 +56,10 @@ def use(model: Any, options: dict[str, Any], rows: int, *, padded: bool) -> None
         if padded and not mask.shape[1]:
             new[1:, :9] = 0
         mask = torch.cat([mask, new], dim=1)
-        model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
+        model(ids, attention_mask=mask, **pass_cache(cache), logits_to_keep=1)
         for _ in range(20):
             mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
-            model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+            model(ids[:, :1], attention_mask=mask, **pass_cache(cache))
 
 
 def main() -> None:

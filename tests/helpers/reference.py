@@ -123,6 +123,7 @@ def log_masses(
     moments: Callable[[int], Moments] | None = None,
     current: bool | None = None,
     frozen_count: int | None = None,
+    stored: int | None = None,
     sink_tokens: int = SINK_TOKENS,
     local_tokens: int = LOCAL_TOKENS,
 ) -> list[tuple[float, float]]:
@@ -131,18 +132,19 @@ def log_masses(
     `query [Hq, d]`, `keys [Hkv, T, d]` with T > `position`. The gaussian moments are `moments` (another prompt's,
     for so many bulk tokens) when given; and, if `current` (which is so without `moments`), this prompt's: of the first
     `frozen_count` bulk tokens when given, else of this query's own bulk. Of two, the larger log A_bulk counts. A
-    `frozen_count` of 0 says nothing; where nothing is known, log A_bulk is +inf, so the head is long-context.
+    `frozen_count` of 0 says nothing; where nothing is known, log A_bulk is +inf, so the head is long-context. So it is
+    if this prompt's moments count and more than a quarter of the bulk lies behind its first `stored` tokens.
     """
     local = sorted(local_indices(position, sink_tokens=sink_tokens, local_tokens=local_tokens))
     bulk = bulk_indices(position, sink_tokens=sink_tokens, local_tokens=local_tokens)
-    group = len(query) // len(keys)
+    group, own = len(query) // len(keys), moments is None if current is None else current
     masses = []
     for head, head_keys in enumerate(keys):
         known = []
         if criterion == "gaussian":
             if moments is not None:
                 known.append([moment[head] for moment in moments(len(bulk))])
-            if (moments is None if current is None else current) and not (bulk and frozen_count == 0):
+            if own and not (bulk and frozen_count == 0):
                 known.append(key_moments(keys=head_keys[bulk[:frozen_count]]))
         for head_query in query[head * group : (head + 1) * group]:
             log_local = log_mass(query=head_query, keys=head_keys[local], scaling=scaling)
@@ -158,6 +160,8 @@ def log_masses(
                     for mean, covariance in known
                 ]
                 log_bulk = max(estimates, default=math.inf)
+                if own and stored is not None and 4 * (len(bulk) - stored) > len(bulk):
+                    log_bulk = math.inf
             masses.append((log_local, log_bulk))
     return masses
 
@@ -177,9 +181,9 @@ def decide(
     """Bool `[Hq]`, True = local, for one query `[Hq, d]` at real index `position` over `keys [Hkv, T, d]`.
 
     "dense" is never local and "local" always; a bool tensor `[Hq]` is the static mask of long-context heads.
-    `options` are `moments`, `current`, `frozen_count` and `sink_tokens` of `log_masses`. Without a bulk every head is
-    local, whatever the criterion. `group_rule` "head": each query head decides for itself; "any": the heads of a
-    key-value head are long-context if one of them would be. "dense" and "local" know no rule.
+    `options` are `moments`, `current`, `frozen_count`, `stored` and `sink_tokens` of `log_masses`. Without a bulk every
+    head is local, whatever the criterion. `group_rule` "head": each query head decides for itself; "any": the heads of
+    a key-value head are long-context if one of them would be. "dense" and "local" know no rule.
     """
     if group_rule not in ("any", "head"):
         raise ValueError(f"group_rule must be 'any' or 'head', not {group_rule!r}")
@@ -245,7 +249,7 @@ def qada_attention(
     values: list[Tensor],
     scaling: float,
     exact: bool = False,
-    frozen_counts: list[int] | None = None,
+    moments_of: Callable[[int], dict[str, int]] = lambda row: {},
     sink_tokens: int = SINK_TOKENS,
     local_tokens: int = LOCAL_TOKENS,
     **options: Any,
@@ -254,21 +258,21 @@ def qada_attention(
 
     `queries [B, Hq, N, d]`; `query_positions [B, N]` each query's real index in its row, -1 for padding;
     `keys`, `values`: per row `[Hkv, T_row, d]`, every real token so far; `options` those of `decide`. Every
-    query is causal. With `exact` nothing is decided: full causal attention, every flag False. At padding
-    queries: zeros and False.
+    query is causal. `moments_of` gives the `frozen_count` and `stored` of a row's decisions. With `exact` nothing is
+    decided: full causal attention, every flag False. At padding queries: zeros and False.
     """
     batch, heads, count, _ = queries.shape
     outputs = torch.zeros(batch, heads, count, values[0].shape[-1], dtype=torch.float64)
     local_flags = torch.zeros(batch, heads, count, dtype=torch.bool)
     sizes = {"sink_tokens": sink_tokens, "local_tokens": local_tokens}
     for row in range(batch):
-        frozen_count = None if frozen_counts is None else frozen_counts[row]
+        told = {} if exact else moments_of(row)
         for index, position in enumerate(query_positions[row].tolist()):
             if position < 0:
                 continue
             one = {"query": queries[row, :, index], "keys": keys[row], "position": position, **sizes}
             if not exact:
-                local_flags[row, :, index] = decide(**one, scaling=scaling, frozen_count=frozen_count, **options)
+                local_flags[row, :, index] = decide(**one, scaling=scaling, **told, **options)
             local = local_flags[row, :, index]
             outputs[row, :, index] = attend(**one, scaling=scaling, values=values[row], local=local)
     return outputs, local_flags, query_positions >= local_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,12 +64,19 @@ class ReferenceLayer:
         return [max(0, length - self.sizes["local_tokens"]) for length in self.lengths]
 
     def update(
-        self, keys: Tensor, values: Tensor, queries: Tensor, valid: Tensor | None = None
+        self,
+        keys: Tensor,
+        values: Tensor,
+        queries: Tensor,
+        valid: Tensor | None = None,
+        *,
+        moments_of: Callable[[int], dict[str, int]] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Append N positions and attend from them; returns as `qada_attention`.
 
         `keys [B, Hkv, N, d]`, `values [B, Hkv, N, dv]`, `queries [B, Hq, N, d]`, `valid` bool `[B, N]` (None:
-        all). Exact when the cache was empty or N exceeds the window, else query-adaptive.
+        all). Exact when the cache was empty or N exceeds the window, else query-adaptive. `moments_of` is as for
+        `qada_attention`; without it moments are of the whole bulk, or of what it was when they were frozen.
         """
         batch, count = keys.shape[0], keys.shape[2]
         exact = self.length == 0 or count > self.sizes["local_tokens"] - self.sizes["sink_tokens"]
@@ -85,12 +93,14 @@ class ReferenceLayer:
         self.history = [old + new for old, new in zip(self.history, valid.tolist(), strict=True)]
         answer = qada_attention(
             queries=queries.cpu(), query_positions=positions, keys=self.keys, values=self.values, exact=exact,
-            scaling=self.scaling, frozen_counts=None if self.update_moments else self.frozen_counts,
-            **self.sizes, **self.options,
+            scaling=self.scaling, moments_of=moments_of or self._frozen, **self.sizes, **self.options,
         )  # fmt: skip
         if exact:
             self.frozen_counts = self.bulk_counts
         return answer
+
+    def _frozen(self, row: int) -> dict[str, int]:
+        return {} if self.update_moments else {"frozen_count": self.frozen_counts[row]}
 
     def naive_outputs(self, queries: Tensor, local: Tensor, dtype: torch.dtype, valid: Tensor | None = None) -> Tensor:
         """`naive_attention` in `dtype` for the queries of the latest update, under its `local` flags.

@@ -6,24 +6,25 @@ from typing import Any
 import pytest
 import torch
 from compilers import needs_compiler
-from decode_scene import Scene
+from decode_scene import ROWS, Scene, step_of
 from models import prompt, tiny
 from torch import Tensor
 
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.kernels import cpu, decode_call, decode_reference
+from qada_cache.kernels import cpu, decode_reference, operands
 from qada_cache.kernels.cpu import compiled_decode
-from qada_cache.kernels.decode_call import Binding, DecodeCall, OperandError
+from qada_cache.kernels.operands import Binding, OperandError
 from qada_cache.sketch.codec import Sketch
+from qada_cache.versions import pass_cache
 
 BULK = [(1100, 5), (63, 0)]
 
 
 def arguments(**options: Any) -> dict[str, Any]:
-    """What a call of an ordinary layer is told, with a sketch and all moments."""
-    scene = Scene(bulk=BULK, short=(2,), moments="both", bits=2, **options)
-    made = scene.arguments("cpu") | scene.moment_arguments("cpu") | scene.sketch_arguments("cpu", 1.0)
-    return made | {"threshold": scene.threshold()}
+    """What a call of an ordinary layer is told, with a sketch."""
+    scene = Scene(bulk=BULK, short=(2,), bits=2, **options)
+    made = scene.arguments("cpu") | scene.decision_arguments(threshold=scene.threshold())
+    return made | scene.sketch_arguments("cpu", 1.0)
 
 
 def other(part: Any) -> Any:
@@ -35,10 +36,9 @@ def other(part: Any) -> Any:
     return 0.7 * part
 
 
-PARTS = ("local_keys", "local_values", "bulk_keys", "bulk_values", "mean", "covariance", "count", "other_mean")
-PARTS += ("other_covariance", "sketch", "bulk_read_bytes", "sketch_read_bytes")
-RULE = ("scaling", "threshold", "token_threshold")
-STEPS = ("query", "local", "bulk_lengths", "decided")
+PARTS = ("local_keys", "local_values", "bulk_keys", "bulk_values", "sketch", "bulk_read_bytes", "sketch_read_bytes")
+RULE = ("scaling", "logit_threshold", "token_threshold")
+STEPS = ("query", "log_bulk", "local", "bulk_lengths", "decided")
 
 
 @needs_compiler
@@ -46,46 +46,43 @@ STEPS = ("query", "local", "bulk_lengths", "decided")
 def test_what_is_different_is_bound_anew(name: str) -> None:
     """The second step differs in one thing, and its answer from the first's in what the reference's does."""
     first, binding = arguments(), Binding()
-    before = DecodeCall.of(**first, binding=binding)
-    compiled_decode.fused_decode(before)
-    bound = binding.bound
+    compiled_decode.fused_decode(*step_of(**first, binding=binding))
+    bound = binding.derived
     second = first | {name: other(first[name])}
     if name == "local":
         second["local"][0, :1] = False
     if name == "bulk_lengths":
         second["bulk_lengths"][:2] -= 40
+        second["bulk_tokens"] = first["bulk_tokens"].clone()
+        second["bulk_tokens"][:2] -= 40
     if name == "decided":
-        second["decided"] = torch.tensor([False, True, True])
+        second["decided"] = torch.tensor([False, True, True])[:, None, None]
     counted = {part: second[part].zero_() for part in ("bulk_read_bytes", "sketch_read_bytes")}
-    call = DecodeCall.of(**second, binding=binding)
-    if name not in RULE:
-        call.rule = before.rule
-    out, flags = compiled_decode.fused_decode(call)
+    out, flags = compiled_decode.fused_decode(*step_of(**second, binding=binding))
     found = {part: int(count) for part, count in counted.items()}
     counted = {part: count.zero_() for part, count in counted.items()}
-    wanted, wanted_flags = decode_reference.decode_step(DecodeCall.of(**second))
+    wanted, wanted_flags = decode_reference.decode_step(*step_of(**second))
     assert torch.equal(flags, wanted_flags)
     assert torch.allclose(out, wanted, rtol=1e-4, atol=1e-5)
     assert found == {part: int(count) for part, count in counted.items()}
-    assert (binding.bound is bound) == (name in STEPS)
+    assert (binding.derived is bound) == (name in STEPS)
 
 
 def test_nothing_is_kept_alive_nor_taken_for_another() -> None:
     """A tensor that is gone is not the one that lies at its place now."""
     first, binding = arguments(), Binding()
-    call = DecodeCall.of(**first, binding=binding)
-    decode_call.check(call)
-    assert binding.matches(call)
-    again = DecodeCall.of(**first, binding=binding)
-    again.rule = call.rule
-    assert binding.matches(again)
-    gone = first.pop("mean")
-    call.mean = again.mean = None
+    query, rows, layer = step_of(**first, binding=binding)
+    operands.check(query, rows, layer)
+    assert binding.matches(query, layer)
+    query, _, again = step_of(**first, binding=binding)
+    assert binding.matches(query, again)
+    assert not copy.deepcopy(binding).matches(query, again)
+    gone = first.pop("bulk_keys")
+    layer.bulk_keys = again.bulk_keys = None
     shape, gone = gone.shape, None
-    assert binding._parts[5]() is None
-    again.mean = torch.zeros(shape)
-    assert not binding.matches(again)
-    assert not copy.deepcopy(binding).matches(call)
+    assert binding._tensors[2]() is None
+    again.bulk_keys = torch.zeros(shape)
+    assert not binding.matches(query, again)
 
 
 @pytest.mark.parametrize(
@@ -96,22 +93,27 @@ def test_nothing_is_kept_alive_nor_taken_for_another() -> None:
         lambda kwargs: {"query": kwargs["query"][..., :16]},
         lambda kwargs: {"query": kwargs["query"].repeat(1, 2, 2, 1)},
         lambda kwargs: {"query": kwargs["query"].to("meta")},
+        lambda kwargs: {"log_bulk": kwargs["log_bulk"].double()},
+        lambda kwargs: {"log_bulk": kwargs["log_bulk"][:2]},
+        lambda kwargs: {"log_bulk": kwargs["log_bulk"][:, :, :1]},
+        lambda kwargs: {"log_bulk": kwargs["log_bulk"].transpose(1, 2).contiguous().transpose(1, 2)},
+        lambda kwargs: {"log_bulk": kwargs["log_bulk"].to("meta")},
         lambda kwargs: {"bulk_lengths": kwargs["bulk_lengths"] + 10**6},
         lambda kwargs: {"bulk_lengths": kwargs["bulk_lengths"] - 10**6},
         lambda kwargs: {"bulk_lengths": kwargs["bulk_lengths"][:2]},
-        lambda kwargs: {"decided": kwargs["decided"].repeat(5)},
-        lambda kwargs: {name: kwargs[name].repeat(1, 2) for name in ("local", "pending")},
-        lambda kwargs: {name: kwargs[name].to("meta") for name in ("local", "pending", "bulk_lengths", "decided")},
+        lambda kwargs: {"decided": kwargs["decided"].repeat(5, 1, 1)},
+        lambda kwargs: {name: kwargs[name].repeat(1, 1, 1, 2) for name in ("local", "pending")},
+        lambda kwargs: {name: kwargs[name].to("meta") for name in ROWS},
         lambda kwargs: {"bulk_keys": kwargs["bulk_keys"][:, :, 50:], "bulk_values": kwargs["bulk_values"][:, :, 50:]},
     ],
 )
 def test_a_step_is_looked_at_whatever_is_bound(change: Any) -> None:
     first, binding = arguments(), Binding()
-    call = DecodeCall.of(**first, binding=binding)
-    decode_call.check(call)
+    call = step_of(**first, binding=binding)
+    operands.check(*call)
     with pytest.raises(OperandError, match="cannot read these tensors as those of one layer"):
-        decode_call.check(DecodeCall.of(**first | change(first), binding=binding))
-    decode_call.check(call)
+        operands.check(*step_of(**first | change(first), binding=binding))
+    operands.check(*call)
 
 
 @needs_compiler
@@ -120,26 +122,26 @@ def test_layers_bind_when_storage_changes_and_not_every_step(monkeypatch: pytest
     monkeypatch.setattr(cpu, "MIN_TOKENS", 1)
     made, original = [], compiled_decode._Bound
 
-    def counted(call: DecodeCall) -> Any:
+    def counted(*call: Any) -> Any:
         made.append(call)
-        return original(call)
+        return original(*call)
 
     monkeypatch.setattr(compiled_decode, "_Bound", counted)
     model = tiny(max_position_embeddings=8192, num_hidden_layers=3)
     cache, ids = QAdACache(model, moments="current"), prompt(1500)[0]
-    model(ids, past_key_values=cache)
+    model(ids, **pass_cache(cache))
     for _ in range(20):
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **pass_cache(cache))
     assert len(made) == 3
     twin = copy.deepcopy(cache)
     for used in (twin, cache, twin):
-        model(ids[:, :1], past_key_values=used)
+        model(ids[:, :1], **pass_cache(used))
     assert len(made) == 6
     cache.crop(-3)
-    model(ids[:, :1], past_key_values=cache)
+    model(ids[:, :1], **pass_cache(cache))
     assert len(made) == 6
     cache.batch_repeat_interleave(2)
-    model(ids[:, :1].expand(2, 1), past_key_values=cache)
+    model(ids[:, :1].expand(2, 1), **pass_cache(cache))
     assert len(made) == 9
 
 
@@ -152,8 +154,8 @@ def test_caches_that_take_turns_make_no_moments_anew(monkeypatch: pytest.MonkeyP
     ids = prompt(900)[0]
     caches = [QAdACache(model, moments="random-tokens") for _ in range(4)]
     for tokens, cache in zip((300, 500, 700, 900), caches, strict=True):
-        model(ids[:, :tokens], past_key_values=cache)
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :tokens], **pass_cache(cache))
+        model(ids[:, :1], **pass_cache(cache))
 
     def counted(moments: KeyMoments, layer: int, length: int) -> tuple[Tensor, Tensor]:
         made.append(length)
@@ -161,7 +163,7 @@ def test_caches_that_take_turns_make_no_moments_anew(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(KeyMoments, "_layer_at", counted)
     for cache in caches * 3:
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **pass_cache(cache))
     assert not made
 
 
@@ -171,12 +173,12 @@ def test_rows_of_several_lengths_are_bound_once(monkeypatch: pytest.MonkeyPatch)
     """Their moments are not put together in every step, so that what was bound holds."""
     monkeypatch.setattr(cpu, "MIN_TOKENS", 1)
     model, bound, original = tiny(num_hidden_layers=1), [], compiled_decode._Bound
-    monkeypatch.setattr(compiled_decode, "_Bound", lambda call: bound.append(call) or original(call))
+    monkeypatch.setattr(compiled_decode, "_Bound", lambda *call: bound.append(call) or original(*call))
     ids, mask = prompt(400)[0].expand(2, -1), torch.ones(2, 400, dtype=torch.int64)
     mask[0, :150] = 0
     cache = QAdACache(model, moments="random-tokens", token_threshold=0.0)
     for step in (390, *range(391, 401)):
-        model(ids[:, cache.get_seq_length() : step], attention_mask=mask[:, :step], past_key_values=cache)
+        model(ids[:, cache.get_seq_length() : step], attention_mask=mask[:, :step], **pass_cache(cache))
     assert len(bound) == 1
 
 
@@ -189,4 +191,4 @@ def test_sizes_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compiled_decode, "Decode", Longer)
     with pytest.raises(RuntimeError, match=r"decide\.h has a Decode of"):
-        compiled_decode.fused_decode(DecodeCall.of(**arguments()))
+        compiled_decode.fused_decode(*step_of(**arguments()))

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache, StaticHeads
-from qada_cache.kernels.decode_call import DecodeCall
+from qada_cache.kernels.operands import Operands, Query, Rows
 from qada_cache.sketch import selection
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
@@ -61,9 +61,9 @@ def path(kernels: str, device: str | None) -> Iterator[list[bool]]:
     whether it was given a sketch."""
     seen, original = [], triton_decode.fused_decode
 
-    def spy(call: DecodeCall) -> Any:
-        seen.append(call.sketch is not None)
-        return original(call)
+    def spy(query: Query, rows: Rows, layer: Operands) -> Any:
+        seen.append(layer.sketch is not None)
+        return original(query, rows, layer)
 
     with ExitStack() as stack:
         stack.enter_context(small_buffers())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from compilers import needs_compiler
-from decode_scene import Scene
+from decode_scene import Scene, step_of
 from harness import find_kernel
 from scenarios import play, small_buffers
 from test_kernels import SCALING, check
@@ -19,9 +19,8 @@ from torch import Tensor
 from transformers.utils.logging import warning_once
 
 from qada_cache import kernels
-from qada_cache.kernels import cpu, decode_reference, reference
+from qada_cache.kernels import cpu, reference
 from qada_cache.kernels.cpu import compiled_decode
-from qada_cache.kernels.decode_call import DecodeCall
 
 # Each dtype, and each way that dimensions and queries fill a block; every pair is a build.
 SIZES = [
@@ -74,23 +73,10 @@ def test_threads_share_the_one_head_that_is_read(monkeypatch: pytest.MonkeyPatch
     found = []
     for threads in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        call = DecodeCall.of(**scene.arguments("cpu"), criterion=table, threshold=0.5)
-        found.append(compiled_decode.fused_decode(call)[0])
+        call = step_of(**scene.arguments("cpu"), **scene.decision_arguments(criterion=table))
+        found.append(compiled_decode.fused_decode(*call)[0])
     assert not torch.equal(*found)
     torch.testing.assert_close(*found)
-
-
-@needs_compiler
-@pytest.mark.parametrize(("moments", "known"), [("pooled", False), ("both", True)])
-def test_moments_that_are_no_numbers(moments: str, known: bool) -> None:
-    """As the reference decides: by another prompt's, and without them the bulk is read."""
-    scene = Scene(moments=moments)
-    scene.mean[0, 1], scene.covariance[0, 1] = torch.nan, torch.nan
-    decision = {"threshold": scene.threshold("head"), "group_rule": "head"}
-    call = DecodeCall.of(**scene.arguments("cpu"), **scene.moment_arguments("cpu"), **decision)
-    flags = compiled_decode.fused_decode(call)[1]
-    assert torch.equal(flags, decode_reference.decode_step(call)[1])
-    assert flags[0, 1].all() or known
 
 
 @needs_compiler

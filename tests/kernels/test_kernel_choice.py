@@ -1,5 +1,7 @@
 """When the fused kernel computes a decode step, and that a whole cache does the same with it."""
 
+import re
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +11,12 @@ from harness import Inputs, find_kernel
 from models import tiny
 from pair import Pair, Tally
 from scenarios import play, small_buffers
+from torch._subclasses import FakeTensorMode
+from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache, StaticHeads
-from qada_cache.kernels import choice
-from qada_cache.kernels.decode_call import DecodeCall
+from qada_cache.kernels import choice, decode_reference
+from qada_cache.kernels.operands import Operands, Query, Rows
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels import triton as triton_decode
@@ -43,9 +47,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """Asks for the kernel; one entry for each step it computed."""
     seen, original = [], triton_decode.fused_decode
 
-    def spy(call: DecodeCall) -> Any:
-        seen.append(call.query.device)
-        return original(call)
+    def spy(query: Query, rows: Rows, layer: Operands) -> Any:
+        seen.append(query.states.device)
+        return original(query, rows, layer)
 
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(triton_decode, "fused_decode", spy)
@@ -134,11 +138,43 @@ def test_asked_for_and_impossible(
         find_kernel(query, bulk, bulk.new_zeros(*bulk.shape[:3], value_dim), criterion)
 
 
-def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("platform", "way_out"),
+    [
+        ("linux", "pip install 'qada-cache[triton]'"),
+        ("win32", "pip install triton-windows"),  # the extra is for Linux alone
+        ("darwin", "there is none for darwin"),
+    ],
+)
+def test_not_installed(platform: str, way_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(choice, "_installed", lambda: False)
-    with pytest.raises(RuntimeError, match="triton is not installed"):
+    monkeypatch.setattr(sys, "platform", platform)
+    with pytest.raises(RuntimeError, match=re.escape(f"triton is not installed ({way_out})")):
         find_kernel(QUERY, BULK, BULK, "gaussian")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (12, 0)])
+def test_older_gpus_are_not_asked_to_compile_it(
+    capability: tuple[int, int], kernels: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(decode_reference, "find_decode_fault", lambda *args, **kwargs: None)
+    warning_once.cache_clear()
+    with FakeTensorMode():
+        query, bulk = (torch.empty(tensor.shape, device="cuda") for tensor in (QUERY, BULK))
+        call = query, bulk, bulk, "gaussian", kernels
+        wrong = f"needs a GPU of compute capability 8.0 or above, not {capability[0]}.{capability[1]}"
+        if capability >= (8, 0):
+            assert choice.decode_kernel(*call) is triton_decode.fused_decode
+        elif kernels == "triton":
+            with pytest.raises(RuntimeError, match=wrong):
+                choice.decode_kernel(*call)
+        else:
+            assert choice.decode_kernel(*call) is None
+            assert wrong in caplog.text
 
 
 def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:

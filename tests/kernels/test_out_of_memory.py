@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from compilers import needs_compiler
-from decode_scene import Scene
+from decode_scene import Scene, step_of
 from test_compiled import SCALING, check, tensors
 from test_selected_tokens import BULK, small  # noqa: F401 - a fixture
 from torch import Tensor
 
 from qada_cache.kernels import cpu
 from qada_cache.kernels.cpu import compiled_decode
-from qada_cache.kernels.decode_call import DecodeCall
 
 ALLOCATOR = """
 #include <atomic>
@@ -55,30 +54,30 @@ def fail_after(
 
 @needs_compiler
 def test_a_decode_step(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
-    """By moments with pending tokens, by a sketch and by whole bulks; nothing is counted for a step that failed."""
+    """By a sketch and by whole bulks, with pending tokens; nothing is counted for a step that failed."""
     scene = Scene(bulk=BULK, group=2, bits=1.5)
     decision = {"criterion": "gaussian", "group_rule": "head", "threshold": scene.threshold("head")}
     flags, threshold = scene.flags(**decision), scene.token_threshold()
     selected = scene.selected(flags, threshold)
     needed = scene.forget_unneeded(flags, selected)
-    arguments = scene.arguments("cpu") | decision | scene.moment_arguments("cpu")
-    call = DecodeCall.of(**arguments, **scene.sketch_arguments("cpu", threshold))
-    assert call.bulk_read_bytes is not None
+    arguments = scene.arguments("cpu") | scene.decision_arguments(**decision)
+    call = step_of(**arguments, **scene.sketch_arguments("cpu", threshold))
+    layer = call[2]
     kernels = cpu.build(torch.float32, scene.dim, scene.dim, scene.group)
     assert kernels is not None
     for allocations in range(1000):
         fail_after(kernels, allocations)
         try:
-            out, found = compiled_decode.fused_decode(call)
+            out, found = compiled_decode.fused_decode(*call)
             break
         except MemoryError:
-            counted = call.bulk_read_bytes.item(), call.sketch_read_bytes.item()
+            counted = layer.bulk_read_bytes.item(), layer.sketch_read_bytes.item()
             assert counted == (0, 0)
     assert allocations > 20
     assert torch.equal(found, flags)
     scene.check(out, flags, selected)
-    assert call.bulk_read_bytes.item() == needed
-    assert call.sketch_read_bytes.item() == scene.sketch_read_bytes(selected)
+    assert layer.bulk_read_bytes.item() == needed
+    assert layer.sketch_read_bytes.item() == scene.sketch_read_bytes(selected)
 
 
 @needs_compiler
@@ -105,10 +104,10 @@ def test_threads_that_end_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     scene = Scene(bulk=[(20_000, 0)], short=(), kv_heads=8, group=16, dim=16, bits=1)
     arguments = scene.arguments("cpu") | scene.sketch_arguments("cpu", 1e-30)
-    call = DecodeCall.of(**arguments, criterion="dense", threshold=1)
+    call = step_of(**arguments, **scene.decision_arguments(criterion="dense"))
     used = []
     for _ in range(40):
-        thread = threading.Thread(target=compiled_decode.fused_decode, args=(call,))
+        thread = threading.Thread(target=compiled_decode.fused_decode, args=call)
         thread.start()
         thread.join()
         used.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from decode_scene import Scene
+from decode_scene import Scene, step_of
 from sketch_reference import BITS
 from small_sketch import small_sketch
 from test_triton import COMPILED, GPU, KERNEL, REFERENCE, Path
@@ -16,7 +16,6 @@ from torch import Tensor
 from qada_cache.kernels import cpu, decode_reference
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.cpu import compiled_decode
-from qada_cache.kernels.decode_call import DecodeCall
 from qada_cache.sketch import Layout, selection
 from qada_cache.sketch.codec import Sketch, channel_means, quantize_segments, round_slopes
 
@@ -44,12 +43,10 @@ def run(path: Path, scene: Scene, *, token_threshold: float, **decision: Any) ->
     selected = scene.selected(flags, token_threshold)
     needed = scene.forget_unneeded(flags, selected)
     for threads in (1, 16) if function is compiled_decode.fused_decode else (1,):
-        arguments = scene.arguments(device) | {"criterion": "dense", "threshold": 0.5} | decision
+        arguments = scene.arguments(device) | scene.decision_arguments(device, **{"criterion": "dense"} | decision)
         arguments |= scene.sketch_arguments(device, token_threshold)
-        if arguments["criterion"] == "gaussian":
-            arguments |= scene.moment_arguments(device)
         with mock.patch.object(torch, "get_num_threads", lambda threads=threads: threads):
-            out, found = function(DecodeCall.of(**arguments))
+            out, found = function(*step_of(**arguments))
         assert torch.equal(found.cpu(), flags)
         scene.check(out.cpu(), flags, selected)
         assert arguments["bulk_read_bytes"].item() == needed
@@ -173,7 +170,7 @@ def test_what_is_not_finite_shows(path: Path, buffer: int, bad: float) -> None:
         scene.stored[buffer][0, 1, token, 7] = bad
         scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
         arguments = scene.arguments(device) | scene.sketch_arguments(device, 1.0)
-        out, _ = function(DecodeCall.of(**arguments, criterion="dense", threshold=0.5))
+        out, _ = function(*step_of(**arguments, **scene.decision_arguments(device, criterion="dense")))
         assert out[0].isfinite().all(-1).flatten().tolist() == [True] * 2 + [False] * 2
 
 
@@ -210,7 +207,7 @@ def test_a_sketch_that_is_too_rough(path: Path, group: int, group_rule: str, mon
     decision = {"criterion": "gaussian", "threshold": scene.threshold(group_rule), "group_rule": group_rule}
     flags = scene.flags(**decision)
     spreads = [
-        float(scene.half_variance(row, head)[flags[row, head]].max())
+        float(scene.half_variance(row, head)[flags[row, head, :, 0]].max())
         for row in scene.sketched_rows() for head in range(2) if flags[row, head].any()
     ]  # fmt: skip
     low, high = sorted(spreads)[len(spreads) // 2 - 1 :][:2]
@@ -243,11 +240,11 @@ WRONG: dict[str, list[Callable[[Tensor], Tensor]]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_refuses_a_sketch_of_something_else(name: str, function: Callable) -> None:
     scene = Scene(bulk=BULK, bits=2)
-    given = scene.arguments("cpu") | scene.sketch_arguments("cpu", 1.0)
+    given = scene.arguments("cpu") | scene.sketch_arguments("cpu", 1.0) | scene.decision_arguments(criterion="dense")
     for change in (*WRONG[name], apart):
         wrong = replace(given["sketch"], **{name: change(getattr(given["sketch"], name))})
         with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
-            function(DecodeCall.of(**given | {"sketch": wrong}, threshold=0.5, criterion="dense"))
+            function(*step_of(**given | {"sketch": wrong}))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -260,14 +257,16 @@ def test_scores_far_apart(bits: float, deviation: float) -> None:
     query = deviation * torch.randn(1, 8, 1, 64, generator=made)
     given: dict[str, Any] = {"query": query, "local_keys": near, "local_values": near, "scaling": 64**-0.5}
     given |= {"bulk_keys": keys, "bulk_values": values, "bulk_lengths": torch.tensor([2100])}
-    given |= {"local": torch.ones(1, 1, dtype=torch.bool), "pending": torch.zeros(1, 1, dtype=torch.bool)}
-    given |= {"decided": torch.ones(1, dtype=torch.bool), "criterion": "dense", "threshold": 0.5}
+    given |= {"local": torch.ones(1, 1, 1, 1, dtype=torch.bool), "pending": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}
+    given |= {"decided": torch.ones(1, 1, 1, dtype=torch.bool), "bulk_tokens": torch.full((1, 1, 1), 2100)}
+    given["log_bulk"] = torch.full((1, 1, 8, 1), torch.inf)
+    given["logit_threshold"] = 0.0
     centred = values - values.mean(dim=2, keepdim=True)
     slopes = centred.mT @ (keys - keys.mean(dim=2, keepdim=True)) / 2100
     layout = Layout.from_bits(64, bits)
     kwargs = quantize_segments(keys, None, layout)
     kwargs |= channel_means(kwargs, layout, 2100)
     coded = Sketch(**kwargs, mean_value=values.mean(dim=2), **round_slopes(slopes))
-    calls = (DecodeCall.of(**given, sketch=one, token_threshold=1.0) for one in (None, coded))
-    whole, some = (decode_reference.decode_step(call)[0] for call in calls)
+    calls = (step_of(**given, sketch=one, token_threshold=1.0) for one in (None, coded))
+    whole, some = (decode_reference.decode_step(*call)[0] for call in calls)
     assert (some - whole).norm() < 0.1 * whole.norm()

@@ -4,12 +4,16 @@ The kernel is Triton's under its interpreter, or a stand-in of the reference tha
 """
 
 import ctypes
+import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import decode_scene
 import pytest
 import torch
+from decode_scene import ROWS, step_of
 from harness import Inputs, find_kernel
 from models import tiny
 from pair import Pair
@@ -19,13 +23,14 @@ from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache
 from qada_cache.kernels import choice, decode_reference, reference
-from qada_cache.kernels.decode_call import DecodeCall
+from qada_cache.kernels.operands import Operands, Query, Rows
 from qada_cache.sketch import MIN_TOKENS, Layout
 from qada_cache.sketch.codec import Sketch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels import triton as decode
 from qada_cache.kernels.triton.kernels import INTERPRETED
+from qada_cache.versions import pass_cache
 
 CPU = torch.device("cpu")
 LAYOUT = Layout.from_bits(32, 2)
@@ -66,21 +71,21 @@ def plant(
 ) -> None:
     """Instead of the kernel the reference, of arguments that are changed first, or of results that are."""
 
-    def kernel(call: DecodeCall) -> Any:
-        kwargs = flat(call)
+    def kernel(*call: Any) -> Any:
+        kwargs = flat(*call)
         if seen is not None:
             seen.append(kwargs)
-        found = decode_reference.decode_step(DecodeCall.of(**put_back(change(dict(kwargs)))))
+        found = decode_reference.decode_step(*step_of(**put_back(change(dict(kwargs)))))
         return found if after is None else after(*found)
 
     monkeypatch.setattr(decode, "fused_decode", kernel)
 
 
-def flat(call: DecodeCall) -> dict[str, Any]:
-    """What `DecodeCall.of` would make it of, without what it has none of."""
-    kwargs = vars(call) | vars(call.rows) | vars(call.rule)
-    made = ("rows", "rule", "binding", "columns", "number", "longest", "bound")
-    return {name: part for name, part in kwargs.items() if part is not None and name not in made}
+def flat(query: Query, rows: Rows, layer: Operands) -> dict[str, Any]:
+    """What `step_of` would make it of, without what it has none of."""
+    kwargs = {"query": query.states} | {name: getattr(query, name) for name in decode_scene.QUERY}
+    kwargs |= {name: getattr(rows, name) for name in ROWS} | vars(layer)
+    return {name: part for name, part in kwargs.items() if part is not None and name != "binding"}
 
 
 def put_back(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +112,7 @@ def resketched(**changes: Callable[[Tensor], Tensor]) -> Changed:
 
 def without_column(mask: Tensor) -> Tensor:
     mask = mask.clone()
-    mask[0, mask[0].nonzero()[-1]] = False
+    mask[0, 0, 0, mask[0, 0, 0].nonzero()[-1]] = False
     return mask
 
 
@@ -120,8 +125,9 @@ WRONG: dict[str, tuple[Changed, str]] = {
     "padding decides": (changed(decided=torch.ones_like), "decisions"),
     "each head for itself": (changed(group_rule=lambda _: "head"), "decisions"),
     "all of a group": (changed(group_rule=lambda _: "any"), "decisions"),
-    "all read": (changed(threshold=lambda _: 1.0), "decisions"),
-    "none reads": (changed(threshold=lambda _: 0.0), "decisions"),
+    "all read": (changed(logit_threshold=lambda _: math.inf), "decisions"),
+    "none reads": (changed(logit_threshold=lambda _: -math.inf), "decisions"),
+    "another's mass": (changed(log_bulk=lambda masses: masses.flip(1)), "decisions"),
     "not where heads lie": (changed(resident_pointers=torch.zeros_like), "off by nan"),
     "keys for values": (lambda kwargs: kwargs | {"bulk_values": kwargs["bulk_keys"]}, "off by"),
     "bytes not counted": (
@@ -267,7 +273,7 @@ def test_an_obstacle_is_said(
         assert choice.decode_kernel(QUERY, BULK, BULK, "gaussian", "auto") is None
     assert [record.getMessage() for record in caplog.records] == [
         "tokens are decoded on cpu by torch's operations, not by Triton's kernel: "
-        "triton is not installed (pip install 'qada-cache[triton]')"
+        f"triton is not installed ({choice.INSTALL[sys.platform]})"
     ]
 
 
@@ -297,7 +303,7 @@ def test_a_cache_that_chooses_tokens(calls: list[dict[str, Any]], monkeypatch: p
     ids = torch.randint(1, 90, (1, MIN_TOKENS + 300), generator=torch.Generator().manual_seed(0))
     tried = []
     for part in (ids[:, :500], ids[:, :1], ids[:, 500:], ids[:, :1], ids[:, :1]):
-        model(part, past_key_values=cache)
+        model(part, **pass_cache(cache))
         tried.append(["sketch" in call for call in calls])
         calls.clear()
     assert tried == [[], [False] * 3, [], [True] * 3, [True]]

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from compilers import needs_compiler
-from decode_scene import RAGGED, SINKS, WINDOW, Scene
+from decode_scene import RAGGED, SINKS, WINDOW, Scene, step_of
 from small_sketch import small_sketch
 from torch import Tensor
 
 from qada_cache.kernels import cpu, decode_reference
 from qada_cache.kernels.cpu import compiled_decode
-from qada_cache.kernels.decode_call import DecodeCall
+from qada_cache.kernels.operands import Operands, Query, Rows
 from qada_cache.sketch.codec import Sketch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
@@ -35,7 +35,7 @@ KERNEL = pytest.param((triton_decode.fused_decode, "cpu"), id="interpreter", mar
 COMPILED = pytest.param((compiled_decode.fused_decode, "cpu"), id="compiled", marks=needs_compiler)
 GPU = pytest.param((triton_decode.fused_decode, "cuda"), id="gpu", marks=gpu)
 EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED, KERNEL, GPU])
-Path = tuple[Callable[[DecodeCall], tuple[Tensor, Tensor]], str]
+Path = tuple[Callable[[Query, Rows, Operands], tuple[Tensor, Tensor]], str]
 
 
 @pytest.fixture(autouse=True)
@@ -52,17 +52,12 @@ def run(path: Path, scene: Scene, *, pin: bool = False, **decision: Any) -> tupl
     """Compute, and compare flags, outputs and bytes pulled with the reference's; tokens are chosen if it has bits."""
     function, device = path
     criterion = decision.get("criterion", "gaussian")
-    if isinstance(criterion, Tensor):
-        expected = scene.flags(**decision | {"criterion": criterion.flatten()})
-        decision["criterion"] = criterion.to(device)
-    else:
-        expected = scene.flags(**decision)
+    table = {"criterion": criterion.flatten()} if isinstance(criterion, Tensor) else {}
+    expected = scene.flags(**decision | table)
     told, selected = asked_for(scene, device, expected)
     needed = scene.forget_unneeded(expected, selected)
-    arguments = scene.arguments(device, pin=pin) | decision | told
-    if isinstance(criterion, str) and criterion == "gaussian":
-        arguments |= scene.moment_arguments(device)
-    out, flags = function(DecodeCall.of(**arguments))
+    arguments = scene.arguments(device, pin=pin) | scene.decision_arguments(device, **decision) | told
+    out, flags = function(*step_of(**arguments))
     assert flags.dtype == torch.bool
     assert torch.equal(flags.cpu(), expected)
     scene.check(out.cpu(), expected, selected)
@@ -80,7 +75,7 @@ def asked_for(scene: Scene, device: str, flags: Tensor) -> tuple[dict[str, Any],
 
 def mixed(flags: Tensor) -> bool:
     """Whether some KV heads have a flagged head and others none."""
-    needed = flags[:-1].any(-1)  # without the last row, which has no bulk
+    needed = flags[:-1].any(2)  # without the last row, which has no bulk
     return bool(needed.any() and not needed.all())
 
 
@@ -108,15 +103,17 @@ def test_groups(path: Path, group: int, group_rule: str) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize(
-    ("moments", "group_rule"), [("frozen", "head"), ("other", "any"), ("both", "head"), ("both frozen", "any")]
-)
-def test_moments(path: Path, moments: str, group_rule: str) -> None:
-    """Frozen moments of no token at all, as the second row's, mean that every head needs its bulk."""
-    scene = Scene(moments=moments)
-    _, flags = run(path, scene, threshold=scene.threshold(group_rule), group_rule=group_rule)
-    assert mixed(flags)
-    assert moments != "frozen" or flags[1].all()
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_a_mass_that_is_no_number(path: Path, threshold: float) -> None:
+    """It says as little as infinity: the bulk is read, unless every head is local."""
+    scene, (function, device) = Scene(), path
+    arguments = scene.arguments(device) | scene.decision_arguments(device, threshold=threshold)
+    arguments["log_bulk"][0, 1] = torch.nan
+    expected = scene.flags(threshold=threshold)
+    expected[0, 1] = threshold > 0
+    out, flags = function(*step_of(**arguments))
+    assert torch.equal(flags.cpu(), expected)
+    scene.check(out.cpu(), expected)
 
 
 @EVERY
@@ -154,7 +151,7 @@ def test_padding_queries(path: Path) -> None:
 def test_rows_alike(path: Path, bulk: list[tuple[int, int]]) -> None:
     """One mask and one length stand for all rows; a bulk that is all pending, in buffers of a few columns."""
     scene = Scene(bulk=bulk, short=())
-    assert scene.geometry.local.shape[0] == 1
+    assert scene.rows.local.shape[0] == 1
     run(path, scene, threshold=1.0)
     run(path, scene, threshold=scene.threshold())
 
@@ -187,17 +184,18 @@ def test_rows_do_not_matter(path: Path, bits: int) -> None:
     """A row alone gives what it gives in a batch, to the bit: splits depend on the capacity, which is kept."""
     scene = Scene(bits=bits)
     function, device = path
-    decision: dict[str, Any] = {"threshold": scene.threshold()}
-    decision |= asked_for(scene, device, scene.flags(**decision))[0]
-    whole = function(DecodeCall.of(**scene.arguments(device), **scene.moment_arguments(device), **decision))
+    threshold = scene.threshold()
+    decision = scene.decision_arguments(device, threshold=threshold)
+    decision |= asked_for(scene, device, scene.flags(threshold=threshold))[0]
+    whole = function(*step_of(**scene.arguments(device), **decision))
     for row in range(scene.batch):
-        arguments = scene.arguments(device) | scene.moment_arguments(device) | decision
+        arguments = scene.arguments(device) | decision
         for name, value in arguments.items():
             if isinstance(value, Tensor) and value.dim() and len(value) > 1:
                 arguments[name] = value[row : row + 1]
             elif isinstance(value, Sketch):
                 arguments[name] = Sketch(*(tensor[row : row + 1] for tensor in value.tensors().values()))
-        alone = function(DecodeCall.of(**arguments))
+        alone = function(*step_of(**arguments))
         assert torch.equal(alone[0][0], whole[0][row])
         assert torch.equal(alone[1][0], whole[1][row])
 
@@ -222,9 +220,9 @@ def test_heads_that_lie_elsewhere(path: Path, dtype: torch.dtype, bits: int) -> 
             resident_hit_bytes += elsewhere[-1][: scene.counts[row]][read].nbytes * int(expected[row, head].any())
     assert 0 < resident_hit_bytes < needed
     counted = torch.zeros((), dtype=torch.int64, device=device)
-    arguments = scene.arguments(device) | scene.moment_arguments(device) | {"threshold": threshold} | told
+    arguments = scene.arguments(device) | scene.decision_arguments(device, threshold=threshold) | told
     out, flags = function(
-        DecodeCall.of(**arguments, resident_pointers=resident_pointers.to(device), resident_hit_bytes=counted)
+        *step_of(**arguments, resident_pointers=resident_pointers.to(device), resident_hit_bytes=counted)
     )
     assert torch.equal(flags.cpu(), expected)
     scene.check(out.cpu(), expected, selected)
@@ -251,10 +249,10 @@ def test_graph_capture_without_synchronisation(path: Path, pin: bool, bits: int)
     """Captured on rows without a bulk; replayed on all of it."""
     scene = Scene(dim=128, dtype=torch.bfloat16, bits=bits)
     threshold = scene.threshold()
-    arguments = scene.arguments("cuda", pin=pin) | scene.moment_arguments("cuda") | {"threshold": threshold}
+    arguments = scene.arguments("cuda", pin=pin) | scene.decision_arguments("cuda", threshold=threshold)
     arguments |= asked_for(scene, "cuda", scene.flags(threshold=threshold))[0]
-    call = DecodeCall.of(**arguments)
-    expected = path[0](call)  # compiles, too
+    call = step_of(**arguments)
+    expected = path[0](*call)  # compiles, too
     lengths, pending = arguments["bulk_lengths"].clone(), arguments["pending"].clone()
     arguments["bulk_lengths"].zero_()
     arguments["pending"].zero_()
@@ -262,9 +260,9 @@ def test_graph_capture_without_synchronisation(path: Path, pin: bool, bits: int)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        path[0](call)
+        path[0](*call)
         with torch.cuda.graph(graph):
-            out, flags = path[0](call)
+            out, flags = path[0](*call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph.replay()
@@ -286,14 +284,16 @@ def test_addresses_beyond_32_bits(path: Path) -> None:
     values = torch.zeros_like(keys)
     keys[1, 0, -1], values[1, 0, -1] = 10.0, 3.0
     near = torch.zeros(2, 1, 4, dim, dtype=torch.bfloat16, device="cuda")
-    call = DecodeCall.of(
+    call = step_of(
         query=torch.full((2, 1, 1, dim), 10.0, dtype=torch.bfloat16, device="cuda"),
         local_keys=near, local_values=near, bulk_keys=keys, bulk_values=values,
-        local=torch.ones(1, 4, dtype=torch.bool, device="cuda"),
-        pending=torch.zeros(1, 4, dtype=torch.bool, device="cuda"),
-        bulk_lengths=torch.tensor([5, tokens], device="cuda"), decided=torch.ones(1, dtype=torch.bool, device="cuda"),
-        scaling=1.0, threshold=0.5, criterion="dense",
+        local=torch.ones(1, 1, 1, 4, dtype=torch.bool, device="cuda"),
+        pending=torch.zeros(1, 1, 1, 4, dtype=torch.bool, device="cuda"),
+        bulk_lengths=torch.tensor([5, tokens], device="cuda"),
+        bulk_tokens=torch.tensor([5, tokens], device="cuda")[:, None, None],
+        decided=torch.ones(1, 1, 1, dtype=torch.bool, device="cuda"),
+        scaling=1.0, logit_threshold=0.0, log_bulk=torch.full((1, 1, 1, 1), torch.inf, device="cuda"),
     )  # fmt: skip
-    out, _ = path[0](call)
+    out, _ = path[0](*call)
     assert (out[0] == 0).all()
     assert (out[1] == 3).all()

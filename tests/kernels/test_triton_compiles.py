@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from decode_scene import Scene
-
-from qada_cache.kernels.decode_call import DecodeCall
+from decode_scene import Scene, step_of
 
 needs_triton = pytest.mark.skipif(
     not importlib.util.find_spec("triton"), reason="triton is not installed: pip install triton"
@@ -63,9 +61,9 @@ def test_nothing_is_compiled_anew_when_the_bulk_grows(bits: int, monkeypatch: py
     monkeypatch.setattr(triton_decode, "MIN_TOKENS", 1)
     for stored in (40, 300, 1500, 5000):
         scene = Scene(bulk=[(stored, 9)] * 3, short=(), bits=bits)
-        arguments = scene.arguments("cpu") | scene.moment_arguments("cpu") | {"threshold": 0.5}
+        arguments = scene.arguments("cpu") | scene.decision_arguments()
         if bits:
             arguments |= scene.sketch_arguments("cpu", 0.5)
-        triton_decode.fused_decode(DecodeCall.of(**arguments))
+        triton_decode.fused_decode(*step_of(**arguments))
     assert len(constants) == (4 if bits else 3)
     assert {name: len(found) for name, found in constants.items()} == dict.fromkeys(constants, 1)

@@ -13,6 +13,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedMo
 
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.key_moments.rotation import find_rotations
+from qada_cache.versions import pass_cache
 
 PROBE = torch.tensor([5, 9, 23, 50])
 
@@ -33,7 +34,7 @@ def true_keys(model: PreTrainedModel, ids: Tensor, positions: Tensor | None = No
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         place = {} if positions is None else {"position_ids": positions[None]}
-        model(ids, past_key_values=cache, **place)
+        model(ids, **pass_cache(cache), **place)
     return cache
 
 
@@ -76,7 +77,7 @@ def test_rotations_turn_real_keys(scheme: str, longest: int) -> None:
     rotation = find_rotations(model, PROBE, longest + 1)[0]
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.full((4, 1), 7), position_ids=positions[:, None], past_key_values=cache)
+        model(torch.full((4, 1), 7), position_ids=positions[:, None], **pass_cache(cache))
     keys = cache.layers[0].keys[:, :, 0].transpose(0, 1).double()
     torch.testing.assert_close(rotation.rotate(keys, -positions), keys[:, :1].expand_as(keys), rtol=0, atol=1e-4)
 
@@ -224,7 +225,7 @@ def test_learned_positions_end_to_end() -> None:
     model = learned_positions()
     cache = QAdACache(model, moments="random-tokens", sink_tokens=4, local_tokens=20)
     assert cache.options.other_moments.origin["scheme"] == "spread"
-    out = model.generate(prompt(90)[0], past_key_values=cache, max_new_tokens=8, do_sample=False)
+    out = model.generate(prompt(90)[0], **pass_cache(cache), max_new_tokens=8, do_sample=False)
     assert out.shape == (1, 98)
     assert cache.stats().decisions == 7
 

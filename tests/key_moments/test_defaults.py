@@ -13,6 +13,7 @@ from transformers.utils.logging import warning_once
 
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.key_moments import defaults
+from qada_cache.versions import pass_cache
 
 
 @pytest.fixture(autouse=True)
@@ -213,6 +214,6 @@ def test_moments_do_not_depend_on_what_the_model_did_before() -> None:
     """Collected after a cache was used, they are those collected before."""
     model = tiny()
     before = KeyMoments.collect(model, progress=False)
-    model.generate(prompt(90)[0], past_key_values=QAdACache(model, **SMALL), max_new_tokens=4, do_sample=False)
+    model.generate(prompt(90)[0], **pass_cache(QAdACache(model, **SMALL)), max_new_tokens=4, do_sample=False)
     after = KeyMoments.collect(model, progress=False)
     assert torch.equal(before.covariance, after.covariance)

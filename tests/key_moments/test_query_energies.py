@@ -23,6 +23,7 @@ from qada_cache.files import tensor_file
 from qada_cache.key_moments import defaults
 from qada_cache.key_moments.models import HeadShard, observed
 from qada_cache.state.layer import QAdALayer
+from qada_cache.versions import pass_cache
 
 IDS = prompt(333)[0]
 EVERY = StaticHeads(torch.ones(2, 4, dtype=torch.bool))
@@ -118,8 +119,7 @@ def test_equal_float64(name: str, switched: bool) -> None:
     if switched:
         cache = QAdACache(model, moments="current", token_threshold=0.0, **SMALL)
         with torch.no_grad():
-            model(IDS[:, :50], past_key_values=cache)
-        assert model.config._attn_implementation not in ("sdpa", "eager")
+            model(IDS[:, :50], **pass_cache(cache))
     with projected(model) as seen:
         made = KeyMoments.collect(model, prompt=IDS, scheme="analytic", progress=False)
     _, kv_heads, dim = made.shape
@@ -201,8 +201,12 @@ def test_another_models_queries_are_not_seen() -> None:
 
 
 def test_a_model_that_is_not_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its modeling file has a table of its own; files of its moments hold no energies."""
-    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", AttentionInterface())
+    """Its modeling file has a table of a class of its own; files of its moments hold no energies."""
+
+    class Own(AttentionInterface):
+        pass
+
+    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", Own())
     made = KeyMoments.collect(tiny(), prompt=IDS, progress=False)
     assert made.query_energies is None
     made.save(tmp_path / "moments.safetensors")
@@ -269,18 +273,17 @@ def test_moments_without_them(tmp_path: Path) -> None:
 
 
 def test_config_finds_what_its_model_left(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also beside a file of an older format, which nobody reads any more."""
+    """Also in the place of a file of another format, which nobody reads."""
     tiny().save_pretrained(tmp_path / "model")
     model = LlamaForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True).eval()
     assert of(QAdACache(config=model.config, moments="current")) is None
     with monkeypatch.context() as older:
-        older.setattr(tensor_file, "FORMAT_VERSION", defaults.VERSIONS["format"] - 1)
-        older.setattr(defaults, "VERSIONS", defaults.VERSIONS | {"format": tensor_file.FORMAT_VERSION})
+        older.setattr(tensor_file, "FORMAT_VERSION", tensor_file.FORMAT_VERSION - 1)
         QAdACache(model)
     forget(monkeypatch)
     assert of(QAdACache(config=model.config, moments="current")) is None
     kept = of(QAdACache(model))
-    assert len(list(home.iterdir())) == 2
+    assert len(list(home.iterdir())) == 1
     forget(monkeypatch)
     for moments in ("current", "current+random-tokens"):
         assert torch.equal(of(QAdACache(config=model.config, moments=moments)), kept)

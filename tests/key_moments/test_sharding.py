@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from transformers import PreTrainedModel
 
 from qada_cache import KeyMoments, QAdACache
+from qada_cache.versions import pass_cache
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_tensor_parallel_over_one() -> None:
     model = tiny()
     model._tp_size = 1  # which splits nothing
     with torch.no_grad():
-        model(prompt(40)[0], past_key_values=QAdACache(model, **SMALL))
+        model(prompt(40)[0], **pass_cache(QAdACache(model, **SMALL)))
 
 
 @pytest.mark.usefixtures("mesh")
@@ -92,7 +93,7 @@ def test_distributed_parameters_of_a_model_known_by_its_config(mesh: DeviceMesh)
         torch.no_grad(),
         pytest.raises(NotImplementedError, match=r"split over processes \(its parameters are DTensors"),
     ):
-        model(prompt(40)[0], past_key_values=cache)
+        model(prompt(40)[0], **pass_cache(cache))
     assert cache.get_seq_length() == 0
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from qada_cache import QAdACache
 from qada_cache.key_moments import defaults, identity
+from qada_cache.versions import pass_cache
 
 
 @pytest.fixture
@@ -114,9 +115,9 @@ def test_caches_of_deep_models_can_be_copied() -> None:
     cache = QAdACache(model, sink_tokens=4, local_tokens=20)
     ids = prompt(40)[0]
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **pass_cache(cache))
         twin = copy.deepcopy(cache)
-        outputs = [model(ids[:, :1], past_key_values=used).logits for used in (cache, twin)]
+        outputs = [model(ids[:, :1], **pass_cache(used)).logits for used in (cache, twin)]
     assert torch.equal(*outputs)
     ours = set(map(id, cache.layers))
     for layer, following in zip(twin.layers, [*twin.layers[1:], None], strict=True):

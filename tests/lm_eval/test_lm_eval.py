@@ -205,7 +205,7 @@ def test_results_name_what_qada_tune_kept() -> None:
     model = needle_lm().model
     path = tuned_choice.keep(model, replace(QAdACache(model).options, token_threshold=8.0), {})
     try:
-        lm, without = needle_lm(), needle_lm(cache_tuned=False)
+        lm, without = needle_lm(cache_tuned=True), needle_lm()
         own = needle_lm(cache_token_threshold=3)
     finally:
         path.unlink()

@@ -27,6 +27,7 @@ from qada_cache.files import tensor_file
 from qada_cache.prefix_store import folder as folders
 from qada_cache.prefix_store.folder import KIND
 from qada_cache.prefix_store.naming import SEGMENT_TOKENS, Name
+from qada_cache.versions import pass_cache
 
 OPTIONS: dict[str, Any] = {"threshold": 1.0, "moments": "current", **SMALL}
 TEXT = prompt(2 * SEGMENT_TOKENS + 70)[0]
@@ -43,7 +44,7 @@ def whole(model: PreTrainedModel) -> QAdACache:
     """A cache that has read the text."""
     cache = QAdACache(model, **OPTIONS)
     with torch.no_grad():
-        model(TEXT, past_key_values=cache)
+        model(TEXT, **pass_cache(cache))
     return cache
 
 
@@ -91,7 +92,7 @@ def check_served(model: PreTrainedModel, wanted: Tensor, whole: QAdACache, path:
     found = cache.get_seq_length()
     assert held in (None, found)
     with torch.no_grad():
-        got = model(TEXT[:, found:], past_key_values=cache).logits[0, -1]
+        got = model(TEXT[:, found:], **pass_cache(cache)).logits[0, -1]
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-4)
     store.keep(whole, TEXT)
     assert PrefixStore(path).cache(model, TEXT, **OPTIONS).get_seq_length() == LENGTH - 1
@@ -295,12 +296,13 @@ KILLED = textwrap.dedent(
     from models import SMALL, prompt, tiny
     from qada_cache import PrefixStore, QAdACache, files
     from qada_cache.files import tensor_file
+    from qada_cache.versions import pass_cache
 
     torch.set_num_threads(1)
     model, (text, _) = tiny(), prompt(int(sys.argv[2]))
     cache = QAdACache(model, threshold=1.0, moments="current", **SMALL)
     with torch.no_grad():
-        model(text, past_key_values=cache)
+        model(text, **pass_cache(cache))
     original = tensor_file.encoded
 
     def encoded(*arguments):
@@ -350,7 +352,7 @@ def test_writers_and_readers_at_once(model: PreTrainedModel, whole: QAdACache, w
             text = TEXT if seed % 2 else prompt(300, seed=seed)[0]
             cache = QAdACache(model, **OPTIONS)
             with torch.no_grad():
-                model(text, past_key_values=cache)
+                model(text, **pass_cache(cache))
             for _ in range(8):
                 PrefixStore(path, max_bytes=most if seed % 3 else 16 * most).keep(cache, text)
         except BaseException as error:
@@ -361,7 +363,7 @@ def test_writers_and_readers_at_once(model: PreTrainedModel, whole: QAdACache, w
             for _ in range(12):
                 cache = PrefixStore(path).cache(model, TEXT, **OPTIONS)
                 with torch.no_grad():
-                    got = model(TEXT[:, cache.get_seq_length() :], past_key_values=cache).logits[0, -1]
+                    got = model(TEXT[:, cache.get_seq_length() :], **pass_cache(cache)).logits[0, -1]
                 torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-4)
         except BaseException as error:
             errors.append(error)
@@ -394,7 +396,7 @@ def test_a_file_that_goes_while_it_is_read(
     monkeypatch.setattr(files, "opened_file", open_then_remove)
     cache = PrefixStore(path).cache(model, TEXT, **OPTIONS)
     with torch.no_grad():
-        got = model(TEXT[:, cache.get_seq_length() :], past_key_values=cache).logits[0, -1]
+        got = model(TEXT[:, cache.get_seq_length() :], **pass_cache(cache)).logits[0, -1]
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-4)
 
 

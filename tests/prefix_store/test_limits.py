@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from qada_cache import PrefixStore, QAdACache
 from qada_cache.__main__ import main
 from qada_cache.prefix_store.naming import SEGMENT_TOKENS
+from qada_cache.versions import pass_cache
 
 OPTIONS: dict[str, Any] = {"threshold": 1.0, "moments": "current", **SMALL}
 
@@ -23,7 +24,7 @@ OPTIONS: dict[str, Any] = {"threshold": 1.0, "moments": "current", **SMALL}
 def keep(store: PrefixStore, model: PreTrainedModel, seed: int, tokens: int = 2 * SEGMENT_TOKENS, **key: str) -> int:
     text, cache = prompt(tokens, seed=seed)[0], QAdACache(model, **OPTIONS)
     with torch.no_grad():
-        model(text, past_key_values=cache)
+        model(text, **pass_cache(cache))
     return store.keep(cache, text, **key)
 
 

@@ -18,6 +18,7 @@ from qada_cache.files import tensor_file
 from qada_cache.prefix_store.folder import KIND
 from qada_cache.prefix_store.naming import SEGMENT_TOKENS
 from qada_cache.sketch import codec
+from qada_cache.versions import pass_cache
 
 EXACT: dict[str, Any] = {"threshold": 1.0, "moments": "current", **SMALL}
 DECIDING: dict[str, Any] = {**EXACT, "threshold": 0.12}
@@ -36,7 +37,7 @@ def asked(document: Tensor, tokens: int, seed: int) -> Tensor:
 
 def read(model: PreTrainedModel, ids: Tensor, cache: Any) -> None:
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **pass_cache(cache))
 
 
 @pytest.mark.parametrize("options", [EXACT, {**EXACT, "sink_tokens": 2, "local_tokens": 40, "offloading": False}])
@@ -326,7 +327,7 @@ def test_wrong_arguments(store: PrefixStore, model: PreTrainedModel) -> None:
     assert store.keep(cache, [1]) == 0
     ids, mask = prompt(30, 20)
     with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **pass_cache(cache))
     with pytest.raises(NotImplementedError, match="padding"):
         store.keep(cache, ids)
     for wrong in (ids[:, 1:], ids[:1]):

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from qada_cache.serving import FOLDER
+from qada_cache.versions import pass_cache
 
 NEW = 12
 EXACT = {"threshold": 1.0, "moments": "current", **SMALL}
@@ -20,7 +21,7 @@ DECIDING = {**EXACT, "threshold": 0.4}
 def stock(model: PreTrainedModel, ids: Tensor, cache: Any, **options: Any) -> Tensor:
     """`generate` as it is, with this cache."""
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW, **options}
-    return model.generate(ids, past_key_values=cache, **settings)
+    return model.generate(ids, **pass_cache(cache), **settings)
 
 
 def ours(model: PreTrainedModel, ids: Tensor, cache_options: dict[str, Any] = EXACT, **options: Any) -> Any:

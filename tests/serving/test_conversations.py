@@ -18,6 +18,7 @@ from qada_cache import QAdACache
 from qada_cache.serving import conversations as module
 from qada_cache.serving import memory
 from qada_cache.serving.conversations import Conversation, Conversations, Limits, conversations_of
+from qada_cache.versions import pass_cache
 
 OPTIONS = {"threshold": 1.0, "moments": "current", **SMALL}
 
@@ -34,7 +35,7 @@ class Kept:
 
     @torch.no_grad()
     def keep(self, tokens: Tensor, taken: Conversation) -> None:
-        self.model(tokens[None, taken.cache.get_seq_length() :], past_key_values=taken.cache)
+        self.model(tokens[None, taken.cache.get_seq_length() :], **pass_cache(taken.cache))
         self.conversations.keep(taken, tokens, self.limits)
 
     def ask(self, tokens: Tensor, key: str | None = None) -> int:

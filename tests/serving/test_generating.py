@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import pytest
 import torch
 from calling import DECIDING, EXACT, NEW, Reads, ours, said, stock
 from models import VOCABULARY, prompt, tiny
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, PreTrainedModel
 
 from qada_cache import QAdACache
-from qada_cache.serving import CONVERSATIONS, FOLDER
+from qada_cache.serving import CONVERSATIONS, FOLDER, counters, generate
+from qada_cache.versions import CACHE, CACHE_NAMES, pass_cache
 
 
 @pytest.mark.parametrize("options", [EXACT, DECIDING, {}], ids=["exact", "deciding", "default"])
@@ -136,7 +139,7 @@ def test_other_calls_have_a_cache_of_their_own(model: PreTrainedModel, reads: Re
     got = ours(model, ids, DECIDING, **mode)
     assert reads.first() >= 60  # assisted, a few candidates with it
     if mode.get("return_dict_in_generate"):
-        assert isinstance(got.past_key_values, QAdACache)
+        assert isinstance(got[CACHE], QAdACache)
         got, wanted = got.sequences, wanted.sequences
     assert torch.equal(got, wanted)
     reads.clear()
@@ -161,24 +164,47 @@ def test_embeddings_have_a_cache_of_their_own(model: PreTrainedModel) -> None:
     given = {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "max_new_tokens": NEW, "do_sample": False}
     given["attention_mask"] = torch.ones_like(ids)
     got = model.generate(custom_generate=FOLDER, trust_remote_code=True, cache_options=EXACT, **given)
-    assert torch.equal(got, model.generate(past_key_values=QAdACache(model, **EXACT), **given))
+    assert torch.equal(got, model.generate(**pass_cache(QAdACache(model, **EXACT)), **given))
 
 
-def test_a_cache_that_is_brought_is_used(model: PreTrainedModel, reads: Reads) -> None:
-    ids = said(60)
-    cache = DynamicCache(config=model.config)
-    wanted = ours(model, ids, past_key_values=cache)
-    assert cache.get_seq_length() == wanted.shape[1] - 1
-    assert torch.equal(ours(model, ids, use_cache=False), wanted)
-    assert reads[-1] == wanted.shape[1] - 1  # without a cache all is read for every token
+@pytest.mark.parametrize("name", CACHE_NAMES[:2])
+@pytest.mark.parametrize("directly", [False, True], ids=["by the folder", "as the model's own generate"])
+def test_a_cache_that_is_brought_is_used(model: PreTrainedModel, reads: Reads, name: str, directly: bool) -> None:
+    """By either name of the argument: older transformers refuse the new one, newer ones warn of the old one."""
+    ids, cache = said(60), DynamicCache(config=model.config)
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW, name: cache}
+    call = partial(generate, model=model) if directly else partial(ours, model)
+    if name == CACHE_NAMES[0] != CACHE:
+        with pytest.raises(ValueError, match="not used by the model"):
+            call(ids, **settings)
+        return
+    with nullcontext() if name == CACHE else pytest.warns(FutureWarning, match=name):
+        got = call(ids, **settings)
+    assert cache.get_seq_length() == got.shape[1] - 1
+    assert counters(model)["requests"] == 0
+    assert torch.equal(ours(model, ids, use_cache=False), got)
+    assert reads[-1] == got.shape[1] - 1  # without a cache all is read for every token
+
+
+def test_a_cache_beside_an_implementation_is_refused(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="Passing both `cache_implementation`"):
-        ours(model, ids, cache_implementation="static")
+        ours(model, said(60), cache_implementation="static")
 
 
-def test_continuous_batching_is_refused_by_name(model: PreTrainedModel) -> None:
-    ours(model, said(20))
-    with pytest.raises(ValueError, match=r"qada_over_torch.* is not supported"):
-        model.generate_batch([[5, 6, 7]], max_new_tokens=2)
+def test_continuous_batching_goes_on_beside_ours() -> None:
+    """By transformers' own attention and cache, whose memory is limited here."""
+    model, settings = tiny(), ContinuousBatchingConfig(page_size=16, num_blocks=8, max_batch_tokens=32)
+
+    def batch() -> list[list[int]]:
+        found = model.generate_batch(
+            [[5, 6, 7], [8, 9]], continuous_batching_config=settings, max_new_tokens=2, eos_token_id=-1, warmup=False
+        )
+        return [output.generated_tokens for output in found.values()]
+
+    wanted = batch()
+    first = ours(model, said(20))
+    assert batch() == wanted
+    assert torch.equal(ours(model, said(20)), first)
 
 
 def test_a_models_folder(tmp_path: Path) -> None:

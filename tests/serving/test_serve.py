@@ -29,6 +29,8 @@ if not is_serve_available():
 
 from openai import OpenAI
 
+from qada_cache.versions import pass_cache
+
 TEMPLATE = "{% for message in messages %}{{ message.content + ' ' }}{% endfor %}"  # for a model of words
 ROOT = Path(qada_cache.__file__).parent.parent
 STARTS = 120  # seconds at most, on a busy machine
@@ -110,7 +112,7 @@ def in_process(tokenizer: PreTrainedTokenizerBase, turns: list[list[dict[str, st
     cache = QAdACache(model)
     for messages in turns:
         inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
-        output = model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+        output = model.generate(**inputs, **pass_cache(cache), max_new_tokens=NEW, do_sample=False)
         answers.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     return answers
 

@@ -3,11 +3,8 @@
 import copy
 from types import SimpleNamespace
 
-import pytest
 import torch
-from models import tiny
 
-from qada_cache import QAdACache, stats
 from qada_cache.state import counters
 from qada_cache.state.counters import Counters
 
@@ -50,13 +47,3 @@ def test_sums_of_many_calls() -> None:
     assert again.decisions == counted.decisions + 1
     assert counted.dense_bulk_bytes == 3 * dense_tokens
     assert again.dense_bulk_bytes == counted.dense_bulk_bytes + 15
-
-
-@pytest.mark.parametrize("old", stats._RENAMED)
-def test_old_names_name_the_new(old: str) -> None:
-    found = QAdACache(tiny()).stats()
-    assert getattr(found, stats._RENAMED[old]) == 0
-    with pytest.raises(AttributeError, match=f"CacheStats has no {old}: it is {stats._RENAMED[old]} now"):
-        getattr(found, old)
-    with pytest.raises(AttributeError, match=r"CacheStats has no bytes$"):
-        getattr(found, "bytes")  # noqa: B009 - an attribute that is not there

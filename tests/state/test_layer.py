@@ -205,15 +205,14 @@ def wrong_masks() -> dict[str, Tensor]:
     hides, shows, moves = valid.clone(), valid.clone(), valid.clone()
     hides[1, 7], shows[0, 3] = False, True
     moves[0, 0], moves[0, 9] = True, False
-    future, window = right.clone(), right.clone()
-    future[1, 0, 0, 22] = True
+    window, biased = right.clone(), torch.where(right, 0.0, -torch.inf)
     window[1, 0, 3, :10] = False
     window[1, 0, 2, :9] = False
     return {
         "hides a token that was real": transformers_mask(hides, 4),
         "shows padding": transformers_mask(shows, 4),
         "hides one and shows another": transformers_mask(moves, 4),
-        "sees the future": future,
+        "adds to a score": biased.masked_fill(right & (torch.arange(24) == 8), -0.5),
         "is a sliding window": window,
         "differs between heads": right.expand(2, 4, 4, 24),
         "is too short": right[..., 1:],

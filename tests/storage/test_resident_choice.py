@@ -165,6 +165,16 @@ def test_auto_leaves_a_reserve() -> None:
             assert measured.call_count == 1
 
 
+def test_auto_counts_what_torch_keeps_as_free() -> None:
+    """After a prefill torch keeps most of what its activations took, which the device counts as taken."""
+    with (
+        mock.patch.object(torch.cuda, "mem_get_info", return_value=(2**32, 2**40)),
+        mock.patch.object(torch.cuda, "memory_reserved", return_value=7 * 2**32),
+        mock.patch.object(torch.cuda, "memory_allocated", return_value=5 * 2**32),
+    ):
+        assert Residents("auto").budget_bytes(torch.device("cuda", 1)) == 3 * 2**32 - int(0.1 * 3 * 2**32)
+
+
 def test_auto_asks_only_the_device_it_is_about() -> None:
     """Asking opens a context, and that takes some hundred MiB on a device that nothing may be using."""
     free = {0: 2**32, 1: 2**33}

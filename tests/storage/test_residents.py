@@ -146,7 +146,7 @@ def test_an_allocation_that_fails_is_tried_again_without_residents(
     """Once: in a decode step, in a second turn of many tokens, when the sketch grows."""
     options: dict[str, Any] = {"threshold": 0.04, "moments": "current", "token_threshold": 4.4, **SMALL}
     module, name = {
-        "attend": (by_torch, "attend"),
+        "attend": (by_torch, "attend_bulk"),
         "attend_exactly": (decode, "stream"),
         "sketch": (BulkSketch, "_reserve"),
     }[place]

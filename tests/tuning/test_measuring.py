@@ -17,6 +17,7 @@ from qada_cache import QAdACache, restore_attention
 from qada_cache.key_moments.prompts import ARTICLE
 from qada_cache.tuned_choice import Thresholds
 from qada_cache.tuning.measuring import Figures, Piece, compared, cut, default_text, held_out, measure
+from qada_cache.versions import pass_cache
 
 TOKENS, FOLLOWING = 1400, 6
 SETTINGS = (Thresholds(1e-30), Thresholds(1.0), Thresholds(20.0, 0.5))
@@ -48,9 +49,9 @@ def test_figures_are_those_of_an_independent_computation(
     for setting, figures in zip(SETTINGS, found, strict=True):
         cache, logits = QAdACache(model, **asdict(setting)), []
         with torch.no_grad():
-            model(ids[:, : TOKENS - 1], past_key_values=cache)
+            model(ids[:, : TOKENS - 1], **pass_cache(cache))
             for place in range(TOKENS - 1, TOKENS + FOLLOWING - 1):
-                logits.append(model(ids[:, place : place + 1], past_key_values=cache).logits[0, -1])
+                logits.append(model(ids[:, place : place + 1], **pass_cache(cache)).logits[0, -1])
         guess = torch.stack(logits).double().log_softmax(dim=-1)
         divergence = torch.nn.functional.kl_div(guess, full, log_target=True, reduction="none").sum(dim=-1).mean()
         assert figures.kl == pytest.approx(float(divergence), rel=1e-3, abs=1e-8)

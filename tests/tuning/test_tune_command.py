@@ -61,15 +61,20 @@ def test_a_choice_is_said_kept_and_taken(
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert len(kept(home)) == 1
     assert str(home / "moments" / kept(home)[0]) in said
+    assert "QAdACache(model, tuned=True) goes by it, and so do qada profile --tuned, and lm-eval" in said
     model = AutoModelForCausalLM.from_pretrained(named[0])
-    options = QAdACache(model).options
+    assert not QAdACache(model).options.tuned
+    options = QAdACache(model, tuned=True).options
     thresholds = options.token_threshold, options.threshold, options.tuned
     assert thresholds == (float(chosen[2]), float(chosen[3] or 0.95), True)
     arguments = ["profile", "--model", named[0], "--prompt-tokens", "300", "--new-tokens", "2"]
-    assert main(arguments) == 0
+    assert main([*arguments, "--tuned"]) == 0
     assert f"takes the setting that qada tune kept: {chosen[1]}\n" in capsys.readouterr().out
-    assert main([*arguments, "--token-threshold", "5"]) == 0
-    assert "qada tune" not in capsys.readouterr().out
+    for unasked in ([], ["--token-threshold", "5"]):
+        assert main([*arguments, *unasked]) == 0
+        assert "qada tune" not in capsys.readouterr().out
+    assert main([*arguments, "--tuned", "--token-threshold", "5"]) == 1
+    assert "tuned=True takes token_threshold and threshold from qada tune" in capsys.readouterr().err
 
 
 def test_bytes_are_a_budget_too(named: tuple[str, str], home: Path, capsys: pytest.CaptureFixture[str]) -> None:

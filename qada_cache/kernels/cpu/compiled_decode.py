@@ -1,4 +1,4 @@
-"""One decode step of one layer on the CPU in one call of `attention.cpp`, decisions included."""
+"""One decode step of one layer on the CPU in one call of `attention.cpp`."""
 
 import ctypes
 import functools
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, selection
-from .. import cpu
-from ..decode_call import DecodeCall, check
+from .. import cpu, operands
+from ..operands import Operands, Query, check
 
-CRITERIA = {"local": 0, "dense": 1, "static": 2, "gaussian": 3}
 GROUP_RULES = {"head": 0, "any": 1}
 OF_ROWS = ("local", "pending", "decided", "bulk_lengths")
 
@@ -32,19 +31,18 @@ def view(tensor: Tensor | None) -> View:
 
 
 class Rows(ctypes.Structure):
-    """`Rows` of decode_call.py."""
+    """`Rows` of operands.py."""
 
     _fields_ = (*((name, View) for name in OF_ROWS), ("columns", ctypes.c_int64))
 
 
 class Decode(ctypes.Structure):
-    """`DecodeCall` of decode_call.py, its rule and sketch included."""
+    """`Query` and `Operands` of operands.py, rows and sketch included."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "out", "flags")),
         ("rows", Rows),
-        *((name, View) for name in ("local_keys", "local_values", "bulk_keys", "bulk_values", "table")),
-        *((name, View) for name in ("mean", "covariance", "other_mean", "other_covariance", "count")),
+        *((name, View) for name in ("local_keys", "local_values", "bulk_keys", "bulk_values", "log_bulk")),
         *((name, View) for name in ("codes", "scales", "slopes", "units", "noise", "variances", "mean_value")),
         *((name, View) for name in ("slope_units", "centres", "weights", "order")),
         *((name, ctypes.c_void_p) for name in ("errors", "bulk_read_bytes", "sketch_read_bytes")),
@@ -52,7 +50,7 @@ class Decode(ctypes.Structure):
         ("sketch_bytes", ctypes.c_int64 * 3),
         *((name, ctypes.c_float) for name in ("scaling", "logit_threshold", "log_token_threshold")),
         *((name, ctypes.c_float) for name in ("log_unread_weight", "unreliable", "noise_share")),
-        *((name, ctypes.c_int) for name in ("criterion", "group_rule", "pool_pending", "threads")),
+        *((name, ctypes.c_int) for name in ("group_rule", "threads")),
         ("words", ctypes.c_int * 3),
     )
 
@@ -68,60 +66,57 @@ def supports(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: o
     )
 
 
-def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
+def fused_decode(query: Query, rows: operands.Rows, layer: Operands) -> tuple[Tensor, Tensor]:
     """Same contract as `decode_reference.decode_step`, for the calls that `supports` admits."""
-    check(call)
-    if call.binding.bound is None:
-        call.binding.bound = _Bound(call)
-    return call.binding.bound.compute(call)
+    check(query, rows, layer)
+    if layer.binding.derived is None:
+        layer.binding.derived = _Bound(query, layer)
+    return layer.binding.derived.compute(query, rows)
 
 
 class _Bound:
     """The kernel with those of its arguments that stay as they are until storage changes."""
 
-    def __init__(self, call: DecodeCall) -> None:
-        rule, sketch, value_dim = call.rule, call.sketch, call.local_values.shape[3]
-        buffers = {name: getattr(call, name) for name in ("local_keys", "local_values", "bulk_keys", "bulk_values")}
+    def __init__(self, query: Query, layer: Operands) -> None:
+        states, sketch, value_dim = query.states, layer.sketch, layer.local_values.shape[3]
+        buffers = {name: getattr(layer, name) for name in ("local_keys", "local_values", "bulk_keys", "bulk_values")}
         if not all(map(cpu.rows_contiguous, buffers.values())):
             raise ValueError("the tokens of a head do not lie one after the other")
-        table = None if rule.table is None else rule.table.unsqueeze(0)
-        moments = ("mean", "covariance", "other_mean", "other_covariance", "count")
-        views = buffers | {name: getattr(call, name) for name in moments} | {"table": table}
-        shape, pool = call.local_keys.shape, rule.pool_pending
-        decode = self._decode = Decode(batch=shape[0], kv_heads=shape[1], pool_pending=pool)
+        views, group = dict(buffers), states.shape[1] // layer.kv_heads
+        decode = self._decode = Decode(batch=states.shape[0], kv_heads=layer.kv_heads)
         decode.split_tokens, decode.min_sketched, decode.segment_tokens = cpu.SPLIT_TOKENS, MIN_TOKENS, SEGMENT_TOKENS
-        decode.scaling, decode.logit_threshold = rule.scaling, rule.logit_threshold
-        decode.criterion, decode.group_rule = CRITERIA[rule.kind], GROUP_RULES[rule.group_rule]
-        if call.bulk_read_bytes is not None:
-            decode.bulk_read_bytes = call.bulk_read_bytes.data_ptr()
-        if call.sketch_read_bytes is not None:
-            decode.sketch_read_bytes = call.sketch_read_bytes.data_ptr()
+        decode.scaling, decode.logit_threshold = query.scaling, layer.logit_threshold
+        decode.group_rule = GROUP_RULES[layer.group_rule]
+        if layer.bulk_read_bytes is not None:
+            decode.bulk_read_bytes = layer.bulk_read_bytes.data_ptr()
+        if layer.sketch_read_bytes is not None:
+            decode.sketch_read_bytes = layer.sketch_read_bytes.data_ptr()
         if sketch is not None:
             views |= {name: part for name, part in sketch.tensors().items() if name != "mean_squares"}
-            self._errors = 0.5 * rule.scaling**2 * sketch.layout.errors(call.query.device)
+            self._errors = 0.5 * query.scaling**2 * sketch.layout.errors(states.device)
             decode.words, decode.sketch_bytes = sketch.layout.words, sketch.byte_counts
             decode.errors = self._errors.data_ptr()
-            decode.log_token_threshold = math.log(rule.token_threshold)
+            decode.log_token_threshold = math.log(layer.token_threshold)
             decode.log_unread_weight = math.log(selection.UNREAD_WEIGHT)
             decode.unreliable, decode.noise_share = selection.UNRELIABLE, selection.NOISE_SHARE
         for name, tensor in views.items():
             setattr(decode, name, view(tensor))
-        kernels = cpu.build(call.query.dtype, call.query.shape[3], value_dim, call.group)
+        kernels = cpu.build(states.dtype, states.shape[3], value_dim, group)
         assert kernels is not None
         if (size := kernels.decode_size()) != ctypes.sizeof(Decode):
             raise RuntimeError(f"decide.h has a Decode of {size} bytes, and this module of {ctypes.sizeof(Decode)}")
         self._run: Callable[[], None] = functools.partial(kernels.fused_decode, ctypes.byref(decode))
-        self._out = (*call.query.shape[:3], value_dim)
-        self._flags = (*call.local_keys.shape[:2], call.group)
+        self._out = (*states.shape[:3], value_dim)
+        self._flags = (states.shape[0], layer.kv_heads, group, 1)
 
-    def compute(self, call: DecodeCall) -> tuple[Tensor, Tensor]:
-        """`fused_decode` for a call that differs from the one that was bound in its query and rows alone."""
-        query, rows, decode = call.query.contiguous(), call.rows, self._decode
-        if rows.bound is None:
-            rows.bound = Rows(**{name: view(getattr(rows, name)) for name in OF_ROWS}, columns=rows.columns)
-        out = torch.empty(self._out, dtype=torch.float32, device=query.device)
-        flags = torch.empty(self._flags, dtype=torch.bool, device=query.device)
-        decode.query, decode.out, decode.flags = query.data_ptr(), out.data_ptr(), flags.data_ptr()
-        decode.rows, decode.threads = rows.bound, torch.get_num_threads()
+    def compute(self, query: Query, rows: operands.Rows) -> tuple[Tensor, Tensor]:
+        """`fused_decode` for another query and other rows than those that were bound."""
+        states, decode = query.states.contiguous(), self._decode
+        if rows.derived is None:
+            rows.derived = Rows(**{name: view(getattr(rows, name)) for name in OF_ROWS}, columns=rows.columns)
+        out = torch.empty(self._out, dtype=torch.float32, device=states.device)
+        flags = torch.empty(self._flags, dtype=torch.bool, device=states.device)
+        decode.query, decode.out, decode.flags = states.data_ptr(), out.data_ptr(), flags.data_ptr()
+        decode.log_bulk, decode.rows, decode.threads = view(query.log_bulk), rows.derived, torch.get_num_threads()
         self._run()
-        return out.to(query.dtype), flags
+        return out.to(states.dtype), flags

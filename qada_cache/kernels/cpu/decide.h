@@ -7,7 +7,6 @@
 
 namespace {
 
-enum Criterion { LOCAL, DENSE, STATIC, GAUSSIAN };
 enum GroupRule { HEAD, ANY };
 
 // Where rows and heads of a tensor lie: so many elements apart, 0 where they share what is there.
@@ -18,8 +17,7 @@ struct View {
     T* at(int64_t row, int64_t head = 0) const { return data + row * row_stride + head * head_stride; }
 };
 
-// `Rows` and `DecodeCall` of decode_call.py, which say what shapes these have; compiled_decode.py has the same fields.
-// The data of a view may be null where the criterion needs none.
+// `Rows`, `Query` and `Operands` of operands.py, which say what shapes these have; compiled_decode.py has the same fields.
 struct Rows {
     View<const uint8_t> local, pending, decided;
     View<const int64_t> bulk_lengths;
@@ -32,9 +30,7 @@ struct Decode {
     uint8_t* flags;
     Rows rows;
     View<const Element> local_keys, local_values, bulk_keys, bulk_values;
-    View<const uint8_t> table;
-    View<const float> mean, covariance, other_mean, other_covariance;
-    View<const int64_t> count;
+    View<const float> log_bulk;  // of each query of a head
     // Those of `Sketch` (sketch/codec.py); none without one. 16 bits are bfloat16.
     View<const uint32_t> codes;
     View<const uint8_t> scales;
@@ -50,19 +46,19 @@ struct Decode {
     float scaling, logit_threshold;  // `log A_local - log A_bulk` below which a head is long-context
     float log_token_threshold, log_unread_weight;
     float unreliable, noise_share;  // see `unreliable` of selection.py
-    int criterion, group_rule, pool_pending, threads;
+    int group_rule, threads;
     Words words;
 
-    int64_t stored(int64_t row) const { return *rows.bulk_lengths.at(row); }
+    int64_t bulk_length(int64_t row) const { return *rows.bulk_lengths.at(row); }
     int64_t bulk_tokens(int64_t row) const {
         const uint8_t* mask = rows.pending.at(row);
-        return stored(row) + std::count(mask, mask + rows.columns, 1);
+        return bulk_length(row) + std::count(mask, mask + rows.columns, 1);
     }
     // Of a bulk of so many tokens; see sketch/__init__.py.
     int64_t segments_of(int64_t tokens) const {
         return std::max<int64_t>(1, (tokens + segment_tokens / 2) / segment_tokens);
     }
-    bool sketched_row(int64_t row) const { return codes.data && stored(row) >= min_sketched; }
+    bool sketched_row(int64_t row) const { return codes.data && bulk_length(row) >= min_sketched; }
     // How much a token must weigh of a query's attention to be read.
     float log_share_cut(int64_t row) const { return log_token_threshold - logf((float)bulk_tokens(row)); }
 
@@ -76,79 +72,9 @@ struct Decode {
     }
 };
 
-// Pools the moments of `count` scores with those of the pending keys, of which there are `tokens`; see
-// `criterion.pool_score_moments`.
-void pool(const Decode& call, const Partial& local, int64_t row, int64_t head, float count, float tokens, float* mean,
-          float* variance) {
-    const uint8_t* pending = call.rows.pending.at(row);
-    std::vector<float> scores;
-    scores.reserve(call.rows.columns * QUERIES);
-    for (int64_t column = 0; column < call.rows.columns; column++)
-        if (pending[column]) {
-            scores.resize(scores.size() + QUERIES);
-            local.score(call.local_keys.at(row, head) + column * DIM, &scores[scores.size() - QUERIES], 1);
-        }
-    float total = std::max(count + tokens, 1.0f);
-    for (int q = 0; q < QUERIES; q++) {
-        float sum = 0, squares = 0;
-        for (size_t i = q; i < scores.size(); i += QUERIES) sum += scores[i];
-        float pending_mean = sum / std::max(tokens, 1.0f);
-        for (size_t i = q; i < scores.size(); i += QUERIES)
-            squares += (scores[i] - pending_mean) * (scores[i] - pending_mean);
-        float pending_variance = squares / std::max(tokens, 1.0f), delta = pending_mean - mean[q];
-        mean[q] += delta * (tokens / total);
-        variance[q] = count * variance[q] + tokens * pending_variance + delta * delta * (count * tokens / total);
-        variance[q] /= total;
-    }
-}
-
-// Mean and variance of every query's scores of keys with these moments; see `criterion.score_moments`.
-void score_moments(const Partial& local, const float* key_mean, const float* covariance, float* mean, float* variance) {
-    float query[QUERIES][DIM];
-    for (int q = 0; q < QUERIES; q++) {  // already scaled
-        mean[q] = variance[q] = 0;
-        for (int d = 0; d < DIM; d++) query[q][d] = unpacked_at<DIM>(local.scaled[q], d);
-    }
-    for (int i = 0; i < DIM; i++)
-        for (int q = 0; q < QUERIES; q++) {
-            float product = 0;
-#pragma omp simd reduction(+ : product)
-            for (int j = 0; j < DIM; j++) product += covariance[i * DIM + j] * query[q][j];
-            mean[q] += key_mean[i] * query[q][i];
-            variance[q] += product * query[q][i];
-        }
-    for (int q = 0; q < QUERIES; q++) variance[q] = std::max(variance[q], 0.0f);
-}
-
-// The copy of `criterion.gaussian_log_bulk`.
-float gaussian_log_bulk(float mean, float variance, float tokens) { return logf(tokens) + mean + 0.5f * variance; }
-
 // The copy of `criterion.long_context`.
-bool long_context(float local, float bulk, float logit_threshold) { return local - bulk < logit_threshold; }
-
-// Eq. 7's `log A_bulk` of every query of a head, of two prompts' moments the larger that is a number; +inf without
-// any: then nothing can be said about the bulk.
-void estimate_log_bulk(const Decode& call, const Partial& local, int64_t row, int64_t head, float tokens,
-                       float* log_bulk) {
-    float mean[QUERIES], variance[QUERIES];
-    std::fill(log_bulk, log_bulk + QUERIES, NAN);
-    if (call.mean.data) {
-        score_moments(local, call.mean.at(row, head), call.covariance.at(row, head), mean, variance);
-        float known = (float)*call.count.at(row);
-        if (call.pool_pending) {
-            float pending = tokens - (float)call.stored(row);
-            pool(call, local, row, head, known, pending, mean, variance);
-            known += pending;
-        }
-        for (int q = 0; q < QUERIES && known > 0; q++) log_bulk[q] = gaussian_log_bulk(mean[q], variance[q], tokens);
-    }
-    if (call.other_mean.data) {
-        score_moments(local, call.other_mean.at(row, head), call.other_covariance.at(row, head), mean, variance);
-        for (int q = 0; q < QUERIES; q++)
-            log_bulk[q] = fmaxf(log_bulk[q], gaussian_log_bulk(mean[q], variance[q], tokens));
-    }
-    for (int q = 0; q < QUERIES; q++)
-        if (std::isnan(log_bulk[q])) log_bulk[q] = INFINITY;
+bool long_context(float local, float bulk, float logit_threshold) {
+    return local - (std::isnan(bulk) ? INFINITY : bulk) < logit_threshold;
 }
 
 // Local attention of one KV head, and which of its queries need the long context: whether any does.
@@ -159,13 +85,8 @@ bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* ls
     call.add_columns(local, call.rows.local.at(row), row, head);
     local.finish(out, lse);
 
-    int64_t tokens = call.bulk_tokens(row);
-    float log_bulk[QUERIES];
-    bool decided = *call.rows.decided.at(row) && tokens > 0, any = false;
-    for (int q = 0; q < QUERIES; q++)  // of criteria that compare no masses
-        log_bulk[q] = call.criterion == DENSE || (call.criterion == STATIC && call.table.at(0, head)[q]) ? INFINITY
-                                                                                                         : -INFINITY;
-    if (decided && call.criterion == GAUSSIAN) estimate_log_bulk(call, local, row, head, (float)tokens, log_bulk);
+    const float* log_bulk = call.log_bulk.at(row, head);
+    bool decided = *call.rows.decided.at(row) && call.bulk_tokens(row) > 0, any = false;
     for (int q = 0; q < QUERIES; q++) {
         flags[q] = decided && long_context(lse[q], log_bulk[q], call.logit_threshold);
         any = any || flags[q];
@@ -193,7 +114,7 @@ struct Selecting {
         for (int q = 0, active = 0; q < QUERIES; q++)
             if (call.flags[first + q]) log_buffer[active++] = log_sum(lse[q], pending_lse[q]);
         Estimates found = estimates(call, row, head);
-        found.sample_log_mass(call.stored(row), score_cut);
+        found.sample_log_mass(call.bulk_length(row), score_cut);
         for (int q = 0; q < found.count; q++)
             score_cut[q] = log_sum(log_buffer[q], score_cut[q]) + call.log_share_cut(row) - ROUNDING;
         return true;
@@ -220,7 +141,8 @@ struct Selecting {
                 variance += query[d] * query[d] * call.variances.at(row, head)[d];
             }
             float half_variance = 0.5f * call.scaling * call.scaling * noise;
-            if (half_variance > call.unreliable && noise > call.noise_share * variance) return false;
+            bool hopeless = half_variance > 4 * call.unreliable;  // `HOPELESS` of selection.py
+            if (half_variance > call.unreliable && (noise > call.noise_share * variance || hopeless)) return false;
             for (int d = 0; d < DIM; d++) {
                 queries[d][count] = query[d];
                 lifting[count][d] = call.scaling * query[d] * call.slope_units.at(row, head)[d];
@@ -238,9 +160,9 @@ struct Selecting {
                 sum_of_each(products, along + q * VALUE_DIM + v);
             }
         }
-        segment_count = call.segments_of(call.stored(row));
+        segment_count = call.segments_of(call.bulk_length(row));
         segments.reset(new Rounded[segment_count]);
-        estimates(call, row, head).prefetch_sample(call.stored(row));  // it comes while queries are rounded
+        estimates(call, row, head).prefetch_sample(call.bulk_length(row));  // it comes while queries are rounded
         const Segments own{segment_count, call.centres.at(row, head), call.order.at(row, head),
                            call.weights.at(row, head), call.units.at(row, head), call.errors};
         for (int64_t s = 0; s < segment_count; s += TOGETHER)

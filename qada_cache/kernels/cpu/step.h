@@ -73,7 +73,7 @@ struct Step {
         for (int64_t head = 0; head < kv_heads; head++) {
             first_scan[head] = scan_count;
             if (!needed[head]) continue;
-            int64_t tokens = call.stored(row_of(head));
+            int64_t tokens = call.bulk_length(row_of(head));
             int64_t splits = splits_of(tokens, flagged, threads, call.split_tokens);
             if (!selects[head]) {
                 add_part(head, &local_out[head * SIZE], &local_lse[head * QUERIES]);

@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from ...sketch import BITS, MIN_TOKENS, SEGMENT_TOKENS, WORD_BITS, selection
-from ..decode_call import DecodeCall, check
+from ..operands import Operands, Query, Rows, check
 from .kernels import bulk_kernel, local_kernel, merge_kernel
 from .sketch_kernels import estimate_kernel, selected_kernel
 
@@ -32,7 +32,6 @@ SCAN_SCORES = 2048  # of so many estimates at most: with more, registers spill
 UNPACKED_BYTES = 4096  # of words in the registers of a program, a byte a value, and of no more tokens than make:
 ESTIMATES = 2048
 TURNS = 2  # in which the tokens of a segment are estimated, mostly by different programs; a power of two
-MOMENT_COLUMNS = 16  # of a covariance at once: with more, registers spill
 SLOPE_COLUMNS = 32  # of what values gain along a query, at once
 BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeline of a program
 SELECTED_STAGES = 5  # half of them fetch indices: as many keys and values are in flight as in the default 3
@@ -43,35 +42,35 @@ def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
+def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
     """Same contract as `decode_reference.decode_step`, for the calls that `choice.unsupported_reason` admits.
 
     Everything but the bulk buffers, and heads that lie elsewhere, lies on the query's device. The last dimension of the
     buffers is contiguous. Nothing waits for the device. A captured graph can be replayed as long as the tensors stay
-    where they are, so until the bulk grows; lengths, masks and moments may be written to in place.
+    where they are, so until the bulk grows; lengths, masks and `log_bulk` may be written to in place.
     """
-    check(call)
-    rows, rule, sketch, bulk_keys, bulk_values = call.rows, call.rule, call.sketch, call.bulk_keys, call.bulk_values
-    batch, heads, _, dim = call.query.shape
-    kv_heads, value_dim, group = bulk_keys.shape[1], bulk_values.shape[3], call.group
+    check(query, rows, layer)
+    assert query.log_bulk is not None
+    sketch, bulk_keys, bulk_values, scaling = layer.sketch, layer.bulk_keys, layer.bulk_values, query.scaling
+    batch, heads, _, dim = query.states.shape
+    kv_heads, value_dim = bulk_keys.shape[1], bulk_values.shape[3]
+    group = heads // kv_heads
     splits = min(triton.cdiv(bulk_keys.shape[2], SPLIT_TOKENS), MAX_SPLITS)
-    query = call.query.contiguous()
-    out = query.new_empty(batch, heads, 1, value_dim)
-    flags = query.new_empty(batch, kv_heads, group, dtype=torch.bool)
-    parts = query.new_empty(batch, heads, 1 + splits, value_dim, dtype=torch.float32)
-    lse = query.new_empty(batch, heads, 1 + splits, dtype=torch.float32)
+    states = query.states.contiguous()
+    out = states.new_empty(batch, heads, 1, value_dim)
+    flags = states.new_empty(batch, kv_heads, group, 1, dtype=torch.bool)
+    parts = states.new_empty(batch, heads, 1 + splits, value_dim, dtype=torch.float32)
+    lse = states.new_empty(batch, heads, 1 + splits, dtype=torch.float32)
 
     token_bytes = dim * bulk_keys.element_size() + value_dim * bulk_values.element_size()
     sizes = {"G": group, "BLOCK_G": _padded(group), "D": dim, "BLOCK_D": _padded(dim), "V": value_dim}
     sizes["BLOCK_V"] = _padded(value_dim)
-    in_flight = BLOCK_BYTES // ((sizes["BLOCK_D"] + sizes["BLOCK_V"]) * query.element_size())
+    in_flight = BLOCK_BYTES // ((sizes["BLOCK_D"] + sizes["BLOCK_V"]) * states.element_size())
     sizes["BLOCK_N"] = 64 if in_flight >= 64 else 32 if in_flight >= 32 else 16
-    local, pending, bulk_lengths, decided = (
-        t.expand(batch, *t.shape[1:]) for t in (rows.local, rows.pending, rows.bulk_lengths, rows.decided)
+    local, pending, bulk_lengths, decided, log_bulk = (  # a shared row has stride 0
+        t.expand(batch, *t.shape[1:])
+        for t in (rows.local, rows.pending, rows.bulk_lengths, rows.decided, query.log_bulk)
     )
-    moments = (call.mean, call.covariance, call.count, call.other_mean, call.other_covariance)
-    # A shared row has stride 0.
-    row_strides = [0 if t is None else t.expand(batch, *t.shape[1:]).stride(0) for t in moments]
     if bulk_keys.shape[2] < MIN_TOKENS:
         sketch = None  # there is no room for a bulk that has one
     # What `local_kernel` leaves for the choice: the number of tokens in each bulk.
@@ -80,26 +79,24 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     values_of_unread = [getattr(sketch, name, None) for name in ("mean_value", "slopes", "slope_units")]
     sums = unread = None
     bulk_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
-    with torch.cuda.device_of(query):  # Triton launches on the current device
+    with torch.cuda.device_of(states):  # Triton launches on the current device
         local_kernel[(kv_heads, batch)](
-            query, call.local_keys, call.local_values, local, pending, bulk_lengths, decided, *moments, rule.table,
-            parts, lse, flags, call.bulk_read_bytes if sketch is None else None, call.resident_pointers,
-            call.resident_hit_bytes, tokens, *noises,
-            *call.local_keys.stride()[:3], *call.local_values.stride()[:3], local.stride(0), pending.stride(0),
-            bulk_lengths.stride(0), decided.stride(0), *row_strides, rows.columns, 1 + splits, rule.scaling,
-            rule.logit_threshold, 2 * selection.UNRELIABLE / rule.scaling**2, selection.NOISE_SHARE,
-            CRITERION=rule.kind, GROUP_RULE=rule.group_rule, POOL=rule.pool_pending and call.mean is not None,
-            TOKEN_BYTES=token_bytes,
-            MIN_TOKENS=MIN_TOKENS, BLOCK_C=MOMENT_COLUMNS, **sizes,
+            states, layer.local_keys, layer.local_values, local, pending, bulk_lengths, decided, log_bulk,
+            parts, lse, flags, layer.bulk_read_bytes if sketch is None else None, layer.resident_pointers,
+            layer.resident_hit_bytes, tokens, *noises,
+            *layer.local_keys.stride()[:3], *layer.local_values.stride()[:3], local.stride(0), pending.stride(0),
+            bulk_lengths.stride(0), decided.stride(0), log_bulk.stride(0), rows.columns, 1 + splits, scaling,
+            layer.logit_threshold, 2 * selection.UNRELIABLE / scaling**2, selection.NOISE_SHARE,
+            GROUP_RULE=layer.group_rule, TOKEN_BYTES=token_bytes, MIN_TOKENS=MIN_TOKENS, **sizes,
         )  # fmt: skip
         if sketch is not None:
             # Of whole blocks, and as many for every split.
             scan = min(SCAN_TOKENS, SCAN_SCORES // triton.next_power_of_2(group))
             room = splits * triton.cdiv(triton.cdiv(bulk_keys.shape[2], scan), splits) * scan
-            estimates = query.new_empty(batch, heads, room, dtype=torch.float32)
-            index = query.new_empty(batch, kv_heads, room, dtype=torch.int32)
-            sums = query.new_empty(batch, heads, 4, splits, dtype=torch.float32)
-            unread = query.new_empty(batch, heads, 2, splits, dtype=torch.float32)
+            estimates = states.new_empty(batch, heads, room, dtype=torch.float32)
+            index = states.new_empty(batch, kv_heads, room, dtype=torch.int32)
+            sums = states.new_empty(batch, heads, 4, splits, dtype=torch.float32)
+            unread = states.new_empty(batch, heads, 2, splits, dtype=torch.float32)
             turn, layout = SEGMENT_TOKENS // TURNS, sketch.layout
             fours, twos, ones = layout.words
             # Products of 8-bit integers take at least 32 values.
@@ -107,10 +104,10 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
             values = max(block * WORD_BITS // bits for block, bits in zip(blocks, BITS, strict=True))
             token, segment, head = sketch.byte_counts
             estimate_kernel[(splits, kv_heads, batch)](
-                query, layout.errors(query.device), sketch.codes, sketch.scales, sketch.units, sketch.centres,
+                states, layout.errors(states.device), sketch.codes, sketch.scales, sketch.units, sketch.centres,
                 sketch.order, sketch.weights,
-                bulk_lengths, tokens, flags, estimates, sums, call.sketch_read_bytes,
-                bulk_lengths.stride(0), sketch.scales.shape[2], sketch.units.shape[2], room, rule.scaling,
+                bulk_lengths, tokens, flags, estimates, sums, layer.sketch_read_bytes,
+                bulk_lengths.stride(0), sketch.scales.shape[2], sketch.units.shape[2], room, scaling,
                 FOURS=fours, TWOS=twos, ONES=ones,
                 BLOCK_FOURS=blocks[0], BLOCK_TWOS=blocks[1], BLOCK_ONES=blocks[2],
                 SEGMENT=SEGMENT_TOKENS, TURN=turn,
@@ -119,19 +116,19 @@ def fused_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
                 G=group, BLOCK_G=sizes["BLOCK_G"], D=dim, BLOCK_D=sizes["BLOCK_D"],
             )  # fmt: skip
             selected_kernel[(splits, kv_heads, batch)](
-                query, bulk_keys, bulk_values, call.resident_pointers, bulk_lengths, tokens, flags, estimates, sums,
-                index, parts, lse, unread, call.bulk_read_bytes, call.resident_hit_bytes, *bulk_strides, room,
-                rule.scaling, math.log(rule.token_threshold),
+                states, bulk_keys, bulk_values, layer.resident_pointers, bulk_lengths, tokens, flags, estimates, sums,
+                index, parts, lse, unread, layer.bulk_read_bytes, layer.resident_hit_bytes, *bulk_strides, room,
+                scaling, math.log(layer.token_threshold),
                 BLOCK_S=scan, BLOCK_P=triton.next_power_of_2(MAX_SPLITS), BLOCK_Q=triton.next_power_of_2(group),
                 TOKEN_BYTES=token_bytes, **sizes, num_stages=SELECTED_STAGES,
             )  # fmt: skip
         elif splits:
             bulk_kernel[(splits, kv_heads, batch)](
-                query, bulk_keys, bulk_values, call.resident_pointers, bulk_lengths, flags, parts, lse, *bulk_strides,
-                rule.scaling, **sizes,
+                states, bulk_keys, bulk_values, layer.resident_pointers, bulk_lengths, flags, parts, lse, *bulk_strides,
+                scaling, **sizes,
             )  # fmt: skip
         merge_kernel[(batch * heads,)](
-            parts, lse, flags, unread, sums, query, *values_of_unread, out, 1 + splits, rule.scaling,
+            parts, lse, flags, unread, sums, states, *values_of_unread, out, 1 + splits, scaling,
             selection.UNREAD_WEIGHT,
             G=group, D=dim, BLOCK_C=SLOPE_COLUMNS, V=value_dim, BLOCK_V=sizes["BLOCK_V"],
             BLOCK_P=triton.next_power_of_2(1 + MAX_SPLITS), BLOCK_N=16,

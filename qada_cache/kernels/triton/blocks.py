@@ -102,7 +102,8 @@ def unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D: tl.co
     b_square = b_query.to(tl.float32) * b_query.to(tl.float32)
     b_noise = tl.sum(b_square * tl.load(p_noise + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
     b_variance = tl.sum(b_square * tl.load(p_variances + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
-    return (b_noise > noise_limit) & (b_noise > noise_share * b_variance)
+    b_hopeless = b_noise > 4 * noise_limit  # `selection.HOPELESS`
+    return (b_noise > noise_limit) & ((b_noise > noise_share * b_variance) | b_hopeless)
 
 
 @triton.jit

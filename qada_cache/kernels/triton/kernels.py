@@ -9,54 +9,24 @@ local buffer, the others are the splits of its bulk. The kernels that select tok
 import triton
 import triton.language as tl
 
-from .blocks import along, attend, attend_split, dot, scores, store_part, tilt, unreliable
+from .blocks import along, attend, attend_split, scores, store_part, tilt, unreliable
 
 INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are decorated
-
-
-@triton.jit
-def _score_moments(
-    b_query, p_query, p_mean, p_covariance, scaling, G: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """Mean and variance [BLOCK_G] of the scores of keys with these moments (below eq. 7)."""
-    o_head, o_dim = tl.arange(0, b_query.shape[0]), tl.arange(0, b_query.shape[1])
-    m_head, m_dim = o_head < G, o_dim < D
-    b_wide = b_query.to(tl.float32)
-    b_mean = tl.load(p_mean + o_dim, mask=m_dim, other=0.0)
-    b_variance = tl.zeros([b_query.shape[0]], tl.float32)
-    for start in range(0, D, BLOCK_C):
-        o_column = start + tl.arange(0, BLOCK_C)
-        m_column = o_column < D
-        p_block = p_covariance + o_dim[:, None] * D + o_column[None, :]
-        b_block = tl.load(p_block, mask=m_dim[:, None] & m_column[None, :], other=0.0)  # [BLOCK_D, BLOCK_C]
-        p_block = p_query + o_head[:, None] * D + o_column[None, :]
-        b_part = tl.load(p_block, mask=m_head[:, None] & m_column[None, :], other=0.0)  # [BLOCK_G, BLOCK_C]
-        b_variance += tl.sum(dot(b_wide, b_block) * b_part.to(tl.float32), axis=1)
-    b_variance = tl.maximum(b_variance, 0.0) * scaling * scaling  # rounding may leave a tiny negative
-    return tl.sum(b_wide * b_mean[None, :], axis=1) * scaling, b_variance
-
-
-@triton.jit
-def _gaussian_log_bulk(b_mean, b_variance, bulk_tokens):
-    """The copy of `criterion.gaussian_log_bulk`; of a bulk of one token where there is none."""
-    return tl.log(tl.maximum(bulk_tokens, 1).to(tl.float32)) + b_mean + 0.5 * b_variance
 
 
 # Triton compiles anew for an argument that becomes 1 or a multiple of 16. These follow the number of tokens.
 @triton.jit(do_not_specialize=["s_local", "s_pending", "columns"], do_not_specialize_on_alignment=["parts"])
 def local_kernel(
-    p_query, p_keys, p_values, p_local, p_pending, p_lengths, p_decided, p_mean, p_covariance, p_count,
-    p_other_mean, p_other_covariance, p_table, p_parts, p_lse, p_flags, p_bulk_read_bytes, p_resident_pointers,
-    p_resident_hit_bytes, p_tokens, p_noise, p_variances,
+    p_query, p_keys, p_values, p_local, p_pending, p_lengths, p_decided, p_log_bulk, p_parts, p_lse, p_flags,
+    p_bulk_read_bytes, p_resident_pointers, p_resident_hit_bytes, p_tokens, p_noise, p_variances,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
-    s_local, s_pending, s_length, s_decided, s_mean, s_covariance, s_count, s_other_mean,
-    s_other_covariance, columns, parts, scaling, logit_threshold, noise_limit, noise_share,
-    CRITERION: tl.constexpr, GROUP_RULE: tl.constexpr, POOL: tl.constexpr, TOKEN_BYTES: tl.constexpr,
-    MIN_TOKENS: tl.constexpr,
+    s_local, s_pending, s_length, s_decided, s_log_bulk, columns, parts, scaling, logit_threshold, noise_limit,
+    noise_share,
+    GROUP_RULE: tl.constexpr, TOKEN_BYTES: tl.constexpr, MIN_TOKENS: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Local attention, criterion and, for flagged heads, the pending tokens; one program a (KV head, row).
+    """Local attention, decisions and, for flagged heads, the pending tokens; one program a (KV head, row).
 
     With `p_tokens`, what selects tokens is left to find: the number of tokens in the bulk, or 0 for a group that is to
     read all of them.
@@ -72,16 +42,6 @@ def local_kernel(
     p_pending += i_row * s_pending
     b_query = tl.load(p_query + o_head[:, None] * D + o_dim[None, :], mask=m_head[:, None] & m_dim[None, :], other=0.0)
 
-    if CRITERION == "gaussian":
-        known = 0.0
-        if p_mean is not None:
-            b_score_mean, b_variance = _score_moments(
-                b_query, p_query, p_mean + i_row * s_mean + i_head * D,
-                p_covariance + i_row * s_covariance + i_head * D * D, scaling, G, D, BLOCK_C,
-            )  # fmt: skip
-            known = tl.load(p_count + i_row * s_count).to(tl.float32)
-            b_scatter = b_variance * known
-
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_G], tl.float32)
     b_out = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
@@ -95,37 +55,10 @@ def local_kernel(
         b_max, b_sum, b_out = attend(
             b_scores, m_local[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_local, s_value_token, V
         )
-        pending = tl.sum(m_pending.to(tl.int32), axis=0)
-        bulk_tokens += pending
-        if POOL:  # Chan's merge of score moments with those of the block's pending tokens
-            new = pending.to(tl.float32)
-            total = tl.maximum(known + new, 1.0)
-            b_new_mean = tl.sum(tl.where(m_pending[None, :], b_scores, 0.0), axis=1) / tl.maximum(new, 1.0)
-            b_centred = tl.where(m_pending[None, :], b_scores - b_new_mean[:, None], 0.0)
-            b_delta = b_new_mean - b_score_mean
-            b_score_mean += b_delta * (new / total)
-            b_scatter += tl.sum(b_centred * b_centred, axis=1) + b_delta * b_delta * (known * new / total)
-            known += new
+        bulk_tokens += tl.sum(m_pending.to(tl.int32), axis=0)
 
-    if CRITERION == "gaussian":
-        if POOL:
-            b_variance = b_scatter / tl.maximum(known, 1.0)
-        b_bulk = tl.full([BLOCK_G], float("inf"), tl.float32)  # without any moments nothing can be said: read it
-        if p_other_mean is not None:
-            b_other_mean, b_other_variance = _score_moments(
-                b_query, p_query, p_other_mean + i_row * s_other_mean + i_head * D,
-                p_other_covariance + i_row * s_other_covariance + i_head * D * D, scaling, G, D, BLOCK_C,
-            )  # fmt: skip
-            b_bulk = _gaussian_log_bulk(b_other_mean, b_other_variance, bulk_tokens)
-        if p_mean is not None:
-            b_own = _gaussian_log_bulk(b_score_mean, b_variance, bulk_tokens)
-            b_own = b_own if p_other_mean is None else tl.maximum(b_bulk, b_own)
-            b_bulk = tl.where(known > 0.0, b_own, b_bulk)
-    elif CRITERION == "static":
-        b_table = tl.load(p_table + i_head * G + o_head, mask=m_head, other=0)
-        b_bulk = tl.where(b_table, float("inf"), float("-inf"))
-    else:
-        b_bulk = tl.full([BLOCK_G], float("inf") if CRITERION == "dense" else float("-inf"), tl.float32)
+    b_bulk = tl.load(p_log_bulk + i_row * s_log_bulk + i_head * G + o_head, mask=m_head, other=0.0)
+    b_bulk = tl.where(b_bulk == b_bulk, b_bulk, float("inf"))  # of nan nothing can be said: read it
     b_flags = b_max + tl.log(tl.maximum(b_sum, 1.0)) - b_bulk < logit_threshold  # as `criterion.long_context`
     if GROUP_RULE == "any":
         b_flags = m_head & (tl.max(tl.where(m_head, b_flags.to(tl.int32), 0), axis=0) == 1)

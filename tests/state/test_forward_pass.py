@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qada_cache.storage.geometry import ForwardPass
+from qada_cache.state.forward_pass import ForwardPass
 
 SINKS, WINDOW = 3, 8
 ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 25)), min_size=1, max_size=4)
@@ -18,7 +18,7 @@ def test_masks_are_as_defined(rows: list[tuple[int, int]], spare: int, queries: 
     flushed = [gone if held >= WINDOW else 0 for gone, held in rows]
     new = [held + sum(real) for (_, held), real in zip(rows, shown, strict=True)]
     lengths, end = [gone + recent for gone, recent in zip(flushed, new, strict=True)], max(new) + spare
-    made = ForwardPass(SINKS, WINDOW).geometry(
+    made = ForwardPass(SINKS, WINDOW).find_rows(
         lengths=lengths,
         flushed=flushed,
         end=end,
@@ -26,7 +26,7 @@ def test_masks_are_as_defined(rows: list[tuple[int, int]], spare: int, queries: 
         valid=torch.tensor(shown),
         device=torch.device("cpu"),
     )
-    tensors = made.local, made.pending, made.bulk_tokens, made.stored, made.decided
+    tensors = made.local, made.pending, made.bulk_tokens, made.decided
     for row, (total, gone, real) in enumerate(zip(lengths, flushed, shown, strict=True)):
         sinks = [token if token < gone else None for token in range(SINKS)]
         recent = [token if token >= gone else None for token in range(total - end, total)]
@@ -36,18 +36,21 @@ def test_masks_are_as_defined(rows: list[tuple[int, int]], spare: int, queries: 
             local = [token is not None and (token < SINKS or token > position - WINDOW) for token in seen]
             pending = [token is not None and not near for token, near in zip(seen, local, strict=True)]
             bulk = max(0, position + 1 - SINKS - WINDOW)
-            wanted = local, pending, bulk, bulk - sum(pending), real[query] and bulk > 0
+            wanted = local, pending, bulk, real[query] and bulk > 0
+            assert made.bulk_lengths[row] == bulk - sum(pending)
             assert tuple(tensor[row, 0, query].tolist() for tensor in tensors) == wanted
     assert made.decisions == made.decided.sum()
-    assert made.any_pending == made.pending.any()
+    assert torch.equal(made.log_tokens.exp().round().long()[:, 0], made.bulk_tokens)
+    mostly_pending = 4 * (made.bulk_tokens - made.bulk_lengths[:, None, None]) > made.bulk_tokens
+    assert torch.equal(made.own_log_tokens.isposinf()[:, 0], mostly_pending)
+    assert torch.equal(made.own_log_tokens[:, 0][~mostly_pending], made.log_tokens[:, 0][~mostly_pending])
 
 
 @pytest.mark.parametrize("queries", [1, 2])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_rows_alike_are_counted_all(batch: int, queries: int) -> None:
-    made = ForwardPass(SINKS, WINDOW).geometry(
+    made = ForwardPass(SINKS, WINDOW).find_rows(
         lengths=[40] * batch, flushed=[20] * batch, end=20, queries=queries, valid=None, device=torch.device("cpu")
     )
     assert made.local.shape == (1, 1, queries, SINKS + 20)
     assert (made.decisions, made.dense_tokens) == (batch * queries, batch * (40 - SINKS - WINDOW - 12))
-    assert made.any_pending

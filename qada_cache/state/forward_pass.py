@@ -1,69 +1,43 @@
-"""Which tokens of the local buffer each query sees: computed by the first layer of a pass for all."""
+"""What the queries of a pass see of each row: found by its first layer for all."""
 
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, chain, compress
-from operator import mul, sub
+from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.decode_call import Rows
-from ..kernels.query_adaptive import Masks
+from ..kernels.operands import Rows
 from ..key_moments.rotation import round_length
-
-
-@dataclass(frozen=True, eq=False)
-class Geometry(Masks):
-    """Masks over the local buffer for the queries of one call; `rows` is 1 when all rows are alike."""
-
-    stored: Tensor  # int64 [rows, 1, queries], of `bulk_tokens` the ones that have left the local buffer
-    # Bulk lengths of `decided` queries, rounded for another prompt's moments (`rotation.round_length`), each once,
-    # ascending; nearly always one.
-    distinct_moment_lengths: tuple[int, ...]
-    row_lengths: tuple[int, ...]  # likewise of each row's last query, decided or not; one for all rows if they agree
-    decisions: int  # how many (row, query) pairs `decided` holds over the whole batch
-    dense_tokens: int  # in the bulks of rows with such a query, over the whole batch
-    any_pending: bool  # whether `pending` holds anything
-
-    def __deepcopy__(self, memo: dict) -> "Geometry":
-        return self  # nothing in it ever changes
-
-    @cached_property
-    def rows(self) -> Rows:
-        """The part of a call of one query a row that decode kernels take, for all layers."""
-        return Rows(self.local.flatten(1), self.pending.flatten(1), self.stored.flatten(), self.decided.flatten())
 
 
 def _see(
     total: int, gone: int, later: list[int], *, end: int, sinks: int, window: int
-) -> tuple[list[bytes], list[bytes], list[int]]:
-    """The local and the pending columns of queries with so many tokens behind them in their row, a bool each, and how
-    many are pending. Of `total` tokens `gone` are flushed, and the newest is in the last of `end` recent columns."""
+) -> tuple[list[bytes], list[bytes]]:
+    """The local and the pending columns of queries with so many tokens behind them in their row, a bool each. Of
+    `total` tokens `gone` are flushed, and the newest is in the last of `end` recent columns."""
     held, first = min(gone, sinks), end - (total - gone)  # flushed sinks; the row's first recent column
     far = min(max(first, end - total + sinks), end)  # where those begin that are no sinks
     near, none = b"\1" * held + bytes(sinks - held + first) + b"\1" * (far - first), bytes(sinks + far)
     older, newer = b"\1" * end + bytes(window + end), bytes(end) + b"\1" * window + bytes(end)  # than a window's start
-    local, pending, counts = [], [], []
+    local, pending = [], []
     for behind in later:
         last = max(first, end - behind)  # where the query's tokens end
         start, shift = min(far, last), end + window - last
         local.append(near[: sinks + start] + newer[start + shift : end + shift])
         pending.append(none[: sinks + start] + older[start + shift : end + shift])
-        counts.append(max(0, last - window - start))
-    return local, pending, counts
+    return local, pending
 
 
 class ForwardPass:
-    """The geometry of the pass under way, found by its first layer for all."""
+    """The pass under way: its `Rows`, and whether it reads a prompt."""
 
     def __init__(self, sinks: int, window: int) -> None:
         self.sinks, self.window = sinks, window  # tokens
         self.is_prefill_chunk = False  # whether it is of `generate`'s prompt: exact, whatever its length
-        self._geometry: tuple[Any, Geometry] | None = None
+        self._rows: tuple[Any, Rows] | None = None
 
-    def geometry(
+    def find_rows(
         self,
         *,
         lengths: list[int],  # real tokens of each row, the call's own included
@@ -72,18 +46,19 @@ class ForwardPass:
         queries: int,  # tokens of the call, padding included
         valid: Tensor | None,  # bool [batch, queries] on the host, False for padding; None when every token is real
         device: torch.device,  # where the masks go
-    ) -> Geometry:
-        """Masks for a call whose tokens have already been appended: layers move in lockstep, so they share them."""
+    ) -> Rows:
+        """Of a call whose tokens have already been appended: layers move in lockstep, so they share it."""
         # By content, not identity: a layer whose state differs must get its own masks.
         key = (tuple(lengths), tuple(flushed), end, queries, None if valid is None else valid.numpy().tobytes(), device)
-        if self._geometry is not None and self._geometry[0] == key:
-            return self._geometry[1]
+        if self._rows is not None and self._rows[0] == key:
+            return self._rows[1]
         alike = valid is None and len(set(lengths)) == 1 and len(set(flushed)) == 1
         rows = 1 if alike else len(lengths)
+        bulk_lengths = [max(0, gone - self.sinks) for gone in flushed[:rows]]
         stands_for = len(lengths) // rows  # rows of the batch
         local, pending = bytearray(), bytearray()
-        counts: tuple[list[list[int]], ...] = [], [], []  # by row and query
-        bulk_tokens, decided, stored = counts
+        bulk_tokens: list[list[int]] = []  # by row and query, as is `decided`
+        decided: list[list[bool]] = []
         real = [[True] * queries] * rows if valid is None else valid.tolist()
         for total, gone, shown in zip(lengths[:rows], flushed[:rows], real, strict=True):
             # A padding query borrows the position of the real one before it: its output is finite and unused.
@@ -95,22 +70,21 @@ class ForwardPass:
             pending += b"".join(seen[1])
             bulk_tokens.append(tokens)
             decided.append([bulk > 0 and there for bulk, there in zip(tokens, shown, strict=True)])
-            stored.append(list(map(sub, tokens, seen[2])))
         masks = [torch.frombuffer(mask, dtype=torch.bool).view(rows, 1, queries, -1) for mask in (local, pending)]
-        tensors = [*masks, *(torch.tensor(count).unsqueeze(1) for count in counts)]
+        counts, stored, decides = (torch.tensor(part, device="cpu") for part in (bulk_tokens, bulk_lengths, decided))
+        tensors = *masks, counts.unsqueeze(1), stored, decides.unsqueeze(1)
+        last_lengths = tuple(round_length(max(1, row[-1])) for row in bulk_tokens)
+        deciding = chain.from_iterable(map(compress, bulk_tokens, decided))
         # A blocking copy would wait for everything the accelerator still has to do.
-        near, waiting, far, decides, left = (
+        near, waiting, counts, stored, decides = (
             tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors
         )
-        row_lengths = tuple(round_length(max(1, row[-1])) for row in bulk_tokens)
-        deciding = chain.from_iterable(map(compress, bulk_tokens, decided))
-        made = Geometry(
-            *(near, waiting, far, decides, left),
-            distinct_moment_lengths=tuple(sorted(set(map(round_length, set(deciding))))),
-            row_lengths=row_lengths[:1] if len(set(row_lengths)) == 1 else row_lengths,
+        made = Rows(
+            *(near, waiting, counts, stored, decides),
             decisions=sum(map(sum, decided)) * stands_for,
-            dense_tokens=sum(max(map(mul, *row)) for row in zip(stored, decided, strict=True)) * stands_for,
-            any_pending=bulk_tokens != stored,
+            dense_tokens=sum(map(mul, bulk_lengths, map(any, decided))) * stands_for,
+            query_moment_lengths=tuple(sorted(set(map(round_length, set(deciding))))),
+            row_moment_lengths=last_lengths[:1] if len(set(last_lengths)) == 1 else last_lengths,
         )
-        self._geometry = (key, made)
+        self._rows = (key, made)
         return made

@@ -1,0 +1,151 @@
+"""What a bulk in few bits loses, read whole: `python -m eval.rungs`.
+
+    python -m eval.rungs --model FILE.gguf --out eval/results/rungs-qwen2.5-coder-0.5b.csv
+
+Prose is read exactly, once. Then its keys and values, all but sinks and window, are coded in every way, and the tokens
+that follow are fed to each with teacher forcing: KL divergence from full attention's next-token distributions, and
+whether the likeliest token is the same, means over texts and their standard errors. `bytes` are a token's and KV
+head's, scales and sketch included, `of_16_bits` these over the bytes of 16 bits a value.
+"""
+
+import argparse
+import sys
+from collections import defaultdict
+from itertools import islice
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel
+
+from eval.shared.deciding import compare, follow, prefill, with_error
+from eval.shared.language_model import DEFAULT, HELP, label, load, loading
+from eval.shared.peers import quantized
+from eval.shared.tables import machine, new_file, plain, write
+from eval.shared.texts import Document, prose
+from qada_cache import KeyMoments
+from qada_cache.sketch import Layout, coded, rotate
+from qada_cache.sketch.codec import quantize_segments
+from qada_cache.state import SKETCH_BITS
+
+SINKS, WINDOW = 16, 112  # tokens, as a cache has them by default
+SAME = "16"
+# Keys and values: bits of the residual behind the sketch, and of values; "4 x 2" has two scales a token. Others' codes
+# for both: groups of 32, rotated or not, and of 64 with a least value as transformers' QuantizedCache has them.
+RUNGS = (
+    *(("6", "8"), ("5", "6"), ("5", "5"), ("4", "6"), ("4", "5"), ("4", "4"), ("3", "4"), ("3", "3")),
+    *((bits, SAME) for bits in ("6", "5", "4", "3")),
+    *((SAME, bits) for bits in ("8", "6", "5", "4", "4 x 2", "3")),
+    *((peer, peer) for peer in ("q8_0", "q8_0, rotated", "q4_0", "q4_0, rotated", "q4, 64")),
+)
+
+
+def grouped(values: Tensor, bits: int) -> Tensor:
+    """As llama.cpp's q8_0 and q4_0 have them: groups of 32 with a float16 scale; 4 bits reach one step further on the
+    side of the greatest value."""
+    parts = values.float().unflatten(-1, (-1, 32))
+    greatest = parts.gather(-1, parts.abs().argmax(dim=-1, keepdim=True))
+    scale = (greatest.abs() / 127 if bits == 8 else greatest / -8).half().float()
+    code = torch.round(parts / torch.where(scale == 0, 1.0, scale)).clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return (code * scale).flatten(-2)
+
+
+def as_coded(kind: str, given: Tensor, energies: Tensor | None = None) -> Tensor:
+    """A layer's keys `[1, kv_heads, tokens, dim]` as a kind of code gives them, or its values, without `energies`."""
+    dim = given.shape[-1]
+    block = coded.block_of(dim)
+    if kind == SAME:
+        return given
+    if kind == "q4, 64":
+        return quantized(given, 4)
+    if kind.endswith("rotated"):
+        return rotate(grouped(rotate(given, block), int(kind[1])), block)
+    if kind[0] == "q":
+        return grouped(given, int(kind[1]))
+    bits, _, groups = kind.partition(" x ")
+    if energies is None:
+        scale, code = coded.quantize_evenly(rotate(given, block).unflatten(-1, (int(groups or 1), -1)), int(bits))
+        return rotate(((2 * code.float() - 2 ** int(bits) + 1) * scale.unsqueeze(-1)).flatten(-2), block)
+    sketch = Layout.from_bits(dim, SKETCH_BITS)
+    assert sketch is not None
+    layout, weights = coded.RecordLayout(dim, dim, int(bits), 8), coded.query_weights(energies, dim, given.device)
+    predicted = coded.predicted_keys(quantize_segments(given, energies[None], sketch), sketch)
+    records = coded.code_tokens(given, given, predicted, weights, layout)
+    return coded.decode_keys(records, predicted, weights, layout)
+
+
+def token_bytes(rung: tuple[str, str], dim: int) -> float:
+    """Of a token of one KV head, scales and the sketch's code included."""
+    sketch = Layout.from_bits(dim, SKETCH_BITS)
+    assert sketch is not None
+    total = 0.0
+    for kind, behind in zip(rung, (4 * sketch.count + 1, 0), strict=True):
+        bits, _, groups = kind.partition(" x ")
+        if kind == SAME:
+            total += 2 * dim
+        elif kind[0] == "q":  # a scale of 16 bits for 32 values, or two for 64
+            total += dim * (int(kind[1]) + 0.5) / 8
+        else:
+            total += behind + dim * int(bits) / 8 + 2 * int(groups or 1)
+    return total
+
+
+def measure(model: PreTrainedModel, document: Document, energies: Tensor) -> dict[tuple[str, str], dict[str, str]]:
+    """By rung, what `compare` finds of one text."""
+    cache = DynamicCache(config=model.config)
+    prefill(model, document, cache)
+    parts = [SINKS, cache.get_seq_length() - SINKS - WINDOW, WINDOW]
+    keys, values = ([getattr(layer, name).split(parts, dim=2) for layer in cache.layers] for name in ("keys", "values"))
+
+    def follow_with(key_bulks: list[Tensor], value_bulks: list[Tensor]) -> Tensor:
+        made = DynamicCache(config=model.config)
+        for index, bulks in enumerate(zip(key_bulks, value_bulks, strict=True)):
+            wholes = zip((keys[index], values[index]), bulks, strict=True)
+            made.update(*(torch.cat([whole[0], bulk, whole[2]], dim=2) for whole, bulk in wholes), index)
+        return follow(model, document, made)
+
+    made_keys = {
+        kind: [as_coded(kind, key[1], energies[index]) for index, key in enumerate(keys)]
+        for kind in {kind for kind, _ in RUNGS}
+    }
+    made_values = {kind: [as_coded(kind, value[1]) for value in values] for kind in {kind for _, kind in RUNGS}}
+    full = follow_with(made_keys[SAME], made_values[SAME])
+    return {rung: compare(full, follow_with(made_keys[rung[0]], made_values[rung[1]])) for rung in tqdm(RUNGS)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m eval.rungs", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--model", default=DEFAULT, help=HELP)
+    add("--length", type=int, default=3072, help="tokens (default: %(default)s)")
+    add("--documents", type=int, default=4, help="(default: %(default)s)")
+    add("--out", type=new_file, required=True, help="CSV table, added to if it exists")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    with loading(parser):
+        model, tokenizer = load(options.model)
+    energies = KeyMoments.collect(model, tokenizer, "random-tokens", progress=False).query_energies
+    assert energies is not None
+    pieces = (piece for piece in prose(tokenizer, length=options.length, following=64) if piece.index % 4 != 3)
+    found = defaultdict(list)
+    for document in islice(pieces, options.documents):
+        for rung, row in measure(model, document, energies).items():
+            found[rung].append(row)
+    dim = energies.shape[-1]
+    rows = [
+        {
+            "model": label(options.model), "length": options.length, "keys": rung[0], "values": rung[1],
+            "bytes": f"{token_bytes(rung, dim):g}", "of_16_bits": f"{token_bytes(rung, dim) / (4 * dim):.3f}",
+            "kl": with_error([float(row["kl"]) for row in each], 6),
+            "top1": with_error([float(row["top1"]) for row in each], 3), "documents": len(each),
+        }
+        for rung, each in found.items()
+    ]  # fmt: skip
+    write(options.out, rows, add=True, machine=machine())
+    print(plain(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Flex attention's masks, read as the tensors that `Padding.after` takes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.utils.weak import WeakIdKeyDictionary
+
+_read: Any = WeakIdKeyDictionary()  # every layer of a pass is handed the same mask, which nothing writes to
+
+
+def read_block_mask(mask: BlockMask) -> Tensor:
+    """What a mask of `queries` new tokens and `seen` tokens says, on its device: bool `[batch or 1, heads or 1,
+    queries, seen]`, or, if these are the same, bool `[batch or 1, seen]`, as all pairs would be the largest tensor of a
+    prompt. ValueError, if that is not causal attention over the real tokens."""
+    if mask not in _read:
+        _read[mask] = _pairs(mask) if mask.shape[-2] < mask.shape[-1] else _tokens(mask)
+    return _read[mask]
+
+
+def _pairs(mask: BlockMask) -> Tensor:
+    batch, heads, queries, seen = mask.shape
+    return create_mask(mask.mask_mod, batch, heads, queries, seen, device=str(mask.kv_num_blocks.device))
+
+
+def _tokens(mask: BlockMask) -> Tensor:
+    """Those that the last query sees; of a causal mask they are those that see themselves."""
+    batch, heads, _, seen = mask.shape
+    device, visible = str(mask.kv_num_blocks.device), mask.mask_mod
+    by_last = create_mask(lambda b, h, q, k: visible(b, h, q + seen - 1, k), batch, heads, 1, seen, device=device)
+    itself = create_mask(lambda b, h, q, k: visible(b, h, k, k), batch, heads, 1, seen, device=device)
+    if heads != 1 or not torch.equal(by_last, itself):
+        raise ValueError(
+            "this block mask is more than causal attention and padding; QAdACache supports None and 2-D attention "
+            "masks: pass one of those, or use DynamicCache"
+        )
+    return by_last[:, 0, 0]

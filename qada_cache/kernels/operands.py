@@ -1,0 +1,244 @@
+"""What one call of one layer is told, for torch and for all kernels, and checks before addresses are taken.
+
+`Query` is what the model asks, `Rows` what a pass says of every row, `Operands` what a layer has.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..sketch import BLOCK
+from ..sketch.codec import Sketch, sketch_fields
+
+PENDING_SHARE = 4  # see `Rows.own_log_tokens`
+
+
+class OperandError(ValueError):
+    """A tensor that a kernel would misread, or read out of bounds."""
+
+    def __init__(self, name: str, found: Any, wanted: str) -> None:
+        super().__init__(f"the kernel cannot read these tensors as those of one layer: {name} is {found}, not {wanted}")
+
+
+def describe(tensor: Tensor) -> str:
+    """dtype, shape, strides where they are not those of the shape, and device, for an error message."""
+    strides = "" if tensor.is_contiguous() else f" of strides {list(tensor.stride())}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{strides} on {tensor.device}"
+
+
+@dataclass(eq=False)
+class Query:
+    """What a model asks of one call of one layer."""
+
+    states: Tensor  # `[batch, heads, queries, dim]`
+    scaling: float  # of the scores
+    softcap: float | None = None  # as for `reference.partial_attention`; no kernel caps scores
+    sink_logits: Tensor | None = None  # learned, `[heads]`: one more score a head, of no token; no kernel takes them
+    valid: Tensor | None = None  # bool `[batch, queries]` on the host, False for padding; None without padding
+    # Which of the call's tokens each of them sees, bool `[batch or 1, queries, queries]` on their device; None: causal.
+    visible: Tensor | None = None
+    # `log A_bulk`, float32 `[batch or 1, kv_heads, group, queries or 1]`: nan says as little as infinity. None: it is
+    # known when all of the bulk is read ("oracle"), which no kernel does.
+    log_bulk: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Rows:
+    """What the queries of a pass see of each row, for all layers; `rows` is 1 if all are alike. OperandError, if the
+    tensors do not fit each other, or a length is negative.
+
+    A query's tokens are its local ones (sinks and window, itself included) and its bulk, which is the first
+    `bulk_lengths` tokens of the bulk buffers and the `pending` columns of the local buffers.
+    """
+
+    local: Tensor  # bool `[rows, 1, queries, columns]`, of the first columns of the local buffers
+    pending: Tensor  # likewise, none of them local
+    bulk_tokens: Tensor  # int64 `[rows, 1, queries]`, the paper's `T_bulk` of each query
+    bulk_lengths: Tensor  # int64 `[rows]`: of these, tokens that have left the local buffer
+    decided: Tensor  # bool `[rows, 1, queries]`, False for a padding query, whose output is finite and unused
+    decisions: int = 0  # how many (row, query) pairs over the whole batch are decided about: `decided`, with a bulk
+    dense_tokens: int = 0  # in the stored bulks of rows with such a query, over the whole batch
+    # Bulk tokens, rounded for another prompt's moments (`rotation.round_length`): of queries that are decided about,
+    # each once, ascending; of each row's last query, one for all rows if they agree.
+    query_moment_lengths: tuple[int, ...] = ()
+    row_moment_lengths: tuple[int, ...] = ()
+    columns: int = field(init=False)  # of the local buffers
+    number: int = field(init=False)  # the greatest `rows`
+    longest: int | None = field(init=False, default=None)  # length; None where to look would be to wait for the device
+    derived: Any = field(init=False, default=None, repr=False)  # a kernel's
+
+    def __post_init__(self) -> None:
+        queries, self.columns = self.local.shape[2:]
+        named = {part.name: getattr(self, part.name) for part in fields(self)[:5]}
+        self.number = max(map(len, named.values()))
+        masks, of_queries = (torch.bool, (1, queries, self.columns)), (1, queries)
+        wanted = {
+            **{"local": masks, "pending": masks, "bulk_tokens": (torch.int64, of_queries)},
+            **{"bulk_lengths": (torch.int64, ()), "decided": (torch.bool, of_queries)},
+        }
+        for name, tensor in named.items():
+            dtype, shape = wanted[name]
+            fits = (tensor.dtype, tuple(tensor.shape[1:]), tensor.device) == (dtype, shape, self.local.device)
+            fits = fits and len(tensor) in (1, self.number)
+            if not fits or (tensor.dim() == 4 and tensor.stride(3) != 1):
+                kind = str(dtype).removeprefix("torch.")
+                raise OperandError(
+                    name, describe(tensor), f"{kind} {[self.number, *shape]} or {[1, *shape]} on {self.local.device}"
+                )
+        if self.bulk_lengths.is_cpu:
+            lengths = self.bulk_lengths.tolist()
+            self.longest = max(lengths)
+            if min(lengths) < 0:
+                raise OperandError("bulk_lengths", lengths, "of tokens, which are not negative")
+
+    def __deepcopy__(self, memo: dict) -> "Rows":
+        return self  # nothing in it ever changes
+
+    @cached_property
+    def log_tokens(self) -> Tensor:
+        """The logarithm of `bulk_tokens`, float32 `[rows, 1, 1, queries]`; `-inf` without a bulk."""
+        return self.bulk_tokens.unsqueeze(2).float().log()
+
+    @cached_property
+    def own_log_tokens(self) -> Tensor:
+        """As `log_tokens`, but `+inf` where more than one in `PENDING_SHARE` of a bulk is pending: too many for moments
+        of stored keys to stand for. Such a bulk is short, and is read."""
+        pending = self.bulk_tokens - self.bulk_lengths.view(-1, 1, 1)
+        return self.log_tokens.masked_fill((PENDING_SHARE * pending > self.bulk_tokens).unsqueeze(2), torch.inf)
+
+
+class Binding:
+    """The checks and derived values of a layer's last step, for the next one, nearly always with the same tensors.
+
+    It knows them by identity and keeps none of them. A copy of a layer has other tensors, and so begins with nothing.
+    """
+
+    def __init__(self) -> None:
+        self.derived: Any = None  # what a kernel made of them; None once any of them is another
+        # The selected kernel, None for none, and `log A_bulk` where nothing is estimated, each behind what it is for.
+        self.kernel: tuple[Any, Callable | None] | None = None
+        self.log_bulk: tuple[Any, Tensor] | None = None
+        self._key: Any = None
+        self._tensors: list[Callable[[], Any]] = []
+
+    def __deepcopy__(self, memo: dict) -> "Binding":
+        return Binding()
+
+    def matches(self, query: Query, layer: "Operands") -> bool:
+        """Whether the last checked step had the same tensors and numbers, and a query like this one; else forget it."""
+        same = self._key == (query.states.shape, query.states.dtype, query.states.device, query.scaling, layer.rule)
+        same = same and all(known() is one for known, one in zip(self._tensors, layer.tensors, strict=True))
+        if not same:
+            self._key = self.derived = None
+        return same
+
+    def remember(self, query: Query, layer: "Operands") -> None:
+        """This step was checked."""
+        self._key = query.states.shape, query.states.dtype, query.states.device, query.scaling, layer.rule
+        self._tensors = [(lambda: None) if one is None else weakref.ref(one) for one in layer.tensors]
+
+
+@dataclass(eq=False)
+class Operands:
+    """What a layer has for its queries: its tokens, how its heads decide and select, and what is counted.
+
+    Columns of the local buffers that no query sees, tokens past `Rows.bulk_lengths`, and the bulk buffers of KV heads
+    without a flagged head are not read and may hold anything, nan included.
+    """
+
+    local_keys: Tensor  # `[batch, kv_heads, columns or more, dim]`, in the dtype of queries, as all keys and values
+    local_values: Tensor  # likewise, of `value_dim`
+    bulk_keys: Tensor  # `[batch, kv_heads, capacity, dim]`
+    bulk_values: Tensor  # likewise, of `value_dim`
+    logit_threshold: float  # as for `criterion.long_context`
+    group_rule: str = "head"  # as for `criterion.group_decision`
+    token_threshold: float = 0.0  # as for `sketch.selection.select_tokens`
+    # Of the bulk's keys, with room for as many tokens. With it, a KV head reads the tokens of `select_tokens` if the
+    # bulk has `MIN_TOKENS` and more. A group reads all if one of its long-context heads finds the sketch `unreliable`,
+    # and so does every group without a sketch.
+    sketch: Sketch | None = None
+    bulk_read_bytes: Tensor | None = None  # int64 `[]`: the needed bytes of the bulk are added to it
+    sketch_read_bytes: Tensor | None = None  # int64 `[]`: likewise, of the sketch
+    # int64 `[batch, kv_heads, 2]`, contiguous: the addresses of a resident head's keys and values, which lie token by
+    # token as in the bulk buffers, at multiples of 16 bytes; 0 for a head to be read there.
+    resident_pointers: Tensor | None = None
+    resident_hit_bytes: Tensor | None = None  # int64 `[]`, with them: takes needed bytes of residents instead
+    binding: Binding = field(default_factory=Binding)
+
+    @property
+    def kv_heads(self) -> int:
+        """Of the layer."""
+        return self.local_keys.shape[1]
+
+    @property
+    def rule(self) -> tuple[float, str, float]:
+        """How its heads decide and select."""
+        return self.logit_threshold, self.group_rule, self.token_threshold
+
+    @property
+    def tensors(self) -> tuple[Tensor | Sketch | None, ...]:
+        """Those that change with storage alone."""
+        return (
+            *(self.local_keys, self.local_values, self.bulk_keys, self.bulk_values),
+            *(self.sketch, self.bulk_read_bytes, self.sketch_read_bytes),
+        )
+
+
+def check(query: Query, rows: Rows, layer: Operands) -> None:
+    """Raise OperandError unless a kernel that goes by the query's sizes and dtype reads within all tensors of a step.
+    Those of the layer's last step are known to be right; rows, checked when they were made, have to fit the layer."""
+    if not (known := layer.binding.matches(query, layer)):
+        _check_layer(query, layer)
+    batch, heads = query.states.shape[:2]
+    if (mass := query.log_bulk) is None:
+        raise OperandError("log_bulk", None, "a tensor")
+    wanted = torch.float32, (layer.kv_heads, heads // layer.kv_heads, 1), query.states.device
+    fits = (mass.dtype, tuple(mass.shape[1:]), mass.device) == wanted and len(mass) in (1, batch)
+    if not fits or not mass.is_contiguous():
+        raise OperandError("log_bulk", describe(mass), f"float32 {[batch, *wanted[1]]} or {[1, *wanted[1]]}")
+    if rows.number not in (1, batch) or rows.local.shape[2] != 1 or rows.local.device != query.states.device:
+        raise OperandError("local", describe(rows.local), f"of {batch} rows or 1, and of one query, as the queries are")
+    if rows.columns > layer.local_keys.shape[2]:
+        raise OperandError("local", describe(rows.local), f"of {layer.local_keys.shape[2]} columns at most")
+    if rows.longest is not None and rows.longest > layer.bulk_keys.shape[2]:
+        raise OperandError(
+            "bulk_lengths", rows.longest, f"at most {layer.bulk_keys.shape[2]}, as the bulk has room for"
+        )
+    if not known:
+        layer.binding.remember(query, layer)
+
+
+def _check_layer(query: Query, layer: Operands) -> None:
+    """Raise OperandError unless the layer's own tensors have the shapes, dtypes and layout that kernels expect."""
+    states = query.states
+    batch, heads, queries, dim = states.shape
+    kv_heads, value_dim, device = layer.kv_heads, layer.local_values.shape[3], states.device
+    if queries != 1 or not kv_heads or heads % kv_heads:
+        raise OperandError("query", describe(states), f"of one token and a multiple of {kv_heads} heads")
+    for near, place in (("local", device), ("bulk", layer.bulk_keys.device)):
+        tokens = getattr(layer, f"{near}_keys").shape[2]
+        for name, size in ((f"{near}_keys", dim), (f"{near}_values", value_dim)):
+            part, shape = getattr(layer, name), (batch, kv_heads, tokens, size)
+            if (part.dtype, tuple(part.shape), part.device) != (states.dtype, shape, place) or part.stride(3) != 1:
+                raise OperandError(name, describe(part), f"{states.dtype} {list(shape)} on {place}, each token in one")
+    counters = ("bulk_read_bytes", "sketch_read_bytes")
+    expected: list[tuple[str, Tensor | None, torch.dtype, tuple[int, ...]]]
+    expected = [(name, getattr(layer, name), torch.int64, ()) for name in counters]
+    if layer.sketch is not None:
+        capacity, words = layer.sketch.scales.shape[2], layer.sketch.codes.shape[2]
+        if dim % BLOCK or not 0 < words <= dim // BLOCK:
+            raise OperandError("codes", describe(layer.sketch.codes), f"of 1 to {dim // BLOCK} words")
+        if capacity < layer.bulk_keys.shape[2]:
+            raise OperandError("scales", describe(layer.sketch.scales), f"of {layer.bulk_keys.shape[2]} tokens or more")
+        for name, (dtype, shape) in sketch_fields(dim, value_dim, words, capacity).items():
+            expected.append((name, getattr(layer.sketch, name), dtype, (batch, kv_heads, *shape)))
+    for name, held, dtype, wanted in expected:
+        if held is None:
+            continue
+        if (held.dtype, tuple(held.shape), held.device) != (dtype, wanted, device) or not held.is_contiguous():
+            raise OperandError(name, describe(held), f"{dtype} {list(wanted)} on {device}, contiguous")

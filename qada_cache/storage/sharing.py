@@ -1,0 +1,42 @@
+"""Bulks in memory that copies of a cache share."""
+
+import itertools
+import mmap
+import threading
+from collections.abc import Sequence
+
+from transformers.utils import logging
+
+from ..files import private_map
+from ..files.private_map import PrivateMap
+from .bulk import Bulk
+
+logger = logging.get_logger(__name__)
+
+_moving = threading.Lock()  # of one cache, several threads may make copies at once
+
+
+def move_to_shared_memory(bulks: Sequence[Bulk]) -> None:
+    """Move bulks to memory that their copies can share, unless they lie there already. They stay where they are if they
+    are small, pinned, on an accelerator, or the system is none that can do that."""
+    with _moving:
+        # Every copy would copy the parts of a bulk that were written over, so mostly overwritten ones move anew.
+        loose = [bulk for bulk in bulks if bulk.mappable and bulk.stored_bytes > 2 * bulk.shared_bytes]
+        if not (private_map.AVAILABLE and loose and sum(bulk.stored_bytes for bulk in loose) >= private_map.WORTH):
+            return
+        pages = (-(-part.nbytes // mmap.PAGESIZE) for bulk in loose for part in (bulk.keys, bulk.values))
+        ends = [end * mmap.PAGESIZE for end in itertools.accumulate(pages, initial=0)]
+        try:
+            file = private_map.create_anonymous(ends[-1])
+            content, source = file.map(shared=True), PrivateMap(file)
+        except (OSError, RuntimeError) as error:
+            logger.warning_once(f"copies of a QAdACache share no memory, as the system does not give any: {error}")
+            return
+        starts = iter(ends)
+        for bulk in loose:  # one after the other, so that only one bulk at a time takes its memory twice
+            moved, used = [], slice(0, max(bulk.lengths))  # the room behind them takes no memory yet
+            for held, start in zip((bulk.keys, bulk.values), starts, strict=False):
+                target = content[start : start + held.nbytes].view(held.dtype).view(held.shape)
+                target[:, :, used] = held[:, :, used]
+                moved.append(source.tensor(start, held.shape, held.dtype))
+            bulk.adopt(source, *moved, lengths=bulk.lengths)

@@ -1,0 +1,382 @@
+"""Our function before what models find in transformers' table: of every implementation, whoever put it there."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import SMALL, exact, forced, generate, logits_of, prompt, tiny
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.llama import modeling_llama
+
+from qada_cache import QAdACache, attention_table, restore_attention
+from qada_cache.attention import forward
+from qada_cache.versions import pass_cache
+
+# Flex attention takes a minute to compile. Uncompiled it warns, and what compiles its masks is deprecated in itself.
+UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called:UserWarning", "ignore::DeprecationWarning")
+SPLIT = [120, 5, 22, 1]  # a prompt, a short and a long turn, single tokens
+
+
+@pytest.fixture(autouse=True)
+def clean_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has built no cache."""
+    for mapping in (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping):
+        for name, function in mapping.items():
+            monkeypatch.setitem(mapping, name, function)  # what a test registers goes again
+    forward._switched_on.clear()
+    attention_table.displace(forward.attention_forward, forward._make_mask)
+    yield
+    ALL_ATTENTION_FUNCTIONS._local_mapping.clear()
+
+
+def named(attention: str, family: str = "llama", **changes: Any) -> PreTrainedModel:
+    """As if loaded with it, where its library is installed."""
+    model = tiny(family, **changes)
+    model.config._attn_implementation = attention
+    return model
+
+
+class Flash:
+    """A stand-in for flash attention: it takes a mask of tokens or none. It counts its calls and keeps its masks."""
+
+    def __init__(self) -> None:
+        self.masks: list[Tensor | None] = []
+        self.queries: list[int] = []
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        assert not hasattr(key, "_qada_layer")
+        assert mask is None or mask.dim() == 2
+        self.masks.append(mask)
+        queries, seen = query.shape[2], key.shape[2]
+        self.queries.append(queries)
+        visible = torch.ones(queries, seen, dtype=torch.bool).tril(seen - queries)[None, None]
+        if mask is not None:
+            itself = torch.eye(seen, dtype=torch.bool)[seen - queries :]  # or padding's softmax would be of nothing
+            visible = (visible & mask.bool()[:, None, None]) | itself
+        key, value = (part.repeat_interleave(module.num_key_value_groups, dim=1) for part in (key, value))
+        scores = query @ key.mT * kwargs["scaling"]
+        out = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1) @ value
+        return out.transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2"])
+@pytest.mark.parametrize("lengths", [(150,), (150, 61)])
+def test_flash_attention_reads_the_prompt_and_ours_decodes(
+    name: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash, theirs = Flash(), AttentionMaskInterface._global_mapping["flash_attention_2"]
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, flash)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, theirs)  # as kernels of the Hub do it
+    model = named(name)
+    ids, mask = prompt(*lengths)
+    wanted = forced(tiny(), ids, SPLIT, DynamicCache(config=model.config), mask)
+    cache = exact(model)
+    flash.queries.clear()  # of the pass that collects moments
+    got = forced(model, ids, SPLIT, cache, mask)
+    assert (got - wanted)[mask.bool()].abs().max() < 1e-4
+    assert flash.queries == [SPLIT[0]] * 2  # of each layer
+    assert cache.stats().decisions > 0
+    assert model.config._attn_implementation == name
+    with_dynamic = forced(model, ids, SPLIT, DynamicCache(config=model.config), mask)
+    assert (with_dynamic - wanted)[mask.bool()].abs().max() < 1e-4
+    assert len(flash.queries) > 2
+
+
+def test_flash_attention_takes_a_soft_cap() -> None:
+    """Under another name than "sdpa", which takes none, ours does what the model asks for."""
+    seen: list[Any] = []
+
+    def flash(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["softcap"])
+        mask = torch.ones(query.shape[2], key.shape[2]).tril(key.shape[2] - query.shape[2]).log()[None, None]
+        # A sliding layer's keys are no more than its window's, but for the prompt's.
+        behind = torch.ones_like(mask).tril(-12) if kwargs.get("sliding_window") else torch.zeros_like(mask)
+        return modeling_gemma2.eager_attention_forward(
+            module, query, key, value, mask.masked_fill(behind.bool(), -torch.inf), **kwargs
+        )
+
+    AttentionInterface.register("flash_attention_2", flash)
+    ids = prompt(150)[0]
+    plain = tiny("gemma2")
+    wanted = forced(plain, ids, [120, 1], DynamicCache(config=plain.config))
+    model = named("flash_attention_2", "gemma2")
+    got = forced(model, ids, [120, 1], exact(model))
+    assert seen[0] == 5.0
+    assert (got - wanted).abs().max() < 1e-4
+
+
+@UNCOMPILED
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("lengths", [(150,), (150, 61)])
+def test_flex_attention_reads_the_prompt_and_ours_decodes(lengths: tuple[int, ...], family: str) -> None:
+    model, plain = named("flex_attention", family), tiny(family)
+    ids, mask = prompt(*lengths)
+    wanted = forced(plain, ids, SPLIT, DynamicCache(config=plain.config), mask)
+    with torch.compiler.set_stance("force_eager"):
+        cache = exact(model)
+        got = forced(model, ids, SPLIT, cache, mask)
+    assert (got - wanted)[mask.bool()].abs().max() < 1e-4
+    assert cache.stats().decisions > 0
+
+
+@UNCOMPILED
+@pytest.mark.parametrize("split", [[150], [120, 30]])
+def test_a_block_mask_of_another_kind_is_refused(split: list[int]) -> None:
+    model, ids = named("flex_attention"), prompt(150)[0]
+    cache = exact(model)
+
+    def skipping(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query = query + 150 - split[-1]
+        return (key <= query) & ((query < 140) | (key != 30))
+
+    mask = create_block_mask(skipping, 1, None, split[-1], 150, device="cpu")
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        if split[1:]:
+            model(ids[:, : split[0]], **pass_cache(cache))
+        with pytest.raises(ValueError, match=r"block mask is more than causal|does not agree with the tokens"):
+            model(ids[:, -split[-1] :], **pass_cache(cache), attention_mask=mask)
+        assert cache.get_seq_length() == 150 - split[-1]
+
+
+@pytest.mark.parametrize("name", ["mine", "paged|eager", "kernels-community/nothing", "kernels-staging/msa"])
+def test_an_attention_that_may_be_another_one_is_refused(name: str) -> None:
+    AttentionInterface.register("mine", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionInterface.register("kernels-staging/msa", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        with pytest.raises(
+            ValueError, match=f"cannot stand in for the attention implementation '{name}'".replace("|", r"\|")
+        ):
+            QAdACache(named(name))
+    finally:
+        for registered in ("mine", "kernels-staging/msa"):
+            del AttentionInterface._global_mapping[registered]
+
+
+def doubled(calls: list[int]) -> Callable:
+    """Attention whose outputs are halved, so that it is told from others."""
+
+    def attention(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        calls.append(query.shape[2])
+        out, weights = AttentionInterface._global_mapping["original"](module, query, *args, **kwargs)
+        return 0.5 * out, weights
+
+    return attention
+
+
+@pytest.mark.parametrize("how", ["register", "own entry"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_users_own_entry_reads_the_prompt(how: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AttentionInterface._global_mapping, "original", AttentionInterface._global_mapping["sdpa"])
+    calls: list[int] = []
+
+    def register() -> None:
+        if how == "register":
+            AttentionInterface.register("sdpa", doubled(calls))
+        else:
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = doubled(calls)
+
+    model, ids = tiny(), prompt(100)[0]
+    if when == "before":
+        register()
+    cache = exact(model, moments="current")
+    if when == "after":
+        register()
+    calls.clear()
+    got = forced(model, ids, [100], cache)
+    assert calls == [100, 100]
+    restore_attention(model)
+    assert torch.equal(got, forced(model, ids, [100], DynamicCache(config=model.config)))
+
+
+def test_others_that_wrap_what_they_find() -> None:
+    """An entry of theirs that calls ours, which calls the model's own."""
+    model, ids = tiny(), prompt(150)[0]
+    wanted = forced(model, ids, SPLIT, DynamicCache(config=model.config))
+    cache = exact(model)
+    found, calls = ALL_ATTENTION_FUNCTIONS["sdpa"], []
+
+    def around(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args[0])
+        return found(*args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = around
+    got = forced(model, ids, SPLIT, cache)
+    assert len(calls) == 2
+    assert (got - wanted).abs().max() < 1e-4
+    restore_attention(model)
+    assert torch.equal(forced(model, ids, SPLIT, DynamicCache(config=model.config)), wanted)
+
+
+def test_each_call_gets_its_own_eager_attention() -> None:
+    """A file may have several functions, for images and for text, and hands one of them to the look-up."""
+    model = tiny(attention="eager")
+    module = model.model.layers[0].self_attn
+    query, key = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8)
+
+    def other(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return 0.5 * modeling_llama.eager_attention_forward(*args, **kwargs)[0], None
+
+    exact(model, moments="current")
+    wanted, _ = modeling_llama.eager_attention_forward(module, query, key, key, None, scaling=0.3)
+    for default, factor in ((other, 0.5), (modeling_llama.eager_attention_forward, 1.0)):
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface("eager", default)
+        assert torch.equal(attention(module, query, key, key, None, scaling=0.3)[0], factor * wanted)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_file_with_a_table_of_its_own(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", own := AttentionInterface())
+    model, ids = tiny(attention=attention), prompt(150)[0]
+    wanted = forced(model, ids, SPLIT, DynamicCache(config=model.config))
+    for how in ({"model": model}, {"config": model.config}):
+        cache = QAdACache(**how, threshold=1.0, moments="current", **SMALL)
+        assert (forced(model, ids, SPLIT, cache) - wanted).abs().max() < 1e-4
+        restore_attention(model)
+        assert type(own) is AttentionInterface
+        assert torch.equal(forced(model, ids, SPLIT, DynamicCache(config=model.config)), wanted)
+
+
+def test_models_that_look_an_entry_up_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As remote code of earlier years does."""
+
+    def look_up(self: Any, name: str, default: Callable) -> Callable:
+        return self.get(name, default) if name == "eager" else self[name]
+
+    monkeypatch.setattr(AttentionInterface, "get_interface", look_up)
+    for attention in ("sdpa", "eager"):
+        model, ids = tiny(attention=attention), prompt(150)[0]
+        wanted = forced(model, ids, SPLIT, DynamicCache(config=model.config))
+        assert (forced(model, ids, SPLIT, exact(model)) - wanted).abs().max() < 1e-4
+
+
+def test_the_tables_are_as_they_were_when_no_model_is_left() -> None:
+    tables = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+    before = [(type(table), dict(table), dict(table._local_mapping)) for table in tables]
+    first, second = tiny(), tiny(attention="eager")
+    for model in (first, second, first):
+        exact(model, moments="current")
+    restore_attention(first)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not before[0][1]["sdpa"]
+    ids = prompt(60)[0]
+    forced(second, ids, [50, 1], exact(second, moments="current"))
+    restore_attention(second)
+    assert [(type(table), dict(table), dict(table._local_mapping)) for table in tables] == before
+
+
+def shared_config(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of its modules under one config, as `nn.DataParallel` makes copies."""
+    return copy.deepcopy(model, {id(model.config): model.config})
+
+
+REPLICAS = {
+    "llama": {},
+    "one layer": {"num_hidden_layers": 1},
+    "gemma3": {"family": "gemma3"},  # whose only full layer is the last
+    "one eager layer": {"num_hidden_layers": 1, "attention": "eager"},
+}
+
+
+@pytest.mark.parametrize("replicate", [copy.deepcopy, shared_config])
+@pytest.mark.parametrize("new", [1, 5, 30])
+@pytest.mark.parametrize("name", REPLICAS)
+def test_a_replica_never_reads_another_models_cache(name: str, new: int, replicate: Callable) -> None:
+    model, ids = tiny(**REPLICAS[name]), prompt(150)[0]
+    replica = replicate(model)
+    cache = exact(model, moments="current")
+    forced(model, ids[:, :100], [100], cache)
+    with pytest.raises(RuntimeError, match=r"(of|for) another model"), torch.no_grad():
+        replica(ids[:, 100 : 100 + new], **pass_cache(cache))
+    if name == "gemma3":  # a layer of transformers' own had taken the tokens in
+        with pytest.raises(RuntimeError, match=r"interrupted.*reset\(\)"):
+            forced(model, ids[:, 100:], [50], cache)
+    else:
+        wanted = forced(model, ids, [100, 50], DynamicCache(config=model.config))[:, 100:]
+        assert (forced(model, ids[:, 100:], [50], cache) - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_cache_of_a_restored_model_says_so(attention: str) -> None:
+    model, ids = tiny(attention=attention, num_hidden_layers=1), prompt(150)[0]
+    replica, cache = copy.deepcopy(model), exact(model, moments="current")
+    forced(model, ids[:, :100], [100], cache)
+    restore_attention(model)
+    for used in (model, replica):
+        with pytest.raises(RuntimeError, match=f"was restored after this QAdACache was built .to '{attention}'"):
+            forced(used, ids[:, 100:], [50], cache)
+    again = exact(model, moments="current")
+    wanted = forced(model, ids, [100, 50], DynamicCache(config=model.config))
+    assert (forced(model, ids, [100, 50], again) - wanted).abs().max() < 1e-4
+
+
+LOADED = """
+import sys
+import torch
+
+model = torch.load(sys.argv[1], weights_only=False)
+ids = torch.load(sys.argv[2])
+assert not any(name.startswith("qada") for name in sys.modules)
+with torch.no_grad():
+    first = model(ids, use_cache=True).logits
+    from qada_cache import QAdACache
+    from qada_cache.versions import pass_cache
+    cache = QAdACache(model, threshold=1.0, moments="current", sink_tokens=4, local_tokens=20)
+    second = torch.cat([model(part, **pass_cache(cache)).logits for part in ids.split([100, 50], dim=1)], dim=1)
+torch.save([first, second], sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_pickled_model_carries_nothing_of_ours(attention: str, tmp_path: Path) -> None:
+    """Into a process that has not imported us; it serves a cache that is built there."""
+    model, ids = tiny(attention=attention), prompt(150)[0]
+    wanted = forced(model, ids, [150], DynamicCache(config=model.config))
+    cache = exact(model, moments="current")
+    generate(model, ids, cache, tokens=3)
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(ids, tmp_path / "tensors.pt")
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", LOADED, str(tmp_path / "model.pt"), str(tmp_path / "tensors.pt")]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = torch.load(tmp_path / "tensors.pt")
+    torch.testing.assert_close(first, wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(second, wanted, rtol=0, atol=1e-4)
+
+
+def test_continuous_batching_goes_on_beside_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call with keys that are not ours comes to the model's own attention as it was made."""
+    model = tiny()
+    exact(model, moments="current")
+    got: list[Any] = []
+    monkeypatch.setitem(
+        AttentionInterface._global_mapping, "paged|eager", lambda *args, **kwargs: got.append((args, kwargs))
+    )
+    key = torch.zeros(1, 2, 3, 8)
+    ALL_ATTENTION_FUNCTIONS.get_interface("paged|eager", print)(model, key, key, key, None, cache=5, scaling=1.0)
+    ((args, kwargs),) = got
+    assert args[0] is model
+    assert kwargs["cache"] == 5
+
+
+def test_two_of_ours_on_one_table() -> None:
+    """Caches of two models under different names, in turn."""
+    models = [tiny(), tiny(attention="eager", seed=1)]
+    ids = prompt(100)[0]
+    wanted = [logits_of(generate(model, ids, DynamicCache(config=model.config), tokens=5)) for model in models]
+    caches = [exact(model) for model in models]
+    for model, cache, logits in zip(models, caches, wanted, strict=True):
+        torch.testing.assert_close(logits_of(generate(model, ids, cache, tokens=5)), logits, rtol=0, atol=1e-4)

@@ -1,0 +1,96 @@
+"""`progress=True`: a bar while a prompt is read, and nothing else of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import SMALL, generate, prompt, tiny
+from transformers import PreTrainedModel
+
+from qada_cache import QAdACache, reading_bar
+from qada_cache.versions import pass_cache
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny()
+
+
+class Shown(reading_bar.tqdm):
+    """What bars were told, in order."""
+
+    told: list[tuple[str, float, float]]  # description, total, and how far it came
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**{**options, "disable": True})
+        self.description, self.whole, self.n = str(options["desc"]), float(str(options["total"])), 0
+
+    def update(self, n: float | None = 1) -> None:
+        self.n += n or 0
+        Shown.told.append((self.description, self.whole, float(self.n)))
+
+
+@pytest.fixture(autouse=True)
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, float]]:
+    Shown.told = []
+    monkeypatch.setattr(reading_bar, "tqdm", Shown)
+    return Shown.told
+
+
+def test_a_prompt_in_one_pass(model: PreTrainedModel, shown: list) -> None:
+    """Every layer is a step, and a decoded token is none; without the option there is nothing."""
+    layers, text = model.config.num_hidden_layers, prompt(150)[0]
+    cache = QAdACache(model, progress=True, **SMALL)
+    tokens = generate(model, text, cache)
+    assert shown == [("Reading 150 tokens", 150, 150 * layer / layers) for layer in range(layers)]
+    assert cache._bar._bar is None
+    shown.clear()
+    assert torch.equal(generate(model, text, QAdACache(model, **SMALL)).sequences, tokens.sequences)
+    assert shown == []
+
+
+def test_chunks_share_one_bar(model: PreTrainedModel, shown: list) -> None:
+    """`generate` says how long the prompt is that it reads in chunks; a second turn begins another bar."""
+    text = prompt(150)[0]
+    cache = QAdACache(model, progress=True, **SMALL)
+    generate(model, text, cache, prefill_chunk_size=64)
+    assert {name for name, _, _ in shown} == {"Reading 150 tokens"}
+    assert [done for _, _, done in shown] == sorted(done for _, _, done in shown)
+    assert shown[-1][2] > 64
+    shown.clear()
+    held = cache.get_seq_length()
+    with torch.no_grad():
+        model(prompt(60, seed=1)[0], **pass_cache(cache))
+    assert {name for name, _, _ in shown} == {"Reading 60 tokens"}
+    assert (shown[0][2], cache.get_seq_length()) == (0, held + 60)
+
+
+def test_an_interrupted_prompt_leaves_no_bar(model: PreTrainedModel, shown: list) -> None:
+    """A copy has none either; reading anew begins anew."""
+    cache, text = QAdACache(model, progress=True, **SMALL), prompt(150)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.model.layers[1].mlp, "forward", interrupt)
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            model(text, **pass_cache(cache))
+    assert copy.copy(cache)._bar is cache._bar
+    cache.reset()
+    shown.clear()
+    generate(model, text, cache)
+    assert shown[0] == ("Reading 150 tokens", 150, 0)
+    assert copy.deepcopy(cache)._bar._bar is None
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_real_bar_is_gone_in_the_end(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(reading_bar, "SHOWN_AFTER", 0.0)
+    monkeypatch.setattr(reading_bar.tqdm, "monitor_interval", 0)
+    generate(model, prompt(150)[0], QAdACache(model, progress=True, **SMALL))
+    written = capsys.readouterr().err
+    assert "Reading 150 tokens:   0%" in written
+    assert written.split("\r")[-1].strip() == ""
