@@ -3,13 +3,14 @@
 import argparse
 import importlib.util
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from . import KeyMoments, QAdACache, __version__, prepare, profile, tuned_choice, tuning
+from . import KeyMoments, PrefixStore, QAdACache, __version__, prepare, profile, tuned_choice, tuning
 from .key_moments.collecting import SCHEMES
 from .key_moments.prompts import PROMPTS, choose_prompt, prompt_ids
 from .serving import make_folder
@@ -97,6 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     folder = command("serve-folder", _serve_folder, loading, "make a folder of a model's for transformers serve")
     folder.add_argument("--model", required=True, help="the model's folder")
     folder.add_argument("--out", type=Path, required=True, help="folder to make")
+
+    stored = command("store", _store, argparse.ArgumentParser(add_help=False), "list, drop or verify stored prompts")
+    stored.add_argument("action", choices=("list", "drop", "verify"), help="what to do")
+    stored.add_argument("ids", nargs="*", metavar="ID", help="drop: of a model and owner, as list prints them")
+    stored.add_argument("--all", action="store_true", help="drop: all of them")
+    stored.add_argument("--folder", type=Path, help="of a PrefixStore (default: its own)")
     return parser
 
 
@@ -232,6 +239,48 @@ def _serve_folder(options: argparse.Namespace) -> None:
     options.model = str(options.out)
     prepare(*_load(options))
     print(f"made {options.out}: transformers serve {options.out} --trust-remote-code --log-level info")
+
+
+def _store(options: argparse.Namespace) -> int:
+    """What a PrefixStore keeps: list it by model and owner, drop some or all of it, or read every file and remove
+    damaged ones (status 1 if there were any)."""
+    store = PrefixStore(options.folder)
+    if options.action != "drop" and (options.ids or options.all):
+        raise ValueError(f"{options.action} is of all stored prompts and takes no ID")
+    if options.action == "drop" and bool(options.ids) == options.all:
+        raise ValueError("drop takes the IDs that `qada store list` prints, or --all")
+    try:
+        if options.action == "drop":
+            known = {each.id for each in store.prompts()}
+            if missing := set(options.ids) - known:
+                raise ValueError(f"there are no stored prompts {', '.join(sorted(missing))}: see `qada store list`")
+            print(f"removed {store.drop(None if options.all else options.ids)} files")
+            return 0
+        if options.action == "verify":
+            whole, wrong = store.verify()
+            print(*wrong, f"{whole} files are whole, {len(wrong)} were not", sep="\n")
+            return int(bool(wrong))
+        found = store.prompts()
+    except FileNotFoundError:
+        found = []
+    if not found:
+        print("no stored prompts")
+        return 0
+    _print_table(
+        [
+            {
+                "id": each.id,
+                "model": each.model or each.type,
+                "dtype": each.dtype.removeprefix("torch."),
+                "key": "yes" if each.keyed else "no",
+                "tokens": f"{each.tokens:,}",
+                "MiB": f"{each.bytes / 2**20:,.1f}",
+                "used": time.strftime("%Y-%m-%d %H:%M", time.localtime(each.used)),
+            }
+            for each in found
+        ]
+    )
+    return 0
 
 
 def _print_table(rows: list[dict[str, str]]) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 LOCKS = sys.platform != "win32"  # elsewhere an open file can be locked, and be replaced
 if LOCKS:
@@ -31,15 +32,22 @@ def home() -> Path:
 
 @contextmanager
 def opened(name: str, *, make: bool = False) -> Iterator[int]:
-    """A descriptor of the folder `name` in `home()`, whatever becomes of its path; made if `make`, for the user alone.
-    An OSError unless it is a folder, no link, and the user's alone (FileNotFoundError: there is none)."""
+    """A descriptor of the folder `name` in `home()`, as by `opened_at`; both have to be the user's alone."""
     path = home()
+    with opened_at(path, make=make) as outer, _own_folder(name, path / name, outer, make) as inner:
+        yield inner
+
+
+@contextmanager
+def opened_at(path: Path, *, make: bool = False) -> Iterator[int]:
+    """A descriptor of the folder at `path`, whatever becomes of that; made if `make`, for the user alone. An OSError
+    unless it is a folder, no link, and the user's alone (FileNotFoundError: there is none)."""
     if os.mkdir not in os.supports_dir_fd:
         raise OSError(f"who can write to {path} cannot be told on {sys.platform}")
     if make:
         path.parent.mkdir(parents=True, exist_ok=True)
-    with _own_folder(path, path, None, make) as outer, _own_folder(name, path / name, outer, make) as inner:
-        yield inner
+    with _own_folder(path, path, None, make) as folder:
+        yield folder
 
 
 @contextmanager
@@ -50,7 +58,7 @@ def _own_folder(name: str | Path, path: Path, within: int | None, make: bool) ->
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=within)
     except NotADirectoryError as error:
-        raise NotADirectoryError(f"{path} is a link or no folder: set QADA_HOME to a folder") from error
+        raise NotADirectoryError(f"{path} is a link or no folder: give a folder (QADA_HOME)") from error
     try:
         _check_own(os.fstat(descriptor), path)
         yield descriptor
@@ -60,14 +68,23 @@ def _own_folder(name: str | Path, path: Path, within: int | None, make: bool) ->
 
 def _check_own(found: os.stat_result, path: str | Path) -> None:
     if found.st_uid != os.geteuid():
-        raise PermissionError(f"{path} belongs to another user: set QADA_HOME to a folder of your own")
+        raise PermissionError(f"{path} belongs to another user: give a folder of your own (QADA_HOME)")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"others than you can write to {path} (chmod go-w it if they did not)")
 
 
 def read(folder: int, name: str) -> bytes:
-    """The content of the file `name` of a folder of `opened`, which is marked as used; an OSError unless it is a file,
-    and the user's alone."""
+    """The content of the file `name` of a folder, as by `opened_file`, which is marked as used."""
+    with opened_file(folder, name) as file:
+        if os.utime in os.supports_fd:
+            with suppress(OSError):  # a file system that is read alone
+                os.utime(file.fileno())
+        return file.read()
+
+
+@contextmanager
+def opened_file(folder: int, name: str) -> Iterator[BinaryIO]:
+    """The file `name` of a folder of `opened`, for reading; an OSError unless it is a file, and the user's alone."""
     # Not blocking: opening a pipe would wait for a writer.
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     with open(descriptor, "rb") as file:
@@ -75,10 +92,7 @@ def read(folder: int, name: str) -> bytes:
         if not stat.S_ISREG(found.st_mode):
             raise OSError(f"{name} is not a regular file")
         _check_own(found, name)
-        if os.utime in os.supports_fd:
-            with suppress(OSError):  # a file system that is read alone
-                os.utime(descriptor)
-        return file.read()
+        yield file
 
 
 def remove_unused(folder: int, names: re.Pattern[str], *, count: int, size: int, seconds: float) -> None:
@@ -142,6 +156,12 @@ def _begun(beginning: str, folder: int | None) -> tuple[int, str]:
         if os.fstat(descriptor).st_nlink:
             return descriptor, name
         os.close(descriptor)  # before it was locked, another process took it for a dead one's
+
+
+def sweep(folder: int) -> None:
+    """Remove the unfinished files of killed processes from a folder of `opened`."""
+    if LOCKS:
+        _sweep(folder, ".")
 
 
 def _sweep(folder: str | int, beginning: str) -> None:

@@ -27,6 +27,8 @@ _TYPES = {  # by safetensors' names
     **{"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
 }
 _DTYPES = {dtype: name for name, dtype in _TYPES.items()}
+_MISSING = (LookupError, TypeError, AttributeError)  # in a header: a field, or one of another kind
+_LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
 _ALIGNMENT = 64  # bytes, as torch aligns memory on the CPU
 
 
@@ -147,18 +149,45 @@ def decoded(content: bytes, kind: str, path: Path) -> tuple[dict[str, Tensor], d
     return tensors, _checked(path, about, tensors)
 
 
+def viewed(content: bytearray, kind: str, path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As `decoded`, with tensors that are views of `content`."""
+    with _whole(path):
+        about, entries = _header(path, kind, file := io.BytesIO(content))
+        tensors = {name: _view(content, file.tell(), entry) for name, entry in entries.items()}
+    return tensors, _checked(path, about, tensors)
+
+
+def described(file: BinaryIO, kind: str, path: str | os.PathLike) -> dict[str, Any]:
+    """The state of an open file of this kind, which was not compared with the checksum."""
+    with _whole(path):
+        about, _ = _header(path, kind, file)
+        return json.loads(about["state"])
+
+
+def _view(content: bytearray, begin: int, entry: dict[str, Any]) -> Tensor:
+    (start, stop), dtype, shape = entry["data_offsets"], _TYPES[entry["dtype"]], tuple(entry["shape"])
+    if stop - start != math.prod(shape) * dtype.itemsize or min(start, *shape) < 0:
+        raise ValueError(f"a tensor of {shape} {dtype} cannot lie in {start}..{stop}")
+    if start == stop:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(content, dtype=dtype, count=math.prod(shape), offset=begin + start).view(shape)
+
+
 @contextmanager
 def _whole(path: str | os.PathLike) -> Iterator[None]:
     """What safetensors refuses, incomplete files too, is an error that names the file."""
     try:
         yield
-    except (SafetensorError, json.JSONDecodeError) as error:
+    except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, *_MISSING) as error:
         raise ValueError(f"{path} is not a safetensors file, or is truncated: {error}") from error
 
 
 def _header(path: str | os.PathLike, kind: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, Any]]:
     """Metadata and entries of a file of this kind; what is read next are its tensors."""
-    entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    size = int.from_bytes(file.read(8), "little")
+    if size > _LONGEST_HEADER:
+        raise ValueError(f"{path} is not a safetensors file, or is truncated: its header has {size} bytes")
+    entries = json.loads(file.read(size))
     about = entries.pop("__metadata__", None) or {}
     if about.get("kind") != kind:
         raise ValueError(f"{path} is not a {kind} file (it says {about.get('kind', 'nothing about what it is')!r})")

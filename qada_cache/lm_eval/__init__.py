@@ -23,12 +23,13 @@ from qada_cache.tuned_choice import Thresholds
 from qada_cache.versions import pass_cache
 
 from . import scoring
+from .beginnings import Beginnings
 
 NOT_MEASURED = "N/A"  # lm-eval's own word for it: no token had a bulk to decide about
 CRITERIA = {"qada": "gaussian", "oracle": "oracle", "static": "static", "local": "local", "dense": "dense"}
 # `QAdACache`'s own keywords, so that an option added there is one here; the criterion is what `cache=` names.
 _NAMES = (*inspect.signature(QAdACache).parameters, "heads")
-KEYWORDS = tuple(f"cache_{name}" for name in _NAMES if name not in ("model", "config", "criterion"))
+KEYWORDS = tuple(f"cache_{name}" for name in (*_NAMES, "store") if name not in ("model", "config", "criterion"))
 
 
 def split_arguments(cache: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -82,12 +83,15 @@ def _evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
     if totals is None:
         return _evaluate(*args, **kwargs)
     totals.clear()
+    lm.saved_tokens.clear()
     results = _evaluate(*args, **kwargs)
-    gathered = lm.gather_object(totals)
+    gathered, saved = lm.gather_object(totals), lm.gather_object(lm.saved_tokens)
     if results is not None:
         tuned = {"cache_tuned,none": lm.cache_tuned} if lm.cache_tuned else {}
         for task in results["results"].keys() & totals.keys():
             results["results"][task] |= metrics([each for part in gathered for each in part.get(task, [])]) | tuned
+            if lm.beginnings is not None:
+                results["results"][task]["cache_saved_tokens,none"] = sum(part[task] for part in saved)
     return results
 
 
@@ -106,15 +110,17 @@ class QAdALM(HFLM):
     Args:
         pretrained: as for `HFLM`.
         cache: "qada", "oracle", "static", "local" or "dense".
-        keywords: `cache_*` are the cache's (see `split_arguments`); all others are `HFLM`'s.
+        keywords: `cache_*` are the cache's (see `split_arguments`); `cache_store` is a folder of a `PrefixStore`, which
+            what prompts begin with is taken from; all others are `HFLM`'s.
 
     Raises:
-        ValueError, TypeError: an argument the cache cannot take.
+        ValueError, TypeError: an argument the cache cannot take, or a store under mixed precision.
         RuntimeError: one of several processes on CPUs, and accelerate was not told so.
         NotImplementedError: a model the cache does not support.
     """
 
     def __init__(self, pretrained: Any, *positional: Any, cache: str = "qada", **keywords: Any) -> None:
+        store = keywords.pop("cache_store", None)
         options, keywords = split_arguments(cache, keywords)
         super().__init__(pretrained, *positional, **keywords)
         if self.device.type == "cpu" and hasattr(self, "accelerator"):  # `HFLM` shares requests on GPUs alone
@@ -130,6 +136,10 @@ class QAdALM(HFLM):
         self.cache_tuned = str(Thresholds.of(taken)) if taken.tuned else ""  # the setting that these caches take
         # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
         self._cache_options = {"progress": True} | options | asdict(Thresholds.of(taken)) | {"tuned": False}
+        if store is not None and self.mixed_precision_dtype is not None:
+            raise ValueError(f"cache_store={store} keeps keys in the model's dtype: give dtype=, no mixed precision")
+        self.beginnings = None if store is None else Beginnings(str(store), self.model, self._cache_options)
+        self.saved_tokens: Counter[str] = Counter()  # by task: of prompts, those that were stored
         # By task: statistics of its caches in this process, at the end of their batches, shares as means.
         self.cache_totals: dict[str, list[CacheStats]] = {}
         self._task = "none"
@@ -163,6 +173,19 @@ class QAdALM(HFLM):
     def _new_cache(self) -> QAdACache:
         return QAdACache(self.model, **self._cache_options)
 
+    def _prefill(self, ids: Tensor, mask: Tensor) -> QAdACache:
+        """A cache that has read the token ids `[rows, tokens]`, exactly, or holds them from the store."""
+        if self.beginnings is None or not ids.shape[1]:
+            cache, saved = self._new_cache(), 0
+        else:
+            cache, saved = self.beginnings.cache(ids, mask)
+        if (begun := cache.get_seq_length()) < ids.shape[1]:
+            self._forward(cache, ids[:, begun:], mask, logits_to_keep=1)
+        if self.beginnings is not None and ids.shape[1]:
+            self.beginnings.keep(cache, ids, mask, saved)
+            self.saved_tokens[self._task] += saved
+        return cache
+
     def _count(self, stats: CacheStats) -> None:
         means = replace(stats, local_share=stats.local_share.mean(), kv_local_share=stats.kv_local_share.mean())
         self.cache_totals.setdefault(self._task, []).append(means)
@@ -180,9 +203,9 @@ class QAdALM(HFLM):
         return torch.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        cache = self._new_cache()
-        if context.shape[1] > 1:  # generate() itself decodes the one token that is left
-            self._forward(cache, context[:, :-1], generation_kwargs["attention_mask"][:, :-1], logits_to_keep=1)
+        # generate() itself decodes the one token that is left
+        cache = self._prefill(context[:, :-1], generation_kwargs["attention_mask"][:, :-1])
+        if context.shape[1] > 1:
             beams = generation_kwargs.get("num_beams") or self.model.generation_config.num_beams or 1
             if beams > 1:  # generate() repeats the rows of a prompt, not those of a cache
                 cache.reorder_cache(torch.LongTensor([row for row in range(len(context)) for _ in range(beams)]))
@@ -200,7 +223,7 @@ class QAdALM(HFLM):
         answers: list[Any] = [None] * len(requests)
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         with bar:
-            for stats, scores in scoring.score(batches, self._forward, self._new_cache, self.device):
+            for stats, scores in scoring.score(batches, self._forward, self._prefill, self.device):
                 self._count(stats)
                 for index, log_likelihood, greedy in scores:
                     answers[index] = (log_likelihood, greedy)

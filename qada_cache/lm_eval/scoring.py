@@ -58,15 +58,16 @@ def padded(sequences: Sequence[Sequence[int]], device: torch.device, *, side: st
 
 
 def score(
-    batches: Sequence[Sequence[Row]], forward: Forward, new_cache: Callable[[], QAdACache], device: torch.device
+    batches: Sequence[Sequence[Row]],
+    forward: Forward,
+    prefill: Callable[[Tensor, Tensor], QAdACache],  # token ids of prefixes and their mask, as by `padded`
+    device: torch.device,
 ) -> Iterator[tuple[CacheStats, list[tuple[int, float, bool]]]]:
     """Totals of each batch's cache, and for each request `(index, log-likelihood, whether greedy decoding agrees)`. A
     prefix is read once per batch however many rows share it, and once for neighbouring batches of the same prefixes."""
     for prefixes, group in groupby(batches, key=lambda batch: list(dict.fromkeys(row.prefix for row in batch))):
         ids, mask = padded(prefixes, device, side="left")
-        prefilled, same = [new_cache()], list(group)
-        if ids.shape[1]:
-            forward(prefilled[0], ids, mask, logits_to_keep=1)
+        prefilled, same = [prefill(ids, mask)], list(group)
         for batch in same:
             cache = prefilled.pop() if batch is same[-1] else copy.deepcopy(prefilled[0])
             places = [prefixes.index(row.prefix) for row in batch]

@@ -22,6 +22,7 @@ from ..cache import QAdACache
 from ..versions import CACHE_NAMES, pass_cache
 from .conversations import CONVERSATIONS, MEMORY, SECONDS, Limits, conversations_of, counters
 from .memory import needed_bytes, reserve_memory
+from .storing import Store, Stored, store_at
 
 __all__ = ["CONVERSATIONS", "FOLDER", "MEMORY", "SECONDS", "counters", "generate", "make_folder"]
 
@@ -48,6 +49,7 @@ def generate(
     conversations_seconds: float = SECONDS,
     conversation_key: str | None = None,
     one_user: bool = True,
+    conversations_store: Store = False,
     **arguments: Any,
 ) -> Any:
     """`model.generate` with a QAdACache, kept for the next call on the same text.
@@ -73,9 +75,12 @@ def generate(
             it as an attribute of its generation config.
         one_user: whether all calls without a key are one user's, and may go on with each other's conversations. False:
             nothing of them is kept.
+        conversations_store: a `PrefixStore` or its folder, True for the user's own: each turn is written to it before
+            the call returns, and found by later processes. False: nothing is.
 
     Raises:
         ValueError: `conversations` or another limit is no such number, or the key no str.
+        TypeError: `conversations_store` is nothing that can be a store.
         MemoryError: the call would take more memory than this process may still have.
         TypeError, ValueError, FileNotFoundError, NotImplementedError, RuntimeError: as `QAdACache` and
             `model.generate`.
@@ -95,13 +100,18 @@ def generate(
         kept.forget()
     ids = others.get("input_ids") if inputs is None else inputs
     prompt = _one_row(ids, settings, others) if conversations and (one_user or key is not None) else None
-    taken = None
+    taken, store = None, store_at(conversations_store)
     if prompt is None:
         cache = QAdACache(model, **(cache_options or {}))
         rows, tokens = ids.shape[:2] if isinstance(ids, Tensor) and ids.dim() == 2 else (1, 0)
         rows *= max(settings.num_beams or 1, settings.num_return_sequences or 1)
     else:
-        taken = kept.take(model, prompt, options=cache_options or {}, limits=limits, key=key)
+        asked: dict[str, Any] = {"options": cache_options or {}, "key": key}
+        stored = Stored(store, model, prompt, **asked)
+        taken = kept.take(model, prompt, limits=limits, stored=stored.tokens, **asked)
+        if stored.tokens > taken.cache.get_seq_length():
+            taken.cache = stored.restore(forget=kept.forget_one)
+            kept.restored(taken.cache.get_seq_length())
         cache, rows, tokens = taken.cache, 1, len(prompt) - taken.cache.get_seq_length()
         logger.info("%d of %d prompt tokens were kept from an earlier call", len(prompt) - tokens, len(prompt))
     at_once = min(tokens, settings.prefill_chunk_size or tokens)
@@ -114,10 +124,13 @@ def generate(
         if taken is not None and prompt is not None and (held := min(cache.get_seq_length(), len(prompt))):
             with contextlib.suppress(RuntimeError):  # layers hold different tokens, or have no way back: it is dropped
                 cache.crop(held - cache.get_seq_length())
+                stored.keep(cache, prompt[:held])
                 kept.keep(taken, prompt[:held], limits)
         raise
     if taken is not None:
-        kept.keep(taken, output[0, : cache.get_seq_length()].cpu(), limits)
+        held_tokens = output[0, : cache.get_seq_length()].cpu()
+        stored.keep(cache, held_tokens)  # before another thread may take it
+        kept.keep(taken, held_tokens, limits)
     return output
 
 

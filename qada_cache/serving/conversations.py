@@ -72,7 +72,7 @@ class Conversations:
 
     def __init__(self) -> None:
         self._kept: list[Conversation] = []
-        names = "requests", "continued", "prompt_tokens", "cached_tokens", "evicted", "expired"
+        names = "requests", "continued", "restored", "prompt_tokens", "cached_tokens", "evicted", "expired"
         self._counters = Counter(dict.fromkeys(names, 0))
         self._lock = threading.RLock()
 
@@ -83,19 +83,27 @@ class Conversations:
             return {**self._counters, "conversations": len(self._kept), "bytes": held}
 
     def take(
-        self, model: PreTrainedModel, prompt: Tensor, *, options: Mapping[str, Any], limits: Limits, key: str | None
+        self,
+        model: PreTrainedModel,
+        prompt: Tensor,
+        *,
+        options: Mapping[str, Any],
+        limits: Limits,
+        key: str | None,
+        stored: int = 0,
     ) -> Conversation:
         """The one whose cache holds the longest kept beginning of `prompt` `[tokens]` (on the host); or a new one.
 
         The cache holds nothing else then. At least the prompt's last token is left to be read, as the next one's logits
         come of it. A conversation that shares less than half of its cache's tokens is left for its own next turn.
-        Others make room for this one.
+        Others make room for this one. If a store has more tokens of the prompt, `stored`, the cache is a new one.
         """
         terms = dict(options), identity.sample(model), key
         switched_on = attention.is_switched_on(model.config.get_text_config(decoder=True))
         with self._lock:
             shared = {kept: kept.shared(prompt) for kept in self._kept if switched_on and kept.terms == terms}
             length = max(shared.values(), default=0)
+            length = length if length >= stored else 0
             taken = next(kept for kept in shared if shared[kept] == length) if length else None
             if taken is not None:
                 self._kept.remove(taken)
@@ -107,6 +115,11 @@ class Conversations:
         if length < len(taken.tokens):
             taken.cache.crop(length - len(taken.tokens))
         return taken
+
+    def restored(self, tokens: int) -> None:
+        """Count a new one's cache that holds so many tokens from a store."""
+        with self._lock:
+            self._counters.update(restored=1, cached_tokens=tokens)
 
     def keep(self, taken: Conversation, tokens: Tensor, limits: Limits) -> None:
         """Keep one that was taken, whose cache holds `tokens` `[tokens]`, on the host, unless it is too large."""
@@ -163,7 +176,8 @@ def conversations_of(model: PreTrainedModel) -> Conversations:
 def counters(model: PreTrainedModel) -> dict[str, int]:
     """Numbers by name for a server to export: of this model's requests, and of what is kept of them now.
 
-    requests: calls with a cache that can be kept; continued: of these, the ones that went on with a conversation.
+    requests: calls with a cache that can be kept; continued: of these, the ones that went on with a conversation;
+    restored: the ones that went on with a stored one.
     prompt_tokens: of all these calls; cached_tokens: of these, the ones that were not read again.
     evicted: conversations that went for want of room; expired: those that nobody had gone on with for too long.
     conversations: that are kept now; bytes: that these take.

@@ -66,6 +66,7 @@ class QAdALayer(DynamicLayer):
         self.counters = Counters()
         if self.store is not None:
             self._keep_by_options(self.store)
+            self.store.alike = list(self.store.exact)  # others were decided by the options of before
 
     def _keep_by_options(self, store: TokenStore) -> None:
         options = self.options

@@ -44,6 +44,7 @@ def layer_record(layer: QAdALayer) -> dict[str, Any]:
         **{"local_keys": store.local_keys[:, :, used], "local_values": store.local_values[:, :, used]},
         **{name: PaddedTensor(t, bulk.lengths, room) for name, t in zip(BULK, (bulk.keys, bulk.values), strict=True)},
         **{"lengths": store.lengths, "flushed": store.flushed, "stored": bulk.lengths, "decoded": store.decoded},
+        **{"exact": store.exact, "alike": store.alike},
     }
     if store.moments is not None:
         record |= {"count": store.moments.count, "mean": store.moments.mean, "covariance": store.moments.covariance}
@@ -68,6 +69,7 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
         store.local_keys[:, :, :columns] = record["local_keys"]
         store.local_values[:, :, :columns] = record["local_values"]
         store.lengths, store.flushed, store.decoded = record["lengths"], record["flushed"], record["decoded"]
+        store.exact, store.alike = _read_alike(record)
         (keys, values), stored = (record[name] for name in BULK), record["stored"]
         if store.bulk.mappable and any(stored):
             store.bulk.adopt(source, keys, values, lengths=stored)
@@ -133,7 +135,18 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
         padding = Padding(valid.cpu())
     real = [seen - padded for padded in padding.counts(len(lengths))]
     require(lengths == real, f"{lengths} tokens of {seen} that were seen")
+    exact, alike = _read_alike(record)
+    counts = [*exact, *alike]
+    fits = {*map(type, counts)} == {int} and len(exact) == len(alike) == len(lengths)
+    fits = fits and all(0 <= one <= other <= most for one, other, most in zip(exact, alike, lengths, strict=True))
+    require(fits, f"{exact} tokens read exactly and {alike} alike of {lengths}")
     return padding
+
+
+def _read_alike(record: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """`TokenStore.exact` and `alike`; of a file that is older than these, no token is known to be read in any way."""
+    unknown = [0] * len(record["lengths"])
+    return record.get("exact", unknown), record.get("alike", unknown)
 
 
 def _require(holder: str, fits: Any, what: str) -> None:

@@ -47,6 +47,8 @@ class TokenStore:
         self.decoded = False  # whether `append` put anything into the bulk since the last `absorb`
         self.lengths = [0] * batch  # tokens of each row
         self.flushed = [0] * batch  # of these, the oldest ones, that are no longer recent
+        # Of these, the oldest ones: all read by `absorb`, and all by `absorb` or under the same decisions.
+        self.exact, self.alike = [0] * batch, [0] * batch
         # Recent columns, at most; there are as many as have been needed. A call appends at most `window` tokens to at
         # most `window` kept ones; the rest is pending.
         self.capacity = window + max(window, PENDING_TOKENS)
@@ -98,7 +100,7 @@ class TokenStore:
         else:
             groups = self._single_rows()
             self._set_recent(groups, [self._extended(rows, (keys, values), valid) for rows in groups])
-        self._lengthen(tokens, valid)
+        self._lengthen(tokens, valid, exact=False)
 
     def absorb(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Add any number of tokens: each row keeps its window, everything older is flushed at once."""
@@ -106,7 +108,7 @@ class TokenStore:
         groups = self._alike(self.lengths, self.flushed) if valid is None else self._single_rows()
         recents = [self._flush(rows, self._extended(rows, (keys, values), valid), exact=True) for rows in groups]
         self._set_recent(groups, recents)
-        self._lengthen(keys.shape[2], valid)
+        self._lengthen(keys.shape[2], valid, exact=True)
         self.decoded = False
 
     def local_views(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
@@ -122,8 +124,9 @@ class TokenStore:
             self.end -= removed[0]
         else:  # the window reaches back into flushed tokens, or rows lose different numbers of tokens
             groups = self._alike(flushed, lengths, self.flushed, self.lengths)
-            self._set_recent(groups, [self._tokens(rows, flushed[rows.start], lengths[rows.start]) for rows in groups])
+            self._set_recent(groups, [self.tokens(rows, flushed[rows.start], lengths[rows.start]) for rows in groups])
         self.lengths, self.flushed = lengths, flushed
+        self.exact, self.alike = (list(map(min, counts, lengths)) for counts in (self.exact, self.alike))
         stored = [max(gone - self.sinks, 0) for gone in flushed]
         self.bulk.truncate(stored)
         if self.sketch is not None:
@@ -173,7 +176,8 @@ class TokenStore:
         for known in (self.moments, self.sketch):
             if known is not None:
                 known.select(index)
-        self.lengths, self.flushed = ([counts[row] for row in index] for counts in (self.lengths, self.flushed))
+        counted = self.lengths, self.flushed, self.exact, self.alike
+        self.lengths, self.flushed, self.exact, self.alike = ([counts[row] for row in index] for counts in counted)
         if max(map(sub, self.lengths, self.flushed), default=0) < self.end:  # rows with more recent tokens are gone
             rows = self._single_rows()
             self._set_recent(rows, [tuple(part.clone() for part in self._recent(row)) for row in rows])
@@ -206,9 +210,11 @@ class TokenStore:
             for span in self.bulk.spans(row, self.moments.count[row], heads=self.local_keys.shape[1]):
                 self.moments.update(own, self.bulk.read(own, slice(None), *span)[0])
 
-    def _lengthen(self, tokens: int, valid: Tensor | None) -> None:
+    def _lengthen(self, tokens: int, valid: Tensor | None, *, exact: bool) -> None:
         new = [tokens] * self.batch if valid is None else valid.sum(dim=-1).tolist()
-        self.lengths = [length + more for length, more in zip(self.lengths, new, strict=True)]
+        before, self.lengths = self.lengths, [length + more for length, more in zip(self.lengths, new, strict=True)]
+        for counts in (self.exact, self.alike) if exact else (self.alike,):
+            counts[:] = map(_grown, counts, before, self.lengths)
 
     def _recent(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Views of the recent tokens of rows alike."""
@@ -224,7 +230,7 @@ class TokenStore:
             return new
         return tuple(torch.cat(parts, dim=2) for parts in zip(self._recent(rows), new, strict=True))
 
-    def _tokens(self, rows: slice, start: int, stop: int) -> Pair:
+    def tokens(self, rows: slice, start: int, stop: int) -> Pair:
         """Copies of real tokens `start..stop` of rows alike, wherever they lie, on the compute device."""
         gone = self.flushed[rows.start]
         sinks, recent = slice(start, min(stop, gone, self.sinks)), slice(max(start - gone, 0), max(stop - gone, 0))
@@ -266,3 +272,8 @@ class TokenStore:
         self.flushed[rows] = [gone + older] * len(self.flushed[rows])
         # Not views: those would keep all of a row's new tokens until the last row is done.
         return keys[:, :, older:].clone(), values[:, :, older:].clone()
+
+
+def _grown(count: int, before: int, now: int) -> int:
+    """A count of a row's oldest tokens, of which there were `before`: it goes on if it was all of them."""
+    return now if count == before else count

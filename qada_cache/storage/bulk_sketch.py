@@ -1,6 +1,6 @@
 """What the compute device knows of every token of a bulk: its key in few bits, and what values go with keys."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -99,6 +99,29 @@ class BulkSketch:
             if known > length:  # taken anew rather than subtracted, which leaves errors that no later token heals
                 self.lengths[row] = 0
                 self.append_from(bulk, slice(row, row + 1))
+
+    def segment(self, row: int, index: int) -> dict[str, Tensor] | None:
+        """What the row's closed segment `index` is coded as, `[kv_heads, ...]` by name; None if it is open, or not
+        there."""
+        start, own = index * SEGMENT_TOKENS, slice(row, row + 1)
+        if not self.lengths[row] or start >= segment_start(self.lengths[row]):
+            return None
+        kept = self.tensors.tensors()
+        return {name: _span(name, kept[name][own], start, start + SEGMENT_TOKENS)[0] for name in (*TOKENS, *SEGMENTS)}
+
+    def adopt(self, bulk: Bulk, row: int, segments: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take over a row's first segments, as `segment` gives them, while it has none; `append_from` does the rest."""
+        tokens, own = len(segments) * SEGMENT_TOKENS, slice(row, row + 1)
+        bulk.residents.shared.retried(partial(self._reserve, bulk.capacity))
+        kept = self.tensors.tensors()
+        for index, segment in enumerate(segments):
+            start = index * SEGMENT_TOKENS
+            for name in (*TOKENS, *SEGMENTS):
+                _span(name, kept[name][own], start, start + SEGMENT_TOKENS).copy_(segment[name][None])
+        for first, end in bulk.spans(row, heads=self.mean_key.shape[1]):
+            if first < tokens:
+                self._correlate(own, *bulk.read(own, slice(None), first, min(end, tokens)), first)
+        self.lengths[row] = tokens
 
     def select(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`."""

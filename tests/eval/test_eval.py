@@ -273,6 +273,25 @@ def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
             assert float(row[column]) == pytest.approx(float(expected), abs=2e-3), (column, layer, head)
 
 
+def test_restart(tmp_path: Path) -> None:
+    """Every process answers as the one that kept its cache; by the store it reads the question alone."""
+    import needle
+
+    from eval import restart
+
+    table = tmp_path / "table.csv"
+    arguments = ["--model", str(needle.FOLDER), "--tokens", "600", "--rounds", "1", "--answer", "3"]
+    assert restart.main([*arguments, "--folder", str(tmp_path), "--out", str(table)]) == 0
+    with table.open(encoding="utf-8") as file:
+        first, *rows = csv.DictReader(file)
+    assert [row["way"] for row in rows] == list(restart.WAYS)
+    assert [row["as_kept"] for row in rows] == ["1/1"] * 4
+    assert {row["tokens_read"] for row in rows[:2]} == {first["tokens_read"]}
+    assert all(int(row["tokens_read"]) < 20 for row in rows[2:])
+    assert first["bytes"] == first["files_bytes"]
+    assert float(first["turn_mib"]) < 0.7 * float(first["whole_mib"])
+
+
 def test_prefix_reuse(tmp_path: Path) -> None:
     """Every way leads to the same answers."""
     import needle

@@ -262,3 +262,37 @@ def test_requests_that_fill_up_are_answered_once() -> None:
     counted = metrics(lm.cache_totals.pop("none"))
     lm.generate_until([one, two], disable_tqdm=True)
     assert metrics(lm.cache_totals["none"]) == counted
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_what_prompts_begin_with_is_read_once(tmp_path: Path, batch_size: int) -> None:
+    """Scores stay, in the run that keeps a beginning and in a later one, which has it from the first prompt on."""
+    (_, start, _), *_ = token_requests((300, 1))
+    requests = [
+        (("", str(place)), start + context, answer)
+        for place, (_, context, answer) in enumerate(
+            token_requests((40, 5), (35, 30), (40, 3), (50, 4), (40, 1), (3, 2))
+        )
+    ]
+    wanted = random_lm(cache_threshold=0.12, batch_size=batch_size)._loglikelihood_tokens(requests, disable_tqdm=True)
+    saved = []
+    for _ in range(2):
+        lm = random_lm(cache_threshold=0.12, batch_size=batch_size, cache_store=str(tmp_path / "store"))
+        scores = lm._loglikelihood_tokens(requests, disable_tqdm=True)
+        assert [score for score, _ in scores] == pytest.approx([score for score, _ in wanted], abs=2e-3)
+        saved.append(lm.saved_tokens["none"])
+    assert 0 < saved[0] < saved[1]
+    if batch_size == 1:  # the rest of the last is too short to be read exactly, so less is taken
+        assert saved == [3 * 300 + 302 - 17, 5 * 300 + 302 - 17]
+
+
+def test_tokens_saved_stand_beside_scores(tmp_path: Path, stock: dict[str, Any]) -> None:
+    found = []
+    for _ in range(2):
+        found.append(evaluate(needle_lm(cache_threshold=1, cache_store=str(tmp_path / "store"))))
+        for task, metric in TASKS.items():
+            assert found[-1][task][metric] == pytest.approx(stock[task][metric], rel=1e-5), task
+    assert all(isinstance(each[task]["cache_saved_tokens,none"], int) for each in found for task in TASKS)
+    assert "cache_saved_tokens,none" not in evaluate(needle_lm(cache_threshold=1), "needle")["needle"]
+    with pytest.raises(NotImplementedError, match="sliding or linear layers"):
+        random_lm("gemma3", cache_store=str(tmp_path / "store"))

@@ -25,8 +25,9 @@ def stock(model: PreTrainedModel, ids: Tensor, cache: Any, **options: Any) -> Te
 
 
 def ours(model: PreTrainedModel, ids: Tensor, cache_options: dict[str, Any] = EXACT, **options: Any) -> Any:
-    """`generate` by the folder."""
-    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW, **options}
+    """`generate` by the folder; nothing is stored unless `options` say so."""
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW}
+    settings |= {"conversations_store": False, **options}
     return model.generate(ids, custom_generate=FOLDER, trust_remote_code=True, cache_options=cache_options, **settings)
 
 

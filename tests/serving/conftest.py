@@ -11,6 +11,8 @@ from calling import Reads
 from models import tiny
 from transformers import PreTrainedModel, dynamic_module_utils
 
+from qada_cache.prefix_store import folder
+
 
 @pytest.fixture(autouse=True)
 def modules_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -22,6 +24,12 @@ def modules_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     for name in set(sys.modules) - before:
         if name.startswith("transformers_modules"):
             del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def prompts_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store that requests go to by default is each test's own."""
+    monkeypatch.setattr(folder, "FOLDER", f"prompts-of-{tmp_path.name}")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ ONE_USER = True  # False where several are served: nothing is kept of requests w
 CONVERSATIONS = serving.CONVERSATIONS  # how many conversations' caches are kept between requests
 MEMORY = serving.MEMORY  # of their caches: bytes, or a share of the host's memory
 SECONDS = serving.SECONDS  # lifetime of an unused conversation
+STORE: bool | str = True  # where turns are written, to be found after a restart: a folder; True: the user's own
 
 generate = functools.partial(
     serving.generate,
@@ -17,4 +18,5 @@ generate = functools.partial(
     conversations=CONVERSATIONS,
     conversations_memory=MEMORY,
     conversations_seconds=SECONDS,
+    conversations_store=STORE,
 )

@@ -1,0 +1,280 @@
+"""PrefixStore: prompts that were read once, kept in a folder for later prompts that begin alike.
+
+`naming` says what stored tokens are known by, `folder` has their files, `filling` takes tokens out of caches and puts
+them in. A file holds the keys and values of one segment of tokens as they were. Sinks, window and moments are made anew
+by each cache, under options of its own; of the sketch, whose codes take longest, `sketches` keeps whole segments.
+"""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..cache import QAdACache
+from ..key_moments.models import unwrap_model
+from .checking import check, real_rows
+from .filling import copy_tokens, fill, has_shapes, layers_of
+from .finding import Beginning, Finder
+from .folder import Folder, Header, Listing, opened
+from .keeping import store_row
+from .managing import StoredPrompts, StoreStats, summarise, verify
+from .naming import EXACT, Name, reading_of, root_of
+from .sketches import sketch_of
+
+logger = logging.get_logger(__name__)
+
+MAX_BYTES = 16 * 2**30
+MAX_AGE = 30 * 24 * 3600.0  # seconds
+
+
+class PrefixStore:
+    """Prompts that were read once, kept in a folder: a later one that begins alike, in any process, reads the rest.
+
+        store = PrefixStore()
+        cache = store.cache(model, inputs.input_ids)  # holds the longest stored beginning
+        out = model.generate(**inputs, cache=cache)
+        store.keep(cache, out)  # for later prompts
+
+    A prompt's keys and values are found by its tokens, the model (config, dtype, sampled weights, adapters) and `key`.
+    What cannot be read or written costs a warning and the time to read the prompt, and no answer is wrong for it.
+
+    Args:
+        folder: None: "prompts" in the user's cache folder (`QADA_HOME`). It is made for the user alone, and is not used
+            if it is another user's, or if others can write to it.
+        max_bytes: of its files; the least recently used ones go.
+        max_age: seconds after which an unused file goes; None: never.
+
+    Raises:
+        ValueError: a limit out of its range.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike | None = None,
+        *,
+        max_bytes: int = MAX_BYTES,
+        max_age: float | None = MAX_AGE,
+    ) -> None:
+        if type(max_bytes) is not int or max_bytes < 0:
+            raise ValueError(f"max_bytes must be an int, 0 or more, got {max_bytes!r}")
+        if max_age is not None and (type(max_age) not in (int, float) or not max_age >= 0):
+            raise ValueError(f"max_age must be seconds, 0 or more, or None, got {max_age!r}")
+        self.folder = None if folder is None else Path(folder).absolute()
+        self.max_bytes, self.max_age = max_bytes, max_age
+        self._headers: dict[Name, Header] = {}
+        self._counters: Counter[str] = Counter()
+        self._lock = threading.RLock()
+        self._cleaned = False
+
+    def cache(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor | Sequence[int],
+        *,
+        attention_mask: Tensor | None = None,
+        key: str | None = None,
+        **options: Any,
+    ) -> QAdACache:
+        """A cache that holds the longest stored beginning of `input_ids`, or an empty one.
+
+        At least the last token is left to be read. Rows of a batch may have different beginnings, and left padding: as
+        `generate` reads the same columns of every row, all begin where the row with the shortest one does.
+
+        Args:
+            model: as for `QAdACache`.
+            input_ids: `[tokens]` or `[rows, tokens]`, as for `generate`.
+            attention_mask: `[rows, tokens]`, 0 at padding, which has to be on the left.
+            key: of the owner, any text: what was kept under another key, or none, is not found.
+            options: of `QAdACache`.
+
+        Raises:
+            ValueError: `input_ids` and mask of other shapes, or padding that is not on the left.
+            TypeError: a key that is no str.
+            NotImplementedError: a model or prompt whose keys do not follow from the tokens before them alone, and a
+                model that is split over processes.
+            TypeError, ValueError, FileNotFoundError, NotImplementedError: as `QAdACache`.
+        """
+        rows, columns = real_rows(input_ids, attention_mask)
+        return self.begin(model, rows, columns, most=columns - 1, key=key, **options)
+
+    def begin(
+        self,
+        model: PreTrainedModel,
+        rows: Sequence[Sequence[int]],
+        columns: int,
+        *,
+        most: int,
+        key: str | None = None,
+        **options: Any,
+    ) -> QAdACache:
+        """As `cache`, of rows of real tokens, right-aligned in so many columns, of which it holds at most `most`."""
+        model = unwrap_model(model)
+        cache, found = QAdACache(model, **options), [Beginning() for _ in rows]
+        with self._finder(cache, model, rows, key) as finder:
+            if finder is not None:
+                found = [finder.find(row, most - columns + len(row)) for row in rows]
+        begun = min((columns - len(row) + each.tokens for row, each in zip(rows, found, strict=True)), default=0)
+        held = [max(begun - columns + len(row), 0) for row in rows]
+        if any(held):
+            for each, tokens in zip(found, held, strict=True):
+                each.crop(tokens)
+            fill(cache, [each.pieces for each in found], [each.exact for each in found], begun)
+        with self._lock:
+            self._counters.update(prompts=len(rows), hits=sum(map(bool, held)))
+            self._counters.update(prompt_tokens=sum(map(len, rows)), saved_tokens=sum(held))
+        return cache
+
+    def count(self, model: PreTrainedModel, tokens: Sequence[int], *, key: str | None = None, **options: Any) -> int:
+        """How many tokens `cache` would hold of one row, if no file is damaged; nothing is read but headers."""
+        model = unwrap_model(model)
+        with self._finder(QAdACache(model, **options), model, [tokens], key) as finder:
+            return 0 if finder is None else finder.count(tokens, len(tokens) - 1)
+
+    def keep(self, cache: QAdACache, token_ids: Tensor | Sequence[int], *, key: str | None = None) -> int:
+        """Keep what a cache holds for later prompts; returns the tokens kept of all rows, earlier ones included.
+
+        Of tokens that are stored already nothing is written. Tokens that were decoded, or read in calls of at most a
+        window, depend on what the cache decided: they are found by caches of the same deciding options, and those of a
+        `fork` are not kept. Of prompts that the disk or `max_bytes` have no room for, the beginning is kept.
+
+        Args:
+            cache: of one row, or of rows without padding.
+            token_ids: `[tokens]` or `[rows, tokens]`: the tokens that it holds, from the first; more may follow, as in
+                what `generate` returns.
+            key: as for `cache`.
+
+        Raises:
+            RuntimeError: a forward pass was interrupted, so there is no whole state.
+            ValueError: `token_ids` of other rows, or fewer, than the cache holds.
+            NotImplementedError: padding, and as by `cache`.
+        """
+        rows, columns = real_rows(token_ids, None)
+        cache._check_whole()
+        layers = layers_of(cache)
+        seen, store = cache.get_seq_length(), layers[0].store
+        if store is None:
+            return 0
+        if columns < seen or len(rows) != store.batch:
+            raise ValueError(
+                f"token_ids are {len(rows)} rows of {columns} tokens, and the cache holds {store.batch} rows of {seen}"
+            )
+        if layers[0].padding.known.numel():
+            raise NotImplementedError(
+                "PrefixStore keeps no caches with padding, as it may have moved positions: keep rows one by one"
+            )
+        return self.keep_rows(cache, {place: row[:seen] for place, row in enumerate(rows)}, key=key)
+
+    def keep_rows(self, cache: QAdACache, rows: dict[int, Sequence[int]], *, key: str | None = None) -> int:
+        """As `keep`, of some of the cache's rows, by their places, the first real tokens."""
+        model = cache._shared.model.get()
+        if model is None:
+            raise ValueError("a cache that was built with config= cannot be kept: build it with the model")
+        check(cache, model, list(rows.values()), key)
+        store, kept = layers_of(cache)[0].store, 0
+        if store is None:
+            return 0
+        if unlike := {*store.dtypes} - {model.dtype}:
+            logger.warning_once(
+                f"prompts are not kept whose keys are in {min(map(str, unlike))}, as under autocast, and not in the "
+                f"model's {model.dtype}: load the model in that dtype"
+            )
+            return 0
+        root, reading = root_of(model, key), reading_of(cache.options)
+        origin, kind = model.config._name_or_path, model.config.model_type
+        about = {"model": origin, "type": kind, "dtype": str(model.dtype), "keyed": key is not None}
+        try:
+            with self._opened(make=True) as folder:
+                listing = folder.list(self.max_age)
+                for place, row in rows.items():
+                    alike = min(store.alike[place], len(row))
+                    tokens, written = store_row(
+                        *(folder, listing),
+                        root=root,
+                        tokens=row[:alike],
+                        exact=alike if reading == EXACT else min(store.exact[place], alike),
+                        reading=reading,
+                        sketch=sketch_of(cache.options),
+                        about=about,
+                        copy=partial(copy_tokens, cache, place),
+                        max_bytes=self.max_bytes,
+                    )
+                    kept += tokens
+                    with self._lock:
+                        self._counters["written_bytes"] += written
+        except OSError as error:
+            logger.warning_once(f"prompts cannot be kept: {error}")
+        return kept
+
+    def stats(self) -> StoreStats:
+        """Counts of this store, and what its folder holds; nothing if that cannot be read."""
+        try:
+            with self._opened() as folder:
+                listing = folder.list()
+        except OSError:
+            listing = Listing()
+        names = ("prompts", "hits", "prompt_tokens", "saved_tokens", "written_bytes")
+        with self._lock:
+            counted = {name: self._counters[name] for name in names}
+        return StoreStats(**counted, segments=len(listing.files), bytes=listing.bytes)
+
+    def prompts(self) -> list[StoredPrompts]:
+        """What the folder holds, by model and owner; those used last come first. An OSError if it cannot be read."""
+        with self._opened() as folder:
+            return summarise(folder, folder.list())
+
+    def drop(self, ids: Iterable[str] | None = None) -> int:
+        """Remove the prompts of these `StoredPrompts.id`, None: all; returns the number of files. Caches that hold them
+        stay as they are. An OSError if the folder cannot be read."""
+        wanted = None if ids is None else set(ids)
+        with self._opened() as folder:
+            listing = folder.list()
+            gone = [name for name in listing.files if wanted is None or name.root in wanted]
+            for name in sorted(gone, key=lambda name: -name.number):  # no chain is broken meanwhile
+                folder.remove(listing, name)
+        return len(gone)
+
+    def verify(self) -> tuple[int, list[str]]:
+        """Read every file; remove damaged ones with all that is behind them. Returns the number of whole ones, and what
+        was wrong with the others. An OSError if the folder cannot be read."""
+        with self._opened() as folder:
+            listing = folder.list()
+            return verify(folder, listing)
+
+    @contextmanager
+    def _finder(
+        self, cache: QAdACache, model: PreTrainedModel, rows: Sequence[Sequence[int]], key: str | None
+    ) -> Iterator[Finder | None]:
+        """What looks for beginnings of rows, for an empty cache; None if nothing can be found."""
+        check(cache, model, rows, key)
+        with ExitStack() as stack:
+            finder = None
+            try:
+                if not torch.is_autocast_enabled(model.device.type):  # keys may be of another dtype then
+                    folder = stack.enter_context(self._opened())
+                    fits = partial(has_shapes, model, cache.options, len(cache.layers))
+                    own: dict[str, Any] = {"reading": reading_of(cache.options), "sketch": sketch_of(cache.options)}
+                    finder = Finder(folder, folder.list(self.max_age), root=root_of(model, key), fits=fits, **own)
+            except FileNotFoundError:
+                pass  # nothing was kept yet
+            except OSError as error:
+                logger.warning_once(f"no stored prompts are used: {error}")
+            yield finder
+
+    @contextmanager
+    def _opened(self, *, make: bool = False) -> Iterator[Folder]:
+        """The folder; what killed processes left in it is removed when it is first opened."""
+        with opened(self.folder, self._headers, make=make) as folder:
+            with self._lock:
+                clean, self._cleaned = not self._cleaned, True
+            if clean:
+                folder.clean()
+            yield folder

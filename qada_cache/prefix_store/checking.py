@@ -1,0 +1,61 @@
+"""What is asked of a store, checked: texts and models whose keys follow from the tokens before them alone."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..cache import QAdACache
+from ..key_moments.models import check_unsharded, processes
+from ..key_moments.rotation import growing_parameters, rope_settings
+from .filling import layers_of
+
+_MEDIA = re.compile(r"(image|video|audio|vision|speech)\w*_(id|index)$")
+
+
+def check(cache: QAdACache, model: PreTrainedModel, rows: Iterable[Sequence[int]], key: str | None) -> None:
+    """Refuse what no prompts are kept of."""
+    if key is not None and not isinstance(key, str):
+        raise TypeError(f"key must be a str, got {type(key).__name__}")
+    check_unsharded(processes(model))
+    layers_of(cache)
+    for row in rows:
+        _check_text(model, row)
+
+
+def real_rows(ids: Any, mask: Tensor | None) -> tuple[list[list[int]], int]:
+    """The real tokens of each row, and the columns of all."""
+    whole = torch.as_tensor(ids, device="cpu")
+    whole = whole[None] if whole.dim() == 1 else whole
+    if whole.dim() != 2 or not whole.shape[1] or whole.is_floating_point() or whole.dtype == torch.bool:
+        raise ValueError(f"token ids are ints [tokens] or [rows, tokens], got {whole.dtype} {list(whole.shape)}")
+    rows = whole.tolist()
+    if mask is not None:
+        if mask.shape != whole.shape:
+            raise ValueError(f"attention_mask of {list(mask.shape)} is not of input_ids of {list(whole.shape)}")
+        real = mask.bool()
+        if not (real[:, 1:] >= real[:, :-1]).all():
+            raise ValueError("attention_mask hides tokens behind real ones: pad rows on the left (padding_side='left')")
+        rows = [row[len(row) - count :] for row, count in zip(rows, real.sum(dim=-1).tolist(), strict=True)]
+    return rows, whole.shape[1]
+
+
+def _check_text(model: PreTrainedModel, tokens: Sequence[int]) -> None:
+    """Raise NotImplementedError unless the keys of `tokens` follow from them alone, whatever comes behind them."""
+    config = model.config.get_text_config(decoder=True)
+    settings = rope_settings(config)
+    if any(growing_parameters(settings, layer) for layer in range(config.num_hidden_layers)):
+        raise NotImplementedError(
+            f"PrefixStore keeps no prompts of {config.model_type} with rotary frequencies that depend on a prompt's "
+            "length: save() and QAdACache.load keep a whole prompt"
+        )
+    named = vars(model.config) | vars(config)
+    media = {value for name, value in named.items() if _MEDIA.match(name) and type(value) is int}
+    if found_media := media.intersection(tokens):
+        raise NotImplementedError(
+            f"PrefixStore keeps no prompts with images or sound (token {min(found_media)}), which their tokens do not "
+            "tell apart: save() and QAdACache.load keep a whole prompt"
+        )

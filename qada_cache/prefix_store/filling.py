@@ -1,0 +1,94 @@
+"""Tokens out of a QAdACache, and into an empty one, as if an exact call had read them there."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..cache import QAdACache
+from ..key_moments.models import inputs_device, sizes
+from ..sketch import Layout
+from ..state import Options
+from ..state.layer import QAdALayer
+from ..storage.padding import NONE, Padding
+from . import sketches
+from .folder import Layers
+
+_PARTS = ("keys", "values")
+Pieces = Sequence[tuple[Layers, int]]  # of one row: segments in order, and of each the first tokens that are taken
+
+
+def layers_of(cache: QAdACache) -> list[QAdALayer]:
+    """All layers of a cache; a NotImplementedError if any is of another kind, which cannot be cut where texts part."""
+    if not cache.layers or not all(isinstance(layer, QAdALayer) for layer in cache.layers):
+        raise NotImplementedError(
+            f"PrefixStore keeps no prompts of {cache._shared.model.model_type}, whose sliding or linear layers cannot "
+            "be cropped to a common beginning: save() and QAdACache.load keep a whole prompt"
+        )
+    return list(cache.layers)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def copy_tokens(cache: QAdACache, row: int, start: int, stop: int) -> Layers:
+    """What a file holds of real tokens `start..stop` of one row, on the host."""
+    found = []
+    for layer in layers_of(cache):
+        assert layer.store is not None
+        keys, values = layer.store.tokens(slice(row, row + 1), start, stop)
+        code = sketches.code_of(layer.store, row, start, stop)
+        found.append({"keys": keys[0].cpu(), "values": values[0].cpu(), **code})
+    return found
+
+
+@torch.no_grad()
+@torch.inference_mode(False)  # what is made here is written to later, perhaps outside inference mode
+def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: int) -> None:
+    """Let an empty cache hold `seen` logical tokens a row: padding, then the row's pieces. Of row `r` the first
+    `exact[r]` tokens were read exactly, wherever they come from."""
+    lengths = [sum(taken for _, taken in pieces) for pieces in rows]
+    known = torch.ones(len(rows), seen, dtype=torch.bool, device="cpu")
+    for row, length in enumerate(lengths):
+        known[row, : seen - length] = False
+    padding, valid = (NONE, None) if known.all() else (Padding(known), known)
+    model = cache._shared.model.get()
+    device = torch.device("cpu") if model is None else inputs_device(model)
+    for place, layer in enumerate(layers_of(cache)):
+        keys, values = (_joined(rows, lengths, place, part, seen).to(device) for part in _PARTS)
+        layer.lazy_initialization(keys[:, :, :0], values[:, :, :0])
+        store = layer.store
+        assert store is not None
+        sketch, store.sketch = store.sketch, None
+        store.absorb(keys, values, valid)
+        store.exact, store.alike, store.sketch = list(exact), list(lengths), sketch
+        for row, pieces in enumerate(rows if sketch is not None else ()):
+            sketches.restore(store, row, [layers for layers, _ in pieces], place)
+        layer.seen, layer.padding = seen, padding
+
+
+def _joined(rows: Sequence[Pieces], lengths: Sequence[int], place: int, part: str, seen: int) -> Tensor:
+    """The "keys" or "values" of one layer, `[rows, kv_heads, seen, dim]`, zeros where there is padding."""
+    like = next(layers[place][part] for pieces in rows for layers, _ in pieces)
+    made = like.new_empty(len(rows), like.shape[0], seen, like.shape[2])
+    for row, (pieces, length) in enumerate(zip(rows, lengths, strict=True)):
+        at = seen - length
+        made[row, :, :at] = 0
+        for layers, taken in pieces:
+            made[row, :, at : at + taken] = layers[place][part][:, :taken]
+            at += taken
+    return made
+
+
+def has_shapes(model: PreTrainedModel, options: Options, count: int, layers: Layers) -> bool:
+    """Whether a model with so many layers has such keys and values, and a cache with these options such codes, if there
+    are any."""
+    config = model.config.get_text_config(decoder=True)
+    _, _, kv_heads, dim = sizes(config)
+    value_dim = getattr(config, "v_head_dim", None) or dim
+    layout = Layout.from_bits(dim, options.sketch_bits)
+    return len(layers) == count and all(
+        (layer["keys"].shape[0], layer["keys"].shape[2], layer["values"].shape[2]) == (kv_heads, dim, value_dim)
+        and layer["keys"].dtype == layer["values"].dtype == model.dtype
+        and (len(layer) == len(_PARTS) or (layout is not None and sketches.has_code(layer, layout)))
+        for layer in layers
+    )

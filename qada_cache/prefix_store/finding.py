@@ -1,0 +1,144 @@
+"""The longest stored beginning of a prompt: chains of segments, followed by their names."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from transformers.utils import logging
+
+from .folder import Folder, Header, Layers, Listing
+from .naming import EXACT, SEGMENT_TOKENS, Name, own_name
+
+logger = logging.get_logger(__name__)
+
+WORTH = 32  # tokens: fewer, which most prompts of a chat have in common, are read sooner than their file
+READERS = 4  # threads that read files
+Step = tuple[Name, int]  # a segment, and the first tokens of it that are taken
+
+
+@dataclass
+class Beginning:
+    """What is stored of one row."""
+
+    pieces: list[tuple[Layers, int]] = field(default_factory=list)  # as for `filling.fill`
+    exact: int = 0  # of the tokens, the first ones, that were read exactly
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return sum(taken for _, taken in self.pieces)
+
+    def crop(self, tokens: int) -> None:
+        """Keep the first `tokens`."""
+        before, self.exact = 0, min(self.exact, tokens)
+        cropped = []
+        for layers, taken in self.pieces:
+            if before < tokens:
+                cropped.append((layers, min(taken, tokens - before)))
+            before += taken
+        self.pieces = cropped
+
+
+class Finder:
+    """Looks for the beginnings of several rows, and reads each file once."""
+
+    def __init__(
+        self, folder: Folder, listing: Listing, *, root: str, reading: str, sketch: str, fits: Callable[[Layers], bool]
+    ) -> None:
+        """`reading` and `sketch` are of the cache that is to be filled, `fits` says whether its layers look so."""
+        self.folder, self.listing, self.root, self.reading, self._fits = folder, listing, root, reading, fits
+        self._sketch = sketch
+        self._read: dict[Name, tuple[Header, Layers]] = {}
+
+    def find(self, tokens: Sequence[int], most: int) -> Beginning:
+        """The longest stored beginning of `tokens`, of at most so many. Damaged files are removed, and so is what is
+        behind them; a warning says so."""
+        while True:
+            path = self._longest(tokens, most)
+            self.folder.touch(self.listing, [name for name, _ in path])
+            missing = [name for name, _ in path if name not in self._read]
+            with ThreadPoolExecutor(READERS) as pool:
+                read = [
+                    self._taken(name, result)
+                    for name, result in zip(missing, pool.map(self._load, missing), strict=True)
+                ]
+            if all(read):
+                break  # else its listing is shorter now
+        found = Beginning()
+        for name, taken in path:
+            header, layers = self._read[name]
+            if found.exact == found.tokens:
+                found.exact += min(header.exact, taken)
+            found.pieces.append((layers, taken))
+        return found
+
+    def count(self, tokens: Sequence[int], most: int) -> int:
+        """The tokens of the longest stored beginning, by its files' headers alone."""
+        return sum(taken for _, taken in self._longest(tokens, most))
+
+    def _longest(self, tokens: Sequence[int], most: int) -> list[Step]:
+        """The longest chain of at least `WORTH` tokens; of equal ones, one that was read exactly."""
+        best: list[Step] = []
+        length, tried = 0, [(self.root, list[Step]())]
+        while tried:
+            parent, path = tried.pop()
+            begun = len(path) * SEGMENT_TOKENS
+            rest = tokens[begun:most]
+            following = self.listing.following.get(parent, [])
+            whole = []
+            if len(rest) >= SEGMENT_TOKENS:  # the last one is tried first
+                names = {name.own: name for name in following}
+                owned = [own_name(parent, rest[:SEGMENT_TOKENS], reading) for reading in (self.reading, EXACT)]
+                whole = [names[own] for own in dict.fromkeys(owned) if own in names]
+            if whole:
+                tried += [(name.own, [*path, (name, SEGMENT_TOKENS)]) for name in whole]
+                continue
+            shared = {name: self._shared(name, rest) for name in list(following)} if rest else {}
+            last = max(shared, key=lambda name: shared[name], default=None)
+            if last is not None and shared[last]:
+                path, begun = [*path, (last, shared[last])], begun + shared[last]
+            if begun > length and begun >= WORTH:
+                best, length = path, begun
+        return best
+
+    def _shared(self, name: Name, rest: Sequence[int]) -> int:
+        """How many tokens of `rest` a segment begins with that can be taken; 0 if it cannot be read."""
+        try:
+            header = self.folder.header(name)
+        except (OSError, ValueError) as error:
+            self._drop(name, error)
+            return 0
+        usable = header.tokens[: header.usable(self.reading)]
+        pairs = enumerate(zip(usable, rest, strict=False))
+        return next((place for place, (one, other) in pairs if one != other), min(len(usable), len(rest)))
+
+    def _load(self, name: Name) -> tuple[Header, Layers] | Exception:
+        """A segment, or why it cannot be read."""
+        try:
+            header, layers = self.folder.read(name)
+            if header.sketch != self._sketch:
+                layers = [{part: layer[part] for part in ("keys", "values")} for layer in layers]
+            if not self._fits(layers):
+                raise ValueError(f"{name} holds keys or values of another shape or dtype than the model's")
+            return header, layers
+        except (OSError, ValueError) as error:
+            return error
+
+    def _taken(self, name: Name, result: tuple[Header, Layers] | Exception) -> bool:
+        """Whether a segment was read; it is looked for no more if not."""
+        if isinstance(result, Exception):
+            self._drop(name, result)
+            return False
+        self._read[name] = result
+        return True
+
+    def _drop(self, name: Name, error: Exception) -> None:
+        """Look for a segment no more. A damaged one is removed, so that it can be kept again."""
+        if isinstance(error, ValueError):
+            logger.warning("a stored prompt is read again from token %d on: %s", name.number * SEGMENT_TOKENS, error)
+            for each in self.listing.behind(name):
+                self.folder.remove(self.listing, each)
+            return
+        self.listing.remove(name)
+        if not isinstance(error, FileNotFoundError):  # which another process removed
+            logger.warning("a stored prompt is read again from token %d on: %s", name.number * SEGMENT_TOKENS, error)

@@ -1,0 +1,216 @@
+"""The folder of a store: files of segments, found by their names; the least recently used ones go."""
+
+import errno
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .. import files
+from ..files import tensor_file
+from ..storage.bulk_sketch import SEGMENTS, TOKENS
+from .naming import EXACT, Name, own_name
+
+KIND = "qada-prompt"
+FOLDER = "prompts"  # of `files.home()`
+# Of each layer on the host, "keys" and "values" [kv_heads, tokens, dim]; and a segment of its sketch, by `CODES`.
+Layers = list[dict[str, Tensor]]
+CODES = (*TOKENS, *SEGMENTS)
+
+
+class Header(NamedTuple):
+    """What a segment's file says of it."""
+
+    tokens: list[int]
+    reading: str  # how tokens were read, `naming.EXACT` if all of them exactly
+    exact: int  # of them, the first ones, that were read exactly
+    sketch: str  # whose codes it holds, as by `sketches.sketch_of`; empty: none
+    about: dict[str, Any]  # the model, for people
+
+    def usable(self, reading: str) -> int:
+        """Of the tokens, the first ones that a cache which reads by `reading` may go on with."""
+        return len(self.tokens) if self.reading in (EXACT, reading) else self.exact
+
+
+@dataclass(frozen=True)
+class File:
+    """A segment's file as the folder has it."""
+
+    name: Name
+    bytes: int
+    used: int  # when, in nanoseconds since the epoch
+
+
+@dataclass
+class Listing:
+    """The files of a folder, at one time."""
+
+    files: dict[Name, File] = field(default_factory=dict)
+    following: dict[str, list[Name]] = field(default_factory=lambda: defaultdict(list))  # by their parents
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(file.bytes for file in self.files.values())
+
+    def add(self, file: File) -> None:
+        """Take in another one."""
+        self.remove(file.name)
+        self.files[file.name] = file
+        self.following[file.name.parent].append(file.name)
+
+    def remove(self, name: Name) -> None:
+        """Forget one, if it is there."""
+        if self.files.pop(name, None) is not None:
+            self.following[name.parent].remove(name)
+
+    def behind(self, name: Name) -> list[Name]:
+        """This one, and all whose chains go through it: those last that others go through."""
+        found = [name]
+        for each in found:
+            found += self.following.get(each.own, [])
+        return found[::-1]
+
+    def orphans(self) -> list[Name]:
+        """Those that no chain from a first segment comes to."""
+        owned = {name.own for name in self.files}
+        lost = [name for name in self.files if name.number and name.parent not in owned]
+        return [each for name in lost for each in self.behind(name)]
+
+    def by_use(self) -> list[File]:
+        """All of them, those first that were not used for longest, each behind all whose chains go through it."""
+        used = {name.own: file.used for name, file in self.files.items()}
+        for name in sorted(self.files, key=lambda name: -name.number):
+            if name.parent in used:
+                used[name.parent] = max(used[name.parent], used[name.own])
+        return sorted(self.files.values(), key=lambda file: (used[file.name.own], -file.name.number))
+
+
+class Folder:
+    """A folder of the user's alone that is open; for one thread. Every method may raise an OSError."""
+
+    def __init__(self, descriptor: int, path: Path, headers: dict[Name, Header]) -> None:
+        """`headers` are those known already, which never change."""
+        self._descriptor, self.path, self._headers = descriptor, path, headers
+
+    def list(self, max_age: float | None = None) -> Listing:
+        """All segments there; those not used for `max_age` seconds are removed."""
+        found = Listing()
+        with os.scandir(self._descriptor) as entries:
+            for entry in entries:
+                if (name := Name.parse(entry.name)) is not None:
+                    with suppress(FileNotFoundError):  # another process removed it
+                        about = entry.stat(follow_symlinks=False)
+                        found.add(File(name, about.st_size, about.st_mtime_ns))
+        if max_age is not None:
+            oldest = time.time_ns() - int(max_age * 1e9)
+            for file in found.by_use():
+                if file.used < oldest and not found.following.get(file.name.own):
+                    self.remove(found, file.name)
+        return found
+
+    def clean(self) -> None:
+        """Remove what killed processes left: unfinished files, and segments whose chain is broken."""
+        files.sweep(self._descriptor)
+        if self.list().orphans():
+            listing = self.list()  # of one that was written meanwhile, the first listing may lack the parent alone
+            for name in listing.orphans():
+                self.remove(listing, name)
+
+    def remove(self, listing: Listing, name: Name) -> None:
+        """Remove a segment; whoever has its file open may go on reading."""
+        listing.remove(name)
+        with suppress(OSError):  # another process removed it, or nobody can, and then it is found again
+            os.unlink(str(name), dir_fd=self._descriptor)
+
+    def touch(self, listing: Listing, names: Sequence[Name]) -> None:
+        """Note that these were used now."""
+        now = time.time_ns()
+        for name in names:
+            with suppress(OSError):  # another process removed it, or it cannot be written to
+                os.utime(str(name), ns=(now, now), dir_fd=self._descriptor)
+                listing.add(File(name, listing.files[name].bytes, now))
+
+    def header(self, name: Name) -> Header:
+        """What the file says; a ValueError if it is none of ours, or of another segment than its name says."""
+        if name not in self._headers:
+            with files.opened_file(self._descriptor, str(name)) as file:
+                self._headers[name] = _header(name, tensor_file.described(file, KIND, self.path / str(name)))
+        return self._headers[name]
+
+    def read(self, name: Name) -> tuple[Header, Layers]:
+        """A segment; a ValueError if its file was truncated, altered or is of another segment."""
+        path = self.path / str(name)
+        with files.opened_file(self._descriptor, str(name)) as file:
+            content = bytearray(os.fstat(file.fileno()).st_size)
+            if file.readinto(content) != len(content):  # type: ignore[attr-defined]
+                raise ValueError(f"{path} was truncated while it was read")
+        tensors, state = tensor_file.viewed(content, KIND, path)
+        header = _header(name, state)
+        names = ["keys", "values", *(CODES if header.sketch else ())]
+        try:
+            places = range(len(tensors) // len(names))
+            layers = [{name: tensors[f"{name} {place}"] for name in names} for place in places]
+        except KeyError as error:
+            raise ValueError(f"{path} lacks {error}") from error
+        for keys, values in ((layer["keys"], layer["values"]) for layer in layers):
+            fits = keys.dim() == values.dim() == 3 and keys.shape[:2] == values.shape[:2]
+            if not fits or keys.shape[1] != len(header.tokens) or not keys.is_floating_point():
+                raise ValueError(f"{path} holds keys {list(keys.shape)} beside values {list(values.shape)}")
+        return header, layers
+
+    def write(self, listing: Listing, name: Name, header: Header, layers: Layers) -> int:
+        """Write a segment, whole or not at all; returns the bytes of its file."""
+        tensors = {f"{part} {place}": each for place, layer in enumerate(layers) for part, each in layer.items()}
+        files.write(str(name), tensor_file.encoded(KIND, tensors, header._asdict()), folder=self._descriptor)
+        about = os.stat(str(name), dir_fd=self._descriptor)
+        listing.add(File(name, about.st_size, about.st_mtime_ns))
+        self._headers[name] = header
+        return about.st_size
+
+    def make_room(self, listing: Listing, size: int, spared: set[Name]) -> bool:
+        """Remove segments that were not used for longest until at most `size` bytes are left, none of `spared`. False:
+        there is more in these."""
+        held = listing.bytes
+        for file in listing.by_use():
+            if held <= size:
+                break
+            if file.name not in spared and not listing.following.get(file.name.own):
+                self.remove(listing, file.name)
+                held -= file.bytes
+        return held <= size
+
+
+def _header(name: Name, state: Any) -> Header:
+    """The header of the segment of this name, from its file's state; a ValueError if it is none."""
+    try:
+        header = Header(**state)
+        fits = [*map(type, header)] == [list, str, int, str, dict] and {*map(type, header.tokens)} == {int}
+        fits = fits and 0 <= header.exact <= len(header.tokens)
+        if fits and own_name(name.parent, header.tokens, header.reading) == name.own:
+            return header
+    except (TypeError, OverflowError, RuntimeError):  # other fields, or tokens that are no int64
+        pass
+    raise ValueError(f"{name} does not hold the tokens that it is named by")
+
+
+@contextmanager
+def opened(folder: Path | None, headers: dict[Name, Header], *, make: bool = False) -> Iterator[Folder]:
+    """The folder at a path, None for that of `files.home()`. An OSError unless it is the user's alone."""
+    if folder is None:
+        with files.opened(FOLDER, make=make) as descriptor:
+            yield Folder(descriptor, files.home() / FOLDER, headers)
+    else:
+        with files.opened_at(folder, make=make) as descriptor:
+            yield Folder(descriptor, folder, headers)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a disk, or a quota, had no room."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

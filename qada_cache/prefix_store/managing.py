@@ -1,0 +1,91 @@
+"""What a store's folder holds, for people."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from .folder import File, Folder, Listing
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Counts of one `PrefixStore` since it was made, and what its folder holds now.
+
+    Attributes:
+        prompts: rows that `cache` was asked for; hits: of these, the ones whose beginning was stored.
+        prompt_tokens: of all these rows; saved_tokens: of these, the ones that need not be read again.
+        written_bytes: of files that `keep` wrote.
+        segments: files in the folder; bytes: of these, as the file system counts a file's content.
+    """
+
+    prompts: int
+    hits: int
+    prompt_tokens: int
+    saved_tokens: int
+    written_bytes: int
+    segments: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class StoredPrompts:
+    """Prompts of one model and owner.
+
+    Attributes:
+        id: of the model and the owner, a word.
+        model: path or repository that it was loaded from; type: of its config; dtype: its own.
+        keyed: whether they were kept under a key.
+        tokens: in all segments, common beginnings once; segments: files; bytes: of these.
+        used: when one of them was used last, in seconds since the epoch.
+    """
+
+    id: str
+    model: str
+    type: str
+    dtype: str
+    keyed: bool
+    tokens: int
+    segments: int
+    bytes: int
+    used: float
+
+
+def summarise(folder: Folder, listing: Listing) -> list[StoredPrompts]:
+    """By model and owner; files that cannot be read are left out."""
+    groups: dict[str, list[File]] = defaultdict(list)
+    for file in listing.files.values():
+        groups[file.name.root].append(file)
+    found = []
+    for root, files in groups.items():
+        headers = []
+        for file in files:
+            try:
+                headers.append(folder.header(file.name))
+            except (OSError, ValueError):
+                continue
+        if headers:
+            about = {name: headers[0].about.get(name, "") for name in ("model", "type", "dtype", "keyed")}
+            tokens, size = sum(len(header.tokens) for header in headers), sum(file.bytes for file in files)
+            used = max(file.used for file in files) / 1e9
+            found.append(StoredPrompts(root, **about, tokens=tokens, segments=len(files), bytes=size, used=used))
+    return sorted(found, key=lambda each: -each.used)
+
+
+def verify(folder: Folder, listing: Listing) -> tuple[int, list[str]]:
+    """Read every segment; remove damaged ones with all that is behind them. Returns the number of whole ones, and what
+    was wrong with the others."""
+    whole, wrong = 0, []
+    for name in sorted(listing.files, key=lambda name: name.number):
+        if name not in listing.files:  # it was behind a damaged one
+            continue
+        try:
+            folder.read(name)
+            whole += 1
+        except FileNotFoundError:  # another process removed it
+            listing.remove(name)
+        except OSError as error:
+            wrong.append(str(error))
+        except ValueError as error:
+            wrong.append(str(error))
+            for each in listing.behind(name):
+                folder.remove(listing, each)
+    return whole, wrong

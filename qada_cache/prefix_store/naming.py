@@ -1,0 +1,101 @@
+"""What stored tokens are known by: a chain of hashes over their segments, which begins with the model.
+
+Keys and values of a token follow from all tokens before it, from the model, and from how the tokens were read. So each
+segment is named by a hash of its own tokens, of how these were read, and of the name of the segment before it.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..criterion import StaticHeads
+from ..key_moments import identity
+from ..state import Options
+
+SEGMENT_TOKENS = 256  # of a file; what is kept of a text beyond whole segments is one shorter file
+VERSION = 1  # of names and files: others are not found
+EXACT = ""  # how tokens were read that do not depend on a cache's options
+_FORMAT = re.compile(r"([0-9a-f]{16})-(\d{6})-([0-9a-f]{32})-([0-9a-f]{32})\.safetensors")
+
+
+class Name(NamedTuple):
+    """Of a segment's file."""
+
+    root: str  # the first characters of `root_of`
+    number: int  # segments before it
+    parent: str  # the one before it; of the first one `root_of`
+    own: str
+
+    def __str__(self) -> str:
+        return f"{self.root}-{self.number:06}-{self.parent}-{self.own}.safetensors"
+
+    @staticmethod
+    def parse(text: str) -> "Name | None":
+        """The inverse of `str`; None of other files' names."""
+        found = _FORMAT.fullmatch(text)
+        return None if found is None else Name(found[1], int(found[2]), found[3], found[4])
+
+
+def root_of(model: PreTrainedModel, key: str | None) -> str:
+    """The name before the first segment's: of the model's weights, dtype, config and active adapters, and of the owner
+    of what is stored."""
+    parts = [VERSION, SEGMENT_TOKENS, identity.digest(model), _adapters(model), key]
+    return _digest(json.dumps(parts).encode())
+
+
+def own_name(parent: str, tokens: Sequence[int], reading: str) -> str:
+    """The name of the segment of `tokens` after the segment `parent`."""
+    return _digest(
+        json.dumps([parent, reading]).encode(), torch.tensor(tokens, dtype=torch.int64, device="cpu").numpy().tobytes()
+    )
+
+
+def reading_of(options: Options) -> str:
+    """How a cache with these options reads tokens in calls that are not exact: `EXACT` if it reads all of its bulk then
+    as well, else a digest of all that decides what it reads."""
+    criterion, other, energies = options.criterion, options.other_moments, options.query_energies
+    if criterion == "dense" or (criterion == "gaussian" and options.threshold == 1):
+        return EXACT
+    names = ("threshold", "sink_tokens", "local_tokens", "group_rule", "token_threshold", "sketch_bits")
+    parts = [getattr(options, name) for name in (*names, "update_moments", "current_moments")]
+    if isinstance(criterion, str):
+        parts.append(criterion)
+    if other is not None:
+        parts += [other.prompt, other.tokens, other.sink_tokens, list(other.lengths)]
+    tensors = [criterion.long_context if isinstance(criterion, StaticHeads) else None, energies]
+    tensors += [None, None] if other is None else [other.mean, other.covariance]
+    return digest_of(parts, *tensors)
+
+
+def digest_of(parts: list, *tensors: Tensor | None) -> str:
+    """A digest of what JSON holds, and of tensors."""
+    return _digest(json.dumps(parts).encode(), *map(_content, tensors))
+
+
+def _adapters(model: PreTrainedModel) -> list:
+    """What peft computes beside the weights, which weights do not tell: the active adapters of every module."""
+    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+    found = [
+        (name, [getattr(part, each, None) for each in names])
+        for name, part in model.named_modules()
+        if hasattr(part, "merged_adapters")
+    ]
+    return json.loads(json.dumps(found, default=str))
+
+
+def _content(tensor: Tensor | None) -> bytes:
+    return b"" if tensor is None else tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _digest(*parts: bytes) -> str:
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "little"))
+        whole.update(part)
+    return whole.hexdigest()[:32]

@@ -1,0 +1,69 @@
+"""Conversations in a PrefixStore: written when a turn ends, and found when no conversation in memory is as long.
+
+So a server that ends, in whatever way, or drops a conversation for want of memory, loses none.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..cache import QAdACache
+from ..prefix_store import PrefixStore
+from .memory import needed_bytes, reserve_memory
+
+logger = logging.get_logger(__name__)
+
+Store = bool | str | os.PathLike | PrefixStore
+
+
+def store_at(store: Store) -> PrefixStore | None:
+    """The store that `conversations_store` names, the same one in every call; None: nothing is stored. A TypeError if
+    it names none."""
+    if isinstance(store, PrefixStore):
+        return store
+    if not isinstance(store, (bool, str, os.PathLike)):
+        raise TypeError(f"conversations_store must be a bool, a folder or a PrefixStore, got {type(store).__name__}")
+    return _made(None if store is True else os.path.abspath(store)) if store else None
+
+
+@functools.lru_cache(maxsize=16)
+def _made(folder: str | None) -> PrefixStore:
+    return PrefixStore(folder)
+
+
+class Stored:
+    """One call's prompt in a store, if there is one."""
+
+    def __init__(
+        self,
+        store: PrefixStore | None,
+        model: PreTrainedModel,
+        prompt: Tensor,
+        *,
+        options: Mapping[str, Any],
+        key: str | None,
+    ) -> None:
+        self._store, self._model, self._prompt, self._options, self._key = store, model, prompt.tolist(), options, key
+        self.tokens = 0  # of the prompt, as many as are stored
+        if store is not None:
+            try:
+                self.tokens = store.count(model, self._prompt, key=key, **options)
+            except NotImplementedError as error:  # its layers cannot be cropped, for example
+                logger.warning_once(f"conversations are not stored: {error}")
+                self._store = None
+
+    def restore(self, *, forget: Callable[[], int]) -> QAdACache:
+        """A cache with the stored tokens; `forget` is as for `reserve_memory`."""
+        assert self._store is not None
+        with reserve_memory(self.tokens, needed_bytes(self._model, 2 * self.tokens, 0), forget=forget):
+            return self._store.cache(self._model, self._prompt, key=self._key, **self._options)
+
+    def keep(self, cache: QAdACache, tokens: Tensor) -> None:
+        """Store what a cache holds, which is `tokens`."""
+        if self._store is not None:
+            self._store.keep(cache, tokens, key=self._key)

@@ -1,0 +1,28 @@
+"""A model, and a store in an empty folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from models import tiny
+from transformers import PreTrainedModel
+from transformers.utils.logging import warning_once
+
+from qada_cache import PrefixStore
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> None:
+    """A process that has warned of nothing."""
+    warning_once.cache_clear()
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PrefixStore:
+    return PrefixStore(tmp_path / "prompts")

@@ -1,0 +1,388 @@
+"""A prompt that begins like one that was kept: it reads the rest, and what it answers is a whole reading's."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import SMALL, forced, generate, logits_of, prompt, tiny
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache, PreTrainedModel
+
+from qada_cache import PrefixStore, QAdACache, StaticHeads
+from qada_cache.files import tensor_file
+from qada_cache.prefix_store.folder import KIND
+from qada_cache.prefix_store.naming import SEGMENT_TOKENS
+from qada_cache.sketch import codec
+from qada_cache.versions import pass_cache
+
+EXACT: dict[str, Any] = {"threshold": 1.0, "moments": "current", **SMALL}
+DECIDING: dict[str, Any] = {**EXACT, "threshold": 0.12}
+DOCUMENT = 2 * SEGMENT_TOKENS + 70
+
+
+def another(store: PrefixStore) -> PrefixStore:
+    """As another process has it."""
+    return PrefixStore(store.folder)
+
+
+def asked(document: Tensor, tokens: int, seed: int) -> Tensor:
+    """A document and a question of so many tokens about it."""
+    return torch.cat([document, prompt(tokens, seed=seed)[0]], dim=1)
+
+
+def read(model: PreTrainedModel, ids: Tensor, cache: Any) -> None:
+    with torch.no_grad():
+        model(ids, **pass_cache(cache))
+
+
+@pytest.mark.parametrize("options", [EXACT, {**EXACT, "sink_tokens": 2, "local_tokens": 40, "offloading": False}])
+def test_a_second_question_about_a_document(
+    store: PrefixStore, model: PreTrainedModel, options: dict[str, Any]
+) -> None:
+    document, _ = prompt(DOCUMENT)
+    first, second = asked(document, 30, seed=7), asked(document, 40, seed=8)
+    cache = store.cache(model, first, **EXACT)
+    assert cache.get_seq_length() == 0
+    out = generate(model, first, cache)
+    assert store.keep(cache, out.sequences) == first.shape[1] + 23
+    later = another(store)
+    cache = later.cache(model, second, **options)  # what lays tokens out may differ
+    assert cache.get_seq_length() == DOCUMENT
+    got, wanted = generate(model, second, cache), generate(model, second, DynamicCache())
+    assert torch.equal(got.sequences, wanted.sequences)
+    torch.testing.assert_close(logits_of(got), logits_of(wanted), rtol=1e-4, atol=2e-4)
+    found = later.stats()
+    assert (found.prompts, found.hits, found.prompt_tokens, found.saved_tokens) == (1, 1, second.shape[1], DOCUMENT)
+
+
+def test_it_goes_on_as_a_cache_that_was_kept(store: PrefixStore) -> None:
+    """Selected tokens included."""
+    model = tiny(max_position_embeddings=2048)
+    document, _ = prompt(1400)
+    second = asked(document, 15, seed=8)
+    cache = QAdACache(model, **DECIDING)
+    read(model, document, cache)
+    store.keep(cache, document)
+    stored = another(store).cache(model, second, **DECIDING)
+    assert stored.get_seq_length() == 1400
+    assert torch.equal(generate(model, second, stored).sequences, generate(model, second, cache).sequences)
+    assert 0 < stored.stats().read_share < 1
+    assert stored.stats().bulk_read_bytes == cache.stats().bulk_read_bytes
+    for ours, theirs in zip(stored.layers, cache.layers, strict=True):
+        assert torch.equal(ours.store.local_keys, theirs.store.local_keys)
+        assert ours.store.bulk.lengths == theirs.store.bulk.lengths
+
+
+SELECTING: dict[str, Any] = {"moments": "current", **SMALL}
+
+
+@pytest.mark.parametrize("other", [{}, {"sketch_bits": 3}, {"sink_tokens": 7}])
+def test_sketches_are_read_and_not_made_again(
+    store: PrefixStore, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    """Of a text that is read at once, and of one that grows; by caches that code alike."""
+    model = tiny(max_position_embeddings=4096)
+    text, _ = prompt(2900)
+    cache = QAdACache(model, **SELECTING)
+    for start, stop in ((0, 1300), (1300, 1500), (1500, 1530), (1530, 2000), (2000, 2900)):
+        read(model, text[:, start:stop], cache)
+        store.keep(cache, text[:, :stop])
+    wanted = QAdACache(model, **{**SELECTING, **other})
+    read(model, text[:, :2899], wanted)
+    coded, original = [], codec.quantize
+
+    def quantize(keys: Tensor, *rest: Any) -> Any:
+        coded.append(keys.shape[:-2].numel() * keys.shape[-2])
+        return original(keys, *rest)
+
+    monkeypatch.setattr(codec, "quantize", quantize)
+    got = store.cache(model, text, **{**SELECTING, **other})
+    assert got.get_seq_length() == 2899
+    assert sum(coded) < (2 if other else 1) * 2 * 2 * 2899
+    assert bool(other) == (sum(coded) > 2 * 2 * 1600)
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        mine, yours = ours.store.sketch.record, theirs.store.sketch.record
+        assert mine["sketch_lengths"] == yours["sketch_lengths"]
+        for name in ("codes", "scales", "order"):  # the text was read in other pieces
+            assert (mine[name] == yours[name]).float().mean() > 0.98, name
+        for name in ("units", "mean_squares", "mean_key", "mean_value", "value_key_covariance"):
+            torch.testing.assert_close(mine[name], yours[name], rtol=1e-3, atol=1e-4)
+
+
+def test_forged_sketches(store: PrefixStore, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny(max_position_embeddings=4096)
+    text, _ = prompt(1400)
+    cache = QAdACache(model, **SELECTING)
+    read(model, text, cache)
+    for place, (name, forged) in enumerate(
+        {
+            "order 0": lambda order: torch.full_like(order, 200),
+            "codes 1": lambda codes: codes[:, :, 1:].clone(),
+            "centres 0": lambda centres: centres.float(),
+        }.items()
+    ):
+        store.keep(cache, text)
+        file = next(file for file in Path(str(store.folder)).iterdir() if "-000002-" in file.name)
+        tensors, state = tensor_file.read(file, KIND)
+        tensors[name] = forged(tensors[name])
+        tensor_file.write(file, KIND, tensors, state)
+        assert store.cache(model, text, **SELECTING).get_seq_length() == 2 * SEGMENT_TOKENS
+        assert caplog.text.count("another shape or dtype") == place + 1
+
+
+@pytest.mark.parametrize("tokens", [1, 40, SEGMENT_TOKENS, SEGMENT_TOKENS + 1, DOCUMENT])
+def test_the_last_token_is_left(store: PrefixStore, model: PreTrainedModel, tokens: int) -> None:
+    document, _ = prompt(DOCUMENT)
+    cache = QAdACache(model, **EXACT)
+    read(model, document, cache)
+    store.keep(cache, document[0])
+    assert store.cache(model, document[:, :tokens], **EXACT).get_seq_length() == tokens - 1
+    assert store.cache(model, document[0, :tokens].tolist(), **EXACT).get_seq_length() == tokens - 1
+
+
+def test_the_longest_beginning_counts(store: PrefixStore, model: PreTrainedModel) -> None:
+    long, _ = prompt(DOCUMENT)
+    for length in (100, SEGMENT_TOKENS + 90, 40):
+        ids = asked(long[:, :length], 20, seed=length)
+        cache = QAdACache(model, **EXACT)
+        read(model, ids, cache)
+        store.keep(cache, ids)
+    assert store.cache(model, long, **EXACT).get_seq_length() == SEGMENT_TOKENS + 90
+    assert store.cache(model, prompt(50, seed=77)[0], **EXACT).get_seq_length() == 0
+    hardly_alike = asked(long[:, :31], 50, seed=9)  # a file takes longer
+    assert store.cache(model, hardly_alike, **EXACT).get_seq_length() == 0
+
+
+def test_a_turn_writes_what_is_new(store: PrefixStore, model: PreTrainedModel) -> None:
+    """And a common beginning is stored once."""
+    text, _ = prompt(DOCUMENT)
+    cache = QAdACache(model, **EXACT)
+    read(model, text, cache)
+    store.keep(cache, text)
+    whole = store.stats()
+    assert whole.segments == 3
+    assert whole.written_bytes == whole.bytes == sum(path.stat().st_size for path in store.folder.iterdir())
+    store.keep(cache, text)
+    assert store.stats() == whole
+    longer = asked(text, 50, seed=3)
+    read(model, longer[:, DOCUMENT:], cache)
+    store.keep(cache, longer)
+    later = store.stats()
+    assert later.segments == 3  # the shorter last segment went
+    assert later.written_bytes - whole.written_bytes < 0.3 * whole.bytes
+    cache.crop(-50)
+    store.keep(cache, text)  # is there, as a part of the longer one
+    assert store.stats() == later
+    other = asked(text[:, : 2 * SEGMENT_TOKENS], 50, seed=4)
+    cache = QAdACache(model, **EXACT)
+    read(model, other, cache)
+    store.keep(cache, other)
+    assert store.stats().segments == 4
+
+
+def test_decoded_tokens_are_for_caches_that_decide_alike(store: PrefixStore, model: PreTrainedModel) -> None:
+    text, _ = prompt(300)
+    cache = QAdACache(model, **DECIDING)
+    out = generate(model, text, cache).sequences
+    held = cache.get_seq_length()
+    assert store.keep(cache, out) == held == 323
+
+    def found(**options: Any) -> int:
+        return another(store).cache(model, asked(out, 9, seed=5), **{**DECIDING, **options}).get_seq_length()
+
+    assert found() == held
+    assert found(offloading=False, audit_every=3) == held
+    for other in (
+        *({"threshold": 0.13}, {"local_tokens": 21}, {"group_rule": "head"}, {"moments": "random-tokens"}),
+        *({"criterion": StaticHeads(torch.ones(2, 2, dtype=torch.bool))}, {"threshold": 1.0}),
+    ):
+        assert found(**other) == 300
+    exact = QAdACache(model, **EXACT)
+    read(model, out, exact)
+    store.keep(exact, out)
+    assert found(threshold=0.13) == found() == out.shape[1]
+
+
+def test_a_fork_keeps_no_tokens_that_were_decided_otherwise(store: PrefixStore, model: PreTrainedModel) -> None:
+    text, _ = prompt(300)
+    cache = QAdACache(model, **DECIDING)
+    out = generate(model, text, cache).sequences
+    assert store.keep(cache.fork(threshold=0.5), out) == 300
+    assert store.keep(copy.deepcopy(cache), out) == 323
+    cache.crop(-24)
+    fork = cache.fork(threshold=0.5)
+    assert store.keep(fork, generate(model, text, fork).sequences) == 323
+
+
+def test_what_was_read_exactly_outlives_files_and_copies(
+    store: PrefixStore, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    text, _ = prompt(300)
+    cache = QAdACache(model, **DECIDING)
+    out = generate(model, text, cache).sequences
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = QAdACache.load(tmp_path / "cache.safetensors", model)
+    assert store.keep(loaded, out) == 323
+    assert store.keep(loaded.fork(threshold=0.5), out) == 300
+    loaded.batch_repeat_interleave(2)
+    assert store.keep(loaded, out.repeat(2, 1)) == 646
+
+
+def test_owners(store: PrefixStore, model: PreTrainedModel) -> None:
+    text, _ = prompt(300)
+    cache = QAdACache(model, **EXACT)
+    read(model, text, cache)
+    store.keep(cache, text, key="tenant 7")
+    assert store.cache(model, text, **EXACT).get_seq_length() == 0
+    assert store.cache(model, text, key="tenant 8", **EXACT).get_seq_length() == 0
+    assert store.cache(model, text, key="tenant 7", **EXACT).get_seq_length() == 299
+    assert "tenant" not in "".join(path.read_bytes().decode("latin1") for path in store.folder.iterdir())
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"dtype": torch.bfloat16}, {"rms_norm_eps": 0.1}])
+def test_other_models(store: PrefixStore, model: PreTrainedModel, other: dict[str, Any]) -> None:
+    text, _ = prompt(300)
+    cache = QAdACache(model, **EXACT)
+    read(model, text, cache)
+    store.keep(cache, text)
+    assert store.cache(tiny(**other), text, **EXACT).get_seq_length() == 0
+    assert store.cache(tiny(), text, **EXACT).get_seq_length() == 299
+
+
+def test_rows_with_a_common_beginning(store: PrefixStore, model: PreTrainedModel) -> None:
+    document, _ = prompt(DOCUMENT)
+    cache = QAdACache(model, **EXACT)
+    read(model, document, cache)
+    store.keep(cache, document)
+    questions = [prompt(tokens, seed=tokens)[0] for tokens in (30, 12, 25)]
+    texts = [torch.cat([document, question], dim=1)[0] for question in questions]
+    ids, mask = (pad_sequence(row, True, padding_side="left") for row in (texts, [torch.ones_like(t) for t in texts]))
+    cache = store.cache(model, ids, attention_mask=mask, **EXACT)
+    assert cache.get_seq_length() == DOCUMENT  # of the row without padding
+    assert cache.layers[0].store.lengths == [DOCUMENT, DOCUMENT - 18, DOCUMENT - 5]
+    got = generate(model, ids, cache, attention_mask=mask)
+    wanted = generate(model, ids, DynamicCache(), attention_mask=mask)
+    assert torch.equal(got.sequences, wanted.sequences)
+    torch.testing.assert_close(logits_of(got), logits_of(wanted), rtol=1e-4, atol=2e-4)
+    assert store.stats().saved_tokens == 3 * DOCUMENT - 23
+
+
+def test_rows_that_have_nothing_in_common(store: PrefixStore, model: PreTrainedModel) -> None:
+    one, other = prompt(300, seed=2)[0], prompt(300, seed=3)[0]
+    cache = QAdACache(model, **EXACT)
+    read(model, one, cache)
+    store.keep(cache, one)
+    assert store.cache(model, torch.cat([one, other]), **EXACT).get_seq_length() == 0
+    cache = QAdACache(model, **EXACT)
+    read(model, torch.cat([one, other]), cache)
+    store.keep(cache, torch.cat([one, other]))
+    both = torch.cat([other, one])
+    cache = store.cache(model, both, **EXACT)
+    assert cache.get_seq_length() == 299
+    got = forced(model, both[:, 299:], [1], cache)
+    torch.testing.assert_close(got[:, 0], forced(model, both, [300], None)[:, -1], rtol=1e-4, atol=2e-4)
+
+
+def test_a_short_row_without_anything_stored(store: PrefixStore, model: PreTrainedModel) -> None:
+    """It may be padding as far as the longer one is held."""
+    one, other = prompt(300, seed=2)[0], prompt(40, seed=3)[0]
+    cache = QAdACache(model, **EXACT)
+    read(model, one[:, :200], cache)
+    store.keep(cache, one[:, :200])
+    ids = torch.cat([one, torch.cat([torch.zeros(1, 260, dtype=torch.long), other], dim=1)])
+    mask = torch.ones_like(ids)
+    mask[1, :260] = 0
+    cache = store.cache(model, ids, attention_mask=mask, **EXACT)
+    assert cache.get_seq_length() == 200
+    got, wanted = (generate(model, ids, each, attention_mask=mask) for each in (cache, DynamicCache()))
+    assert torch.equal(got.sequences, wanted.sequences)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+def test_models_whose_layers_cannot_be_cropped(store: PrefixStore, family: str) -> None:
+    model = tiny(family)
+    with pytest.raises(NotImplementedError, match="sliding or linear layers"):
+        store.cache(model, [1, 2, 3], moments="current")
+    with pytest.raises(NotImplementedError, match="save"):
+        store.keep(QAdACache(model, moments="current"), [1, 2, 3])
+
+
+def test_prompts_that_their_tokens_do_not_tell(store: PrefixStore, model: PreTrainedModel) -> None:
+    growing = tiny(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    with pytest.raises(NotImplementedError, match="rotary frequencies"):
+        store.cache(growing, [1, 2, 3], moments="current")
+    model.config.image_token_id = 7
+    with pytest.raises(NotImplementedError, match=r"images or sound \(token 7\)"):
+        store.cache(model, [1, 7, 3], moments="current")
+    assert store.cache(model, [1, 8, 3], moments="current").get_seq_length() == 0
+
+
+def test_wrong_arguments(store: PrefixStore, model: PreTrainedModel) -> None:
+    cache = QAdACache(model, **EXACT)
+    assert store.keep(cache, [1]) == 0
+    ids, mask = prompt(30, 20)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, **pass_cache(cache))
+    with pytest.raises(NotImplementedError, match="padding"):
+        store.keep(cache, ids)
+    for wrong in (ids[:, 1:], ids[:1]):
+        with pytest.raises(ValueError, match="the cache holds 2 rows of 30"):
+            store.keep(cache, wrong)
+    for wrong in ([], [[]], [0.5], [True], [[[1]]]):
+        with pytest.raises(ValueError, match="token ids are ints"):
+            store.cache(model, wrong, **EXACT)
+    with pytest.raises(ValueError, match="attention_mask of"):
+        store.cache(model, ids, attention_mask=mask[:, 1:], **EXACT)
+    with pytest.raises(ValueError, match="on the left"):
+        store.cache(model, ids, attention_mask=mask.flip(1), **EXACT)
+    with pytest.raises(TypeError, match="key must be a str"):
+        store.cache(model, ids, key=7, **EXACT)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="thresold"):
+        store.cache(model, ids, thresold=1)
+    for limits in ({"max_bytes": -1}, {"max_bytes": 1.5}, {"max_age": -1}, {"max_age": "a"}):
+        with pytest.raises(ValueError, match="must be"):
+            PrefixStore(**limits)
+    of_a_config = QAdACache(config=model.config, **EXACT)
+    read(model, ids, of_a_config)
+    with pytest.raises(ValueError, match="build it with the model"):
+        store.keep(of_a_config, ids)
+
+
+def test_under_autocast_nothing_is_kept(
+    store: PrefixStore, model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    text, _ = prompt(300)
+    cache = QAdACache(model, **EXACT)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        read(model, text, cache)
+    assert store.keep(cache, text) == 0
+    assert "autocast" in caplog.text
+    cache = QAdACache(model, **EXACT)
+    read(model, text, cache)
+    store.keep(cache, text)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cache = store.cache(model, text, **EXACT)
+        generate(model, text, cache)
+    assert cache.get_seq_length() == 323
+    assert store.stats().saved_tokens == 0
+
+
+def test_adapters_tell_prompts_apart(
+    store: PrefixStore, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As peft's layers name them."""
+    text, _ = prompt(300)
+    layer: Any = model.get_submodule("model.layers.0.self_attn.k_proj")
+    for name, value in (("merged_adapters", []), ("active_adapters", ["one"]), ("scaling", {"one": 2.0})):
+        monkeypatch.setattr(layer, name, value, raising=False)
+    cache = QAdACache(model, **EXACT)
+    read(model, text, cache)
+    store.keep(cache, text)
+    assert store.cache(model, text, **EXACT).get_seq_length() == 299
+    layer.active_adapters = ["other"]
+    assert store.cache(model, text, **EXACT).get_seq_length() == 0

@@ -1,0 +1,118 @@
+"""Conversations that a store keeps: found when memory has none as long, by other processes too."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calling import DECIDING, EXACT, Reads, Stop, StoppingStreamer, ours, said, stock
+from models import tiny
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qada_cache import PrefixStore, QAdACache
+from qada_cache.serving import counters
+from qada_cache.serving.conversations import conversations_of
+
+
+def forget(model: PreTrainedModel) -> None:
+    """As a process that ends: nothing is in memory."""
+    conversations_of(model).forget()
+
+
+@pytest.mark.parametrize("options", [EXACT, DECIDING], ids=["exact", "deciding"])
+def test_a_conversation_after_a_restart(
+    model: PreTrainedModel, reads: Reads, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Each turn in a process of its own gives what one cache gives that is carried through them."""
+    carried, ids = QAdACache(model, **options), said(300)
+    for turn in range(3):
+        wanted = stock(model, ids, carried)
+        reads.clear()
+        assert torch.equal(ours(model, ids, options, conversations_store=tmp_path), wanted)
+        assert reads.first() == (8 if turn else 300)
+        forget(model)
+        ids = said(wanted, 7)
+    found = counters(model)
+    assert (found["requests"], found["continued"], found["restored"]) == (3, 0, 2)
+    assert found["cached_tokens"] == found["prompt_tokens"] - 300 - 2 * 8
+    assert PrefixStore(tmp_path).stats().segments == 2
+
+
+def test_what_is_in_memory_is_not_read_from_a_file(model: PreTrainedModel, tmp_path: Path) -> None:
+    ids = said(300)
+    for _ in range(3):
+        ids = said(ours(model, ids, conversations_store=tmp_path), 7)
+    found = counters(model)
+    assert (found["continued"], found["restored"]) == (2, 0)
+
+
+def test_the_longer_one_counts(model: PreTrainedModel, reads: Reads, tmp_path: Path) -> None:
+    """A conversation that had to go, and another in memory that begins alike."""
+    start = said(100)
+    long = ours(model, said(start, 200), conversations_store=tmp_path)
+    forget(model)
+    ours(model, start, conversations_store=tmp_path)
+    reads.clear()
+    ours(model, said(long, 7), conversations_store=tmp_path)
+    assert reads.first() == 8
+
+
+def test_a_client_that_goes_leaves_the_prompt(model: PreTrainedModel, reads: Reads, tmp_path: Path) -> None:
+    ids = said(300)
+    with pytest.raises(Stop):
+        ours(model, ids, conversations_store=tmp_path, streamer=StoppingStreamer(3))
+    forget(model)
+    reads.clear()
+    ours(model, ids, conversations_store=tmp_path)
+    assert reads.first() == 1
+
+
+def test_owners_of_stored_conversations(model: PreTrainedModel, reads: Reads, tmp_path: Path) -> None:
+    def read(ids: Tensor, **options: Any) -> int:
+        reads.clear()
+        ours(model, ids, conversations_store=tmp_path, one_user=False, **options)
+        forget(model)
+        return reads.first()
+
+    ids = said(300)
+    assert read(ids) == read(ids) == 300
+    assert PrefixStore(tmp_path).stats().segments == 0
+    assert read(ids, conversation_key="mine") == 300
+    assert read(ids, conversation_key="yours") == 300
+    assert read(ids) == 300
+    assert read(ids, conversation_key="mine") == 1
+
+
+def test_the_folder_keeps_turns_in_the_users_store(model: PreTrainedModel, reads: Reads) -> None:
+    """By default, where `generate.py` says so; in Python `serving.generate` writes nothing unasked."""
+    ids = said(300)
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
+    from qada_cache import serving
+
+    for _ in range(2):
+        serving.generate(ids, model=model, cache_options=EXACT, **settings)
+    assert PrefixStore().stats().segments == 0
+    store = PrefixStore()
+    ours(model, ids, conversations_store=store)
+    forget(model)
+    reads.clear()
+    model.generate(ids, custom_generate=serving.FOLDER, trust_remote_code=True, cache_options=EXACT, **settings)
+    assert reads.first() == 1
+    assert store.stats().segments == 2
+
+
+def test_models_whose_layers_cannot_be_cropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("gemma3")
+    ids = said(40)
+    caplog.set_level(logging.WARNING)
+    assert torch.equal(ours(model, ids, conversations_store=tmp_path), stock(model, ids, QAdACache(model, **EXACT)))
+    assert "conversations are not stored: PrefixStore keeps no prompts of gemma3_text" in caplog.text
+
+
+def test_a_store_that_is_none(model: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match="conversations_store must be"):
+        ours(model, said(20), conversations_store=7)
