@@ -66,7 +66,7 @@ class Recorder:
             "iid": _independent_gaussian(mean, variance, rows.bulk_tokens.unsqueeze(2)),
         }
         for name, kept in self.moments.items():
-            columns[name] = decode.estimate_by_others(kept, layer, grouped, query, rows)
+            columns[name] = decode.estimate_by_others(kept, layer, query.states.float(), query, rows)
         flat = {name: column.flatten(1, 2).cpu() for name, column in columns.items()}  # [rows, heads, queries]
         decided = rows.decided.expand(shape[0], 1, shape[3]).squeeze(1).cpu()
         for row, query in decided.nonzero().tolist():

@@ -119,20 +119,24 @@ def gaussian_log_bulk(
     Without a cap the last two terms are `scaling q . (mu_K + scaling / 2 Sigma_K q)`: two batched products.
 
     Args:
-        query: `[batch, kv_heads, group, queries, dim]` float32; the result has all but the last dimension.
+        query: `[batch, heads, queries, dim]` float32; the result is `[batch, kv_heads, group, queries]`.
         mean, covariance, scaling, softcap: as for `score_moments`.
         log_tokens: `log T_bulk` float32 `[batch or 1, 1, 1, queries]`, `-inf` without a bulk.
     """
-    batch, kv_heads, *shape, dim = query.shape
+    batch, heads, queries, dim = query.shape
+    rows, kv_heads = mean.shape[:2]
+    shape = batch, kv_heads, heads // kv_heads, queries
     if softcap is not None:
-        moments = score_moments(query.flatten(2, 3), mean, covariance, scaling=scaling, softcap=softcap)
-        score_mean, score_variance = (moment.unflatten(2, shape) for moment in moments)
+        grouped = query.reshape(batch, kv_heads, -1, dim)
+        moments = score_moments(grouped, mean, covariance, scaling=scaling, softcap=softcap)
+        score_mean, score_variance = (moment.view(shape) for moment in moments)
         return log_tokens + score_mean + 0.5 * score_variance
-    alike = len(mean) == 1  # then the queries of all rows are multiplied at once, and no moments are copied
-    heads = query.transpose(0, 1).reshape(kv_heads, -1, dim) if alike else query.reshape(batch * kv_heads, -1, dim)
-    centres, spreads = mean.view(-1, 1, dim), covariance.view(-1, dim, dim)
-    found = torch.linalg.vecdot(torch.baddbmm(centres, heads, spreads, alpha=0.5 * scaling), heads)
-    found = found.view(kv_heads, batch, *shape).transpose(0, 1) if alike else found.view(batch, kv_heads, *shape)
+    if alike := rows < batch:  # the queries of all rows are multiplied at once, so that no moments are copied
+        query = query.transpose(0, 1)
+    grouped = query.reshape(rows * kv_heads, -1, dim)
+    along = torch.baddbmm(mean.view(-1, 1, dim), grouped, covariance.view(-1, dim, dim), alpha=0.5 * scaling)
+    found = torch.bmm(along.view(-1, 1, dim), grouped.view(-1, dim, 1))
+    found = found.view(*shape[1:3], batch, queries).permute(2, 0, 1, 3) if alike else found.view(shape)
     return torch.add(log_tokens, found, alpha=scaling)
 
 

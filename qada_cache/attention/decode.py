@@ -91,11 +91,11 @@ def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: R
     if options.criterion == "oracle":
         return None
     if options.criterion == "gaussian" and rows.decisions:
-        grouped = query.states.float().unflatten(1, (kv_heads, -1))
+        states = query.states.float()
         if options.other_moments is not None:
-            found = estimate_by_others(options.other_moments, layer, grouped, query, rows)
+            found = estimate_by_others(options.other_moments, layer, states, query, rows)
         if (own := store.moments) is not None:
-            given = grouped, own.mean, own.covariance, rows.own_log_tokens
+            given = states, own.mean, own.covariance, rows.own_log_tokens
             estimate = gaussian_log_bulk(*given, scaling=query.scaling, softcap=query.softcap)
             if 0 in own.count and not store.update_moments:  # frozen before there was anything to know
                 known = torch.tensor(own.count, device="cpu").to(estimate.device, non_blocking=True) > 0
@@ -117,19 +117,19 @@ def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: R
     return layer.binding.log_bulk[1]
 
 
-def estimate_by_others(moments: KeyMoments, layer: QAdALayer, grouped: Tensor, query: Query, rows: Rows) -> Tensor:
-    """Eq. 7's `log A_bulk` of queries `[batch, kv_heads, group, queries, dim]` float32 by another prompt's moments: of
-    each query those for its bulk's length."""
-    device, shard = grouped.device, layer.shared.model.shard
+def estimate_by_others(moments: KeyMoments, layer: QAdALayer, states: Tensor, query: Query, rows: Rows) -> Tensor:
+    """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]` of queries `[batch, heads, queries, dim]` float32 by
+    another prompt's moments: of each query those for its bulk's length."""
+    device, shard = states.device, layer.shared.model.shard
     told: dict[str, Any] = {"scaling": query.scaling, "softcap": query.softcap}
-    if grouped.shape[3] == 1:
+    if states.shape[2] == 1:
         pair = layer.kept_moments.get(moments, layer.index, rows.row_moment_lengths, device, shard)
-        return gaussian_log_bulk(grouped, *pair, rows.log_tokens, **told)
+        return gaussian_log_bulk(states, *pair, rows.log_tokens, **told)
     lengths = rows.query_moment_lengths
     means, covariances = layer.kept_moments.get(moments, layer.index, lengths, device, shard)
-    found = grouped.new_full(grouped.shape[:-1], -torch.inf)
+    found = torch.full((), -torch.inf, device=device)
     for length, mean, covariance in zip((0, *lengths), means.split(1), covariances.split(1), strict=False):
-        estimate = gaussian_log_bulk(grouped, mean, covariance, rows.log_tokens, **told)
+        estimate = gaussian_log_bulk(states, mean, covariance, rows.log_tokens, **told)
         found = torch.where(rows.bulk_tokens.unsqueeze(2) > length, estimate, found)
     return found
 

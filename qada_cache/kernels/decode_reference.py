@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..sketch import MIN_TOKENS, Layout
-from ..sketch.codec import Sketch, channel_means, quantize_segments, round_slopes
+from ..sketch.codec import Sketch
 from .operands import Operands, Query, Rows
 from .query_adaptive import BulkAttention, attend_local, decide, group_queries, score_local, select, sum_local
 from .reference import find_fault
@@ -102,7 +102,7 @@ def _compute(
     """What the kernel makes of a scene, on the host: flags, outputs, and bytes of the bulk and of the sketch."""
     kwargs: dict[str, Any] = {n: part.to(device) if isinstance(part, Tensor) else part for n, part in scene.items()}
     if "sketch" in kwargs:
-        kwargs["sketch"] = Sketch(*(part.to(device) for part in scene["sketch"].tensors().values()))
+        kwargs["sketch"] = scene["sketch"].map(lambda part: part.to(device))
     read, hit, sketch_read = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
     moved = []
     for name in ("bulk_keys", "bulk_values"):
@@ -180,11 +180,7 @@ def _sketch(keys: Tensor, values: Tensor, layout: Layout) -> Sketch:
     will do for it. The third head of the first row tells too little, and says something absurd of unread tokens.
     """
     energies = torch.logspace(-1, 1, keys.shape[3], dtype=torch.float32, device="cpu")
-    made = quantize_segments(keys, energies.expand(*keys.shape[:2], -1), layout)
-    made["units"][:, :, 0] *= 0.7
-    made |= channel_means(made, layout, keys.shape[2])
-    made["noise"][0, 2] = 1e9
-    mean = values.float().mean(dim=2, keepdim=True)
-    slopes = (values.float() - mean).mT @ (keys.float() - keys.float().mean(dim=2, keepdim=True)) / keys.shape[2]
-    mean[0, 2] = 1e4
-    return Sketch(**made, mean_value=mean.squeeze(2), **round_slopes(slopes))
+    sketch = Sketch.of(keys, values, energies.expand(*keys.shape[:2], -1), layout)
+    sketch.units[:, :, 0] *= 0.7
+    sketch.noise[0, 2], sketch.mean_value[0, 2] = 1e9, 1e4
+    return sketch

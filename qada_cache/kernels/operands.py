@@ -67,13 +67,16 @@ class Rows:
     # each once, ascending; of each row's last query, one for all rows if they agree.
     query_moment_lengths: tuple[int, ...] = ()
     row_moment_lengths: tuple[int, ...] = ()
+    queries: int = field(init=False)  # of each row
     columns: int = field(init=False)  # of the local buffers
+    device: torch.device = field(init=False)
     number: int = field(init=False)  # the greatest `rows`
     longest: int | None = field(init=False, default=None)  # length; None where to look would be to wait for the device
     derived: Any = field(init=False, default=None, repr=False)  # a kernel's
 
     def __post_init__(self) -> None:
-        queries, self.columns = self.local.shape[2:]
+        (queries, self.columns), self.device = self.local.shape[2:], self.local.device
+        self.queries = queries
         named = {part.name: getattr(self, part.name) for part in fields(self)[:5]}
         self.number = max(map(len, named.values()))
         masks, of_queries = (torch.bool, (1, queries, self.columns)), (1, queries)
@@ -83,12 +86,12 @@ class Rows:
         }
         for name, tensor in named.items():
             dtype, shape = wanted[name]
-            fits = (tensor.dtype, tuple(tensor.shape[1:]), tensor.device) == (dtype, shape, self.local.device)
+            fits = (tensor.dtype, tuple(tensor.shape[1:]), tensor.device) == (dtype, shape, self.device)
             fits = fits and len(tensor) in (1, self.number)
             if not fits or (tensor.dim() == 4 and tensor.stride(3) != 1):
                 kind = str(dtype).removeprefix("torch.")
                 raise OperandError(
-                    name, describe(tensor), f"{kind} {[self.number, *shape]} or {[1, *shape]} on {self.local.device}"
+                    name, describe(tensor), f"{kind} {[self.number, *shape]} or {[1, *shape]} on {self.device}"
                 )
         if self.bulk_lengths.is_cpu:
             lengths = self.bulk_lengths.tolist()
@@ -131,7 +134,7 @@ class Binding:
 
     def matches(self, query: Query, layer: "Operands") -> bool:
         """Whether the last checked step had the same tensors and numbers, and a query like this one; else forget it."""
-        same = self._key == (query.states.shape, query.states.dtype, query.states.device, query.scaling, layer.rule)
+        same = self._key == _describe_step(query, layer)
         same = same and all(known() is one for known, one in zip(self._tensors, layer.tensors, strict=True))
         if not same:
             self._key = self.derived = None
@@ -139,8 +142,16 @@ class Binding:
 
     def remember(self, query: Query, layer: "Operands") -> None:
         """This step was checked."""
-        self._key = query.states.shape, query.states.dtype, query.states.device, query.scaling, layer.rule
+        self._key = _describe_step(query, layer)
         self._tensors = [(lambda: None) if one is None else weakref.ref(one) for one in layer.tensors]
+
+
+def _describe_step(query: Query, layer: "Operands") -> tuple[Any, ...]:
+    """All but the layer's tensors that a kernel's derived values depend on."""
+    states, mass = query.states, query.log_bulk
+    assert mass is not None  # no kernel computes "oracle"
+    like = states.shape, states.dtype, states.device, mass.shape, mass.dtype, mass.device, mass.is_contiguous()
+    return *like, query.scaling, layer.logit_threshold, layer.group_rule, layer.token_threshold
 
 
 @dataclass(eq=False)
@@ -176,11 +187,6 @@ class Operands:
         return self.local_keys.shape[1]
 
     @property
-    def rule(self) -> tuple[float, str, float]:
-        """How its heads decide and select."""
-        return self.logit_threshold, self.group_rule, self.token_threshold
-
-    @property
     def tensors(self) -> tuple[Tensor | Sketch | None, ...]:
         """Those that change with storage alone."""
         return (
@@ -194,14 +200,8 @@ def check(query: Query, rows: Rows, layer: Operands) -> None:
     Those of the layer's last step are known to be right; rows, checked when they were made, have to fit the layer."""
     if not (known := layer.binding.matches(query, layer)):
         _check_layer(query, layer)
-    batch, heads = query.states.shape[:2]
-    if (mass := query.log_bulk) is None:
-        raise OperandError("log_bulk", None, "a tensor")
-    wanted = torch.float32, (layer.kv_heads, heads // layer.kv_heads, 1), query.states.device
-    fits = (mass.dtype, tuple(mass.shape[1:]), mass.device) == wanted and len(mass) in (1, batch)
-    if not fits or not mass.is_contiguous():
-        raise OperandError("log_bulk", describe(mass), f"float32 {[batch, *wanted[1]]} or {[1, *wanted[1]]}")
-    if rows.number not in (1, batch) or rows.local.shape[2] != 1 or rows.local.device != query.states.device:
+    batch = query.states.shape[0]
+    if rows.number not in (1, batch) or rows.queries != 1 or rows.device != query.states.device:
         raise OperandError("local", describe(rows.local), f"of {batch} rows or 1, and of one query, as the queries are")
     if rows.columns > layer.local_keys.shape[2]:
         raise OperandError("local", describe(rows.local), f"of {layer.local_keys.shape[2]} columns at most")
@@ -214,12 +214,18 @@ def check(query: Query, rows: Rows, layer: Operands) -> None:
 
 
 def _check_layer(query: Query, layer: Operands) -> None:
-    """Raise OperandError unless the layer's own tensors have the shapes, dtypes and layout that kernels expect."""
-    states = query.states
+    """Raise OperandError unless `log_bulk` and the layer's own tensors are of shapes, dtypes and layout that kernels
+    expect."""
+    states, mass = query.states, query.log_bulk
     batch, heads, queries, dim = states.shape
     kv_heads, value_dim, device = layer.kv_heads, layer.local_values.shape[3], states.device
     if queries != 1 or not kv_heads or heads % kv_heads:
         raise OperandError("query", describe(states), f"of one token and a multiple of {kv_heads} heads")
+    shape = batch, kv_heads, heads // kv_heads, 1
+    fits = mass is not None and (mass.dtype, mass.device) == (torch.float32, device) and mass.is_contiguous()
+    if mass is None or not fits or tuple(mass.shape) not in (shape, (1, *shape[1:])):
+        found = None if mass is None else describe(mass)
+        raise OperandError("log_bulk", found, f"float32 {list(shape)} or {[1, *shape[1:]]} on {device}, contiguous")
     for near, place in (("local", device), ("bulk", layer.bulk_keys.device)):
         tokens = getattr(layer, f"{near}_keys").shape[2]
         for name, size in ((f"{near}_keys", dim), (f"{near}_values", value_dim)):

@@ -22,6 +22,7 @@ MIN_BITS, MAX_BITS = 0.5, 4.0  # of a value, on average
 STEPS = {4: 0.3352, 2: 0.9957, 1: 1.5958}
 ERRORS = {4: 0.01154, 2: 0.1188, 1: 0.3634}
 BLOCK = 8  # channels that are rotated together; a word holds one block or several
+HADAMARD = BLOCK**-0.5  # a rotation's factor, which makes it orthonormal
 # Of channels in the order of their need, the need falls by this factor from first to last: SmolLM2, Qwen2.5-Coder-0.5B.
 NEED_FALLS = math.exp(5)
 UNCODED = 2.0  # what the error of a channel without bits counts: unlike a quantizer's, neighbours share it

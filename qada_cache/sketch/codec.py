@@ -5,6 +5,7 @@ A key is centred, its channels ordered by their need and weighed, rotated and qu
 that a score takes integer products alone and every implementation finds the same.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from . import BLOCK, SEGMENT_TOKENS, WORD_BITS, Layout, pack, rotate, segment_start, segments_of, unpack
 
 QUERY_LEVELS = 127  # a rounded query's largest value
+MIN_PEAK = 1e-30  # of a rotated query, below which it is rounded to zeros: its inverse is finite in float32
 SCALE_LEVELS = 255  # a rounded scale's largest value
 SLOPE_LEVELS = 127  # a rounded slope's largest value
 ROUNDINGS = 4  # of a key; more gain nothing
@@ -43,7 +45,21 @@ class Sketch:
 
     def __getitem__(self, index: tuple[int, int]) -> "Sketch":
         """One row's and head's."""
-        return Sketch(*(tensor[index] for tensor in self.tensors().values()))
+        return self.map(lambda tensor: tensor[index])
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Sketch":
+        """One of tensors that `change` makes of its own."""
+        return Sketch(*map(change, self.tensors().values()))
+
+    @staticmethod
+    def of(keys: Tensor, values: Tensor, energies: Tensor | None, layout: Layout) -> "Sketch":
+        """Of whole bulks of equal length: `keys` `[..., tokens, dim]`, `values` (`value_dim`), and `energies` as for
+        `quantize_segments`."""
+        made, tokens = quantize_segments(keys, energies, layout), keys.shape[-2]
+        keys, values = keys.float(), values.float()
+        mean_key, mean = keys.mean(dim=-2, keepdim=True), values.mean(dim=-2)
+        slopes = round_slopes(torch.matmul((values - mean.unsqueeze(-2)).mT, keys - mean_key) / tokens)
+        return Sketch(**made, **channel_means(made, layout, tokens), **slopes, mean_value=mean)
 
     @property
     def layout(self) -> Layout:
@@ -186,7 +202,7 @@ def estimated_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: flo
     weighed = query.expand_as(order).gather(-1, order) / sketch.weights[:count, None].float()  # q / w of every segment
     spread = 0.5 * scaling**2 * torch.matmul(weighed.square(), layout.errors(query.device)).unsqueeze(-1) * expected
     rotated = rotate(weighed[..., : layout.coded])
-    unit = rotated.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / QUERY_LEVELS
+    unit = rotated.abs().amax(dim=-1, keepdim=True).clamp_min(MIN_PEAK) / QUERY_LEVELS
     integers = torch.round(rotated / unit)
     found, closed = [], [(0, start, count - 1)] if start else []
     for first, stop, segments in (*closed, (start, length, 1)):

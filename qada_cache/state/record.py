@@ -69,7 +69,7 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
         store.local_keys[:, :, :columns] = record["local_keys"]
         store.local_values[:, :, :columns] = record["local_values"]
         store.lengths, store.flushed, store.decoded = record["lengths"], record["flushed"], record["decoded"]
-        store.exact, store.alike = _read_alike(record)
+        store.exact, store.alike = record["exact"], record["alike"]
         (keys, values), stored = (record[name] for name in BULK), record["stored"]
         if store.bulk.mappable and any(stored):
             store.bulk.adopt(source, keys, values, lengths=stored)
@@ -97,61 +97,62 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     counted = [name for name in ("local_heads", "local_groups") if record[name] is not None]
     sizes = {"batch": len(lengths)}
     for name in ("local_keys", "local_values", *BULK, *tracked, *counted):
-        shape, axes = list(record[name].shape), _SHAPES[name].split()
+        shape, axes, dtype = list(record[name].shape), _SHAPES[name].split(), record[name].dtype
+        known = [sizes.get(axis, axis) for axis in axes]
         fits = len(shape) == len(axes)
         fits = fits and all(sizes.setdefault(axis, size) == size for axis, size in zip(axes, shape, strict=True))
-        require(fits, f"{name} of shape {shape} beside {sizes}")
-        require(record[name].dtype == _DTYPES.get(name, record[name].dtype), f"{name} in {record[name].dtype}")
+        require(fits, f"{name} of shape {shape}", f"of shape {known} by the others")
+        require(dtype == _DTYPES.get(name, dtype), f"{name} in {dtype}", f"in {_DTYPES.get(name)}")
     for near, far in (("local_keys", "bulk_keys"), ("local_values", "bulk_values")):
-        require(record[near].dtype == record[far].dtype and record[near].is_floating_point(), f"{far} of another dtype")
+        dtype = record[near].dtype
+        require(dtype.is_floating_point, f"{near} in {dtype}", "of a floating dtype")
+        require(record[far].dtype == dtype, f"{far} in {record[far].dtype}", f"in {dtype}, as {near}")
     for name in COUNTER_NAMES:
         fits = name in ("audited", "local_heads", "local_groups") or _is_count(record[name])
-        require(fits, f"{name} of {record[name]}")
+        require(fits, f"{name} of {record[name]}", "a count")
     audited = record["audited"]
-    require(audited is None or (audited.dtype, audited.shape) == (torch.float64, (AUDITED,)), f"audited of {audited}")
-    require(type(record["decoded"]) is bool, f"decoded of {record['decoded']}")
+    fits = audited is None or (audited.dtype, audited.shape) == (torch.float64, (AUDITED,))
+    require(fits, f"audited of {audited}", f"float64 [{AUDITED}], or None")
+    require(type(record["decoded"]) is bool, f"decoded of {record['decoded']}", "a bool")
 
     end, seen = sizes["columns"] - sinks, record["seen"]
     stored = [max(gone - sinks, 0) for gone in flushed]
     rows = [lengths, flushed, record["stored"], *([record["count"]] if options.tracks_moments else [])]
     whole = all(isinstance(row, list) and len(row) == len(lengths) and {*map(type, row)} <= {int} for row in rows)
-    require(whole and type(seen) is int, f"{seen} tokens seen, in rows of {rows}")
-    require(0 <= end <= window + max(window, PENDING_TOKENS), f"{end} tokens beside {sinks} sinks")
-    require(
-        rows[2] == stored and max(stored, default=0) <= sizes["room"], f"{rows[2]} tokens in a bulk of {sizes['room']}"
-    )
+    require(whole and type(seen) is int, f"{seen} tokens seen, in rows of {rows}", f"ints, for {len(lengths)} rows")
+    most = window + max(window, PENDING_TOKENS)
+    require(0 <= end <= most, f"{end} tokens beside {sinks} sinks", f"{most} at most")
+    require(rows[2] == stored, f"{rows[2]} tokens in the bulk", f"{stored}, as {flushed} are flushed")
+    require(max(stored, default=0) <= sizes["room"], f"{stored} tokens in the bulk", f"{sizes['room']} at most")
     recents = [length - gone for length, gone in zip(lengths, flushed, strict=True)]
     kept = all(gone >= 0 and recent >= (window if gone else 0) for gone, recent in zip(flushed, recents, strict=True))
-    require(kept and max(recents, default=0) == end, f"{lengths} tokens, {flushed} of them flushed, in {end} columns")
+    held = f"{lengths} tokens, {flushed} of them flushed, in {end} columns"
+    require(
+        kept and max(recents, default=0) == end, held, f"a window of {window}, if any are flushed, and as many columns"
+    )
     if options.tracks_moments:
         behind = not options.update_moments and record["decoded"]  # frozen moments leave out decoded tokens
         pairs = zip(record["count"], stored, strict=True)
-        fits = all((0 if behind else most) <= count <= most for count, most in pairs)
-        require(fits, f"moments of {record['count']} tokens")
+        fits = all((0 if behind else tokens) <= count <= tokens for count, tokens in pairs)
+        require(fits, f"moments of {record['count']} tokens", f"of {stored}{' at most' if behind else ''}")
     padding = NONE
     for first, valid in record["padding"]:
         fits = first == 0 and valid.dtype == torch.bool and valid.dim() == 2 and len(valid) == len(lengths)
-        require(fits and valid.shape[1] <= seen, f"padding of shape {list(valid.shape)} from {first} on")
+        found = f"padding {valid.dtype} {list(valid.shape)} from {first} on"
+        require(fits and valid.shape[1] <= seen, found, f"bool [{len(lengths)}, {seen} at most] from 0 on")
         padding = Padding(valid.cpu())
     real = [seen - padded for padded in padding.counts(len(lengths))]
-    require(lengths == real, f"{lengths} tokens of {seen} that were seen")
-    exact, alike = _read_alike(record)
-    counts = [*exact, *alike]
-    fits = {*map(type, counts)} == {int} and len(exact) == len(alike) == len(lengths)
+    require(lengths == real, f"{lengths} tokens", f"{real}, of {seen} that were seen")
+    exact, alike = record["exact"], record["alike"]
+    fits = {*map(type, [*exact, *alike])} == {int} and len(exact) == len(alike) == len(lengths)
     fits = fits and all(0 <= one <= other <= most for one, other, most in zip(exact, alike, lengths, strict=True))
-    require(fits, f"{exact} tokens read exactly and {alike} alike of {lengths}")
+    require(fits, f"{exact} tokens read exactly and {alike} alike", f"counts of at most {lengths}, the first ones less")
     return padding
 
 
-def _read_alike(record: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """`TokenStore.exact` and `alike`; of a file that is older than these, no token is known to be read in any way."""
-    unknown = [0] * len(record["lengths"])
-    return record.get("exact", unknown), record.get("alike", unknown)
-
-
-def _require(holder: str, fits: Any, what: str) -> None:
+def _require(holder: str, fits: Any, what: str, wanted: str = "") -> None:
     if not fits:
-        raise ValueError(f"{holder} cannot hold {what}")
+        raise ValueError(f"{holder} cannot hold {what}" + (f", which should be {wanted}" if wanted else ""))
 
 
 def _is_count(value: Any) -> bool:

@@ -191,7 +191,7 @@ class BulkSketch:
 
     @torch.inference_mode(False)  # the new tensors are written to later, perhaps outside inference mode
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.tensors = Sketch(*(change(tensor) for tensor in self.tensors.tensors().values()))
+        self.tensors = self.tensors.map(change)
         self.mean_key, self.covariance = change(self.mean_key), change(self.covariance)
 
     @torch.inference_mode(False)  # as in __init__

@@ -33,7 +33,7 @@ def test_gaussian_estimate_equals_reference(tokens: int, group: int) -> None:
     mean = torch.stack([torch.stack([head[0] for head in row]) for row in moments])
     covariance = torch.stack([torch.stack([head[1] for head in row]) for row in moments])
     log_tokens = torch.tensor(float(tokens)).log().view(1, 1, 1, 1)
-    given = queries.unsqueeze(3), mean.float(), covariance.float(), log_tokens
+    given = queries.flatten(1, 2).unsqueeze(2), mean.float(), covariance.float(), log_tokens
     found = gaussian_log_bulk(*given, scaling=SCALING).squeeze(3)
     for row in range(batch):
         for head in range(kv_heads):
@@ -51,18 +51,18 @@ def test_gaussian_estimate_equals_reference(tokens: int, group: int) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_moments_of_one_prompt_serve_every_row(softcap: float | None) -> None:
-    queries, mean, covariance = random(3, 2, 4, 5, 8), random(1, 2, 8, seed=1), random(1, 2, 8, 8, seed=2)
+    queries, mean, covariance = random(3, 2 * 4, 5, 8), random(1, 2, 8, seed=1), random(1, 2, 8, 8, seed=2)
     covariance = covariance @ covariance.transpose(-1, -2)
     log_tokens, options = random(3, 1, 1, 5), {"scaling": SCALING, "softcap": softcap}
     together = gaussian_log_bulk(queries, mean, covariance, log_tokens, **options)
     apart = gaussian_log_bulk(queries, mean.repeat(3, 1, 1), covariance.repeat(3, 1, 1, 1), log_tokens, **options)
-    assert together.shape == queries.shape[:-1]
+    assert together.shape == (3, 2, 4, 5)
     torch.testing.assert_close(together, apart)
 
 
 def test_a_cap_far_away_changes_nothing() -> None:
     """The products without a cap are those of the scores' mean and variance."""
-    queries, mean, covariance = random(3, 2, 4, 5, 8), random(3, 2, 8, seed=1), random(3, 2, 8, 8, seed=2)
+    queries, mean, covariance = random(3, 2 * 4, 5, 8), random(3, 2, 8, seed=1), random(3, 2, 8, 8, seed=2)
     given = queries, mean, covariance @ covariance.transpose(-1, -2), random(3, 1, 1, 5)
     capped = gaussian_log_bulk(*given, scaling=SCALING, softcap=1e4)
     torch.testing.assert_close(gaussian_log_bulk(*given, scaling=SCALING), capped, rtol=1e-5, atol=1e-4)
@@ -77,7 +77,7 @@ def test_variance_is_never_negative() -> None:
 
 def test_no_bulk_has_no_mass() -> None:
     found = gaussian_log_bulk(
-        random(1, 1, 1, 1, 4), random(1, 1, 4), random(1, 1, 4, 4), torch.full((1, 1, 1, 1), -math.inf), scaling=1.0
+        random(1, 1, 1, 4), random(1, 1, 4), random(1, 1, 4, 4), torch.full((1, 1, 1, 1), -math.inf), scaling=1.0
     )
     assert found.item() == -math.inf
 

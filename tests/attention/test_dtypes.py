@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,23 @@ def test_kernels_of_a_step_refuse_tensors_that_do_not_agree(name: str) -> None:
             check(*step_of(**wrong))
         with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
             compiled_decode.fused_decode(*step_of(**wrong))
+
+
+@pytest.mark.parametrize(
+    ("change", "found", "wanted"),
+    [
+        ({"bulk_values": torch.half}, "bulk_values is float16", "not torch.float32 ["),
+        ({"log_bulk": torch.double}, "log_bulk is float64", "not float32 ["),
+        ({"decided": torch.int}, "decided is int32", "not bool ["),
+    ],
+)
+def test_an_error_names_the_tensor(change: dict[str, torch.dtype], found: str, wanted: str) -> None:
+    """What it is, and what it should be."""
+    scene = Scene(padding=(0,))
+    given = scene.arguments("cpu") | scene.decision_arguments()
+    given |= {name: given[name].to(dtype) for name, dtype in change.items()}
+    with pytest.raises(ValueError, match=f"{re.escape(found)}.*{re.escape(wanted)}"):
+        check(*step_of(**given))
 
 
 def test_other_strides_are_not_the_compiled_kernels() -> None:

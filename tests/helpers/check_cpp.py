@@ -20,7 +20,7 @@ def main() -> int:
     flags = [flag for flag in cpu.FLAGS if flag not in ("-w", "-march=native", "-shared", "-O3")]
     failed = 0
     for (element, dim, value_dim, queries), processor in product(SIZES, PROCESSORS.get(platform.machine(), ())):
-        sizes = [f"-D{element}", f"-DDIM={dim}", f"-DVALUE_DIM={value_dim}", f"-DQUERIES={queries}"]
+        sizes = cpu.define(element, dim, value_dim, queries)
         command = [cpu._compiler(), *flags, "-O1", f"-march={processor}", *WARNINGS, *UNWARNED.get(processor, ())]
         done = subprocess.run([*command, *sizes, "-c", str(cpu.SOURCE), "-o", "/dev/null"], check=False)
         failed += done.returncode != 0

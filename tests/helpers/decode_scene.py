@@ -15,7 +15,7 @@ from qada_cache import sketch
 from qada_cache.criterion import logit
 from qada_cache.kernels.operands import Operands, Query, Rows
 from qada_cache.sketch import Layout, segments_of
-from qada_cache.sketch.codec import Sketch, channel_means, order_dtype, quantize_segments, round_slopes
+from qada_cache.sketch.codec import Sketch, order_dtype
 from qada_cache.state.forward_pass import ForwardPass
 
 SINKS, WINDOW = 3, 8
@@ -118,21 +118,8 @@ class Scene:
         energies = 0.1 + 3 * torch.rand(self.kv_heads, self.dim, generator=made).square()
         for row in self.sketched_rows():
             keys, values = (part[row][:, SINKS : SINKS + self.counts[row]] for part in (self.keys, self.values))
-            coded = quantize_segments(keys, energies, layout)
-            coded |= channel_means(coded, layout, self.counts[row])
-            for name, part in coded.items():
-                if name == "codes":
-                    self.sketch.codes[row, ..., : part.shape[-1]] = part
-                elif name in ("noise", "variances"):
-                    getattr(self.sketch, name)[row] = part
-                else:
-                    getattr(self.sketch, name)[row, :, : part.shape[1]] = part
-            keys, values = keys.double(), values.double()
-            mean = values.mean(dim=1, keepdim=True)
-            self.sketch.mean_value[row] = mean[:, 0]
-            slopes = (values - mean).mT @ (keys - keys.mean(dim=1, keepdim=True)) / keys.shape[1]
-            for name, part in round_slopes(slopes.float()).items():
-                getattr(self.sketch, name)[row] = part
+            for name, part in Sketch.of(keys, values, energies, layout).tensors().items():
+                getattr(self.sketch, name)[row][tuple(map(slice, part.shape))] = part
 
     def sketched_rows(self) -> list[int]:
         """Rows whose tokens are selected."""
@@ -140,7 +127,7 @@ class Scene:
 
     def sketch_arguments(self, device: str, token_threshold: float) -> dict[str, Any]:
         """Of what `step_of` takes, what has tokens selected."""
-        placed = Sketch(**{name: tensor.to(device) for name, tensor in self.sketch.tensors().items()})
+        placed = self.sketch.map(lambda tensor: tensor.to(device))
         sketch_read_bytes = torch.zeros((), dtype=torch.int64, device=device)
         return {"sketch": placed, "sketch_read_bytes": sketch_read_bytes, "token_threshold": token_threshold}
 

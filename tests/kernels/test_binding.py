@@ -30,7 +30,7 @@ def arguments(**options: Any) -> dict[str, Any]:
 def other(part: Any) -> Any:
     """Something of the same shape that says something else, at another place."""
     if isinstance(part, Sketch):
-        return Sketch(**{name: other(tensor) for name, tensor in part.tensors().items()})
+        return part.map(other)
     if isinstance(part, Tensor):
         return torch.where(part.isfinite(), part * 2, part) if part.is_floating_point() else part.clone()
     return 0.7 * part

@@ -17,7 +17,7 @@ from qada_cache.kernels import cpu, decode_reference
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.sketch import Layout, selection
-from qada_cache.sketch.codec import Sketch, channel_means, quantize_segments, round_slopes
+from qada_cache.sketch.codec import Sketch
 
 EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED, KERNEL, GPU])
 BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]
@@ -261,12 +261,7 @@ def test_scores_far_apart(bits: float, deviation: float) -> None:
     given |= {"decided": torch.ones(1, 1, 1, dtype=torch.bool), "bulk_tokens": torch.full((1, 1, 1), 2100)}
     given["log_bulk"] = torch.full((1, 1, 8, 1), torch.inf)
     given["logit_threshold"] = 0.0
-    centred = values - values.mean(dim=2, keepdim=True)
-    slopes = centred.mT @ (keys - keys.mean(dim=2, keepdim=True)) / 2100
-    layout = Layout.from_bits(64, bits)
-    kwargs = quantize_segments(keys, None, layout)
-    kwargs |= channel_means(kwargs, layout, 2100)
-    coded = Sketch(**kwargs, mean_value=values.mean(dim=2), **round_slopes(slopes))
+    coded = Sketch.of(keys, values, None, Layout.from_bits(64, bits))
     calls = (step_of(**given, sketch=one, token_threshold=1.0) for one in (None, coded))
     whole, some = (decode_reference.decode_step(*call)[0] for call in calls)
     assert (some - whole).norm() < 0.1 * whole.norm()

@@ -194,7 +194,7 @@ def test_rows_do_not_matter(path: Path, bits: int) -> None:
             if isinstance(value, Tensor) and value.dim() and len(value) > 1:
                 arguments[name] = value[row : row + 1]
             elif isinstance(value, Sketch):
-                arguments[name] = Sketch(*(tensor[row : row + 1] for tensor in value.tensors().values()))
+                arguments[name] = value.map(lambda tensor, row=row: tensor[row : row + 1])
         alone = function(*step_of(**arguments))
         assert torch.equal(alone[0][0], whole[0][row])
         assert torch.equal(alone[1][0], whole[1][row])

@@ -21,7 +21,7 @@ from sketch_reference import (
 from torch import Tensor
 
 from qada_cache.sketch import STEPS, Layout, codec, selection
-from qada_cache.sketch.codec import Sketch, channel_means, quantize_segments, round_slopes
+from qada_cache.sketch.codec import Sketch, round_slopes
 
 CPU = torch.device("cpu")
 DIMS = (16, 64, 80, 96)
@@ -34,11 +34,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def sketch_of(keys: Tensor, energies: Tensor | None, bits: float) -> Sketch:
     """Of one head's keys `[tokens, dim]`, without values."""
-    dim = keys.shape[1]
-    code = Layout.from_bits(dim, bits)
-    made = quantize_segments(keys, energies, code)
-    made |= channel_means(made, code, len(keys))
-    return Sketch(**made, mean_value=torch.zeros(4), **round_slopes(torch.zeros(4, dim)))
+    return Sketch.of(keys, torch.zeros(len(keys), 4), energies, Layout.from_bits(keys.shape[1], bits))
 
 
 @dataclass

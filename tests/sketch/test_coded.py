@@ -6,7 +6,7 @@ from record_reference import decoded, hadamard, predicted
 from torch import Tensor
 
 from qada_cache.sketch import Layout, codec, rotate
-from qada_cache.sketch.codec import Sketch, channel_means, estimated_scores, quantize_segments, round_slopes
+from qada_cache.sketch.codec import Sketch, estimated_scores
 from qada_cache.sketch.coded import (
     RECORD_BITS,
     RecordLayout,
@@ -42,13 +42,10 @@ class Coded:
         self.keys, self.values = turned.to(dtype), random(2, LENGTH, value_dim, seed=5).to(dtype)
         sketch, self.layout = Layout.from_bits(dim, 1.5), RecordLayout(dim, value_dim, *bits)
         assert sketch is not None
-        made = quantize_segments(self.keys, self.energies, sketch)
-        self.predicted = predicted_keys(made, sketch)
+        self.sketch = Sketch.of(self.keys, torch.zeros(2, LENGTH, value_dim), self.energies, sketch)
+        self.predicted = predicted_keys(self.sketch.tensors(), sketch)
         self.weights = query_weights(self.energies, dim, CPU)
         self.records = code_tokens(self.keys, self.values, self.predicted, self.weights, self.layout)
-        made |= channel_means(made, sketch, LENGTH)
-        mean, slopes = torch.zeros(2, value_dim), round_slopes(torch.zeros(2, value_dim, dim))
-        self.sketch = Sketch(**made, mean_value=mean, **slopes)
 
     def float64(self, head: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[LENGTH, *]` of a head as its records say, by the reference."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qada_cache.kernels.reference import merge_partials, partial_attention
 from qada_cache.sketch import Layout
-from qada_cache.sketch.codec import Sketch, channel_means, quantize_segments, round_slopes
+from qada_cache.sketch.codec import Sketch
 from qada_cache.sketch.selection import Selection, select_tokens, unread_value
 
 LENGTH, DIM, GROUP = 2300, 64, 4
@@ -22,12 +22,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def sketch_of(keys: Tensor, values: Tensor, bits: float = 2) -> Sketch:
     """Of one head's keys and values `[tokens, *]`."""
-    mean = values.mean(dim=0)
-    slopes = (values - mean).mT @ (keys - keys.mean(dim=0)) / len(keys)
-    layout = Layout.from_bits(keys.shape[1], bits)
-    made = quantize_segments(keys, None, layout)
-    made |= channel_means(made, layout, len(keys))
-    return Sketch(**made, mean_value=mean, **round_slopes(slopes))
+    return Sketch.of(keys, values, None, Layout.from_bits(keys.shape[1], bits))
 
 
 def selected(

@@ -22,6 +22,7 @@ from torch.nn import functional
 from transformers.utils import logging
 
 from ... import files
+from ...sketch import HADAMARD, WORD_BITS, codec, selection
 
 logger = logging.get_logger(__name__)
 
@@ -38,6 +39,11 @@ FLAGS = (
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
 )
 SOURCE = Path(__file__).with_name("attention.cpp")
+# What the definition in Python says of a sketch.
+CONSTANTS = {
+    "QUERY_LEVELS": codec.QUERY_LEVELS, "MIN_PEAK": codec.MIN_PEAK, "HADAMARD": HADAMARD, "WORD_BITS": WORD_BITS,
+    "HOPELESS": selection.HOPELESS,
+}  # fmt: skip
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -81,12 +87,17 @@ def rows_contiguous(tensor: Tensor) -> bool:
     return tensor.stride()[2:] == (tensor.shape[3], 1)
 
 
+def define(element: str, dim: int, value_dim: int, queries: int) -> tuple[str, ...]:
+    """The macros that `SOURCE` is built with, `element` being one of `ELEMENTS`."""
+    values = CONSTANTS | {"DIM": dim, "VALUE_DIM": value_dim, "QUERIES": queries}
+    return f"-D{element}", *(f"-D{name}={value}" for name, value in values.items())
+
+
 @functools.cache
 def build(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -> ctypes.CDLL | None:
     """The kernels for these sizes, built if need be; None, with one warning, if they cannot be built."""
-    macros = (f"-D{ELEMENTS[dtype]}", f"-DDIM={dim}", f"-DVALUE_DIM={value_dim}", f"-DQUERIES={queries}")
     try:
-        kernels = _load(macros)
+        kernels = _load(define(ELEMENTS[dtype], dim, value_dim, queries))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning_once(
             f"the fast attention kernel for CPUs could not be built, torch's slower one serves: {error}"

@@ -25,11 +25,10 @@ void decode(const Decode& call) {
             return false;
         }
     };
-    if (heads < shares || !call.codes.data)
-        failed = !run(0, heads, call.threads, bulk_read_bytes, sketch_read_bytes);
+    if (heads < shares || !call.codes.data) failed = !run(0, heads, call.threads, bulk_read_bytes, sketch_read_bytes);
     else
-#pragma omp parallel for num_threads(call.threads) schedule(dynamic) \
-    reduction(+ : bulk_read_bytes, sketch_read_bytes) reduction(|| : failed)
+#pragma omp parallel for num_threads(call.threads) schedule(dynamic) reduction(+ : bulk_read_bytes, sketch_read_bytes) \
+    reduction(|| : failed)
         for (int64_t share = 0; share < shares; share++)
             failed |= !run(heads * share / shares, heads * (share + 1) / shares, 1, bulk_read_bytes, sketch_read_bytes);
     if (failed) throw std::bad_alloc();
@@ -42,10 +41,10 @@ void decode(const Decode& call) {
 // `query` [batch, heads, QUERIES, DIM] contiguous; `key` and `value` [batch, heads, tokens, *], whose rows of a head
 // are contiguous and whose batches and heads are so many elements apart; `out` [batch, heads, QUERIES, VALUE_DIM] and
 // `lse` [batch, heads, QUERIES]. Returns 1 if memory ran out.
-extern "C" int partial_attention(const Element* query, const Element* key, const Element* value, float* out,
-                                 float* lse, int64_t batch, int64_t heads, int64_t tokens, int64_t key_batch,
-                                 int64_t key_head, int64_t value_batch, int64_t value_head, int64_t split_tokens,
-                                 int threads, float scaling) try {
+extern "C" int partial_attention(const Element* query, const Element* key, const Element* value, float* out, float* lse,
+                                 int64_t batch, int64_t heads, int64_t tokens, int64_t key_batch, int64_t key_head,
+                                 int64_t value_batch, int64_t value_head, int64_t split_tokens, int threads,
+                                 float scaling) try {
     int64_t splits = splits_of(tokens, batch * heads, threads, split_tokens);
     std::vector<float> parts(batch * heads * splits * SIZE), part_lse(batch * heads * splits * QUERIES);
 #pragma omp parallel for num_threads(threads) schedule(dynamic)

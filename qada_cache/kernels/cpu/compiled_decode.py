@@ -82,7 +82,7 @@ class _Bound:
         buffers = {name: getattr(layer, name) for name in ("local_keys", "local_values", "bulk_keys", "bulk_values")}
         if not all(map(cpu.rows_contiguous, buffers.values())):
             raise ValueError("the tokens of a head do not lie one after the other")
-        views, group = dict(buffers), states.shape[1] // layer.kv_heads
+        views, group = buffers | {"log_bulk": query.log_bulk}, states.shape[1] // layer.kv_heads
         decode = self._decode = Decode(batch=states.shape[0], kv_heads=layer.kv_heads)
         decode.split_tokens, decode.min_sketched, decode.segment_tokens = cpu.SPLIT_TOKENS, MIN_TOKENS, SEGMENT_TOKENS
         decode.scaling, decode.logit_threshold = query.scaling, layer.logit_threshold
@@ -101,6 +101,7 @@ class _Bound:
             decode.unreliable, decode.noise_share = selection.UNRELIABLE, selection.NOISE_SHARE
         for name, tensor in views.items():
             setattr(decode, name, view(tensor))
+        self._log_bulk = decode.log_bulk  # a view of its fields
         kernels = cpu.build(states.dtype, states.shape[3], value_dim, group)
         assert kernels is not None
         if (size := kernels.decode_size()) != ctypes.sizeof(Decode):
@@ -111,12 +112,13 @@ class _Bound:
 
     def compute(self, query: Query, rows: operands.Rows) -> tuple[Tensor, Tensor]:
         """`fused_decode` for another query and other rows than those that were bound."""
-        states, decode = query.states.contiguous(), self._decode
+        states, mass, decode = query.states.contiguous(), query.log_bulk, self._decode
+        assert mass is not None
         if rows.derived is None:
             rows.derived = Rows(**{name: view(getattr(rows, name)) for name in OF_ROWS}, columns=rows.columns)
         out = torch.empty(self._out, dtype=torch.float32, device=states.device)
         flags = torch.empty(self._flags, dtype=torch.bool, device=states.device)
         decode.query, decode.out, decode.flags = states.data_ptr(), out.data_ptr(), flags.data_ptr()
-        decode.log_bulk, decode.rows, decode.threads = view(query.log_bulk), rows.derived, torch.get_num_threads()
+        decode.rows, decode.threads, self._log_bulk.data = rows.derived, torch.get_num_threads(), mass.data_ptr()
         self._run()
         return out.to(states.dtype), flags

@@ -17,7 +17,8 @@ struct View {
     T* at(int64_t row, int64_t head = 0) const { return data + row * row_stride + head * head_stride; }
 };
 
-// `Rows`, `Query` and `Operands` of operands.py, which say what shapes these have; compiled_decode.py has the same fields.
+// `Rows`, `Query` and `Operands` of operands.py, which say what shapes these have; compiled_decode.py has the same
+// fields.
 struct Rows {
     View<const uint8_t> local, pending, decided;
     View<const int64_t> bulk_lengths;
@@ -121,8 +122,14 @@ struct Selecting {
     }
 
     Estimates estimates(const Decode& call, int64_t row, int64_t head) const {
-        return {count, segments.get(), segment_count, call.segment_tokens, call.codes.at(row, head),
-                call.codes.head_stride / call.words.count(), call.words, call.scales.at(row, head)};
+        return {count,
+                segments.get(),
+                segment_count,
+                call.segment_tokens,
+                call.codes.at(row, head),
+                call.codes.head_stride / call.words.count(),
+                call.words,
+                call.scales.at(row, head)};
     }
 
     // Rounds the flagged queries for each segment.
@@ -141,7 +148,7 @@ struct Selecting {
                 variance += query[d] * query[d] * call.variances.at(row, head)[d];
             }
             float half_variance = 0.5f * call.scaling * call.scaling * noise;
-            bool hopeless = half_variance > 4 * call.unreliable;  // `HOPELESS` of selection.py
+            bool hopeless = half_variance > (float)HOPELESS * call.unreliable;
             if (half_variance > call.unreliable && (noise > call.noise_share * variance || hopeless)) return false;
             for (int d = 0; d < DIM; d++) {
                 queries[d][count] = query[d];
@@ -163,8 +170,12 @@ struct Selecting {
         segment_count = call.segments_of(call.bulk_length(row));
         segments.reset(new Rounded[segment_count]);
         estimates(call, row, head).prefetch_sample(call.bulk_length(row));  // it comes while queries are rounded
-        const Segments own{segment_count, call.centres.at(row, head), call.order.at(row, head),
-                           call.weights.at(row, head), call.units.at(row, head), call.errors};
+        const Segments own{segment_count,
+                           call.centres.at(row, head),
+                           call.order.at(row, head),
+                           call.weights.at(row, head),
+                           call.units.at(row, head),
+                           call.errors};
         for (int64_t s = 0; s < segment_count; s += TOGETHER)
             own.round(queries, s, call.words, call.scaling, segments.get());
         return true;

@@ -12,12 +12,12 @@
 namespace {
 
 constexpr int VECTORS = SPAN / TOKENS;
-constexpr int SAMPLED_SPANS = 15;      // spans of which a sample is made, at most
+constexpr int SAMPLED_SPANS = 15;  // spans of which a sample is made, at most
 constexpr int MIN_SAMPLED_SPANS = 64;  // spans from which on there is one
-constexpr float MARGIN = 0.5f;         // by which the logarithm of all weight may be below what the sample says
-constexpr int REFRESH = 16;            // spans after which the weight so far is looked at
+constexpr float MARGIN = 0.5f;  // by which the logarithm of all weight may be below what the sample says
+constexpr int REFRESH = 16;  // spans after which the weight so far is looked at
 constexpr float LOWEST = -1e30f;
-constexpr float MAX_WEIGHT = 1e9;      // of a weight: a score may be so much above what weights are relative to
+constexpr float MAX_WEIGHT = 1e9;  // of a weight: a score may be so much above what weights are relative to
 
 // Estimates of a head's queries over its sketch: `codes` [words, *], `room` words apart, and `scales` [tokens], in
 // segments of `segment_tokens`, for each of which the queries were rounded; the last one has what is left.
@@ -117,12 +117,12 @@ struct Estimates {
 struct Scan {
     int64_t head, start, stop;
     float highest[QUERIES];  // about the highest score, or the local mass
-    Singles mass[QUERIES];   // relative to that
-    Singles unread_mass[QUERIES];   // as much of it as is of tokens not kept: a sum, as a difference would be rounding
+    Singles mass[QUERIES];  // relative to that
+    Singles unread_mass[QUERIES];  // as much of it as is of tokens not kept: a sum, as a difference would be rounding
     Singles lifted[QUERIES];  // these, times how far the scores are above `middle`
     Singles sum[QUERIES], squares[QUERIES];  // of how far all scores are above it
     float log_unread_mass[QUERIES];  // of what is not read
-    const float* middle;      // about the mean score of each query
+    const float* middle;  // about the mean score of each query
     int64_t count = 0;  // of tokens kept; these have room for more
     std::vector<int32_t> tokens;
     std::vector<float> estimates[QUERIES];  // of each flagged query

@@ -10,13 +10,17 @@ namespace {
 
 constexpr int SPAN = 64;         // keys that are scored at once
 constexpr int PREFETCH_SPANS = 8;    // whose codes are asked for before they are needed
-constexpr float LEVELS = 127;    // a rounded query's largest value
+constexpr float LEVELS = QUERY_LEVELS;  // a rounded query's largest value
+static_assert(WORD_BITS == 32);
 
 // Words of a key's code, by `Layout` of sketch/__init__.py.
 struct Words {
     int of_four, of_two, of_one;  // bits
     int count() const { return of_four + of_two + of_one; }
-    int coded() const { return 8 * of_four + 16 * of_two + 32 * of_one; }
+    // The first channel whose value has 2 bits, has one, has none.
+    int first_two() const { return WORD_BITS / 4 * of_four; }
+    int first_one() const { return first_two() + WORD_BITS / 2 * of_two; }
+    int coded() const { return first_one() + WORD_BITS * of_one; }
 };
 
 // One number of each query of a head, in vectors of whole powers of two; wide ones have one of each segment of a few.
@@ -40,7 +44,7 @@ inline void rotate(Wide* values, int count) {
                     block[i] = one + other;
                     block[i + apart] = one - other;
                 }
-        for (int i = 0; i < 8; i++) block[i] *= 0.35355339f;
+        for (int i = 0; i < 8; i++) block[i] *= (float)HADAMARD;
     }
 }
 
@@ -65,13 +69,13 @@ struct Segments {
         const int here = (int)std::min<int64_t>(TOGETHER, count - first);
         Wide rotated[DIM] = {};
         for (int j = 0; j < here; j++) {
-            const int64_t segment = first + j, row = segment * DIM;
+            const int64_t segment = first + j, channel = segment * DIM;
             alignas(CACHE_LINE) float inverse[DIM], centre[DIM];
-            for (int d = 0; d < DIM; d++) inverse[d] = 1 / widened(weights[row + d]);
-            for (int d = 0; d < DIM; d++) centre[d] = widened(centres[row + d]);
+            for (int d = 0; d < DIM; d++) inverse[d] = 1 / widened(weights[channel + d]);
+            for (int d = 0; d < DIM; d++) centre[d] = widened(centres[channel + d]);
             Slots along = {}, error = {};
             for (int d = 0; d < DIM; d++) {
-                const Slots weighed = queries[order[row + d]] * inverse[d];
+                const Slots weighed = queries[order[channel + d]] * inverse[d];
                 error += weighed * weighed * errors[d];
                 along += queries[d] * centre[d];
                 std::memcpy((char*)&rotated[d] + j * sizeof(Slots), &weighed, sizeof weighed);
@@ -81,7 +85,7 @@ struct Segments {
         }
         const int coded = words.coded();
         rotate(rotated, coded);
-        Wide highest = Wide{} + 1e-30f;  // its inverse is finite
+        Wide highest = Wide{} + (float)MIN_PEAK;
         for (int d = 0; d < coded; d++) {
             Wide size = rotated[d] < 0.0f ? -rotated[d] : rotated[d];
             highest = size > highest ? size : highest;
@@ -89,7 +93,7 @@ struct Segments {
         const Wide inverse = LEVELS / highest;
         WideIntegers sum = {};  // of queries times highest levels: odd integers are twice what codes hold, less these
         for (int d = 0; d < coded; d += 4) {
-            const int level = d < 8 * words.of_four ? 15 : d < 8 * words.of_four + 16 * words.of_two ? 3 : 1;
+            const int level = d < words.first_two() ? 15 : d < words.first_one() ? 3 : 1;
             WideIntegers packed = {};
             for (int i = 0; i < 4; i++) {
                 // The sum with 1.5 * 2^23 has no room for fractions: it rounds half to even.
@@ -167,12 +171,11 @@ INLINED void add_words(const uint32_t* codes, int64_t stride, int words, const R
 INLINED void multiply(const uint32_t* codes, int64_t stride, Words words, const Rounded& queries,
                       int32_t (*products)[SPAN]) {
     const uint32_t *twos = codes + words.of_four * stride, *ones = twos + words.of_two * stride;
-    const int first_two = 8 * words.of_four, first_one = first_two + 16 * words.of_two;
     for (int key = 0; key < SPAN; key += KEYS * COLUMNS) {
         Bytes sums[QUERIES][COLUMNS] = {};
         add_words<4>(codes + key, stride, words.of_four, queries, 0, sums);
-        add_words<2>(twos + key, stride, words.of_two, queries, first_two, sums);
-        add_words<1>(ones + key, stride, words.of_one, queries, first_one, sums);
+        add_words<2>(twos + key, stride, words.of_two, queries, words.first_two(), sums);
+        add_words<1>(ones + key, stride, words.of_one, queries, words.first_one(), sums);
 #pragma GCC unroll 16
         for (int q = 0; q < QUERIES; q++)
 #pragma GCC unroll 8

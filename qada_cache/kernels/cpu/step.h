@@ -204,8 +204,7 @@ struct Step {
             float lse;
             if (call.flags[(first_head + head) * QUERIES + q])
                 merge(&parts[part * SIZE], &part_lse[part * QUERIES], part_count[head], q, out, &lse);
-            else
-                std::copy(local, local + VALUE_DIM, out);
+            else std::copy(local, local + VALUE_DIM, out);
         }
     }
 
@@ -237,7 +236,9 @@ struct Step {
         if (scan_count) {
             each(scan_count, [&](int64_t i) { apply_cut(pool[i]); });
             plan_selected();
-            each(kv_heads, [&](int64_t head) { if (selects[head]) add_unread(head); });
+            each(kv_heads, [&](int64_t head) {
+                if (selects[head]) add_unread(head);
+            });
             each(jobs.size(), [&](int64_t i) { read(jobs[i]); });
         }
         each(kv_heads, [&](int64_t head) { merge_parts(head); });

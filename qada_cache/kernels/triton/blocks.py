@@ -6,8 +6,15 @@
 import triton
 import triton.language as tl
 
+from ... import sketch as _sketch
+from ...sketch import codec, selection
+
 # The interpreter multiplies the bit patterns of bfloat16 matrices; float32 gives it the products a GPU computes.
 _WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
+# What the definition in Python says of a sketch.
+HADAMARD, QUERY_LEVELS = tl.constexpr(_sketch.HADAMARD), tl.constexpr(float(codec.QUERY_LEVELS))
+MIN_PEAK, WORD_BITS = tl.constexpr(codec.MIN_PEAK), tl.constexpr(_sketch.WORD_BITS)
+HOPELESS = tl.constexpr(selection.HOPELESS)
 
 
 @triton.jit
@@ -102,7 +109,7 @@ def unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D: tl.co
     b_square = b_query.to(tl.float32) * b_query.to(tl.float32)
     b_noise = tl.sum(b_square * tl.load(p_noise + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
     b_variance = tl.sum(b_square * tl.load(p_variances + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
-    b_hopeless = b_noise > 4 * noise_limit  # `selection.HOPELESS`
+    b_hopeless = b_noise > HOPELESS * noise_limit
     return (b_noise > noise_limit) & ((b_noise > noise_share * b_variance) | b_hopeless)
 
 
@@ -119,13 +126,13 @@ def rotate(b_query):
     for _ in tl.static_range(3):
         b_one, b_other = tl.split(b_rotated.reshape(BLOCK_G * BLOCK_D // 8, 4, 2))
         b_rotated = tl.permute(tl.join(b_one + b_other, b_one - b_other), (0, 2, 1)).reshape(BLOCK_G, BLOCK_D)
-    return b_rotated * 0.35355339059327373
+    return b_rotated * HADAMARD
 
 
 @triton.jit
 def round_queries(b_rotated):
     """Rotated queries in 8-bit integers [BLOCK_G, BLOCK_D], and their units [BLOCK_G]."""
-    b_unit = tl.div_rn(tl.maximum(tl.max(tl.abs(b_rotated), axis=1), 1e-35), 127.0)  # a normal number
+    b_unit = tl.div_rn(tl.maximum(tl.max(tl.abs(b_rotated), axis=1), MIN_PEAK), QUERY_LEVELS)
     b_scaled = tl.div_rn(b_rotated, b_unit[:, None].broadcast_to(b_rotated.shape))
     b_rounded = b_scaled + 12582912.0  # 1.5 * 2^23: to nearest
     return (b_rounded - 12582912.0).to(tl.int32), b_unit
@@ -135,8 +142,8 @@ def round_queries(b_rotated):
 def take_channels(b_integers, WORDS: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr):
     """Of integers [BLOCK_G, BLOCK_D], those that meet `WORDS` words of `BITS` a value, from channel `FIRST` on:
     [BLOCK_G, BLOCK_W * 32 / BITS], 0 behind them."""
-    o_value = tl.arange(0, BLOCK_W * 32 // BITS)
-    m_value = o_value < WORDS * 32 // BITS
+    o_value = tl.arange(0, BLOCK_W * WORD_BITS // BITS)
+    m_value = o_value < WORDS * WORD_BITS // BITS
     o_channel = tl.where(m_value, FIRST + o_value, 0)[None, :].broadcast_to(b_integers.shape[0], o_value.shape[0])
     return tl.where(m_value[None, :], tl.gather(b_integers, o_channel, 1), 0).to(tl.int8)
 
@@ -147,11 +154,11 @@ def multiply_codes(
 ):  # fmt: skip
     """Exact products int32 [BLOCK_G, BLOCK_N] of integers of `take_channels` with the odd integers of these tokens'
     words, `2 * index - (2^BITS - 1)`. Words of a token lie `room` apart."""
-    o_word, o_value = tl.arange(0, BLOCK_W), tl.arange(0, 32 // BITS)
+    o_word, o_value = tl.arange(0, BLOCK_W), tl.arange(0, WORD_BITS // BITS)
     m_codes = m_tokens[:, None] & (o_word < WORDS)[None, :]
     b_codes = tl.load(p_codes + o_word.to(tl.int64)[None, :] * room + o_tokens[:, None], mask=m_codes, other=0)
     b_index = b_codes[:, :, None] >> (o_value % 4 * 8 + o_value // 4 * BITS)[None, None, :]
-    b_index = (b_index & (2**BITS - 1)).reshape(o_tokens.shape[0], BLOCK_W * 32 // BITS).to(tl.int8)
+    b_index = (b_index & (2**BITS - 1)).reshape(o_tokens.shape[0], BLOCK_W * WORD_BITS // BITS).to(tl.int8)
     b_offset = tl.sum(b_integers.to(tl.int32), axis=1) * (2**BITS - 1)
     return 2 * tl.dot(b_integers, tl.trans(b_index), out_dtype=tl.int32) - b_offset[:, None]
 

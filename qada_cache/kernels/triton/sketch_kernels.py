@@ -9,7 +9,7 @@ Programs take turns at a bulk's blocks, because selected tokens lie close togeth
 import triton
 import triton.language as tl
 
-from .blocks import attend_split, multiply_codes, rotate, round_queries, take_channels
+from .blocks import WORD_BITS, attend_split, multiply_codes, rotate, round_queries, take_channels
 
 
 @triton.jit(do_not_specialize=["s_segment"])  # it grows with the bulk
@@ -52,7 +52,9 @@ def estimate_kernel(
     o_group = i_group * G + o_head
     m_query = m_head[:, None] & m_dim[None, :]
     WORDS: tl.constexpr = FOURS + TWOS + ONES  # noqa: N806 - a compile-time constant
-    CODED: tl.constexpr = 8 * FOURS + 16 * TWOS + 32 * ONES  # noqa: N806 - a compile-time constant
+    FIRST_TWO: tl.constexpr = WORD_BITS // 4 * FOURS  # noqa: N806 - a compile-time constant
+    FIRST_ONE: tl.constexpr = FIRST_TWO + WORD_BITS // 2 * TWOS  # noqa: N806 - a compile-time constant
+    CODED: tl.constexpr = FIRST_ONE + WORD_BITS * ONES  # noqa: N806 - a compile-time constant
     p_codes += i_group * s_head * WORDS
     p_scales += i_group * s_head
     p_units += i_group * s_segment
@@ -81,9 +83,9 @@ def estimate_kernel(
         if FOURS:
             b_fours = take_channels(b_integers, FOURS, 0, 4, BLOCK_FOURS)
         if TWOS:
-            b_twos = take_channels(b_integers, TWOS, 8 * FOURS, 2, BLOCK_TWOS)
+            b_twos = take_channels(b_integers, TWOS, FIRST_TWO, 2, BLOCK_TWOS)
         if ONES:
-            b_ones = take_channels(b_integers, ONES, 8 * FOURS + 16 * TWOS, 1, BLOCK_ONES)
+            b_ones = take_channels(b_integers, ONES, FIRST_ONE, 1, BLOCK_ONES)
         for start in range(turn, tl.minimum(turn + TURN, length), BLOCK_N):
             o_tokens = start + tl.arange(0, BLOCK_N)
             m_tokens = o_tokens < length
