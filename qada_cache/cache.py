@@ -16,7 +16,8 @@ from .attention import support
 from .criterion import StaticHeads
 from .kernels import choice
 from .key_moments.defaults import DEFAULT_MOMENTS, MomentsSource
-from .key_moments.models import UNSHARDED, full_attention_layers, unwrap_model
+from .models import full_attention_layers, unwrap_model
+from .models.sharding import UNSHARDED
 from .reading_bar import ReadingBar
 from .state import CONDITIONS, DECIDING, LAID_OUT, SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .state.layer import QAdALayer

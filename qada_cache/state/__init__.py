@@ -14,7 +14,7 @@ from ..criterion import CRITERIA, GROUP_RULES, StaticHeads
 from ..kernels import choice
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import CURRENT, MomentsSource, sources
-from ..key_moments.models import UNSHARDED, HeadShard
+from ..models.sharding import UNSHARDED, HeadShard
 from ..sketch import MAX_BITS, MIN_BITS
 from ..storage.residents import Residents, check_budget
 from .forward_pass import ForwardPass
