@@ -177,8 +177,8 @@ def _attend(
                 f"{name} adds a bool attention mask to scores, as 0 and 1: pass one of 0 and minus infinity, or load "
                 "the model with attn_implementation='sdpa'"
             )
-        layer.padding, valid, visible = layer.padding.after(
-            told, batch=batch, seen=layer.seen, queries=queries, first=first
+        layer.padding, valid, visible = layer.shared.forward_pass.read_padding(
+            layer.padding, told, batch=batch, seen=layer.seen, queries=queries, first=first
         )
     except (NotImplementedError, RuntimeError, ValueError):
         layer.abandon(queries)
