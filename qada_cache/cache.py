@@ -16,7 +16,8 @@ from .attention import support
 from .criterion import StaticHeads
 from .kernels import choice
 from .key_moments.defaults import DEFAULT_MOMENTS, MomentsSource
-from .key_moments.models import UNSHARDED, full_attention_layers, unwrap_model
+from .models import full_attention_layers, unwrap_model
+from .models.sharding import UNSHARDED
 from .reading_bar import ReadingBar
 from .state import CONDITIONS, DECIDING, LAID_OUT, SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .state.layer import QAdALayer
@@ -145,15 +146,14 @@ class QAdACache(WatchedCache):
             raise ValueError(
                 f"this QAdACache was built for {built} layers and layer {layer_idx} called it: build one per model"
             )
-        reached = self._shared.progress.reached
-        if layer_idx <= reached or reached < 0:  # once a pass
+        if layer_idx in (0, *self._shared.model.layers[:1]):  # layer 0 may have no keys, and so not call
             attention.check_switched_on(self._shared.model.config)
-        self._check_order(layer_idx, "keys")
+        self._enter(layer_idx, "keys")
         self._check_rows(layer_idx, len(key_states))
         if self.options.progress:
             self._show_progress(layer_idx, key_states.shape[2])
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self._record_call(layer_idx, "keys")
+        self._note(layer_idx, "keys")
         return states
 
     def _show_progress(self, layer_idx: int, tokens: int) -> None:

@@ -10,9 +10,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .criterion import StaticHeads
 from .files import tensor_file
-from .key_moments import KeyMoments, identity
+from .key_moments import KeyMoments
 from .key_moments.defaults import combine_sources
-from .key_moments.models import check_unsharded, full_attention_config, inputs_device, processes
+from .models import full_attention_config, identity, inputs_device
+from .models.sharding import check_unsharded, processes
 from .state import DECIDING, LAID_OUT, Shared
 from .state.layer import QAdALayer
 from .state.record import BULK, check_alike, check_stock, layer_record, restore_layer

@@ -12,8 +12,8 @@ from .cache import QAdACache
 from .kernels import partial_attention
 from .kernels.operands import Query
 from .key_moments.defaults import CURRENT, DEFAULT_MOMENTS, MomentsSource, default_moments, sources
-from .key_moments.models import inputs_device, sizes, unwrap_model
 from .key_moments.prompts import PROMPTS
+from .models import inputs_device, sizes, unwrap_model
 from .sketch import MIN_TOKENS
 from .state import Shared
 from .state.layer import QAdALayer

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from .cache import QAdACache
-from .key_moments.models import inputs_device
+from .models import inputs_device
 from .stats import bytes_held, layer_bytes
 from .versions import pass_cache
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from .key_moments.models import HeadShard
+from .models.sharding import HeadShard
 from .state import Options
 from .state.layer import QAdALayer
 

@@ -14,8 +14,9 @@ from transformers.utils import logging
 from . import files
 from .criterion import StaticHeads
 from .files import tensor_file
-from .key_moments import KeyMoments, identity
+from .key_moments import KeyMoments
 from .key_moments.defaults import CURRENT, FOLDER, sources
+from .models import identity
 from .state import CONDITIONS, THRESHOLD, TOKEN_THRESHOLD, ManagedModel, Options
 
 logger = logging.get_logger(__name__)

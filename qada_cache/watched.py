@@ -10,50 +10,51 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from .state import Shared
+from .state import Progress, Shared, Visit
 from .state.layer import QAdALayer, checked_crop, selected_rows
 from .storage.bulk import Bulk
 
 
 class WatchedCache(DynamicCache):
-    """Compares every call of a layer with those before it (`Progress`), and refuses to go on after an interruption.
+    """Knows how far a pass has come (`Progress`), and refuses to go on after an interruption.
 
-    Linear layers may write to their states in place, and ask for them before, which counts as a call. The last layer
-    wrote all its states if it wrote as many as earlier ones of its kind, which were whole, or it had not been reached.
+    A pass comes to the layers in order: between passes `reached` is the last layer. A layer of keys makes one call in
+    it. A linear layer makes several, and writes to its states in them, or in place between them. Its last write is no
+    call, so the last layer is held against earlier ones of its kind (`_finish_pass`).
     """
 
     _shared: Shared
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """As `DynamicCache`, and watched."""
-        self._enter_layer(layer_idx, ("conv begun", state_idx))
+        self._begin(layer_idx, ("update conv", state_idx))
         states = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-        self._record_call(layer_idx, ("conv", state_idx))
+        self._note(layer_idx, ("conv", state_idx))
         return states
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """As `DynamicCache`, and watched."""
-        self._enter_layer(layer_idx, ("recurrent begun", state_idx))
+        self._begin(layer_idx, ("update recurrent", state_idx))
         states = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
-        self._record_call(layer_idx, ("recurrent", state_idx))
+        self._note(layer_idx, ("recurrent", state_idx))
         return states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """As `DynamicCache`, and watched."""
-        self._enter_layer(layer_idx, ("conv asked for", state_idx))
+        self._begin(layer_idx, ("get conv", state_idx))
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """As `DynamicCache`, and watched."""
-        self._enter_layer(layer_idx, ("recurrent asked for", state_idx))
+        self._begin(layer_idx, ("get recurrent", state_idx))
         return super().get_recurrent_state(layer_idx, state_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """As `DynamicCache`, and watched."""
         if layer_idx is not None and layer_idx < len(self.layers) and state_idx is None:
-            self._enter_layer(layer_idx, "previous asked for")
+            self._begin(layer_idx, "has previous")
         return super().has_previous_state(layer_idx, state_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -82,45 +83,28 @@ class WatchedCache(DynamicCache):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
         super().reset()
-        self._shared.progress.rewind_to(-1)
-        self._shared.progress.changing = ""
+        self._shared.progress = Progress()
 
-    def _enter_layer(self, layer_idx: int, event: Hashable) -> None:
-        self._check_order(layer_idx, event)
-        self._record_call(layer_idx, event)
+    def _begin(self, layer_idx: int, call: Hashable) -> None:
+        self._enter(layer_idx, call)
+        self._note(layer_idx, call)
 
-    def _record_call(self, layer_idx: int, event: Hashable) -> None:
+    def _enter(self, layer_idx: int, call: Hashable) -> None:
+        """Raise if layers left something undone before this call of one, in this pass or in the last."""
         progress = self._shared.progress
-        if progress.calls is None or progress.is_first_call(layer_idx, event):
-            left = progress.reached
-            if layer_idx <= left:
-                progress.written = {}
-            elif left >= 0 and isinstance(self.layers[left], LinearAttentionCacheLayerMixin):
-                progress.written[self._kind(left)] = self._written()
-            progress.versions = _versions(self.layers[layer_idx])
-            progress.reached, progress.calls = layer_idx, set()
-        progress.calls.add(event)
-
-    def _written(self) -> set[Hashable]:
-        """The states that the linear layer reached last has visibly written in this pass."""
-        progress, layer = self._shared.progress, self.layers[self._shared.progress.reached]
-        in_place = {name for name, now in _versions(layer).items() if progress.versions.get(name, now) != now}
-        return in_place | ((progress.calls or set()) & {"keys", *_states(layer)})
-
-    def _kind(self, layer_idx: int) -> tuple[type, Hashable]:
-        """A key that is the same for layers that write the same states: the class, and the config's type."""
-        types = getattr(self._shared.model.config, "layer_types", None)
-        return type(self.layers[layer_idx]), types[layer_idx] if types else layer_idx
-
-    def _check_order(self, layer_idx: int, event: Hashable) -> None:
-        """Raise if a forward pass that comes to this layer left something undone before it."""
-        progress = self._shared.progress
-        if progress.changing or (layer_idx <= progress.reached and progress.is_first_call(layer_idx, event)):
+        if progress.changing or progress.reached < 0 or progress.is_repeated(layer_idx, call):
             self._check_whole()
         elif layer_idx > progress.reached:
             self._check_handed_back()
-            if progress.reached < 0:  # the first pass: a loaded file may have changed since
-                self._check_files()
+
+    def _note(self, layer_idx: int, call: Hashable) -> None:
+        """Note that the pass has come to this call."""
+        progress = self._shared.progress
+        progress.reached = layer_idx
+        if layer_idx in self._linear_layers:
+            if layer_idx not in progress.visits:
+                progress.visits[layer_idx] = Visit(_versions(self.layers[layer_idx]))
+            progress.visits[layer_idx].calls.add(call)
 
     def _check_handed_back(self) -> None:
         """Raise if keys handed out by the layer reached last did not come to our attention function."""
@@ -149,11 +133,22 @@ class WatchedCache(DynamicCache):
                 )
 
     def _finish_pass(self) -> None:
-        """Note whether the last layer wrote all its states, while they are still as it left them."""
+        """Note whether the last layer wrote as many of its states as earlier ones of its kind, which were whole. It is
+        done while they are still as it left them."""
         progress, last = self._shared.progress, self._last_layer
-        if progress.calls is not None and progress.reached == last >= 0:
-            whole = progress.written.get(self._kind(last), set()) <= self._written()
-            progress.rewind_to(last if whole else last - 1)
+        if progress.reached != last:
+            return
+        if last in progress.visits:
+            alike = [index for index in progress.visits if self._kind(index) == self._kind(last)]
+            written = {index: _written(self.layers[index], progress.visits[index]) for index in alike}
+            if not all(states <= written[last] for states in written.values()):
+                progress.reached = last - 1
+        progress.visits.clear()
+
+    def _kind(self, layer_idx: int) -> tuple[type, Hashable]:
+        """A key that is the same for layers that write the same states: the class, and the config's type."""
+        types = getattr(self._shared.model.config, "layer_types", None)
+        return type(self.layers[layer_idx]), types[layer_idx] if types else layer_idx
 
     def _change_rows(self, verb: str, argument: Any) -> None:
         """Have row `i` of every layer become the old row that the argument of this verb says; without rows nothing."""
@@ -198,6 +193,11 @@ class WatchedCache(DynamicCache):
         return [layer.store.bulk for layer in self.layers if isinstance(layer, QAdALayer) and layer.store is not None]
 
     @functools.cached_property
+    def _linear_layers(self) -> frozenset[int]:
+        layers = enumerate(self.layers)
+        return frozenset(index for index, layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin))
+
+    @functools.cached_property
     def _last_layer(self) -> int:
         """The last layer that calls in every pass; -1: none does."""
         for index in reversed(range(len(self.layers))):
@@ -219,6 +219,12 @@ def _versions(layer: Any) -> dict[Hashable, int]:
     and no writes by other libraries' kernels."""
     states = _states(layer).items()
     return {name: state._version for name, state in states if state is not None and not state.is_inference()}
+
+
+def _written(layer: Any, visit: Visit) -> set[Hashable]:
+    """The states that a linear layer has visibly written in a pass, by calls or in place, and its keys."""
+    in_place = {name for name, now in _versions(layer).items() if visit.versions.get(name, now) != now}
+    return in_place | (visit.calls & {"keys", *_states(layer)})
 
 
 def _copied(layer: Any) -> Any:

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eval.shared.deciding import SPARE, Way, split
 from eval.shared.texts import Document
-from qada_cache.key_moments.models import observed
+from qada_cache.key_moments.observing import observed
 from qada_cache.tuning.measuring import VALUE_BITS
 from qada_cache.versions import pass_cache
 

@@ -1,8 +1,9 @@
 """The attention function that comes before transformers' own, and which models it serves.
 
 A model finds its attention by name, `config._attn_implementation`, in a table. Building a QAdACache leaves the name and
-puts our function before all that models find there (`attention_table.py`): for the keys of a QAdACache it computes, any
-other call it passes on to what the model would have called. So other models and caches compute what they did.
+puts our function before all that models find there (`models/attention_table.py`): for the keys of a QAdACache it
+computes, any other call it passes on to what the model would have called. So other models and caches compute what they
+did.
 """
 
 import inspect
@@ -20,10 +21,10 @@ from transformers.masking_utils import BlockMask, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
-from .. import attention_table
 from ..kernels.operands import Query
 from ..kernels.reference import without_autocast
-from ..key_moments.models import UNSHARDED, check_sharding, unwrap_model
+from ..models import attention_table, unwrap_model
+from ..models.sharding import UNSHARDED, check_sharding
 from ..state.layer import QAdALayer, Seen
 from .block_mask import read_block_mask
 from .decode import attend_adaptively, attend_exactly
@@ -176,8 +177,8 @@ def _attend(
                 f"{name} adds a bool attention mask to scores, as 0 and 1: pass one of 0 and minus infinity, or load "
                 "the model with attn_implementation='sdpa'"
             )
-        layer.padding, valid, visible = layer.padding.after(
-            told, batch=batch, seen=layer.seen, queries=queries, first=first
+        layer.padding, valid, visible = layer.shared.forward_pass.read_padding(
+            layer.padding, told, batch=batch, seen=layer.seen, queries=queries, first=first
         )
     except (NotImplementedError, RuntimeError, ValueError):
         layer.abandon(queries)

@@ -14,9 +14,10 @@ from transformers.utils import logging
 from ..criterion import StaticHeads
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, kept_energies, resolve_moments, sources
-from ..key_moments.models import full_attention_config, head_shard, sizes
 from ..key_moments.prompts import PROMPTS
 from ..key_moments.rotation import rope_settings
+from ..models import full_attention_config, sizes
+from ..models.sharding import head_shard
 from ..state import ManagedModel, Options
 
 logger = logging.get_logger(__name__)

@@ -15,8 +15,8 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, 
 from torch import Tensor
 
 from ..files import tensor_file
+from ..models.sharding import UNSHARDED, HeadShard
 from . import collecting
-from .models import UNSHARDED, HeadShard
 from .rotation import Rotation, rotation_at
 
 KIND = "qada-moments"

@@ -15,7 +15,9 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..kernels.reference import without_autocast
-from .models import HeadShard, full_attention_layers, head_shard, inputs_device, observed, read_keys, unwrap_model
+from ..models import full_attention_layers, inputs_device, unwrap_model
+from ..models.sharding import HeadShard, head_shard
+from .observing import observed, read_keys
 from .prompts import PROMPTS, choose_prompt, prompt_ids
 from .rotation import Rotation, find_rotations, growing_parameters, rope_settings
 from .running import RunningMoments

@@ -13,9 +13,10 @@ from transformers.utils import logging
 
 from .. import files
 from ..files import home, tensor_file
-from . import KIND, KeyMoments, identity
-from .identity import find_tokenizer
-from .models import HeadShard
+from ..models import identity
+from ..models.identity import find_tokenizer
+from ..models.sharding import HeadShard
+from . import KIND, KeyMoments
 from .prompts import PROMPTS, TOKENS_FOR_WORDS, choose_prompt
 
 logger = logging.get_logger(__name__)

@@ -16,7 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .models import UNSHARDED, HeadShard, full_attention_config, read_keys
+from ..models import full_attention_config
+from ..models.sharding import UNSHARDED, HeadShard
+from .observing import read_keys
 
 LAYOUTS = ("half", "interleaved")
 PROBE_POSITIONS = (1, 17, 331)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.reference import without_autocast
-from .models import HeadShard
+from ..models.sharding import HeadShard
 
 BLOCK_TOKENS = 4096  # bounds the float32 copy of new keys
 Pair = tuple[Tensor, Tensor]  # mean and covariance

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..cache import QAdACache
-from ..key_moments.models import unwrap_model
+from ..models import unwrap_model
 from .checking import check, real_rows
 from .filling import copy_tokens, fill, has_shapes, layers_of
 from .finding import Beginning, Finder

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import QAdACache
-from ..key_moments.models import check_unsharded, processes
 from ..key_moments.rotation import growing_parameters, rope_settings
+from ..models.sharding import check_unsharded, processes
 from .filling import layers_of
 
 _MEDIA = re.compile(r"(image|video|audio|vision|speech)\w*_(id|index)$")

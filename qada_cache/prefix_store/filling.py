@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import QAdACache
-from ..key_moments.models import inputs_device, sizes
+from ..models import inputs_device, sizes
 from ..sketch import Layout
 from ..state import Options
 from ..state.layer import QAdALayer

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..criterion import StaticHeads
-from ..key_moments import identity
+from ..models import identity
 from ..state import Options
 
 SEGMENT_TOKENS = 256  # of a file; what is kept of a text beyond whole segments is one shorter file

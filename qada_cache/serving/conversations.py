@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..attention import forward as attention
 from ..cache import QAdACache
-from ..key_moments import identity
+from ..models import identity
 from ..state.layer import QAdALayer
 from .memory import host_memory
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil  # which accelerate requires
 from transformers import PreTrainedModel
 
-from ..key_moments.models import sizes
+from ..models import sizes
 
 _GROUPS = Path("/proc/self/cgroup")
 _TREE = Path("/sys/fs/cgroup")

@@ -14,7 +14,7 @@ from ..criterion import CRITERIA, GROUP_RULES, StaticHeads
 from ..kernels import choice
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import CURRENT, MomentsSource, sources
-from ..key_moments.models import UNSHARDED, HeadShard
+from ..models.sharding import UNSHARDED, HeadShard
 from ..sketch import MAX_BITS, MIN_BITS
 from ..storage.residents import Residents, check_budget
 from .forward_pass import ForwardPass
@@ -136,25 +136,26 @@ class ManagedModel:
 
 
 @dataclass
+class Visit:
+    """What one of transformers' linear layers has done in a pass."""
+
+    versions: dict[Hashable, int]  # of its states when the pass came to it (`watched._versions`)
+    calls: set[Hashable] = field(default_factory=set)
+
+
+@dataclass
 class Progress:
-    """How far a pass has come. A layer makes a call for its keys and some for each of its states, in an order of its
-    own; the same call again belongs to another pass."""
+    """How far a pass over the layers, or a change of them, has come."""
 
-    reached: int = -1  # the layer that called last; -1 before the first call
-    calls: set[Hashable] | None = field(default_factory=set)  # of that layer in this pass; None: it has made all
-    # Of that layer's states (`watched._versions`), at its first call; the states that layers before it wrote in this
-    # pass, by kind of layer.
-    versions: dict[Hashable, int] = field(default_factory=dict)
-    written: dict[Hashable, set[Hashable]] = field(default_factory=dict)
+    reached: int = -1  # the layer that called last; between passes the last of all, or -1 before the first pass
     changing: str = ""  # the verb ("crop") that all layers are going through, one after the other; empty: none
+    visits: dict[int, Visit] = field(default_factory=dict)  # in this pass, by layer
 
-    def is_first_call(self, layer: int, event: Hashable) -> bool:
-        """Whether this is the first call of the layer in its pass."""
-        return self.calls is None or layer != self.reached or event in self.calls
-
-    def rewind_to(self, layer: int) -> None:
-        """Forget calls of later layers; this one has made all its calls in this pass."""
-        self.reached, self.calls = layer, None
+    def is_repeated(self, layer: int, call: Hashable) -> bool:
+        """Whether this call of a layer has been made in this pass, or was left out: then it belongs to another."""
+        if layer != self.reached:
+            return layer < self.reached
+        return layer not in self.visits or call in self.visits[layer].calls
 
 
 class Shared:

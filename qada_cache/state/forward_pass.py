@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..kernels.operands import Rows
 from ..key_moments.rotation import round_length
+from ..storage.padding import Padding
 
 
 def _see(
@@ -30,12 +32,30 @@ def _see(
 
 
 class ForwardPass:
-    """The pass under way: its `Rows`, and whether it reads a prompt."""
+    """The pass under way: what its mask says, its `Rows`, and whether it reads a prompt."""
 
     def __init__(self, sinks: int, window: int) -> None:
         self.sinks, self.window = sinks, window  # tokens
         self.is_prefill_chunk = False  # whether it is of `generate`'s prompt: exact, whatever its length
         self._rows: tuple[Any, Rows] | None = None
+        self._read: Any = WeakTensorKeyDictionary()  # what `read_padding` found for a mask, as long as that is there
+
+    def __deepcopy__(self, memo: dict) -> "ForwardPass":
+        return ForwardPass(self.sinks, self.window)  # a copy is in no pass
+
+    def read_padding(
+        self, padding: Padding, mask: Tensor | None, *, batch: int, seen: int, queries: int, first: bool
+    ) -> tuple[Padding, Tensor | None, Tensor | None]:
+        """As `padding.after`. Every layer of a pass is handed the same mask: the first one reads it for all, and anew,
+        as it may have been written to since the last pass."""
+        if mask is None:
+            return padding.after(mask, batch=batch, seen=seen, queries=queries)
+        call = padding, batch, seen, queries
+        found = {} if first else self._read.get(mask, {})
+        if call not in found:
+            found[call] = padding.after(mask, batch=batch, seen=seen, queries=queries)
+            self._read[mask] = found
+        return found[call]
 
     def find_rows(
         self,

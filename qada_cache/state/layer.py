@@ -147,7 +147,7 @@ class QAdALayer(DynamicLayer):
         """Undo `update`: its tokens were refused before anything was stored."""
         self.incoming = None
         self.seen -= tokens
-        self.shared.progress.rewind_to(self.index - 1)
+        self.shared.progress.reached = self.index - 1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The tokens that a mask of a call of `query_length` is for, and the first of them."""

@@ -4,9 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-_READ: Any = WeakTensorKeyDictionary()  # what `Padding.after` found for masks
 HIDDEN = -1e4  # what hides a token if it, or less, is added to its score
 
 
@@ -29,24 +27,18 @@ class Padding:
         batch: int,  # rows of the call
         seen: int,  # logical tokens, padding included, up to and including this call's
         queries: int,  # tokens of this call
-        first: bool = True,  # whether no layer of this pass has asked; the mask may have been written to since the last
     ) -> "tuple[Padding, Tensor | None, Tensor | None]":
         """The padding known after a call, from the mask handed to the attention function; which of the call's tokens
         are real, bool `[batch, queries]` on the host, None if all are; and which of these each of them sees, in a call
         that continues a sequence: bool `[batch or 1, queries, queries]` on the mask's device, None if it is causal.
 
-        A token is padding if no query sees it, itself included. Every layer of a pass is handed the same mask: the
-        first one reads it for all. ValueError, if a real token does not see all the real ones of earlier calls, or sees
-        padding, or sees nothing; if the mask adds other numbers to scores; or as `read_mask`.
+        A token is padding if no query sees it, itself included. ValueError, if a real token does not see all the real
+        ones of earlier calls, or sees padding, or sees nothing; if the mask adds other numbers to scores; or as
+        `read_mask`.
         """
         width = self.known.shape[1]
-        call = self, batch, seen, queries
-        found = {} if first or mask is None else _READ.get(mask, {})
-        if call in found:
-            return found[call]
         agrees, new, visible = not width, None, None
         if mask is not None:
-            _READ[mask] = found
             agrees, new, visible = self._compare(mask, batch, seen, queries)
         if not agrees:
             raise ValueError(
@@ -55,13 +47,12 @@ class Padding:
                 "tokens], with the same padding as before. To hide cached tokens (drafts, padding behind a row's end), "
                 "crop the cache to where they begin, by cache.crop(-n), and give the text from there on again"
             )
-        found[call] = self, None, visible
-        if new is not None and not new.all():
-            known = torch.ones(batch, seen, dtype=torch.bool, device="cpu")
-            known[:, seen - queries :] = new
-            known[:, :width] = self.known
-            found[call] = Padding(known), new, visible
-        return found[call]
+        if new is None or new.all():
+            return self, None, visible
+        known = torch.ones(batch, seen, dtype=torch.bool, device="cpu")
+        known[:, seen - queries :] = new
+        known[:, :width] = self.known
+        return Padding(known), new, visible
 
     def _compare(self, mask: Tensor, batch: int, seen: int, queries: int) -> tuple[bool, Tensor, Tensor | None]:
         """Whether a mask agrees with what is known, and what it says of new tokens, as `after` returns it; on its

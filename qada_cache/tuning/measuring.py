@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import QAdACache
-from ..key_moments.models import inputs_device
 from ..key_moments.prompts import knows
+from ..models import inputs_device
 from ..stats import CacheStats
 from ..tuned_choice import Thresholds
 from ..versions import pass_cache

@@ -20,8 +20,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
-from qada_cache import QAdACache, attention_table, restore_attention
+from qada_cache import QAdACache, restore_attention
 from qada_cache.attention import forward
+from qada_cache.models import attention_table
 from qada_cache.versions import pass_cache
 
 # Flex attention takes a minute to compile. Uncompiled it warns, and what compiles its masks is deprecated in itself.

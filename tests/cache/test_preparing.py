@@ -17,8 +17,9 @@ from transformers.utils.quantization_config import GgufConfig
 
 from qada_cache import QAdACache, prepare, preparing
 from qada_cache.kernels import choice, cpu
-from qada_cache.key_moments import defaults, identity
-from qada_cache.key_moments.identity import find_tokenizer
+from qada_cache.key_moments import defaults
+from qada_cache.models import identity
+from qada_cache.models.identity import find_tokenizer
 from qada_cache.sketch import Layout
 from qada_cache.state import Shared
 from qada_cache.versions import pass_cache

@@ -23,7 +23,7 @@ from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache, StaticHeads, prepare, tuned_choice
 from qada_cache.files import tensor_file
-from qada_cache.key_moments.models import HeadShard
+from qada_cache.models.sharding import HeadShard
 from qada_cache.state import CONDITIONS, DECIDING, LAID_OUT, THRESHOLD, TOKEN_THRESHOLD
 from qada_cache.versions import pass_cache
 

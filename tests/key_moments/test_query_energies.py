@@ -21,7 +21,8 @@ from transformers.models.llama import modeling_llama
 from qada_cache import KeyMoments, QAdACache, StaticHeads
 from qada_cache.files import tensor_file
 from qada_cache.key_moments import defaults
-from qada_cache.key_moments.models import HeadShard, observed
+from qada_cache.key_moments.observing import observed
+from qada_cache.models.sharding import HeadShard
 from qada_cache.state.layer import QAdALayer
 from qada_cache.versions import pass_cache
 

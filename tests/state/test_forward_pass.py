@@ -1,11 +1,16 @@
 """Masks and counts of a call, beside their definition token by token."""
 
+import copy
+import gc
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qada_cache.state.forward_pass import ForwardPass
+from qada_cache.storage.padding import NONE, Padding
 
 SINKS, WINDOW = 3, 8
 ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 25)), min_size=1, max_size=4)
@@ -54,3 +59,27 @@ def test_rows_alike_are_counted_all(batch: int, queries: int) -> None:
     )
     assert made.local.shape == (1, 1, queries, SINKS + 20)
     assert (made.decisions, made.dense_tokens) == (batch * queries, batch * (40 - SINKS - WINDOW - 12))
+
+
+def test_a_mask_is_read_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first layer for all; and again in the next pass, as its numbers may be others by then."""
+    calls, compare = [], Padding._compare
+
+    def counting(padding: Padding, *given: Any) -> Any:
+        calls.append(padding)
+        return compare(padding, *given)
+
+    monkeypatch.setattr(Padding, "_compare", counting)
+    passes, mask = ForwardPass(SINKS, WINDOW), torch.ones(2, 20, dtype=torch.bool)
+    call = {"batch": 2, "seen": 20, "queries": 20}
+    for padded in (3, 5):
+        mask[1, :padded] = False
+        first, *others = [passes.read_padding(NONE, mask, **call, first=layer == 0) for layer in range(4)]
+        assert all(found is first for found in others)
+        assert first[0].counts(2) == [0, padded]
+    assert len(calls) == 2
+    assert copy.deepcopy(passes).read_padding(NONE, mask, **call, first=False)[0] is not first[0]
+    assert len(calls) == 3
+    del mask
+    gc.collect()
+    assert not len(passes._read)  # what was found goes with the mask

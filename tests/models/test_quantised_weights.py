@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from qada_cache import QAdACache, prepare
-from qada_cache.key_moments import identity
 from qada_cache.key_moments.prompts import prompt_ids
+from qada_cache.models import identity
 
 
 class Wrapped(Tensor):

@@ -1,124 +1,19 @@
-"""A model as a cache meets it: wrappers, its inputs' device, full-attention layers, their queries, and parts of it.
+"""A model's heads over processes: which of them this one has, and models that are split in another way.
 
 Under transformers' tensor parallelism every process sees every token, and has some of the KV heads of every layer, with
 the query heads that share them. It decides about these alone, by its part of key moments and tables of all heads.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, distributed, nn
-from torch._dynamo import OptimizedModule
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from .. import attention_table
-from ..versions import pass_cache
-
-_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
-
-
-def unwrap_model(model: Any) -> Any:
-    """The model that `torch.compile` or peft wrapped; anything else as it is. Peft's prompt learning is refused."""
-    if isinstance(model, OptimizedModule):
-        model = model._orig_mod
-    if hasattr(model, "get_base_model"):
-        settings = model.active_peft_config
-        if settings.is_prompt_learning:
-            raise NotImplementedError(
-                f"QAdACache does not serve peft's prompt learning ({settings.peft_type}), which may hand the model a "
-                "cache of its own: generate without a cache, or build it for get_base_model() and use that"
-            )
-        model = model.get_base_model()
-    return model
-
-
-def inputs_device(model: PreTrainedModel) -> torch.device:
-    """The device for token ids: the embeddings compute there, and may be kept elsewhere."""
-    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
-    for part in getattr(hook, "hooks", [hook]):
-        if (device := getattr(part, "execution_device", None)) is not None:
-            return torch.device(device)
-    return model.device
-
-
-def full_attention_layers(cache: DynamicCache) -> list[int]:
-    """The layers of `DynamicCache(config=...)` that keep every key: those a QAdACache takes over."""
-    # Exact type: subclasses (sliding windows, indexers, linear attention) keep their own states.
-    return [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
-
-
-def full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A decoder's config as its managed layers have it; the config itself unless it has others for some layers.
-    Managed layers that differ in their heads are refused."""
-    if not config.is_heterogeneous:
-        return config
-    # Without any, the cache acts as DynamicCache, and the first layer stands for all.
-    layers = full_attention_layers(DynamicCache(config=config)) or [0]
-    configs = [config.per_layer_config[index] for index in layers]
-    found = sorted({tuple(getattr(own, name, None) or 0 for name in _SIZES) for own in configs})
-    if len(found) > 1:
-        raise NotImplementedError(
-            f"the full-attention layers of {config.model_type} differ in ({', '.join(_SIZES)}), {found}, and QAdACache "
-            f"keeps tables of one shape for all: use transformers.DynamicCache for {config.model_type}"
-        )
-    return configs[0]
-
-
-def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
-    """`(layers, heads, kv_heads, dim)`, the last of a head's keys; of the layers that are served."""
-    config = full_attention_config(config)
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers, heads, kv_heads, dim
-
-
-def read_keys(
-    model: PreTrainedModel, ids: Tensor, positions: Tensor | None, *, chunk: int, done: Callable[[int], object]
-) -> dict[int, Tensor]:
-    """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, of this process's heads, on the CPU. The
-    model reads `chunk` tokens of `ids` `[batch, tokens]` at a time, at `positions` `[batch, tokens]` (None: its own).
-    `done` is told after each chunk how many it had. A ValueError if a layer keeps other keys."""
-    config = model.config.get_text_config(decoder=True)
-    cache, device = DynamicCache(config=config), inputs_device(model)
-    for start in range(0, ids.shape[1], chunk):
-        part = slice(start, start + chunk)
-        place = {} if positions is None else {"position_ids": positions[:, part].to(device)}
-        model(input_ids=ids[:, part].to(device), **pass_cache(cache), use_cache=True, logits_to_keep=1, **place)
-        done(len(ids[0, part]))
-    found = {}
-    for index in full_attention_layers(cache):
-        keys = getattr(cache.layers[index], "keys", None)
-        if keys is None or keys.dim() != 4:
-            raise ValueError(
-                f"layer {index} of {config.model_type} keeps no [batch, heads, tokens, dim] keys to take moments of: "
-                'use moments="current"'
-            )
-        found[index] = keys.cpu()
-    return found
-
-
-@contextmanager
-def observed(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Inside, `observe(layer, query)` sees the queries `[batch, heads, tokens, dim]` of each of the model's layers, if
-    these take their attention function from transformers' table."""
-    ours = set(model.modules())
-
-    def attention(base: Callable[..., Any], module: nn.Module, query: Tensor, *args: object, **kwargs: object) -> Any:
-        if module in ours and isinstance(index := getattr(module, "layer_idx", None), int):
-            observe(index, query)
-        return base(module, query, *args, **kwargs)
-
-    attention_table.place(attention, tables=attention_table.own_tables(model, model.config))
-    try:
-        yield
-    finally:
-        attention_table.displace(attention)
+from . import sizes
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache
-from qada_cache.key_moments import defaults, identity
+from qada_cache.key_moments import defaults
+from qada_cache.models import identity
 from qada_cache.versions import pass_cache
 
 

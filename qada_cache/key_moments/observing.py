@@ -1,0 +1,54 @@
+"""A model that reads a text, observed: the keys that its layers keep, the queries that they ask."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from ..models import attention_table, full_attention_layers, inputs_device
+from ..versions import pass_cache
+
+
+def read_keys(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor | None, *, chunk: int, done: Callable[[int], object]
+) -> dict[int, Tensor]:
+    """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, of this process's heads, on the CPU. The
+    model reads `chunk` tokens of `ids` `[batch, tokens]` at a time, at `positions` `[batch, tokens]` (None: its own).
+    `done` is told after each chunk how many it had. A ValueError if a layer keeps other keys."""
+    config = model.config.get_text_config(decoder=True)
+    cache, device = DynamicCache(config=config), inputs_device(model)
+    for start in range(0, ids.shape[1], chunk):
+        part = slice(start, start + chunk)
+        place = {} if positions is None else {"position_ids": positions[:, part].to(device)}
+        model(input_ids=ids[:, part].to(device), **pass_cache(cache), use_cache=True, logits_to_keep=1, **place)
+        done(len(ids[0, part]))
+    found = {}
+    for index in full_attention_layers(cache):
+        keys = getattr(cache.layers[index], "keys", None)
+        if keys is None or keys.dim() != 4:
+            raise ValueError(
+                f"layer {index} of {config.model_type} keeps no [batch, heads, tokens, dim] keys to take moments of: "
+                'use moments="current"'
+            )
+        found[index] = keys.cpu()
+    return found
+
+
+@contextmanager
+def observed(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Inside, `observe(layer, query)` sees the queries `[batch, heads, tokens, dim]` of each of the model's layers, if
+    these take their attention function from transformers' table."""
+    ours = set(model.modules())
+
+    def attention(base: Callable[..., Any], module: nn.Module, query: Tensor, *args: object, **kwargs: object) -> Any:
+        if module in ours and isinstance(index := getattr(module, "layer_idx", None), int):
+            observe(index, query)
+        return base(module, query, *args, **kwargs)
+
+    attention_table.place(attention, tables=attention_table.own_tables(model, model.config))
+    try:
+        yield
+    finally:
+        attention_table.displace(attention)

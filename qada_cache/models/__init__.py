@@ -1,0 +1,66 @@
+"""A model as a cache meets it: wrappers, its inputs' device, its full-attention layers and their sizes."""
+
+from typing import Any
+
+import torch
+from torch._dynamo import OptimizedModule
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def unwrap_model(model: Any) -> Any:
+    """The model that `torch.compile` or peft wrapped; anything else as it is. Peft's prompt learning is refused."""
+    if isinstance(model, OptimizedModule):
+        model = model._orig_mod
+    if hasattr(model, "get_base_model"):
+        settings = model.active_peft_config
+        if settings.is_prompt_learning:
+            raise NotImplementedError(
+                f"QAdACache does not serve peft's prompt learning ({settings.peft_type}), which may hand the model a "
+                "cache of its own: generate without a cache, or build it for get_base_model() and use that"
+            )
+        model = model.get_base_model()
+    return model
+
+
+def inputs_device(model: PreTrainedModel) -> torch.device:
+    """The device for token ids: the embeddings compute there, and may be kept elsewhere."""
+    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
+    for part in getattr(hook, "hooks", [hook]):
+        if (device := getattr(part, "execution_device", None)) is not None:
+            return torch.device(device)
+    return model.device
+
+
+def full_attention_layers(cache: DynamicCache) -> list[int]:
+    """The layers of `DynamicCache(config=...)` that keep every key: those a QAdACache takes over."""
+    # Exact type: subclasses (sliding windows, indexers, linear attention) keep their own states.
+    return [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
+
+
+def full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A decoder's config as its managed layers have it; the config itself unless it has others for some layers.
+    Managed layers that differ in their heads are refused."""
+    if not config.is_heterogeneous:
+        return config
+    # Without any, the cache acts as DynamicCache, and the first layer stands for all.
+    layers = full_attention_layers(DynamicCache(config=config)) or [0]
+    configs = [config.per_layer_config[index] for index in layers]
+    found = sorted({tuple(getattr(own, name, None) or 0 for name in _SIZES) for own in configs})
+    if len(found) > 1:
+        raise NotImplementedError(
+            f"the full-attention layers of {config.model_type} differ in ({', '.join(_SIZES)}), {found}, and QAdACache "
+            f"keeps tables of one shape for all: use transformers.DynamicCache for {config.model_type}"
+        )
+    return configs[0]
+
+
+def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
+    """`(layers, heads, kv_heads, dim)`, the last of a head's keys; of the layers that are served."""
+    config = full_attention_config(config)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, heads, kv_heads, dim
