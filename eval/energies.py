@@ -11,14 +11,13 @@ import argparse
 import sys
 from collections import defaultdict
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.shared.deciding import PROMPTS, auditing, follow, prefill
+from eval.shared.deciding import PROMPTS, follow, prefill
 from eval.shared.language_model import DEFAULT, HELP, label, load, loading
 from eval.shared.tables import machine, new_file, plain, write
 from eval.shared.texts import Document, prose
@@ -30,6 +29,7 @@ from qada_cache.sketch import Layout
 from qada_cache.sketch.codec import estimated_scores
 from qada_cache.state import SKETCH_BITS
 from qada_cache.state.layer import QAdALayer
+from qada_cache.state.observation import Observation
 from qada_cache.storage import TokenStore
 from qada_cache.storage.bulk_sketch import BulkSketch
 
@@ -62,16 +62,18 @@ def measure(model: PreTrainedModel, document: Document, energies: Energies, bits
     """By the source of the energies, `errors` of every layer."""
     found = defaultdict(list)
 
-    def note(layer: QAdALayer, query: Query, *_: Any) -> None:
-        assert layer.store is not None
-        place = layer.shared.model.layers.index(layer.index)
-        for name, known in energies.items():
-            found[name].append(errors(layer.store, query, bits, None if known is None else known[place]))
-
     cache = exact_cache(model)
+    served = [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
+    places = {layer.index: place for place, layer in enumerate(served)}
+
+    def note(seen: Observation) -> None:
+        place = places[seen.layer]
+        for name, known in energies.items():
+            found[name].append(errors(served[place].store, seen.query, bits, None if known is None else known[place]))
+
     prefill(model, document, cache)
-    with auditing(note):
-        follow(model, document, cache)
+    cache.observer = note
+    follow(model, document, cache)
     return found
 
 

@@ -9,9 +9,8 @@ what the estimate by the prompt's own moments would miss if scores really were i
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lm_eval
@@ -19,20 +18,18 @@ import torch
 from torch import Tensor
 
 from eval.shared import language_model
-from eval.shared.deciding import auditing
 from eval.shared.tables import new_file, write
 from eval.sweep import task_manager
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.attention import decode
 from qada_cache.criterion import score_moments
-from qada_cache.kernels.operands import Query, Rows
 from qada_cache.lm_eval import QAdALM
-from qada_cache.state.layer import QAdALayer
+from qada_cache.state.observation import Observation
 
 
 @dataclass
 class Recorder:
-    """Takes down every decision of the caches used inside `recording()`.
+    """Takes down every decision of the caches that it observes.
 
     Args:
         moments: kinds of key moments to estimate with, beside the current prompt's.
@@ -42,26 +39,19 @@ class Recorder:
     rows: list[dict[str, Any]] = field(default_factory=list)
     labels: dict[str, Any] = field(default_factory=dict)
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Audit every layer of every query-adaptive call, and write down instead of adding up."""
+    def observe(self, cache: QAdACache) -> None:
+        """Take down every decision of `cache`."""
+        cache.observer = partial(self._write, cache)
 
-        def write(layer: QAdALayer, query: Query, rows: Rows, masses: tuple[Tensor, Tensor], *_: Tensor) -> None:
-            self._write(layer, query, rows, masses)
-
-        with auditing(write):
-            yield
-
-    def _write(self, layer: QAdALayer, query: Query, rows: Rows, masses: tuple[Tensor, Tensor]) -> None:
-        assert layer.store is not None
-        moments, shape = layer.store.moments, masses[0].shape
-        assert moments is not None
+    def _write(self, cache: QAdACache, seen: Observation) -> None:
+        layer, query, rows, shape = cache.layers[seen.layer], seen.query, seen.rows, seen.flags.shape
+        moments = layer.store.moments
         grouped = query.states.float().unflatten(1, shape[1:3])
         found = score_moments(grouped.flatten(2, 3), moments.mean, moments.covariance, scaling=query.scaling)
         mean, variance = (moment.view(shape) for moment in found)
         columns = {
-            "log_local": masses[0],
-            "log_bulk": masses[1],
+            "log_local": seen.log_local,
+            "log_bulk": seen.true_log_bulk,
             "current": rows.log_tokens + mean + 0.5 * variance,
             "iid": _independent_gaussian(mean, variance, rows.bulk_tokens.unsqueeze(2)),
         }
@@ -108,9 +98,11 @@ class RecordingLM(QAdALM):
         self.recorder = Recorder({})
 
     def _new_cache(self) -> QAdACache:
+        cache = super()._new_cache()
         if hasattr(self, "recorder"):
             self.recorder.labels["document"] = self.recorder.labels.get("document", -1) + 1
-        return super()._new_cache()
+            self.recorder.observe(cache)
+        return cache
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -133,15 +125,14 @@ def main(arguments: list[str] | None = None) -> int:
     for task in options.tasks:
         for length in options.lengths:
             recorder.labels = {"task": task, "length": length}
-            with recorder.recording():
-                lm_eval.simple_evaluate(
-                    lm,
-                    tasks=[task],
-                    limit=options.limit,
-                    task_manager=task_manager(where, length, gguf.get("gguf_file"), options.limit),
-                    bootstrap_iters=0,
-                    log_samples=False,
-                )
+            lm_eval.simple_evaluate(
+                lm,
+                tasks=[task],
+                limit=options.limit,
+                task_manager=task_manager(where, length, gguf.get("gguf_file"), options.limit),
+                bootstrap_iters=0,
+                log_samples=False,
+            )
     write(options.out, recorder.rows)
     print(f"wrote {options.out}: {len(recorder.rows)} decisions")
     return 0

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -32,13 +31,12 @@ from transformers import DynamicCache, PreTrainedModel
 from eval.shared import language_model
 from eval.shared.tables import machine, new_file, plain, write
 from qada_cache import QAdACache, prepare
-from qada_cache.files import private_map
 from qada_cache.tuning.measuring import default_text
 from qada_cache.versions import pass_cache
 
 AGAIN = 1  # of the questions, those for which the document is read again: it takes as long every time
 COPIED = "DynamicCache, deepcopy"
-PLAIN = "QAdACache, deepcopy that shares nothing"
+PLAIN = "QAdACache, load that shares nothing"
 QUESTIONS = tuple(
     f"\n\nQuestion: {question}\nAnswer:"
     for question in (
@@ -124,10 +122,9 @@ def measure(model: PreTrainedModel, ids: Tensor, texts: list[Tensor], *, answer:
         prefix = read(model, ids, DynamicCache(config=model.config))
         go(COPIED, functools.partial(copy.deepcopy, prefix), texts)
         prefix = read(model, ids, QAdACache(model))
-        with mock.patch.object(private_map, "AVAILABLE", False):
-            go(PLAIN, functools.partial(copy.deepcopy, prefix), texts)
-        go("QAdACache, deepcopy", functools.partial(copy.deepcopy, prefix), texts)
         prefix.save(path := Path(folder) / "document.safetensors")
+        go(PLAIN, lambda: QAdACache.load(path, model, mmap=False), texts)
+        go("QAdACache, deepcopy", functools.partial(copy.deepcopy, prefix), texts)
         go("QAdACache, load", lambda: QAdACache.load(path, model), texts)
         prefix = QAdACache.load(path, model)
         go("QAdACache, load once and deepcopy", functools.partial(copy.deepcopy, prefix), texts)

@@ -11,6 +11,7 @@ With `--peers`, so are caches that other methods made smaller (`eval/shared/peer
 """
 
 import argparse
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.shared.deciding import (
     OWN,
@@ -33,6 +34,7 @@ from eval.shared.deciding import (
     few_ways,
     follow,
     generate,
+    has_own_reading,
     peer_ways,
     prefill,
     reading,
@@ -63,10 +65,9 @@ def know(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ways: list[
 
 
 def cache_options(way: Way, known: dict[str, KeyMoments]) -> dict[str, Any]:
-    """Of `QAdACache`, for a way; other ways of reading than its own are not in its kernels."""
-    options = {"group_rule": way.rule, "moments": "current", "kernels": "torch", "token_threshold": 0.0}
-    if own := token_options(way.read):
-        options |= own | {"kernels": "auto"}
+    """Of `QAdACache`, for a way that it decides by."""
+    options = {"group_rule": way.rule, "moments": "current", "kernels": "auto", "token_threshold": 0.0}
+    options |= token_options(way.read)
     if way.criterion == "dense" and way.read.startswith(OWN):
         way = replace(way, criterion="qada", threshold=NEARLY_ONE)
     options["threshold"] = way.threshold
@@ -118,19 +119,30 @@ def trial(
             found = document.expected in tokenizer.decode(say()[0])
         return compared | {"right": str(int(right)), "found": str(int(found))}
 
-    def answer(options: dict[str, Any]) -> Tensor:
-        return generate(model, document, cache.fork(**options))
+    def try_on(make: Callable[[], DynamicCache], *, at_once: bool) -> tuple[DynamicCache, dict[str, str]]:
+        followed = follow(model, document, used := make(), at_once=at_once)
+        return used, judged(followed, lambda: generate(model, document, make()))
 
+    plain, sizes = (
+        DynamicCache(config=model.config),
+        {"sinks": cache.options.sink_tokens, "window": cache.options.window},
+    )
     for way in ways:
         if way in peers:
             made = judged(state.follow(document, way), partial(state.generate, document, way))
             shares = {"kv_read": 1.0, "bytes_read": state.bytes_read(way), "q_local": 0.0}
+        elif has_own_reading(way):
+            prefill(model, document, plain)  # once
+            with reading(model, way.read, **sizes):
+                _, made = try_on(partial(copy.deepcopy, plain), at_once=True)
+            kind, share = split(way.read)
+            shares = {
+                "kv_read": 1.0,
+                "bytes_read": share + sketch_share(kind),
+                "q_local": 0.0,
+            }  # by every head's sketch
         else:
-            options = cache_options(way, known)
-            twin = cache.fork(**options)
-            with reading(way.read):
-                followed = follow(model, document, twin, at_once=not way.read.startswith(OWN))
-                made = judged(followed, partial(answer, options))
+            twin, made = try_on(partial(cache.fork, **cache_options(way, known)), at_once=not way.read.startswith(OWN))
             stats = twin.stats()
             shares = {"kv_read": 1 - stats.kv_sparsity, "bytes_read": bytes_read(way, stats, value_bytes)}
             shares["q_local"] = stats.sparsity
@@ -148,11 +160,7 @@ def bytes_read(way: Way, stats: CacheStats, value_bytes: int) -> float:
     """Of the bulk's bytes, those that are read, and of what tokens are chosen by; as if values had `VALUE_BITS`."""
     if way.read.startswith(OWN):
         return measuring.bytes_read(stats, value_bytes)
-    kv_read = 1 - stats.kv_sparsity
-    if not way.read:
-        return kv_read
-    kind, share = split(way.read)
-    return kv_read * share + sketch_share(kind)  # by the sketch of every head
+    return 1 - stats.kv_sparsity
 
 
 def documents_of(

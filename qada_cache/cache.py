@@ -21,6 +21,7 @@ from .models.sharding import UNSHARDED
 from .reading_bar import ReadingBar
 from .state import CONDITIONS, DECIDING, LAID_OUT, SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .state.layer import QAdALayer
+from .state.observation import Observer
 from .stats import CacheStats, collect, layer_bytes, summary
 from .storage.sharing import move_to_shared_memory
 from .watched import WatchedCache
@@ -138,6 +139,19 @@ class QAdACache(WatchedCache):
     def options(self) -> Options:
         """The options this cache was built, forked or loaded with; frozen."""
         return self._shared.options
+
+    @property
+    def observer(self) -> Observer | None:
+        """Called with an `Observation` of every query-adaptive call of every layer, once it is computed: None, or a
+        function of one. Set it to observe; copies of the cache begin without one, and torch computes what is observed,
+        whatever `kernels` says. Exact calls decide nothing and are not told. What it raises interrupts the pass."""
+        return self._shared.observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        if observer is not None and not callable(observer):
+            raise TypeError(f"observer must be None or a function of one Observation, got {type(observer).__name__}")
+        self._shared.observer = observer
 
     @attention.outside_graphs
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple:

@@ -1,8 +1,9 @@
 """Ways of deciding and of reading, tried on documents against full attention: what `eval.trials` measures.
 
-Ways are those of `QAdACache`, and others to compare with. Of these, a fixed share of a long-context head's tokens is
-chosen for a KV head by an estimate of their scores, for all query heads of the group together; what is chosen is read
-exactly, and the rest is left out. The estimate is made from bounds of pages; "true" knows.
+Ways are those of `QAdACache`, and others to compare with, which transformers' own cache serves. Of these, a fixed share
+of every head's tokens is chosen for a KV head by an estimate of their scores, for all query heads of the group
+together; what is chosen is read exactly, and the rest is left out. The estimate is made from bounds of pages; "true"
+knows.
 """
 
 import math
@@ -12,23 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.shared.tables import Rows
 from eval.shared.texts import Document
-from qada_cache import QAdACache
-from qada_cache.attention import by_torch
+from qada_cache import attention_table
 from qada_cache.criterion import GROUP_RULES
-from qada_cache.kernels import softmax_average
-from qada_cache.kernels.operands import Operands, Query
-from qada_cache.kernels.query_adaptive import BulkAttention, group_queries
+from qada_cache.key_moments.models import full_attention_layers
 from qada_cache.state import SKETCH_BITS, TOKEN_THRESHOLD
-from qada_cache.state.layer import QAdALayer
-from qada_cache.storage import TokenStore
 from qada_cache.tuning.measuring import compared
 from qada_cache.versions import pass_cache
 
@@ -158,45 +153,41 @@ def token_options(tokens: str) -> dict[str, Any]:
     return {"token_threshold": theta, "sketch_bits": float(kind.split()[2])} if kind.startswith(OWN) else {}
 
 
-@contextmanager
-def reading(tokens: str) -> Iterator[None]:
-    """Caches that are used inside read so much of a long-context head: see `split`. One row, on the model's device."""
-    whole = by_torch.attend_bulk
-
-    def some(
-        layer: QAdALayer, store: TokenStore, query: Query, operands: Operands, *rest: Any, **options: Any
-    ) -> BulkAttention:
-        found = whole(layer, store, query, operands, *rest, **options)  # which counts
-        (kind, share), bulk = split(tokens), store.bulk
-        length, scaling = bulk.lengths[0], query.scaling
-        grouped_queries = group_queries(query, operands.kv_heads).float()
-        keys, values = bulk.keys[:, :, :length].float(), bulk.values[:, :, :length]
-        group = query.states.shape[1] // operands.kv_heads
-        selected = choose(estimated(kind, grouped_queries, keys) * scaling, group, share)
-        scores = (grouped_queries @ keys.mT * scaling).masked_fill(~selected, -torch.inf)
-        found.out, found.lse = softmax_average(scores, values)
-        found.read_lse = found.lse
-        return found
-
-    if not tokens or tokens.startswith(OWN):
-        yield
-        return
-    with mock.patch.object(by_torch, "attend_bulk", some):
-        yield
+def has_own_reading(way: Way) -> bool:
+    """Whether full attention serves a way, and is told what to read (`reading`): nothing of `QAdACache` takes part."""
+    return way.criterion == "dense" and bool(way.read) and not way.read.startswith(OWN)
 
 
 @contextmanager
-def auditing(note: Callable[..., None]) -> Iterator[None]:
-    """Every layer of every query-adaptive call made inside is audited, by `note` (arguments of `by_torch.audit`)."""
-    with (
-        mock.patch.object(by_torch, "audit", note),
-        mock.patch.object(QAdALayer, "is_audited", return_value=True),
-    ):
+def reading(model: PreTrainedModel, tokens: str, *, sinks: int, window: int) -> Iterator[None]:
+    """Full attention of a text's next tokens reads so much of the text in every head: see `split`. One row; `sinks`
+    tokens and the last `window` of the text are read anyway. Other layers than full-attention ones are as ever."""
+    (kind, share), full_layers = split(tokens), full_attention_layers(DynamicCache(config=model.config))
+    ours = {module for module in model.modules() if getattr(module, "layer_idx", None) in full_layers}
+
+    def some(base: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any):
+        queries, held = query.shape[2], key.shape[2] - query.shape[2]
+        bulk = slice(sinks, held - window)
+        if module not in ours or bulk.stop <= bulk.start:
+            return base(module, query, key, value, mask, **kwargs)
+        kv_heads, scaling = key.shape[1], kwargs.get("scaling") or query.shape[3] ** -0.5
+        grouped_queries = query.reshape(1, kv_heads, -1, query.shape[3]).float()
+        scores = estimated(kind, grouped_queries, key[:, :, bulk].float()) * scaling
+        read = torch.ones(query.shape[1], queries, key.shape[2], dtype=torch.bool, device=key.device).tril(held)
+        read[:, :, bulk] = choose(scores, query.shape[1] // kv_heads, share).view(query.shape[1], queries, -1)
+        least = torch.finfo(query.dtype).min
+        added = torch.zeros(read.shape, dtype=query.dtype, device=key.device).masked_fill(~read, least)
+        return base(module, query, key, value, added[None], **kwargs)
+
+    attention_table.place(some, tables=attention_table.own_tables(model, model.config))
+    try:
         yield
+    finally:
+        attention_table.displace(some)
 
 
 @torch.no_grad()
-def prefill(model: PreTrainedModel, document: Document, cache: QAdACache) -> None:
+def prefill(model: PreTrainedModel, document: Document, cache: DynamicCache) -> None:
     """Read what `cache` lacks of the text, exactly."""
     left = document.text[:, cache.get_seq_length() :]
     if left.shape[1]:
@@ -204,7 +195,7 @@ def prefill(model: PreTrainedModel, document: Document, cache: QAdACache) -> Non
 
 
 @torch.no_grad()
-def follow(model: PreTrainedModel, document: Document, cache: QAdACache, *, at_once: bool = True) -> Tensor:
+def follow(model: PreTrainedModel, document: Document, cache: DynamicCache, *, at_once: bool = True) -> Tensor:
     """Log-probabilities `[tokens, vocabulary]` of what follows a prompt that `cache` holds.
 
     The question in one call; the rest with it, or token by token, as in decoding: the queries of one call share the
@@ -222,7 +213,7 @@ def compare(full: Tensor, found: Tensor) -> dict[str, str]:
     return {"tokens": str(len(full)), "kl": f"{kl:.6f}", "top1": f"{same:.4f}", "same": str(int(same == 1))}
 
 
-def generate(model: PreTrainedModel, document: Document, cache: QAdACache) -> Tensor:
+def generate(model: PreTrainedModel, document: Document, cache: DynamicCache) -> Tensor:
     """An answer `[1, tokens]`, greedily, somewhat longer than the right one."""
     ids = document.prompt.to(model.device)
     most = document.answer.shape[1] + SPARE
@@ -233,7 +224,7 @@ def generate(model: PreTrainedModel, document: Document, cache: QAdACache) -> Te
 
 
 def spoken(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: Document, cache: QAdACache
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: Document, cache: DynamicCache
 ) -> tuple[Document, bool]:
     """The document with full attention's own answer, up to the expected one if that is in it, and whether it is.
 

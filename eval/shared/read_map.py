@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -18,7 +16,7 @@ from eval.shared.drawing import canvas
 from eval.shared.texts import Turn
 from qada_cache import QAdACache
 from qada_cache.state.layer import QAdALayer
-from qada_cache.storage import reading
+from qada_cache.state.observation import Observation
 from qada_cache.versions import pass_cache
 
 ANSWER_TOKENS = 8
@@ -27,7 +25,7 @@ COLUMNS = 1000  # of the map at most: further tokens share one, which shows the 
 
 @contextmanager
 def counted(cache: QAdACache) -> Iterator[dict[int, Tensor]]:
-    """Count the calls that read each token of the bulk, by layer: int64 `[kv_heads, tokens]`; one row, torch's kernels.
+    """Count the calls that read each token of the bulk, by layer: int64 `[kv_heads, tokens]`; one row.
 
     Sinks and window are read by every call and are not counted.
     """
@@ -38,21 +36,18 @@ def counted(cache: QAdACache) -> Iterator[dict[int, Tensor]]:
         )
         for index, store in stores.items()
     }
-    of_bulk = {id(store.bulk): index for index, store in stores.items()}
-    read_parts, gather_parts = reading.read_parts, reading.gather_parts
 
-    def read(bulk: Any, whole: list[list[bool]], **options: Any) -> Any:
-        for head, wanted in enumerate(whole[0]):
-            counts[of_bulk[id(bulk)]][head, : bulk.lengths[0]] += int(wanted)
-        return read_parts(bulk, whole, **options)
+    def count(seen: Observation) -> None:
+        for head, wanted in enumerate(seen.whole[0]):
+            counts[seen.layer][head, : seen.bulk_lengths[0]] += int(wanted)
+        for chosen in seen.chosen:
+            counts[seen.layer][chosen.head, chosen.tokens.cpu()] += 1
 
-    def gather(bulk: Any, wanted: Any) -> Any:
-        for (_, head), tokens in wanted:
-            counts[of_bulk[id(bulk)]][head, tokens.cpu()] += 1
-        return gather_parts(bulk, wanted)
-
-    with mock.patch.object(reading, "read_parts", read), mock.patch.object(reading, "gather_parts", gather):
+    cache.observer = count
+    try:
         yield counts
+    finally:
+        cache.observer = None
 
 
 @torch.no_grad()
@@ -63,7 +58,7 @@ def answer(model: PreTrainedModel, cache: QAdACache, question: list[int]) -> tup
         The answer's first `ANSWER_TOKENS` tokens, int64; and how many of them read each token of the document, by KV
         head from the first layer on, int64 `[heads, tokens]`. Sinks and window are left out.
     """
-    twin = cache.fork(kernels="torch")
+    twin = cache.fork()
     tokens, sinks = twin.get_seq_length(), twin.options.sink_tokens
     asked = torch.tensor([question], device=model.device)
     if len(question) > 1:

@@ -1,4 +1,5 @@
-"""A query-adaptive call by torch's operations, where no kernel serves, and audits of it."""
+"""A query-adaptive call by torch's operations, where no kernel serves, and what is told of it: to audits, and to a
+cache's observer."""
 
 from functools import cache, partial
 
@@ -19,13 +20,14 @@ from ..kernels.query_adaptive import (
     sum_local,
 )
 from ..state.layer import QAdALayer
+from ..state.observation import Observation
 from ..storage import TokenStore, reading
 
 
 def attend_by_torch(
     layer: QAdALayer, store: TokenStore, query: Query, rows: Rows, operands: Operands
 ) -> tuple[Tensor, Tensor]:
-    """Compute a call for `decode.attend_adaptively`, and audit it if it is the layer's turn: the output, as there, and
+    """Compute a call for `decode.attend_adaptively`, and tell of it if the layer is observed: the output, as there, and
     bool flags `[batch, kv_heads, group, queries]`. Heads decide and select, then tokens are gathered and attended to.
     """
     columns, every = slice(0, rows.columns), [[True] * operands.kv_heads] * store.batch
@@ -38,15 +40,30 @@ def attend_by_torch(
         log_bulk = sum_bulk(scores, rows, bulk.lse)
     flags = decide(log_local, log_bulk, rows, operands)
     local = attend_local(scores, values, rows, flags, query.sink_logits)
-    selecting: list[list[bool]] = []
+    whole, selecting, chosen = every, list[list[bool]](), list[Chosen]()
     if bulk is None:
         whole, selecting, chosen = select(grouped, flags, local[1], store.bulk.lengths, query, rows, operands)
         bulk = attend_bulk(layer, store, query, operands, whole, chosen)
     out, read_lse = bulk.merge(*local, flags)
     _count_and_prefetch(layer, store, selecting)
-    if layer.is_audited():
-        true = attend_bulk(layer, store, query, operands, every, [], auditing=True)
-        audit(layer, query, rows, (log_local, sum_bulk(scores, rows, true.lse)), flags, read_lse)
+    if layer.is_observed():
+
+        def find_true_log_bulk() -> Tensor:
+            true = attend_bulk(layer, store, query, operands, every, [], auditing=True)
+            return sum_bulk(scores, rows, true.lse)
+
+        seen = Observation(
+            *(layer.index, query, rows),
+            log_local=log_local,
+            log_bulk=log_bulk,
+            flags=flags,
+            read_lse=read_lse.view_as(flags),
+            bulk_lengths=tuple(store.bulk.lengths),
+            whole=whole,
+            chosen=chosen,
+            find_true_log_bulk=find_true_log_bulk,
+        )
+        observe(layer, seen)
     return out.unflatten(2, flags.shape[2:]).flatten(1, 2).to(query.states.dtype), flags
 
 
@@ -92,17 +109,22 @@ def sum_bulk(scores: Tensor, rows: Rows, bulk_lse: Tensor) -> Tensor:
     return torch.logaddexp(log_pending, bulk_lse.view_as(log_pending))
 
 
-def audit(
-    layer: QAdALayer, query: Query, rows: Rows, masses: tuple[Tensor, Tensor], flags: Tensor, read_lse: Tensor
-) -> None:
-    """Count how one call's decisions compare with the truth, on the device: see `CacheStats.audit`. `masses` are
-    `log A_local` and the true `log A_bulk`, `read_lse` is over all that a head read, `[batch, kv_heads, group *
-    queries]`."""
-    log_local, log_bulk = masses
-    decided = rows.decided.unsqueeze(2)
+def observe(layer: QAdALayer, seen: Observation) -> None:
+    """Tell the cache's observer of a call, and an audit if it is the layer's turn."""
+    if layer.shared.observer is not None:
+        layer.shared.observer(seen)
+    if layer.is_audited():
+        audit(layer, seen)
+    seen.close()
+
+
+def audit(layer: QAdALayer, seen: Observation) -> None:
+    """Count how one call's decisions compare with the truth, on the device: see `CacheStats.audit`."""
+    log_local, log_bulk, flags = seen.log_local, seen.true_log_bulk, seen.flags
+    decided = seen.rows.decided.unsqueeze(2)
     needed = long_context(log_local, log_bulk, logit(layer.options.threshold)) & decided
     all_lse = torch.logaddexp(log_local, log_bulk)
-    missed = -torch.expm1((read_lse.view_as(all_lse) - all_lse).clamp_max(0.0)).masked_fill(~decided, 0.0)
+    missed = -torch.expm1((seen.read_lse - all_lse).clamp_max(0.0)).masked_fill(~decided, 0.0)
     tallies: tuple[Tensor, ...] = (decided.expand_as(flags), needed, needed & flags, flags, missed)
     if not _has_float64(decided.device):
         tallies = tuple(tally.cpu() for tally in tallies)

@@ -36,7 +36,7 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tens
     )
     query.log_bulk = estimate_log_bulk(layer, store, query, rows)
     plain = query.sink_logits is None and query.softcap is None
-    kernel = find_kernel(layer, store, states) if plain and states.shape[2] == 1 and not layer.is_audited() else None
+    kernel = find_kernel(layer, store, states) if plain and states.shape[2] == 1 and not layer.is_observed() else None
     operands = find_operands(layer, store, by_kernel=kernel is not None)
     if kernel is None:
         out, flags = attend_by_torch(layer, store, query, rows, operands)

@@ -18,6 +18,7 @@ from ..models.sharding import UNSHARDED, HeadShard
 from ..sketch import MAX_BITS, MIN_BITS
 from ..storage.residents import Residents, check_budget
 from .forward_pass import ForwardPass
+from .observation import Observer
 
 THRESHOLD, TOKEN_THRESHOLD = 0.95, 4.4
 SKETCH_BITS = 1.5
@@ -166,3 +167,7 @@ class Shared:
         self.progress = Progress()
         self.forward_pass = ForwardPass(options.sink_tokens, options.window)
         self.residents = Residents(options.device_budget)
+        self.observer: Observer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:  # of which a copy is made, which nobody asked to observe
+        return vars(self) | {"observer": None}

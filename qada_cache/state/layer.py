@@ -80,6 +80,11 @@ class QAdALayer(DynamicLayer):
         every, managed, steps = self.options.audit_every, self.shared.model.layers, self.counters.steps
         return bool(every) and steps % every == 0 and managed[steps // every % len(managed)] == self.index
 
+    def is_observed(self) -> bool:
+        """Whether somebody is told of the query-adaptive call under way, which torch then computes: kernels do not say
+        what they select."""
+        return self.shared.observer is not None or self.is_audited()
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """An empty store for tensors like these `[batch, kv_heads, tokens, dim]`."""
         self.dtype, self.device = key_states.dtype, key_states.device
