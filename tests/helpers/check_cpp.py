@@ -10,7 +10,7 @@ from qada_cache.kernels import cpu
 SIZES = (("BFLOAT16", 64, 64, 4), ("FLOAT32", 128, 128, 1), ("FLOAT16", 80, 64, 7))  # element, dims, queries
 PROCESSORS = {"x86_64": ("x86-64", "x86-64-v3", "x86-64-v4"), "aarch64": ("armv8-a",)}
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
-# How wide vectors are passed without AVX concerns nobody, as nothing else is linked. GCC's own headers for AVX-512 leave
+# Nothing else is linked, so that it is all the same how wide vectors are passed; GCC's own headers for AVX-512 leave
 # values uninitialised.
 UNWARNED = {"x86-64": ("-Wno-psabi",), "x86-64-v4": ("-Wno-uninitialized", "-Wno-maybe-uninitialized")}
 
