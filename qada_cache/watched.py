@@ -157,7 +157,7 @@ class WatchedCache(DynamicCache):
             index = selected_rows(verb, argument, rows)
             # The one verb of rows that every kind of transformers' layers has.
             there = torch.tensor(index, dtype=torch.long, device="cpu")
-            self._change(verb, lambda layer: layer.select(index), lambda layer: layer.reorder_cache(there))
+            self._change(verb, lambda layer: layer.select_rows(index), lambda layer: layer.reorder_cache(there))
 
     def _change(self, verb: str, ours: Callable[[QAdALayer], None], others: Callable[[Any], None]) -> None:
         """Change every layer, or none; an interruption in between is noticed. The argument has been checked, and ours

@@ -26,7 +26,7 @@ logger = logging.get_logger(__name__)
 # scores, which it has up to four times over, keys and values. Few queries so take few launches, whatever the context.
 QUERY_BLOCK, KEY_BLOCK = 512, 256  # at most; at least
 HELD = 1 << 26  # numbers, 256 MiB
-SPLIT_TOKENS = 2048  # keys of fewer tokens are not worth splitting among workers
+MIN_SPLIT_TOKENS = 2048  # keys of fewer tokens are not worth splitting among workers
 SPLIT_QUERIES = 64  # more queries than these make enough work for all of them by themselves
 TRIED_TOKENS = 2111  # so that keys are split, and their last blocks are ragged
 
@@ -155,7 +155,7 @@ def _attend(
 
 def _splits(query: Tensor, key: Tensor, workers: int) -> int:
     """Into how many parts to split the keys of one row, so that every worker gets the same number of them."""
-    if query.shape[0] != 1 or query.shape[2] > SPLIT_QUERIES or key.shape[2] < SPLIT_TOKENS:
+    if query.shape[0] != 1 or query.shape[2] > SPLIT_QUERIES or key.shape[2] < MIN_SPLIT_TOKENS:
         return 1
     return workers // math.gcd(workers, query.shape[1])
 

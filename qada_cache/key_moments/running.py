@@ -46,7 +46,7 @@ class RunningMoments:
         self.mean[rows] = 0.0
         self.covariance[rows] = 0.0
 
-    def select(self, index: list[int]) -> None:
+    def select_rows(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`."""
         self.count = [self.count[row] for row in index]
         self.mean, self.covariance = self.mean[index], self.covariance[index]

@@ -174,7 +174,7 @@ class QAdALayer(DynamicLayer):
         self.store.crop([seen - padded for padded in padding.counts(self.store.batch)])
         self.seen, self.padding = seen, padding
 
-    def select(self, index: list[int]) -> None:
+    def select_rows(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
         self.check_attended()
         if self.store is None or index == list(range(self.store.batch)):
@@ -183,8 +183,8 @@ class QAdALayer(DynamicLayer):
             self.lazy_initialization(self.store.local_keys[:0], self.store.local_values[:0])
             self.seen, self.padding = 0, NONE
             return
-        self.store.select(index)
-        self.padding = self.padding.select(index)
+        self.store.select_rows(index)
+        self.padding = self.padding.select_rows(index)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes the old row `beam_idx[i]` (beam search)."""
@@ -200,7 +200,7 @@ class QAdALayer(DynamicLayer):
 
     def _select_by(self, verb: str, argument: Any) -> None:
         if self.store is not None and self.store.batch:
-            self.select(selected_rows(verb, argument, self.store.batch))
+            self.select_rows(selected_rows(verb, argument, self.store.batch))
 
 
 def checked_crop(tokens_to_remove: Any) -> int:

@@ -169,13 +169,13 @@ class TokenStore:
                 self.sketch.append_from(self.bulk, row)
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
-    def select(self, index: list[int]) -> None:
+    def select_rows(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
         self.local_keys, self.local_values = self.local_keys[index], self.local_values[index]
-        self.bulk.select(index)
+        self.bulk.select_rows(index)
         for known in (self.moments, self.sketch):
             if known is not None:
-                known.select(index)
+                known.select_rows(index)
         counted = self.lengths, self.flushed, self.exact, self.alike
         self.lengths, self.flushed, self.exact, self.alike = ([counts[row] for row in index] for counts in counted)
         if max(map(sub, self.lengths, self.flushed), default=0) < self.end:  # rows with more recent tokens are gone

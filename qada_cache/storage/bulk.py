@@ -243,7 +243,7 @@ class Bulk:
             self._set_lengths(lengths)
             self.residents.truncate(lengths)
 
-    def select(self, index: list[int]) -> None:
+    def select_rows(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
         lengths = [self.lengths[row] for row in index]
         if any(lengths) and len(index) == len(self.lengths):
@@ -261,6 +261,6 @@ class Bulk:
             self._set_lengths(lengths)
         else:
             self._rebuild(index, self.capacity if any(lengths) else 0)
-        self.residents.select(index)
+        self.residents.select_rows(index)
         self.flagged = []
         self.flag_copies.clear()

@@ -123,7 +123,7 @@ class BulkSketch:
                 self._correlate(own, *bulk.read(own, slice(None), first, min(end, tokens)), first)
         self.lengths[row] = tokens
 
-    def select(self, index: list[int]) -> None:
+    def select_rows(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`."""
         self.lengths = [self.lengths[row] for row in index]
         self._each(lambda tensor: tensor[index])

@@ -91,7 +91,7 @@ class Padding:
         """The number of padding tokens in each of `batch` rows."""
         return (~self.known).sum(dim=-1).expand(batch).tolist()
 
-    def select(self, index: list[int]) -> "Padding":
+    def select_rows(self, index: list[int]) -> "Padding":
         """Row `i` becomes the old row `index[i]`."""
         return self._once(index) if self.known.numel() else self
 

@@ -196,7 +196,7 @@ class LayerResidents:
                     self.put(head, AsyncCopy(tuple(part[:, :, :tokens].clone() for part in old.wait())))
         self.shared.make_room(self.device)
 
-    def select(self, index: list[int]) -> None:
+    def select_rows(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`. If a row is repeated, the first one keeps the residents."""
         old = self.held.items()
         self.held, self.nbytes = {}, 0

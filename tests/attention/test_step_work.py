@@ -260,7 +260,9 @@ def test_masks_are_read_once_for_all_layers(act: Any, monkeypatch: pytest.Monkey
     assert grown[0] == grown[1] > 0
 
 
-@pytest.mark.parametrize("change", [lambda padding: padding.select([1, 0]), lambda padding: padding.crop(PADDED // 2)])
+@pytest.mark.parametrize(
+    "change", [lambda padding: padding.select_rows([1, 0]), lambda padding: padding.crop(PADDED // 2)]
+)
 def test_padding_changes_once_for_all_layers(change: Any) -> None:
     valid = torch.ones(ROWS, LONG, dtype=torch.bool)
     valid[1, :PADDED] = False

@@ -184,7 +184,7 @@ class CacheMachine(RuleBasedStateMachine):
         keep = torch.tensor([row in keep for row in range(self.batch)])
         self.cache.batch_select_indices(keep)
         for pair in self.pairs:
-            pair.reference.select(keep)
+            pair.reference.select_rows(keep)
         self.batch = int(keep.sum())
 
     def adopt(self, cache: QAdACache) -> None:

@@ -139,7 +139,7 @@ class ReferenceLayer:
         self.values = [value[:, :length] for value, length in zip(self.values, self.lengths, strict=True)]
         self.frozen_counts = [min(pair) for pair in zip(self.frozen_counts, self.bulk_counts, strict=True)]
 
-    def select(self, index: Tensor) -> None:
+    def select_rows(self, index: Tensor) -> None:
         """Keep these rows, in this order; `index` integers, repeats allowed, or a bool mask."""
         rows = torch.arange(len(self.history))[index.cpu()].tolist()
         self.keys, self.values = [self.keys[row] for row in rows], [self.values[row] for row in rows]
@@ -148,8 +148,8 @@ class ReferenceLayer:
 
     def reorder(self, index: Tensor) -> None:
         """Beam search: row i becomes the former row `index[i]`."""
-        self.select(index)
+        self.select_rows(index)
 
     def repeat(self, count: int) -> None:
         """Each row `count` times, copies side by side (`repeat_interleave`)."""
-        self.select(torch.arange(len(self.history)).repeat_interleave(count))
+        self.select_rows(torch.arange(len(self.history)).repeat_interleave(count))

@@ -129,7 +129,7 @@ def rows(pair: Pair, inputs: Inputs) -> None:
         if isinstance(argument, int):
             pair.reference.repeat(argument)
         else:
-            pair.reference.select(argument)
+            pair.reference.select_rows(argument)
         pair.check_state()
         for tokens in (1, 3, 10, 1):
             pair.update(*inputs(tokens, pair.layer.store.batch))

@@ -46,7 +46,7 @@ def tensors(dim: int, value_dim: int, queries: int, tokens: int, dtype: torch.dt
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any number of keys is worth the kernel, and splitting."""
     monkeypatch.setattr(cpu, "MIN_TOKENS", 1)
-    monkeypatch.setattr(cpu, "SPLIT_TOKENS", 8)
+    monkeypatch.setattr(cpu, "THREAD_TOKENS", 8)
 
 
 @needs_compiler

@@ -166,7 +166,7 @@ def test_keys_split_among_threads(
     tokens: int, heads: int, threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a few heads out of a larger buffer, as the bulk hands them out; every thread gets as many parts."""
-    monkeypatch.setattr(kernels, "SPLIT_TOKENS", 64)
+    monkeypatch.setattr(kernels, "MIN_SPLIT_TOKENS", 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     query, key, value = (tensor[1:, :heads] for tensor in tensors(1, 200, group=4, dtype=dtype))
     key, value = key[:, :, :tokens], value[:, :, :tokens]

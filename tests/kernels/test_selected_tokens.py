@@ -26,7 +26,7 @@ BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rows of few tokens have a sketch, and are split."""
-    monkeypatch.setattr(cpu, "SPLIT_TOKENS", 50)
+    monkeypatch.setattr(cpu, "THREAD_TOKENS", 50)
     monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 100)
     monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
     with small_sketch(40):

@@ -43,7 +43,7 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three splits for the longest row of `RAGGED`, whose last ones are empty for shorter rows."""
     monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 100)
     monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
-    monkeypatch.setattr(cpu, "SPLIT_TOKENS", 100)
+    monkeypatch.setattr(cpu, "THREAD_TOKENS", 100)
     with small_sketch(40):
         yield
 

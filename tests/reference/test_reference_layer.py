@@ -202,7 +202,7 @@ def test_reorder_repeat_select_reset() -> None:
     layer.reorder(torch.tensor([2, 0, 0]))
     assert layer.lengths == [6, 4, 4]
     assert torch.equal(layer.keys[1], tensors[0][0, :, 2:].double())
-    layer.select(torch.tensor([True, False, True]))
+    layer.select_rows(torch.tensor([True, False, True]))
     layer.repeat(2)
     assert layer.lengths == [6, 6, 4, 4]
     assert layer.length == 6

@@ -131,7 +131,7 @@ def test_flags_count_when_they_have_reached_the_host(monkeypatch: pytest.MonkeyP
         store = store_of(6, 1.0)
         for _ in range(FLAG_COPIES + 3):
             assert reading.update_residency(store, FLAGS) == 0
-        store.select([0])
+        store.select_rows([0])
         assert not store.flag_copies
         for flags in (FLAGS, ~FLAGS):
             reading.update_residency(store, flags)

@@ -50,7 +50,11 @@ def test_host_waits_before_it_lets_go_of_memory(device: str, copies: Copies) -> 
     pair, inputs = Pair(offloading=True), Inputs(device=device)
     pair.update(*inputs(40))
     wait, store = torch.accelerator.synchronize, pair.layer.store.bulk
-    moves = (lambda: store.reserve(store.capacity + 1)), (lambda: store.select([1, 0])), (lambda: store.select([1]))
+    moves = (
+        (lambda: store.reserve(store.capacity + 1)),
+        (lambda: store.select_rows([1, 0])),
+        (lambda: store.select_rows([1])),
+    )
     for move, moved in zip(moves, (True, False, True), strict=True):
         wait.reset_mock()
         with mock.patch.object(store, "_allocate", side_effect=store._allocate) as allocate:
@@ -102,7 +106,7 @@ def test_rows_change_in_place(index: list[int]) -> None:
     for row, (keys, values) in enumerate(rows):
         store.append(slice(row, row + 1), keys, values)
     before, capacity = (store.keys.data_ptr(), store.values.data_ptr()), store.capacity
-    store.select(index)
+    store.select_rows(index)
     assert (store.keys.data_ptr(), store.values.data_ptr()) == before
     assert store.lengths == [lengths[source] for source in index]
     assert store.capacity == capacity

@@ -123,14 +123,14 @@ def test_rows_that_leave_take_their_share_of_the_budget_along() -> None:
         for wanted in ([False, True], [True, True]):
             list(reading.read_parts(store, [[False, False], wanted]))
         assert sorted(store.residents.held) == [(1, 0), (1, 1)]
-        store.select([1, 1])
+        store.select_rows([1, 1])
         assert sorted(store.residents.held) == [(0, 0), (0, 1)]
         assert store.residents.nbytes == 2 * 6 * 2 * 4 * 4
-        store.select([1])
+        store.select_rows([1])
         assert not store.residents.held
         list(reading.read_parts(store, [[True, True]]))
-        store.select([0, 0])
-        store.select([0])
+        store.select_rows([0, 0])
+        store.select_rows([0])
         assert sorted(store.residents.held) == [(0, 0)]
         assert store.residents.scores[0][1] > store.residents.scores[0][0]  # what the rows' heads were flagged
 

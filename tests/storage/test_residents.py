@@ -265,7 +265,7 @@ def test_what_changes_the_bulk_drops_what_was_fetched_early() -> None:
         for change in (
             lambda: store.append(slice(0, 1), torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4)),
             lambda: store.truncate([2]),
-            lambda: store.select([0]),
+            lambda: store.select_rows([0]),
             lambda: store.reserve(100),
         ):
             store.append(slice(0, 1), torch.ones(1, 2, 5, 4), torch.ones(1, 2, 5, 4))

@@ -28,7 +28,7 @@ logger = logging.get_logger(__name__)
 
 MIN_TOKENS = 1024  # fewer keys are not worth a build
 MAX_QUERIES = 16  # a power of two; more are compute enough for torch's kernel, which multiplies matrices
-SPLIT_TOKENS = 512  # a thread's part of a head's keys is at least this long
+THREAD_TOKENS = 512  # a thread's part of a head's keys is at least this long
 ELEMENTS = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
 FOLDER = "kernels"  # of `files.home()`
 DIGEST_BYTES = 32
@@ -77,7 +77,7 @@ def compiled_partial_attention(
     kernels.partial_attention(
         *(tensor.data_ptr() for tensor in (query, key, value, out, lse)),
         *(batch, heads, key.shape[2], *key.stride()[:2], *value.stride()[:2]),
-        *(SPLIT_TOKENS, torch.get_num_threads(), scaling),
+        *(THREAD_TOKENS, torch.get_num_threads(), scaling),
     )
     return out[:, :, :queries], lse[:, :, :queries]
 

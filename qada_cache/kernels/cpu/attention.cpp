@@ -15,10 +15,10 @@ void decode(const Decode& call) {
     auto run = [&](int64_t first, int64_t stop, int threads, int64_t& bulk, int64_t& sketch) {
         static thread_local std::vector<Scan> pool;  // which each thread makes, and frees, as it gets here
         try {
-            Step step(call, first, stop - first, threads, pool);
-            step.run();
-            bulk += step.bulk_read_bytes;
-            sketch += step.sketch_read_bytes;
+            Share part(call, first, stop - first, threads, pool);
+            part.run();
+            bulk += part.bulk_read_bytes;
+            sketch += part.sketch_read_bytes;
             return true;
         } catch (...) {
             pool.clear();  // scans that could not grow are half as long as they say
@@ -51,7 +51,7 @@ extern "C" int partial_attention(const Element* query, const Element* key, const
     for (int64_t job = 0; job < batch * heads * splits; job++) {
         int64_t head = job / splits, split = job % splits;
         int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
-        Partial partial(query + head * QUERIES * DIM, scaling);
+        Attention partial(query + head * QUERIES * DIM, scaling);
         partial.add(key + head / heads * key_batch + head % heads * key_head + start * DIM,
                     value + head / heads * value_batch + head % heads * value_head + start * VALUE_DIM, stop - start);
         partial.finish(&parts[job * SIZE], &part_lse[job * QUERIES]);

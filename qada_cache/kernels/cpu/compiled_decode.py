@@ -84,7 +84,7 @@ class _Bound:
             raise ValueError("the tokens of a head do not lie one after the other")
         views, group = buffers | {"log_bulk": query.log_bulk}, states.shape[1] // layer.kv_heads
         decode = self._decode = Decode(batch=states.shape[0], kv_heads=layer.kv_heads)
-        decode.split_tokens, decode.min_sketched, decode.segment_tokens = cpu.SPLIT_TOKENS, MIN_TOKENS, SEGMENT_TOKENS
+        decode.split_tokens, decode.min_sketched, decode.segment_tokens = cpu.THREAD_TOKENS, MIN_TOKENS, SEGMENT_TOKENS
         decode.scaling, decode.logit_threshold = query.scaling, layer.logit_threshold
         decode.group_rule = GROUP_RULES[layer.group_rule]
         if layer.bulk_read_bytes is not None:

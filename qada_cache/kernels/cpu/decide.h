@@ -64,7 +64,7 @@ struct Decode {
     float log_share_cut(int64_t row) const { return log_token_threshold - logf((float)bulk_tokens(row)); }
 
     // Adds the local columns where `mask` is set, run by run.
-    void add_columns(Partial& partial, const uint8_t* mask, int64_t row, int64_t head) const {
+    void add_columns(Attention& partial, const uint8_t* mask, int64_t row, int64_t head) const {
         for (int64_t start = 0, stop; start < rows.columns; start = stop + 1) {
             for (stop = start; stop < rows.columns && mask[stop];) stop++;
             partial.add(local_keys.at(row, head) + start * DIM, local_values.at(row, head) + start * VALUE_DIM,
@@ -82,7 +82,7 @@ bool long_context(float local, float bulk, float logit_threshold) {
 bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* lse) {
     int64_t index = row * call.kv_heads + head;
     uint8_t* flags = call.flags + index * QUERIES;
-    Partial local(call.query + index * QUERIES * DIM, call.scaling);
+    Attention local(call.query + index * QUERIES * DIM, call.scaling);
     call.add_columns(local, call.rows.local.at(row), row, head);
     local.finish(out, lse);
 
@@ -109,7 +109,7 @@ struct Selecting {
     bool ask(const Decode& call, int64_t row, int64_t head, const float* lse) {
         if (!round_queries(call, row, head)) return false;
         int64_t first = (row * call.kv_heads + head) * QUERIES;
-        Partial beyond(call.query + first * DIM, call.scaling);
+        Attention beyond(call.query + first * DIM, call.scaling);
         call.add_columns(beyond, call.rows.pending.at(row), row, head);
         beyond.finish(pending, pending_lse);
         for (int q = 0, active = 0; q < QUERIES; q++)

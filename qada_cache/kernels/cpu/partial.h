@@ -10,7 +10,7 @@ constexpr int BLOCK = 32;          // keys whose scores are held at once: few, s
 constexpr int PREFETCH_BYTES = 2048;        // bytes that are asked for before they are needed
 
 // Which rows of keys and values are read: one after the other,
-struct ContiguousRows {
+struct ContiguousPlaces {
     int64_t operator[](int64_t t) const { return t; }
     template <int SIZE>
     INLINED void prefetch_after(const Element* rows, int64_t t) const {
@@ -19,7 +19,7 @@ struct ContiguousRows {
 };
 
 // or those of a list.
-struct IndexedRows {
+struct IndexedPlaces {
     const int32_t* tokens;
     int64_t count;
     int64_t operator[](int64_t t) const { return tokens[t]; }
@@ -32,14 +32,14 @@ struct IndexedRows {
 constexpr int PARTS = DIM / WIDTH, VALUE_PARTS = VALUE_DIM / WIDTH;
 
 // Values times weights, added to `sums`: `COUNT` vectors of every query from `FIRST` on, which stay in registers.
-template <int FIRST, int COUNT, typename Rows>
-inline void average(const Element* value, Rows rows, int64_t first, const float (*weights)[BLOCK], int tokens,
+template <int FIRST, int COUNT, typename Places>
+inline void average(const Element* value, Places places, int64_t first, const float (*weights)[BLOCK], int tokens,
                     Floats (*sums)[VALUE_PARTS]) {
     Floats held[QUERIES][COUNT] = {};  // of these tokens alone: one long sum would lose more to rounding
     for (int t = 0; t < tokens; t++) {
-        if (FIRST == 0) rows.template prefetch_after<VALUE_DIM>(value, first + t);
+        if (FIRST == 0) places.template prefetch_after<VALUE_DIM>(value, first + t);
         Floats unpacked[VALUE_PARTS];
-        unpack<VALUE_DIM>(value + rows[first + t] * VALUE_DIM, unpacked);  // the compiler drops what is not used
+        unpack<VALUE_DIM>(value + places[first + t] * VALUE_DIM, unpacked);  // the compiler drops what is not used
         for (int q = 0; q < QUERIES; q++)
             for (int c = 0; c < COUNT; c++) held[q][c] += weights[q][t] * unpacked[FIRST + c];
     }
@@ -47,16 +47,16 @@ inline void average(const Element* value, Rows rows, int64_t first, const float 
         for (int c = 0; c < COUNT; c++) sums[q][FIRST + c] += held[q][c];
     constexpr int NEXT = FIRST + COUNT;
     if constexpr (NEXT < VALUE_PARTS)
-        average<NEXT, std::min(COUNT, VALUE_PARTS - NEXT)>(value, rows, first, weights, tokens, sums);
+        average<NEXT, std::min(COUNT, VALUE_PARTS - NEXT)>(value, places, first, weights, tokens, sums);
 }
 
 // Attention of a head's queries over the keys added so far.
-struct Partial {
+struct Attention {
     Floats scaled[QUERIES][PARTS], sums[QUERIES][VALUE_PARTS] = {};
     float highest[QUERIES], total[QUERIES];
 
     // `query` [QUERIES, DIM].
-    Partial(const Element* query, float scaling) {
+    Attention(const Element* query, float scaling) {
         for (int q = 0; q < QUERIES; q++) {
             highest[q] = -INFINITY;
             total[q] = 0;
@@ -77,13 +77,13 @@ struct Partial {
     }
 
     // `key` [*, DIM] and `value` [*, VALUE_DIM], contiguous, of which `tokens` rows are read.
-    template <typename Rows = ContiguousRows>
-    void add(const Element* key, const Element* value, int64_t tokens, Rows rows = {}) {
+    template <typename Places = ContiguousPlaces>
+    void add(const Element* key, const Element* value, int64_t tokens, Places places = {}) {
         float scores[QUERIES][BLOCK];
-        if constexpr (std::is_same_v<Rows, IndexedRows>)  // which no hardware foresees
+        if constexpr (std::is_same_v<Places, IndexedPlaces>)  // which no hardware foresees
             for (int64_t t = 0; t < std::min<int64_t>(BLOCK, tokens); t++) {
-                prefetch<DIM>(key + rows[t] * DIM);
-                prefetch<VALUE_DIM>(value + rows[t] * VALUE_DIM);
+                prefetch<DIM>(key + places[t] * DIM);
+                prefetch<VALUE_DIM>(value + places[t] * VALUE_DIM);
             }
         for (int64_t first = 0; first < tokens; first += BLOCK) {
             int count = (int)std::min<int64_t>(BLOCK, tokens - first);
@@ -91,8 +91,8 @@ struct Partial {
                 Floats unpacked[4][PARTS];
                 for (int i = 0; i < 4; i++) {
                     const int64_t token = first + std::min(t + i, count - 1);
-                    rows.template prefetch_after<DIM>(key, token);
-                    unpack<DIM>(key + rows[token] * DIM, unpacked[i]);
+                    places.template prefetch_after<DIM>(key, token);
+                    unpack<DIM>(key + places[token] * DIM, unpacked[i]);
                 }
                 for (int q = 0; q < QUERIES; q++) {
                     Floats products[4];
@@ -105,7 +105,7 @@ struct Partial {
             }
             for (int q = 0; q < QUERIES; q++) weigh(q, scores[q], count);
             constexpr int HELD = std::min(VALUE_PARTS, std::max(1, REGISTERS / QUERIES));
-            average<0, HELD>(value, rows, first, scores, count, sums);
+            average<0, HELD>(value, places, first, scores, count, sums);
         }
     }
 

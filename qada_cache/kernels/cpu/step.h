@@ -26,9 +26,9 @@ struct Job {
 
 // One decode step of some heads, in phases: what follows from a phase is planned by one thread, the rest is done by all
 // that the step has.
-struct Step {
+struct Share {
     const Decode& call;
-    const int64_t first_head, kv_heads;  // of all rows' heads: the first one here, and how many
+    const int64_t first_head, head_count;  // of all rows' heads: the first one here, and how many
     const int threads;
     std::vector<Scan>& pool;  // which keeps its memory, as that of a step comes page by page, slower than it is used
     std::vector<float> local_out, local_lse, parts, part_lse;
@@ -39,10 +39,11 @@ struct Step {
     std::vector<Selecting> selecting;
     int64_t scan_count = 0, bulk_read_bytes = 0, sketch_read_bytes = 0;  // bytes for the call's counters
 
-    Step(const Decode& call, int64_t first_head, int64_t kv_heads, int threads, std::vector<Scan>& pool)
-        : call(call), first_head(first_head), kv_heads(kv_heads), threads(threads), pool(pool),
-          local_out(kv_heads * SIZE), local_lse(kv_heads * QUERIES), first_part(kv_heads), part_count(kv_heads),
-          first_scan(kv_heads + 1), needed(kv_heads), selects(kv_heads), selecting(call.codes.data ? kv_heads : 0) {}
+    Share(const Decode& call, int64_t first_head, int64_t head_count, int threads, std::vector<Scan>& pool)
+        : call(call), first_head(first_head), head_count(head_count), threads(threads), pool(pool),
+          local_out(head_count * SIZE), local_lse(head_count * QUERIES), first_part(head_count), part_count(head_count),
+          first_scan(head_count + 1), needed(head_count), selects(head_count),
+          selecting(call.codes.data ? head_count : 0) {}
 
     int64_t row_of(int64_t head) const { return (first_head + head) / call.kv_heads; }
     int64_t kv_head_of(int64_t head) const { return (first_head + head) % call.kv_heads; }
@@ -70,7 +71,7 @@ struct Step {
     // Of heads that need their bulk: what to read, or to scan.
     void plan_reading() {
         int64_t flagged = std::count(needed.begin(), needed.end(), 1);
-        for (int64_t head = 0; head < kv_heads; head++) {
+        for (int64_t head = 0; head < head_count; head++) {
             first_scan[head] = scan_count;
             if (!needed[head]) continue;
             int64_t tokens = call.bulk_length(row_of(head));
@@ -95,7 +96,7 @@ struct Step {
                 part.stop = split + 1 < splits ? stop / SPAN * SPAN : stop;
             }
         }
-        first_scan[kv_heads] = scan_count;
+        first_scan[head_count] = scan_count;
     }
 
     void scan(Scan& part, const float* score_cut) {
@@ -186,9 +187,9 @@ struct Step {
     void read(const Job& job) {
         int64_t row = row_of(job.head), kv_head = kv_head_of(job.head), count = job.stop - job.start;
         const Element *key = call.bulk_keys.at(row, kv_head), *value = call.bulk_values.at(row, kv_head);
-        Partial bulk(call.query + (first_head + job.head) * QUERIES * DIM, call.scaling);
+        Attention bulk(call.query + (first_head + job.head) * QUERIES * DIM, call.scaling);
         if (job.scan) {
-            bulk.add(key, value, count, IndexedRows{&job.scan->tokens[job.start], count});
+            bulk.add(key, value, count, IndexedPlaces{&job.scan->tokens[job.start], count});
         } else {
             if (job.start == 0) call.add_columns(bulk, call.rows.pending.at(row), row, kv_head);
             bulk.add(key + job.start * DIM, value + job.start * VALUE_DIM, count);
@@ -229,19 +230,19 @@ struct Step {
     // Heads are decided about first; then the bulks of those that need it are read, which is where the time goes, or
     // their sketches and what these leave.
     void run() {
-        each(kv_heads, [&](int64_t head) { decide_head(head); });
+        each(head_count, [&](int64_t head) { decide_head(head); });
         plan_reading();
         each(jobs.size(), [&](int64_t i) { read(jobs[i]); });
         each(scan_count, [&](int64_t i) { scan(pool[i], selecting[pool[i].head].score_cut); });
         if (scan_count) {
             each(scan_count, [&](int64_t i) { apply_cut(pool[i]); });
             plan_selected();
-            each(kv_heads, [&](int64_t head) {
+            each(head_count, [&](int64_t head) {
                 if (selects[head]) add_unread(head);
             });
             each(jobs.size(), [&](int64_t i) { read(jobs[i]); });
         }
-        each(kv_heads, [&](int64_t head) { merge_parts(head); });
+        each(head_count, [&](int64_t head) { merge_parts(head); });
     }
 };
 

@@ -24,7 +24,9 @@ from ..operands import Operands, Query, Rows, check
 from .kernels import bulk_kernel, local_kernel, merge_kernel
 from .sketch_kernels import estimate_kernel, selected_kernel
 
-SPLIT_TOKENS = 256  # a split has at least about this many tokens, as its result must be written and read again
+SPLIT_TOKENS = (
+    256  # a split of a bulk has at least about this many tokens, as its result must be written and read again
+)
 MAX_SPLITS = 128  # one flagged KV head alone should still occupy most of a GPU; blocks of splits have room for all,
 # as one that followed the capacity would be compiled anew when the bulk grows
 SCAN_TOKENS = 128  # among which a program chooses at once; a power of two, as:
