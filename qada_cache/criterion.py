@@ -119,7 +119,7 @@ def gaussian_log_bulk(
     Without a cap the last two terms are `scaling q . (mu_K + scaling / 2 Sigma_K q)`: two batched products.
 
     Args:
-        query: `[batch, heads, queries, dim]` float32; the result is `[batch, kv_heads, group, queries]`.
+        query: `[batch, heads, queries, dim]` float32; the result is `[batch, kv_heads, group, queries]`, contiguous.
         mean, covariance, scaling, softcap: as for `score_moments`.
         log_tokens: `log T_bulk` float32 `[batch or 1, 1, 1, queries]`, `-inf` without a bulk.
     """
@@ -136,7 +136,7 @@ def gaussian_log_bulk(
     grouped = query.reshape(rows * kv_heads, -1, dim)
     along = torch.baddbmm(mean.view(-1, 1, dim), grouped, covariance.view(-1, dim, dim), alpha=0.5 * scaling)
     found = torch.bmm(along.view(-1, 1, dim), grouped.view(-1, dim, 1))
-    found = found.view(*shape[1:3], batch, queries).permute(2, 0, 1, 3) if alike else found.view(shape)
+    found = found.view(*shape[1:3], batch, queries).permute(2, 0, 1, 3).contiguous() if alike else found.view(shape)
     return torch.add(log_tokens, found, alpha=scaling)
 
 

@@ -57,6 +57,7 @@ def test_moments_of_one_prompt_serve_every_row(softcap: float | None) -> None:
     together = gaussian_log_bulk(queries, mean, covariance, log_tokens, **options)
     apart = gaussian_log_bulk(queries, mean.repeat(3, 1, 1), covariance.repeat(3, 1, 1, 1), log_tokens, **options)
     assert together.shape == (3, 2, 4, 5)
+    assert together.is_contiguous()  # as kernels read it
     torch.testing.assert_close(together, apart)
 
 

@@ -183,6 +183,27 @@ def test_rows_of_several_lengths_are_bound_once(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_compiler
+@torch.inference_mode()
+@pytest.mark.parametrize("moments", ["random-tokens", "current+random-tokens"])
+def test_rows_alike_share_another_prompts_moments(moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is decided about as it is alone."""
+    monkeypatch.setattr(cpu, "MIN_TOKENS", 1)
+    model, ids = tiny(num_hidden_layers=2), prompt(300, 300)[0]
+    ids[1] = ids[1].flip(0)
+
+    def decode(rows: Tensor) -> tuple[Tensor, Any]:
+        cache = QAdACache(model, moments=moments, token_threshold=0.0, threshold=0.5)
+        model(rows[:, :290], **pass_cache(cache))
+        logits = torch.cat([model(rows[:, i : i + 1], **pass_cache(cache)).logits for i in range(290, 300)], dim=1)
+        return logits, cache.stats()
+
+    together, stats = decode(ids)
+    alone = [decode(ids[row : row + 1]) for row in range(2)]
+    torch.testing.assert_close(together, torch.cat([logits for logits, _ in alone]), rtol=1e-4, atol=1e-4)
+    assert 0 < stats.bulk_read_bytes == sum(each.bulk_read_bytes for _, each in alone)
+
+
+@needs_compiler
 def test_sizes_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments that are laid out otherwise than C++ takes them are refused when the kernel is loaded."""
 
