@@ -24,8 +24,8 @@ def layers_of(cache: QAdACache) -> list[QAdALayer]:
     if its tokens are not those that the model made."""
     if cache.options.codes_tokens:
         raise NotImplementedError(
-            f"PrefixStore keeps tokens as the model made them, which a bulk in {cache.options.bulk_bits} bits no longer "
-            "has: leave bulk_bits at 16, or save() the cache"
+            "PrefixStore keeps tokens as the model made them, which a bulk in few bits has no longer: leave bulk_bits "
+            "at 16, or save() the cache"
         )
     if not cache.layers or not all(isinstance(layer, QAdALayer) for layer in cache.layers):
         raise NotImplementedError(
