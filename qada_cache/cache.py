@@ -19,7 +19,7 @@ from .key_moments.defaults import DEFAULT_MOMENTS, MomentsSource
 from .models import full_attention_layers, unwrap_model
 from .models.sharding import UNSHARDED
 from .reading_bar import ReadingBar
-from .state import CONDITIONS, DECIDING, LAID_OUT, SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
+from .state import BULK_BITS, CONDITIONS, DECIDING, LAID_OUT, SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .state.layer import QAdALayer
 from .state.observation import Observer
 from .stats import CacheStats, collect, layer_bytes, summary
@@ -73,6 +73,9 @@ class QAdACache(WatchedCache):
             its attention, by the sketch. An estimate stands for others. 0: all are read, as in the paper, and always
             under "dense", "oracle" and a threshold of 1.
         sketch_bits: bits a value, on average, of the sketch, a copy of the bulk's keys on the compute device: 0.5 to 4.
+        bulk_bits: 16: the bulk is as the model made it. 8 or 4: its closed segments lie in about so many bits a value,
+            the sketch's included, in layers whose heads have multiples of 8 channels; a sketch is then kept whatever
+            selects tokens, and torch's operations decode. None: 16.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
@@ -107,6 +110,7 @@ class QAdACache(WatchedCache):
         moments: MomentsSource = DEFAULT_MOMENTS,
         token_threshold: float = TOKEN_THRESHOLD,
         sketch_bits: float = SKETCH_BITS,
+        bulk_bits: int | None = None,
         update_moments: bool = True,
         offloading: bool = True,
         device_budget: int | float | str = 0,
@@ -119,6 +123,7 @@ class QAdACache(WatchedCache):
         model = unwrap_model(model)
         text_config = support.text_config(model, config)
         asked = {name: given[name] for name in DECIDING + LAID_OUT} | {"kernels": choice.resolve_kernels(kernels)}
+        asked |= {"bulk_bits": BULK_BITS} if bulk_bits is None else {}
         options = Options(**asked, tuned=tuned)
         support.check_model(model, text_config)
         attention.check_implementation(text_config)
@@ -194,10 +199,12 @@ class QAdACache(WatchedCache):
             RuntimeError: a forward pass was interrupted.
         """
         self._check_whole()
+        # Records lie behind the sketch.
+        laid_out = (*LAID_OUT, "sketch_bits") if self.options.codes_tokens else LAID_OUT
         for name, value in options.items():
             if name not in DECIDING + LAID_OUT:
                 raise TypeError(f"fork takes {', '.join(DECIDING)}, not {name}")
-            if name in LAID_OUT and value != getattr(self.options, name):
+            if name in laid_out and value != getattr(self.options, name):
                 raise ValueError(
                     f"fork cannot change {name} from {getattr(self.options, name)!r} to {value!r}, as what is held "
                     "was laid out by it: build another QAdACache and read the prompt again"

@@ -16,12 +16,13 @@ from .models import full_attention_config, identity, inputs_device
 from .models.sharding import check_unsharded, processes
 from .state import DECIDING, LAID_OUT, Shared
 from .state.layer import QAdALayer
-from .state.record import BULK, check_alike, check_stock, layer_record, restore_layer
+from .state.record import BULK, RECORDS, check_alike, check_stock, layer_record, restore_layer
 from .storage import transfers
 
 KIND = "qada-cache"
 # Tables and moments are tensors; the process that loads a file chooses its kernels.
 _OPTIONS = tuple(name for name in DECIDING + LAID_OUT if name not in ("criterion", "moments", "kernels"))
+_MAPPED = (*BULK, RECORDS)  # how names of tensors end that are used in the file itself
 _IDENTITY = (
     *("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"),
     *("vocab_size", "rope_parameters", "layer_types", "sliding_window", "linear_conv_kernel_dim"),
@@ -74,7 +75,7 @@ def read_cache(
     check_unsharded(processes(model))
     tensors, state, source = tensor_file.mapped(path, KIND, transfers.empty, mmap=mmap)
     if source is not None:
-        tensors = {name: tensor if name.endswith(BULK) else tensor.clone() for name, tensor in tensors.items()}
+        tensors = {name: tensor if name.endswith(_MAPPED) else tensor.clone() for name, tensor in tensors.items()}
     if lacking := {"model", "weights", "dtypes"}.difference(state):
         raise ValueError(f"{path} cannot be loaded: it lacks {min(lacking)}")
     _check_model(path, state, model, config)
@@ -150,7 +151,7 @@ def _decode(value: Any, tensors: dict[str, Tensor], device: torch.device) -> Any
         tensor = tensors[value["tensor"]]
         if any(value.get(name) != look for name, look in _look(tensor).items()):
             raise ValueError(f"{value['tensor']} is {_look(tensor)}, where {value} was written")
-        return tensor if value["tensor"].endswith(BULK) else tensor.to(device)
+        return tensor if value["tensor"].endswith(_MAPPED) else tensor.to(device)
     ((kind, content),) = value.items()
     if kind == "dict":
         return {key: _decode(item, tensors, device) for key, item in content}

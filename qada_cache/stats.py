@@ -115,7 +115,8 @@ def layer_bytes(layer: Any) -> tuple[int, int]:
         counted += [layer.counters, layer.kept_moments]
         if (store := layer.store) is not None:
             holders += [store, store.moments, store.bulk.residents]
-            counted += [store.bulk.residents, store.sketch, None if layer.options.offloading else store.bulk]
+            counted += [store.bulk.residents, store.bulk.sketch, None if layer.options.offloading else store.bulk]
+            counted += store.bulk.beside
             on_host = store.bulk.nbytes if layer.options.offloading else 0
     held = [value for holder in holders if holder is not None for value in vars(holder).values()]
     held += [state for value in held if isinstance(value, dict) for state in value.values()]  # of linear layers

@@ -76,7 +76,8 @@ def find_kernel(layer: QAdALayer, store: TokenStore, states: Tensor) -> Callable
     layout = sketch.layout if sketch is not None and sketch.in_use else None
     key = weakref.ref(options), layout, bulk.capacity, states.shape, states.dtype, states.device
     if layer.binding.kernel is None or layer.binding.kernel[0] != key:
-        kernel = choice.decode_kernel(states, bulk.keys, bulk.values, options.criterion, options.kernels, layout=layout)
+        call = states, bulk.keys, bulk.values, options.criterion, options.kernels
+        kernel = choice.decode_kernel(*call, layout=layout, coded=store.records is not None)
         layer.binding.kernel = key, kernel
     return layer.binding.kernel[1]
 

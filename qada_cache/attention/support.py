@@ -112,7 +112,7 @@ def resolve_options(options: Options, managed: ManagedModel) -> Options:
         _check_moments(other, managed.config)
     asked = combine_sources(current, other) if used else options.moments  # files are not read again
     energies = None if other is None else other.query_energies
-    if energies is None and options.selects_tokens and managed.layers:
+    if energies is None and (options.selects_tokens or options.codes_tokens) and managed.layers:
         energies = kept_energies(managed.get(), managed.whole_config)
     return replace(options, moments=asked, current_moments=current, other_moments=other, query_energies=energies)
 

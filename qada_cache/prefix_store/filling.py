@@ -20,7 +20,13 @@ Pieces = Sequence[tuple[Layers, int]]  # of one row: segments in order, and of e
 
 
 def layers_of(cache: QAdACache) -> list[QAdALayer]:
-    """All layers of a cache; a NotImplementedError if any is of another kind, which cannot be cut where texts part."""
+    """All layers of a cache; a NotImplementedError if any is of another kind, which cannot be cut where texts part, or
+    if its tokens are not those that the model made."""
+    if cache.options.codes_tokens:
+        raise NotImplementedError(
+            "PrefixStore keeps tokens as the model made them, which a bulk in few bits has no longer: leave bulk_bits "
+            "at 16, or save() the cache"
+        )
     if not cache.layers or not all(isinstance(layer, QAdALayer) for layer in cache.layers):
         raise NotImplementedError(
             f"PrefixStore keeps no prompts of {cache._shared.model.model_type}, whose sliding or linear layers cannot "
@@ -58,9 +64,9 @@ def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: i
         layer.lazy_initialization(keys[:, :, :0], values[:, :, :0])
         store = layer.store
         assert store is not None
-        sketch, store.sketch = store.sketch, None
+        sketch, store.bulk.sketch = store.bulk.sketch, None
         store.absorb(keys, values, valid)
-        store.exact, store.alike, store.sketch = list(exact), list(lengths), sketch
+        store.exact, store.alike, store.bulk.sketch = list(exact), list(lengths), sketch
         for row, pieces in enumerate(rows if sketch is not None else ()):
             sketches.restore(store, row, [layers for layers, _ in pieces], place)
         layer.seen, layer.padding = seen, padding

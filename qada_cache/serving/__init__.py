@@ -115,7 +115,8 @@ def generate(
         cache, rows, tokens = taken.cache, 1, len(prompt) - taken.cache.get_seq_length()
         logger.info("%d of %d prompt tokens were kept from an earlier call", len(prompt) - tokens, len(prompt))
     at_once = min(tokens, settings.prefill_chunk_size or tokens)
-    needed = needed_bytes(model, rows * (tokens + (settings.max_new_tokens or 0)), rows * at_once)
+    in_all = rows * (tokens + (settings.max_new_tokens or 0))
+    needed = needed_bytes(model, in_all, rows * at_once, cache.options.bulk_bits)
     try:
         with reserve_memory(tokens, needed, forget=kept.forget_one):
             output = stock(**arguments | pass_cache(cache))

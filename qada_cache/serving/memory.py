@@ -14,6 +14,9 @@ import psutil  # which accelerate requires
 from transformers import PreTrainedModel
 
 from ..models import sizes
+from ..sketch import MIN_TOKENS
+from ..sketch.coded import RecordLayout
+from ..state import BULK_BITS
 
 _GROUPS = Path("/proc/self/cgroup")
 _TREE = Path("/sys/fs/cgroup")
@@ -66,19 +69,24 @@ def _text(path: Path) -> str:
         return ""
 
 
-def needed_bytes(model: PreTrainedModel, tokens: int, at_once: int) -> int:
+def needed_bytes(model: PreTrainedModel, tokens: int, at_once: int, bulk_bits: int = BULK_BITS) -> int:
     """Host memory that `tokens` more tokens take at the peak, `at_once` of them read in one pass: roughly, rather more.
-    It is every layer's keys and values, with a sketch and room to grow, and one layer's activations on the host."""
+    It is every layer's keys and values, or records with the last tokens as they are, with a sketch and room to grow,
+    and one layer's activations on the host."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "num_attention_heads", None) is None:  # states alone, which do not grow with a text
         return 0
     layers, heads, kv_heads, dim = sizes(config)
     width = model.dtype.itemsize
-    kept = 1.5 * 2 * layers * kv_heads * dim * width
+    kept, records = 3.0 * dim * width, RecordLayout.from_bits(dim, dim, bulk_bits)  # of one KV head
+    beside = 0.0 if records is None else min(tokens, MIN_TOKENS) * kept
+    if records is not None:
+        kept = 1.5 * (records.size + dim / 4)
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     widest = max(wide) if isinstance(wide, (list, tuple)) else wide
     passing = (3 * widest + 8 * config.hidden_size) * width + 8 * heads * dim * 4
-    return int(tokens * kept + (at_once * passing if model.device.type == "cpu" else 0))
+    held = layers * kv_heads * (tokens * kept + beside)
+    return int(held + (at_once * passing if model.device.type == "cpu" else 0))
 
 
 @contextlib.contextmanager

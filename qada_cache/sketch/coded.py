@@ -15,6 +15,9 @@ from . import SEGMENT_TOKENS, Layout, rotate, unpack
 from .codec import MIN_ENERGY, floored
 
 RECORD_BITS = (8, 6, 5, 4, 3)  # of a value
+# By what is asked for, the bits of a key's residual and of a value: eval/results/rungs-*.csv. With the sketch a token
+# takes 0.41 and 0.32 of 16 bits.
+RUNGS = {8: (5, 6), 4: (4, 4)}
 SCALE = torch.bfloat16  # the dtype of scales: its range is that of all models' dtypes
 ALIGNMENT = 4  # bytes
 
@@ -36,6 +39,12 @@ class RecordLayout:
     def serves(dim: int, value_dim: int) -> bool:
         """Whether there are records of such keys and values."""
         return dim % 8 == 0 and value_dim % 8 == 0
+
+    @staticmethod
+    def from_bits(dim: int, value_dim: int, bits: int) -> "RecordLayout | None":
+        """Of a rung, 8 or 4; None for 16 bits, as the model made them, or for tokens that there are no records of."""
+        rung = RUNGS.get(bits)
+        return RecordLayout(dim, value_dim, *rung) if rung and RecordLayout.serves(dim, value_dim) else None
 
     @property
     def key_bytes(self) -> int:
@@ -70,11 +79,13 @@ def query_weights(energies: Tensor | None, dim: int, device: torch.device) -> Te
     return floored(energies.to(device, torch.float32), MIN_ENERGY).sqrt()
 
 
-def predicted_keys(made: dict[str, Tensor], layout: Layout) -> Tensor:
-    """`k_hat` float32 `[..., tokens, dim]`, of what `quantize_segments` returned for these tokens."""
+def predicted_keys(made: dict[str, Tensor], layout: Layout, of: Tensor | None = None) -> Tensor:
+    """`k_hat` float32 `[..., tokens, dim]`, of what `quantize_segments` returned for these tokens; or of any tokens, if
+    `of`, int64 `[tokens]`, says which of the segments each is of."""
     tokens, segments = made["scales"].shape[-1], made["units"].shape[-1]
-    of = torch.arange(tokens, device=made["units"].device).div(SEGMENT_TOKENS, rounding_mode="floor")
-    of = of.clamp_max(segments - 1)  # the last one of a bulk may be longer
+    if of is None:
+        of = torch.arange(tokens, device=made["units"].device).div(SEGMENT_TOKENS, rounding_mode="floor")
+        of = of.clamp_max(segments - 1)  # the last one of a bulk may be longer
     scales = made["scales"].float() * made["units"][..., of]
     turned = rotate(scales.unsqueeze(-1) * unpack(made["codes"], layout))
     weighed = torch.nn.functional.pad(turned, (0, layout.dim - layout.coded)) / made["weights"].float()[..., of, :]

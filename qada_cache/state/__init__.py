@@ -16,12 +16,14 @@ from ..key_moments import KeyMoments
 from ..key_moments.defaults import CURRENT, MomentsSource, sources
 from ..models.sharding import UNSHARDED, HeadShard
 from ..sketch import MAX_BITS, MIN_BITS
+from ..sketch.coded import RUNGS
 from ..storage.residents import Residents, check_budget
 from .forward_pass import ForwardPass
 from .observation import Observer
 
 THRESHOLD, TOKEN_THRESHOLD = 0.95, 4.4
 SKETCH_BITS = 1.5
+BULK_BITS = 16  # as the model made them
 
 
 class _Range(NamedTuple):
@@ -63,6 +65,7 @@ class Options:
     progress: bool = field(default=False, metadata=_keyword(_FLAG, outputs=False))
     token_threshold: float = field(default=TOKEN_THRESHOLD, metadata=_keyword(_FINITE))
     sketch_bits: float = field(default=SKETCH_BITS, metadata=_keyword(_BITS))
+    bulk_bits: int = field(default=BULK_BITS, metadata=_keyword(laid_out=True))
     moments: MomentsSource = field(default=CURRENT, metadata=_keyword())  # as asked for
     # No keywords but for the last: found by these and by the model.
     current_moments: bool = True  # whether these include the moments of the prompt being read
@@ -90,6 +93,10 @@ class Options:
             raise ValueError(f"unknown criterion {self.criterion!r}: use one of {', '.join(CRITERIA)}, or StaticHeads")
         if self.group_rule not in GROUP_RULES:
             raise ValueError(f"unknown group_rule {self.group_rule!r}: use one of {', '.join(GROUP_RULES)}")
+        if type(self.bulk_bits) is not int:
+            raise TypeError(f"bulk_bits must be an int, got {type(self.bulk_bits).__name__}")
+        if self.bulk_bits not in (BULK_BITS, *RUNGS):
+            raise ValueError(f"bulk_bits must be {BULK_BITS} (as the model made it), 8 or 4, got {self.bulk_bits}")
         check_budget(self.device_budget)
         choice.resolve_kernels(self.kernels)
         sources(self.moments)
@@ -107,6 +114,11 @@ class Options:
         """Whether a long-context head reads some of its tokens, and not all."""
         some = self.criterion == "gaussian" and self.threshold < 1.0
         return self.token_threshold > 0.0 and (some or isinstance(self.criterion, StaticHeads))
+
+    @property
+    def codes_tokens(self) -> bool:
+        """Whether a bulk is kept in few bits, where there are records of its heads."""
+        return self.bulk_bits != BULK_BITS
 
     @property
     def tracks_moments(self) -> bool:

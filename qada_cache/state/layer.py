@@ -73,7 +73,7 @@ class QAdALayer(DynamicLayer):
         store.keep_moments(track=options.tracks_moments, update=options.update_moments)
         energies = options.query_energies
         own = None if energies is None else self.shared.model.shard.own(energies[self.index])
-        store.keep_sketch(options.sketch_bits if options.selects_tokens else None, own)
+        store.keep_sketch(options.sketch_bits, own, select=options.selects_tokens)
 
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""
@@ -96,6 +96,7 @@ class QAdALayer(DynamicLayer):
             offloading=self.options.offloading,
             residents=self.shared.residents,
             layer=self.index,
+            bulk_bits=self.options.bulk_bits,
         )
         self._keep_by_options(store)
         self.store, self.is_initialized = store, True  # only now: memory may have run out before

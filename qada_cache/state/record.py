@@ -1,5 +1,6 @@
 """Layers as records for a file, ours and transformers', and back. No number is believed unchecked."""
 
+import operator
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -9,12 +10,15 @@ from torch import Tensor
 
 from ..files.private_map import PrivateMap
 from ..files.tensor_file import PaddedTensor
+from ..sketch.coded import RecordLayout
 from ..storage import PENDING_TOKENS
+from ..storage.coded_bulk import CodedBulk, closed_tokens
 from ..storage.padding import NONE, Padding
 from .counters import AUDITED, COUNTER_NAMES, Counters
 from .layer import QAdALayer
 
-BULK = ("bulk_keys", "bulk_values")
+BULK = ("bulk_keys", "bulk_values")  # those beside a coded bulk's records
+RECORDS = "bulk_records"
 _SHAPES = {  # the same word is the same size wherever it stands
     "local_keys": "batch kv_heads columns dim",
     "local_values": "batch kv_heads columns value_dim",
@@ -29,27 +33,33 @@ _DTYPES = {"mean": torch.float32, "covariance": torch.float32, "local_heads": to
 
 
 def layer_record(layer: QAdALayer) -> dict[str, Any]:
-    """Everything `restore_layer` needs. Unused room of buffers is left out. The bulk keeps its room, as its tokens are
-    used in the file itself, and others may follow them."""
+    """Everything `restore_layer` needs. Unused room of buffers is left out. The bulk's tensors keep theirs, as they are
+    used in the file itself, and other tokens may follow."""
     layer.check_attended()
     if (store := layer.store) is None:
         return {}
     bulk, used = store.bulk, slice(0, store.sinks + store.end)
     bulk.synchronize()
-    room = bulk.capacity if any(bulk.lengths) else 0
+    room, beside = bulk.capacity if any(bulk.stored) else 0, bulk.lengths
+    held: dict[str, Any] = {}
+    if isinstance(bulk, CodedBulk):
+        held[RECORDS] = PaddedTensor(bulk.tensors[0], bulk.stored, room)
+        beside = list(map(operator.sub, bulk.lengths, bulk.stored))
+        room = max(beside, default=0)
+    held |= {name: PaddedTensor(t, beside, room) for name, t in zip(BULK, (bulk.keys, bulk.values), strict=True)}
     record = {
         "seen": layer.seen,
         "padding": [(0, layer.padding.known)] if layer.padding.known.numel() else [],
         **layer.counters.record,
         **{"local_keys": store.local_keys[:, :, used], "local_values": store.local_values[:, :, used]},
-        **{name: PaddedTensor(t, bulk.lengths, room) for name, t in zip(BULK, (bulk.keys, bulk.values), strict=True)},
+        **held,
         **{"lengths": store.lengths, "flushed": store.flushed, "stored": bulk.lengths, "decoded": store.decoded},
         **{"exact": store.exact, "alike": store.alike},
     }
     if store.moments is not None:
         record |= {"count": store.moments.count, "mean": store.moments.mean, "covariance": store.moments.covariance}
-    if store.sketch is not None:
-        record |= store.sketch.record
+    if bulk.sketch is not None:
+        record |= bulk.sketch.record
     return record
 
 
@@ -70,17 +80,16 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
         store.local_values[:, :, :columns] = record["local_values"]
         store.lengths, store.flushed, store.decoded = record["lengths"], record["flushed"], record["decoded"]
         store.exact, store.alike = record["exact"], record["alike"]
-        (keys, values), stored = (record[name] for name in BULK), record["stored"]
-        if store.bulk.mappable and any(stored):
-            store.bulk.adopt(source, keys, values, lengths=stored)
+        bulk, (keys, values), stored = store.bulk, (record[name] for name in BULK), record["stored"]
+        if isinstance(bulk, CodedBulk):
+            bulk.fill(source, (record[RECORDS],), list(map(closed_tokens, stored)))
+            bulk.put_beside(keys, values, stored)
         else:
-            for row, tokens in enumerate(stored):
-                rows = slice(row, row + 1)
-                store.bulk.append(rows, keys[rows, :, :tokens], values[rows, :, :tokens])
+            bulk.fill(source, (keys, values), stored)
         if store.moments is not None:
             store.moments.restore(record["count"], record["mean"], record["covariance"])
-        if store.sketch is not None:
-            store.sketch.restore(record, store.bulk)
+        if store.bulk.sketch is not None:
+            store.bulk.sketch.restore(record, store.bulk)
     except (KeyError, TypeError, AttributeError) as error:  # a field is missing, or of another kind
         raise ValueError(f"layer {layer.index} is no record of a layer: {error!r}") from error
     layer.seen, layer.padding = record["seen"], padding
@@ -103,6 +112,12 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
         fits = fits and all(sizes.setdefault(axis, size) == size for axis, size in zip(axes, shape, strict=True))
         require(fits, f"{name} of shape {shape}", f"of shape {known} by the others")
         require(dtype == _DTYPES.get(name, dtype), f"{name} in {dtype}", f"in {_DTYPES.get(name)}")
+    layout = RecordLayout.from_bits(sizes["dim"], sizes["value_dim"], options.bulk_bits)
+    if layout is not None:
+        shape = list(record[RECORDS].shape)
+        known = [sizes["batch"], sizes["kv_heads"], *shape[2:3], layout.size]
+        require(shape == known, f"records of shape {shape}", f"of shape {known} by the others")
+        require(record[RECORDS].dtype == torch.uint8, f"records in {record[RECORDS].dtype}", "in torch.uint8")
     for near, far in (("local_keys", "bulk_keys"), ("local_values", "bulk_values")):
         dtype = record[near].dtype
         require(dtype.is_floating_point, f"{near} in {dtype}", "of a floating dtype")
@@ -123,7 +138,12 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     most = window + max(window, PENDING_TOKENS)
     require(0 <= end <= most, f"{end} tokens beside {sinks} sinks", f"{most} at most")
     require(rows[2] == stored, f"{rows[2]} tokens in the bulk", f"{stored}, as {flushed} are flushed")
-    require(max(stored, default=0) <= sizes["room"], f"{stored} tokens in the bulk", f"{sizes['room']} at most")
+    closed = [0 if layout is None else closed_tokens(length) for length in stored]
+    beside, most = max(map(operator.sub, stored, closed), default=0), sizes["room"]
+    require(beside <= most, f"{beside} tokens in the bulk", f"{most} at most")
+    if layout is not None:
+        most = record[RECORDS].shape[2]
+        require(max(closed, default=0) <= most, f"{closed} tokens in records", f"{most} at most")
     recents = [length - gone for length, gone in zip(lengths, flushed, strict=True)]
     kept = all(gone >= 0 and recent >= (window if gone else 0) for gone, recent in zip(flushed, recents, strict=True))
     held = f"{lengths} tokens, {flushed} of them flushed, in {end} columns"

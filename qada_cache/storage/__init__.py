@@ -1,6 +1,7 @@
 """The tokens of one layer: sinks and recent tokens on the compute device, older ones in the bulk."""
 
 from collections.abc import Iterable
+from functools import partial
 from operator import sub
 
 import torch
@@ -9,8 +10,10 @@ from torch.nn import functional
 
 from ..key_moments.running import RunningMoments
 from ..sketch import Layout
+from ..sketch.coded import RecordLayout
 from .bulk import GROWTH, Bulk
 from .bulk_sketch import BulkSketch
+from .coded_bulk import CodedBulk
 from .padding import real_tokens
 from .residents import Residents
 
@@ -38,9 +41,11 @@ class TokenStore:
         offloading: bool,
         residents: Residents,
         layer: int,
+        bulk_bits: int = 16,
     ) -> None:
         """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`), which keeps no
-        moments and no sketch yet. `residents` and `layer` are as for `Bulk`."""
+        moments and no sketch yet. `residents` and `layer` are as for `Bulk`, `bulk_bits` for `RecordLayout.from_bits`.
+        """
         self.sinks, self.window, self.offloading = sinks, window, offloading
         batch, kv_heads = keys.shape[:2]
         self.end = 0  # recent columns in use
@@ -59,11 +64,22 @@ class TokenStore:
             self.local_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
             # Of a dtype of their own: models under autocast may hand out float32 keys beside bfloat16 values.
             self.local_values = self.local_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
-        self.bulk = Bulk(self.local_keys, self.local_values, offloading=offloading, residents=residents, layer=layer)
+        self.records = RecordLayout.from_bits(keys.shape[3], values.shape[3], bulk_bits)  # None: tokens as they are
+        self.bulk = self._new_bulk(residents, layer)
         # Of the keys in the bulk, None if not asked for. Frozen moments cover a prefix of it, but for `decoded` tokens.
         self.moments: RunningMoments | None = None
         self.update_moments = True  # False freezes them in `append`, so that only `absorb` adds to them
-        self.sketch: BulkSketch | None = None
+        self.selects = False  # whether tokens of the bulk are selected by its sketch
+
+    def _new_bulk(self, residents: Residents, layer: int) -> Bulk:
+        make = Bulk if self.records is None else partial(CodedBulk, layout=self.records)
+        given = self.local_keys, self.local_values
+        return make(*given, offloading=self.offloading, residents=residents, layer=layer)
+
+    @property
+    def sketch(self) -> BulkSketch | None:
+        """What tokens of the bulk are selected by; None: all are read."""
+        return self.bulk.sketch if self.selects else None
 
     @property
     def batch(self) -> int:
@@ -129,8 +145,8 @@ class TokenStore:
         self.exact, self.alike = (list(map(min, counts, lengths)) for counts in (self.exact, self.alike))
         stored = [max(gone - self.sinks, 0) for gone in flushed]
         self.bulk.truncate(stored)
-        if self.sketch is not None:
-            self.sketch.truncate(self.bulk)
+        if self.bulk.sketch is not None:
+            self.bulk.sketch.truncate(self.bulk)
         self.decoded = self.decoded and any(stored)
         if self.moments is not None:
             for row, (count, tokens) in enumerate(zip(self.moments.count, stored, strict=True)):
@@ -157,23 +173,25 @@ class TokenStore:
         if update or not frozen:
             self._catch_up(range(self.batch))
 
-    def keep_sketch(self, bits: float | None, energies: Tensor | None) -> None:
-        """Keep a sketch with these `BulkSketch.energies`, as if from the start; none if `bits` are None, or keys are of
-        no whole blocks (then all is read)."""
-        layout = Layout.from_bits(self.local_keys.shape[3], bits)
-        if layout is None:
-            self.sketch = None
-        elif self.sketch is None or not self.sketch.matches(layout, energies):
-            self.sketch = BulkSketch(self.local_keys, self.local_values, layout, energies)
+    def keep_sketch(self, bits: float, energies: Tensor | None, *, select: bool) -> None:
+        """Keep a sketch with these `BulkSketch.energies`, as if from the start, to `select` tokens by, or because the
+        bulk is coded behind it (then the one that is there stays); none for keys of no whole blocks."""
+        layout, kept = Layout.from_bits(self.local_keys.shape[3], bits), self.bulk.sketch
+        coded = self.records is not None
+        self.selects = select and layout is not None
+        if layout is None or not (select or coded):
+            self.bulk.sketch = None
+        elif kept is None or not (coded or kept.matches(layout, energies)):
+            self.bulk.sketch = BulkSketch(self.local_keys, self.local_values, layout, energies)
             for row in self._single_rows():
-                self.sketch.append_from(self.bulk, row)
+                self.bulk.sketch.append_from(self.bulk, row)
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
     def select_rows(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
         self.local_keys, self.local_values = self.local_keys[index], self.local_values[index]
         self.bulk.select_rows(index)
-        for known in (self.moments, self.sketch):
+        for known in (self.moments, self.bulk.sketch):
             if known is not None:
                 known.select_rows(index)
         counted = self.lengths, self.flushed, self.exact, self.alike
@@ -187,10 +205,9 @@ class TokenStore:
         """Serve keys on another device (a loaded cache does not know where its model lives until it is used)."""
         self.local_keys, self.local_values = self.local_keys.to(device), self.local_values.to(device)
         old = self.bulk
-        shared, layer = old.residents.shared, old.residents.index
-        self.bulk = Bulk(self.local_keys, self.local_values, offloading=self.offloading, residents=shared, layer=layer)
+        self.bulk = self._new_bulk(old.residents.shared, old.residents.index)
         self.bulk.take(old)
-        for known in (self.moments, self.sketch):
+        for known in (self.moments, self.bulk.sketch):
             if known is not None:
                 known.move(device)
 
@@ -264,8 +281,8 @@ class TokenStore:
             if not exact:  # their columns are written over while they go to the host
                 flushed = flushed[0].clone(), flushed[1].clone()
             self.bulk.append(rows, *flushed)
-            if self.sketch is not None:
-                self.sketch.append_from(self.bulk, rows, flushed)
+            if self.bulk.sketch is not None:
+                self.bulk.sketch.append_from(self.bulk, rows, flushed)
             self.decoded |= not exact
             if self.moments is not None and (self.update_moments or exact):
                 self.moments.update(rows, flushed[0])

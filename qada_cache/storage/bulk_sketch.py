@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from ..kernels.reference import without_autocast
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, segment_start, segments_of
 from ..sketch.codec import Sketch, channel_means, quantize_segments, round_slopes, sketch_fields
 from . import transfers
-from .bulk import Bulk
+
+if TYPE_CHECKING:
+    from .bulk import Bulk
 
 TOKENS = ("codes", "scales")  # of a sketch, what every token has, in its last dimension
 SEGMENTS = ("units", "centres", "order", "weights", "mean_squares")  # what every segment has
@@ -66,13 +68,15 @@ class BulkSketch:
         kept = (*self.tensors.tensors().values(), self.mean_key, self.covariance, self.energies)
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
-    def append_from(self, bulk: Bulk, rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
+    def append_from(self, bulk: "Bulk", rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
         """Append the bulk's tokens that rows of equal length lack. `newest` are its last keys and values `[rows,
-        kv_heads, tokens, dim]`, which are not read from it then."""
+        kv_heads, tokens, dim]`, which are not read from it then. Segments that close are the bulk's to code; those that
+        it has coded stay as they are."""
         length, known = bulk.lengths[rows.start], self.lengths[rows.start]
         if length < MIN_TOKENS or length == known:
             return
-        bulk.residents.shared.retried(partial(self._reserve, bulk.capacity))
+        coded = bulk.stored[rows.start] if bulk.beside else 0
+        bulk.residents.shared.retried(partial(self._reserve, bulk.capacity + bulk.beside_tokens))
         kept, last = self.tensors.tensors(), segment_start(length)
         # The open segment is coded again.
         first, older = segment_start(known) if known else 0, length if newest is None else length - newest[0].shape[2]
@@ -83,17 +87,21 @@ class BulkSketch:
             else:
                 keys, values = (part[:, :, start - older : stop - older] for part in newest)
             with without_autocast(keys.device):
-                energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
-                made = quantize_segments(keys, energies, self.layout)
                 new = max(0, known - start)
                 if new < stop - start:
                     self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
+                if stop <= coded:
+                    continue
+                energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
+                made = quantize_segments(keys, energies, self.layout)
+                if stop <= last:
+                    bulk.close(rows, keys, values, made)
             for name in (*TOKENS, *SEGMENTS):
                 _span(name, kept[name][rows], start, stop).copy_(made[name])
         self._derive(rows, length)
         self.lengths[rows] = [length] * len(self.lengths[rows])
 
-    def truncate(self, bulk: Bulk) -> None:
+    def truncate(self, bulk: "Bulk") -> None:
         """Forget what the bulk has forgotten."""
         for row, (known, length) in enumerate(zip(self.lengths, bulk.lengths, strict=True)):
             if known > length:  # taken anew rather than subtracted, which leaves errors that no later token heals
@@ -109,7 +117,7 @@ class BulkSketch:
         kept = self.tensors.tensors()
         return {name: _span(name, kept[name][own], start, start + SEGMENT_TOKENS)[0] for name in (*TOKENS, *SEGMENTS)}
 
-    def adopt(self, bulk: Bulk, row: int, segments: Sequence[Mapping[str, Tensor]]) -> None:
+    def adopt(self, bulk: "Bulk", row: int, segments: Sequence[Mapping[str, Tensor]]) -> None:
         """Take over a row's first segments, as `segment` gives them, while it has none; `append_from` does the rest."""
         tokens, own = len(segments) * SEGMENT_TOKENS, slice(row, row + 1)
         bulk.residents.shared.retried(partial(self._reserve, bulk.capacity))
@@ -143,7 +151,7 @@ class BulkSketch:
             **{"sketch_lengths": self.lengths, "query_energies": self.energies},
         }
 
-    def restore(self, record: dict[str, Any], bulk: Bulk) -> None:
+    def restore(self, record: dict[str, Any], bulk: "Bulk") -> None:
         """The inverse of `record`, which may hold other things as well, for an empty one of `bulk`; ValueError, if it
         is not of this bulk, or not in these bits."""
         wanted = [length if length >= MIN_TOKENS else 0 for length in bulk.lengths]
@@ -151,7 +159,7 @@ class BulkSketch:
             raise ValueError(f"its sketch is of {record['sketch_lengths']} tokens, and should be of {wanted}")
         self.lengths = wanted
         if self.in_use:
-            self._reserve(bulk.capacity)
+            self._reserve(bulk.capacity + bulk.beside_tokens)
         # The file's energies: others may be known now.
         self.energies = None if record["query_energies"] is None else torch.empty_like(self.mean_key[0])
         for name, part in self.record.items():

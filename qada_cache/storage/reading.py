@@ -14,6 +14,7 @@ from .residents import Head
 from .transfers import AsyncCopy, HostCopy, double_buffer
 
 PREFETCH_SHARE = 4  # at most one in so many heads of a layer is prefetched
+Span = tuple[int, int]  # first token, end
 
 
 class Part(NamedTuple):
@@ -51,12 +52,13 @@ def read_parts(
         if update_residency:
             before = bulk.residents.flag(heads)
             bulk.flagged, bulk.prefetched = heads, {}
-        for part in _bring(bulk, [(head, (0, bulk.lengths[head[0]])) for head in heads], prefetched):
-            if update_residency and not part.resident_hit_bytes:
-                head, tensors = (part.rows.start, part.heads.start), (part.keys, part.values)
-                nbytes = part.keys.nbytes + part.values.nbytes
+        for head, span, tensors, counted in _bring(
+            bulk, [(head, (0, bulk.lengths[head[0]])) for head in heads], prefetched
+        ):
+            if update_residency and counted != "resident_hit_bytes":
+                nbytes = sum(tensor.nbytes for tensor in tensors)
                 bulk.residents.keep(head, nbytes, before[head], functools.partial(AsyncCopy, tensors))
-            yield part
+            yield _make_part(bulk, head, span, tensors, counted)
     else:  # the next call is not expected to read any whole, and what was fetched for this one goes
         bulk.flagged, bulk.prefetched = [], {}
 
@@ -65,16 +67,17 @@ def gather_parts(bulk: Bulk, wanted: Sequence[tuple[Head, Tensor]]) -> Iterator[
     """Some tokens of heads, int64 `[tokens]` on the device each, in this order. Offloaded, they are put together on the
     host, or on the device for heads that are there; the next ones are while these are on their way."""
 
-    def async_copies() -> Iterator[tuple[tuple[Head, str], AsyncCopy]]:
+    def async_copies() -> Iterator[tuple[tuple[Head, Tensor, str], AsyncCopy]]:
         for head, tokens in wanted:
-            if (resident := bulk.residents.get(head, bulk.lengths)) is None:
-                yield (head, "bulk_read_bytes"), bulk.gather(head, tokens)
+            stored = bulk.choose_stored(head[0], tokens)
+            if (resident := bulk.resident(head)) is None:
+                yield (head, tokens, "bulk_read_bytes"), bulk.gather(head, stored)
             else:
-                found = AsyncCopy(tuple(part[:, :, tokens] for part in resident.wait()))
-                yield (head, "resident_hit_bytes"), found
+                found = AsyncCopy(tuple(part[:, :, stored] for part in resident.wait()))
+                yield (head, tokens, "resident_hit_bytes"), found
 
-    for (head, counted), tensors in double_buffer(async_copies()):
-        yield _make_part(head, tensors, counted)
+    for (head, tokens, counted), tensors in double_buffer(async_copies()):
+        yield _make_part(bulk, head, tokens, tensors, counted)
 
 
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
@@ -85,20 +88,25 @@ def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
         yield from (_view(bulk, rows, slice(0, len(heads)), *span) for span in spans)
         return
     every = itertools.product(range(rows.start, rows.stop), heads)
-    yield from _bring(bulk, list(itertools.product(every, spans)), {})
+    for brought in _bring(bulk, list(itertools.product(every, spans)), {}):
+        yield _make_part(bulk, *brought)
 
 
-def _bring(bulk: Bulk, wanted: list[tuple[Head, tuple[int, int]]], prefetched: dict[Head, AsyncCopy]) -> Iterator[Part]:
-    """Spans of heads to the device: those of residents first, while others are being copied."""
-    held = {head: found for head, _ in wanted if (found := bulk.residents.get(head, bulk.lengths)) is not None}
+def _bring(
+    bulk: Bulk, wanted: list[tuple[Head, Span]], prefetched: dict[Head, AsyncCopy]
+) -> Iterator[tuple[Head, Span, tuple[Tensor, ...], str]]:
+    """What the bulk stores of spans of heads, on the device, as `_make_part` takes it: of residents first, while others
+    are being copied."""
+    held = {head: found for head, _ in wanted if (found := bulk.resident(head)) is not None}
     async_copies = double_buffer(
-        (head, prefetched.get(head) or bulk.fetch(head, *span)) for head, span in wanted if head not in held
+        ((head, span), prefetched.get(head) or bulk.fetch(head, *span)) for head, span in wanted if head not in held
     )
-    for head, (first, end) in wanted:
+    for head, span in wanted:
         if head in held:
-            yield _make_part(head, tuple(part[:, :, first:end] for part in held[head].wait()), "resident_hit_bytes")
-    for head, tensors in async_copies:
-        yield _make_part(head, tensors, "" if head in prefetched else "bulk_read_bytes")
+            here = bulk.within(head[0], *span)
+            yield head, span, tuple(part[:, :, here] for part in held[head].wait()), "resident_hit_bytes"
+    for (head, span), tensors in async_copies:
+        yield head, span, tensors, "" if head in prefetched else "bulk_read_bytes"
 
 
 def prefetch(bulk: Bulk) -> int:
@@ -129,8 +137,9 @@ def update_residency(bulk: Bulk, flags: Tensor) -> int:
         before = bulk.residents.flag(heads)
         for head in heads:
             tokens = bulk.lengths[head[0]]
-            if bulk.residents.get(head, bulk.lengths) is None:
-                nbytes, fetch = bulk.token_bytes * tokens, functools.partial(bulk.fetch, head, 0, tokens)
+            if bulk.resident(head) is None:
+                nbytes = bulk.stored_token_bytes * bulk.stored[head[0]]
+                fetch = functools.partial(bulk.fetch, head, 0, tokens)
                 moved += nbytes * bulk.residents.keep(head, nbytes, before[head], fetch)
     return moved
 
@@ -142,11 +151,18 @@ def _heads(bulk: Bulk, wanted: list[list[bool]]) -> list[Head]:
 
 def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> Part:
     keys, values = bulk.read(rows, heads, start, stop)
-    return Part(rows, heads, keys, values, bulk_read_bytes=keys.nbytes + values.nbytes)
+    here, each = bulk.within(rows.start, start, stop), keys.shape[0] * keys.shape[1]
+    stored = here.stop - here.start
+    nbytes = each * (stored * bulk.stored_token_bytes + (stop - start - stored) * bulk.token_bytes)
+    return Part(rows, heads, keys, values, bulk_read_bytes=nbytes)
 
 
-def _make_part(head: Head, tensors: tuple[Tensor, ...], counted: str) -> Part:
-    """`counted` is the field for its bytes; empty: they were counted before."""
-    (row, column), (keys, values) = head, tensors
-    nbytes = {counted: keys.nbytes + values.nbytes} if counted else {}
-    return Part(slice(row, row + 1), slice(column, column + 1), keys, values, **nbytes)
+def _make_part(bulk: Bulk, head: Head, tokens: Span | Tensor, tensors: tuple[Tensor, ...], counted: str) -> Part:
+    """Of what the bulk stores of a head's tokens. `counted` is the field for the bytes of that; empty: they were
+    counted before. Tokens beside it are the bulk's own."""
+    rows, heads = slice(head[0], head[0] + 1), slice(head[1], head[1] + 1)
+    keys, values = bulk.decode(rows, heads, tokens, tensors)
+    nbytes = {"bulk_read_bytes": (keys.shape[2] - tensors[0].shape[2]) * bulk.token_bytes}
+    if counted:
+        nbytes[counted] = nbytes.get(counted, 0) + sum(tensor.nbytes for tensor in tensors)
+    return Part(rows, heads, keys, values, **nbytes)

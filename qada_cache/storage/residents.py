@@ -34,15 +34,15 @@ def check_budget(budget: int | float | str) -> None:
 
 
 @torch.inference_mode(False)  # the room is written to later, perhaps outside inference mode
-def _longer(old: AsyncCopy, keys: Tensor, values: Tensor) -> AsyncCopy:
+def _longer(old: AsyncCopy, *added: Tensor) -> AsyncCopy:
     """One with these tokens as well, in the same memory if they fit."""
-    there, room, known, tokens = old.wait(), old.room, old.tokens, old.tokens + keys.shape[2]
+    there, room, known, tokens = old.wait(), old.room, old.tokens, old.tokens + added[0].shape[2]
     if not room or room[0].shape[2] < tokens:
         size = int(tokens * (1 + ROOM))
         room = tuple(part.new_empty(1, 1, size, part.shape[3]) for part in there)
         for part, held in zip(room, there, strict=True):
             part[:, :, :known] = held
-    for part, new in zip(room, (keys, values), strict=True):
+    for part, new in zip(room, added, strict=True):
         part[:, :, known:tokens] = new
     return AsyncCopy(tuple(part[:, :, :tokens] for part in room), room=room)
 
@@ -176,14 +176,14 @@ class LayerResidents:
             self._pointers = found, torch.tensor(table, device="cpu").to(self.device, non_blocking=True)
         return self._pointers[1]
 
-    def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
-        """Tokens `[rows, kv_heads, tokens, dim]` went into the bulk: residents get them too."""
+    def append(self, rows: slice, *added: Tensor) -> None:
+        """Tokens `[rows, kv_heads, tokens, *]` went into the bulk's tensors: residents get them too."""
         for row, head in list(self.held):  # not the copies as well, so that one at a time takes its memory twice
             if rows.start <= row < rows.stop:
                 old = self.held[row, head]
                 self.put((row, head), None)
                 with contextlib.suppress(torch.OutOfMemoryError):  # dropped, as the host has it
-                    new = (part[None, None, row - rows.start, head] for part in (keys, values))
+                    new = (part[None, None, row - rows.start, head] for part in added)
                     self.put((row, head), _longer(old, *new))
         self.shared.make_room(self.device)
 

@@ -24,7 +24,7 @@ def move_to_shared_memory(bulks: Sequence[Bulk]) -> None:
         loose = [bulk for bulk in bulks if bulk.mappable and bulk.stored_bytes > 2 * bulk.shared_bytes]
         if not (private_map.AVAILABLE and loose and sum(bulk.stored_bytes for bulk in loose) >= private_map.WORTH):
             return
-        pages = (-(-part.nbytes // mmap.PAGESIZE) for bulk in loose for part in (bulk.keys, bulk.values))
+        pages = (-(-part.nbytes // mmap.PAGESIZE) for bulk in loose for part in bulk.tensors)
         ends = [end * mmap.PAGESIZE for end in itertools.accumulate(pages, initial=0)]
         try:
             file = private_map.create_anonymous(ends[-1])
@@ -34,9 +34,9 @@ def move_to_shared_memory(bulks: Sequence[Bulk]) -> None:
             return
         starts = iter(ends)
         for bulk in loose:  # one after the other, so that only one bulk at a time takes its memory twice
-            moved, used = [], slice(0, max(bulk.lengths))  # the room behind them takes no memory yet
-            for held, start in zip((bulk.keys, bulk.values), starts, strict=False):
+            moved, used = [], slice(0, max(bulk.stored))  # the room behind them takes no memory yet
+            for held, start in zip(bulk.tensors, starts, strict=False):
                 target = content[start : start + held.nbytes].view(held.dtype).view(held.shape)
                 target[:, :, used] = held[:, :, used]
                 moved.append(source.tensor(start, held.shape, held.dtype))
-            bulk.adopt(source, *moved, lengths=bulk.lengths)
+            bulk.adopt(source, *moved, lengths=bulk.stored)

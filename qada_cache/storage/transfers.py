@@ -52,8 +52,8 @@ def _side_stream(device: torch.device, direction: str) -> Any:
 
 
 class AsyncCopy:
-    """Keys and values `[1, 1, tokens, dim]` on the device, or on their way: to be read after `wait`. They are the first
-    tokens of `room`, if there is any."""
+    """What a bulk stores of tokens of a head, `[1, 1, tokens, *]`, on the device, or on its way: to be read after
+    `wait`. They are the first tokens of `room`, if there is any."""
 
     def __init__(self, tensors: tuple[Tensor, ...], event: Any = None, room: tuple[Tensor, ...] = ()) -> None:
         self.tensors, self.room, self._event = tensors, room, event
@@ -72,7 +72,7 @@ class AsyncCopy:
         return self._event is None or self._event.query()
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Keys and values, for later computation on the device."""
+        """The tensors, for later computation on the device."""
         if self._event is not None:
             device = self.tensors[0].device
             wait_event(self._event, device)
@@ -87,14 +87,14 @@ def wait_event(event: Any, device: torch.device) -> None:
     torch.cuda.current_stream(device).wait_event(event)
 
 
-def fetch(keys: Tensor, values: Tensor, device: torch.device, *, after: Any = None) -> AsyncCopy:
-    """Start to copy `keys` and `values`, contiguous host tensors, to `device`, after the event of `send` for the last
-    copy into them; None: nothing is under way."""
+def fetch(held: tuple[Tensor, ...], device: torch.device, *, after: Any = None) -> AsyncCopy:
+    """Start to copy contiguous host tensors to `device`, after the event of `send` for the last copy into them; None:
+    nothing is under way."""
     side = _side_stream(device, "in")
     if side is not None and after is not None:
         side.wait_event(after)
     with torch.cuda.stream(side):  # None: as before
-        tensors = send_to_device((keys, values), device, non_blocking=True)
+        tensors = send_to_device(held, device, non_blocking=True)
     return AsyncCopy(tensors, None if side is None else side.record_event())
 
 
@@ -116,7 +116,7 @@ class HostCopy:
 
 
 def double_buffer(async_copies: Iterator[tuple[Name, AsyncCopy]]) -> Iterator[tuple[Name, tuple[Tensor, ...]]]:
-    """Keys and values as they arrive, each under its name. Each copy is started before the one in front of it is used,
+    """Copies' tensors as they arrive, each under its name. Each copy is started before the one in front of it is used,
     the first at once. At most three are on the device: one in use, one waiting, one under way."""
 
     def arrive(first: tuple[Name, AsyncCopy] | None) -> Iterator[tuple[Name, tuple[Tensor, ...]]]:

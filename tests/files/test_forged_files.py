@@ -25,6 +25,7 @@ from qada_cache.files import tensor_file
 
 SCENES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "sketched": ("llama", (1100,), {}),
+    "coded": ("llama", (1150,), {"bulk_bits": 8}),
     "padded": ("llama", (150, 61), {"audit_every": 3, "moments": "current+random-tokens"}),
     "frozen": ("llama", (150, 61), {"update_moments": False}),
     "dense": ("llama", (150,), {"criterion": "dense"}),
@@ -163,6 +164,7 @@ OPTIONS = {
     "sink_tokens": (-1, 0, 3, 5, 10**30, 4.0),
     "local_tokens": (-1, 0, 3, 2000, 10**30),
     "sketch_bits": (0, 5, None),
+    "bulk_bits": (4, 8, 5, 8.0, True),
     "token_threshold": (-1, float("inf"), None),
     "audit_every": (-1, 1.5),
     "device_budget": (-1, 2.5),

@@ -55,9 +55,14 @@ class Late:
 class LateCopy(AsyncCopy):
     """Waits as if the computation did."""
 
-    def wait(self) -> tuple[Tensor, Tensor]:
+    def wait(self) -> tuple[Tensor, ...]:
         self._event.synchronize()
         return self.tensors
+
+
+def _nothing(tensor: Tensor) -> float:
+    """What a tensor holds before its copy: nan, or bytes of records with nan scales."""
+    return torch.nan if tensor.is_floating_point() else 255
 
 
 class Copies:
@@ -72,23 +77,22 @@ class Copies:
         self.eager = False
         self.last: Late | None = None  # copy to the host: they come in order, as on one stream
 
-    def fetch(self, keys: Tensor, values: Tensor, device: torch.device, *, after: Any) -> AsyncCopy:
+    def fetch(self, held: tuple[Tensor, ...], device: torch.device, *, after: Any) -> AsyncCopy:
         failure, self.fail = self.fail, None
         if failure is not None:
             raise failure
-        assert keys.is_contiguous()
-        assert values.is_contiguous()
+        assert all(tensor.is_contiguous() for tensor in held)
         self.count += 1
-        self.longest = max(self.longest, keys.shape[2])
-        self.bytes += keys.nbytes + values.nbytes
+        self.longest = max(self.longest, held[0].shape[2])
+        self.bytes += sum(tensor.nbytes for tensor in held)
         if device.type == "cuda":
-            return transfers.fetch(keys, values, device, after=after)
-        there = tuple(torch.full_like(tensor, torch.nan, device=device) for tensor in (keys, values))
+            return transfers.fetch(held, device, after=after)
+        there = tuple(torch.full_like(tensor, _nothing(tensor), device=device) for tensor in held)
 
         def copy() -> None:
             if after is not None:
                 after.synchronize()
-            for target, source in zip(there, (keys, values), strict=True):
+            for target, source in zip(there, held, strict=True):
                 target.copy_(source)
 
         return LateCopy(there, self._late(copy))

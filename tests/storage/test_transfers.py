@@ -193,7 +193,7 @@ def test_host_memory_outlives_the_kernels_that_read_it(
     """Torch holds pinned memory until copies of it have ended: a copy of every layer's comes after the last kernel."""
     stream, held = Stream(done), []
     monkeypatch.setattr(bulk, "reader", lambda _: stream)
-    monkeypatch.setattr(transfers, "fetch", lambda keys, values, _, after: held.append(((keys, values), after)))
+    monkeypatch.setattr(transfers, "fetch", lambda tensors, _, after: held.append((tensors, after)))
     with accelerator():
         model = tiny(num_hidden_layers=3)
         cache = QAdACache(model, moments="current", **SMALL)

@@ -1,0 +1,167 @@
+"""A bulk in few bits: a record for each token of closed segments (`sketch/coded.py`), the open one's as they are."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, segment_start
+from ..sketch.coded import RecordLayout, code_tokens, decode_keys, decode_values, predicted_keys, query_weights
+from .bulk import GRANULE, Bulk
+from .bulk_sketch import SEGMENTS, TOKENS
+
+
+def closed_tokens(length: int) -> int:
+    """Of a bulk of `length` tokens, those that are kept in records."""
+    return segment_start(length) if length >= MIN_TOKENS else 0
+
+
+class CodedBulk(Bulk):
+    """Its tensors are the records, uint8 `[batch, kv_heads, capacity, size]`. `beside` them, on the compute device, are
+    the keys and values that follow a row's records, as the model made them.
+
+    A record says how a key differs from what the sketch says of it, so segments are coded as the sketch closes them. A
+    crop into a closed segment opens it again: its tokens are decoded, and coded once more when it closes.
+    """
+
+    growth = 1 + 1 / 16  # what has room for more takes memory that records are to save
+    beside_tokens = MIN_TOKENS
+
+    def __init__(self, keys: Tensor, values: Tensor, *, layout: RecordLayout, **options: Any) -> None:
+        """As `Bulk`; `layout` is of its records. It takes tokens once it has a `sketch`."""
+        self.layout = layout
+        super().__init__(keys, values, **options)
+
+    def _start(self, keys: Tensor, values: Tensor) -> None:
+        batch, kv_heads = keys.shape[:2]
+        records = keys.new_empty(batch, kv_heads, 0, self.layout.size, dtype=torch.uint8)
+        with torch.inference_mode(False):  # as in `_allocate`
+            self.beside = tuple(like.new_empty(batch, kv_heads, 0, like.shape[3]) for like in (keys, values))
+        self.lengths = [0] * batch
+        self.adopt(None, self._allocate(records, 0), lengths=[0] * batch)
+
+    @property
+    def keys(self) -> Tensor:
+        """Of tokens that are in no record, `[batch, kv_heads, room, dim]`: row `r`'s begin with token `stored[r]`."""
+        return self.beside[0]
+
+    @property
+    def values(self) -> Tensor:
+        """Likewise, of `value_dim`."""
+        return self.beside[1]
+
+    def put_beside(self, keys: Tensor, values: Tensor, lengths: list[int]) -> None:
+        """Hold the tokens that follow the records; row `r` then has `lengths[r]` in all."""
+        self.lengths = list(lengths)
+        self._reserve_beside(keys.shape[2])
+        for room, held in zip(self.beside, (keys, values), strict=True):
+            room[:, :, : held.shape[2]] = held
+
+    def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
+        """As `Bulk`; segments that close are coded."""
+        assert self.sketch is not None
+        stored, before = self.stored[rows.start], self.lengths[rows.start]
+        length = before + keys.shape[2]
+        closed = closed_tokens(length)
+        if closed > stored and before > stored:
+            keys, values = (
+                torch.cat([held[rows, :, : before - stored], new], dim=2)
+                for held, new in zip(self.beside, (keys, values), strict=True)
+            )
+            before = stored
+        self.lengths[rows] = [length] * len(self.lengths[rows])
+        if closed > stored:
+            self.reserve(closed)
+            self.sketch.append_from(self, rows, (keys, values))  # which closes segments
+        start = max(before, closed)
+        self._reserve_beside(length - closed)
+        for held, new in zip(self.beside, (keys, values), strict=True):
+            held[rows, :, start - closed : length - closed] = new[:, :, start - before :]
+
+    def close(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
+        """Code the segments that follow the records of rows alike, of which `quantize_segments` has `made` this."""
+        assert self.sketch is not None
+        predicted = predicted_keys(made, self.sketch.layout)
+        self._store(rows, code_tokens(keys, values, predicted, self._weights(slice(None)), self.layout))
+
+    def choose_stored(self, row: int, index: Tensor) -> Tensor:
+        """As `Bulk`; reading their number waits for the device."""
+        return index[: int((index < self.stored[row]).sum())]
+
+    def decode(
+        self, rows: slice, heads: slice, tokens: tuple[int, int] | Tensor, stored: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """As `Bulk`, in the dtypes of the model."""
+        (records,), parts = stored, []
+        count, first = records.shape[2], self.stored[rows.indices(len(self.stored))[0]]
+        if isinstance(tokens, Tensor):
+            index, beside = tokens[:count], [held[rows, heads][:, :, tokens[count:] - first] for held in self.beside]
+        else:
+            start, stop = (max(0, end - first) for end in tokens)
+            index = torch.arange(tokens[0], tokens[0] + count, device=self.device)
+            beside = [held[rows, heads, start:stop] for held in self.beside]
+        if count:
+            keys = decode_keys(records, self._predict(rows, heads, index), self._weights(heads), self.layout)
+            parts.append([keys.to(self.keys.dtype), decode_values(records, self.layout).to(self.values.dtype)])
+        if beside[0].shape[2] or not count:
+            parts.append(beside)
+        keys, values = (torch.cat(each, dim=2) if len(each) > 1 else each[0] for each in zip(*parts, strict=True))
+        return keys, values
+
+    def truncate(self, lengths: list[int]) -> None:
+        """As `Bulk`. What opens again is decoded by the sketch, which is to follow."""
+        closed = [min(closed_tokens(length), stored) for length, stored in zip(lengths, self.stored, strict=True)]
+        opened = {
+            row: self.read(slice(row, row + 1), slice(None), first, length)
+            for row, (first, length) in enumerate(zip(closed, lengths, strict=True))
+            if first < self.stored[row]
+        }
+        super().truncate(closed)
+        self.lengths = list(lengths)
+        for row, tokens in opened.items():
+            self._reserve_beside(tokens[0].shape[2])
+            for held, again in zip(self.beside, tokens, strict=True):
+                held[row, :, : again.shape[2]] = again[0]
+
+    @torch.inference_mode(False)  # as in `_allocate`
+    def select_rows(self, index: list[int]) -> None:
+        """As `Bulk`."""
+        lengths = [self.lengths[row] for row in index]
+        super().select_rows(index)
+        self.beside, self.lengths = tuple(held[index] for held in self.beside), lengths
+
+    def take(self, other: Bulk) -> None:
+        """As `Bulk`; the sketch is to follow."""
+        super().take(other)
+        self.beside, self.lengths = tuple(held.to(self.device) for held in other.beside), other.lengths
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        ours = self.lengths
+        super()._set_lengths(lengths)
+        self.lengths = ours
+
+    def _weights(self, heads: slice) -> Tensor:
+        """`m` `[heads, dim]` of `query_weights`, or `[dim]`."""
+        assert self.sketch is not None
+        energies = self.sketch.energies
+        return query_weights(None if energies is None else energies[heads], self.layout.dim, self.device)
+
+    def _predict(self, rows: slice, heads: slice, index: Tensor) -> Tensor:
+        """What the sketch says of keys: float32 `[rows, heads, tokens, dim]`."""
+        assert self.sketch is not None
+        kept = self.sketch.tensors.tensors()
+        made = {name: kept[name][rows, heads] for name in (*TOKENS, *SEGMENTS)}
+        made |= {name: made[name][..., index] for name in TOKENS}
+        return predicted_keys(made, self.sketch.layout, of=index.div(SEGMENT_TOKENS, rounding_mode="floor"))
+
+    @torch.inference_mode(False)  # as in `_allocate`
+    def _reserve_beside(self, tokens: int) -> None:
+        """Have room for so many tokens a row beside the records."""
+        if tokens <= self.keys.shape[2]:
+            return
+        room, grown = -(-tokens // GRANULE) * GRANULE, []
+        for old in self.beside:
+            new = old.new_empty(*old.shape[:2], room, old.shape[3])
+            new[:, :, : old.shape[2]] = old
+            grown.append(new)
+        self.beside = tuple(grown)

@@ -1,0 +1,273 @@
+"""`bulk_bits`: a model decodes by what records say, whichever way they are held, and every byte is counted."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import SMALL, prompt, tiny
+from stand_in import accelerator
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from qada_cache import PrefixStore, QAdACache
+from qada_cache.files import private_map
+from qada_cache.serving.memory import needed_bytes
+from qada_cache.storage.bulk import Bulk
+from qada_cache.storage.coded_bulk import CodedBulk
+from qada_cache.versions import pass_cache
+
+PROMPT, TOKENS = 1900, 12
+DENSE: dict[str, Any] = {"criterion": "dense"}
+SELECTING: dict[str, Any] = {"threshold": 0.3, "moments": "current"}
+
+
+def told_of(mask: Tensor, tokens: int) -> dict[str, Tensor]:
+    """What a model is told of padding, as `generate` tells it."""
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -tokens:]}
+
+
+@torch.no_grad()
+def follow(model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Logits of tokens that are given one by one, `[batch, tokens, vocabulary]`."""
+    found, seen = [], cache.get_seq_length()
+    for index in range(ids.shape[1]):
+        told = {} if mask is None else told_of(mask[:, : seen + index + 1], 1)
+        found.append(model(ids[:, index : index + 1], **told, **pass_cache(cache)).logits)
+    return torch.cat(found, dim=1)
+
+
+@torch.no_grad()
+def filled(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **options: Any) -> QAdACache:
+    cache = QAdACache(model, **{**SMALL, **options})
+    model(ids, **({} if mask is None else told_of(mask, ids.shape[1])), **pass_cache(cache))
+    return cache
+
+
+def uncoded(model: PreTrainedModel, coded: QAdACache, ids: Tensor, **options: Any) -> QAdACache:
+    """A cache in 16 bits that holds what the coded one's records say."""
+    cache = filled(model, ids, bulk_bits=16, **options)
+    for ours, theirs in zip(cache.layers, coded.layers, strict=True):
+        length = theirs.store.bulk.lengths[0]
+        said = theirs.store.bulk.read(slice(0, 1), slice(None), 0, length)
+        for held, part in zip(ours.store.bulk.tensors, said, strict=True):
+            assert not torch.equal(held[:, :, :length], part)
+            held[:, :, :length] = part
+    return cache
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_all_is_read_as_stored(bits: int) -> None:
+    """DynamicCache's logits over the tokens that records say."""
+    model, ids = tiny(dtype=torch.float64), prompt(PROMPT + TOKENS)[0]
+    cache, stock = filled(model, ids[:, :PROMPT], **DENSE, bulk_bits=bits), DynamicCache(config=model.config)
+    for layer in cache.layers:
+        store = layer.store
+        bulk = store.bulk.read(slice(0, 1), slice(None), 0, store.bulk.lengths[0])
+        assert bulk[0].dtype == torch.float64
+        sinks, recent = store.local_views(slice(0, 1))
+        stock.update(*(torch.cat(each, dim=2) for each in zip(sinks, bulk, recent, strict=True)), layer.index)
+    given = ids[:, PROMPT:]
+    wanted, found = follow(model, stock, given), follow(model, cache, given)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)  # attention sums in float32
+    stored, length, dim = cache.layers[0].store.bulk.stored[0], cache.layers[0].store.bulk.lengths[0], 8
+    assert stored == 1536
+    records = {8: 16, 4: 12}[bits]  # bytes: 4 of scales, and 11 or 8 bits of 8 channels
+    assert cache.stats().bulk_read_bytes == 2 * 2 * TOKENS * (stored * records + (length - stored) * 2 * 8 * dim)
+    assert cache.stats().dense_bulk_bytes == 2 * 2 * TOKENS * length * 2 * 8 * dim
+
+
+def test_selected_tokens_are_read_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a cache that holds what records say; each costs its record, or what it takes beside them."""
+    model, ids = tiny(), prompt(PROMPT + TOKENS)[0]
+    cache = filled(model, ids[:, :PROMPT], bulk_bits=8, **SELECTING)
+    wanted, read = uncoded(model, cache, ids[:, :PROMPT], kernels="torch", **SELECTING), [0, 0]
+    decode = CodedBulk.decode
+
+    def counted(bulk: CodedBulk, rows: slice, heads: slice, tokens: Any, stored: Any) -> Any:
+        found = decode(bulk, rows, heads, tokens, stored)
+        each = found[0].shape[1]
+        read[0] += stored[0].shape[2] * each
+        read[1] += (found[0].shape[2] - stored[0].shape[2]) * each
+        return found
+
+    monkeypatch.setattr(CodedBulk, "decode", counted)
+    given = ids[:, PROMPT:]
+    torch.testing.assert_close(follow(model, cache, given), follow(model, wanted, given), rtol=1e-4, atol=1e-4)
+    ours, theirs = cache.stats(), wanted.stats()
+    assert 0 < ours.sketch_read_bytes == theirs.sketch_read_bytes
+    assert sum(read) * 64 == theirs.bulk_read_bytes
+    assert min(read) > 0
+    assert read[0] * 16 + read[1] * 64 == ours.bulk_read_bytes
+
+
+def test_bytes_held() -> None:
+    model, ids = tiny(), prompt(PROMPT)[0]
+    for offloading in (True, False):
+        cache = filled(model, ids, bulk_bits=4, offloading=offloading)
+        plain = filled(model, ids, offloading=offloading)
+        bulks = [layer.store.bulk for layer in cache.layers]
+        records = sum(bulk.tensors[0].nbytes for bulk in bulks)
+        assert records <= 2 * 2 * 12 * 1536 * 17 / 16 + 2 * 2 * 12 * 256
+        beside = sum(held.nbytes for bulk in bulks for held in (bulk.keys, bulk.values))
+        assert beside == 2 * 2 * 512 * 64  # 349 tokens
+        ours, theirs = cache.stats(), plain.stats()
+        assert ours.host_bytes == (records if offloading else 0)
+        held, sketches = ours.device_bytes + ours.host_bytes, sum(bulk.sketch.nbytes for bulk in bulks)
+        others = theirs.device_bytes + theirs.host_bytes
+        others -= sum(layer.store.bulk.nbytes + layer.store.sketch.nbytes for layer in plain.layers)
+        assert held == others + records + beside + sketches
+
+
+def test_rows_of_unlike_lengths() -> None:
+    """Each as if it were alone: with more records or fewer, with none yet, with no bulk."""
+    model, (ids, mask) = tiny(), prompt(1900, 1200, 700, 12)
+    more = prompt(*[6] * 4, seed=3)[0]
+    whole = torch.cat([mask, torch.ones(4, 6, dtype=mask.dtype)], dim=1)
+    cache = filled(model, ids, mask, **DENSE, bulk_bits=8)
+    assert cache.layers[0].store.bulk.stored == [1536, 512, 0, 0]
+    found = follow(model, cache, more, whole)
+    for row, length in enumerate((1900, 1200, 700, 12)):
+        alone = filled(model, ids[row : row + 1, -length:], **DENSE, bulk_bits=8)
+        wanted = follow(model, alone, more[row : row + 1])
+        torch.testing.assert_close(found[row], wanted[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("budget", [0, 1.0])
+@pytest.mark.parametrize("options", [DENSE, SELECTING], ids=["dense", "selecting"])
+def test_offloaded(options: dict[str, Any], budget: float) -> None:
+    """Records are what is copied, and what stays; outputs are those of a bulk that is read in place."""
+    model, ids = tiny(), prompt(PROMPT + TOKENS)[0]
+    given = ids[:, PROMPT:]
+    wanted = follow(model, filled(model, ids[:, :PROMPT], bulk_bits=8, **options), given)
+    with accelerator() as copies:
+        cache = filled(model, ids[:, :PROMPT], bulk_bits=8, device_budget=budget, **options)
+        found = follow(model, cache, given)
+        stats = cache.stats()
+        assert copies.bytes > 0
+        if options is DENSE:
+            heads = 2 * 2 * 1536 * 16
+            assert copies.bytes == heads * (1 if budget else TOKENS)
+            assert stats.resident_hit_bytes == (heads * (TOKENS - 1) if budget else 0)
+            assert stats.resident_bytes == (heads if budget else 0)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_residents_follow_a_segment_that_closes() -> None:
+    model, ids = tiny(), prompt(PROMPT + TOKENS)[0]
+    given = ids[:, PROMPT:]
+    wanted = follow(model, filled(model, ids[:, :PROMPT], bulk_bits=8, **DENSE), given)
+    with accelerator():
+        cache = filled(model, ids[:, :PROMPT], bulk_bits=8, device_budget=1.0, **DENSE)
+        found = follow(model, cache, given)
+        assert cache.layers[0].store.bulk.stored == [1536]
+        with torch.no_grad():
+            model(prompt(600, seed=8)[0], **pass_cache(cache))
+        bulk = cache.layers[0].store.bulk
+        assert bulk.stored == [2048]
+        assert bulk.resident((0, 0)).tokens == 2048
+        bulk.synchronize()
+        assert torch.equal(bulk.resident((0, 0)).wait()[0], bulk.tensors[0][:1, :1, :2048])
+        cache.crop(-800)
+        assert bulk.resident((0, 0)).tokens == bulk.stored[0] == 1024
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_long_turns_read_records() -> None:
+    """A turn of more than a window: full attention over the cache as stored."""
+    model, ids = tiny(), prompt(PROMPT + 200)[0]
+    cache = filled(model, ids[:, :PROMPT], bulk_bits=8, **SELECTING)
+    plain = uncoded(model, cache, ids[:, :PROMPT], **SELECTING)
+    with torch.no_grad():
+        found, wanted = (model(ids[:, PROMPT:], **pass_cache(each)).logits for each in (cache, plain))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    length = PROMPT - 20
+    assert cache.stats().streamed_bytes == 2 * 2 * (1536 * 16 + (length - 1536) * 64)
+
+
+def test_copies_share_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private_map, "WORTH", 0)
+    model, ids = tiny(), prompt(PROMPT + TOKENS)[0]
+    cache = filled(model, ids[:, :PROMPT], bulk_bits=8, **DENSE)
+    twin = copy.deepcopy(cache)
+    if private_map.AVAILABLE:
+        assert twin.stats().shared_bytes == cache.stats().shared_bytes == 2 * 2 * 1536 * 16
+    other = prompt(400, seed=5)[0]
+    follow(model, cache, other)
+    given = ids[:, PROMPT:]
+    wanted = follow(model, filled(model, ids[:, :PROMPT], bulk_bits=8, **DENSE), given)
+    assert torch.equal(follow(model, twin, given), wanted)
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_files(mmap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller by half, and go on as if they had never left."""
+    monkeypatch.setattr(private_map, "WORTH", 0)
+    model, ids = tiny(head_dim=64, dtype=torch.bfloat16), prompt(3500 + TOKENS)[0]
+    given, sizes = ids[:, 3500:], {}
+    for bits in (16, 8, 4):
+        cache = filled(model, ids[:, :3500], bulk_bits=bits, **SELECTING)
+        cache.save(tmp_path / str(bits))
+        sizes[bits] = (tmp_path / str(bits)).stat().st_size
+        again = QAdACache.load(tmp_path / str(bits), model, mmap=mmap)
+        assert again.options.bulk_bits == bits
+        assert torch.equal(follow(model, again, given), follow(model, cache, given))
+    assert sizes[8] < 0.5 * sizes[16]
+    assert sizes[4] < 0.42 * sizes[16]
+
+
+def test_no_kernel_reads_records() -> None:
+    model, ids = tiny(), prompt(1200)[0]
+    cache = filled(model, ids, bulk_bits=8, kernels="triton", **SELECTING)
+    with pytest.raises(RuntimeError, match="no kernel reads a bulk in 8 or 4 bits: leave bulk_bits at 16"):
+        follow(model, cache, ids[:, :1])
+
+
+def test_heads_without_records_keep_16_bits() -> None:
+    """Keys of 12 channels."""
+    model, ids = tiny(head_dim=12), prompt(1300)[0]
+    cache, plain = (filled(model, ids[:, :1200], bulk_bits=bits, **DENSE) for bits in (8, 16))
+    assert type(cache.layers[0].store.bulk) is Bulk
+    assert torch.equal(follow(model, cache, ids[:, 1200:1203]), follow(model, plain, ids[:, 1200:1203]))
+
+
+def test_forks_keep_what_records_lie_behind() -> None:
+    model = tiny()
+    cache = filled(model, prompt(1200)[0], bulk_bits=8, **SELECTING)
+    for name, value in (("bulk_bits", 16), ("sketch_bits", 2.0)):
+        with pytest.raises(ValueError, match=f"fork cannot change {name} from"):
+            cache.fork(**{name: value})
+    assert cache.fork(token_threshold=0.0).layers[0].store.sketch is None
+    assert filled(model, prompt(1200)[0], **SELECTING).fork(sketch_bits=2.0).options.sketch_bits == 2.0
+
+
+@pytest.mark.parametrize(
+    ("given", "error"), [(5, ValueError), (2, ValueError), (8.0, TypeError), ("8", TypeError), (True, TypeError)]
+)
+def test_bits_that_are_none(given: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="bulk_bits must be"):
+        QAdACache(tiny(), bulk_bits=given, moments="current")
+
+
+def test_none_is_16() -> None:
+    assert QAdACache(tiny(), moments="current").options.bulk_bits == 16
+
+
+def test_stored_prompts_are_tokens_as_the_model_made_them(tmp_path: Path) -> None:
+    model, ids = tiny(), prompt(60)[0]
+    store, cache = PrefixStore(tmp_path), filled(model, ids, bulk_bits=4, moments="current")
+    for refused in (lambda: store.keep(cache, ids), lambda: store.cache(model, ids, bulk_bits=4, moments="current")):
+        with pytest.raises(NotImplementedError, match="PrefixStore keeps tokens as the model made them"):
+            refused()
+
+
+def test_memory_that_a_call_is_expected_to_take() -> None:
+    """Records and a sketch, and the last tokens as they are."""
+    model = tiny(head_dim=64)
+    plain, coded = (needed_bytes(model, 100_000, 0, bits) for bits in (16, 4))
+    assert plain == 100_000 * 2 * 2 * 1.5 * 2 * 64 * 4
+    assert 100_000 * 2 * 2 * (68 + 13) < coded < 0.25 * plain
+    assert needed_bytes(tiny(head_dim=12), 1000, 0, 4) == needed_bytes(tiny(head_dim=12), 1000, 0)
