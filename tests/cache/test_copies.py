@@ -145,7 +145,7 @@ class CopyMachine(RuleBasedStateMachine):
             self.remove(twins, 25)
             self.update(twins, 25, False)
         if rewritten == "rows" and twins.length:
-            self.select_rows(twins, [(row + 1) % twins.batch for row in range(twins.batch)])
+            self.select(twins, [(row + 1) % twins.batch for row in range(twins.batch)])
 
         def copied(cache: QAdACache) -> QAdACache:
             return cache.fork(threshold=0.4) if forked else copy.deepcopy(cache)
@@ -193,7 +193,7 @@ class CopyMachine(RuleBasedStateMachine):
             st.lists(row, min_size=twins.batch, max_size=twins.batch) | st.lists(row, min_size=1, max_size=3)
         )
         if twins.length:
-            self.select_rows(twins, index)
+            self.select(twins, index)
 
     def select(self, twins: Twins, index: list[int]) -> None:
         for cache in (twins.shared, twins.plain):
