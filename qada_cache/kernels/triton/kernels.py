@@ -14,8 +14,11 @@ from .blocks import along, attend, attend_split, scores, store_part, tilt, unrel
 INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are decorated
 
 
-# Triton compiles anew for an argument that becomes 1 or a multiple of 16. These follow the number of tokens.
-@triton.jit(do_not_specialize=["s_local", "s_pending", "columns"], do_not_specialize_on_alignment=["parts"])
+# Triton compiles anew for an argument that becomes 1 or a multiple of 16. These follow the number of tokens, or are 0
+# where all rows share one.
+@triton.jit(
+    do_not_specialize=["s_local", "s_pending", "s_log_bulk", "columns"], do_not_specialize_on_alignment=["parts"]
+)
 def local_kernel(
     p_query, p_keys, p_values, p_local, p_pending, p_lengths, p_decided, p_log_bulk, p_parts, p_lse, p_flags,
     p_bulk_read_bytes, p_resident_pointers, p_resident_hit_bytes, p_tokens, p_noise, p_variances,
