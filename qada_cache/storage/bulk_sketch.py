@@ -87,17 +87,16 @@ class BulkSketch:
             else:
                 keys, values = (part[:, :, start - older : stop - older] for part in newest)
             with without_autocast(keys.device):
+                if stop > coded:
+                    energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
+                    made = quantize_segments(keys, energies, self.layout)
+                    if stop <= last:
+                        bulk.close(rows, keys, values, made)
+                    for name in (*TOKENS, *SEGMENTS):
+                        _span(name, kept[name][rows], start, stop).copy_(made[name])
                 new = max(0, known - start)
                 if new < stop - start:
                     self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
-                if stop <= coded:
-                    continue
-                energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
-                made = quantize_segments(keys, energies, self.layout)
-                if stop <= last:
-                    bulk.close(rows, keys, values, made)
-            for name in (*TOKENS, *SEGMENTS):
-                _span(name, kept[name][rows], start, stop).copy_(made[name])
         self._derive(rows, length)
         self.lengths[rows] = [length] * len(self.lengths[rows])
 
