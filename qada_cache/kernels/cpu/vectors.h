@@ -211,6 +211,7 @@ inline Singles power_of_two(Singles x) {
 #if defined(__AVX512DQ__)
     Singles r = (Singles)_mm512_reduce_ps((__m512)x, 1);  // above the next lower whole number
 #else
+    const Integers negligible = x < -125.0f;  // 0, not the smallest power: estimates may lie far above others
     x = x > -125.0f ? x : Singles{} - 125.0f;
     x = x < 125.0f ? x : Singles{} + 125.0f;
     Integers whole = __builtin_convertvector(x + 1023, Integers) - 1023;  // as it rounds towards zero
@@ -220,7 +221,7 @@ inline Singles power_of_two(Singles x) {
 #if defined(__AVX512DQ__)
     return (Singles)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
-    return (Singles)((Integers)p + (whole << 23));
+    return (Singles)(((Integers)p + (whole << 23)) & ~negligible);
 #endif
 }
 
