@@ -15,14 +15,13 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from qada_cache.key_moments.models import full_attention_layers
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.shared.tables import Rows
 from eval.shared.texts import Document
-from qada_cache import attention_table
 from qada_cache.criterion import GROUP_RULES
+from qada_cache.models import attention_table, full_attention_layers
 from qada_cache.state import SKETCH_BITS, TOKEN_THRESHOLD
 from qada_cache.tuning.measuring import compared
 from qada_cache.versions import pass_cache
