@@ -114,10 +114,10 @@ def test_interrupted_change(
 
     with monkeypatch.context() as patch:
         if place == "second layer" or verb == "reset":
-            method = verb if verb in ("crop", "reset") else "select"
+            method = verb if verb in ("crop", "reset") else "select_rows"
             patch.setattr(cache.layers[place == "second layer"], method, interrupt)
         else:  # sinks and window have been changed, or are about to be
-            inner = "truncate" if verb == "crop" else "select"
+            inner = "truncate" if verb == "crop" else "select_rows"
             patch.setattr(cache.layers[0].store.bulk, inner, interrupt)
         with pytest.raises(KeyboardInterrupt):
             CHANGES[verb](cache)
