@@ -97,7 +97,8 @@ def test_rows_of_a_batch_score_as_alone() -> None:
         assert padded[task][metric] == pytest.approx(alone[task][metric], rel=1e-5), task
         for name in ("cache_sparsity,none", "cache_kv_sparsity,none", "cache_bulk_read_bytes,none"):
             assert padded[task][name] == pytest.approx(alone[task][name]), (task, name)
-        assert 0.5 < alone[task]["cache_sparsity,none"] < 1.0
+        # Prompts are short: a bulk of which more than a quarter is pending is read, whatever its moments say.
+        assert 0.1 < alone[task]["cache_sparsity,none"] < 1.0
         assert padded[task]["cache_device_bytes,none"] > alone[task]["cache_device_bytes,none"] > 0
 
 
