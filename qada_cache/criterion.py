@@ -135,7 +135,7 @@ def gaussian_log_bulk(
         query = query.transpose(0, 1)
     grouped = query.reshape(rows * kv_heads, -1, dim)
     along = torch.baddbmm(mean.view(-1, 1, dim), grouped, covariance.view(-1, dim, dim), alpha=0.5 * scaling)
-    found = torch.bmm(along.view(-1, 1, dim), grouped.view(-1, dim, 1))
+    found = torch.bmm(along.view(-1, 1, dim), grouped.reshape(-1, dim, 1))
     found = found.view(*shape[1:3], batch, queries).permute(2, 0, 1, 3).contiguous() if alike else found.view(shape)
     return torch.add(log_tokens, found, alpha=scaling)
 

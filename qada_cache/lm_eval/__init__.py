@@ -173,7 +173,7 @@ class QAdALM(HFLM):
     def _new_cache(self) -> QAdACache:
         return QAdACache(self.model, **self._cache_options)
 
-    def _prefill(self, ids: Tensor, mask: Tensor) -> QAdACache:
+    def _read_prompt(self, ids: Tensor, mask: Tensor) -> QAdACache:
         """A cache that has read the token ids `[rows, tokens]`, exactly, or holds them from the store."""
         if self.beginnings is None or not ids.shape[1]:
             cache, saved = self._new_cache(), 0
@@ -204,7 +204,7 @@ class QAdALM(HFLM):
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
         # generate() itself decodes the one token that is left
-        cache = self._prefill(context[:, :-1], generation_kwargs["attention_mask"][:, :-1])
+        cache = self._read_prompt(context[:, :-1], generation_kwargs["attention_mask"][:, :-1])
         if context.shape[1] > 1:
             beams = generation_kwargs.get("num_beams") or self.model.generation_config.num_beams or 1
             if beams > 1:  # generate() repeats the rows of a prompt, not those of a cache
@@ -223,7 +223,7 @@ class QAdALM(HFLM):
         answers: list[Any] = [None] * len(requests)
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         with bar:
-            for stats, scores in scoring.score(batches, self._forward, self._prefill, self.device):
+            for stats, scores in scoring.score(batches, self._forward, self._read_prompt, self.device):
                 self._count(stats)
                 for index, log_likelihood, greedy in scores:
                     answers[index] = (log_likelihood, greedy)

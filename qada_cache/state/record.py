@@ -164,7 +164,7 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     real = [seen - padded for padded in padding.counts(len(lengths))]
     require(lengths == real, f"{lengths} tokens", f"{real}, of {seen} that were seen")
     exact, alike = record["exact"], record["alike"]
-    fits = {*map(type, [*exact, *alike])} == {int} and len(exact) == len(alike) == len(lengths)
+    fits = {*map(type, [*exact, *alike])} <= {int} and len(exact) == len(alike) == len(lengths)
     fits = fits and all(0 <= one <= other <= most for one, other, most in zip(exact, alike, lengths, strict=True))
     require(fits, f"{exact} tokens read exactly and {alike} alike", f"counts of at most {lengths}, the first ones less")
     return padding

@@ -66,22 +66,25 @@ class Padding:
         agrees = visible[..., width:past].all(dim=-1) & (visible[..., :width] == there[:, None]).all(dim=-1)
         blind = differs = torch.zeros_like(biased)
         if past and mask.dim() == 4:  # else the model's attention follows it, or it is one row for all queries
-            agrees = agrees | ~real  # padding may see anything
+            # Padding may see anything, as nobody reads what it gives, unless a row has nothing else: then it tells of
+            # the past too, but where it is blind, or sees all, as libraries let blind tokens do.
+            told = visible[:, -1].any(dim=-1) & ~visible[:, -1].all(dim=-1) & ~real.any(dim=-1)
+            agrees = agrees | (~real & ~told[:, None])
             blind = (real & ~visible.any(dim=-1)).any()
             causal = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril()
             differs = ((own != (causal & real[:, None])) & real.unsqueeze(-1)).any()
         flags = torch.stack([agrees.all(), differs, biased, blind])
-        told = torch.cat([flags, real.expand(batch, queries).flatten()]).cpu()
-        if told[2]:
+        said = torch.cat([flags, real.expand(batch, queries).flatten()]).cpu()
+        if said[2]:
             raise ValueError(
                 "this attention mask adds numbers to scores, which QAdACache does not compute: pass one that shows or "
                 "hides tokens, as bool or as 0 and minus infinity, or use DynamicCache"
             )
-        if told[3]:
+        if said[3]:
             raise ValueError(
                 "by this attention mask a new token sees nothing, but is seen: let it see itself, or hide it from all"
             )
-        return bool(told[0]), told[4:].view(batch, queries), own.clone() if told[1] else None
+        return bool(said[0]), said[4:].view(batch, queries), own.clone() if said[1] else None
 
     def crop(self, seen: int) -> "Padding":
         """The padding of the first `seen` tokens."""

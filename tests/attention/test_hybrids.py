@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -76,8 +77,8 @@ LATER["lfm2"] = (1, 2)
 
 
 def model_of(family: str) -> PreTrainedModel:
-    FAMILIES.setdefault(family, HYBRIDS[family])
-    return tiny(family, initializer_range=0.2)
+    with patch.dict(FAMILIES, {family: HYBRIDS[family]}):
+        return tiny(family, initializer_range=0.2)
 
 
 def interrupt(*_: Any, **__: Any) -> None:

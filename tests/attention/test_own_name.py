@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -113,8 +114,8 @@ def test_sparse_attention_models_keep_their_own_layers(prefix: str, attention: s
     """Or, in older transformers, are refused when they are used."""
     if not hasattr(transformers, f"{prefix}ForCausalLM"):
         pytest.skip(f"this transformers has no {prefix}")
-    FAMILIES.setdefault(prefix, (prefix, {**FAMILIES["deepseek_v3"][1], **SPARSE[prefix]}))
-    model = tiny(prefix, attention=attention)
+    with patch.dict(FAMILIES, {prefix: (prefix, {**FAMILIES["deepseek_v3"][1], **SPARSE[prefix]})}):
+        model = tiny(prefix, attention=attention)
     before = both(model)
     ids, mask = prompt(60, 41)
     wanted = forced(model, ids, [48, 5, 1], DynamicCache(config=model.config), mask)

@@ -184,7 +184,7 @@ def test_counters(model: PreTrainedModel) -> None:
     assert found.pop("bytes") > 0
     assert found == {
         **{"requests": 3, "continued": 1, "prompt_tokens": 130, "cached_tokens": 40},
-        **{"evicted": 1, "expired": 0, "conversations": 1},
+        **{"evicted": 1, "expired": 0, "restored": 0, "conversations": 1},
     }
 
 

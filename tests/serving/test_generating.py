@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from contextlib import nullcontext
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,9 @@ def test_a_cache_beside_an_implementation_is_refused(model: PreTrainedModel) -> 
 
 def test_continuous_batching_goes_on_beside_ours() -> None:
     """By transformers' own attention and cache, whose memory is limited here."""
-    model, settings = tiny(), ContinuousBatchingConfig(page_size=16, num_blocks=8, max_batch_tokens=32)
+    fields = signature(ContinuousBatchingConfig).parameters
+    page = "page_size" if "page_size" in fields else "block_size"  # before 5.24
+    model, settings = tiny(), ContinuousBatchingConfig(**{page: 16}, num_blocks=8, max_batch_tokens=32)
 
     def batch() -> list[list[int]]:
         found = model.generate_batch(
