@@ -249,7 +249,7 @@ def test_threshold_zero_is_sinks_and_window(model: PreTrainedModel, criterion: s
 @pytest.mark.parametrize("criterion", ["gaussian", "oracle"])
 def test_padded_batch_equals_its_rows_where_some_heads_are_local(model: PreTrainedModel, criterion: str) -> None:
     """Tokens, and which heads were local: the batch's tables are the sum of its rows' (invariant 3)."""
-    ids, mask = prompt(150, 71, 10)
+    ids, mask = prompt(150, 120, 70)
     sizes = {"sink_tokens": 4, "local_tokens": 90}  # for these heads a share of the masses that differs by head
     options = {"threshold": 0.4, "criterion": criterion, "moments": "current", **sizes}
     batch = QAdACache(model, **options)

@@ -12,7 +12,7 @@ import torch
 
 from eval import families
 
-FOUND = {"llama": "served", "gptj": "refused", "mistral": "nothing to do", "dbrx": "not run"}
+FOUND = {"llama": "served", "mpt": "refused", "mistral": "nothing to do", "dbrx": "not run"}
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         rows = {row["model_type"]: row for row in csv.DictReader(file)}
     assert {name: row["verdict"] for name, row in rows.items()} == FOUND
     assert rows["llama"]["layers"] == "6 of 6"
-    assert rows["gptj"]["words"].startswith("NotImplementedError: this model computes attention without transformers")
+    assert rows["mpt"]["words"].startswith("NotImplementedError: this model computes attention without transformers")
     assert "1 served, 1 nothing to do, 1 refused, 0 differs, 1 not run" in capfd.readouterr().out
 
 
