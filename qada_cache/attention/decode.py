@@ -1,4 +1,4 @@
-"""Attention of one layer over its cached tokens: query-adaptive for short calls, exact for long ones."""
+"""Query-adaptive attention of one layer over its cached tokens."""
 
 import weakref
 from collections.abc import Callable
@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from ..criterion import StaticHeads, gaussian_log_bulk, logit
-from ..kernels import choice, merge_partials, partial_attention
+from ..kernels import choice
 from ..kernels.operands import Operands, Query, Rows
 from ..key_moments import KeyMoments
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
-from ..storage.padding import real_tokens
-from ..storage.reading import stream, update_residency
+from ..storage.reading import update_residency
 from .by_torch import attend_by_torch
 
 
@@ -133,40 +132,3 @@ def estimate_by_others(moments: KeyMoments, layer: QAdALayer, states: Tensor, qu
         estimate = gaussian_log_bulk(states, mean, covariance, rows.log_tokens, **told)
         found = torch.where(rows.bulk_tokens.unsqueeze(2) > length, estimate, found)
     return found
-
-
-def attend_exactly(layer: QAdALayer, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor:
-    """Exact attention of new tokens over everything cached and, causally or by a mask, over themselves.
-
-    The bulk is streamed block by block, so device memory does not grow with it. The new tokens are not yet in `store`:
-    `key` and `value` are `[batch, kv_heads, tokens, dim]` and `value_dim`. The result is `[batch, heads, tokens,
-    value_dim]` in the query's dtype, zeros for padding.
-    """
-    states, valid, visible, sink_logits = query.states, query.valid, query.visible, query.sink_logits
-    result = states.new_zeros(*states.shape[:-1], value.shape[-1])
-    alike = valid is None and len(set(zip(store.lengths, store.flushed, strict=True))) == 1
-    batch, heads = states.shape[:2]
-    kwargs: dict[str, Any] = {"scaling": query.scaling, "softcap": query.softcap, "kernels": layer.options.kernels}
-    for rows in [slice(0, batch)] if alike else [slice(row, row + 1) for row in range(batch)]:
-        real = slice(None) if valid is None else real_tokens(valid, rows.start, states.device)
-        new_query, new_key, new_value = (part[rows][:, :, real] for part in (states, key, value))
-        kv_heads, tokens = new_key.shape[1:3]
-        group = heads // kv_heads
-        if not tokens:  # this row is padding from end to end of the call
-            continue
-        grouped_queries = new_query.reshape(-1, kv_heads, group * tokens, new_query.shape[-1])
-        own = (part.repeat_interleave(group, dim=1) for part in (new_key, new_value))
-        mask = None if visible is None else visible.expand(batch, -1, -1)[rows, None, real][..., real]
-        out, lse = partial_attention(new_query, *own, mask=mask, causal=mask is None, **kwargs)
-        if sink_logits is not None:
-            out, lse = merge_partials(out, lse, torch.zeros_like(out), sink_logits.float()[:, None].expand_as(lse))
-        out, lse = out.reshape(*grouped_queries.shape[:3], -1), lse.reshape(grouped_queries.shape[:3])
-        for keys, values in store.local_views(rows):
-            out, lse = merge_partials(out, lse, *partial_attention(grouped_queries, keys, values, **kwargs))
-        for part in stream(store.bulk, rows):
-            at = slice(part.rows.start - rows.start, part.rows.stop - rows.start), part.heads
-            far = partial_attention(grouped_queries[at], part.keys, part.values, **kwargs)
-            out[at], lse[at] = merge_partials(out[at], lse[at], *far)
-            layer.counters.streamed_bytes += part.bulk_read_bytes
-        result[rows, :, real] = out.reshape(*new_query.shape[:3], -1).to(states.dtype)
-    return result

@@ -27,7 +27,8 @@ from ..models import attention_table, unwrap_model
 from ..models.sharding import UNSHARDED, check_sharding
 from ..state.layer import QAdALayer, Seen
 from .block_mask import read_block_mask
-from .decode import attend_adaptively, attend_exactly
+from .decode import attend_adaptively
+from .exact import attend_exactly, attend_to_prompt
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -199,7 +200,9 @@ def _attend(
     exact = long or visible is not None
     if empty:
         untagged = key.view_as(key)  # `base` may lead back to us, where others put a function into the table
-        out, _ = base(module, query, untagged, value, mask, **kwargs)
+        # Without a mask only these know that a prompt is causal.
+        found = attend_to_prompt(layer, asked, key, value) if mask is None and name == "sdpa" else None
+        out = base(module, query, untagged, value, mask, **kwargs)[0] if found is None else found
     else:
         if exact:
             work = partial(attend_exactly, layer, layer.store, asked, key, value)

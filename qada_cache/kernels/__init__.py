@@ -1,8 +1,9 @@
 """Attention over parts of the keys: a reference, faster paths with the same signature, and the choice.
 
-Our kernel for CPUs is one. The others are torch's fused operators behind `scaled_dot_product_attention`: they alone
-return the log-sum-exp. They are private to torch and may change with any release. So each is tried against plain torch
-when a device first meets a dtype and head size, and is used only if it agrees.
+Two are ours, for CPUs: for few queries and for many. The others are torch's fused operators behind
+`scaled_dot_product_attention`: they alone return the log-sum-exp. They are private to torch and may change with any
+release. So each is tried against plain torch when a device first meets a dtype and head size, and is used only if it
+agrees.
 """
 
 import functools
@@ -16,6 +17,7 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from transformers.utils import logging
 
 from . import cpu, reference
+from .cpu import prompt
 from .reference import TOLERANCE, find_fault, merge_partials, softmax_average
 
 __all__ = ["merge_partials", "partial_attention", "softmax_average"]
@@ -49,6 +51,11 @@ def partial_attention(
         ours = kernels != "torch" and not causal and cpu.supports(query, key, value)
         if ours and (found := cpu.compiled_partial_attention(query, key, value, scaling=scaling)) is not None:
             return found
+        if kernels != "torch" and prompt.supports(query, key, value, causal=causal):
+            out = query.new_empty(*query.shape[:3], value.shape[3], dtype=torch.float32)
+            lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+            prompt.prompt_attention(query, key, value, scaling=scaling, causal=causal, out=out, lse=lse)
+            return out, lse
         if (operator := find_operator(query, key, value)) is not None:
             return _attend(operator, query, key, value, scaling, causal)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)

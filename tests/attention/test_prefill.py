@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache, kernels
-from qada_cache.attention.decode import attend_exactly
+from qada_cache.attention.exact import attend_exactly
 from qada_cache.kernels.operands import Query
 from qada_cache.key_moments import running
 from qada_cache.state.layer import QAdALayer

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from uses import Use, beams, chunked, copied_and_saved, cropped, one_shot, padded, rows, used_again
 
 from qada_cache import QAdACache, StaticHeads
-from qada_cache.attention import by_torch, decode
+from qada_cache.attention import by_torch, exact
 from qada_cache.storage import bulk, reading, residents
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.bulk_sketch import BulkSketch
@@ -147,7 +147,7 @@ def test_an_allocation_that_fails_is_tried_again_without_residents(
     options: dict[str, Any] = {"threshold": 0.04, "moments": "current", "token_threshold": 4.4, **SMALL}
     module, name = {
         "attend": (by_torch, "attend_bulk"),
-        "attend_exactly": (decode, "stream"),
+        "attend_exactly": (exact, "stream"),
         "sketch": (BulkSketch, "_reserve"),
     }[place]
     original, failed = getattr(module, name), []

@@ -97,7 +97,7 @@ def define(element: str, dim: int, value_dim: int, queries: int) -> tuple[str, .
 def build(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -> ctypes.CDLL | None:
     """The kernels for these sizes, built if need be; None, with one warning, if they cannot be built."""
     try:
-        kernels = _load(define(ELEMENTS[dtype], dim, value_dim, queries))
+        kernels = load(SOURCE, define(ELEMENTS[dtype], dim, value_dim, queries))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning_once(
             f"the fast attention kernel for CPUs could not be built, torch's slower one serves: {error}"
@@ -105,21 +105,22 @@ def build(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -> ctypes.
         return None
     tensors, counts = [ctypes.c_void_p] * 5, [ctypes.c_int64] * 8
     kernels.partial_attention.argtypes = [*tensors, *counts, ctypes.c_int, ctypes.c_float]
-    kernels.partial_attention.errcheck = kernels.fused_decode.errcheck = _check
+    kernels.partial_attention.errcheck = kernels.fused_decode.errcheck = check_memory
     return kernels
 
 
-def _check(failed: Any, *_: Any) -> Any:
+def check_memory(failed: Any, *_: Any) -> Any:
+    """The `errcheck` of a function that returns 1 where memory ran out."""
     if failed:
         raise MemoryError("there is no memory for the temporaries of attention on the CPU")
     return failed
 
 
-def _load(macros: tuple[str, ...]) -> ctypes.CDLL:
-    """`SOURCE` and the headers beside it built with `macros` (`-DNAME=VALUE`), before or now; OSError or
+def load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
+    """`source` and the headers beside it built with `macros` (`-DNAME=VALUE`), before or now; OSError or
     SubprocessError, if that fails. The library is kept in a folder that only the user can write to, if there is one."""
     compiler = _compiler()
-    texts = [path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(source.parent.glob("*.h")))]
     # What `-march=native` means: different machines may share the cache folder.
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
@@ -129,7 +130,7 @@ def _load(macros: tuple[str, ...]) -> ctypes.CDLL:
         return kept
     with tempfile.TemporaryDirectory(prefix="qada-kernels-") as temporary:
         library = Path(temporary, "library.so")
-        done = _run([compiler, *FLAGS, *macros, str(SOURCE), "-o", str(library)], timeout=300)
+        done = _run([compiler, *FLAGS, *macros, str(source), "-o", str(library)], timeout=300)
         if done.returncode:
             raise OSError(f"{compiler} failed with {(done.stderr.splitlines() or [str(done.returncode)])[0]}")
         built = library.read_bytes()

@@ -1,0 +1,66 @@
+"""Exact attention of many new tokens: of a prompt over itself, and of a chunk or a long turn over everything cached."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import merge_partials, partial_attention
+from ..kernels.cpu import prompt
+from ..kernels.operands import Query
+from ..state.layer import QAdALayer
+from ..storage import TokenStore
+from ..storage.padding import real_tokens
+from ..storage.reading import stream
+
+
+def attend_to_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor) -> Tensor | None:
+    """Exact causal attention of a prompt without padding over itself, by our kernel: `[batch, tokens, heads,
+    value_dim]` in the query's dtype; None where the model's own attention is to serve. Shapes as for `attend_exactly`.
+    """
+    states = query.states
+    if layer.options.kernels == "torch" or query.softcap is not None or query.sink_logits is not None:
+        return None
+    if not prompt.supports(states, key, value, causal=True) or (torch.is_grad_enabled() and states.requires_grad):
+        return None
+    batch, heads, tokens = states.shape[:3]
+    out = states.new_empty(batch, tokens, heads, value.shape[3])
+    prompt.prompt_attention(states, key, value, scaling=query.scaling, causal=True, out=out.transpose(1, 2))
+    return out
+
+
+def attend_exactly(layer: QAdALayer, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor:
+    """Exact attention of new tokens over everything cached and, causally or by a mask, over themselves.
+
+    The bulk is streamed block by block, so device memory does not grow with it. The new tokens are not yet in `store`:
+    `key` and `value` are `[batch, kv_heads, tokens, dim]` and `value_dim`. The result is `[batch, heads, tokens,
+    value_dim]` in the query's dtype, zeros for padding.
+    """
+    states, valid, visible, sink_logits = query.states, query.valid, query.visible, query.sink_logits
+    result = states.new_zeros(*states.shape[:-1], value.shape[-1])
+    alike = valid is None and len(set(zip(store.lengths, store.flushed, strict=True))) == 1
+    batch, heads = states.shape[:2]
+    kwargs: dict[str, Any] = {"scaling": query.scaling, "softcap": query.softcap, "kernels": layer.options.kernels}
+    for rows in [slice(0, batch)] if alike else [slice(row, row + 1) for row in range(batch)]:
+        real = slice(None) if valid is None else real_tokens(valid, rows.start, states.device)
+        new_query, new_key, new_value = (part[rows][:, :, real] for part in (states, key, value))
+        kv_heads, tokens = new_key.shape[1:3]
+        group = heads // kv_heads
+        if not tokens:  # this row is padding from end to end of the call
+            continue
+        grouped_queries = new_query.reshape(-1, kv_heads, group * tokens, new_query.shape[-1])
+        own = (part.repeat_interleave(group, dim=1) for part in (new_key, new_value))
+        mask = None if visible is None else visible.expand(batch, -1, -1)[rows, None, real][..., real]
+        out, lse = partial_attention(new_query, *own, mask=mask, causal=mask is None, **kwargs)
+        if sink_logits is not None:
+            out, lse = merge_partials(out, lse, torch.zeros_like(out), sink_logits.float()[:, None].expand_as(lse))
+        out, lse = out.reshape(*grouped_queries.shape[:3], -1), lse.reshape(grouped_queries.shape[:3])
+        for keys, values in store.local_views(rows):
+            out, lse = merge_partials(out, lse, *partial_attention(grouped_queries, keys, values, **kwargs))
+        for part in stream(store.bulk, rows):
+            at = slice(part.rows.start - rows.start, part.rows.stop - rows.start), part.heads
+            far = partial_attention(grouped_queries[at], part.keys, part.values, **kwargs)
+            out[at], lse[at] = merge_partials(out[at], lse[at], *far)
+            layer.counters.streamed_bytes += part.bulk_read_bytes
+        result[rows, :, real] = out.reshape(*new_query.shape[:3], -1).to(states.dtype)
+    return result

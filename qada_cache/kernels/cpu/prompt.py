@@ -1,0 +1,106 @@
+"""Exact attention of many queries in bfloat16 on the CPU in one call of `prompt.cpp`.
+
+Torch's own multiplies bfloat16 matrices at a third of what a processor with AVX512-BF16 can. It serves on others, and
+in float32, where it is as fast as the processor.
+"""
+
+import ctypes
+import functools
+import subprocess
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from . import check_memory, load
+
+logger = logging.get_logger(__name__)
+
+MIN_QUERIES = 64  # fewer are bound by memory, as decoding is
+MIN_TOKENS = 512  # fewer keys are not worth a build
+SOURCE = Path(__file__).with_name("prompt.cpp")
+INSTRUCTIONS = "avx512_bf16"  # as Linux has it among the processor's flags
+
+
+class Call(ctypes.Structure):
+    """`Call` of prompt.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "lse")),
+        *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("query", "key", "value", "out")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "queries", "tokens")),
+        *((name, ctypes.c_int64) for name in ("causal", "narrow", "threads")),
+        ("scaling", ctypes.c_double),
+    )
+
+
+def supports(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> bool:
+    """Whether `prompt_attention` computes this call, its build included (shapes as there)."""
+    dim, value_dim = query.shape[3], value.shape[3]
+    return (
+        query.device.type == key.device.type == value.device.type == "cpu"
+        and query.dtype == key.dtype == value.dtype == torch.bfloat16
+        and query.shape[2] >= MIN_QUERIES
+        and key.shape[2] >= max(MIN_TOKENS, query.shape[2] if causal else 0)
+        and dim % 2 == value_dim % 16 == 0
+        and query.shape[0] == key.shape[0] == value.shape[0]
+        and query.shape[1] % key.shape[1] == 0
+        and key.shape[:3] == value.shape[:3]
+        and all(tensor.stride(3) == 1 for tensor in (query, key, value))
+        and build(dim, value_dim) is not None
+    )
+
+
+def prompt_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, out: Tensor, lse: Tensor | None = None
+) -> None:
+    """Softmax attention of bfloat16 queries over keys, for calls that `supports` admits: sums in float32, weights in
+    bfloat16, as torch's own.
+
+    Args:
+        query: `[batch, heads, queries, dim]`.
+        key, value: `[batch, kv_heads, tokens, dim or value_dim]`, whose heads serve `heads // kv_heads` each.
+        scaling: of scores.
+        causal: query `i` sees the tokens up to `tokens - queries + i`; else every one sees all.
+        out: bfloat16 or float32 `[batch, heads, queries, value_dim]`, any strides but of dimensions, written.
+        lse: float32 `[batch, heads, queries]` contiguous, written: the log-sum-exp of each query's scores.
+
+    MemoryError, if there is none for keys and values of one head, which are packed for the processor.
+    """
+    kernel = build(query.shape[3], value.shape[3])
+    assert kernel is not None
+    call = Call(
+        *(tensor.data_ptr() for tensor in (query, key, value, out)),
+        None if lse is None else lse.data_ptr(),
+        *((ctypes.c_int64 * 3)(*tensor.stride()[:3]) for tensor in (query, key, value, out)),
+        *(*query.shape[:2], key.shape[1], query.shape[2], key.shape[2]),
+        *(causal, out.dtype == torch.bfloat16, torch.get_num_threads(), scaling),
+    )
+    kernel.prompt_attention(ctypes.byref(call))
+
+
+@functools.cache
+def build(dim: int, value_dim: int) -> ctypes.CDLL | None:
+    """The kernel for these sizes, built if need be; None on a processor without its instructions, and, with one
+    warning, if it cannot be built."""
+    if INSTRUCTIONS not in instructions():
+        return None
+    try:
+        kernel = load(SOURCE, (f"-DDIM={dim}", f"-DVALUE_DIM={value_dim}"))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning_once(f"the fast kernel for prompts could not be built, torch's slower one serves: {error}")
+        return None
+    kernel.prompt_attention.errcheck = check_memory
+    if (size := kernel.call_size()) != ctypes.sizeof(Call):
+        raise RuntimeError(f"prompt.cpp has a Call of {size} bytes, and this module of {ctypes.sizeof(Call)}")
+    return kernel
+
+
+def instructions() -> set[str]:
+    """The names of instruction sets that the processor and the system have, where Linux tells."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next((set(line.split()) for line in file if line.startswith("flags")), set())
+    except OSError:
+        return set()

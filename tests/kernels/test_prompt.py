@@ -1,0 +1,206 @@
+"""The kernel for prompts in bfloat16: against float64 beside torch's own, and in a whole cache."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+from compilers import needs_compiler
+from models import exact, forced, tiny, tiny_like
+from models import prompt as words
+from torch import Tensor
+from torch.nn import functional
+from transformers import DynamicCache
+
+from qada_cache.attention import exact as attention
+from qada_cache.kernels import partial_attention
+from qada_cache.kernels.cpu import prompt
+from qada_cache.versions import pass_cache
+
+needs_pairs = pytest.mark.skipif(
+    prompt.INSTRUCTIONS not in prompt.instructions(), reason="this processor multiplies no pairs of bfloat16"
+)
+pytestmark = [needs_compiler, needs_pairs]
+
+SIZES = [(64, 64), (128, 128), (80, 48), (16, 96), (18, 16), (256, 256)]
+# Around a strip of 6 queries, a block of 96, a chunk of 64 keys and a tile of 256.
+CALLS = [(64, 64), (96, 96), (97, 255), (101, 256), (193, 257), (64, 1000), (700, 700)]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of keys is worth a build."""
+    monkeypatch.setattr(prompt, "MIN_TOKENS", 1)
+
+
+def tensors(queries: int, tokens: int, dim: int, value_dim: int, spread: float = 2.0) -> list[Tensor]:
+    """Some heads of larger buffers, two queries to a key, laid out as models do; nan wherever the kernel has no
+    business."""
+    generator = torch.Generator().manual_seed(tokens)
+    made = []
+    for heads, length, size in ((4, queries, dim), (2, tokens, dim), (2, tokens, value_dim)):
+        whole = torch.full((2, length + 3, heads + 1, size), torch.nan, dtype=torch.bfloat16).transpose(1, 2)
+        part = whole[:, 1:, 2:-1]
+        part.copy_(torch.randn(part.shape, generator=generator) * spread**0.5)
+        made.append(part)
+    return made
+
+
+def in_float64(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp, scores scaled by 0.2."""
+    group = query.shape[1] // key.shape[1]
+    scores = 0.2 * query.double() @ key.double().repeat_interleave(group, 1).mT
+    if causal:
+        seen = torch.ones(scores.shape[2:], dtype=torch.bool).tril(scores.shape[3] - scores.shape[2])
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ value.double().repeat_interleave(group, 1), scores.logsumexp(-1)
+
+
+def by_torch(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    queries, tokens = query.shape[2], key.shape[2]
+    mask = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries) if causal else None
+    dim = max(key.shape[3], value.shape[3])  # torch's fused operator has one for both
+    query, key, value = (functional.pad(each, (0, dim - each.shape[3])) for each in (query, key, value))
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.2, enable_gqa=True)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("dim", "value_dim"), SIZES)
+@pytest.mark.parametrize(("queries", "tokens"), CALLS)
+def test_as_near_to_float64_as_torch(queries: int, tokens: int, dim: int, value_dim: int, causal: bool) -> None:
+    call = tensors(queries, tokens, dim, value_dim)
+    wanted, wanted_lse = in_float64(*call, causal)
+    own = (by_torch(*call, causal)[..., :value_dim] - wanted).abs()
+    out = torch.full((2, queries, 4, value_dim), torch.nan, dtype=torch.bfloat16).transpose(1, 2)
+    lse = torch.full((2, 4, queries), torch.nan)
+    assert prompt.supports(*call, causal=causal)
+    prompt.prompt_attention(*call, scaling=0.2, causal=causal, out=out, lse=lse)
+    error = (out - wanted).abs()
+    assert error.mean() <= 1.02 * own.mean()
+    assert error.max() <= 1.5 * own.max()
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=2e-5, rtol=2e-6)
+
+
+def test_parts_are_not_rounded() -> None:
+    """What `partial_attention` gives others to merge."""
+    query, key, value = tensors(100, 300, 64, 64)
+    wanted, wanted_lse = in_float64(query[:, :2], key, value, False)
+    out, lse = partial_attention(query[:, :2], key, value, scaling=0.2)
+    rounded, _ = partial_attention(query[:, :2], key, value, scaling=0.2, kernels="torch")
+    assert (out - wanted).abs().mean() < 0.7 * (rounded - wanted).abs().mean()
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=2e-5, rtol=2e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_threads_change_nothing(threads: int) -> None:
+    call, before = tensors(300, 300, 64, 64), torch.get_num_threads()
+    outs = []
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        outs.append(torch.empty(2, 4, 300, 64))
+        prompt.prompt_attention(*call, scaling=0.2, causal=True, out=outs[-1])
+    torch.set_num_threads(before)
+    assert torch.equal(*outs)
+
+
+def test_scores_far_apart_and_alike() -> None:
+    """A key that outweighs all others by far, and keys of no weight beside it; the same score everywhere."""
+    query, key, value = tensors(200, 600, 64, 64, spread=100.0)
+    for keys in (key, torch.zeros_like(key)):
+        wanted, wanted_lse = in_float64(query, keys, value, True)
+        out, lse = torch.empty(2, 4, 200, 64), torch.empty(2, 4, 200)
+        prompt.prompt_attention(query, keys, value, scaling=0.2, causal=True, out=out, lse=lse)
+        assert (out - wanted).abs().max() <= 2**-8 * value.abs().max()
+        torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-4, rtol=2e-6)
+
+
+def test_what_is_no_number_stays_so() -> None:
+    query, key, value = (each.clone() for each in tensors(200, 200, 64, 64))
+    query[0, 1, 50, 3] = torch.nan
+    key[1, 0, 120, 5] = torch.nan
+    out = torch.empty(2, 4, 200, 64)
+    prompt.prompt_attention(query, key, value, scaling=0.2, causal=True, out=out)
+    wrong = out.isnan().any(dim=-1)
+    expected = torch.zeros_like(wrong)
+    expected[0, 1, 50] = True
+    expected[1, :2, 120:] = True
+    assert torch.equal(wrong, expected)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dtype": torch.float32},
+        {"queries": 63},
+        {"dim": 17},
+        {"value_dim": 24},
+        {"tokens": 99},
+    ],
+    ids=str,
+)
+def test_other_calls_are_torch_s(changed: dict[str, Any]) -> None:
+    sizes = {"queries": 100, "tokens": 100, "dim": 64, "value_dim": 64, "dtype": torch.bfloat16} | changed
+    dtype = sizes.pop("dtype")
+    call = [each.to(dtype) for each in tensors(**sizes)]
+    assert not prompt.supports(*call, causal=True)
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own attention, and torch's, serve."""
+
+    def fails(*_: Any) -> Any:
+        raise subprocess.SubprocessError("no compiler")
+
+    call = tensors(100, 100, 64, 64)
+    monkeypatch.setattr(prompt, "load", fails)
+    prompt.build.cache_clear()
+    assert not prompt.supports(*call, causal=True)
+    assert not prompt.supports(*call, causal=False)
+    monkeypatch.undo()
+    prompt.build.cache_clear()
+
+
+@pytest.mark.parametrize("calls", [[300, 1], [120, 90, 90, 1], [70, 230, 1]], ids=str)
+def test_in_a_cache(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, chunks and long turns: as near to float64 as with DynamicCache, and by the kernel."""
+    model = tiny("llama", head_dim=16).bfloat16()
+    ids, served = words(301)[0], []
+    original = prompt.prompt_attention
+    monkeypatch.setattr(prompt, "prompt_attention", lambda *a, **k: served.append(a[0].shape[2]) or original(*a, **k))
+    wanted = forced(tiny_like(model, torch.float64), ids, calls, DynamicCache())
+    with torch.no_grad():
+        plain = forced(model, ids, calls, DynamicCache(config=model.config))
+        assert not served
+        got = forced(model, ids, calls, exact(model))
+    assert set(calls) - {1} <= set(served)
+    own, error = (plain - wanted).abs(), (got - wanted).abs()
+    assert error.mean() <= 1.1 * own.mean()
+
+
+@pytest.mark.parametrize("why", ["torch", "gradients", "a mask", "eager"])
+def test_where_the_model_s_own_attention_serves(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = 1 if why == "gradients" else 2
+    model = tiny(
+        "llama", num_hidden_layers=layers, head_dim=16, attention="eager" if why == "eager" else "sdpa"
+    ).bfloat16()
+    ids, mask = words(150, 120) if why == "a mask" else (words(150)[0], None)
+    monkeypatch.setattr(attention.prompt, "prompt_attention", lambda *_, **__: pytest.fail("by the kernel"))
+    cache = exact(model, kernels="torch" if why == "torch" else "auto")
+    for name, weight in model.named_parameters():  # keys that have gradients are refused
+        weight.requires_grad_(why == "gradients" and "q_proj" in name and "layers.0" in name)
+    with torch.set_grad_enabled(why == "gradients"):
+        plain, ours = (
+            model(ids, attention_mask=mask, **pass_cache(used)).logits
+            for used in (DynamicCache(config=model.config), cache)
+        )
+    assert torch.equal(ours, plain)
+    assert ours.requires_grad == (why == "gradients")
+
+
+def test_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt, "instructions", set)
+    prompt.build.cache_clear()
+    assert prompt.build(64, 64) is None
+    prompt.build.cache_clear()
