@@ -26,6 +26,7 @@ from ..kernels.reference import without_autocast
 from ..models import attention_table, unwrap_model
 from ..models.sharding import UNSHARDED, check_sharding
 from ..state.layer import QAdALayer, Seen
+from ..storage.transfers import trim
 from .block_mask import read_block_mask
 from .decode import attend_adaptively
 from .exact import attend_exactly, attend_to_prompt
@@ -34,6 +35,7 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 # Beside the names of flash attention, which are those of kernels from the Hub, too.
 _SERVED = ("eager", "sdpa", "flex_attention")
+TRIMMED_TOKENS = 1024  # the temporaries of a call of fewer are not worth the walk through malloc's heap
 # The name that was in each config when its last cache was built. Configs are compared by identity.
 _switched_on: Any = WeakIdKeyDictionary()
 
@@ -214,6 +216,8 @@ def _attend(
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
     if empty or long:
         layer.store.absorb(key, value, valid)
+        if queries >= TRIMMED_TOKENS and query.device.type == "cpu":
+            trim()
     elif exact:  # a few tokens, of which drafts are cropped again: that is cheap while they have not been flushed
         layer.store.append(key, value, valid)
     layer.incoming = None
