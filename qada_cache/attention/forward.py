@@ -36,6 +36,7 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 # Beside the names of flash attention, which are those of kernels from the Hub, too.
 _SERVED = ("eager", "sdpa", "flex_attention")
 TRIMMED_TOKENS = 1024  # the temporaries of a call of fewer are not worth the walk through malloc's heap
+TRIM_EVERY = 4  # layers: what is given back has to be asked for again, a tenth of the time of a short prompt's layer
 # The name that was in each config when its last cache was built. Configs are compared by identity.
 _switched_on: Any = WeakIdKeyDictionary()
 
@@ -216,7 +217,9 @@ def _attend(
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
     if empty or long:
         layer.store.absorb(key, value, valid)
-        if queries >= TRIMMED_TOKENS and query.device.type == "cpu":
+        place = layer.shared.model.layers.index(layer.index) + 1
+        is_due = place % TRIM_EVERY == 0 or place == len(layer.shared.model.layers)
+        if is_due and queries >= TRIMMED_TOKENS and query.device.type == "cpu":
             trim()
     elif exact:  # a few tokens, of which drafts are cropped again: that is cheap while they have not been flushed
         layer.store.append(key, value, valid)

@@ -287,8 +287,8 @@ def resident():
 
 kept, freed = [], []
 for _ in range(200):  # blocks that malloc has in its heap, with what stays between them
-    freed.append(torch.ones(2**15))
-    kept.append(torch.ones(64))
+    freed.append(torch.ones(2**14))
+    kept.append(torch.ones(2**11))
 held = resident()
 del freed
 before = resident()
@@ -301,15 +301,16 @@ print(held - before, before - resident())
 def test_free_memory_goes_back_to_the_system() -> None:
     done = subprocess.run([sys.executable, "-c", LOOSE], capture_output=True, text=True, check=True)
     by_itself, by_us = map(float, done.stdout.split())
-    assert by_itself < 5
-    assert by_us > 20  # of 25 MiB
+    assert by_itself < 3
+    assert by_us > 6  # of 12.5 MiB, by pages
 
 
-@pytest.mark.parametrize(("tokens", "times"), [(40, 0), (30, 0), (100, 2)])
-def test_every_layer_of_a_long_call_trims(tokens: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tokens", "times"), [(40, 0), (100, 3)])
+def test_some_layers_of_a_long_call_trim(tokens: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[None] = []
     monkeypatch.setattr(forward, "TRIMMED_TOKENS", 50)
     monkeypatch.setattr(forward, "trim", lambda: called.append(None))
-    model = tiny()
+    monkeypatch.setattr(forward, "TRIM_EVERY", 2)
+    model = tiny(num_hidden_layers=5)
     forced(model, prompt(tokens)[0], [tokens], exact(model))
     assert len(called) == times
