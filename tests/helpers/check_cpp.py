@@ -4,28 +4,38 @@ import platform
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 
 from qada_cache.kernels import cpu
+from qada_cache.kernels.cpu import prompt
 
 SIZES = (("BFLOAT16", 64, 64, 4), ("FLOAT32", 128, 128, 1), ("FLOAT16", 80, 64, 7))  # element, dims, queries
 PROCESSORS = {"x86_64": ("x86-64", "x86-64-v3", "x86-64-v4"), "aarch64": ("armv8-a",)}
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 # Nothing else is linked, so that it is all the same how wide vectors are passed; GCC's own headers for AVX-512 leave
 # values uninitialised.
-UNWARNED = {"x86-64": ("-Wno-psabi",), "x86-64-v4": ("-Wno-uninitialized", "-Wno-maybe-uninitialized")}
+UNINITIALIZED = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
+UNWARNED = {"x86-64": ("-Wno-psabi",), "x86-64-v4": UNINITIALIZED, "cooperlake": UNINITIALIZED}
+PROMPT_SIZES = ((64, 64), (128, 128), (80, 48))
 
 
 def main() -> int:
     """The number of builds that a warning stopped."""
-    flags = [flag for flag in cpu.FLAGS if flag not in ("-w", "-march=native", "-shared", "-O3")]
-    failed = 0
-    for (element, dim, value_dim, queries), processor in product(SIZES, PROCESSORS.get(platform.machine(), ())):
-        sizes = cpu.define(element, dim, value_dim, queries)
-        command = [cpu._compiler(), *flags, "-O1", f"-march={processor}", *WARNINGS, *UNWARNED.get(processor, ())]
-        done = subprocess.run([*command, *sizes, "-c", str(cpu.SOURCE), "-o", "/dev/null"], check=False)
-        failed += done.returncode != 0
-        print(processor, *sizes, "failed" if done.returncode else "is clean", flush=True)
+    machine, failed = platform.machine(), 0
+    for each, processor in product(SIZES, PROCESSORS.get(machine, ())):
+        failed += not is_clean(cpu.SOURCE, cpu.define(*each), processor)
+    for sizes in PROMPT_SIZES if machine == "x86_64" else ():
+        failed += not is_clean(prompt.SOURCE, prompt.define(*sizes), "cooperlake")
     return failed
+
+
+def is_clean(source: Path, sizes: tuple[str, ...], processor: str) -> bool:
+    """Whether `source` compiles without a warning."""
+    flags = [flag for flag in cpu.FLAGS if flag not in ("-w", "-march=native", "-shared", "-O3")]
+    command = [cpu._compiler(), *flags, "-O1", f"-march={processor}", *WARNINGS, *UNWARNED.get(processor, ())]
+    done = subprocess.run([*command, *sizes, "-c", str(source), "-o", "/dev/null"], check=False)
+    print(source.name, processor, *sizes, "failed" if done.returncode else "is clean", flush=True)
+    return not done.returncode
 
 
 if __name__ == "__main__":

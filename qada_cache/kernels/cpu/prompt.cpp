@@ -102,8 +102,8 @@ INLINED void score(const uint32_t (*query)[PAIRS], const uint32_t* keys, float (
             UNROLLED for (int c = 0; c < 4; c++) sums[q][c] = _mm512_dpbf16_ps(sums[q][c], column[c], row);
         }
     }
-    UNROLLED for (int q = 0; q < STRIP; q++)
-        UNROLLED for (int c = 0; c < 4; c++) _mm512_storeu_ps(scores[q] + c * LANES, sums[q][c]);
+    UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < 4; c++)
+        _mm512_storeu_ps(scores[q] + c * LANES, sums[q][c]);
 }
 
 // What is known of a strip's queries after some tiles: sums of weighted values, of weights, and the largest score, in
@@ -137,25 +137,23 @@ INLINED float weigh(Strip& strip, int q, float* scores, int columns, int64_t vis
 }
 
 // Adds a tile's weighted values to a strip's sums, which are multiplied by `kept` first.
-INLINED void add(Strip& strip, const float* kept, const uint16_t (*weights)[TILE], const uint32_t* values, int columns) {
+INLINED void add(Strip& strip, const float* kept, const uint16_t (*weights)[TILE], const uint32_t* values,
+                 int columns) {
     for (int slab = 0; slab < ROW; slab += SLAB) {
         __m512 sums[STRIP][SLAB];
-        UNROLLED for (int q = 0; q < STRIP; q++)
-            UNROLLED for (int c = 0; c < SLAB; c++)
-                sums[q][c] = _mm512_mul_ps(_mm512_set1_ps(kept[q]),
-                                           _mm512_loadu_ps(strip.sums[q] + (slab + c) * LANES));
+        UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < SLAB; c++) sums[q][c] =
+            _mm512_mul_ps(_mm512_set1_ps(kept[q]), _mm512_loadu_ps(strip.sums[q] + (slab + c) * LANES));
         for (int pair = 0; pair < columns / 2; pair++) {
             __m512bh column[SLAB];
-            UNROLLED for (int c = 0; c < SLAB; c++)
-                column[c] = pairs_at(values + pair * VALUE_DIM + (slab + c) * LANES);
+            UNROLLED for (int c = 0; c < SLAB; c++) column[c] =
+                pairs_at(values + pair * VALUE_DIM + (slab + c) * LANES);
             UNROLLED for (int q = 0; q < STRIP; q++) {
                 const __m512bh row = repeated(loaded<uint32_t>(weights[q] + 2 * pair));
                 UNROLLED for (int c = 0; c < SLAB; c++) sums[q][c] = _mm512_dpbf16_ps(sums[q][c], column[c], row);
             }
         }
-        UNROLLED for (int q = 0; q < STRIP; q++)
-            UNROLLED for (int c = 0; c < SLAB; c++)
-                _mm512_storeu_ps(strip.sums[q] + (slab + c) * LANES, sums[q][c]);
+        UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < SLAB; c++)
+            _mm512_storeu_ps(strip.sums[q] + (slab + c) * LANES, sums[q][c]);
     }
 }
 
@@ -165,11 +163,13 @@ void write(const Call& call, const Strip& strip, int q, int64_t batch, int64_t h
     const float share = 1 / strip.total[q];
     for (int d = 0; d < VALUE_DIM; d += LANES) {
         __m512 row = _mm512_mul_ps(_mm512_set1_ps(share), _mm512_loadu_ps(strip.sums[q] + d));
-        if (call.narrow) _mm256_storeu_si256((__m256i*)((uint16_t*)call.out + at + d), (__m256i)_mm512_cvtneps_pbh(row));
+        if (call.narrow)
+            _mm256_storeu_si256((__m256i*)((uint16_t*)call.out + at + d), (__m256i)_mm512_cvtneps_pbh(row));
         else _mm512_storeu_ps((float*)call.out + at + d, row);
     }
     if (call.lse)
-        call.lse[(batch * call.heads + head) * call.queries + query] = (strip.peak[q] + std::log2(strip.total[q])) * LN_2;
+        call.lse[(batch * call.heads + head) * call.queries + query] =
+            (strip.peak[q] + std::log2(strip.total[q])) * LN_2;
 }
 
 // The queries of a block, of all heads that share `keys` and `values`, packed: a tile serves all of them in turn.
@@ -195,8 +195,10 @@ void attend(const Call& call, int64_t batch, int64_t kv_head, int64_t start, con
             alignas(64) float scores[STRIP][TILE], kept[STRIP];
             alignas(64) uint16_t weights[STRIP][TILE];
             for (int q = 0; q < STRIP; q++)  // the last one again, where there are fewer
-                std::memcpy(query[q], call.query + batch * call.query_strides.batch + head * call.query_strides.head +
-                                          std::min(first + q, last) * call.query_strides.token, sizeof query[q]);
+                std::memcpy(query[q],
+                            call.query + batch * call.query_strides.batch + head * call.query_strides.head +
+                                std::min(first + q, last) * call.query_strides.token,
+                            sizeof query[q]);
             for (int column = 0; column < columns; column += CHUNK)
                 score(query, keys + (tile + column) * PAIRS, (float (*)[TILE])(scores[0] + column));
             for (int q = 0; q < STRIP; q++)

@@ -80,6 +80,11 @@ def prompt_attention(
     kernel.prompt_attention(ctypes.byref(call))
 
 
+def define(dim: int, value_dim: int) -> tuple[str, ...]:
+    """The macros that `SOURCE` is built with."""
+    return f"-DDIM={dim}", f"-DVALUE_DIM={value_dim}"
+
+
 @functools.cache
 def build(dim: int, value_dim: int) -> ctypes.CDLL | None:
     """The kernel for these sizes, built if need be; None on a processor without its instructions, and, with one
@@ -87,7 +92,7 @@ def build(dim: int, value_dim: int) -> ctypes.CDLL | None:
     if INSTRUCTIONS not in instructions():
         return None
     try:
-        kernel = load(SOURCE, (f"-DDIM={dim}", f"-DVALUE_DIM={value_dim}"))
+        kernel = load(SOURCE, define(dim, value_dim))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning_once(f"the fast kernel for prompts could not be built, torch's slower one serves: {error}")
         return None
