@@ -21,7 +21,7 @@ def attend_to_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor)
     states = query.states
     if layer.options.kernels == "torch" or query.softcap is not None or query.sink_logits is not None:
         return None
-    if not prompt.supports(states, key, value, causal=True) or (torch.is_grad_enabled() and states.requires_grad):
+    if not prompt.serves(states, key, value, causal=True) or (torch.is_grad_enabled() and states.requires_grad):
         return None
     batch, heads, tokens = states.shape[:3]
     out = states.new_empty(batch, tokens, heads, value.shape[3])

@@ -51,7 +51,7 @@ def partial_attention(
         ours = kernels != "torch" and not causal and cpu.supports(query, key, value)
         if ours and (found := cpu.compiled_partial_attention(query, key, value, scaling=scaling)) is not None:
             return found
-        if kernels != "torch" and prompt.supports(query, key, value, causal=causal):
+        if kernels != "torch" and prompt.serves(query, key, value, causal=causal):
             out = query.new_empty(*query.shape[:3], value.shape[3], dtype=torch.float32)
             lse = query.new_empty(query.shape[:3], dtype=torch.float32)
             prompt.prompt_attention(query, key, value, scaling=scaling, causal=causal, out=out, lse=lse)

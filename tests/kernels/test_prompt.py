@@ -75,7 +75,7 @@ def test_as_near_to_float64_as_torch(queries: int, tokens: int, dim: int, value_
     own = (by_torch(*call, causal)[..., :value_dim] - wanted).abs()
     out = torch.full((2, queries, 4, value_dim), torch.nan, dtype=torch.bfloat16).transpose(1, 2)
     lse = torch.full((2, 4, queries), torch.nan)
-    assert prompt.supports(*call, causal=causal)
+    assert prompt.serves(*call, causal=causal)
     prompt.prompt_attention(*call, scaling=0.2, causal=causal, out=out, lse=lse)
     error = (out - wanted).abs()
     assert error.mean() <= 1.02 * own.mean()
@@ -144,7 +144,7 @@ def test_other_calls_are_torch_s(changed: dict[str, Any]) -> None:
     sizes = {"queries": 100, "tokens": 100, "dim": 64, "value_dim": 64, "dtype": torch.bfloat16} | changed
     dtype = sizes.pop("dtype")
     call = [each.to(dtype) for each in tensors(**sizes)]
-    assert not prompt.supports(*call, causal=True)
+    assert not prompt.serves(*call, causal=True)
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +156,8 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     call = tensors(100, 100, 64, 64)
     monkeypatch.setattr(prompt, "load", fails)
     prompt.build.cache_clear()
-    assert not prompt.supports(*call, causal=True)
-    assert not prompt.supports(*call, causal=False)
+    assert not prompt.serves(*call, causal=True)
+    assert not prompt.serves(*call, causal=False)
     monkeypatch.undo()
     prompt.build.cache_clear()
 

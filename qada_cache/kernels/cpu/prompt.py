@@ -35,7 +35,7 @@ class Call(ctypes.Structure):
     )
 
 
-def supports(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> bool:
+def serves(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> bool:
     """Whether `prompt_attention` computes this call, its build included (shapes as there)."""
     dim, value_dim = query.shape[3], value.shape[3]
     return (
@@ -55,7 +55,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> bool
 def prompt_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, out: Tensor, lse: Tensor | None = None
 ) -> None:
-    """Softmax attention of bfloat16 queries over keys, for calls that `supports` admits: sums in float32, weights in
+    """Softmax attention of bfloat16 queries over keys, for calls that `serves` admits: sums in float32, weights in
     bfloat16, as torch's own.
 
     Args:
