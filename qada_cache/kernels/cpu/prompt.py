@@ -1,7 +1,6 @@
 """Exact attention of many queries in bfloat16 on the CPU in one call of `prompt.cpp`.
 
-Torch's own multiplies bfloat16 matrices at a third of what a processor with AVX512-BF16 can. It serves on others, and
-in float32, where it is as fast as the processor.
+Torch's own leaves most of what a processor with AVX512-BF16 can multiply unused. It serves on others, and in float32.
 """
 
 import ctypes
