@@ -105,7 +105,7 @@ class TokenStore:
         """Add at most `window` recent tokens to every row; `valid` `[batch, tokens]` is None without padding."""
         tokens = keys.shape[2]
         if self.end + tokens > self.capacity:
-            groups = self._alike(self.lengths, self.flushed)
+            groups = self._group_rows(self.lengths, self.flushed)
             self._set_recent(groups, [self._flush(rows, self._recent(rows), exact=False) for rows in groups])
         if valid is None:
             self.reserve(self.end + tokens)
@@ -121,7 +121,7 @@ class TokenStore:
     def absorb(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Add any number of tokens: each row keeps its window, everything older is flushed at once."""
         self._catch_up(range(self.batch))
-        groups = self._alike(self.lengths, self.flushed) if valid is None else self._single_rows()
+        groups = self._group_rows(self.lengths, self.flushed) if valid is None else self._single_rows()
         recents = [self._flush(rows, self._extended(rows, (keys, values), valid), exact=True) for rows in groups]
         self._set_recent(groups, recents)
         self._lengthen(keys.shape[2], valid, exact=True)
@@ -139,7 +139,7 @@ class TokenStore:
         if flushed == self.flushed and len(set(removed)) == 1:
             self.end -= removed[0]
         else:  # the window reaches back into flushed tokens, or rows lose different numbers of tokens
-            groups = self._alike(flushed, lengths, self.flushed, self.lengths)
+            groups = self._group_rows(flushed, lengths, self.flushed, self.lengths)
             self._set_recent(groups, [self.tokens(rows, flushed[rows.start], lengths[rows.start]) for rows in groups])
         self.lengths, self.flushed = lengths, flushed
         self.exact, self.alike = (list(map(min, counts, lengths)) for counts in (self.exact, self.alike))
@@ -214,7 +214,7 @@ class TokenStore:
     def _single_rows(self) -> list[slice]:
         return [slice(row, row + 1) for row in range(self.batch)]
 
-    def _alike(self, *per_row: list[int]) -> list[slice]:
+    def _group_rows(self, *per_row: list[int]) -> list[slice]:
         """Groups of rows that can be handled as one: all of them if these counts agree, else one by one."""
         return [slice(0, self.batch)] if all(len(set(counts)) == 1 for counts in per_row) else self._single_rows()
 

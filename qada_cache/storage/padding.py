@@ -4,8 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 HIDDEN = -1e4  # what hides a token if it, or less, is added to its score
+# What `real_tokens` found, for the layers behind the first: a copy to the device is waited for. It goes with the flags.
+_places: Any = WeakIdKeyDictionary()
 
 
 class Padding:
@@ -139,8 +142,7 @@ def read_mask(mask: Tensor, *, batch: int, seen: int, queries: int) -> tuple[Ten
 def real_tokens(valid: Tensor, row: int, device: torch.device) -> slice | Tensor:
     """Which tokens of a row are real, from bool `[batch, tokens]` on the host, as an index for a tensor on `device`; a
     slice, which selects a view, if they are neighbours."""
-    # Kept for the layers behind the first, as a copy to the device is waited for.
-    known = vars(valid).setdefault("real_tokens", {})
+    known = _places.setdefault(valid, {})
     if (row, device) not in known:
         real = valid[row].nonzero().squeeze(-1)
         first, last = (int(real[0]), int(real[-1]) + 1) if len(real) else (0, 0)

@@ -1,0 +1,137 @@
+"""What a cache holds, and what the process takes for it: `python -m eval.memory`.
+
+    python -m eval.memory --model smollm2 --tokens 7500 --dtype bfloat16 --out eval/results/memory-smollm2.csv
+
+Every cache has a process of its own: it loads the model, its key moments and kernels, reads a text and decodes behind
+it. `held_mib` is what `stats()` counts, sketch, moments and room to grow included; `peak_mib` is the most memory of the
+process above what it had before the text (Linux: `VmHWM`). `over_dynamic` and `peak_over_dynamic` are these over
+DynamicCache's. A table that exists is added to.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from eval.shared import language_model
+from eval.shared.tables import machine, new_file, plain, write
+from qada_cache import QAdACache, prepare
+from qada_cache.stats import bytes_held
+from qada_cache.tuning.measuring import default_text
+from qada_cache.versions import pass_cache
+
+DYNAMIC = "DynamicCache"
+BITS = {"QAdACache": None, "QAdACache, 16 bits": 16, "QAdACache, 8 bits": 8, "QAdACache, 4 bits": 4}
+CACHES = (DYNAMIC, *BITS)
+MIB = 2**20
+
+
+def status(name: str) -> int:
+    """Bytes of this process, by a name of `/proc/self/status`."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def make(model: PreTrainedModel, name: str) -> Cache:
+    """The cache of this name, empty."""
+    return DynamicCache(config=model.config) if name == DYNAMIC else QAdACache(model, bulk_bits=BITS[name])
+
+
+@torch.inference_mode()
+def run(options: argparse.Namespace) -> dict[str, int]:
+    """One cache, in this process."""
+    model, tokenizer = language_model.load(options.model, dtype=options.dtype)
+    ids = tokenizer(default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
+    if ids.shape[1] < options.tokens:
+        raise SystemExit(f"the text has {ids.shape[1]} tokens, which are fewer than {options.tokens}")
+    prepare(model)
+
+    def decode(given: torch.Tensor, tokens: int) -> Cache:
+        cache = make(model, options.cache)
+        model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            **pass_cache(cache),
+            do_sample=False,
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
+            pad_token_id=0,
+        )
+        return cache
+
+    decode(ids[:, :1500], 2)  # kernels are built, and what libraries keep is there
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the highest so far is forgotten
+    before = status("VmRSS")
+    cache = decode(ids, options.new_tokens)
+    peak = status("VmHWM") - before
+    on_device, on_host = bytes_held(cache)
+    if isinstance(cache, QAdACache):
+        stats = cache.stats()
+        on_device, on_host = stats.device_bytes, stats.host_bytes
+    return {"held": on_device + on_host, "peak": peak}
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for every cache, medians over rounds."""
+    found: dict[str, list[dict[str, int]]] = {name: [] for name in CACHES}
+    given = {"model": options.model, "tokens": options.tokens, "dtype": options.dtype, "new-tokens": options.new_tokens}
+    with tqdm(total=options.rounds * len(CACHES), unit="process") as bar:
+        for _ in range(options.rounds):
+            for name, taken in found.items():
+                bar.set_postfix_str(name)
+                named = given | {"cache": name}
+                told = [part for key, value in named.items() for part in (f"--{key}", str(value))]
+                command = [sys.executable, "-m", "eval.memory", *told]
+                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+                taken.append(json.loads(done.stdout.splitlines()[-1]))
+                bar.update()
+
+    def middle(name: str, what: str) -> int:
+        return sorted(each[what] for each in found[name])[options.rounds // 2]
+
+    rows = []
+    for name in CACHES:
+        row: dict[str, Any] = {"cache": name, "tokens": options.tokens, "new_tokens": options.new_tokens}
+        for what, over in (("held", "over_dynamic"), ("peak", "peak_over_dynamic")):
+            row[f"{what}_mib"] = f"{middle(name, what) / MIB:.1f}"
+            row[over] = f"{middle(name, what) / middle(DYNAMIC, what):.3f}"
+        rows.append(row)
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m eval.memory", description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("--model", default=language_model.DEFAULT, help=language_model.HELP)
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: %(default)s)")
+    add("--tokens", type=int, default=7500, help="of the text (default: %(default)s)")
+    add("--new-tokens", type=int, default=64, help="decoded behind it (default: %(default)s)")
+    add("--rounds", type=int, default=1, help="of all caches; figures are medians (default: %(default)s)")
+    add("--cache", choices=CACHES, help="one alone, in this process, as the others' are called")
+    add("--out", type=new_file, help="table to write or to add to, a CSV file")
+    options = parser.parse_args(arguments)
+    if min(options.tokens, options.new_tokens, options.rounds) < 1:
+        parser.error("--tokens, --new-tokens and --rounds must be at least 1")
+    if not Path("/proc/self/clear_refs").exists():
+        parser.error("peaks are read from /proc, which this system has not: run it on Linux")
+    if options.cache:
+        print(json.dumps(run(options)))
+        return 0
+    rows = measure(options)
+    print(machine())
+    print(plain(rows))
+    if options.out:
+        about = {"model": language_model.label(options.model), "dtype": options.dtype, "machine": machine()}
+        write(options.out, rows, add=True, **about)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
