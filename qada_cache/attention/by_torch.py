@@ -45,7 +45,7 @@ def attend_by_torch(
         whole, selecting, chosen = select(grouped, flags, local[1], store.bulk.lengths, query, rows, operands)
         bulk = attend_bulk(layer, store, query, operands, whole, chosen)
     out, read_lse = bulk.merge(*local, flags)
-    _count_and_prefetch(layer, store, selecting)
+    _count_and_prefetch(layer, store, selecting, whole)
     if layer.is_observed():
 
         def find_true_log_bulk() -> Tensor:
@@ -141,12 +141,19 @@ def _has_float64(device: torch.device) -> bool:
     return True
 
 
-def _count_and_prefetch(layer: QAdALayer, store: TokenStore, selecting: list[list[bool]]) -> None:
+def _count_and_prefetch(
+    layer: QAdALayer, store: TokenStore, selecting: list[list[bool]], whole: list[list[bool]]
+) -> None:
     """Count the sketch's bytes, update residents, and prefetch heads of the next layer."""
     bulk, counters = store.bulk, layer.counters
+    for row, length in enumerate(bulk.lengths):
+        heads = sum(selecting[row]) if selecting else 0
+        if bulk.records is not None and bulk.stored[row]:  # whose keys follow from the sketch
+            heads += sum(whole[row])
+        if heads:
+            assert bulk.sketch is not None
+            counters.sketch_read_bytes += bulk.sketch.tensors.read_bytes(length) * heads
     if selecting and store.sketch is not None:
-        for length, heads in zip(bulk.lengths, selecting, strict=True):
-            counters.sketch_read_bytes += store.sketch.tensors.read_bytes(length) * sum(heads)
         if bulk.offloaded and layer.options.device_budget:
             counters.bulk_read_bytes += reading.update_residency(bulk, torch.tensor(selecting, device="cpu"))
     if any(bulk.lengths) and layer.next_layer is not None and layer.next_layer.store is not None:

@@ -58,6 +58,9 @@ def find_operands(layer: QAdALayer, store: TokenStore, *, by_kernel: bool) -> Op
     found.group_rule, found.token_threshold = options.group_rule, options.token_threshold
     if sketch is not None and (sketch.in_use or not by_kernel):
         found.sketch = sketch.tensors
+    if by_kernel and bulk.sketch is not None and (records := bulk.records) is not None:
+        found.records, found.sketch = records, bulk.sketch.tensors  # keys follow from it, whether or not it selects
+        found.token_threshold = options.token_threshold if store.selects else 0.0
     if by_kernel:
         device = store.local_keys.device
         found.bulk_read_bytes = counters.on(device, "bulk_read_bytes")
@@ -73,10 +76,11 @@ def find_kernel(layer: QAdALayer, store: TokenStore, states: Tensor) -> Callable
     """What `choice.decode_kernel` says of queries `[batch, heads, 1, dim]`, asked again when anything is different."""
     bulk, sketch, options = store.bulk, store.sketch, layer.options
     layout = sketch.layout if sketch is not None and sketch.in_use else None
-    key = weakref.ref(options), layout, bulk.capacity, states.shape, states.dtype, states.device
+    records = bulk.records
+    key = weakref.ref(options), layout, bulk.capacity, records is None, states.shape, states.dtype, states.device
     if layer.binding.kernel is None or layer.binding.kernel[0] != key:
         call = states, bulk.keys, bulk.values, options.criterion, options.kernels
-        kernel = choice.decode_kernel(*call, layout=layout, coded=store.records is not None)
+        kernel = choice.decode_kernel(*call, layout=layout, records=records)
         layer.binding.kernel = key, kernel
     return layer.binding.kernel[1]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..sketch import Layout
+from ..sketch.coded import Records
 from . import decode_reference
 from .cpu import compiled_decode
 
@@ -27,7 +28,7 @@ MAX_DIM = 256
 CAPABILITY = (8, 0)  # of a CUDA device; older ones lack what the kernel is compiled to
 INSTALL = {"linux": "pip install 'qada-cache[triton]'", "win32": "pip install triton-windows"}  # by sys.platform
 KINDS = ("auto", "torch", "triton")
-CODED = "no kernel reads a bulk in 8 or 4 bits: leave bulk_bits at 16"
+CODED = "it does not read a bulk in 8 or 4 bits: leave bulk_bits at 16"
 
 
 @functools.cache
@@ -77,20 +78,20 @@ def decode_kernel(
     kernels: str,
     layout: Layout | None = None,
     *,
-    coded: bool = False,
+    records: Records | None = None,
 ) -> Callable | None:
     """The `fused_decode` that is to compute such calls, None for the torch path of attention/decode.py.
 
     Arguments as for `unsupported_reason`; `kernels` is one of `KINDS`, `layout` that of the sketch that selects the
-    call's tokens, None if all are read, and `coded` bulks lie in records, with these tensors beside. RuntimeError, if
-    it is "triton", and the kernel cannot compute the call.
+    call's tokens, None if all are read, and `records` are as in `Operands`. RuntimeError, if it is "triton", and the
+    kernel cannot compute the call.
     """
     call = (query, bulk_keys, bulk_values, criterion)
-    if kernels == "auto" and not coded and compiled_decode.supports(*call):
+    if kernels == "auto" and compiled_decode.supports(*call, records):
         return compiled_decode.fused_decode
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
         return None
-    reason = CODED if coded else unsupported_reason(*call)
+    reason = unsupported_reason(*call) if records is None else CODED
     if reason is None:
         from .triton import fused_decode
 

@@ -2,13 +2,15 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..sketch import MIN_TOKENS, Layout
+from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, closed_tokens
 from ..sketch.codec import Sketch
+from ..sketch.coded import decode_keys, decode_values, predicted_keys
 from .operands import Operands, Query, Rows
 from .query_adaptive import BulkAttention, attend_local, decide, group_queries, score_local, select, sum_local
 from .reference import find_fault
@@ -21,6 +23,10 @@ def decode_step(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tens
     head read its bulk (there is one, and the query is decided).
     """
     assert query.log_bulk is not None
+    if layer.records is not None:
+        decoded = decode_records(layer, rows.bulk_lengths.expand(len(query.states)).tolist())
+        out, flags = decode_step(replace(query, states=query.states.float()), rows, decoded)
+        return out.to(query.states.dtype), flags
     grouped, lengths = group_queries(query, layer.kv_heads), rows.bulk_lengths.expand(len(query.states)).tolist()
     # Cleared, because a weight of 0 does not keep a nan out of a sum.
     keys, values = (
@@ -44,6 +50,33 @@ def decode_step(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tens
         for length, heads in zip(lengths, selecting, strict=False):
             layer.sketch_read_bytes += layer.sketch.read_bytes(length) * sum(heads)
     return out.reshape(*query.states.shape[:3], -1).to(query.states.dtype), flags
+
+
+def decode_records(layer: Operands, lengths: list[int]) -> Operands:
+    """The same layer without records, in float32. It counts no bytes."""
+    assert layer.records is not None and layer.sketch is not None
+    tensor, weights, layout = layer.records.tensor, layer.records.weights, layer.records.layout
+    longest, device = max(lengths), tensor.device
+    keys, values = (
+        part.new_zeros(*part.shape[:2], longest, part.shape[3], dtype=torch.float32)
+        for part in (layer.bulk_keys, layer.bulk_values)
+    )
+    for row, length in enumerate(lengths):
+        closed, one = closed_tokens(length), (slice(row, row + 1),)
+        if closed:
+            made = {name: part[one] for name, part in layer.sketch.tensors().items()}
+            made |= {name: made[name][..., :closed] for name in ("codes", "scales")}
+            index = torch.arange(closed, device=device) // SEGMENT_TOKENS
+            records = tensor[one][:, :, :closed]
+            predicted = predicted_keys(made, layer.sketch.layout, of=index)
+            keys[row, :, :closed] = decode_keys(records, predicted, weights, layout)[0]
+            values[row, :, :closed] = decode_values(records, layout)[0]
+        for decoded, beside in ((keys, layer.bulk_keys), (values, layer.bulk_values)):
+            decoded[row, :, closed:length] = beside[row, :, : length - closed]
+    sketch = layer.sketch if layer.token_threshold > 0 else None
+    local = layer.local_keys.float(), layer.local_values.float()
+    options = {"group_rule": layer.group_rule, "token_threshold": layer.token_threshold, "sketch": sketch}
+    return Operands(*local, keys, values, layer.logit_threshold, **options)
 
 
 def _gather(layer: Operands, row: int, head: int, tokens: slice | Tensor) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sketch import BLOCK
+from ..sketch import BLOCK, closed_tokens
 from ..sketch.codec import Sketch, sketch_fields
+from ..sketch.coded import Records
 
 PENDING_SHARE = 4  # see `Rows.own_log_tokens`
 
@@ -72,6 +73,7 @@ class Rows:
     device: torch.device = field(init=False)
     number: int = field(init=False)  # the greatest `rows`
     longest: int | None = field(init=False, default=None)  # length; None where to look would be to wait for the device
+    longest_open: int = field(init=False, default=0)  # of these, not in `closed_tokens`
     derived: Any = field(init=False, default=None, repr=False)  # a kernel's
 
     def __post_init__(self) -> None:
@@ -95,7 +97,7 @@ class Rows:
                 )
         if self.bulk_lengths.is_cpu:
             lengths = self.bulk_lengths.tolist()
-            self.longest = max(lengths)
+            self.longest, self.longest_open = max(lengths), max(length - closed_tokens(length) for length in lengths)
             if min(lengths) < 0:
                 raise OperandError("bulk_lengths", lengths, "of tokens, which are not negative")
 
@@ -164,7 +166,7 @@ class Operands:
 
     local_keys: Tensor  # `[batch, kv_heads, columns or more, dim]`, in the dtype of queries, as all keys and values
     local_values: Tensor  # likewise, of `value_dim`
-    bulk_keys: Tensor  # `[batch, kv_heads, capacity, dim]`
+    bulk_keys: Tensor  # `[batch, kv_heads, capacity, dim]`; with `records` those that follow a row's
     bulk_values: Tensor  # likewise, of `value_dim`
     logit_threshold: float  # as for `criterion.long_context`
     group_rule: str = "head"  # as for `criterion.group_decision`
@@ -173,6 +175,9 @@ class Operands:
     # bulk has `MIN_TOKENS` and more. A group reads all if one of its long-context heads finds the sketch `unreliable`,
     # and so does every group without a sketch.
     sketch: Sketch | None = None
+    # With a sketch: what bulks of `MIN_TOKENS` and more have their `closed_tokens` in. Without a token threshold the
+    # sketch then selects nothing.
+    records: Records | None = None
     bulk_read_bytes: Tensor | None = None  # int64 `[]`: the needed bytes of the bulk are added to it
     sketch_read_bytes: Tensor | None = None  # int64 `[]`: likewise, of the sketch
     # int64 `[batch, kv_heads, 2]`, contiguous: the addresses of a resident head's keys and values, which lie token by
@@ -192,6 +197,7 @@ class Operands:
         return (
             *(self.local_keys, self.local_values, self.bulk_keys, self.bulk_values),
             *(self.sketch, self.bulk_read_bytes, self.sketch_read_bytes),
+            *((None, None) if self.records is None else (self.records.tensor, self.records.weights)),
         )
 
 
@@ -205,10 +211,16 @@ def check(query: Query, rows: Rows, layer: Operands) -> None:
         raise OperandError("local", describe(rows.local), f"of {batch} rows or 1, and of one query, as the queries are")
     if rows.columns > layer.local_keys.shape[2]:
         raise OperandError("local", describe(rows.local), f"of {layer.local_keys.shape[2]} columns at most")
-    if rows.longest is not None and rows.longest > layer.bulk_keys.shape[2]:
-        raise OperandError(
-            "bulk_lengths", rows.longest, f"at most {layer.bulk_keys.shape[2]}, as the bulk has room for"
-        )
+    if rows.longest is not None:
+        room, needed = layer.bulk_keys.shape[2], rows.longest
+        if layer.records is not None:
+            assert layer.sketch is not None
+            most = min(layer.records.tensor.shape[2], closed_tokens(layer.sketch.scales.shape[2]))
+            if closed_tokens(rows.longest) > most:
+                raise OperandError("bulk_lengths", rows.longest, f"of {most} tokens in records at most")
+            needed = rows.longest_open
+        if needed > room:
+            raise OperandError("bulk_lengths", needed, f"at most {room}, as the bulk has room for")
     if not known:
         layer.binding.remember(query, layer)
 
@@ -239,8 +251,13 @@ def _check_layer(query: Query, layer: Operands) -> None:
         capacity, words = layer.sketch.scales.shape[2], layer.sketch.codes.shape[2]
         if dim % BLOCK or not 0 < words <= dim // BLOCK:
             raise OperandError("codes", describe(layer.sketch.codes), f"of 1 to {dim // BLOCK} words")
-        if capacity < layer.bulk_keys.shape[2]:
-            raise OperandError("scales", describe(layer.sketch.scales), f"of {layer.bulk_keys.shape[2]} tokens or more")
+        room = layer.bulk_keys.shape[2]
+        if (records := layer.records) is not None:
+            room, size, recorded = 0, records.layout.size, records.tensor.shape[2]
+            expected.append(("records", records.tensor, torch.uint8, (batch, kv_heads, recorded, size)))
+            expected.append(("record_weights", records.weights, torch.float32, (kv_heads, dim)))
+        if capacity < room:
+            raise OperandError("scales", describe(layer.sketch.scales), f"of {room} tokens or more")
         for name, (dtype, shape) in sketch_fields(dim, value_dim, words, capacity).items():
             expected.append((name, getattr(layer.sketch, name), dtype, (batch, kv_heads, *shape)))
     for name, held, dtype, wanted in expected:

@@ -33,6 +33,11 @@ def segments_of(length: int) -> int:
     return max(1, (length + SEGMENT_TOKENS // 2) // SEGMENT_TOKENS)
 
 
+def closed_tokens(length: int) -> int:
+    """Of a bulk of `length` tokens, those of segments that are coded for good: none, if it has no sketch."""
+    return segment_start(length) if length >= MIN_TOKENS else 0
+
+
 def segment_start(length: int) -> int:
     """The first token of the last segment of a bulk of `length` tokens."""
     return (segments_of(length) - 1) * SEGMENT_TOKENS

@@ -26,8 +26,8 @@ ALIGNMENT = 4  # bytes
 class RecordLayout:
     """The bytes of a token's record: two scales, the key's planes, the value's planes, zeros up to a multiple of 4.
 
-    A value of `b` bits lies in planes of 8, 4, 2 and 1 bits that add up to `b`, its lowest bits in the first. A plane
-    of `p` bits has `dim p / 8` bytes; its byte `j` holds the values `j`, `j + dim p / 8`, ..., from the lowest bits on.
+    A value of `b` bits lies in planes of 8, 4, 2 and 1 bits that add up to `b`, its lowest bits in the first. Value `i`
+    of a plane of `p` bits lies in its bits `p i` to `p i + p - 1`, from the lowest bit of the first byte on.
     """
 
     dim: int  # channels of a key, a multiple of 8
@@ -60,6 +60,15 @@ class RecordLayout:
     def size(self) -> int:
         """Bytes of a record."""
         return -(-(2 * SCALE.itemsize + self.key_bytes + self.value_bytes) // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(eq=False)
+class Records:
+    """The first `closed_tokens` of each row's bulk, for kernels."""
+
+    tensor: Tensor  # uint8 `[batch, kv_heads, capacity, size]`
+    weights: Tensor  # `m`, float32 `[kv_heads, dim]`
+    layout: RecordLayout
 
 
 def planes_of(bits: int) -> list[int]:
@@ -121,8 +130,8 @@ def pack_planes(code: Tensor, bits: int) -> Tensor:
     """Bytes uint8 `[..., channels * bits / 8]` of codes uint8 `[..., channels]`."""
     parts, done = [], 0
     for plane in planes_of(bits):
-        part = (code >> done & 2**plane - 1).unflatten(-1, (8 // plane, -1))
-        parts.append((part << _shifts(plane, code.device)).sum(dim=-2, dtype=torch.uint8))
+        part = (code >> done & 2**plane - 1).unflatten(-1, (-1, 8 // plane))
+        parts.append((part << _shifts(plane, code.device)).sum(dim=-1, dtype=torch.uint8))
         done += plane
     return torch.cat(parts, dim=-1)
 
@@ -133,15 +142,15 @@ def unpack_planes(packed: Tensor, bits: int) -> Tensor:
     code = torch.zeros(*packed.shape[:-1], channels, dtype=torch.uint8, device=packed.device)
     for plane in planes_of(bits):
         stop = start + channels * plane // 8
-        part = packed[..., None, start:stop] >> _shifts(plane, packed.device) & 2**plane - 1
+        part = packed[..., start:stop, None] >> _shifts(plane, packed.device) & 2**plane - 1
         code |= part.flatten(-2) << done
         done, start = done + plane, stop
     return code
 
 
 def _shifts(plane: int, device: torch.device) -> Tensor:
-    """uint8 `[8 / plane, 1]`, of the values of a byte."""
-    return torch.arange(0, 8, plane, dtype=torch.uint8, device=device).unsqueeze(-1)
+    """uint8 `[8 / plane]`, of the values of a byte."""
+    return torch.arange(0, 8, plane, dtype=torch.uint8, device=device)
 
 
 def _scales(records: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from ..files.private_map import PrivateMap
 from ..files.tensor_file import PaddedTensor
 from ..sketch.coded import RecordLayout
 from ..storage import PENDING_TOKENS
-from ..storage.coded_bulk import CodedBulk, closed_tokens
+from ..storage.coded_bulk import CodedBulk
 from ..storage.padding import NONE, Padding
 from .counters import AUDITED, COUNTER_NAMES, Counters
 from .layer import QAdALayer

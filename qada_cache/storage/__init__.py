@@ -64,7 +64,7 @@ class TokenStore:
             self.local_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
             # Of a dtype of their own: models under autocast may hand out float32 keys beside bfloat16 values.
             self.local_values = self.local_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
-        self.records = RecordLayout.from_bits(keys.shape[3], values.shape[3], bulk_bits)  # None: tokens as they are
+        self.record_layout = RecordLayout.from_bits(keys.shape[3], values.shape[3], bulk_bits)  # None: tokens as they are
         self.bulk = self._new_bulk(residents, layer)
         # Of the keys in the bulk, None if not asked for. Frozen moments cover a prefix of it, but for `decoded` tokens.
         self.moments: RunningMoments | None = None
@@ -72,7 +72,7 @@ class TokenStore:
         self.selects = False  # whether tokens of the bulk are selected by its sketch
 
     def _new_bulk(self, residents: Residents, layer: int) -> Bulk:
-        make = Bulk if self.records is None else partial(CodedBulk, layout=self.records)
+        make = Bulk if self.record_layout is None else partial(CodedBulk, layout=self.record_layout)
         given = self.local_keys, self.local_values
         return make(*given, offloading=self.offloading, residents=residents, layer=layer)
 
@@ -177,7 +177,7 @@ class TokenStore:
         """Keep a sketch with these `BulkSketch.energies`, as if from the start, to `select` tokens by, or because the
         bulk is coded behind it (then the one that is there stays); none for keys of no whole blocks."""
         layout, kept = Layout.from_bits(self.local_keys.shape[3], bits), self.bulk.sketch
-        coded = self.records is not None
+        coded = self.record_layout is not None
         self.selects = select and layout is not None
         if layout is None or not (select or coded):
             self.bulk.sketch = None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..files.private_map import PrivateMap
+from ..sketch.coded import Records
 from . import transfers
 from .residents import ROOM, Head, LayerResidents, Residents
 from .row_tensors import RowTensors
@@ -37,6 +38,7 @@ class Bulk(RowTensors):
     beside: tuple[Tensor, ...] = ()  # on the compute device, tokens that are not in `tensors`
     beside_tokens = 0  # of a row, at most
     sketch: "BulkSketch | None" = None  # of its keys; `TokenStore` has it follow
+    records: Records | None = None  # what closed segments lie in, if not as keys and values
     _reader: Any = None  # stream of the last kernel that read it in place
 
     def __init__(self, keys: Tensor, values: Tensor, *, offloading: bool, residents: Residents, layer: int) -> None:

@@ -5,15 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, segment_start
-from ..sketch.coded import RecordLayout, code_tokens, decode_keys, decode_values, predicted_keys, query_weights
+from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, closed_tokens
+from ..sketch.coded import RecordLayout, Records, code_tokens, decode_keys, decode_values, predicted_keys, query_weights
 from .bulk import GRANULE, Bulk
 from .bulk_sketch import SEGMENTS, TOKENS
-
-
-def closed_tokens(length: int) -> int:
-    """Of a bulk of `length` tokens, those that are kept in records."""
-    return segment_start(length) if length >= MIN_TOKENS else 0
 
 
 class CodedBulk(Bulk):
@@ -25,6 +20,7 @@ class CodedBulk(Bulk):
     """
 
     growth = 1 + 1 / 16  # what has room for more takes memory that records are to save
+    _known_weights: tuple[Tensor | None, Tensor] | None = None  # of `records`, behind the energies they follow from
     beside_tokens = MIN_TOKENS
 
     def __init__(self, keys: Tensor, values: Tensor, *, layout: RecordLayout, **options: Any) -> None:
@@ -49,6 +45,17 @@ class CodedBulk(Bulk):
     def values(self) -> Tensor:
         """Likewise, of `value_dim`."""
         return self.beside[1]
+
+    @property
+    def records(self) -> Records | None:
+        """As `Bulk`."""
+        if self.sketch is None or not self.sketch.in_use:
+            return None
+        energies = self.sketch.energies
+        if self._known_weights is None or self._known_weights[0] is not energies:
+            weights = self._weights(slice(None)).expand(self.keys.shape[1], -1).contiguous()
+            self._known_weights = energies, weights
+        return Records(self.tensors[0], self._known_weights[1], self.layout)
 
     def put_beside(self, keys: Tensor, values: Tensor, lengths: list[int]) -> None:
         """Hold the tokens that follow the records; row `r` then has `lengths[r]` in all."""

@@ -55,6 +55,7 @@ class Scene:
     value_dim: int | None = None
     dtype: torch.dtype = torch.float32
     bits: float = 0
+    rounding = 0.0  # of scores, beyond that of the dtype
 
     def __post_init__(self) -> None:
         made = torch.Generator().manual_seed(self.dim + self.group)
@@ -292,5 +293,5 @@ class Scene:
                 expected = expected + share * (stead - expected)
                 lowp = (lowp.double() + share * (stead - lowp.double())).to(self.dtype)
             error = (out[row, :, 0].double() - expected).abs().max()
-            budget = error_budget(reference64=expected, lowp=lowp)
+            budget = error_budget(reference64=expected, lowp=lowp) + self.rounding * float(values.abs().max())
             assert error <= budget, f"row {row} is off by {error:.3g}, budget {budget:.3g}"

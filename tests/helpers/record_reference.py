@@ -37,7 +37,7 @@ def odd_integers(records: Tensor, *, start: int, dim: int, bits: int) -> Tensor:
         if bits & plane:
             size = dim * plane // 8
             for value in range(dim):
-                held = records[:, start + value % size].long() // 2 ** (value // size * plane) % 2**plane
+                held = records[:, start + value * plane // 8].long() // 2 ** (value * plane % 8) % 2**plane
                 codes[:, value] += held * 2**done
             start, done = start + size, done + plane
     return 2 * codes.double() - (2**bits - 1)

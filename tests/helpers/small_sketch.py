@@ -9,7 +9,7 @@ from unittest import mock
 KERNELS = ["decode_reference", "query_adaptive", "cpu.compiled_decode"]
 KERNELS += ["triton"] * bool(importlib.util.find_spec("triton"))
 MODULES = [
-    *("sketch", "sketch.codec", "sketch.selection", "storage.bulk_sketch"),
+    *("sketch", "sketch.codec", "sketch.coded", "sketch.selection", "storage.bulk_sketch", "storage.coded_bulk"),
     *(f"kernels.{name}" for name in KERNELS),
 ]
 

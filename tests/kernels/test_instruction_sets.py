@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from decode_scene import Scene
+from record_scene import RecordScene
+from test_records import run as run_records
 from test_selected_tokens import run, share, small  # noqa: F401 - a fixture
 from test_selected_tokens import test_what_is_not_finite_shows as check_what_is_not_finite
 from test_triton import COMPILED, needs_compiler
@@ -42,6 +44,15 @@ def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_selected_tokens(dim: int, bits: float, dtype: torch.dtype) -> None:
     scene = Scene(bulk=[(257, 5), (63, 0), (39, 9)], short=(), dim=dim, value_dim=64, group=3, dtype=dtype, bits=bits)
     assert 0.05 < share(run(COMPILED.values[0], scene, token_threshold=scene.token_threshold())) < 0.7
+
+
+@needs_compiler
+@pytest.mark.usefixtures("built_for")
+@pytest.mark.parametrize("token_threshold", [0.0, 1.0])
+@pytest.mark.parametrize(("dim", "bits", "dtype", "rung"), [(64, 1.5, torch.float32, 8), (80, 4, torch.bfloat16, 4)])
+def test_records(dim: int, bits: float, dtype: torch.dtype, rung: int, token_threshold: float) -> None:
+    scene = RecordScene(bulk=[(1037, 5), (63, 0)], short=(), dim=dim, group=3, dtype=dtype, bits=bits, rung=rung)
+    run_records(COMPILED.values[0], scene, token_threshold=token_threshold)
 
 
 @needs_compiler

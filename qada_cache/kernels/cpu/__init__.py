@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from ... import files
 from ...sketch import HADAMARD, WORD_BITS, codec, selection
+from ...sketch.coded import RecordLayout
 
 logger = logging.get_logger(__name__)
 
@@ -46,14 +47,15 @@ CONSTANTS = {
 }  # fmt: skip
 
 
-def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `compiled_partial_attention` computes this call, but for the build (shapes as there)."""
+def supports(query: Tensor, key: Tensor, value: Tensor, beside: int = 0) -> bool:
+    """Whether `compiled_partial_attention` computes this call, but for the build (shapes as there). So many tokens are
+    elsewhere."""
     return (
         query.device.type == key.device.type == value.device.type == "cpu"
         and query.dtype == key.dtype == value.dtype
         and query.dtype in ELEMENTS
         and 1 <= query.shape[2] <= MAX_QUERIES
-        and key.shape[2] >= MIN_TOKENS
+        and key.shape[2] + beside >= MIN_TOKENS
         and query.shape[3] % 8 == value.shape[3] % 8 == 0
         and (query.shape[:2], query.shape[3]) == (key.shape[:2], key.shape[3])
         and key.shape[:3] == value.shape[:3]
@@ -87,17 +89,24 @@ def rows_contiguous(tensor: Tensor) -> bool:
     return tensor.stride()[2:] == (tensor.shape[3], 1)
 
 
-def define(element: str, dim: int, value_dim: int, queries: int) -> tuple[str, ...]:
+def define(
+    element: str, dim: int, value_dim: int, queries: int, records: RecordLayout | None = None
+) -> tuple[str, ...]:
     """The macros that `SOURCE` is built with, `element` being one of `ELEMENTS`."""
     values = CONSTANTS | {"DIM": dim, "VALUE_DIM": value_dim, "QUERIES": queries}
+    bits = (records.key_bits, records.value_bits, records.size) if records else (0, 0, 1)
+    values |= dict(zip(("KEY_BITS", "VALUE_BITS", "RECORD_SIZE"), bits, strict=True))
     return f"-D{element}", *(f"-D{name}={value}" for name, value in values.items())
 
 
 @functools.cache
-def build(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -> ctypes.CDLL | None:
-    """The kernels for these sizes, built if need be; None, with one warning, if they cannot be built."""
+def build(
+    dtype: torch.dtype, dim: int, value_dim: int, queries: int, records: RecordLayout | None = None
+) -> ctypes.CDLL | None:
+    """The kernels for these sizes, and bulks of such records, built if need be; None, with one warning, if they cannot
+    be built."""
     try:
-        kernels = load(SOURCE, define(ELEMENTS[dtype], dim, value_dim, queries))
+        kernels = load(SOURCE, define(ELEMENTS[dtype], dim, value_dim, queries, records))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning_once(
             f"the fast attention kernel for CPUs could not be built, torch's slower one serves: {error}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, selection
+from ...sketch.coded import Records
 from .. import cpu, operands
 from ..operands import Operands, Query, check
 
@@ -45,24 +46,28 @@ class Decode(ctypes.Structure):
         *((name, View) for name in ("local_keys", "local_values", "bulk_keys", "bulk_values", "log_bulk")),
         *((name, View) for name in ("codes", "scales", "slopes", "units", "noise", "variances", "mean_value")),
         *((name, View) for name in ("slope_units", "centres", "weights", "order")),
-        *((name, ctypes.c_void_p) for name in ("errors", "bulk_read_bytes", "sketch_read_bytes")),
+        ("errors", ctypes.c_void_p),
+        *((name, View) for name in ("records", "record_weights")),
+        *((name, ctypes.c_void_p) for name in ("bulk_read_bytes", "sketch_read_bytes")),
         *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "split_tokens", "min_sketched", "segment_tokens")),
         ("sketch_bytes", ctypes.c_int64 * 3),
         *((name, ctypes.c_float) for name in ("scaling", "logit_threshold", "log_token_threshold")),
         *((name, ctypes.c_float) for name in ("log_unread_weight", "unreliable", "noise_share")),
-        *((name, ctypes.c_int) for name in ("group_rule", "threads")),
+        *((name, ctypes.c_int) for name in ("group_rule", "threads", "selects")),
         ("words", ctypes.c_int * 3),
     )
 
 
-def supports(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> bool:
-    """Whether `fused_decode` computes such calls (arguments as for `choice.unsupported_reason`), its build included."""
+def supports(
+    query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object, records: Records | None = None
+) -> bool:
+    """Whether `fused_decode` computes such calls (arguments as for `choice.decode_kernel`), its build included."""
     grouped_queries = query.reshape(query.shape[0], bulk_keys.shape[1], -1, query.shape[3])
     sizes = query.shape[3], bulk_values.shape[3], grouped_queries.shape[2]
     return (
         criterion != "oracle"  # which needs every score
-        and cpu.supports(grouped_queries, bulk_keys, bulk_values)
-        and cpu.build(query.dtype, *sizes) is not None
+        and cpu.supports(grouped_queries, bulk_keys, bulk_values, records.tensor.shape[2] if records else 0)
+        and cpu.build(query.dtype, *sizes, records.layout if records else None) is not None
     )
 
 
@@ -96,13 +101,16 @@ class _Bound:
             self._errors = 0.5 * query.scaling**2 * sketch.layout.errors(states.device)
             decode.words, decode.sketch_bytes = sketch.layout.words, sketch.byte_counts
             decode.errors = self._errors.data_ptr()
-            decode.log_token_threshold = math.log(layer.token_threshold)
+            decode.selects = layer.token_threshold > 0
+            decode.log_token_threshold = math.log(layer.token_threshold) if decode.selects else -math.inf
             decode.log_unread_weight = math.log(selection.UNREAD_WEIGHT)
             decode.unreliable, decode.noise_share = selection.UNRELIABLE, selection.NOISE_SHARE
+        if (records := layer.records) is not None:
+            views |= {"records": records.tensor, "record_weights": records.weights[None]}
         for name, tensor in views.items():
             setattr(decode, name, view(tensor))
         self._log_bulk = decode.log_bulk  # a view of its fields
-        kernels = cpu.build(states.dtype, states.shape[3], value_dim, group)
+        kernels = cpu.build(states.dtype, states.shape[3], value_dim, group, records.layout if records else None)
         assert kernels is not None
         if (size := kernels.decode_size()) != ctypes.sizeof(Decode):
             raise RuntimeError(f"decide.h has a Decode of {size} bytes, and this module of {ctypes.sizeof(Decode)}")

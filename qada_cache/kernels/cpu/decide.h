@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "select.h"
+#include "coded.h"
 
 namespace {
 
@@ -40,6 +40,8 @@ struct Decode {
     View<const uint16_t> centres, weights;
     View<const Channel> order;
     const float* errors;         // [DIM] of `Layout`, times half the squared scaling
+    View<const uint8_t> records;  // of closed segments, in which case bulk keys and values are those that follow
+    View<const float> record_weights;  // [DIM], `m` of sketch/coded.py
     int64_t *bulk_read_bytes, *sketch_read_bytes;  // may be null
     int64_t batch, kv_heads, split_tokens;
     int64_t min_sketched, segment_tokens;  // a bulk of fewer tokens than the first is read whole
@@ -48,6 +50,7 @@ struct Decode {
     float log_token_threshold, log_unread_weight;
     float unreliable, noise_share;  // see `unreliable` of selection.py
     int group_rule, threads;
+    int selects;  // whether heads select tokens by the sketch
     Words words;
 
     int64_t bulk_length(int64_t row) const { return *rows.bulk_lengths.at(row); }
@@ -60,6 +63,14 @@ struct Decode {
         return std::max<int64_t>(1, (tokens + segment_tokens / 2) / segment_tokens);
     }
     bool sketched_row(int64_t row) const { return codes.data && bulk_length(row) >= min_sketched; }
+    // How many of a bulk's tokens lie in records: those of all segments but the last one.
+    int64_t recorded(int64_t row) const {
+        return CODED && sketched_row(row) ? (segments_of(bulk_length(row)) - 1) * segment_tokens : 0;
+    }
+    // What reading so many tokens of a sketch takes.
+    int64_t sketch_bytes_of(int64_t tokens) const {
+        return tokens * sketch_bytes[0] + segments_of(tokens) * sketch_bytes[1] + sketch_bytes[2];
+    }
     // How much a token must weigh of a query's attention to be read.
     float log_share_cut(int64_t row) const { return log_token_threshold - logf((float)bulk_tokens(row)); }
 
@@ -98,16 +109,22 @@ bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* ls
 
 // What a KV head with a sketch asks by, of each of the `count` queries that ask.
 struct Selecting {
-    int count;
+    int count, asking[QUERIES];  // which of the head's
     int64_t segment_count;
     std::unique_ptr<Rounded[]> segments;
     float log_buffer[QUERIES], score_cut[QUERIES];  // local buffer's mass, cut by a sample
     float along[SIZE];                        // the sketch's slopes times the query, scaled
     float pending[SIZE], pending_lse[QUERIES];
+    float turned[CODED ? QUERIES : 1][DIM];  // the queries as records meet them
 
-    // Of a flagged head, by `lse` of its local attention; false if its estimates are `unreliable` for a query.
+    // Of a flagged head, by `lse` of its local attention; false if it is to be read whole, as its estimates are
+    // `unreliable` for a query.
     bool ask(const Decode& call, int64_t row, int64_t head, const float* lse) {
-        if (!round_queries(call, row, head)) return false;
+        Slots queries[DIM] = {};
+        const bool selects = take_queries(call, row, head, queries) && call.selects;
+        if (selects || CODED) round_queries(call, row, head, queries);
+        if (!selects) return false;
+        find_slopes(call, row, head, queries);
         int64_t first = (row * call.kv_heads + head) * QUERIES;
         Attention beyond(call.query + first * DIM, call.scaling);
         call.add_columns(beyond, call.rows.pending.at(row), row, head);
@@ -132,11 +149,10 @@ struct Selecting {
                 call.scales.at(row, head)};
     }
 
-    // Rounds the flagged queries for each segment.
-    bool round_queries(const Decode& call, int64_t row, int64_t head) {
+    // Takes the flagged queries; whether their estimates are reliable.
+    bool take_queries(const Decode& call, int64_t row, int64_t head, Slots* queries) {
         int64_t first = (row * call.kv_heads + head) * QUERIES;
-        Slots queries[DIM] = {};
-        alignas(CACHE_LINE) float lifting[QUERIES][DIM];
+        bool reliable = true;
         count = 0;
         for (int q = 0; q < QUERIES; q++) {
             if (!call.flags[first + q]) continue;
@@ -149,13 +165,19 @@ struct Selecting {
             }
             float half_variance = 0.5f * call.scaling * call.scaling * noise;
             bool hopeless = half_variance > (float)HOPELESS * call.unreliable;
-            if (half_variance > call.unreliable && (noise > call.noise_share * variance || hopeless)) return false;
-            for (int d = 0; d < DIM; d++) {
-                queries[d][count] = query[d];
-                lifting[count][d] = call.scaling * query[d] * call.slope_units.at(row, head)[d];
-            }
-            count++;
+            if (half_variance > call.unreliable && (noise > call.noise_share * variance || hopeless)) reliable = false;
+            for (int d = 0; d < DIM; d++) queries[d][count] = query[d];
+            asking[count++] = q;
         }
+        return reliable;
+    }
+
+    // How values follow each query's scores.
+    void find_slopes(const Decode& call, int64_t row, int64_t head, const Slots* queries) {
+        alignas(CACHE_LINE) float lifting[QUERIES][DIM];
+        for (int d = 0; d < DIM; d++)
+            for (int q = 0; q < count; q++)
+                lifting[q][d] = call.scaling * queries[d][q] * call.slope_units.at(row, head)[d];
         for (int v = 0; v < VALUE_DIM; v += 4) {
             alignas(CACHE_LINE) float slopes[4 * DIM];
             for (int i = 0; i < 4 * DIM; i++) slopes[i] = call.slopes.at(row, head)[v * DIM + i];
@@ -167,6 +189,10 @@ struct Selecting {
                 sum_of_each(products, along + q * VALUE_DIM + v);
             }
         }
+    }
+
+    // Rounds the queries for each segment, and turns them for records.
+    void round_queries(const Decode& call, int64_t row, int64_t head, const Slots* queries) {
         segment_count = call.segments_of(call.bulk_length(row));
         segments.reset(new Rounded[segment_count]);
         estimates(call, row, head).prefetch_sample(call.bulk_length(row));  // it comes while queries are rounded
@@ -178,7 +204,7 @@ struct Selecting {
                            call.errors};
         for (int64_t s = 0; s < segment_count; s += TOGETHER)
             own.round(queries, s, call.words, call.scaling, segments.get());
-        return true;
+        if (CODED) turn(queries, call.record_weights.at(row, head), call.scaling, turned);
     }
 };
 

@@ -18,28 +18,42 @@ struct ContiguousPlaces {
     }
 };
 
-// or those of a list.
+// or those of a list, whose tokens are counted from `start` on.
 struct IndexedPlaces {
     const int32_t* tokens;
-    int64_t count;
-    int64_t operator[](int64_t t) const { return tokens[t]; }
+    int64_t count, start;
+    int64_t operator[](int64_t t) const { return tokens[t] - start; }
     template <int SIZE>
     INLINED void prefetch_after(const Element* rows, int64_t t) const {
-        prefetch<SIZE>(rows + (int64_t)tokens[std::min(t + BLOCK, count - 1)] * SIZE);
+        prefetch<SIZE>(rows + (*this)[std::min(t + BLOCK, count - 1)] * SIZE);
     }
 };
 
 constexpr int PARTS = DIM / WIDTH, VALUE_PARTS = VALUE_DIM / WIDTH;
 
+// Tokens as the model made them: `key` [*, DIM] and `value` [*, VALUE_DIM], contiguous.
+template <typename Places>
+struct Elements {
+    const Element *key, *value;
+    Places places;
+    INLINED void unpack_key(int64_t t, Floats* out) const { unpack<DIM>(key + places[t] * DIM, out); }
+    INLINED void unpack_value(int64_t t, Floats* out) const { unpack<VALUE_DIM>(value + places[t] * VALUE_DIM, out); }
+    INLINED void prefetch_key_after(int64_t t) const { places.template prefetch_after<DIM>(key, t); }
+    INLINED void prefetch_value_after(int64_t t) const { places.template prefetch_after<VALUE_DIM>(value, t); }
+    // What products with unpacked keys are before they are scores, and weights before unpacked values take them.
+    INLINED void complete_scores(int64_t, int, float (*)[BLOCK]) const {}
+    INLINED void scale_weights(int64_t, int, float (*)[BLOCK]) const {}
+};
+
 // Values times weights, added to `sums`: `COUNT` vectors of every query from `FIRST` on, which stay in registers.
-template <int FIRST, int COUNT, typename Places>
-inline void average(const Element* value, Places places, int64_t first, const float (*weights)[BLOCK], int tokens,
+template <int FIRST, int COUNT, typename Tokens>
+inline void average(const Tokens& all, int64_t first, const float (*weights)[BLOCK], int tokens,
                     Floats (*sums)[VALUE_PARTS]) {
     Floats held[QUERIES][COUNT] = {};  // of these tokens alone: one long sum would lose more to rounding
     for (int t = 0; t < tokens; t++) {
-        if (FIRST == 0) places.template prefetch_after<VALUE_DIM>(value, first + t);
+        if (FIRST == 0) all.prefetch_value_after(first + t);
         Floats unpacked[VALUE_PARTS];
-        unpack<VALUE_DIM>(value + places[first + t] * VALUE_DIM, unpacked);  // the compiler drops what is not used
+        all.unpack_value(first + t, unpacked);  // the compiler drops what is not used
         for (int q = 0; q < QUERIES; q++)
             for (int c = 0; c < COUNT; c++) held[q][c] += weights[q][t] * unpacked[FIRST + c];
     }
@@ -47,7 +61,7 @@ inline void average(const Element* value, Places places, int64_t first, const fl
         for (int c = 0; c < COUNT; c++) sums[q][FIRST + c] += held[q][c];
     constexpr int NEXT = FIRST + COUNT;
     if constexpr (NEXT < VALUE_PARTS)
-        average<NEXT, std::min(COUNT, VALUE_PARTS - NEXT)>(value, places, first, weights, tokens, sums);
+        average<NEXT, std::min(COUNT, VALUE_PARTS - NEXT)>(all, first, weights, tokens, sums);
 }
 
 // Attention of a head's queries over the keys added so far.
@@ -55,44 +69,42 @@ struct Attention {
     Floats scaled[QUERIES][PARTS], sums[QUERIES][VALUE_PARTS] = {};
     float highest[QUERIES], total[QUERIES];
 
-    // `query` [QUERIES, DIM].
-    Attention(const Element* query, float scaling) {
-        for (int q = 0; q < QUERIES; q++) {
-            highest[q] = -INFINITY;
-            total[q] = 0;
-            unpack<DIM>(query + q * DIM, scaled[q]);
-            for (int c = 0; c < PARTS; c++) scaled[q][c] *= scaling;
-        }
+    Attention() {
+        std::fill(highest, highest + QUERIES, -INFINITY);
+        std::fill(total, total + QUERIES, 0);
     }
 
-    // The scores of one key for all queries, `stride` apart.
-    void score(const Element* row, float* scores, int stride) const {
-        Floats unpacked[PARTS];
-        unpack<DIM>(row, unpacked);
+    // `query` [QUERIES, DIM].
+    Attention(const Element* query, float scaling) : Attention() {
         for (int q = 0; q < QUERIES; q++) {
-            Floats products = scaled[q][0] * unpacked[0];
-            for (int c = 1; c < PARTS; c++) products += scaled[q][c] * unpacked[c];
-            scores[q * stride] = sum_of(products);
+            unpack<DIM>(query + q * DIM, scaled[q]);
+            for (int c = 0; c < PARTS; c++) scaled[q][c] *= scaling;
         }
     }
 
     // `key` [*, DIM] and `value` [*, VALUE_DIM], contiguous, of which `tokens` rows are read.
     template <typename Places = ContiguousPlaces>
     void add(const Element* key, const Element* value, int64_t tokens, Places places = {}) {
-        float scores[QUERIES][BLOCK];
         if constexpr (std::is_same_v<Places, IndexedPlaces>)  // which no hardware foresees
             for (int64_t t = 0; t < std::min<int64_t>(BLOCK, tokens); t++) {
                 prefetch<DIM>(key + places[t] * DIM);
                 prefetch<VALUE_DIM>(value + places[t] * VALUE_DIM);
             }
+        add(Elements<Places>{key, value, places}, tokens);
+    }
+
+    // `tokens` of `all`.
+    template <typename Tokens>
+    void add(const Tokens& all, int64_t tokens) {
+        float scores[QUERIES][BLOCK];
         for (int64_t first = 0; first < tokens; first += BLOCK) {
             int count = (int)std::min<int64_t>(BLOCK, tokens - first);
             for (int t = 0; t < count; t += 4) {
                 Floats unpacked[4][PARTS];
                 for (int i = 0; i < 4; i++) {
                     const int64_t token = first + std::min(t + i, count - 1);
-                    places.template prefetch_after<DIM>(key, token);
-                    unpack<DIM>(key + places[token] * DIM, unpacked[i]);
+                    all.prefetch_key_after(token);
+                    all.unpack_key(token, unpacked[i]);
                 }
                 for (int q = 0; q < QUERIES; q++) {
                     Floats products[4];
@@ -103,9 +115,11 @@ struct Attention {
                     sum_of_each(products, &scores[q][t]);
                 }
             }
+            all.complete_scores(first, count, scores);
             for (int q = 0; q < QUERIES; q++) weigh(q, scores[q], count);
+            all.scale_weights(first, count, scores);
             constexpr int HELD = std::min(VALUE_PARTS, std::max(1, REGISTERS / QUERIES));
-            average<0, HELD>(value, places, first, scores, count, sums);
+            average<0, HELD>(all, first, scores, count, sums);
         }
     }
 

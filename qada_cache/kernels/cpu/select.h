@@ -54,7 +54,7 @@ struct Estimates {
             prefetch_span(first + PREFETCH_SPANS * SPAN);
         }
         alignas(CACHE_LINE) int32_t exact[QUERIES][SPAN];
-        multiply(block, stride, words, queries, exact);
+        multiply(block, stride, words, queries.fours, exact);
         Singles scale[VECTORS];
         for (int v = 0; v < VECTORS; v++) scale[v] = widened(loaded<Octets>(block_scales + v * TOKENS));
         for (int q = 0; q < count; q++) {
@@ -68,6 +68,23 @@ struct Estimates {
         }
         for (int t = WHOLE ? SPAN : tokens; t < SPAN; t++)
             for (int q = 0; q < count; q++) scores[q][t / TOKENS][t % TOKENS] = -INFINITY;
+    }
+
+    // What codes say of the scores of a span of keys, all of one segment, `stride` words apart: as good as queries are.
+    INLINED void compute_exactly(const uint32_t* block, int64_t stride, const uint8_t* block_scales,
+                                 const Rounded& queries, float (*scores)[SPAN]) const {
+        alignas(CACHE_LINE) int32_t high[QUERIES][SPAN], low[QUERIES][SPAN];
+        multiply(block, stride, words, queries.fours, high);
+        multiply(block, stride, words, queries.lows, low);
+        for (int q = 0; q < QUERIES; q++)
+            for (int v = 0; v < SPAN; v += TOKENS) {
+                const Singles scale = widened(loaded<Octets>(block_scales + v));
+                const Singles highs = __builtin_convertvector(loaded<Integers>(&high[q][v]), Singles);
+                const Singles lows = __builtin_convertvector(loaded<Integers>(&low[q][v]), Singles);
+                const Singles along = queries.step[q] * (highs + lows * (1 / FINER)) - queries.offset[q];
+                const Singles found = queries.middle[q] + scale * (along - queries.low_offset[q]);
+                std::memcpy(&scores[q][v], &found, sizeof found);
+            }
     }
 
     INLINED void prefetch_span(int64_t first) const {

@@ -32,27 +32,33 @@ typedef float Wide __attribute__((vector_size(4 * SLOTS * TOGETHER)));
 typedef int32_t WideIntegers __attribute__((vector_size(4 * SLOTS * TOGETHER)));
 inline Slots slots_of(const Wide& wide, int j) { return loaded<Slots>((const char*)&wide + j * sizeof(Slots)); }
 
-// In place, as by `rotate` of sketch/__init__.py.
-inline void rotate(Wide* values, int count) {
-    for (Wide* block = values; block < values + count; block += 8) {
-#pragma GCC unroll 3
-        for (int apart = 1; apart < 8; apart *= 2)
+// In place, as by `rotate` of sketch/__init__.py, in blocks of `SIZE` channels; each takes `unit`, `SIZE` to the -0.5.
+template <int SIZE, typename Lanes>
+inline void rotate(Lanes* values, int count, float unit) {
+    for (Lanes* block = values; block < values + count; block += SIZE) {
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; i++)
+        for (int apart = 1; apart < SIZE; apart *= 2)
+#pragma GCC unroll 8
+            for (int i = 0; i < SIZE; i++)
                 if (!(i & apart)) {
-                    Wide one = block[i], other = block[i + apart];
+                    Lanes one = block[i], other = block[i + apart];
                     block[i] = one + other;
                     block[i + apart] = one - other;
                 }
-        for (int i = 0; i < 8; i++) block[i] *= (float)HADAMARD;
+        for (int i = 0; i < SIZE; i++) block[i] *= unit;
     }
 }
 
+constexpr bool CODED = KEY_BITS > 0;  // whether closed segments lie in records (coded.h)
+constexpr float FINER = 2 * LEVELS;   // a rounded query's step over that of what rounding leaves
+
 // The flagged queries of a head, as one segment's codes meet them: rounded as in `estimated_scores`, and what else
-// estimates take, `middle + scale * (step * product - offset + spread * scale)`.
+// estimates take, `middle + scale * (step * product - offset + spread * scale)`. Records take scores of more than a
+// byte's precision: the same with `lows`, what rounding leaves, `FINER` times as fine, and without the spread.
 struct Rounded {
     int32_t fours[DIM / 4][SLOTS];  // of four channels the rounded values, a byte each
-    float middle[SLOTS], step[SLOTS], offset[SLOTS], spread[SLOTS];
+    int32_t lows[CODED ? DIM / 4 : 1][SLOTS];
+    float middle[SLOTS], step[SLOTS], offset[SLOTS], spread[SLOTS], low_offset[SLOTS];
 };
 
 // A head's segments: `centres`, `order` and `weights` [count, DIM], and `units` of scales, which are integers from here
@@ -84,34 +90,44 @@ struct Segments {
             put(rounded[segment].spread, error * (units[segment] * units[segment]));
         }
         const int coded = words.coded();
-        rotate(rotated, coded);
+        rotate<8>(rotated, coded, (float)HADAMARD);
         Wide highest = Wide{} + (float)MIN_PEAK;
         for (int d = 0; d < coded; d++) {
             Wide size = rotated[d] < 0.0f ? -rotated[d] : rotated[d];
             highest = size > highest ? size : highest;
         }
         const Wide inverse = LEVELS / highest;
-        WideIntegers sum = {};  // of queries times highest levels: odd integers are twice what codes hold, less these
+        // Of queries times highest levels: odd integers are twice what codes hold, less these.
+        WideIntegers sum = {}, low_sum = {};
         for (int d = 0; d < coded; d += 4) {
             const int level = d < words.first_two() ? 15 : d < words.first_one() ? 3 : 1;
-            WideIntegers packed = {};
+            WideIntegers packed = {}, low_packed = {};
             for (int i = 0; i < 4; i++) {
-                // The sum with 1.5 * 2^23 has no room for fractions: it rounds half to even.
-                Wide shifted = rotated[d + i] * inverse + 12582912.0f;
-                WideIntegers whole = (WideIntegers)shifted - 0x4b400000;
+                const Wide exact = rotated[d + i] * inverse;
+                const WideIntegers whole = nearest(exact);
                 sum += whole * level;
                 packed |= (whole & 0xff) << (8 * i);
+                if (!CODED) continue;
+                const WideIntegers low = nearest((exact - __builtin_convertvector(whole, Wide)) * FINER);
+                low_sum += low * level;
+                low_packed |= (low & 0xff) << (8 * i);
             }
-            for (int j = 0; j < here; j++) put(rounded[first + j].fours[d / 4], slots_of((Wide)packed, j));
+            for (int j = 0; j < here; j++) {
+                put(rounded[first + j].fours[d / 4], slots_of((Wide)packed, j));
+                if (CODED) put(rounded[first + j].lows[d / 4], slots_of((Wide)low_packed, j));
+            }
         }
-        const Wide total = __builtin_convertvector(sum, Wide);
+        const Wide total = __builtin_convertvector(sum, Wide), low_total = __builtin_convertvector(low_sum, Wide);
         for (int j = 0; j < here; j++) {
             Rounded& segment = rounded[first + j];
             const Slots step = slots_of(highest, j) / LEVELS * (scaling * units[first + j]);
             put(segment.step, 2 * step);
             put(segment.offset, slots_of(total, j) * step);
+            put(segment.low_offset, slots_of(low_total, j) * step / FINER);
         }
     }
+    // The sum with 1.5 * 2^23 has no room for fractions: it rounds half to even.
+    static WideIntegers nearest(Wide numbers) { return (WideIntegers)(numbers + 12582912.0f) - 0x4b400000; }
     static void put(void* to, Slots slots) { std::memcpy(to, &slots, sizeof slots); }
 };
 
@@ -145,7 +161,7 @@ constexpr int COLUMNS = fitting_columns(SPAN / KEYS);
 // on. Words meet the queries' integers from channel `first` on. All loops but the first are unrolled early: otherwise
 // GCC leaves the sums in memory.
 template <int BITS>
-INLINED void add_words(const uint32_t* codes, int64_t stride, int words, const Rounded& queries, int first,
+INLINED void add_words(const uint32_t* codes, int64_t stride, int words, const int32_t (*queries)[SLOTS], int first,
                        Bytes (*sums)[COLUMNS]) {
     for (int word = 0; word < words; word++) {
         Bytes packed[COLUMNS];
@@ -153,7 +169,7 @@ INLINED void add_words(const uint32_t* codes, int64_t stride, int words, const R
         for (int c = 0; c < COLUMNS; c++) packed[c] = loaded<Bytes>(codes + word * stride + c * KEYS);
 #pragma GCC unroll 8
         for (int plane = 0; plane < 8 / BITS; plane++) {
-            const int32_t* fours = queries.fours[first / 4 + word * (8 / BITS) + plane];
+            const int32_t* fours = queries[first / 4 + word * (8 / BITS) + plane];
             Bytes values[COLUMNS];
 #pragma GCC unroll 8
             for (int c = 0; c < COLUMNS; c++) values[c] = packed[c] >> plane * BITS & ((1 << BITS) - 1) * 0x01010101;
@@ -167,8 +183,9 @@ INLINED void add_words(const uint32_t* codes, int64_t stride, int words, const R
     }
 }
 
-// Products of rounded queries with `SPAN` keys' codes; of the codes alone, not yet of the odd integers behind them.
-INLINED void multiply(const uint32_t* codes, int64_t stride, Words words, const Rounded& queries,
+// Products of rounded queries, four channels each, with `SPAN` keys' codes; of the codes alone, not yet of the odd
+// integers behind them.
+INLINED void multiply(const uint32_t* codes, int64_t stride, Words words, const int32_t (*queries)[SLOTS],
                       int32_t (*products)[SPAN]) {
     const uint32_t *twos = codes + words.of_four * stride, *ones = twos + words.of_two * stride;
     for (int key = 0; key < SPAN; key += KEYS * COLUMNS) {

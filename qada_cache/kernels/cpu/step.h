@@ -18,10 +18,12 @@ int64_t splits_of(int64_t tokens, int64_t heads, int threads, int64_t split_toke
 
 constexpr int64_t TOKEN_BYTES = (DIM + VALUE_DIM) * (int64_t)sizeof(Element);
 
-// A bulk, or of a sketched one the tokens that a scan has left, from `start` to `stop`; the result goes to `part`.
+// Tokens of a bulk from `start` to `stop`, or of those that a scan has left, all of them in records or none; the result
+// goes to `part`.
 struct Job {
     int64_t head, start, stop, part;
     const Scan* scan;
+    bool recorded;
 };
 
 // One decode step of some heads, in phases: what follows from a phase is planned by one thread, the rest is done by all
@@ -68,27 +70,35 @@ struct Share {
         std::copy(lse, lse + QUERIES, &part_lse[part * QUERIES]);
     }
 
+    // A job for each of `splits` parts of a head's tokens, or of those that a scan has left. Bulks of records are read in
+    // whole spans.
+    void add_jobs(int64_t head, int64_t start, int64_t stop, int64_t splits, bool recorded,
+                  const Scan* scan = nullptr) {
+        const int64_t unit = recorded && !scan ? SPAN : 1, units = (stop - start) / unit;
+        for (int64_t split = 0; split < splits; split++) {
+            int64_t first = start + units * split / splits * unit, last = start + units * (split + 1) / splits * unit;
+            jobs.push_back({head, first, last, add_part(head), scan, recorded});
+        }
+        bulk_read_bytes += (stop - start) * (recorded ? RECORD_SIZE : TOKEN_BYTES);
+    }
+
     // Of heads that need their bulk: what to read, or to scan.
     void plan_reading() {
         int64_t flagged = std::count(needed.begin(), needed.end(), 1);
         for (int64_t head = 0; head < head_count; head++) {
             first_scan[head] = scan_count;
             if (!needed[head]) continue;
-            int64_t tokens = call.bulk_length(row_of(head));
+            int64_t tokens = call.bulk_length(row_of(head)), recorded = call.recorded(row_of(head));
             int64_t splits = splits_of(tokens, flagged, threads, call.split_tokens);
+            if (selects[head] || recorded) sketch_read_bytes += call.sketch_bytes_of(tokens);
             if (!selects[head]) {
                 add_part(head, &local_out[head * SIZE], &local_lse[head * QUERIES]);
-                bulk_read_bytes += tokens * TOKEN_BYTES;
-            } else {
-                const int64_t* bytes = call.sketch_bytes;
-                sketch_read_bytes += tokens * bytes[0] + call.segments_of(tokens) * bytes[1] + bytes[2];
+                if (recorded) add_jobs(head, 0, recorded, splits, true);
+                add_jobs(head, recorded, tokens, recorded ? 1 : splits, false);
+                continue;
             }
             for (int64_t split = 0; split < splits; split++) {
                 int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
-                if (!selects[head]) {
-                    jobs.push_back({head, start, stop, add_part(head), nullptr});
-                    continue;
-                }
                 if (scan_count == (int64_t)pool.size()) pool.emplace_back();
                 Scan& part = pool[scan_count++];
                 part.head = head;
@@ -171,30 +181,42 @@ struct Share {
         int64_t enough = std::max(call.split_tokens, selected / (SHARES * threads));
         for (int64_t i = 0; i < scan_count; i++) {
             const Scan& part = pool[i];
-            int64_t head = part.head, tokens = part.count;
+            const int32_t* tokens = part.tokens.data();
+            int64_t head = part.head, recorded = call.recorded(row_of(head));
             if (!part_count[head]) {
                 add_part(head, &local_out[head * SIZE], &local_lse[head * QUERIES]);
                 add_part(head, selecting[head].pending, selecting[head].pending_lse);
                 add_part(head);
             }
-            int64_t splits = (tokens + enough - 1) / enough;
-            for (int64_t split = 0; split < splits; split++)
-                jobs.push_back({head, tokens * split / splits, tokens * (split + 1) / splits, add_part(head), &part});
+            recorded = recorded ? std::lower_bound(tokens, tokens + part.count, recorded) - tokens : 0;
+            add_jobs(head, 0, recorded, (recorded + enough - 1) / enough, true, &part);
+            add_jobs(head, recorded, part.count, (part.count - recorded + enough - 1) / enough, false, &part);
         }
-        bulk_read_bytes += selected * TOKEN_BYTES;
     }
 
     void read(const Job& job) {
         int64_t row = row_of(job.head), kv_head = kv_head_of(job.head), count = job.stop - job.start;
+        float *out = &parts[job.part * SIZE], *lse = &part_lse[job.part * QUERIES];
+        const int32_t* listed = job.scan ? &job.scan->tokens[job.start] : nullptr;
+        if (job.recorded) {
+            const Selecting& own = selecting[job.head];
+            const Estimates codes = own.estimates(call, row, kv_head);
+            RecordAttention bulk(codes, call.records.at(row, kv_head), own.turned);
+            if (listed) bulk.add_listed(listed, count);
+            else bulk.add_spans(job.start, job.stop);
+            bulk.finish(own.asking, own.count, out, lse);
+            return;
+        }
+        const int64_t recorded = call.recorded(row), first = job.start - recorded;
         const Element *key = call.bulk_keys.at(row, kv_head), *value = call.bulk_values.at(row, kv_head);
         Attention bulk(call.query + (first_head + job.head) * QUERIES * DIM, call.scaling);
-        if (job.scan) {
-            bulk.add(key, value, count, IndexedPlaces{&job.scan->tokens[job.start], count});
+        if (listed) {
+            bulk.add(key, value, count, IndexedPlaces{listed, count, recorded});
         } else {
-            if (job.start == 0) call.add_columns(bulk, call.rows.pending.at(row), row, kv_head);
-            bulk.add(key + job.start * DIM, value + job.start * VALUE_DIM, count);
+            if (first == 0) call.add_columns(bulk, call.rows.pending.at(row), row, kv_head);
+            bulk.add(key + first * DIM, value + first * VALUE_DIM, count);
         }
-        bulk.finish(&parts[job.part * SIZE], &part_lse[job.part * QUERIES]);
+        bulk.finish(out, lse);
     }
 
     void merge_parts(int64_t head) {

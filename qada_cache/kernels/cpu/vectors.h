@@ -6,6 +6,8 @@
 //   QUERIES          that share a head's keys, the query heads of a group
 //   BFLOAT16, FLOAT16 or FLOAT32   the type of queries, keys and values; sums are float32
 //
+//   KEY_BITS, VALUE_BITS, RECORD_SIZE   of records and their bytes; 0, and a placeholder, where a bulk has none
+//
 // So are the constants of a sketch, which Python defines (`CONSTANTS` of __init__.py).
 //
 // Vectors are the compilers' own extension (GCC, Clang), so that hardly anything here is of one processor.

@@ -1,0 +1,75 @@
+"""A decode step over bulks whose closed segments lie in records, for kernels and their reference."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from decode_scene import SINKS, Scene
+from record_reference import decoded, predicted
+from torch import Tensor
+
+from qada_cache.sketch import closed_tokens
+from qada_cache.sketch.coded import RecordLayout, Records, code_tokens
+
+NOTHING = 255  # a byte of records that are not read: as a scale, nan
+
+
+@dataclass
+class RecordScene(Scene):
+    """As `Scene`, whose keys and values are those that records say, in float64, where there are records."""
+
+    rung: int = 8
+    rounding = 2e-5  # queries meet the sketch's codes in 16 bits
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        value_dim, made = self.stored[1].shape[3], torch.Generator().manual_seed(3)
+        found = RecordLayout.from_bits(self.dim, value_dim, self.rung)
+        assert found is not None
+        self.layout, self.weights = found, 0.2 + 2 * torch.rand(self.kv_heads, self.dim, generator=made)
+        self.closed = [closed_tokens(count) for count in self.counts]
+        room = max(count - closed for count, closed in zip(self.counts, self.closed, strict=True)) + 5
+        shape = self.batch, self.kv_heads, max(self.closed) + 11, self.layout.size
+        self.records = torch.full(shape, NOTHING, dtype=torch.uint8)
+        keys, values = self.stored
+        self.stored = [torch.full((*part.shape[:2], room, part.shape[3]), torch.nan).to(part) for part in self.stored]
+        self.keys, self.values = ([part.double() for part in parts] for parts in (self.keys, self.values))
+        for row, (count, closed) in enumerate(zip(self.counts, self.closed, strict=True)):
+            for held, part in zip(self.stored, (keys, values), strict=True):
+                held[row, :, : count - closed] = part[row, :, closed:count]
+            for head in range(self.kv_heads if closed else 0):
+                known = predicted(self.sketch[row, head], count)[:closed]
+                given = keys[row, head, :closed], values[row, head, :closed], known.float(), self.weights[head]
+                made_of = code_tokens(*given, self.layout)
+                self.records[row, head, :closed] = made_of
+                bits = {"key_bits": self.layout.key_bits, "value_bits": self.layout.value_bits}
+                weighed, sums = decoded(made_of, dim=self.dim, value_dim=value_dim, **bits)
+                tokens = slice(SINKS, SINKS + closed)
+                self.keys[row][head, tokens] = known + weighed / self.weights[head].double()
+                self.values[row][head, tokens] = sums
+
+    def record_arguments(self) -> dict[str, Any]:
+        """Of what `step_of` takes, what holds the closed segments."""
+        return {"records": Records(self.records, self.weights, self.layout)}
+
+    def forget_unneeded(self, flags: Tensor, selected: dict[tuple[int, int], Tensor] | None = None) -> int:
+        """As `Scene`."""
+        wanted, needed = flags.any(2)[..., 0], 0
+        for row, (count, closed) in enumerate(zip(self.counts, self.closed, strict=True)):
+            for head in range(self.kv_heads):
+                every = torch.full((count,), bool(wanted[row, head]))
+                read = (selected or {}).get((row, head), every)
+                self.records[row, head, :closed][~read[:closed]] = NOTHING
+                needed += int(read[:closed].sum()) * self.layout.size
+                for held in self.stored:
+                    held[row, head, : count - closed][~read[closed:]] = torch.nan
+                    needed += held[row, head, : count - closed][read[closed:]].nbytes
+        return needed
+
+    def sketch_bytes(self, flags: Tensor, selected: dict[tuple[int, int], Tensor]) -> int:
+        """What is read of the sketch: by what selects, and by whole heads whose keys follow from it."""
+        wanted = flags.any(2)[..., 0]
+        read = [(row, head) for row in self.sketched_rows() for head in range(self.kv_heads) if wanted[row, head]]
+        return self.sketch_read_bytes(
+            {at: torch.ones(self.counts[at[0]]) for at in read if at in selected or self.closed[at[0]]}
+        )
