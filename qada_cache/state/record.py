@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..files.private_map import PrivateMap
 from ..files.tensor_file import PaddedTensor
+from ..sketch import closed_tokens
 from ..sketch.coded import RecordLayout
 from ..storage import PENDING_TOKENS
 from ..storage.coded_bulk import CodedBulk
