@@ -8,8 +8,13 @@ from pathlib import Path
 
 from qada_cache.kernels import cpu
 from qada_cache.kernels.cpu import prompt
+from qada_cache.sketch.coded import RecordLayout
 
-SIZES = (("BFLOAT16", 64, 64, 4), ("FLOAT32", 128, 128, 1), ("FLOAT16", 80, 64, 7))  # element, dims, queries
+# Element, dimensions, queries, and bits of a bulk.
+SIZES = (
+    *(("BFLOAT16", 64, 64, 4, 16), ("FLOAT32", 128, 128, 1, 16), ("FLOAT16", 80, 64, 7, 16)),
+    *(("BFLOAT16", 64, 64, 4, 8), ("FLOAT32", 80, 128, 2, 4)),
+)
 PROCESSORS = {"x86_64": ("x86-64", "x86-64-v3", "x86-64-v4"), "aarch64": ("armv8-a",)}
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 # Nothing else is linked, so that it is all the same how wide vectors are passed; GCC's own headers for AVX-512 leave
@@ -22,8 +27,9 @@ PROMPT_SIZES = ((64, 64), (128, 128), (80, 48))
 def main() -> int:
     """The number of builds that a warning stopped."""
     machine, failed = platform.machine(), 0
-    for each, processor in product(SIZES, PROCESSORS.get(machine, ())):
-        failed += not is_clean(cpu.SOURCE, cpu.define(*each), processor)
+    for (element, dim, value_dim, queries, bits), processor in product(SIZES, PROCESSORS.get(machine, ())):
+        records = RecordLayout.from_bits(dim, value_dim, bits)
+        failed += not is_clean(cpu.SOURCE, cpu.define(element, dim, value_dim, queries, records), processor)
     for sizes in PROMPT_SIZES if machine == "x86_64" else ():
         failed += not is_clean(prompt.SOURCE, prompt.define(*sizes), "cooperlake")
     return failed

@@ -25,7 +25,8 @@ void decode(const Decode& call) {
             return false;
         }
     };
-    if (heads < shares || !call.codes.data || !call.selects) failed = !run(0, heads, call.threads, bulk_read_bytes, sketch_read_bytes);
+    if (heads < shares || !call.codes.data || !call.selects)
+        failed = !run(0, heads, call.threads, bulk_read_bytes, sketch_read_bytes);
     else
 #pragma omp parallel for num_threads(call.threads) schedule(dynamic) reduction(+ : bulk_read_bytes, sketch_read_bytes) \
     reduction(|| : failed)

@@ -1,7 +1,7 @@
 // Tokens in records of few bits: `sketch/coded.py`, whose `RecordLayout` says what bytes hold.
 //
-// Keys are not decoded: a score is what the sketch's codes say, and a product with what they leave. Values are summed as
-// they are rotated, and the sum is turned back once.
+// Keys are not decoded: a score is what the sketch's codes say, and a product with what they leave. Values are summed
+// as they are rotated, and the sum is turned back once.
 
 #pragma once
 
@@ -9,138 +9,232 @@
 
 namespace {
 
-typedef uint32_t Lanes __attribute__((vector_size(4 * WIDTH)));
-typedef int32_t SignedLanes __attribute__((vector_size(4 * WIDTH)));
-
 constexpr int SCALE_BYTES = 2;  // a bfloat16, the key's before the value's
 constexpr int KEYS_FROM = 2 * SCALE_BYTES, VALUES_FROM = KEYS_FROM + DIM * KEY_BITS / 8;  // bytes of a record
 constexpr int KEY_BLOCK = DIM & -DIM, VALUE_BLOCK = VALUE_DIM & -VALUE_DIM;  // channels that are rotated together
+constexpr int AHEAD = 32;  // tokens after which a record that is prefetched is wanted
+constexpr int BYTES = sizeof(Bytes);  // codes that meet a query's bytes at once
+constexpr int KEY_ROOM = (DIM + BYTES - 1) / BYTES * BYTES, VALUE_ROOM = VALUE_DIM;
 
-// Values `first` to `first + WIDTH` of a plane of 4, 2 or 1 bits.
-template <int BITS>
-INLINED Lanes plane_at(const uint8_t* plane, int first) {
-    constexpr int EACH = 32 / BITS;  // in 32 bits
-    uint64_t word = 0;
-    std::memcpy(&word, plane + first * BITS / 8, std::max(1, WIDTH * BITS / 8));
-    word >>= first * BITS % 8;
-    const Lanes number = loaded<Lanes>(NUMBERS), low = Lanes{} + (uint32_t)word, high = Lanes{} + (uint32_t)(word >> 32);
-    return ((WIDTH > EACH && number >= (uint32_t)EACH ? high : low) >> number % EACH * BITS) & ((1u << BITS) - 1);
+template <typename Number, int SIZE>
+struct VectorOf {
+    typedef Number type __attribute__((vector_size(SIZE)));
+};
+template <typename Number, int SIZE>
+using Vector = typename VectorOf<Number, SIZE>::type;  // of `SIZE` bytes
+
+// Bytes as wider numbers; compilers would convert one after the other.
+template <typename Wide, int N>
+INLINED Vector<Wide, N> widened_bytes(const uint8_t* bytes) {
+#if defined(__AVX512BW__)
+    if constexpr (N == 64 && sizeof(Wide) == 2)
+        return (Vector<Wide, N>)_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)bytes));
+    if constexpr (N == 64 && sizeof(Wide) == 4)
+        return (Vector<Wide, N>)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)bytes));
+#endif
+#if defined(__AVX2__)
+    if constexpr (N == 32 && sizeof(Wide) == 4)
+        return (Vector<Wide, N>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)bytes));
+#endif
+    return __builtin_convertvector(loaded<Vector<uint8_t, N / (int)sizeof(Wide)>>(bytes), Vector<Wide, N>);
 }
 
-// The odd integers of values `first` to `first + WIDTH` of `size`, of `BITS` each.
-template <int BITS>
-INLINED Floats odd_at(const uint8_t* planes, int size, int first) {
+// Codes of 4, 2 or 1 bits, `N` of them, a byte each, shifted left by `BY`. Every wide number begins as one byte of the
+// plane, and each of its bytes ends with the code that is its own.
+template <int BITS, int BY, int N>
+INLINED Vector<uint8_t, N> spread(const uint8_t* plane) {
+#if defined(__AVX512BW__)
+    if constexpr (BITS == 1 && N == 64)
+        return (Vector<uint8_t, N>)_mm512_maskz_set1_epi8(loaded<uint64_t>(plane), 1 << BY);
+#endif
+    using Wide = std::conditional_t<BITS == 4, uint16_t, std::conditional_t<BITS == 2, uint32_t, uint64_t>>;
+    Vector<Wide, N> wide = widened_bytes<Wide, N>(plane) << BY;
+    for (int places = 4 / BITS; places; places /= 2) wide |= wide << places * (8 - BITS);
+    return (Vector<uint8_t, N>)(wide & (Wide)(0x0101010101010101 * (((1 << BITS) - 1) << BY)));
+}
+
+// The codes of `size` values of `BITS` each, from the `FIRST` on: in vectors that become shorter at the end.
+template <int BITS, int SIZE, int FIRST = 0, int N = sizeof(Singles)>
+INLINED void expand(const uint8_t* planes, uint8_t* codes) {
     static_assert(BITS < 8);
-    Lanes code = {};
-    if constexpr (BITS & 4) code = plane_at<4>(planes, first);
-    planes += size * (BITS & 4) / 8;
-    if constexpr (BITS & 2) code |= plane_at<2>(planes, first) << (BITS & 4);
-    planes += size * (BITS & 2) / 8;
-    if constexpr (BITS & 1) code |= plane_at<1>(planes, first) << (BITS & 6);
-    return 2 * __builtin_convertvector((SignedLanes)code, Floats) - (float)((1 << BITS) - 1);
+    if constexpr (N >= 8 && SIZE - FIRST >= N) {
+        const uint8_t *twos = planes + SIZE * (BITS & 4) / 8, *ones = twos + SIZE * (BITS & 2) / 8;
+        Vector<uint8_t, N> found = {};
+        if constexpr (BITS & 4) found |= spread<4, 0, N>(planes + FIRST * 4 / 8);
+        if constexpr (BITS & 2) found |= spread<2, BITS & 4, N>(twos + FIRST * 2 / 8);
+        if constexpr (BITS & 1) found |= spread<1, BITS & 6, N>(ones + FIRST / 8);
+        std::memcpy(codes + FIRST, &found, N);
+        expand<BITS, SIZE, FIRST + N, N>(planes, codes);
+    } else if constexpr (SIZE > FIRST) {
+        expand<BITS, SIZE, FIRST, N / 2>(planes, codes);
+    }
 }
 
-// Records of a span of tokens at most, of which `from_codes` says what their sketch does of scores.
-struct Records {
-    const uint8_t* place[SPAN];
-    float from_codes[QUERIES][SPAN];
+// A head's queries as records meet them, `scaling * R (q / m)`: rounded to a byte, and what that leaves `FINER` times
+// as fine; and what makes odd integers of codes.
+struct Turned {
+    alignas(CACHE_LINE) int8_t high[QUERIES][KEY_ROOM], low[QUERIES][KEY_ROOM];
+    float step[QUERIES], offset[QUERIES];
 
-    float scale(int64_t t, int of) const { return widened(loaded<uint16_t>(place[t] + of * SCALE_BYTES)); }
-    INLINED void unpack_key(int64_t t, Floats* out) const {
-        for (int c = 0; c < PARTS; c++) out[c] = odd_at<KEY_BITS>(place[t] + KEYS_FROM, DIM, c * WIDTH);
+    // `weights` [DIM] are `m`.
+    void turn(const Slots* queries, const float* weights, float scaling) {
+        Slots weighed[DIM], highest = Slots{} + (float)MIN_PEAK;
+        for (int d = 0; d < DIM; d++) weighed[d] = queries[d] * (scaling / weights[d]);
+        rotate<KEY_BLOCK>(weighed, DIM, 1 / sqrtf(KEY_BLOCK));
+        for (int d = 0; d < DIM; d++) {
+            const Slots size = weighed[d] < 0.0f ? -weighed[d] : weighed[d];
+            highest = size > highest ? size : highest;
+        }
+        const Slots inverse = LEVELS / highest;
+        Slots sum = {};
+        std::memset(high, 0, sizeof high);
+        std::memset(low, 0, sizeof low);
+        for (int d = 0; d < DIM; d++) {
+            const Slots exact = weighed[d] * inverse, whole = nearest(exact), rest = nearest((exact - whole) * FINER);
+            sum += whole + rest * (1 / FINER);
+            for (int q = 0; q < QUERIES; q++) high[q][d] = (int8_t)whole[q], low[q][d] = (int8_t)rest[q];
+        }
+        for (int q = 0; q < QUERIES; q++) {
+            step[q] = 2 * highest[q] / LEVELS;
+            offset[q] = sum[q] * highest[q] / LEVELS * ((1 << KEY_BITS) - 1);
+        }
     }
-    INLINED void unpack_value(int64_t t, Floats* out) const {
-        for (int c = 0; c < VALUE_PARTS; c++) out[c] = odd_at<VALUE_BITS>(place[t] + VALUES_FROM, VALUE_DIM, c * WIDTH);
-    }
-    void prefetch_key_after(int64_t) const {}  // as `RecordAttention` does
-    void prefetch_value_after(int64_t) const {}
-    INLINED void complete_scores(int64_t first, int count, float (*scores)[BLOCK]) const {
-        float scales[BLOCK] = {};
-        for (int t = 0; t < count; t++) scales[t] = scale(first + t, 0);
-        for (int q = 0; q < QUERIES; q++)
-            for (int t = 0; t < count; t++) scores[q][t] = from_codes[q][first + t] + scales[t] * scores[q][t];
-    }
-    INLINED void scale_weights(int64_t first, int count, float (*weights)[BLOCK]) const {
-        float scales[BLOCK] = {};
-        for (int t = 0; t < count; t++) scales[t] = scale(first + t, 1);
-        for (int q = 0; q < QUERIES; q++)
-            for (int t = 0; t < BLOCK; t++) weights[q][t] *= scales[t];
+    static Slots nearest(Slots numbers) {
+        typedef int32_t Whole __attribute__((vector_size(4 * SLOTS)));
+        return __builtin_convertvector((Whole)(numbers + 12582912.0f) - 0x4b400000, Slots);
     }
 };
 
-// Queries as records meet them: `scaling * R (q / m)`, of which `weights` [DIM] are `m`.
-inline void turn(const Slots* queries, const float* weights, float scaling, float (*turned)[DIM]) {
-    Slots weighed[DIM];
-    for (int d = 0; d < DIM; d++) weighed[d] = queries[d] * (scaling / weights[d]);
-    rotate<KEY_BLOCK>(weighed, DIM, 1 / sqrtf(KEY_BLOCK));
-    for (int d = 0; d < DIM; d++)
-        for (int q = 0; q < QUERIES; q++) turned[q][d] = weighed[d][q];
-}
+// Records of a span of tokens at most, of which `from_codes` says what their sketch does of scores.
+struct Records {
+    const Turned& queries;
+    const uint8_t *place[SPAN], *ahead[SPAN];  // these, and others that are wanted a little later
+    float from_codes[QUERIES][SPAN];
+    uint8_t values[BLOCK][VALUE_ROOM];  // codes of those whose weights were scaled last
+
+    float scale_of(int64_t t, int of) const { return widened(loaded<uint16_t>(place[t] + of * SCALE_BYTES)); }
+
+    INLINED void score(const Floats (*)[PARTS], int64_t first, int count, float (*scores)[BLOCK]) const {
+        alignas(CACHE_LINE) uint8_t codes[4][KEY_ROOM] = {};
+        for (int t = 0; t < count; t += 4) {
+            float scales[4];
+            for (int i = 0; i < 4; i++) {
+                const int64_t token = first + std::min(t + i, count - 1);
+                for (int byte = 0; byte < RECORD_SIZE; byte += CACHE_LINE)
+                    __builtin_prefetch(ahead[token] + byte, 0, TO_L2);
+                __builtin_prefetch(ahead[token] + RECORD_SIZE - 1, 0, TO_L2);
+                expand<KEY_BITS, DIM>(place[token] + KEYS_FROM, codes[i]);
+                scales[i] = scale_of(token, 0);
+            }
+            for (int q = 0; q < QUERIES; q++) {
+                Vector<float, BYTES> products[4];
+                for (int i = 0; i < 4; i++) {
+                    Bytes high = {}, low = {};
+                    for (int c = 0; c < KEY_ROOM; c += BYTES) {
+                        const Bytes own = loaded<Bytes>(codes[i] + c);
+                        high = add_products(high, own, loaded<Bytes>(queries.high[q] + c));
+                        low = add_products(low, own, loaded<Bytes>(queries.low[q] + c));
+                    }
+                    products[i] = __builtin_convertvector(high, Vector<float, BYTES>) +
+                                  __builtin_convertvector(low, Vector<float, BYTES>) * (1 / FINER);
+                }
+                sum_of_each(products, &scores[q][t]);
+                for (int i = 0; i < std::min(4, count - t); i++)
+                    scores[q][t + i] = from_codes[q][first + t + i] +
+                                       scales[i] * (queries.step[q] * scores[q][t + i] - queries.offset[q]);
+            }
+        }
+    }
+
+    INLINED void scale(int64_t first, int count, float (*weights)[BLOCK]) {
+        float scales[BLOCK] = {};
+        for (int t = 0; t < count; t++) {
+            scales[t] = scale_of(first + t, 1);
+            expand<VALUE_BITS, VALUE_DIM>(place[first + t] + VALUES_FROM, values[t]);
+        }
+        for (int q = 0; q < QUERIES; q++)
+            for (int t = 0; t < BLOCK; t++) weights[q][t] *= scales[t];
+    }
+    INLINED void unpack_value(int64_t t, Floats* out) const {
+        for (int c = 0; c < VALUE_PARTS; c++)
+            out[c] = 2 * widened_codes(values[t % BLOCK] + c * WIDTH) - (float)((1 << VALUE_BITS) - 1);
+    }
+    void prefetch_value_after(int64_t) const {}  // as `RecordAttention` does
+
+    // `WIDTH` codes as floats.
+    static INLINED Floats widened_codes(const uint8_t* codes) {
+        if constexpr (WIDTH == TOKENS) {
+            const Singles wide = widened(loaded<Octets>(codes));
+            return loaded<Floats>(&wide);
+        }
+        return __builtin_convertvector(loaded<Vector<uint8_t, WIDTH>>(codes), Floats);
+    }
+};
 
 // Attention over records of one head, of its flagged queries: the first of `QUERIES`, in their order.
 struct RecordAttention : Attention {
     const Estimates& found;
     const uint8_t* records;
 
-    RecordAttention(const Estimates& found, const uint8_t* records, const float (*turned)[DIM])
-        : found(found), records(records) {
-        for (int q = 0; q < QUERIES; q++)
-            for (int c = 0; c < PARTS; c++) scaled[q][c] = loaded<Floats>(turned[q] + c * WIDTH);
-    }
+    Records all;
+
+    RecordAttention(const Estimates& found, const uint8_t* records, const Turned& queries)
+        : found(found), records(records), all{queries, {}, {}, {}, {}} {}
 
     const Rounded& segment(int64_t token) const { return found.segments[token / found.segment_tokens]; }
 
     // Tokens from `start` to `stop`, whole spans.
     void add_spans(int64_t start, int64_t stop) {
-        Records all;
         for (int64_t first = start; first < stop; first += SPAN) {
             found.prefetch_span(first + PREFETCH_SPANS * SPAN);
             found.compute_exactly(found.codes + first, found.room, found.scales + first, segment(first),
                                   all.from_codes);
-            for (int t = 0; t < SPAN; t++) all.place[t] = records + (first + t) * RECORD_SIZE;
-            for (int64_t byte = 0; byte < SPAN * RECORD_SIZE; byte += CACHE_LINE)
-                __builtin_prefetch(all.place[0] + SPAN * RECORD_SIZE + byte, 0, TO_L2);
+            for (int t = 0; t < SPAN; t++) {
+                all.place[t] = records + (first + t) * RECORD_SIZE;
+                all.ahead[t] = all.place[t] + AHEAD * RECORD_SIZE;
+            }
             add(all, SPAN);
         }
     }
 
     // `count` tokens of a list, ascending.
     void add_listed(const int32_t* tokens, int64_t count) {
-        Records all;
-        uint32_t codes[DIM / 8 * SPAN] = {};  // no more words than blocks of channels
-        uint8_t scales[SPAN] = {};
-        const int words = found.words.count();
-        prefetch_listed(tokens, std::min<int64_t>(SPAN, count));
-        for (int64_t first = 0; first < count;) {
-            const Rounded& own = segment(tokens[first]);
-            int here = 0;
-            for (; here < SPAN && first + here < count && &segment(tokens[first + here]) == &own; here++) {
-                const int64_t token = tokens[first + here];
-                for (int word = 0; word < words; word++) codes[word * SPAN + here] = found.codes[word * found.room + token];
-                scales[here] = found.scales[token];
-                all.place[here] = records + token * RECORD_SIZE;
+        for (int64_t i = 0; i < std::min<int64_t>(AHEAD, count); i++)
+            __builtin_prefetch(records + tokens[i] * (int64_t)RECORD_SIZE, 0, TO_L2);
+        for (int64_t first = 0; first < count; first += SPAN) {
+            const int here = (int)std::min<int64_t>(SPAN, count - first);
+            for (int t = 0; t < here; t++) {
+                all.place[t] = records + tokens[first + t] * (int64_t)RECORD_SIZE;
+                all.ahead[t] = records + tokens[std::min(first + t + AHEAD, count - 1)] * (int64_t)RECORD_SIZE;
             }
-            const int64_t next = std::min<int64_t>(first + SPAN, count);
-            prefetch_listed(tokens + next, std::min<int64_t>(here, count - next));
-            found.compute_exactly(codes, SPAN, scales, own, all.from_codes);
+            for (int start = 0; start < here;) start = score_codes(tokens + first, start, here);
             add(all, here);
-            first += here;
         }
     }
-    void prefetch_listed(const int32_t* tokens, int64_t count) const {
-        for (int64_t i = 0; i < count; i++) {
-            const uint8_t* record = records + (int64_t)tokens[i] * RECORD_SIZE;
-            for (int byte = 0; byte < RECORD_SIZE; byte += CACHE_LINE) __builtin_prefetch(record + byte, 0, TO_L2);
-            __builtin_prefetch(record + RECORD_SIZE - 1, 0, TO_L2);
+
+    // What codes say of the scores of tokens from `start` on, as far as they are of one segment; where that ends.
+    int score_codes(const int32_t* tokens, int start, int stop) {
+        uint32_t codes[DIM / 8 * SPAN];  // no more words than blocks of channels
+        uint8_t scales[SPAN];
+        float scores[QUERIES][SPAN];
+        const Rounded& own = segment(tokens[start]);
+        int count = 0;
+        for (; start + count < stop && &segment(tokens[start + count]) == &own; count++) {
+            const int64_t token = tokens[start + count];
+            for (int word = 0; word < found.words.count(); word++)
+                codes[word * SPAN + count] = found.codes[word * found.room + token];
+            scales[count] = found.scales[token];
         }
+        found.compute_exactly(codes, SPAN, scales, own, scores, count);
+        for (int q = 0; q < QUERIES; q++) std::copy(scores[q], scores[q] + count, all.from_codes[q] + start);
+        return start + count;
     }
 
     // As `Attention::finish`, of query `q` for the `asking[q]`-th of the head; nothing of those that do not ask.
     void finish(const int* asking, int count, float* out, float* lse) const {
         Slots turned[VALUE_DIM] = {};
         for (int d = 0; d < VALUE_DIM; d++)
-            for (int q = 0; q < count; q++)
-                turned[d][q] = total[q] == 0 ? 0 : sums[q][d / WIDTH][d % WIDTH] / total[q];
+            for (int q = 0; q < count; q++) turned[d][q] = total[q] == 0 ? 0 : sums[q][d / WIDTH][d % WIDTH] / total[q];
         rotate<VALUE_BLOCK>(turned, VALUE_DIM, 1 / sqrtf(VALUE_BLOCK));
         for (int q = 0; q < count; q++) {
             lse[asking[q]] = log_mass(q);

@@ -115,7 +115,7 @@ struct Selecting {
     float log_buffer[QUERIES], score_cut[QUERIES];  // local buffer's mass, cut by a sample
     float along[SIZE];                        // the sketch's slopes times the query, scaled
     float pending[SIZE], pending_lse[QUERIES];
-    float turned[CODED ? QUERIES : 1][DIM];  // the queries as records meet them
+    Turned turned;  // the queries as records meet them; of no use without
 
     // Of a flagged head, by `lse` of its local attention; false if it is to be read whole, as its estimates are
     // `unreliable` for a query.
@@ -204,7 +204,7 @@ struct Selecting {
                            call.errors};
         for (int64_t s = 0; s < segment_count; s += TOGETHER)
             own.round(queries, s, call.words, call.scaling, segments.get());
-        if (CODED) turn(queries, call.record_weights.at(row, head), call.scaling, turned);
+        if (CODED) turned.turn(queries, call.record_weights.at(row, head), call.scaling);
     }
 };
 

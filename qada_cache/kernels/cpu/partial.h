@@ -36,13 +36,31 @@ template <typename Places>
 struct Elements {
     const Element *key, *value;
     Places places;
-    INLINED void unpack_key(int64_t t, Floats* out) const { unpack<DIM>(key + places[t] * DIM, out); }
+
+    // Of `count` keys from `first` on, by queries times the scaling.
+    INLINED void score(const Floats (*scaled)[PARTS], int64_t first, int count, float (*scores)[BLOCK]) const {
+        for (int t = 0; t < count; t += 4) {
+            Floats unpacked[4][PARTS];
+            for (int i = 0; i < 4; i++) {
+                const int64_t token = first + std::min(t + i, count - 1);
+                places.template prefetch_after<DIM>(key, token);
+                unpack<DIM>(key + places[token] * DIM, unpacked[i]);
+            }
+            for (int q = 0; q < QUERIES; q++) {
+                Floats products[4];
+                for (int i = 0; i < 4; i++) {
+                    products[i] = scaled[q][0] * unpacked[i][0];
+                    for (int c = 1; c < PARTS; c++) products[i] += scaled[q][c] * unpacked[i][c];
+                }
+                sum_of_each(products, &scores[q][t]);
+            }
+        }
+    }
+
+    // What weights are to be times unpacked values.
+    INLINED void scale(int64_t, int, float (*)[BLOCK]) const {}
     INLINED void unpack_value(int64_t t, Floats* out) const { unpack<VALUE_DIM>(value + places[t] * VALUE_DIM, out); }
-    INLINED void prefetch_key_after(int64_t t) const { places.template prefetch_after<DIM>(key, t); }
     INLINED void prefetch_value_after(int64_t t) const { places.template prefetch_after<VALUE_DIM>(value, t); }
-    // What products with unpacked keys are before they are scores, and weights before unpacked values take them.
-    INLINED void complete_scores(int64_t, int, float (*)[BLOCK]) const {}
-    INLINED void scale_weights(int64_t, int, float (*)[BLOCK]) const {}
 };
 
 // Values times weights, added to `sums`: `COUNT` vectors of every query from `FIRST` on, which stay in registers.
@@ -90,34 +108,19 @@ struct Attention {
                 prefetch<DIM>(key + places[t] * DIM);
                 prefetch<VALUE_DIM>(value + places[t] * VALUE_DIM);
             }
-        add(Elements<Places>{key, value, places}, tokens);
+        Elements<Places> all{key, value, places};
+        add(all, tokens);
     }
 
     // `tokens` of `all`.
     template <typename Tokens>
-    void add(const Tokens& all, int64_t tokens) {
+    void add(Tokens& all, int64_t tokens) {
         float scores[QUERIES][BLOCK];
         for (int64_t first = 0; first < tokens; first += BLOCK) {
             int count = (int)std::min<int64_t>(BLOCK, tokens - first);
-            for (int t = 0; t < count; t += 4) {
-                Floats unpacked[4][PARTS];
-                for (int i = 0; i < 4; i++) {
-                    const int64_t token = first + std::min(t + i, count - 1);
-                    all.prefetch_key_after(token);
-                    all.unpack_key(token, unpacked[i]);
-                }
-                for (int q = 0; q < QUERIES; q++) {
-                    Floats products[4];
-                    for (int i = 0; i < 4; i++) {
-                        products[i] = scaled[q][0] * unpacked[i][0];
-                        for (int c = 1; c < PARTS; c++) products[i] += scaled[q][c] * unpacked[i][c];
-                    }
-                    sum_of_each(products, &scores[q][t]);
-                }
-            }
-            all.complete_scores(first, count, scores);
+            all.score(scaled, first, count, scores);
             for (int q = 0; q < QUERIES; q++) weigh(q, scores[q], count);
-            all.scale_weights(first, count, scores);
+            all.scale(first, count, scores);
             constexpr int HELD = std::min(VALUE_PARTS, std::max(1, REGISTERS / QUERIES));
             average<0, HELD>(all, first, scores, count, sums);
         }
@@ -126,9 +129,12 @@ struct Attention {
     // Scores of `count` keys become weights relative to the highest score so far, and so do the sums before them.
     void weigh(int q, float* scores, int count) {
         for (int t = count; t < BLOCK; t++) scores[t] = -INFINITY;
-        float peak = highest[q], mass = 0;
-#pragma omp simd reduction(max : peak)
-        for (int t = 0; t < BLOCK; t++) peak = std::max(peak, scores[t]);
+        Singles peaks = loaded<Singles>(scores);
+        for (int t = TOKENS; t < BLOCK; t += TOKENS) {
+            const Singles others = loaded<Singles>(scores + t);
+            peaks = others > peaks ? others : peaks;
+        }
+        float peak = std::max(highest[q], largest(peaks)), mass = 0;
         if (peak > highest[q]) {
             float shrunk = exponential(highest[q] - peak);
             highest[q] = peak;

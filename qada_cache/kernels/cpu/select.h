@@ -70,14 +70,20 @@ struct Estimates {
             for (int q = 0; q < count; q++) scores[q][t / TOKENS][t % TOKENS] = -INFINITY;
     }
 
-    // What codes say of the scores of a span of keys, all of one segment, `stride` words apart: as good as queries are.
+    // What codes say of the scores of `keys` keys, a span at most, all of one segment, `stride` words apart: as good as
+    // queries are.
     INLINED void compute_exactly(const uint32_t* block, int64_t stride, const uint8_t* block_scales,
-                                 const Rounded& queries, float (*scores)[SPAN]) const {
+                                 const Rounded& queries, float (*scores)[SPAN], int keys = SPAN) const {
         alignas(CACHE_LINE) int32_t high[QUERIES][SPAN], low[QUERIES][SPAN];
-        multiply(block, stride, words, queries.fours, high);
-        multiply(block, stride, words, queries.lows, low);
+        if (keys <= KEYS) {
+            multiply<1>(block, stride, words, queries.fours, high, keys);
+            multiply<1>(block, stride, words, queries.lows, low, keys);
+        } else {
+            multiply(block, stride, words, queries.fours, high, keys);
+            multiply(block, stride, words, queries.lows, low, keys);
+        }
         for (int q = 0; q < QUERIES; q++)
-            for (int v = 0; v < SPAN; v += TOKENS) {
+            for (int v = 0; v < keys; v += TOKENS) {
                 const Singles scale = widened(loaded<Octets>(block_scales + v));
                 const Singles highs = __builtin_convertvector(loaded<Integers>(&high[q][v]), Singles);
                 const Singles lows = __builtin_convertvector(loaded<Integers>(&low[q][v]), Singles);

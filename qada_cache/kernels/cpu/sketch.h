@@ -155,12 +155,12 @@ constexpr int KEYS = sizeof(Bytes) / 4;  // that are multiplied at once
 constexpr int fitting_columns(int columns) {
     return columns == 1 || columns * QUERIES <= REGISTERS ? columns : fitting_columns(columns / 2);
 }
-constexpr int COLUMNS = fitting_columns(SPAN / KEYS);
+constexpr int MOST_COLUMNS = fitting_columns(SPAN / KEYS);
 
 // Adds products of `KEYS * COLUMNS` keys' words of `BITS` a value to `sums`; the next word's codes lie `stride` further
 // on. Words meet the queries' integers from channel `first` on. All loops but the first are unrolled early: otherwise
 // GCC leaves the sums in memory.
-template <int BITS>
+template <int BITS, int COLUMNS>
 INLINED void add_words(const uint32_t* codes, int64_t stride, int words, const int32_t (*queries)[SLOTS], int first,
                        Bytes (*sums)[COLUMNS]) {
     for (int word = 0; word < words; word++) {
@@ -183,12 +183,13 @@ INLINED void add_words(const uint32_t* codes, int64_t stride, int words, const i
     }
 }
 
-// Products of rounded queries, four channels each, with `SPAN` keys' codes; of the codes alone, not yet of the odd
-// integers behind them.
+// Products of rounded queries, four channels each, with so many keys' codes, and of some more up to whole vectors; of
+// the codes alone, not yet of the odd integers behind them.
+template <int COLUMNS = MOST_COLUMNS>
 INLINED void multiply(const uint32_t* codes, int64_t stride, Words words, const int32_t (*queries)[SLOTS],
-                      int32_t (*products)[SPAN]) {
+                      int32_t (*products)[SPAN], int keys = SPAN) {
     const uint32_t *twos = codes + words.of_four * stride, *ones = twos + words.of_two * stride;
-    for (int key = 0; key < SPAN; key += KEYS * COLUMNS) {
+    for (int key = 0; key < keys; key += KEYS * COLUMNS) {
         Bytes sums[QUERIES][COLUMNS] = {};
         add_words<4>(codes + key, stride, words.of_four, queries, 0, sums);
         add_words<2>(twos + key, stride, words.of_two, queries, words.first_two(), sums);

@@ -70,8 +70,8 @@ struct Share {
         std::copy(lse, lse + QUERIES, &part_lse[part * QUERIES]);
     }
 
-    // A job for each of `splits` parts of a head's tokens, or of those that a scan has left. Bulks of records are read in
-    // whole spans.
+    // A job for each of `splits` parts of a head's tokens, or of those that a scan has left. Bulks of records are read
+    // in whole spans.
     void add_jobs(int64_t head, int64_t start, int64_t stop, int64_t splits, bool recorded,
                   const Scan* scan = nullptr) {
         const int64_t unit = recorded && !scan ? SPAN : 1, units = (stop - start) / unit;

@@ -270,6 +270,9 @@ inline Marks first_marks(int count) { return numbered < count; }
 #endif
 
 inline float largest(Singles lanes) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)lanes);
+#endif
     float found = lanes[0];
     for (int i = 1; i < TOKENS; i++) found = std::max(found, lanes[i]);
     return found;
