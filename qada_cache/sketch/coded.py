@@ -6,13 +6,12 @@
 integers. A score is the sketch's and `a * (R (q / m))·odd`: no key is decoded. A sum of values is turned back once.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from . import Layout, rotate, unpack
+from . import SEGMENT_TOKENS, Layout, rotate, unpack
 from .codec import MIN_ENERGY, floored
 
 RECORD_BITS = (8, 6, 5, 4, 3)  # of a value
@@ -91,14 +90,18 @@ def query_weights(energies: Tensor | None, dim: int, device: torch.device) -> Te
 
 
 def predicted_keys(made: dict[str, Tensor], layout: Layout, of: Tensor | None = None) -> Tensor:
-    """`k_hat` float32 `[..., tokens, dim]`, of what `quantize_segments` returned for whole segments; or of any tokens,
-    if `of`, int64 `[tokens]`, says which of the segments each is of."""
+    """`k_hat` float32 `[..., tokens, dim]`, of what `quantize_segments` returned for these tokens; or of any tokens, if
+    `of`, int64 `[tokens]`, says which of the segments each is of."""
+    tokens, count = made["scales"].shape[-1], made["units"].shape[-1]
+    if of is None and tokens != count * SEGMENT_TOKENS:  # the last one of a bulk may be longer
+        of = torch.arange(tokens, device=made["units"].device).div(SEGMENT_TOKENS, rounding_mode="floor")
+        of = of.clamp_max(count - 1)
 
     def of_tokens(name: str) -> Tensor:
         found = made[name]
         return found.unsqueeze(-2) if of is None else found[..., of, :].unsqueeze(-3)
 
-    segments = made["units"].shape[-1] if of is None else 1
+    segments = count if of is None else 1
     codes, scales = made["codes"].unflatten(-1, (segments, -1)).movedim(-3, -2), made["scales"].float()
     scales = scales.unflatten(-1, (segments, -1)) * (
         made["units"].unsqueeze(-1) if of is None else made["units"][..., of].unsqueeze(-2)
@@ -110,18 +113,8 @@ def predicted_keys(made: dict[str, Tensor], layout: Layout, of: Tensor | None = 
 
 
 def turn(values: Tensor) -> Tensor:
-    """`R` of float32 `[..., channels]`, by blocks of `block_of` channels. On a CPU by a product, which takes a third of
-    the time."""
-    block = block_of(values.shape[-1])
-    if values.device.type != "cpu":
-        return rotate(values, block)
-    return torch.matmul(values.unflatten(-1, (-1, block)), _hadamard(block)).flatten(-2)
-
-
-@functools.cache
-@torch.inference_mode(False)  # it may be used outside of it as well
-def _hadamard(block: int) -> Tensor:
-    return rotate(torch.eye(block, dtype=torch.float32, device="cpu"), block)
+    """`R` of float32 `[..., channels]`, by blocks of `block_of` channels."""
+    return rotate(values, block_of(values.shape[-1]))
 
 
 def code_tokens(keys: Tensor, values: Tensor, predicted: Tensor, weights: Tensor, layout: RecordLayout) -> Tensor:
@@ -153,9 +146,8 @@ def pack_planes(code: Tensor, bits: int) -> Tensor:
     parts, done = [], 0
     for plane in planes_of(bits):
         part = (code >> done & 2**plane - 1).contiguous().view(WIDE[plane])  # a number of what makes up a byte
-        shift = 8 - plane
-        while shift < 8 * part.element_size():
-            part, shift = part | part >> shift, 2 * shift
+        for doubling in range(part.element_size().bit_length() - 1):
+            part = part | part >> ((8 - plane) << doubling)
         parts.append(part.to(torch.uint8))  # the lowest byte
         done += plane
     return torch.cat(parts, dim=-1)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 TOKENS = ("codes", "scales")  # of a sketch, what every token has, in its last dimension
 SEGMENTS = ("units", "centres", "order", "weights", "mean_squares")  # what every segment has
+# Keys that are coded at once on a CPU: temporaries stay in its caches. A device takes more, as it waits for launches.
+CODED_AT_ONCE = 2048
 
 
 def _span(name: str, tensor: Tensor, start: int, stop: int) -> Tensor:
@@ -80,7 +82,8 @@ class BulkSketch:
         kept, last = self.tensors.tensors(), segment_start(length)
         # The open segment is coded again.
         first, older = segment_start(known) if known else 0, length if newest is None else length - newest[0].shape[2]
-        step = max(1, 2**16 // (SEGMENT_TOKENS * self.mean_key.shape[1])) * SEGMENT_TOKENS
+        most = CODED_AT_ONCE if self.mean_key.device.type == "cpu" else 32 * CODED_AT_ONCE
+        step = max(1, most // (SEGMENT_TOKENS * self.mean_key.shape[1])) * SEGMENT_TOKENS
         for start, stop in [*((start, min(start + step, last)) for start in range(first, last, step)), (last, length)]:
             if newest is None or start < older:
                 keys, values = bulk.read(rows, slice(None), start, stop)
