@@ -19,7 +19,18 @@ from .key_moments.defaults import DEFAULT_MOMENTS, MomentsSource
 from .models import full_attention_layers, unwrap_model
 from .models.sharding import UNSHARDED
 from .reading_bar import ReadingBar
-from .state import BULK_BITS, CONDITIONS, DECIDING, LAID_OUT, SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
+from .state import (
+    BULK_BITS,
+    CONDITIONS,
+    DECIDING,
+    DEFAULT_BITS,
+    LAID_OUT,
+    SKETCH_BITS,
+    THRESHOLD,
+    TOKEN_THRESHOLD,
+    Options,
+    Shared,
+)
 from .state.layer import QAdALayer
 from .state.observation import Observer
 from .stats import CacheStats, collect, layer_bytes, summary
@@ -75,7 +86,8 @@ class QAdACache(WatchedCache):
         sketch_bits: bits a value, on average, of the sketch, a copy of the bulk's keys on the compute device: 0.5 to 4.
         bulk_bits: 16: the bulk is as the model made it. 8 or 4: its closed segments lie in about so many bits a value,
             the sketch's included, in layers whose heads have multiples of 8 channels; a sketch is then kept whatever
-            selects tokens, and torch's operations decode. None: 16.
+            selects tokens. Triton's kernels do not read them. None: 8 for a model on a CPU whose tokens are selected by
+            a sketch that knows its queries' energies, else 16.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
@@ -131,7 +143,10 @@ class QAdACache(WatchedCache):
         ours = full_attention_layers(self)
         managed = support.describe_model(model, config, ours)
         options = tuned_choice.apply_tuned(options, managed)
-        self._shared = Shared(support.resolve_options(options, managed), managed)
+        options = support.resolve_options(options, managed)
+        if bulk_bits is None and support.reads_records(options, managed):
+            options = replace(options, bulk_bits=DEFAULT_BITS)
+        self._shared = Shared(options, managed)
         self._bar = ReadingBar()
         following = None
         for index in reversed(ours):

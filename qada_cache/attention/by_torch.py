@@ -153,8 +153,7 @@ def _count_and_prefetch(
         if heads:
             assert bulk.sketch is not None
             counters.sketch_read_bytes += bulk.sketch.tensors.read_bytes(length) * heads
-    if selecting and store.sketch is not None:
-        if bulk.offloaded and layer.options.device_budget:
-            counters.bulk_read_bytes += reading.update_residency(bulk, torch.tensor(selecting, device="cpu"))
+    if selecting and store.sketch is not None and bulk.offloaded and layer.options.device_budget:
+        counters.bulk_read_bytes += reading.update_residency(bulk, torch.tensor(selecting, device="cpu"))
     if any(bulk.lengths) and layer.next_layer is not None and layer.next_layer.store is not None:
         layer.next_layer.counters.bulk_read_bytes += reading.prefetch(layer.next_layer.store.bulk)

@@ -12,6 +12,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 from transformers.utils import logging
 
 from ..criterion import StaticHeads
+from ..kernels import cpu
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, kept_energies, resolve_moments, sources
 from ..key_moments.prompts import PROMPTS
@@ -115,6 +116,15 @@ def resolve_options(options: Options, managed: ManagedModel) -> Options:
     if energies is None and (options.selects_tokens or options.codes_tokens) and managed.layers:
         energies = kept_energies(managed.get(), managed.whole_config)
     return replace(options, moments=asked, current_moments=current, other_moments=other, query_energies=energies)
+
+
+def reads_records(options: Options, managed: ManagedModel) -> bool:
+    """Whether a model with these resolved options decodes a bulk in few bits as fast as another: tokens are selected by
+    a sketch in the metric of the queries, and the kernel for CPUs computes it all."""
+    model = managed.get()
+    on_cpu = model is not None and all(parameter.device.type == "cpu" for parameter in model.parameters())
+    selects = options.selects_tokens and options.query_energies is not None
+    return on_cpu and selects and options.kernels == "auto" and cpu.has_compiler()
 
 
 def _check_moments(moments: KeyMoments, config: PreTrainedConfig) -> None:

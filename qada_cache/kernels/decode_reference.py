@@ -54,7 +54,8 @@ def decode_step(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tens
 
 def decode_records(layer: Operands, lengths: list[int]) -> Operands:
     """The same layer without records, in float32. It counts no bytes."""
-    assert layer.records is not None and layer.sketch is not None
+    assert layer.records is not None
+    assert layer.sketch is not None
     tensor, weights, layout = layer.records.tensor, layer.records.weights, layer.records.layout
     longest, device = max(lengths), tensor.device
     keys, values = (
@@ -75,8 +76,8 @@ def decode_records(layer: Operands, lengths: list[int]) -> Operands:
             decoded[row, :, closed:length] = beside[row, :, : length - closed]
     sketch = layer.sketch if layer.token_threshold > 0 else None
     local = layer.local_keys.float(), layer.local_values.float()
-    options = {"group_rule": layer.group_rule, "token_threshold": layer.token_threshold, "sketch": sketch}
-    return Operands(*local, keys, values, layer.logit_threshold, **options)
+    given = layer.logit_threshold, layer.group_rule, layer.token_threshold, sketch
+    return Operands(*local, keys, values, *given)
 
 
 def _gather(layer: Operands, row: int, head: int, tokens: slice | Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from ..cache import QAdACache
 from ..models import unwrap_model
 from .checking import check, real_rows
-from .filling import copy_tokens, fill, has_shapes, layers_of
+from .filling import as_made, copy_tokens, fill, has_shapes, layers_of
 from .finding import Beginning, Finder
 from .folder import Folder, Header, Listing, opened
 from .keeping import store_row
@@ -118,7 +118,7 @@ class PrefixStore:
     ) -> QAdACache:
         """As `cache`, of rows of real tokens, right-aligned in so many columns, of which it holds at most `most`."""
         model = unwrap_model(model)
-        cache, found = QAdACache(model, **options), [Beginning() for _ in rows]
+        cache, found = QAdACache(model, **as_made(options)), [Beginning() for _ in rows]
         with self._finder(cache, model, rows, key) as finder:
             if finder is not None:
                 found = [finder.find(row, most - columns + len(row)) for row in rows]
@@ -136,7 +136,7 @@ class PrefixStore:
     def count(self, model: PreTrainedModel, tokens: Sequence[int], *, key: str | None = None, **options: Any) -> int:
         """How many tokens `cache` would hold of one row, if no file is damaged; nothing is read but headers."""
         model = unwrap_model(model)
-        with self._finder(QAdACache(model, **options), model, [tokens], key) as finder:
+        with self._finder(QAdACache(model, **as_made(options)), model, [tokens], key) as finder:
             return 0 if finder is None else finder.count(tokens, len(tokens) - 1)
 
     def keep(self, cache: QAdACache, token_ids: Tensor | Sequence[int], *, key: str | None = None) -> int:

@@ -1,6 +1,7 @@
 """Tokens out of a QAdACache, and into an empty one, as if an exact call had read them there."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 from ..cache import QAdACache
 from ..models import inputs_device, sizes
 from ..sketch import Layout
-from ..state import Options
+from ..state import BULK_BITS, Options
 from ..state.layer import QAdALayer
 from ..storage.padding import NONE, Padding
 from . import sketches
@@ -19,13 +20,18 @@ _PARTS = ("keys", "values")
 Pieces = Sequence[tuple[Layers, int]]  # of one row: segments in order, and of each the first tokens that are taken
 
 
+def as_made(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a cache whose bulk is as the model made it, unless they ask for other bits."""
+    return options | {"bulk_bits": BULK_BITS} if options.get("bulk_bits") is None else options
+
+
 def layers_of(cache: QAdACache) -> list[QAdALayer]:
     """All layers of a cache; a NotImplementedError if any is of another kind, which cannot be cut where texts part, or
     if its tokens are not those that the model made."""
     if cache.options.codes_tokens:
         raise NotImplementedError(
-            "PrefixStore keeps tokens as the model made them, which a bulk in few bits has no longer: leave bulk_bits "
-            "at 16, or save() the cache"
+            "PrefixStore keeps tokens as the model made them, which a bulk in few bits has no longer: build the cache "
+            "with bulk_bits=16, or save() it"
         )
     if not cache.layers or not all(isinstance(layer, QAdALayer) for layer in cache.layers):
         raise NotImplementedError(

@@ -24,6 +24,7 @@ from .observation import Observer
 THRESHOLD, TOKEN_THRESHOLD = 0.95, 4.4
 SKETCH_BITS = 1.5
 BULK_BITS = 16  # as the model made them
+DEFAULT_BITS = 8  # where a kernel reads records
 
 
 class _Range(NamedTuple):

@@ -64,7 +64,9 @@ class TokenStore:
             self.local_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
             # Of a dtype of their own: models under autocast may hand out float32 keys beside bfloat16 values.
             self.local_values = self.local_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
-        self.record_layout = RecordLayout.from_bits(keys.shape[3], values.shape[3], bulk_bits)  # None: tokens as they are
+        self.record_layout = RecordLayout.from_bits(
+            keys.shape[3], values.shape[3], bulk_bits
+        )  # None: tokens as they are
         self.bulk = self._new_bulk(residents, layer)
         # Of the keys in the bulk, None if not asked for. Frozen moments cover a prefix of it, but for `decoded` tokens.
         self.moments: RunningMoments | None = None

@@ -190,6 +190,15 @@ def _compiler() -> str:
     raise OSError("there is no C++ compiler (install g++, or name one in CXX)")
 
 
+def has_compiler() -> bool:
+    """Whether kernels can be built here, as far as can be told without building one."""
+    try:
+        _compiler()
+    except OSError:
+        return False
+    return True
+
+
 @functools.cache
 def _version(compiler: str) -> str:
     return _run([compiler, "--version"], timeout=60).stdout
