@@ -142,11 +142,11 @@ class QAdACache(WatchedCache):
         super().__init__(config=text_config)
         ours = full_attention_layers(self)
         managed = support.describe_model(model, config, ours)
-        options = tuned_choice.apply_tuned(options, managed)
+        tuned_choice.check_left_out(options)
         options = support.resolve_options(options, managed)
         if bulk_bits is None and support.reads_records(options, managed):
             options = replace(options, bulk_bits=DEFAULT_BITS)
-        self._shared = Shared(options, managed)
+        self._shared = Shared(tuned_choice.apply_tuned(options, managed), managed)
         self._bar = ReadingBar()
         following = None
         for index in reversed(ours):

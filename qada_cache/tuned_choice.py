@@ -17,7 +17,7 @@ from .files import tensor_file
 from .key_moments import KeyMoments
 from .key_moments.defaults import CURRENT, FOLDER, sources
 from .models import identity
-from .state import CONDITIONS, THRESHOLD, TOKEN_THRESHOLD, ManagedModel, Options
+from .state import CONDITIONS, DEFAULT_BITS, THRESHOLD, TOKEN_THRESHOLD, ManagedModel, Options
 
 logger = logging.get_logger(__name__)
 
@@ -63,8 +63,7 @@ def check_left_out(options: Options) -> None:
 
 def apply_tuned(options: Options, managed: ManagedModel) -> Options:
     """The options with the model's tuned setting if they ask for it; without, and with a warning, if none is kept, or
-    the one kept does not count. A ValueError as by `check_left_out`."""
-    check_left_out(options)
+    the one kept does not count. `check_left_out` comes first."""
     if not options.tuned or not managed.layers:  # of which there is another warning
         return replace(options, tuned=False)
     try:
@@ -105,6 +104,7 @@ def _conditions(options: Options) -> dict[str, Any]:
     """The options that a setting was measured under, JSON-able."""
     chosen = {each.name for each in fields(Thresholds)}
     found = {name: getattr(options, name) for name in CONDITIONS if name not in chosen}
+    found["bulk_bits"] = min(options.bulk_bits, DEFAULT_BITS)  # beyond them nothing is lost
     current, other = sources(options.moments)
     prompt = other.prompt if isinstance(other, KeyMoments) else other
     found["moments"] = "+".join([CURRENT] * current + [str(prompt)] * (prompt is not None))

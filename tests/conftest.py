@@ -31,6 +31,23 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def bits_as_made() -> Iterator[pytest.MonkeyPatch]:
+    """Without a word of it a bulk is as the model made it: the default depends on whether an earlier test had the
+    model's query energies measured. Processes of their own go by the default."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qada_cache.attention.support.reads_records", lambda options, managed: False)
+        yield patch
+
+
+@pytest.fixture
+def default_bits(bits_as_made: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cache chooses the bits of its bulk itself."""
+    bits_as_made.undo()
+    yield
+    bits_as_made.setattr("qada_cache.attention.support.reads_records", lambda options, managed: False)
+
+
+@pytest.fixture(autouse=True, scope="session")
 def earlier_kernels(request: pytest.FixtureRequest, cache_folder: Path) -> Iterator[None]:
     """C++ kernels that earlier runs compiled: their names are digests of all that they were compiled from."""
     from qada_cache import files  # with the settings above

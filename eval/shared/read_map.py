@@ -32,7 +32,9 @@ def counted(cache: QAdACache) -> Iterator[dict[int, Tensor]]:
     stores = {layer.index: layer.store for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store}
     counts = {
         index: torch.zeros(
-            store.local_keys.shape[1], store.bulk.capacity + store.local_keys.shape[2], dtype=torch.int64
+            store.local_keys.shape[1],
+            store.bulk.capacity + store.bulk.beside_tokens + store.local_keys.shape[2],
+            dtype=torch.int64,
         )
         for index, store in stores.items()
     }

@@ -28,7 +28,7 @@ MAX_DIM = 256
 CAPABILITY = (8, 0)  # of a CUDA device; older ones lack what the kernel is compiled to
 INSTALL = {"linux": "pip install 'qada-cache[triton]'", "win32": "pip install triton-windows"}  # by sys.platform
 KINDS = ("auto", "torch", "triton")
-CODED = "it does not read a bulk in 8 or 4 bits: leave bulk_bits at 16"
+CODED = "none of them reads a bulk in 8 or 4 bits: leave bulk_bits at 16"
 
 
 @functools.cache

@@ -76,8 +76,9 @@ def decode_records(layer: Operands, lengths: list[int]) -> Operands:
             decoded[row, :, closed:length] = beside[row, :, : length - closed]
     sketch = layer.sketch if layer.token_threshold > 0 else None
     local = layer.local_keys.float(), layer.local_values.float()
-    given = layer.logit_threshold, layer.group_rule, layer.token_threshold, sketch
-    return Operands(*local, keys, values, *given)
+    found = Operands(*local, keys, values, layer.logit_threshold, layer.group_rule, layer.token_threshold)
+    found.sketch = sketch
+    return found
 
 
 def _gather(layer: Operands, row: int, head: int, tokens: slice | Tensor) -> tuple[Tensor, Tensor]:

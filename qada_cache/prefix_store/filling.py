@@ -1,6 +1,6 @@
 """Tokens out of a QAdACache, and into an empty one, as if an exact call had read them there."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ _PARTS = ("keys", "values")
 Pieces = Sequence[tuple[Layers, int]]  # of one row: segments in order, and of each the first tokens that are taken
 
 
-def as_made(options: dict[str, Any]) -> dict[str, Any]:
+def as_made(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a cache whose bulk is as the model made it, unless they ask for other bits."""
-    return options | {"bulk_bits": BULK_BITS} if options.get("bulk_bits") is None else options
+    return {**options} if options.get("bulk_bits") else {**options, "bulk_bits": BULK_BITS}
 
 
 def layers_of(cache: QAdACache) -> list[QAdALayer]:

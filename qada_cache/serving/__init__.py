@@ -19,6 +19,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from ..cache import QAdACache
+from ..prefix_store.filling import as_made
 from ..versions import CACHE_NAMES, pass_cache
 from .conversations import CONVERSATIONS, MEMORY, SECONDS, Limits, conversations_of, counters
 from .memory import needed_bytes, reserve_memory
@@ -106,7 +107,8 @@ def generate(
         rows, tokens = ids.shape[:2] if isinstance(ids, Tensor) and ids.dim() == 2 else (1, 0)
         rows *= max(settings.num_beams or 1, settings.num_return_sequences or 1)
     else:
-        asked: dict[str, Any] = {"options": cache_options or {}, "key": key}
+        options = cache_options or {}
+        asked: dict[str, Any] = {"options": as_made(options) if store else options, "key": key}
         stored = Stored(store, model, prompt, **asked)
         taken = kept.take(model, prompt, limits=limits, stored=stored.tokens, **asked)
         if stored.tokens > taken.cache.get_seq_length():

@@ -64,9 +64,7 @@ class TokenStore:
             self.local_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
             # Of a dtype of their own: models under autocast may hand out float32 keys beside bfloat16 values.
             self.local_values = self.local_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
-        self.record_layout = RecordLayout.from_bits(
-            keys.shape[3], values.shape[3], bulk_bits
-        )  # None: tokens as they are
+        self.record_layout = RecordLayout.from_bits(keys.shape[3], values.shape[3], bulk_bits)
         self.bulk = self._new_bulk(residents, layer)
         # Of the keys in the bulk, None if not asked for. Frozen moments cover a prefix of it, but for `decoded` tokens.
         self.moments: RunningMoments | None = None
@@ -179,7 +177,8 @@ class TokenStore:
         """Keep a sketch with these `BulkSketch.energies`, as if from the start, to `select` tokens by, or because the
         bulk is coded behind it (then the one that is there stays); none for keys of no whole blocks."""
         layout, kept = Layout.from_bits(self.local_keys.shape[3], bits), self.bulk.sketch
-        coded = self.record_layout is not None
+        if (coded := self.record_layout is not None) and energies is None:  # those that records lie behind are kept
+            energies = self.local_keys.new_ones(self.local_keys.shape[1], self.local_keys.shape[3]).float()
         self.selects = select and layout is not None
         if layout is None or not (select or coded):
             self.bulk.sketch = None

@@ -162,6 +162,8 @@ class BulkSketch:
         self.lengths = wanted
         if self.in_use:
             self._reserve(bulk.capacity + bulk.beside_tokens)
+        if bulk.beside and record["query_energies"] is None:
+            raise ValueError("it lacks the query energies that its records lie behind")
         # The file's energies: others may be known now.
         self.energies = None if record["query_energies"] is None else torch.empty_like(self.mean_key[0])
         for name, part in self.record.items():

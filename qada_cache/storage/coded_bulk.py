@@ -46,8 +46,8 @@ class CodedBulk(Bulk):
         """Likewise, of `value_dim`."""
         return self.beside[1]
 
-    @property
-    def records(self) -> Records | None:
+    @property  # what `Bulk` has for good follows from the tensors here
+    def records(self) -> Records | None:  # type: ignore[override]
         """As `Bulk`."""
         if self.sketch is None or not self.sketch.in_use:
             return None

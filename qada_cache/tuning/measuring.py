@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..cache import QAdACache
 from ..key_moments.prompts import knows
 from ..models import inputs_device
+from ..state import BULK_BITS
 from ..stats import CacheStats
 from ..tuned_choice import Thresholds
 from ..versions import pass_cache
@@ -78,19 +79,29 @@ class Figures(NamedTuple):
 def measure(model: PreTrainedModel, piece: Piece, settings: Sequence[Thresholds]) -> Iterator[Figures]:
     """Figures of reading everything, then of every setting. The model is in eval mode.
 
-    The prompt is read once, exactly. Each setting goes on from a copy of that state, a cache's default but for the
-    setting. The following tokens are fed one by one: the queries of one call would share their reads.
+    The prompt is read exactly, and once more where the default keeps it in few bits, so that these are compared as
+    well. Each setting goes on from a copy of that state, a cache's default but for the setting. The following tokens
+    are fed one by one: the queries of one call would share their reads.
     """
-    device = inputs_device(model)
-    read = QAdACache(model)
-    model(input_ids=piece.prompt[:, :-1].to(device), **pass_cache(read), logits_to_keep=1)
-    fed = torch.cat([piece.prompt[:, -1:], piece.following[:, :-1]], dim=1).to(device)
-    full, seconds = _decode(model, read.fork(criterion="dense"), fed)
+    fed = torch.cat([piece.prompt[:, -1:], piece.following[:, :-1]], dim=1).to(inputs_device(model))
+    exact, read = QAdACache(model, bulk_bits=BULK_BITS), QAdACache(model)
+    _read(model, piece, exact)
+    full, seconds = _decode(model, exact.fork(criterion="dense"), fed)
     yield Figures(0.0, 1.0, 1.0, seconds)
+    if read.options.codes_tokens:
+        del exact
+        _read(model, piece, read)
+    else:
+        read = exact
     for setting in settings:
         cache = read.fork(**asdict(setting))
         logits, seconds = _decode(model, cache, fed)
         yield Figures(*compared(full, logits), bytes_read(cache.stats(), model.dtype.itemsize), seconds)
+
+
+def _read(model: PreTrainedModel, piece: Piece, cache: QAdACache) -> None:
+    ids = piece.prompt[:, :-1].to(inputs_device(model))
+    model(input_ids=ids, **pass_cache(cache), logits_to_keep=1)
 
 
 def _decode(model: PreTrainedModel, cache: QAdACache, ids: Tensor) -> tuple[Tensor, float]:
