@@ -8,7 +8,7 @@ knows.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
@@ -73,10 +73,11 @@ def all_ways() -> list[Way]:
     return list(dict.fromkeys(ways))
 
 
-def token_ways(*, few: bool = False, own: bool = False) -> list[Way]:
+def token_ways(*, few: bool = False, own: bool = False, bits: Sequence[int] = (16,)) -> list[Way]:
     """Reading some of the tokens, in those heads that the default calls long-context, or in every head.
 
-    The `few` are compared on every model; `own` are the default and the economical setting alone.
+    The `few` are compared on every model; `own` are the default and the economical setting alone, of bulks of so many
+    `bits`.
     """
 
     def product(theta: float, bits: float = SKETCH_BITS, threshold: float = 0.95, rule: str = "any") -> Way:
@@ -85,7 +86,11 @@ def token_ways(*, few: bool = False, own: bool = False) -> list[Way]:
     shares = [Way("dense", read="true, 0.05")]
     default = [product(DEFAULT_THETA), product(ECONOMICAL, threshold=0.7)]
     if own:
-        return default
+        return [
+            way if each == 16 else replace(way, read=way.read.replace(",", f" over {each},"))
+            for each in bits
+            for way in default
+        ]
     default += [product(ECONOMICAL), product(16.0, threshold=0.4)]  # the latter: where seven query heads share a key
     # The Gaussian's part: no head is local; or each query head decides for itself whether it looks at the sketch.
     default += [Way("dense", BOTH[0], read=product(DEFAULT_THETA).read), product(DEFAULT_THETA, rule="head")]
@@ -144,6 +149,12 @@ def split(tokens: str) -> tuple[str, float]:
     """
     kind, _, share = tokens.partition(", ")
     return kind, float(share or 1)
+
+
+def bulk_bits(tokens: str) -> int:
+    """Bits a value of the bulk, for a way of reading: "sketch of 1.5 bits over 8, 4.4" is of 8, without them 16."""
+    kind = split(tokens)[0].split()
+    return int(kind[-1]) if "over" in kind else 16
 
 
 def token_options(tokens: str) -> dict[str, Any]:
