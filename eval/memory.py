@@ -100,7 +100,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"cache": name, "tokens": options.tokens, "new_tokens": options.new_tokens}
         for what, over in (("held", "over_dynamic"), ("peak", "peak_over_dynamic")):
             row[f"{what}_mib"] = f"{middle(name, what) / MIB:.1f}"
-            row[over] = f"{middle(name, what) / middle(DYNAMIC, what):.3f}"
+            of = middle(DYNAMIC, what)
+            row[over] = f"{middle(name, what) / of:.3f}" if of > 0 else ""  # of a text that takes less than loading did
         rows.append(row)
     return rows
 

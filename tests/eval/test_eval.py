@@ -290,6 +290,44 @@ def test_restart(tmp_path: Path) -> None:
     assert float(first["turn_mib"]) < 0.7 * float(first["whole_mib"])
 
 
+def test_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,600 tokens fewer bits take less; wrong arguments are said in a line."""
+    import needle
+
+    from eval import memory
+
+    monkeypatch.setattr(memory, "CACHES", ("DynamicCache", "QAdACache", "QAdACache, 4 bits"))
+    table, model = tmp_path / "table.csv", ["--model", str(needle.FOLDER), "--dtype", "float32"]
+    assert memory.main([*model, "--tokens", "1600", "--new-tokens", "2", "--out", str(table)]) == 0
+    with table.open(encoding="utf-8") as file:
+        rows = {row["cache"]: row for row in csv.DictReader(file)}
+    assert list(rows) == list(memory.CACHES)
+    held = {name: float(row["held_mib"]) for name, row in rows.items()}
+    assert held["QAdACache, 4 bits"] < held["QAdACache"] < held["DynamicCache"]
+    with pytest.raises(SystemExit):
+        memory.main([*model, "--tokens", "0"])
+    assert "--tokens, --new-tokens and --rounds must be at least 1" in capsys.readouterr().err
+
+
+def test_prompt_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors are told apart where the kernel runs; elsewhere a line says that it does not."""
+    from eval import prompt_rate
+    from qada_cache.kernels.cpu import prompt
+
+    table = tmp_path / "table.csv"
+    if prompt.build(64, 64) is not None:
+        arguments = ["--tokens", "600", "--dims", "64", "--rounds", "1", "--out", str(table)]
+        assert prompt_rate.main(arguments) == 0
+        with table.open(encoding="utf-8") as file:
+            (row,) = csv.DictReader(file)
+        assert 0.3 < float(row["error"]) < 3
+        assert float(row["faster"]) > 0
+    monkeypatch.setattr(prompt, "serves", lambda *_, **__: False)
+    with pytest.raises(SystemExit):
+        prompt_rate.main([])
+    assert "no AVX512-BF16" in capsys.readouterr().err
+
+
 def test_prefix_reuse(tmp_path: Path) -> None:
     """Every way leads to the same answers."""
     import needle
