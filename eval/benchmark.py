@@ -56,7 +56,8 @@ def draw(table: Path) -> None:
             for row in rows
             if (int(row["batch"]), int(row["tokens"])) == (batch, tokens)
         }
-        forced = sorted((float(name[len(PREFIX) :]), ms) for name, ms in times.items() if name.startswith(PREFIX))
+        plain = {name: ms for name, ms in times.items() if name.startswith(PREFIX) and "bits" not in name}
+        forced = sorted((float(name[len(PREFIX) :]), ms) for name, ms in plain.items())
         axes.plot(*zip(*forced, strict=True), "o-", color="C0", label="QAdACache, share forced")
         nothing, static = times["no context"], times["StaticCache"]
         shares = [step / 100 for step in range(101)]  # straight, but not on this scale

@@ -262,7 +262,12 @@ def methods(work: Work, theta: float) -> dict[str, Callable[[], Cache]]:
             made[f"QAdACache budget f={fraction:g}"] = lambda fraction=fraction: ours(
                 criterion=flagged(work, fraction), device_budget=0.15
             )
-    made[TOKENS] = lambda: QAdACache(model, criterion=flagged(work, 1.0), token_threshold=theta)
+    every = flagged(work, 1.0)
+    made[TOKENS] = lambda: QAdACache(model, criterion=every, token_threshold=theta, bulk_bits=16)
+    for bits in () if accelerated else (8, 4):  # as long as no kernel for accelerators reads them
+        few = functools.partial(QAdACache, model, criterion=every, bulk_bits=bits)
+        made[f"QAdACache f=1, {bits} bits"] = functools.partial(few, token_threshold=0.0)
+        made[f"{TOKENS}, {bits} bits"] = functools.partial(few, token_threshold=theta)
     if work.read:
         made["QAdACache, whole heads"] = ours
         made["QAdACache"] = lambda: QAdACache(model)
