@@ -12,7 +12,6 @@ import argparse
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from eval.shared import language_model
 from eval.shared.tables import machine, new_file, plain, write
 from qada_cache import QAdACache, prepare
+from qada_cache.process_memory import PeakMemory
 from qada_cache.stats import bytes_held
 from qada_cache.tuning.measuring import default_text
 from qada_cache.versions import pass_cache
@@ -30,12 +30,6 @@ DYNAMIC = "DynamicCache"
 BITS = {"QAdACache": None, "QAdACache, 16 bits": 16, "QAdACache, 8 bits": 8, "QAdACache, 4 bits": 4}
 CACHES = (DYNAMIC, *BITS)
 MIB = 2**20
-
-
-def status(name: str) -> int:
-    """Bytes of this process, by a name of `/proc/self/status`."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def make(model: PreTrainedModel, name: str) -> Cache:
@@ -66,10 +60,10 @@ def run(options: argparse.Namespace) -> dict[str, int]:
         return cache
 
     decode(ids[:, :1500], 2)  # kernels are built, and what libraries keep is there
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the highest so far is forgotten
-    before = status("VmRSS")
+    memory = PeakMemory()
     cache = decode(ids, options.new_tokens)
-    peak = status("VmHWM") - before
+    peak = memory.nbytes
+    assert peak is not None
     on_device, on_host = bytes_held(cache)
     if isinstance(cache, QAdACache):
         stats = cache.stats()
@@ -120,8 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if min(options.tokens, options.new_tokens, options.rounds) < 1:
         parser.error("--tokens, --new-tokens and --rounds must be at least 1")
-    if not Path("/proc/self/clear_refs").exists():
-        parser.error("peaks are read from /proc, which this system has not: run it on Linux")
+    if PeakMemory().nbytes is None:
+        parser.error("this system does not tell what a process takes: run it on Linux")
     if options.cache:
         print(json.dumps(run(options)))
         return 0

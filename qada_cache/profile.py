@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .cache import QAdACache
 from .models import inputs_device
+from .process_memory import PeakMemory
 from .stats import bytes_held, layer_bytes
 from .versions import pass_cache
 
@@ -26,7 +27,9 @@ class Profile:
     prefill_seconds: float
     tokens: list[tuple[float, int, int]]  # each decoded token's seconds, and bytes on device and host after it
     read_share: float  # of the bulk's bytes that decoding read, see `CacheStats.read_share`; 1 for DynamicCache
-    peak_bytes: int | None  # the most memory the accelerator had allocated, model included; None on a CPU
+    # The most memory the accelerator had allocated, model included; on a CPU what the process took above what it had
+    # before; None where nobody tells.
+    peak_bytes: int | None
     layers: list[tuple[int, int, float]]  # device bytes, host bytes, `kv_local_share`
 
     def summary(self) -> dict[str, str]:
@@ -56,7 +59,7 @@ def profile(model: PreTrainedModel, ids: Tensor, *, new_tokens: int, chunk: int,
 
 
 def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: int, chunk: int, bar: tqdm) -> Profile:
-    device, name = inputs_device(model), type(cache).__name__
+    device, name, memory = inputs_device(model), type(cache).__name__, PeakMemory()
     bar.set_postfix_str(name)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -76,7 +79,7 @@ def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: i
     for _ in range(new_tokens):
         seconds, token = read([token])
         tokens.append((seconds, *bytes_held(cache)))
-    peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory.nbytes
     read_share, local = 1.0, {}
     if isinstance(cache, QAdACache):
         stats = cache.stats()
