@@ -67,6 +67,7 @@ def test_static_heads(ranks: list[dict[str, Any]], model: PreTrainedModel) -> No
     same(found_by(model, gather=True, criterion=StaticHeads(heads_table())), ranks, "heads")
 
 
+@pytest.mark.usefixtures("default_bits")  # as the processes have it
 def test_collected_moments(ranks: list[dict[str, Any]], model: PreTrainedModel, folder: Path) -> None:
     """Of all heads, in every process; and all collect if one of them has none kept."""
     whole = KeyMoments.collect(model, progress=False)
