@@ -19,18 +19,7 @@ from .key_moments.defaults import DEFAULT_MOMENTS, MomentsSource
 from .models import full_attention_layers, unwrap_model
 from .models.sharding import UNSHARDED
 from .reading_bar import ReadingBar
-from .state import (
-    BULK_BITS,
-    CONDITIONS,
-    DECIDING,
-    DEFAULT_BITS,
-    LAID_OUT,
-    SKETCH_BITS,
-    THRESHOLD,
-    TOKEN_THRESHOLD,
-    Options,
-    Shared,
-)
+from .state import CONDITIONS, DECIDING, LAID_OUT, SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .state.layer import QAdALayer
 from .state.observation import Observer
 from .stats import CacheStats, collect, layer_bytes, summary
@@ -85,9 +74,8 @@ class QAdACache(WatchedCache):
             under "dense", "oracle" and a threshold of 1.
         sketch_bits: bits a value, on average, of the sketch, a copy of the bulk's keys on the compute device: 0.5 to 4.
         bulk_bits: 16: the bulk is as the model made it. 8 or 4: its closed segments lie in about so many bits a value,
-            the sketch's included, in layers whose heads have multiples of 8 channels; a sketch is then kept whatever
-            selects tokens. Triton's kernels do not read them. None: 8 for a model on a CPU whose tokens are selected by
-            a sketch that knows its queries' energies, else 16.
+            the sketch's included, in layers whose heads have multiples of 8 channels, and a sketch is kept. None: 8 for
+            a model on a CPU if its tokens are selected in the metric of its queries, else 16.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
@@ -135,7 +123,8 @@ class QAdACache(WatchedCache):
         model = unwrap_model(model)
         text_config = support.text_config(model, config)
         asked = {name: given[name] for name in DECIDING + LAID_OUT} | {"kernels": choice.resolve_kernels(kernels)}
-        asked |= {"bulk_bits": BULK_BITS} if bulk_bits is None else {}
+        if bulk_bits is None:
+            del asked["bulk_bits"]
         options = Options(**asked, tuned=tuned)
         support.check_model(model, text_config)
         attention.check_implementation(text_config)
@@ -144,8 +133,7 @@ class QAdACache(WatchedCache):
         managed = support.describe_model(model, config, ours)
         tuned_choice.check_left_out(options)
         options = support.resolve_options(options, managed)
-        if bulk_bits is None and support.reads_records(options, managed):
-            options = replace(options, bulk_bits=DEFAULT_BITS)
+        options = support.choose_bits(options, managed) if bulk_bits is None else options
         self._shared = Shared(tuned_choice.apply_tuned(options, managed), managed)
         self._bar = ReadingBar()
         following = None

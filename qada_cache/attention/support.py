@@ -19,7 +19,7 @@ from ..key_moments.prompts import PROMPTS
 from ..key_moments.rotation import rope_settings
 from ..models import full_attention_config, sizes
 from ..models.sharding import head_shard
-from ..state import ManagedModel, Options
+from ..state import DEFAULT_BITS, ManagedModel, Options
 
 logger = logging.get_logger(__name__)
 
@@ -116,6 +116,11 @@ def resolve_options(options: Options, managed: ManagedModel) -> Options:
     if energies is None and (options.selects_tokens or options.codes_tokens) and managed.layers:
         energies = kept_energies(managed.get(), managed.whole_config)
     return replace(options, moments=asked, current_moments=current, other_moments=other, query_energies=energies)
+
+
+def choose_bits(options: Options, managed: ManagedModel) -> Options:
+    """These resolved options with the default bits of a bulk."""
+    return replace(options, bulk_bits=DEFAULT_BITS) if reads_records(options, managed) else options
 
 
 def reads_records(options: Options, managed: ManagedModel) -> bool:
