@@ -19,6 +19,7 @@ from ..key_moments.prompts import PROMPTS
 from ..key_moments.rotation import rope_settings
 from ..models import full_attention_config, sizes
 from ..models.sharding import head_shard
+from ..sketch.coded import RecordLayout
 from ..state import DEFAULT_BITS, ManagedModel, Options
 
 logger = logging.get_logger(__name__)
@@ -126,10 +127,22 @@ def choose_bits(options: Options, managed: ManagedModel) -> Options:
 def reads_records(options: Options, managed: ManagedModel) -> bool:
     """Whether a model with these resolved options decodes a bulk in few bits as fast as another: tokens are selected by
     a sketch in the metric of the queries, and the kernel for CPUs computes it all."""
-    model = managed.get()
-    on_cpu = model is not None and all(parameter.device.type == "cpu" for parameter in model.parameters())
-    selects = options.selects_tokens and options.query_energies is not None
-    return on_cpu and selects and options.kernels == "auto" and cpu.has_compiler()
+    model, config = managed.get(), managed.config
+    if model is None or not options.selects_tokens or options.query_energies is None:
+        return False
+    named = dict(model.named_parameters())
+    plain = getattr(config, "attn_logit_softcapping", None) is None and not any(
+        name.endswith("sinks") for name in named
+    )
+    _, heads, kv_heads, dim = sizes(config)
+    built = model.dtype in cpu.ELEMENTS and heads <= cpu.MAX_QUERIES * kv_heads and RecordLayout.serves(dim, dim)
+    on_cpu = all(parameter.device.type == "cpu" for parameter in named.values())
+    return plain and built and on_cpu and options.kernels == "auto" and cpu.has_compiler()
+
+
+def _is_sinks(name: str) -> bool:
+    """Whether a parameter is learned attention sinks."""
+    return name.endswith("sinks")
 
 
 def _check_moments(moments: KeyMoments, config: PreTrainedConfig) -> None:

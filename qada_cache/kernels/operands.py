@@ -218,6 +218,8 @@ def check(query: Query, rows: Rows, layer: Operands) -> None:
             most = min(layer.records.tensor.shape[2], closed_tokens(layer.sketch.scales.shape[2]))
             if closed_tokens(rows.longest) > most:
                 raise OperandError("bulk_lengths", rows.longest, f"of {most} tokens in records at most")
+            if rows.longest > layer.sketch.scales.shape[2]:
+                raise OperandError("scales", describe(layer.sketch.scales), f"of {rows.longest} tokens or more")
             needed = rows.longest_open
         if needed > room:
             raise OperandError("bulk_lengths", needed, f"at most {room}, as the bulk has room for")

@@ -119,7 +119,8 @@ def rotate(values: Tensor, block: int = BLOCK) -> Tensor:
     if values.device.type == "cpu" and values.dtype == torch.float32:
         channels = values.shape[-1]
         together = math.gcd(channels, max(block, PRODUCT_CHANNELS))
-        return torch.matmul(values.unflatten(-1, (-1, together)), _blocks(block, together)).flatten(-2)
+        with torch.autocast("cpu", enabled=False):  # which rounds products
+            return torch.matmul(values.unflatten(-1, (-1, together)), _blocks(block, together)).flatten(-2)
     return _rotate_in_steps(values, block)
 
 

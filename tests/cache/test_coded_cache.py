@@ -296,6 +296,39 @@ def test_none_is_8_where_a_kernel_reads_records(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("default_bits")
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma2", {}),
+        ("gpt_oss", {}),
+        ("llama", {"dtype": torch.float64}),
+        ("llama", {"num_attention_heads": 32, "num_key_value_heads": 1, "hidden_size": 32, "head_dim": 8}),
+        ("llama", {"head_dim": 12}),
+    ],
+    ids=["caps scores", "learned sinks", "float64", "large groups", "odd heads"],
+)
+def test_where_no_kernel_decodes_none_is_16(
+    family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "kept_energies", lambda *_: torch.ones(2, 2, 8))
+    assert QAdACache(tiny(family, **changes), moments="current", **SMALL).options.bulk_bits == 16
+
+
+def test_a_crop_under_autocast_decodes_alike() -> None:
+    """Products are rounded there, but for those that turn what records hold."""
+    model, ids = tiny(), prompt(PROMPT)[0]
+    cache = filled(model, ids, bulk_bits=8, **DENSE)
+    twin = copy.deepcopy(cache)
+    cache.crop(-600)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        twin.crop(-600)
+    for one, other in zip(cache.layers, twin.layers, strict=True):
+        held = [layer.store.bulk.read(slice(0, 1), slice(None), 0, 1100) for layer in (one, other)]
+        for part, same in zip(*held, strict=True):
+            assert torch.equal(part, same)
+
+
+@pytest.mark.usefixtures("default_bits")
 def test_without_a_compiler_none_is_16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "kept_energies", lambda *_: torch.ones(2, 2, 8))
     monkeypatch.setattr(cpu.shutil, "which", lambda name: None)

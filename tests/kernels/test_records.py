@@ -126,10 +126,13 @@ def test_what_records_do_not_hold_is_refused() -> None:
     function, device = COMPILED.values[0]
     given = scene.arguments(device) | scene.decision_arguments(device, criterion="dense")
     given |= scene.sketch_arguments(device, 1.0) | scene.record_arguments()
-    records = given["records"]
+    records, sketch = given["records"], given["sketch"]
+    parts = {"codes": sketch.codes[..., :1040].clone(), "scales": sketch.scales[..., :1040].clone()}
+    shortened = replace(sketch, **parts)  # which ends in the open segment
     for name, bad in (
         ("records", {"records": replace(records, tensor=records.tensor[..., 1:])}),
         ("record_weights", {"records": replace(records, weights=records.weights.double())}),
+        ("scales", {"sketch": shortened}),
         ("bulk_lengths is 1100", {"records": replace(records, tensor=records.tensor[:, :, :500].clone())}),
         ("bulk_lengths is 588", {n: given[n][:, :, :587].clone() for n in ("bulk_keys", "bulk_values")}),
     ):
