@@ -92,9 +92,10 @@ def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
         rows = {row["method"]: row for row in csv.DictReader(file)}
     forced = {f"QAdACache f={fraction:g}" for fraction in workloads.FRACTIONS}
     dense = {"DynamicCache", "StaticCache", "always bulk"}
+    coded = {f"{of}, {bits} bits" for of in ("QAdACache f=1", workloads.TOKENS) for bits in (8, 4)}
     assert (
         set(rows) - {"QuantizedCache, quanto", "QuantizedCache, hqq"}
-        == {"no context", "sinks + window", workloads.TOKENS} | dense | forced
+        == {"no context", "sinks + window", workloads.TOKENS} | dense | forced | coded
     )
     less, more = (float(rows[f"QAdACache f={fraction:g}"]["read_mib"]) for fraction in (0.05, 0.34))
     assert less < float(rows[workloads.TOKENS]["read_mib"]) <= more  # a twentieth of the tokens, and the sketch
