@@ -24,7 +24,6 @@ from qada_cache import QAdACache, prepare
 from qada_cache.process_memory import PeakMemory
 from qada_cache.stats import bytes_held
 from qada_cache.tuning.measuring import default_text
-from qada_cache.versions import pass_cache
 
 DYNAMIC = "DynamicCache"
 BITS = {"QAdACache": None, "QAdACache, 16 bits": 16, "QAdACache, 8 bits": 8, "QAdACache, 4 bits": 4}
@@ -48,15 +47,7 @@ def run(options: argparse.Namespace) -> dict[str, int]:
 
     def decode(given: torch.Tensor, tokens: int) -> Cache:
         cache = make(model, options.cache)
-        model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
-            **pass_cache(cache),
-            do_sample=False,
-            min_new_tokens=tokens,
-            max_new_tokens=tokens,
-            pad_token_id=0,
-        )
+        language_model.answer(model, given, cache, tokens)
         return cache
 
     decode(ids[:, :1500], 2)  # kernels are built, and what libraries keep is there

@@ -84,15 +84,7 @@ def ask(
         begin = time.perf_counter()
         caches.append(get())
         ready = time.perf_counter()
-        told = model.generate(
-            text,
-            attention_mask=torch.ones_like(text),
-            **pass_cache(caches[-1]),
-            do_sample=False,
-            min_new_tokens=answer,
-            max_new_tokens=answer,
-            pad_token_id=0,
-        )
+        told = language_model.answer(model, text, caches[-1], answer)
         found.answers.append(told[0, text.shape[1] :].tolist())
         found.got.append(ready - begin)
         found.answered.append(time.perf_counter() - ready)

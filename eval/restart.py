@@ -31,7 +31,6 @@ from eval.shared import language_model
 from eval.shared.tables import machine, new_file, plain, write
 from qada_cache import PrefixStore, QAdACache, prepare
 from qada_cache.tuning.measuring import default_text
-from qada_cache.versions import pass_cache
 
 FIRST, DYNAMIC, AGAIN = "read and kept", "DynamicCache, read again", "QAdACache, read again"
 STORED, FROM_DISK = "PrefixStore", "PrefixStore, files from the disk"
@@ -61,16 +60,7 @@ def answer(model: PreTrainedModel, ids: Tensor, make: Callable[[], Cache], token
     streamer, begin = FirstToken(), time.perf_counter()
     cache = make()
     ready, held = time.perf_counter(), cache.get_seq_length()
-    told = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        **pass_cache(cache),
-        streamer=streamer,
-        do_sample=False,
-        min_new_tokens=tokens,
-        max_new_tokens=tokens,
-        pad_token_id=0,
-    )
+    told = language_model.answer(model, ids, cache, tokens, streamer=streamer)
     took = {"cache_s": ready - begin, "first_token_s": streamer.when - begin, "read": ids.shape[1] - held}
     return took | {"ids": told[0].tolist(), "answer": told[0, ids.shape[1] :].tolist()}, cache
 

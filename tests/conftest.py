@@ -30,12 +30,17 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.environ["QADA_HOME"] = before
 
 
+def keep_bits(patch: pytest.MonkeyPatch) -> None:
+    """Let no default of a cache choose fewer than 16 bits."""
+    patch.setattr("qada_cache.attention.support.reads_records", lambda options, managed: False)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def bits_as_made() -> Iterator[pytest.MonkeyPatch]:
     """Without a word of it a bulk is as the model made it: the default depends on whether an earlier test had the
     model's query energies measured. Processes of their own go by the default."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qada_cache.attention.support.reads_records", lambda options, managed: False)
+        keep_bits(patch)
         yield patch
 
 
@@ -44,7 +49,7 @@ def default_bits(bits_as_made: pytest.MonkeyPatch) -> Iterator[None]:
     """A cache chooses the bits of its bulk itself."""
     bits_as_made.undo()
     yield
-    bits_as_made.setattr("qada_cache.attention.support.reads_records", lambda options, managed: False)
+    keep_bits(bits_as_made)
 
 
 @pytest.fixture(autouse=True, scope="session")

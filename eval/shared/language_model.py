@@ -13,7 +13,10 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+from qada_cache.versions import pass_cache
 
 DEFAULT = "smollm2"
 HELP = f"{DEFAULT}, a path or Hub repository, or a GGUF file (default: %(default)s)"
@@ -63,6 +66,20 @@ def loading(parser: argparse.ArgumentParser) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
         parser.error(f"--model: {shorten(str(error), 400)}")
+
+
+def answer(model: PreTrainedModel, ids: Tensor, cache: Cache, tokens: int, **more: Any) -> Tensor:
+    """`ids` `[1, tokens]` and so many tokens behind them, greedily; `more` is for `generate`."""
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        **pass_cache(cache),
+        do_sample=False,
+        min_new_tokens=tokens,
+        max_new_tokens=tokens,
+        pad_token_id=0,
+        **more,
+    )
 
 
 def load(

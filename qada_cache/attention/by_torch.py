@@ -146,9 +146,10 @@ def _count_and_prefetch(
 ) -> None:
     """Count the sketch's bytes, update residents, and prefetch heads of the next layer."""
     bulk, counters = store.bulk, layer.counters
+    in_records = bulk.records is not None
     for row, length in enumerate(bulk.lengths):
         heads = sum(selecting[row]) if selecting else 0
-        if bulk.records is not None and bulk.stored[row]:  # whose keys follow from the sketch
+        if in_records and bulk.stored[row]:  # whose keys follow from the sketch
             heads += sum(whole[row])
         if heads:
             assert bulk.sketch is not None

@@ -140,11 +140,6 @@ def reads_records(options: Options, managed: ManagedModel) -> bool:
     return plain and built and on_cpu and options.kernels == "auto" and cpu.has_compiler()
 
 
-def _is_sinks(name: str) -> bool:
-    """Whether a parameter is learned attention sinks."""
-    return name.endswith("sinks")
-
-
 def _check_moments(moments: KeyMoments, config: PreTrainedConfig) -> None:
     """Raise ValueError if key moments are of another kind of model, another shape or other rotary positions."""
     layers, _, kv_heads, dim = sizes(config)

@@ -178,6 +178,16 @@ class Scene:
         """What `half_variance` says of it `[group]`."""
         return half_variance(**self._head_kwargs(row, head))
 
+    def rough_for_some(self, flags: Tensor) -> tuple[float, int]:
+        """What `UNRELIABLE` is to be for half of the KV heads with a flagged head to find the sketch reliable, and how
+        many these are."""
+        spreads = sorted(
+            float(self.half_variance(row, head)[flags[row, head, :, 0]].max())
+            for row in self.sketched_rows() for head in range(self.kv_heads) if flags[row, head].any()
+        )  # fmt: skip
+        half = len(spreads) // 2
+        return sum(spreads[half - 1 : half + 1]) / 2, half
+
     def sketch_read_bytes(self, selected: dict[tuple[int, int], Tensor]) -> int:
         """What is read of the sketch, where `selected` is."""
         sizes = {"dim": self.dim, "value_dim": self.stored[1].shape[3], "bits": self.bits}

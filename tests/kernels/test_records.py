@@ -100,14 +100,10 @@ def test_a_sketch_that_is_too_rough(path: Path, group: int, monkeypatch: pytest.
     scene = RecordScene(bulk=BULK, group=group, bits=2)
     decision = {"criterion": "gaussian", "threshold": scene.threshold()}
     flags = scene.flags(**decision)
-    spreads = [
-        float(scene.half_variance(row, head)[flags[row, head, :, 0]].max())
-        for row in scene.sketched_rows() for head in range(2) if flags[row, head].any()
-    ]  # fmt: skip
-    low, high = sorted(spreads)[len(spreads) // 2 - 1 :][:2]
-    monkeypatch.setattr(selection, "UNRELIABLE", (low + high) / 2)
+    cut, reliable = scene.rough_for_some(flags)
+    monkeypatch.setattr(selection, "UNRELIABLE", cut)
     monkeypatch.setattr(selection, "NOISE_SHARE", 0.0)
-    assert len(run(path, scene, token_threshold=1.0, **decision)) == len(spreads) // 2 > 0
+    assert len(run(path, scene, token_threshold=1.0, **decision)) == reliable > 0
 
 
 @EVERY

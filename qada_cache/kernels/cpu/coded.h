@@ -14,7 +14,7 @@ constexpr int KEYS_FROM = 2 * SCALE_BYTES, VALUES_FROM = KEYS_FROM + DIM * KEY_B
 constexpr int KEY_BLOCK = DIM & -DIM, VALUE_BLOCK = VALUE_DIM & -VALUE_DIM;  // channels that are rotated together
 constexpr int AHEAD = 32;  // tokens after which a record that is prefetched is wanted
 constexpr int BYTES = sizeof(Bytes);  // codes that meet a query's bytes at once
-constexpr int KEY_ROOM = (DIM + BYTES - 1) / BYTES * BYTES, VALUE_ROOM = VALUE_DIM;
+constexpr int KEY_ROOM = (DIM + BYTES - 1) / BYTES * BYTES;
 
 template <typename Number, int SIZE>
 struct VectorOf {
@@ -85,23 +85,23 @@ struct Turned {
             const Slots size = weighed[d] < 0.0f ? -weighed[d] : weighed[d];
             highest = size > highest ? size : highest;
         }
+        using Whole = Vector<int32_t, sizeof(Slots)>;
         const Slots inverse = LEVELS / highest;
         Slots sum = {};
         std::memset(high, 0, sizeof high);
         std::memset(low, 0, sizeof low);
         for (int d = 0; d < DIM; d++) {
-            const Slots exact = weighed[d] * inverse, whole = nearest(exact), rest = nearest((exact - whole) * FINER);
-            sum += whole + rest * (1 / FINER);
+            const Slots exact = weighed[d] * inverse;
+            const Whole whole = nearest<Whole>(exact);
+            const Slots rounded = __builtin_convertvector(whole, Slots);
+            const Whole rest = nearest<Whole>((exact - rounded) * FINER);
+            sum += rounded + __builtin_convertvector(rest, Slots) * (1 / FINER);
             for (int q = 0; q < QUERIES; q++) high[q][d] = (int8_t)whole[q], low[q][d] = (int8_t)rest[q];
         }
         for (int q = 0; q < QUERIES; q++) {
             step[q] = 2 * highest[q] / LEVELS;
             offset[q] = sum[q] * highest[q] / LEVELS * ((1 << KEY_BITS) - 1);
         }
-    }
-    static Slots nearest(Slots numbers) {
-        typedef int32_t Whole __attribute__((vector_size(4 * SLOTS)));
-        return __builtin_convertvector((Whole)(numbers + 12582912.0f) - 0x4b400000, Slots);
     }
 };
 
@@ -110,7 +110,7 @@ struct Records {
     const Turned& queries;
     const uint8_t *place[SPAN], *ahead[SPAN];  // these, and others that are wanted a little later
     float from_codes[QUERIES][SPAN];
-    uint8_t values[BLOCK][VALUE_ROOM];  // codes of those whose weights were scaled last
+    uint8_t values[BLOCK][VALUE_DIM];  // codes of those whose weights were scaled last
 
     float scale_of(int64_t t, int of) const { return widened(loaded<uint16_t>(place[t] + of * SCALE_BYTES)); }
 

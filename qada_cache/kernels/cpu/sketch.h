@@ -52,6 +52,12 @@ inline void rotate(Lanes* values, int count, float unit) {
 constexpr bool CODED = KEY_BITS > 0;  // whether closed segments lie in records (coded.h)
 constexpr float FINER = 2 * LEVELS;   // a rounded query's step over that of what rounding leaves
 
+// The sum with 1.5 * 2^23 has no room for fractions: it rounds half to even.
+template <typename Whole, typename Numbers>
+inline Whole nearest(Numbers numbers) {
+    return (Whole)(numbers + 12582912.0f) - 0x4b400000;
+}
+
 // The flagged queries of a head, as one segment's codes meet them: rounded as in `estimated_scores`, and what else
 // estimates take, `middle + scale * (step * product - offset + spread * scale)`. Records take scores of more than a
 // byte's precision: the same with `lows`, what rounding leaves, `FINER` times as fine, and without the spread.
@@ -104,11 +110,12 @@ struct Segments {
             WideIntegers packed = {}, low_packed = {};
             for (int i = 0; i < 4; i++) {
                 const Wide exact = rotated[d + i] * inverse;
-                const WideIntegers whole = nearest(exact);
+                const WideIntegers whole = nearest<WideIntegers>(exact);
                 sum += whole * level;
                 packed |= (whole & 0xff) << (8 * i);
                 if (!CODED) continue;
-                const WideIntegers low = nearest((exact - __builtin_convertvector(whole, Wide)) * FINER);
+                const Wide rest = exact - __builtin_convertvector(whole, Wide);
+                const WideIntegers low = nearest<WideIntegers>(rest * FINER);
                 low_sum += low * level;
                 low_packed |= (low & 0xff) << (8 * i);
             }
@@ -126,8 +133,6 @@ struct Segments {
             put(segment.low_offset, slots_of(low_total, j) * step / FINER);
         }
     }
-    // The sum with 1.5 * 2^23 has no room for fractions: it rounds half to even.
-    static WideIntegers nearest(Wide numbers) { return (WideIntegers)(numbers + 12582912.0f) - 0x4b400000; }
     static void put(void* to, Slots slots) { std::memcpy(to, &slots, sizeof slots); }
 };
 
