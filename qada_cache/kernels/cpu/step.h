@@ -9,6 +9,7 @@
 namespace {
 
 constexpr int SHARES = 4;  // of the work for each thread, as they do not all get to work at once
+constexpr int64_t ALONE = 1 << 18;  // products of local attention that one thread has summed before another wakes
 
 // Parts to split a head's keys into when `heads` of them are shared by `threads`.
 int64_t splits_of(int64_t tokens, int64_t heads, int threads, int64_t split_tokens) {
@@ -231,11 +232,11 @@ struct Share {
         }
     }
 
-    // Calls `work` with each number below `count`. No exception may leave a thread of a parallel region: the first one
-    // ends all work that is tried after it.
+    // Calls `work` with each number below `count`, by all threads unless one is to do it `alone`. No exception may
+    // leave a thread of a parallel region: the first one ends all work that is tried after it.
     template <typename Work>
-    void each(int64_t count, Work work) {
-        if (threads == 1) {
+    void each(int64_t count, Work work, bool alone = false) {
+        if (threads == 1 || alone) {
             for (int64_t i = 0; i < count; i++) work(i);
             return;
         }
@@ -252,19 +253,19 @@ struct Share {
     // Heads are decided about first; then the bulks of those that need it are read, which is where the time goes, or
     // their sketches and what these leave.
     void run() {
-        each(head_count, [&](int64_t head) { decide_head(head); });
+        const bool alone = head_count * QUERIES * call.rows.columns * (DIM + VALUE_DIM) < ALONE;
+        each(head_count, [&](int64_t head) { decide_head(head); }, alone);
         plan_reading();
         each(jobs.size(), [&](int64_t i) { read(jobs[i]); });
         each(scan_count, [&](int64_t i) { scan(pool[i], selecting[pool[i].head].score_cut); });
         if (scan_count) {
             each(scan_count, [&](int64_t i) { apply_cut(pool[i]); });
             plan_selected();
-            each(head_count, [&](int64_t head) {
+            for (int64_t head = 0; head < head_count; head++)
                 if (selects[head]) add_unread(head);
-            });
             each(jobs.size(), [&](int64_t i) { read(jobs[i]); });
         }
-        each(head_count, [&](int64_t head) { merge_parts(head); });
+        for (int64_t head = 0; head < head_count; head++) merge_parts(head);
     }
 };
 
