@@ -146,7 +146,7 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
     held = {
         "device_bytes": on_device + sum(each.device_bytes for each in moments if each is not None),
         "host_bytes": on_host,
-        "shared_bytes": sum(bulk.shared_bytes for bulk in bulks),
+        "shared_bytes": sum(bulk.shared_bytes + bulk.lent_bytes for bulk in bulks),
         "resident_bytes": sum(bulk.residents.nbytes for bulk in bulks),
         **{name: sum(int(each[name]) for each in counted) for name in _READ},
     }

@@ -15,6 +15,7 @@ from torch import Tensor
 MIN_TOKENS = 1024  # a bulk of fewer is read whole, which takes no longer than to select
 # Keys turn with position, so what they are coded by has to come from tokens close by; each segment has its own.
 SEGMENT_TOKENS = 512
+LAST_TOKENS = 128  # of a bulk's last segment, at least: fewer tell little of its channels
 WORD_BITS = 32
 BITS = (4, 2, 1)  # of a value, in the order in which a key's words hold them
 MIN_BITS, MAX_BITS = 0.5, 4.0  # of a value, on average
@@ -30,8 +31,8 @@ UNCODED = 2.0  # what the error of a channel without bits counts: unlike a quant
 
 
 def segments_of(length: int) -> int:
-    """The number of segments of a bulk of `length` tokens. The last one has 256 to 767 tokens, all others 512."""
-    return max(1, (length + SEGMENT_TOKENS // 2) // SEGMENT_TOKENS)
+    """The number of segments of a bulk of `length` tokens. The last one has 128 to 639 tokens, all others 512."""
+    return max(1, (length + SEGMENT_TOKENS - LAST_TOKENS) // SEGMENT_TOKENS)
 
 
 def closed_tokens(length: int) -> int:

@@ -36,7 +36,7 @@ class Bulk(RowTensors):
 
     growth = GROWTH
     beside: tuple[Tensor, ...] = ()  # on the compute device, tokens that are not in `tensors`
-    beside_tokens = 0  # of a row, at most
+    sketched_beside = 0  # of these, at most so many of a row that has a sketch
     sketch: "BulkSketch | None" = None  # of its keys; `TokenStore` has it follow
     records: Records | None = None  # what closed segments lie in, if not as keys and values
     _reader: Any = None  # stream of the last kernel that read it in place
@@ -58,6 +58,11 @@ class Bulk(RowTensors):
     def _start(self, keys: Tensor, values: Tensor) -> None:
         """Hold nothing yet."""
         self.adopt(None, self._allocate(keys, 0), self._allocate(values, 0), lengths=[0] * keys.shape[0])
+
+    @property
+    def lent_bytes(self) -> int:
+        """Of the tensors `beside`, bytes that copies have as well."""
+        return 0
 
     @property
     def keys(self) -> Tensor:
@@ -170,8 +175,8 @@ class Bulk(RowTensors):
             room = min(transfers.pinned_bytes(capacity * size) // size for size in sizes)
             capacity = room // GRANULE * GRANULE
         else:
-            growths = math.ceil(math.log((tokens + 1) / GRANULE, self.growth) - share) + share
-            capacity = math.ceil(self.growth**growths) * GRANULE
+            growths = math.ceil(math.log(tokens / GRANULE, self.growth) - share) + share
+            capacity = max(math.floor(self.growth**growths), -(-tokens // GRANULE)) * GRANULE
         self._rebuild(range(len(self.stored)), capacity)
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:

@@ -78,7 +78,7 @@ class BulkSketch:
         if length < MIN_TOKENS or length == known:
             return
         coded = bulk.stored[rows.start] if bulk.beside else 0
-        bulk.residents.shared.retried(partial(self._reserve, bulk.capacity + bulk.beside_tokens))
+        bulk.residents.shared.retried(partial(self._reserve, bulk.capacity + bulk.sketched_beside))
         kept, last = self.tensors.tensors(), segment_start(length)
         # The open segment is coded again.
         first, older = segment_start(known) if known else 0, length if newest is None else length - newest[0].shape[2]
@@ -161,7 +161,7 @@ class BulkSketch:
             raise ValueError(f"its sketch is of {record['sketch_lengths']} tokens, and should be of {wanted}")
         self.lengths = wanted
         if self.in_use:
-            self._reserve(bulk.capacity + bulk.beside_tokens)
+            self._reserve(bulk.capacity + bulk.sketched_beside)
         if bulk.beside and record["query_energies"] is None:
             raise ValueError("it lacks the query energies that its records lie behind")
         # The file's energies: others may be known now.

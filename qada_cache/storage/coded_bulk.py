@@ -1,27 +1,31 @@
 """A bulk in few bits: a record for each token of closed segments (`sketch/coded.py`), the open one's as they are."""
 
+from operator import sub
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, closed_tokens
+from ..sketch import LAST_TOKENS, SEGMENT_TOKENS, closed_tokens
 from ..sketch.coded import RecordLayout, Records, code_tokens, decode_keys, decode_values, predicted_keys, query_weights
-from .bulk import GRANULE, Bulk
+from .bulk import Bulk
 from .bulk_sketch import SEGMENTS, TOKENS
+
+STEP = 16  # tokens: room beside records is a multiple of so many; it is made anew for every flush
 
 
 class CodedBulk(Bulk):
     """Its tensors are the records, uint8 `[batch, kv_heads, capacity, size]`. `beside` them, on the compute device, are
-    the keys and values that follow a row's records, as the model made them.
+    the keys and values that follow a row's records, as the model made them, which copies share until they are written.
 
     A record says how a key differs from what the sketch says of it, so segments are coded as the sketch closes them. A
     crop into a closed segment opens it again: its tokens are decoded, and coded once more when it closes.
     """
 
-    growth = 1 + 1 / 16  # what has room for more takes memory that records are to save
+    growth = 1 + 1 / 64  # what has room for more takes memory that records are to save
     _known_weights: tuple[Tensor | None, Tensor] | None = None  # of `records`, behind the energies they follow from
-    beside_tokens = MIN_TOKENS
+    sketched_beside = SEGMENT_TOKENS + LAST_TOKENS
+    _is_lent = False  # whether a copy has the tensors `beside` as well
 
     def __init__(self, keys: Tensor, values: Tensor, *, layout: RecordLayout, **options: Any) -> None:
         """As `Bulk`; `layout` is of its records. It takes tokens once it has a `sketch`."""
@@ -35,6 +39,16 @@ class CodedBulk(Bulk):
             self.beside = tuple(like.new_empty(batch, kv_heads, 0, like.shape[3]) for like in (keys, values))
         self.lengths = [0] * batch
         self.adopt(None, self._allocate(records, 0), lengths=[0] * batch)
+
+    def __deepcopy__(self, memo: dict) -> "Bulk":
+        self._is_lent = True
+        memo[id(self.beside)] = self.beside
+        return super().__deepcopy__(memo)  # which is lent them, too
+
+    @property
+    def lent_bytes(self) -> int:
+        """As `Bulk`."""
+        return sum(held.nbytes for held in self.beside) if self._is_lent else 0
 
     @property
     def keys(self) -> Tensor:
@@ -60,7 +74,7 @@ class CodedBulk(Bulk):
     def put_beside(self, keys: Tensor, values: Tensor, lengths: list[int]) -> None:
         """Hold the tokens that follow the records; row `r` then has `lengths[r]` in all."""
         self.lengths = list(lengths)
-        self._reserve_beside(keys.shape[2])
+        self._fit_beside()
         for room, held in zip(self.beside, (keys, values), strict=True):
             room[:, :, : held.shape[2]] = held
 
@@ -81,7 +95,7 @@ class CodedBulk(Bulk):
             self.reserve(closed)
             self.sketch.append_from(self, rows, (keys, values))  # which closes segments
         start = max(before, closed)
-        self._reserve_beside(length - closed)
+        self._fit_beside()
         for held, new in zip(self.beside, (keys, values), strict=True):
             held[rows, :, start - closed : length - closed] = new[:, :, start - before :]
 
@@ -125,8 +139,9 @@ class CodedBulk(Bulk):
         }
         super().truncate(closed)
         self.lengths = list(lengths)
+        if opened:
+            self._fit_beside()
         for row, tokens in opened.items():
-            self._reserve_beside(tokens[0].shape[2])
             for held, again in zip(self.beside, tokens, strict=True):
                 held[row, :, : again.shape[2]] = again[0]
 
@@ -135,7 +150,7 @@ class CodedBulk(Bulk):
         """As `Bulk`."""
         lengths = [self.lengths[row] for row in index]
         super().select_rows(index)
-        self.beside, self.lengths = tuple(held[index] for held in self.beside), lengths
+        self.beside, self.lengths, self._is_lent = tuple(held[index] for held in self.beside), lengths, False
 
     def take(self, other: Bulk) -> None:
         """As `Bulk`; the sketch is to follow."""
@@ -162,13 +177,15 @@ class CodedBulk(Bulk):
         return predicted_keys(made, self.sketch.layout, of=index.div(SEGMENT_TOKENS, rounding_mode="floor"))
 
     @torch.inference_mode(False)  # as in `_allocate`
-    def _reserve_beside(self, tokens: int) -> None:
-        """Have room for so many tokens a row beside the records."""
-        if tokens <= self.keys.shape[2]:
+    def _fit_beside(self) -> None:
+        """Before something is written there: have room for the tokens beside the records, and not much more, unlent."""
+        tokens, had = max(map(sub, self.lengths, self.stored), default=0), self.keys.shape[2]
+        room = -(-tokens // STEP) * STEP
+        if room == had and not self._is_lent:
             return
-        room, grown = -(-tokens // GRANULE) * GRANULE, []
+        fitted, kept = [], slice(0, min(room, had))
         for old in self.beside:
             new = old.new_empty(*old.shape[:2], room, old.shape[3])
-            new[:, :, : old.shape[2]] = old
-            grown.append(new)
-        self.beside = tuple(grown)
+            new[:, :, kept] = old[:, :, kept]
+            fitted.append(new)
+        self.beside, self._is_lent = tuple(fitted), False

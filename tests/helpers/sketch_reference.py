@@ -16,9 +16,9 @@ BITS = (1, 1.5, 2, 4)  # of a value on average, that tests try
 
 
 def segment_spans(length: int) -> list[tuple[int, int]]:
-    """First and last token, the latter excluded, of every segment: 512 tokens, the last one 256 to 767."""
+    """First and last token, the latter excluded, of every segment: 512 tokens, the last one 128 to 639."""
     starts = list(range(0, length, 512))
-    if len(starts) > 1 and length - starts[-1] < 256:
+    if len(starts) > 1 and length - starts[-1] < 128:
         starts.pop()
     return list(zip(starts, [*starts[1:], length], strict=True))
 

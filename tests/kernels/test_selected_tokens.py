@@ -97,8 +97,8 @@ def test_from_no_token_to_all(path: Path) -> None:
 
 @EVERY
 def test_rows_of_several_segments(path: Path) -> None:
-    """Of one to three; the last ones of 700, 768 and 300 tokens, beside a row without a sketch."""
-    bulk = [(700, 5), (511 + 257, 3), (512 + 767, 0), (30, 2), (1324, 9)]
+    """Of one to three; the last ones of 572, 640 and 300 tokens, beside a row without a sketch."""
+    bulk = [(572, 5), (511 + 129, 3), (512 + 639, 0), (30, 2), (1324, 9)]
     scene = Scene(bulk=bulk, short=(), dim=24, dtype=torch.bfloat16, bits=2)
     for row, (tokens, _) in enumerate(bulk):  # what a segment is coded by is not what another is
         for part in (scene.keys[row][:, 3 : 3 + tokens], scene.stored[0][row, :, :tokens]):

@@ -8,15 +8,15 @@ from qada_cache.sketch import MIN_TOKENS, SEGMENT_TOKENS, segment_start, segment
 
 
 def test_segments_of_every_length() -> None:
-    """They follow one another, and all but the last have 512 tokens; that one has 256 to 767, if there are so many."""
+    """They follow one another, and all but the last have 512 tokens; that one has 128 to 639, if there are so many."""
     assert SEGMENT_TOKENS == 512
     for length in range(1, 5001):
         count, last = segments_of(length), segment_start(length)
         spans = [(512 * index, 512 * (index + 1)) for index in range(count - 1)] + [(last, length)]
         assert spans == segment_spans(length)
         assert last == 512 * (count - 1)
-        assert length - last <= 767
-        assert length - last >= 256 or (count == 1 and length < 256)
+        assert length - last <= 639
+        assert length - last >= 128 or (count == 1 and length < 128)
 
 
 def test_a_segment_that_is_not_the_last_never_changes() -> None:

@@ -26,7 +26,7 @@ from qada_cache.sketch.coded import code_tokens, predicted_keys, query_weights
 from qada_cache.storage.coded_bulk import CodedBulk
 
 SINKS, WINDOW = 3, 8
-TOKENS = 2300  # of which the bulk has four segments
+TOKENS = 2170  # of which the bulk has four segments
 ENERGIES = torch.exp(2 * torch.randn(1, 2, 16, generator=torch.Generator().manual_seed(1)))
 LOST = {8: 0.004, 4: 0.016}  # of a value's and a weighed residual's variance
 Calls = tuple[Tensor, ...]

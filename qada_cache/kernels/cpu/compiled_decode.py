@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...sketch import MIN_TOKENS, SEGMENT_TOKENS, selection
+from ...sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, selection
 from ...sketch.coded import Records
 from .. import cpu, operands
 from ..operands import Operands, Query, check
@@ -49,7 +49,8 @@ class Decode(ctypes.Structure):
         ("errors", ctypes.c_void_p),
         *((name, View) for name in ("records", "record_weights")),
         *((name, ctypes.c_void_p) for name in ("bulk_read_bytes", "sketch_read_bytes")),
-        *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "split_tokens", "min_sketched", "segment_tokens")),
+        *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "split_tokens", "min_sketched")),
+        *((name, ctypes.c_int64) for name in ("segment_tokens", "last_tokens")),
         ("sketch_bytes", ctypes.c_int64 * 3),
         *((name, ctypes.c_float) for name in ("scaling", "logit_threshold", "log_token_threshold")),
         *((name, ctypes.c_float) for name in ("log_unread_weight", "unreliable", "noise_share")),
@@ -89,7 +90,8 @@ class _Bound:
             raise ValueError("the tokens of a head do not lie one after the other")
         views, group = buffers | {"log_bulk": query.log_bulk}, states.shape[1] // layer.kv_heads
         decode = self._decode = Decode(batch=states.shape[0], kv_heads=layer.kv_heads)
-        decode.split_tokens, decode.min_sketched, decode.segment_tokens = cpu.THREAD_TOKENS, MIN_TOKENS, SEGMENT_TOKENS
+        decode.split_tokens, decode.min_sketched = cpu.THREAD_TOKENS, MIN_TOKENS
+        decode.segment_tokens, decode.last_tokens = SEGMENT_TOKENS, LAST_TOKENS
         decode.scaling, decode.logit_threshold = query.scaling, layer.logit_threshold
         decode.group_rule = GROUP_RULES[layer.group_rule]
         if layer.bulk_read_bytes is not None:

@@ -44,7 +44,8 @@ struct Decode {
     View<const float> record_weights;  // [DIM], `m` of sketch/coded.py
     int64_t *bulk_read_bytes, *sketch_read_bytes;  // may be null
     int64_t batch, kv_heads, split_tokens;
-    int64_t min_sketched, segment_tokens;  // a bulk of fewer tokens than the first is read whole
+    int64_t min_sketched;                 // a bulk of fewer tokens is read whole
+    int64_t segment_tokens, last_tokens;  // of a segment, and of the last one at least
     int64_t sketch_bytes[3];  // of a token, of a segment, and once
     float scaling, logit_threshold;  // `log A_local - log A_bulk` below which a head is long-context
     float log_token_threshold, log_unread_weight;
@@ -60,7 +61,7 @@ struct Decode {
     }
     // Of a bulk of so many tokens; see sketch/__init__.py.
     int64_t segments_of(int64_t tokens) const {
-        return std::max<int64_t>(1, (tokens + segment_tokens / 2) / segment_tokens);
+        return std::max<int64_t>(1, (tokens + segment_tokens - last_tokens) / segment_tokens);
     }
     bool sketched_row(int64_t row) const { return codes.data && bulk_length(row) >= min_sketched; }
     // How many of a bulk's tokens lie in records: those of all segments but the last one.

@@ -19,7 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...sketch import BITS, MIN_TOKENS, SEGMENT_TOKENS, WORD_BITS, selection
+from ...sketch import BITS, LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, WORD_BITS, selection
 from ..operands import Operands, Query, Rows, check
 from .kernels import bulk_kernel, local_kernel, merge_kernel
 from .sketch_kernels import estimate_kernel, selected_kernel
@@ -112,7 +112,7 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
                 bulk_lengths.stride(0), sketch.scales.shape[2], sketch.units.shape[2], room, scaling,
                 FOURS=fours, TWOS=twos, ONES=ones,
                 BLOCK_FOURS=blocks[0], BLOCK_TWOS=blocks[1], BLOCK_ONES=blocks[2],
-                SEGMENT=SEGMENT_TOKENS, TURN=turn,
+                SEGMENT=SEGMENT_TOKENS, LAST=LAST_TOKENS, TURN=turn,
                 BLOCK_N=max(16, min(UNPACKED_BYTES // values, ESTIMATES // sizes["BLOCK_G"], turn)),
                 TOKEN_BYTES=token, SEGMENT_BYTES=segment, HEAD_BYTES=head,
                 G=group, BLOCK_G=sizes["BLOCK_G"], D=dim, BLOCK_D=sizes["BLOCK_D"],

@@ -18,7 +18,7 @@ def estimate_kernel(
     p_estimates, p_sums, p_sketch_read_bytes, s_length, s_head, s_segment, room, scaling,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr,
     BLOCK_FOURS: tl.constexpr, BLOCK_TWOS: tl.constexpr, BLOCK_ONES: tl.constexpr,
-    SEGMENT: tl.constexpr, TURN: tl.constexpr, BLOCK_N: tl.constexpr,
+    SEGMENT: tl.constexpr, LAST: tl.constexpr, TURN: tl.constexpr, BLOCK_N: tl.constexpr,
     TOKEN_BYTES: tl.constexpr, SEGMENT_BYTES: tl.constexpr, HEAD_BYTES: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def estimate_kernel(
     if tl.load(p_tokens + i_group) == 0:  # which is there for long-context heads alone
         return
     length = tl.load(p_lengths + i_row * s_length)
-    segments = tl.maximum((length + SEGMENT // 2) // SEGMENT, 1)  # as `sketch.segments_of`
+    segments = tl.maximum((length + SEGMENT - LAST) // SEGMENT, 1)  # as `sketch.segments_of`
     if p_sketch_read_bytes is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
         if i_split == 0:
             tl.atomic_add(
