@@ -100,5 +100,7 @@ print("qada-cache", qada_cache.__version__)
 endef
 export IN_RELEASE
 
+include eval/tables.mk
+
 clean:
 	rm -rf $(VENV) $(OLDEST) $(DOCS) .release build dist
