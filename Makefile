@@ -74,7 +74,16 @@ docs: $(DOCS)/.installed
 # Runs the notebook of examples anew, in place.
 notebook: $(VENV)/.installed
 	$(PIP) install -q --constraint constraints.txt nbclient ipykernel
-	TQDM_DISABLE=1 PYTHONWARNINGS=ignore $(VENV)/bin/jupyter-execute --inplace --NotebookClient.record_timing=False examples/*.ipynb
+	TQDM_DISABLE=1 PYTHONWARNINGS=ignore $(RUN) -c "$$IN_NOTEBOOK"
+
+define IN_NOTEBOOK
+import nbclient, nbformat, pathlib
+for path in pathlib.Path("examples").glob("*.ipynb"):
+    book = nbformat.read(path, 4)
+    nbclient.NotebookClient(book, timeout=None, record_timing=False).execute()
+    nbformat.write(book, path)
+endef
+export IN_NOTEBOOK
 
 wheel: $(VENV)/.installed
 	$(RUN) -m build --wheel --no-isolation --outdir dist
