@@ -49,7 +49,7 @@ def run(source: str, name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     left: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(re.sub(r"\bcache=(own|cache)\b", rf"{CACHE}=\1", source), name, "exec"), left)
+    exec(compile(re.sub(r"\bcache=(own|cache|watched)\b", rf"{CACHE}=\1", source), name, "exec"), left)
     return left
 
 
