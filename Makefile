@@ -4,9 +4,10 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 OLDEST := .oldest
+DOCS := .docs
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 4
 
-.PHONY: demo test test-all test-oldest check check-python check-cpp wheel release gpu clean
+.PHONY: demo test test-all test-oldest check check-python check-cpp docs notebook wheel release gpu clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -58,6 +59,32 @@ check-cpp: $(VENV)/.installed
 		LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
 		$(PYTEST) tests/kernels/test_compiled.py tests/kernels/test_selected_tokens.py tests/kernels/test_prompt.py tests/kernels/test_records.py -k "$(WATCHED)"
 
+# The site in .docs/site, from an environment of its own: pages are read where they lie, docstrings without an import.
+$(DOCS)/.installed: constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip --disable-pip-version-check install -q --constraint constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
+	touch $@
+
+docs: $(DOCS)/.installed
+	rm -rf $(DOCS)/source && mkdir -p $(DOCS)/source
+	tar -cf - --exclude __pycache__ *.md docs eval examples qada_cache | tar -xf - -C $(DOCS)/source
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo $(DOCS)/site/index.html
+
+# Runs the notebook of examples anew, in place.
+notebook: $(VENV)/.installed
+	$(PIP) install -q --constraint constraints.txt nbclient ipykernel
+	TQDM_DISABLE=1 PYTHONWARNINGS=ignore $(RUN) -c "$$IN_NOTEBOOK"
+
+define IN_NOTEBOOK
+import nbclient, nbformat, pathlib
+for path in pathlib.Path("examples").glob("*.ipynb"):
+    book = nbformat.read(path, 4)
+    nbclient.NotebookClient(book, timeout=None, record_timing=False).execute()
+    nbformat.write(book, path)
+endef
+export IN_NOTEBOOK
+
 wheel: $(VENV)/.installed
 	$(RUN) -m build --wheel --no-isolation --outdir dist
 
@@ -82,5 +109,7 @@ print("qada-cache", qada_cache.__version__)
 endef
 export IN_RELEASE
 
+include eval/tables.mk
+
 clean:
-	rm -rf $(VENV) $(OLDEST) .release build dist
+	rm -rf $(VENV) $(OLDEST) $(DOCS) .release build dist

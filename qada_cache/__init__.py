@@ -9,4 +9,4 @@ from .preparing import prepare
 from .stats import CacheStats
 
 __all__ = ["CacheStats", "KeyMoments", "PrefixStore", "QAdACache", "StaticHeads", "prepare", "restore_attention"]
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

@@ -81,11 +81,11 @@ class QAdACache(WatchedCache):
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
         device_budget: the part of an offloaded bulk that may lie on each of the model's devices as well: bytes (an
             int), a share of the bulk (a float in [0, 1]), or "auto", the memory free when the first head asks for it,
-            less a tenth and at least 1 GiB. A head that was read stays, until heads that are read more often or more
-            recently need the room. Outputs do not depend on it.
+            less a tenth and at least 1 GiB. Outputs do not depend on it.
         audit_every: every so many query-adaptive steps one layer's whole bulk is read, layers taking turns, to record
             missed attention in `stats().audit`; outputs stay the same. 0: never.
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
+        progress: show a bar with the time left while a prompt of more than a few seconds is read.
         tuned: take `threshold` and `token_threshold` from `qada tune`, which kept them of this model; neither is given
             then. If none are kept, or they were measured under other options, the defaults count, with a warning.
 

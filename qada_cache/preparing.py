@@ -45,7 +45,8 @@ def prepare(
     Args:
         model: the model that caches will be built for.
         tokenizer: the model's, for moments by a prompt's name; without it, the one beside the model is looked up.
-        moments, options: of these caches, as for `QAdACache`.
+        moments: of these caches, as for `QAdACache`.
+        **options: of these caches, as for `QAdACache`.
 
     Raises:
         TypeError, ValueError, NotImplementedError, FileNotFoundError: as `QAdACache`.

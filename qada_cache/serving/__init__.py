@@ -66,7 +66,10 @@ def generate(
     else nothing. One that there is no memory for, although conversations made room, is refused before it begins.
 
     Args:
-        inputs, generation_config, model, arguments: as for `model.generate`.
+        inputs: as for `model.generate`.
+        generation_config: as for `model.generate`.
+        model: the model that generates.
+        **arguments: as for `model.generate`.
         cache_options: of `QAdACache`.
         conversations: number of kept caches of this model, in memory by `cache_options`; 0: none, and kept ones are
             dropped.

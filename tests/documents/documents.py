@@ -9,7 +9,7 @@ from pathlib import Path
 import qada_cache
 
 ROOT = Path(qada_cache.__file__).parent.parent
-AT_ROOT = ("README", "CONTRIBUTING", "SECURITY")
+AT_ROOT = ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")
 DOCUMENTS = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in [*(ROOT / f"{name}.md" for name in AT_ROOT), *sorted(ROOT.glob("docs/*.md"))]

@@ -94,6 +94,13 @@ def test_keywords_and_their_defaults() -> None:
     assert all(type(a[1]) is type(b[1]) for a, b in zip(documented, keywords, strict=True))  # 0 is not False
 
 
+def test_one_version() -> None:
+    """The package, the changelog's latest entry and the citation say the same."""
+    (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    latest = re.findall(r"^## \[(.+)\]", DOCUMENTS["CHANGELOG.md"], re.MULTILINE)[0]
+    assert cited == latest == qada_cache.__version__
+
+
 def test_environment_variables() -> None:
     """docs/options.md has all that the package reads, and no document has another."""
     texts = [path.read_text(encoding="utf-8") for path in Path(qada_cache.__file__).parent.rglob("*.py")]

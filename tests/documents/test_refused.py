@@ -1,4 +1,4 @@
-"""docs/refused.md against the code: every refusal has one line there, with its error and words of its message."""
+"""docs/refused.md against the code: each line's error and words are those of one refusal."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ def refusals() -> Iterator[tuple[str, str]]:
                 yield "torch.compile", template(node.keywords[0].value)
 
 
-def test_every_refusal_has_its_line_and_every_line_its_refusal() -> None:
+def test_every_line_is_true() -> None:
     rows, found = ROW.findall(TEXT), list(refusals())
-    assert len(rows) == len(re.findall(r"^\| (?!what \|)", TEXT, re.MULTILINE))  # no line is written otherwise
-    of_refusals = [[row for row in rows if row[0] == error and row[1] in message] for error, message in found]
-    assert [refusal for refusal, of in zip(found, of_refusals, strict=True) if len(of) != 1] == []
-    assert sorted(row for of in of_refusals for row in of) == sorted(rows)
+    assert len(rows) == len(re.findall(r"^\| (?!what \|)", TEXT, re.MULTILINE)) > 40  # no line is written otherwise
+    assert [row for row in rows if sum(row[0] == error and row[1] in message for error, message in found) != 1] == []
 
 
 def test_every_argument_that_is_refused_is_named() -> None:

@@ -212,7 +212,7 @@ def test_figures_are_those_of_the_tables(tmp_path: Path) -> None:
 
     assert figures.main(["--out", str(tmp_path)]) == 0
     made = sorted(path.name for path in tmp_path.iterdir())
-    assert len(made) == len(figures.HEADS_FIGURES) + 4 + len(list(figures.RESULTS.glob("sweep*.csv")))
+    assert len(made) == len(figures.HEADS_FIGURES) + 5 + len(list(figures.RESULTS.glob("sweep*.csv")))
     for name in made:
         if name.endswith(".csv"):
             assert (tmp_path / name).read_bytes() == (figures.RESULTS / name).read_bytes()

@@ -1,0 +1,175 @@
+# One target for each committed table, `make tables/NAME`: what made eval/results/NAME, on two cores of the machine that
+# the table's column `machine` names. QWEN is the file of Qwen2.5-Coder-0.5B-Instruct; SmolLM2 is installed by `make`.
+# Tables of trials and sweeps resume: `make` adds the rows that are missing.
+QWEN ?= qwen2.5-coder-0.5b-instruct-q4_k_m.gguf
+SMOLLM2_FOLDER := $(VENV)/smollm2
+TABLES := eval/results
+EVAL := $(RUN) -m eval
+OUT = --out $(TABLES)/$(@:tables/%=%)
+INTO = --out $(patsubst %/,%,$(dir $(TABLES)/$(@:tables/%=%)))
+RULER := prose_niah prose_niah_multikey_4 prose_niah_multivalue prose_niah_multiquery prose_vt prose_cwe prose_fwe prose_icl
+NEEDLES := prose_niah prose_niah_multikey_4
+PAPERS := --group-rules head --moments random-words wiki single-word current --thresholds 0.1 0.3 0.5 0.7 0.9 0.99
+
+TARGETS := $(shell sed -n 's|^\(tables/.*\):.*|\1|p' eval/tables.mk)
+.PHONY: $(TARGETS)
+$(TARGETS): $(VENV)/.installed
+
+# Quality: docs/choosing.md.
+tables/trials.csv:
+	$(EVAL).trials --lengths 3072 --documents 10 $(OUT)
+	$(EVAL).trials --tokens --lengths 3072 --documents 10 $(OUT)
+	$(EVAL).trials --tokens --own --lengths 1024 7168 --documents 8 $(OUT)
+	$(EVAL).trials --tokens --own --tasks code --lengths 4096 --documents 8 $(OUT)
+	$(EVAL).trials --tokens --own --tasks $(NEEDLES) --lengths 4096 --documents 64 --question dense sparse $(OUT)
+	$(EVAL).trials --few --lengths 1024 7168 --documents 8 $(OUT)
+	$(EVAL).trials --few --tasks $(NEEDLES) --lengths 4096 --documents 64 $(OUT)
+	$(EVAL).trials --tasks prose_niah --lengths 2048 --documents 5 $(OUT)
+	test -d $(SMOLLM2_FOLDER) || $(EVAL).convert --out $(SMOLLM2_FOLDER)  # RULER's own tasks take no GGUF file
+	$(EVAL).trials --model $(SMOLLM2_FOLDER) --tasks niah_single_1 --lengths 2048 --documents 12 $(OUT)
+
+tables/trials-qwen2.5-coder-0.5b.csv:
+	$(EVAL).trials --model $(QWEN) --few --lengths 3072 --documents 8 $(OUT)
+	$(EVAL).trials --model $(QWEN) --few --tasks $(NEEDLES) --lengths 4096 --documents 16 $(OUT)
+	$(EVAL).trials --model $(QWEN) --tokens --lengths 3072 --documents 4 $(OUT)
+	$(EVAL).trials --model $(QWEN) --tokens --few --lengths 3072 --documents 8 $(OUT)
+	$(EVAL).trials --model $(QWEN) --tokens --own --lengths 1024 --documents 8 $(OUT)
+	$(EVAL).trials --model $(QWEN) --tokens --few --lengths 16384 --documents 3 $(OUT)
+	$(EVAL).trials --model $(QWEN) --tokens --own --tasks code --lengths 4096 --documents 8 $(OUT)
+	$(EVAL).trials --model $(QWEN) --tokens --few --tasks code --lengths 4096 --documents 4 $(OUT)
+	$(EVAL).trials --model $(QWEN) --tokens --own --tasks code --lengths 8192 --documents 4 $(OUT)
+	$(EVAL).trials --model $(QWEN) --tokens --own --tasks code --lengths 16384 --documents 3 $(OUT)
+	$(EVAL).trials --model $(QWEN) --tokens --own --tasks $(NEEDLES) --lengths 4096 --documents 16 --question dense sparse $(OUT)
+	$(EVAL).trials --model $(QWEN) --tokens --own --tasks prose_niah --lengths 16384 --documents 4 --question dense sparse $(OUT)
+	$(EVAL).trials --model $(QWEN) --tokens --own --tasks prose_niah --lengths 32000 --documents 1 --question sparse $(OUT)
+
+tables/trials-peers.csv:  # interrupted after 5 needles of Qwen's
+	$(EVAL).trials --peers --documents 8 $(OUT)
+	$(EVAL).trials --model $(QWEN) --peers --documents 4 $(OUT)
+	$(EVAL).trials --peers --tasks prose_niah --lengths 4096 --documents 16 --question sparse dense $(OUT)
+	$(EVAL).trials --model $(QWEN) --peers --tasks prose_niah --lengths 4096 --documents 5 --question sparse dense $(OUT)
+
+tables/bits/trials.csv:  # interrupted after 7 texts
+	$(EVAL).trials --tokens --own --bits 16 8 4 --documents 8 $(OUT)
+
+tables/bits/trials-bfloat16.csv:
+	$(EVAL).trials --tokens --own --bits 16 8 4 --dtype bfloat16 --documents 3 $(OUT)
+
+tables/rungs-smollm2.csv:
+	$(EVAL).rungs $(OUT)
+
+tables/rungs-qwen2.5-coder-0.5b.csv:
+	$(EVAL).rungs --model $(QWEN) $(OUT)
+
+tables/ruler-smollm2.csv:
+	$(EVAL).sweep --tasks $(RULER) --lengths 4096 --limit 4 --tokens --thresholds --static $(OUT)
+	$(EVAL).sweep --tasks $(RULER) --lengths 7168 --limit 2 --tokens --thresholds --static $(OUT)
+
+tables/ruler-qwen2.5-coder-0.5b.csv:
+	$(EVAL).sweep --model $(QWEN) --tasks $(RULER) --lengths 8192 --limit 2 --tokens --thresholds --static $(OUT)
+	$(EVAL).sweep --model $(QWEN) --tasks prose_vt --lengths 16000 --limit 3 --tokens --thresholds --static $(OUT)
+	$(EVAL).sweep --model $(QWEN) --tasks $(RULER) --lengths 16000 --limit 1 --tokens --thresholds --static $(OUT)
+
+tables/sweep.csv:
+	$(EVAL).sweep --tasks $(NEEDLES) --lengths 1024 --limit 8 --moments current --thresholds 0.6 0.8 --static $(OUT)
+
+tables/sweep-qwen2.5-coder-0.5b.csv:  # interrupted in its last rows
+	$(EVAL).sweep --model $(QWEN) --tasks $(NEEDLES) prose_vt --lengths 4096 --limit 6 $(PAPERS) --static oracle other --alphas 0.1 0.2 0.3 0.4 0.5 0.6 $(OUT)
+	$(EVAL).sweep --model $(QWEN) --tasks $(NEEDLES) prose_vt --lengths 8192 --limit 2 $(PAPERS) --static $(OUT)
+
+tables/heads.csv:
+	$(EVAL).heads --tasks prose_niah prose_icl --lengths 2048 --limit 2 $(OUT)
+
+tables/energies.csv:
+	$(EVAL).energies $(OUT)
+	$(EVAL).energies --model $(QWEN) $(OUT)
+
+tables/demo.csv:  # before bulks had 8 bits by default
+	$(EVAL).demo $(OUT)
+
+tables/demo-qwen2.5-coder-0.5b.csv:  # 16,000 tokens alike
+	$(EVAL).demo --model $(QWEN) --tokens 8000 $(OUT)
+
+tables/tune-qwen2.5-coder-0.5b.txt:
+	$(VENV)/bin/qada tune $(QWEN) --dtype float32
+
+tables/lm_eval-qwen2.5-coder-0.5b.txt:  # and without cache=qada
+	$(VENV)/bin/lm_eval --model hf --limit 3 --device cpu --tasks prose_niah,prose_niah_multikey_4 --metadata '{"max_seq_lengths": [8192], "documents": 3}' --model_args pretrained=$(dir $(QWEN)),gguf_file=$(notdir $(QWEN)),dtype=float32,cache=qada
+
+tables/families.csv:
+	$(EVAL).families $(OUT)
+
+# Speed: docs/speed.md.
+tables/benchmark-llama-3.2-1b-cpu.csv:
+	$(EVAL).benchmark --tokens 131072 32768 8192 --steps 6 --rounds 2 $(INTO)
+
+tables/rows8/benchmark-llama-3.2-1b-cpu.csv:
+	$(EVAL).benchmark --tokens 8192x8 --steps 6 --rounds 6 $(INTO)
+
+tables/bits/benchmark-llama-3.2-1b-cpu.csv:
+	$(EVAL).benchmark --tokens 32768 8192 --steps 6 --rounds 2 $(INTO)
+
+tables/benchmark-smollm2-cpu.csv:
+	$(EVAL).benchmark --model smollm2 --dtype float32 --tokens 4096 --steps 6 --rounds 2 $(INTO)
+
+tables/benchmark-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
+	$(EVAL).benchmark --model $(QWEN) --dtype float32 --tokens 16384 --steps 6 --rounds 2 $(INTO)
+
+tables/medians.csv:
+	$(EVAL).regressions --record
+
+tables/first_token-smollm2-cpu.csv:
+	$(EVAL).first_token --model smollm2 --dtype float32 --tokens 4096 --rounds 2 $(INTO)
+
+tables/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
+	$(EVAL).first_token --model $(QWEN) --dtype float32 --tokens 4096 --rounds 2 $(INTO)
+
+tables/bfloat16/first_token-smollm2-cpu.csv:
+	$(EVAL).first_token --model smollm2 --tokens 4096 7000 --rounds 2 $(INTO)
+
+tables/bfloat16/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
+	$(EVAL).first_token --model $(QWEN) --tokens 4096 16384 --rounds 1 $(INTO)
+
+tables/prompt_rate.csv:
+	$(EVAL).prompt_rate --tokens 8192 16384 --dims 64 128 --rounds 3 $(OUT)
+
+tables/step_overhead-small-cpu.csv:
+	$(EVAL).step_overhead --model small --dtype float32 --tokens 2000 --rounds 24 $(INTO)
+
+tables/step_overhead-llama-3.2-1b-cpu.csv:
+	$(EVAL).step_overhead --tokens 2048 8192 32768 131072 $(INTO)
+
+# Memory, files and what grows: docs/memory.md, docs/cache-files.md, docs/prefix-store.md.
+tables/memory-smollm2.csv:
+	$(EVAL).memory --model smollm2 --tokens 7500 --dtype bfloat16 $(OUT)
+
+tables/memory-qwen2.5-coder-0.5b.csv:
+	$(EVAL).memory --model $(QWEN) --tokens 16000 --dtype bfloat16 $(OUT)
+
+tables/gpu_plan.csv:
+	$(EVAL).gpu_plan $(OUT)
+
+tables/prefix_reuse.csv:
+	$(EVAL).prefix_reuse --tokens 7500 $(OUT)
+
+tables/prefix_reuse-qwen2.5-coder-0.5b.csv:
+	$(EVAL).prefix_reuse --model $(QWEN) --tokens 7500 $(OUT)
+
+tables/restart-smollm2.csv:
+	$(EVAL).restart --model smollm2 --rounds 1 $(OUT)
+
+tables/restart-qwen2.5-coder-0.5b.csv:
+	$(EVAL).restart --model $(QWEN) --rounds 1 $(OUT)
+
+tables/soak-tiny-cpu.csv:
+	$(EVAL).soak --model tiny --tokens 20000 --dtype float32 $(INTO)
+
+tables/soak-smollm2-cpu.csv:
+	$(EVAL).soak --model smollm2 --tokens 2000 --dtype float32 $(INTO)
+
+tables/soak-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
+	$(EVAL).soak --model $(QWEN) --tokens 2000 --dtype float32 $(INTO)
+
+# Drawn and summed up from those of trials, sweeps and heads: docs/measuring.md.
+tables/trials_summary.csv tables/log_error.csv:
+	$(EVAL).figures

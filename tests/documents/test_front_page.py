@@ -1,0 +1,51 @@
+"""README's table against the committed tables."""
+
+from __future__ import annotations
+
+import re
+
+from documents import DOCUMENTS, ROOT
+
+from eval.shared.tables import Rows, read
+from qada_cache.state import SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD
+
+README, RESULTS = DOCUMENTS["README.md"], ROOT / "eval/results"
+QWEN = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+MODELS = {
+    "smollm2": ("smollm2", "smollm2"),
+    QWEN: ("qwen2.5-coder-0.5b", QWEN),
+}  # in names of memory's tables; of speed's
+DEFAULT = {
+    "moments": "current+random-tokens", "rule": "any", "threshold": f"{THRESHOLD}",
+    "read": f"sketch of {SKETCH_BITS} bits, {TOKEN_THRESHOLD}",
+}  # fmt: skip
+
+
+def one(rows: Rows, **wanted: str) -> dict[str, str]:
+    (found,) = [row for row in rows if wanted.items() <= row.items()]
+    return found
+
+
+def column(model: str) -> list[str]:
+    """A model's cells, from the top."""
+    trials = read(RESULTS / "trials_summary.csv")
+    prose = one(trials, model=model, task="prose", length="3072", **DEFAULT)
+    needles = one(trials, model=model, task="prose_niah", length="4096", **DEFAULT)
+    in_memory, in_speed = MODELS[model]
+    memory = read(RESULTS / f"memory-{in_memory}.csv")
+    held = [float(one(memory, cache=cache)["held_mib"]) for cache in ("QAdACache", "DynamicCache")]
+    speed = one(read(RESULTS / f"benchmark-{in_speed}-cpu.csv"), method="QAdACache")
+    return [
+        f"{float(prose['bytes_read']):.1%}",
+        f"{float(prose['top1'].split()[0]):.1%}",
+        needles["found"].replace("/", " of "),
+        f"{held[0] / held[1]:.0%}",
+        f"{float(speed['against_dynamic']):.1f}",
+    ]
+
+
+def test_figures_are_those_of_the_tables() -> None:
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| ([^|]+) \|$", README.split("## What to expect")[1], re.MULTILINE)
+    shown = [list(cells) for cells in zip(*rows[1:6], strict=True)]
+    assert shown == [column(model) for model in MODELS]
+    assert f"decodes {column(QWEN)[-1]} times as fast" in README
