@@ -134,7 +134,7 @@ class QAdACache(WatchedCache):
         tuned_choice.check_left_out(options)
         options = support.resolve_options(options, managed)
         options = support.choose_bits(options, managed) if bulk_bits is None else options
-        self._shared = Shared(tuned_choice.apply_tuned(options, managed), managed)
+        self._shared = Shared(tuned_choice.apply_tuned(options, managed, bits_asked=bulk_bits is not None), managed)
         self._bar = ReadingBar()
         following = None
         for index in reversed(ours):

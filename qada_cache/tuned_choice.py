@@ -42,11 +42,12 @@ class Thresholds:
 
 
 def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> Path:
-    """Keep the thresholds of these options, under which caches were measured, as the model's own. Returns the path. The
-    `figures`, measurements behind the choice, are JSON-able and for people. An OSError if the user's cache folder
-    cannot be written to, or is not the user's alone."""
+    """Keep the thresholds and bits of these options, under which caches were measured, as the model's own. Returns the
+    path. The `figures`, measurements behind the choice, are JSON-able and for people. An OSError if the user's cache
+    folder cannot be written to, or is not the user's alone."""
     path = _path(model)
-    state = {"chosen": asdict(Thresholds.of(options)), "under": _conditions(options), "figures": figures}
+    chosen = asdict(Thresholds.of(options)) | {"bulk_bits": options.bulk_bits}
+    state = {"chosen": chosen, "under": _conditions(options), "figures": figures}
     with files.opened(FOLDER, make=True) as folder:
         files.write(path.name, tensor_file.encoded(KIND, {}, state), folder=folder)
     return path
@@ -61,13 +62,13 @@ def check_left_out(options: Options) -> None:
         )
 
 
-def apply_tuned(options: Options, managed: ManagedModel) -> Options:
-    """The options with the model's tuned setting if they ask for it; without, and with a warning, if none is kept, or
-    the one kept does not count. `check_left_out` comes first."""
+def apply_tuned(options: Options, managed: ManagedModel, *, bits_asked: bool = False) -> Options:
+    """The options with the model's tuned setting if they ask for it, but for the bulk's bits if these were asked for.
+    Without, and with a warning, if none is kept, or the one kept does not count. `check_left_out` comes first."""
     if not options.tuned or not managed.layers:  # of which there is another warning
         return replace(options, tuned=False)
     try:
-        return replace(options, **_kept(options, managed))
+        return replace(options, **_kept(options, managed, bits_asked))
     except FileNotFoundError:
         reason = "qada tune has kept none"
     except (KeyError, TypeError) as error:
@@ -81,9 +82,9 @@ def apply_tuned(options: Options, managed: ManagedModel) -> Options:
     return replace(options, tuned=False)
 
 
-def _kept(options: Options, managed: ManagedModel) -> dict[str, Any]:
-    """The thresholds kept of this model. A FileNotFoundError if there are none; a LookupError if they do not count
-    here; other errors if the file cannot be believed."""
+def _kept(options: Options, managed: ManagedModel, bits_asked: bool) -> dict[str, Any]:
+    """The thresholds kept of this model, and the bits of a bulk of few, unless they were asked for. A FileNotFoundError
+    if there are none; a LookupError if they do not count here; other errors if the file cannot be believed."""
     model = managed.get()
     if model is None:
         raise LookupError("a cache built with config= has no weights to find it by")
@@ -97,14 +98,18 @@ def _kept(options: Options, managed: ManagedModel) -> dict[str, Any]:
     if differing:
         theirs, its = (", ".join(f"{name}={held[name]}" for name in differing) for held in (kept["under"], ours))
         raise LookupError(f"it was measured with {theirs}, and this cache has {its}")
-    return {each.name: kept["chosen"][each.name] for each in fields(Thresholds)}
+    chosen, bits = kept["chosen"], options.bulk_bits
+    if bits < min(chosen["bulk_bits"], DEFAULT_BITS):  # beyond the default's nothing is lost
+        raise LookupError(f"it was measured with bulk_bits={chosen['bulk_bits']}, and this cache has bulk_bits={bits}")
+    if not bits_asked and options.codes_tokens:
+        bits = min(bits, chosen["bulk_bits"])
+    return {each.name: chosen[each.name] for each in fields(Thresholds)} | {"bulk_bits": bits}
 
 
 def _conditions(options: Options) -> dict[str, Any]:
     """The options that a setting was measured under, JSON-able."""
-    chosen = {each.name for each in fields(Thresholds)}
+    chosen = {"bulk_bits", *(each.name for each in fields(Thresholds))}
     found = {name: getattr(options, name) for name in CONDITIONS if name not in chosen}
-    found["bulk_bits"] = min(options.bulk_bits, DEFAULT_BITS)  # beyond them nothing is lost
     current, other = sources(options.moments)
     prompt = other.prompt if isinstance(other, KeyMoments) else other
     found["moments"] = "+".join([CURRENT] * current + [str(prompt)] * (prompt is not None))

@@ -135,7 +135,8 @@ class QAdALM(HFLM):
         taken = QAdACache(self.model, **options).options
         self.cache_tuned = str(Thresholds.of(taken)) if taken.tuned else ""  # the setting that these caches take
         # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
-        self._cache_options = {"progress": True} | options | asdict(Thresholds.of(taken)) | {"tuned": False}
+        setting = asdict(Thresholds.of(taken)) | ({"bulk_bits": taken.bulk_bits} if taken.tuned else {})
+        self._cache_options = {"progress": True} | options | setting | {"tuned": False}
         if store is not None and self.mixed_precision_dtype is not None:
             raise ValueError(f"cache_store={store} keeps keys in the model's dtype: give dtype=, no mixed precision")
         self.beginnings = None if store is None else Beginnings(str(store), self.model, self._cache_options)

@@ -25,6 +25,7 @@ SETTINGS = (  # from the most careful on; where few tokens are read, local heads
     *map(Thresholds, (1.0, 2.0, 3.0, TOKEN_THRESHOLD, 8.0)),
     *(Thresholds(*pair) for pair in ((12.0, 0.7), (16.0, 0.4), (20.0, 0.3))),
 )
+FEWEST_BITS = 4  # of a bulk, which are tried for the choice
 MIN_PROMPT_TOKENS = MIN_TOKENS + 256  # of a prompt: with fewer the bulk is read whole
 
 
@@ -46,6 +47,10 @@ class Setting:
     bytes_read: Estimate
     top1: float
     seconds: float
+    bulk_bits: int | None = None  # None: the default's
+
+    def __str__(self) -> str:
+        return f"{self.thresholds}" + (f", bulk_bits={self.bulk_bits}" if self.bulk_bits else "")
 
 
 @dataclass(frozen=True)
@@ -84,10 +89,10 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean, max(0.0, mean - error), mean + error)
 
 
-def summarize(thresholds: Thresholds | None, figures: Sequence[Figures]) -> Setting:
+def summarize(thresholds: Thresholds | None, figures: Sequence[Figures], bulk_bits: int | None = None) -> Setting:
     """One setting's figures of all pieces."""
     kl, top1, bytes_read, seconds = zip(*figures, strict=True)
-    return Setting(thresholds, estimate(kl), estimate(bytes_read), fmean(top1), fmean(seconds))
+    return Setting(thresholds, estimate(kl), estimate(bytes_read), fmean(top1), fmean(seconds), bulk_bits)
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class Outcome:
     """The curve, the choice and its confirmation."""
 
     everything: Setting  # on the pieces that were chosen by
-    settings: list[Setting]  # each of `SETTINGS`, on the same
+    settings: list[Setting]  # each of `SETTINGS`, on the same; perhaps the one chosen of them, in `FEWEST_BITS`
     budget: Budget
     chosen: Setting | None  # one of them; None: none is surely within the budget
     again: Setting | None  # the chosen one, on the pieces that were held out
@@ -111,19 +116,28 @@ class Outcome:
 
 
 def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Piece], budget: Budget) -> Outcome:
-    """Measure every setting on `pieces`, two or more; choose one, and measure that again on `held_out`."""
+    """Measure every setting on `pieces`, two or more; choose one, and measure that again on `held_out`. The one chosen
+    for a KL is tried in `FEWEST_BITS` where the default's are few, and has them if that is within the KL as well."""
 
-    def measured(places: Sequence[Piece], settings: Sequence[Thresholds], what: str) -> list[Setting]:
+    def measured(
+        places: Sequence[Piece], settings: Sequence[Thresholds], what: str, bulk_bits: int | None = None
+    ) -> list[Setting]:
         found = []
         for place, piece in enumerate(places, start=1):
-            steps, name = measure(model, piece, settings), f"{what} {place} of {len(places)}"
+            steps, name = measure(model, piece, settings, bulk_bits), f"{what} {place} of {len(places)}"
             found.append(list(tqdm(steps, name, total=1 + len(settings), unit="setting")))
-        return list(map(summarize, (None, *settings), zip(*found, strict=True)))
+        measured_as: list[Thresholds | None] = [None, *settings]
+        every = zip(measured_as, zip(*found, strict=True), strict=True)
+        return [summarize(thresholds, figures, bulk_bits) for thresholds, figures in every]
 
     everything, *settings = measured(pieces, SETTINGS, "piece")
     chosen, again = budget.choose(settings), None
-    if chosen is not None and chosen.thresholds is not None:
-        again = measured(held_out, [chosen.thresholds], "held-out piece")[1]
+    if chosen is not None and (thresholds := chosen.thresholds) is not None:
+        if budget.kl is not None and QAdACache(model).options.codes_tokens:
+            fewer = measured(pieces, [thresholds], f"{FEWEST_BITS} bits, piece", FEWEST_BITS)[1]
+            settings.append(fewer)
+            chosen = fewer if budget.is_within(fewer, "high") else chosen
+        again = measured(held_out, [thresholds], "held-out piece", chosen.bulk_bits)[1]
     tokens, following = pieces[0].prompt.shape[1], pieces[0].following.shape[1]
     return Outcome(everything, settings, budget, chosen, again, len(pieces), len(held_out), tokens, following)
 
@@ -132,7 +146,8 @@ def keep(model: PreTrainedModel, outcome: Outcome) -> Path:
     """Keep the choice that was made with the model's key moments, as `tuned_choice.keep`."""
     figures = asdict(outcome)
     del figures["settings"]
-    options = replace(QAdACache(model).options, **figures["chosen"]["thresholds"])
+    chosen = figures["chosen"]
+    options = replace(QAdACache(model, bulk_bits=chosen["bulk_bits"]).options, **chosen["thresholds"])
     return tuned_choice.keep(model, options, figures)
 
 
@@ -142,6 +157,7 @@ def rows(outcome: Outcome) -> list[dict[str, str]]:
         {
             "token_threshold": f"{one.thresholds.token_threshold:g}" if one.thresholds else "all is read",
             "threshold": f"{one.thresholds.threshold:g}" if one.thresholds else "",
+            "bulk_bits": f"{one.bulk_bits or ''}",
             "KL": f"{one.kl.mean:.5f}",
             "KL interval": f"{one.kl.low:.5f} - {one.kl.high:.5f}",
             "likeliest same": f"{one.top1:.3f}",
@@ -167,7 +183,7 @@ def sentences(outcome: Outcome) -> list[str]:
     verdict = "The choice is" if outcome.confirmed else "That exceeds the budget: the choice is not"
     return [
         measured,
-        f"Chosen for {outcome.budget}: {outcome.chosen.thresholds}.",
+        f"Chosen for {outcome.budget}: {outcome.chosen}.",
         f"On {outcome.held_out} pieces that were held out: KL {found.kl.mean:.5f}, likeliest token the same "
         f"{found.top1:.3f}, {found.bytes_read.mean:.1%} of the bytes. {verdict} confirmed.",
     ]
@@ -188,7 +204,7 @@ def plot(outcome: Outcome, path: Path) -> None:
     above = [one.kl.high - one.kl.mean for one in outcome.settings]
     axes.errorbar(shares, means, yerr=(below, above), marker="o", capsize=3, label="settings, 90% intervals")
     for one in outcome.settings:
-        name = str(one.thresholds).removeprefix("token_threshold=")
+        name = str(one).removeprefix("token_threshold=")
         axes.annotate(name, place(one), textcoords="offset points", xytext=(5, 5))
     if outcome.budget.kl is not None:
         axes.axhline(outcome.budget.kl, color="grey", linestyle="--", label="budget")

@@ -76,15 +76,17 @@ class Figures(NamedTuple):
 
 
 @torch.inference_mode()
-def measure(model: PreTrainedModel, piece: Piece, settings: Sequence[Thresholds]) -> Iterator[Figures]:
-    """Figures of reading everything, then of every setting. The model is in eval mode.
+def measure(
+    model: PreTrainedModel, piece: Piece, settings: Sequence[Thresholds], bulk_bits: int | None = None
+) -> Iterator[Figures]:
+    """Figures of reading everything, then of every setting, in so many `bulk_bits`. The model is in eval mode.
 
-    The prompt is read exactly, and once more where the default keeps it in few bits, so that these are compared as
-    well. Each setting goes on from a copy of that state, a cache's default but for the setting. The following tokens
-    are fed one by one: the queries of one call would share their reads.
+    The prompt is read exactly, and once more where it is kept in few bits, so that these are compared as well. Each
+    setting goes on from a copy of that state, a cache's default but for the setting. The following tokens are fed one
+    by one: the queries of one call would share their reads.
     """
     fed = torch.cat([piece.prompt[:, -1:], piece.following[:, :-1]], dim=1).to(inputs_device(model))
-    exact, read = QAdACache(model, bulk_bits=BULK_BITS), QAdACache(model)
+    exact, read = QAdACache(model, bulk_bits=BULK_BITS), QAdACache(model, bulk_bits=bulk_bits)
     _read(model, piece, exact)
     full, seconds = _decode(model, exact.fork(criterion="dense"), fed)
     yield Figures(0.0, 1.0, 1.0, seconds)

@@ -150,6 +150,14 @@ def test_caches_that_decide_otherwise_do_without(given: dict[str, Any], caplog: 
     assert caplog.text == ""
 
 
+def test_fewer_bits_than_it_was_measured_with(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny()
+    kept(model, bulk_bits=8)
+    assert tuned(model, bulk_bits=16).options.tuned
+    assert goes_by(tuned(model, bulk_bits=4)) == (TOKEN_THRESHOLD, False)
+    assert "it was measured with bulk_bits=8, and this cache has bulk_bits=4" in caplog.text
+
+
 def test_every_option_that_outputs_depend_on_is_a_condition() -> None:
     """The others are named here, so that a new one is a condition until it is said not to be."""
     keywords = {name for name in inspect.signature(QAdACache).parameters if name not in ("model", "config", "tuned")}

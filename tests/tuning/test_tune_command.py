@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from readable import readable_model
 from transformers import AutoModelForCausalLM
 
 from qada_cache import QAdACache, tuning
 from qada_cache.__main__ import main
+from qada_cache.kernels import cpu
 from qada_cache.key_moments.prompts import ARTICLE
+from qada_cache.tuning.measuring import Figures, Piece
 
 SIZES = ["--tokens", "1400", "--following", "3", "--pieces", "2"]
 
@@ -75,6 +79,44 @@ def test_a_choice_is_said_kept_and_taken(
         assert "qada tune" not in capsys.readouterr().out
     assert main([*arguments, "--tuned", "--token-threshold", "5"]) == 1
     assert "tuned=True takes token_threshold and threshold from qada tune" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not cpu.has_compiler(), reason="without a compiler the default bulk has 16 bits")
+def test_the_choice_is_tried_in_four_bits(
+    named: tuple[str, str], home: Path, default_bits: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within 50 nats they will do; a cache with bits of its own goes by the rest."""
+    assert run(named, "--kl", "50") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"Chosen for KL 50: token_threshold=[\d.]+(, threshold=[\d.]+)?, bulk_bits=4\.\n", said)
+    last = said.splitlines()[2 + len(tuning.SETTINGS)].split()
+    assert last[2] == "4"
+    model = AutoModelForCausalLM.from_pretrained(named[0])
+    found = QAdACache(model, tuned=True).options
+    assert (found.token_threshold, found.threshold, found.bulk_bits) == (float(last[0]), float(last[1]), 4)
+    for bits in (16, 8):
+        own = QAdACache(model, tuned=True, bulk_bits=bits).options
+        assert (own.token_threshold, own.bulk_bits, own.tuned) == (float(last[0]), bits, True)
+    assert QAdACache(model).options.bulk_bits == 8
+
+
+def test_four_bits_that_lose_too_much_are_not_chosen(
+    named: tuple[str, str], home: Path, default_bits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(model: Any, piece: Any, settings: Any, bulk_bits: int | None = None) -> Iterator[Figures]:
+        yield Figures(0.0, 1.0, 1.0, 1.0)
+        yield from (Figures(0.1 if bulk_bits else 0.001, 1.0, 0.1, 1.0) for _ in settings)
+
+    monkeypatch.setattr(tuning, "measure", measured)
+    monkeypatch.setattr(tuning.QAdACache, "options", SimpleNamespace(codes_tokens=True))
+    piece = Piece(torch.zeros(1, 9), torch.zeros(1, 3))
+    for kl, bits in ((0.002, None), (0.2, tuning.FEWEST_BITS)):
+        found = tuning.tune(AutoModelForCausalLM.from_pretrained(named[0]), [piece] * 2, [piece], tuning.Budget(kl=kl))
+        assert found.chosen is not None
+        assert found.chosen.bulk_bits == bits
+        assert found.again is not None
+        assert found.again.bulk_bits == bits
+        assert len(found.settings) == 1 + len(tuning.SETTINGS)
 
 
 def test_bytes_are_a_budget_too(named: tuple[str, str], home: Path, capsys: pytest.CaptureFixture[str]) -> None:
