@@ -1,0 +1,140 @@
+"""`qada report`: a question about a document, answered with DynamicCache and with QAdACache, as one page of HTML."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from .. import __version__
+from ..attention.forward import restore_attention
+from ..cache import QAdACache
+from ..machine import describe_machine
+from ..models import inputs_device
+from ..models.loading import count_positions
+from ..preparing import prepare
+from .answering import Answer, cut_answer, end_of, give_answer, read_document, read_tokens
+from .asking import Asked, ask
+from .figures import rows
+from .page import fill_page
+from .reads import MOST_BYTES, Pass, Recorder
+
+_WARM_UP_TOKENS = 1024  # of the document: a sketch needs as many
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of which document, and the most that is read of it and answered."""
+
+    document: str  # its text
+    name: str  # of the document, for the page
+    question: str
+    tokens: int  # of the document at most
+    new_tokens: int  # of the answer at most
+
+
+@torch.inference_mode()
+def report(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request: Request, *, name: str, **options: Any
+) -> str:
+    """The page. Both caches answer greedily, timed. Then QAdACache reads the same answer once more, and an observer
+    notes what is read. The model is in eval mode, `name` is what the page calls it, `options` are QAdACache's.
+
+    Raises:
+        ValueError: the tokenizer cannot serve, or the question leaves no room for a document.
+        TypeError, NotImplementedError, FileNotFoundError: as `QAdACache`.
+    """
+    prepare(model, tokenizer, **options)
+    positions = count_positions(model)
+    room = None if positions is None else positions - request.new_tokens
+    asked = ask(tokenizer, request.document, request.question, most=request.tokens, positions=room)
+    with tqdm(total=2 + 3 * request.new_tokens, unit="step") as bar:
+        answers, cache, passes = _measure(model, tokenizer, asked, request.new_tokens, options, bar)
+    return fill_page(
+        {
+            "version": __version__,
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": describe_machine(),
+            "threads": torch.get_num_threads(),
+            "model": _describe_model(model, name),
+            "cache": repr(cache),
+            "document": {
+                "name": request.name,
+                "tokens": len(asked.words),
+                "left_out": asked.left_out,
+                "first": asked.first,
+                "words": asked.words,
+            },
+            "question": {"text": request.question, "tokens": len(asked.question), "chat": asked.chat},
+            "answers": [{"cache": each.cache, "pieces": cut_answer(tokenizer, each.tokens)} for each in answers],
+            "same": answers[0].tokens == answers[1].tokens,
+            "most": request.new_tokens,
+            "rows": rows(*answers, on_cpu=inputs_device(model).type == "cpu"),
+            "sinks": cache.options.sink_tokens,
+            "layers": list(cache.stats().layers),
+            "heads": cache.stats().kv_local_share.shape[1],
+            "passes": [None if each is None else vars(each) for each in passes],
+        }
+    )
+
+
+def _measure(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Asked,
+    new_tokens: int,
+    options: dict[str, Any],
+    bar: tqdm,
+) -> tuple[list[Answer], QAdACache, list[Pass | None]]:
+    """DynamicCache's answer and QAdACache's, its cache, and what was read for each token of its answer, as far as a
+    page can hold that."""
+    is_over = end_of(model, tokenizer, asked.chat)
+
+    def answer(cache: DynamicCache, given: Answer) -> Answer:
+        bar.update()
+        give_answer(model, asked, cache, given, new_tokens=new_tokens, is_over=is_over, tell=bar.update)
+        return given
+
+    def warm_up(cache: DynamicCache) -> None:
+        """What happens once happens untimed, on a beginning of the document."""
+        for ids in (asked.opening[:_WARM_UP_TOKENS], asked.question, asked.question[:1]):
+            read_tokens(model, ids, cache)
+
+    restore_attention(model)  # DynamicCache is to run without ours before the model's own
+    warm_up(DynamicCache(config=model.config))
+    stock_cache = DynamicCache(config=model.config)
+    stock = answer(stock_cache, read_document(model, asked, stock_cache))
+    del stock_cache
+    warm_up(QAdACache(model, **options))
+    cache = QAdACache(model, **options)
+    given = read_document(model, asked, cache)
+    twin = cache.fork()
+    ours = answer(cache, given)
+    ours.stats = cache.stats()
+    return [stock, ours], cache, _record(model, asked, twin, ours.tokens, bar)
+
+
+def _record(model: PreTrainedModel, asked: Asked, cache: QAdACache, answer: list[int], bar: tqdm) -> list[Pass | None]:
+    """What a cache that has read the document reads for each token of an answer that was given."""
+    cache.observer = recorder = Recorder(cache)
+    passes, size = list[Pass | None](), 0
+    for ids in (asked.question, *([token] for token in answer[:-1])):
+        read_tokens(model, ids, cache)
+        found = recorder.finish()
+        size += 0 if found is None else len(found.packed) * 3 // 4
+        if size > MOST_BYTES:
+            break
+        passes.append(found)
+        bar.update()
+    cache.observer = None
+    return passes
+
+
+def _describe_model(model: PreTrainedModel, name: str) -> str:
+    config = model.config.get_text_config(decoder=True)
+    heads = f"{config.num_attention_heads} query heads, {config.num_key_value_heads} KV heads"
+    dtype = str(model.dtype).removeprefix("torch.")
+    millions = f"{model.num_parameters() / 1e6:,.0f}M parameters"
+    return f"{name}: {millions}, {config.num_hidden_layers} layers, {heads}, {dtype} on {inputs_device(model)}"

@@ -1,0 +1,336 @@
+"use strict";
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const { words, first } = data.document;
+const ours = data.answers[1];
+const find = (id) => document.getElementById(id);
+const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+
+/** An element with text, which is never taken for markup. */
+function make(name, text = "", attributes = {}) {
+  const element = document.createElement(name);
+  element.textContent = text;
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  return element;
+}
+
+// ---- Reads: each pass has a record for every layer and KV head: 0 nothing, 1 everything, else tokens by their steps.
+
+const NAMES = data.layers.flatMap((layer) => Array.from({ length: data.heads }, (_, head) => [layer, head]));
+const unpacked = new Map();
+
+/** Of one pass, by head: null for nothing, true for the whole long context, else positions of the cache's tokens. */
+function unpack(pass) {
+  if (unpacked.has(pass)) return unpacked.get(pass);
+  const bytes = Uint8Array.from(atob(pass.packed), (letter) => letter.charCodeAt(0));
+  let at = 0;
+  const number = () => {
+    let value = 0;
+    for (let shift = 0; ; shift += 7) {
+      const byte = bytes[at++];
+      value += (byte & 127) * 2 ** shift;
+      if (byte < 128) return value;
+    }
+  };
+  const heads = NAMES.map(() => {
+    const kind = number();
+    if (kind < 2) return kind === 1 ? true : null;
+    const positions = new Uint32Array(kind - 2);
+    let position = 0;
+    for (let index = 0; index < positions.length; index++) positions[index] = position += number();
+    return positions;
+  });
+  unpacked.set(pass, heads);
+  return heads;
+}
+
+// ---- What is shown: one token of the answer or all of them, one head or all of them.
+
+const recorded = data.passes.length;
+const view = { token: Math.min(1, recorded - 1), all: false, layer: null, head: null };
+const isShown = ([layer, head]) =>
+  (view.layer === null || layer === view.layer) && (view.head === null || head === view.head);
+const shownPasses = () => (view.all ? data.passes : [data.passes[view.token]]).filter((pass) => pass !== null);
+
+/** How often each word was read by the heads and passes shown: tokens selected, and whole reads. */
+function countReads() {
+  const selected = new Uint16Array(words.length);
+  let whole = 0, readers = 0;
+  for (const pass of shownPasses()) {
+    unpack(pass).forEach((positions, index) => {
+      if (positions === null || !isShown(NAMES[index])) return;
+      readers++;
+      if (positions === true) whole++;
+      else for (const position of positions) if (words[position - first] !== undefined) selected[position - first]++;
+    });
+  }
+  for (let index = 1; index < words.length; index++) {  // tokens without a character of their own belong to the last
+    if (words[index] === "" && selected[index]) {
+      let owner = index;
+      while (owner > 0 && words[owner] === "") owner--;
+      selected[owner] = Math.max(selected[owner], selected[index]);
+      selected[index] = 0;
+    }
+  }
+  return { selected, whole, readers };
+}
+
+// ---- The head of the page, answers and figures.
+
+function showAnswers() {
+  document.title = `qada report: ${data.question.text}`;
+  find("question").textContent = data.question.text;
+  const { name, tokens, left_out: leftOut } = data.document;
+  const cut = leftOut ? ` Its last ${count(leftOut, "token")} are left out.` : "";
+  find("asked").textContent = `Asked about ${name}, ${count(tokens, "token")}.${cut} ${data.model}.`;
+  const lengths = data.answers.map((answer) => answer.pieces.length);
+  const ended = lengths.every((length) => length < data.most) ? "" : ` An answer ends after ${data.most} tokens.`;
+  find("verdict").textContent =
+    (data.same ? `The same ${count(lengths[0], "token")}.` : "The answers differ.") + ended;
+  data.answers.forEach((answer, which) => {
+    const card = make("div", "", { class: "answer" });
+    const text = make("p", "", { dir: "auto" });
+    answer.pieces.forEach((piece, index) => {
+      if (which === 0 || index >= recorded) return text.append(piece);
+      const label = `token ${index + 1}${piece.trim() ? "" : ", blank"}`;
+      const button = make("button", piece, { type: "button", title: `${label}: show what was read for it` });
+      if (!piece.trim()) button.setAttribute("aria-label", label);
+      button.addEventListener("click", () => choose({ token: index, all: false }));
+      text.append(button);
+    });
+    if (!answer.pieces.join("").trim()) text.append(make("span", "(nothing)", { class: "end" }));
+    card.append(make("h3", answer.cache), text);
+    find("answers").append(card);
+  });
+}
+
+function showFigures() {
+  for (const row of data.rows) {
+    const line = make("tr"), heading = make("th", row.what, { scope: "row" });
+    heading.append(make("span", row.how, { class: "how" }));
+    line.append(heading);
+    const most = Math.max(...row.cells.map((cell) => cell.value ?? 0)) || 1;
+    row.cells.forEach((cell, which) => {
+      const box = make("td", cell.text, { class: which === 0 ? "stock" : "ours" });
+      if (cell.value !== null) {
+        const bar = make("span", "", { class: "bar", "aria-hidden": "true" });
+        bar.style.width = `${(100 * cell.value) / most}%`;
+        box.append(bar);
+      }
+      line.append(box);
+    });
+    find("figures").append(line);
+  }
+  const notes = [
+    `${data.machine}; ${count(data.threads, "thread")}; qada-cache ${data.version}; ${data.date}.`,
+    data.cache,
+    "Each cache read the document and answered once, after a short run that was not timed. Answers are greedy" +
+      `${data.question.chat ? "" : ", and end with a line, as the tokenizer has no chat template"}.`,
+    "Reads are of a second, untimed pass of QAdACache over its own answer: torch computes what is observed, where a " +
+      "kernel may have computed what was timed. Roundings differ, so a few selected tokens may, too.",
+    `The question's ${count(data.question.tokens, "token")} were read together, and gave the answer's first token.`,
+    "Not measured: other questions and documents, batches, the most memory that was taken, and whether an answer is true.",
+  ];
+  if (recorded < ours.pieces.length) {
+    notes.push(`Reads of the first ${recorded} of ${count(ours.pieces.length, "token")} are here: a page has room for 6 MiB.`);
+  }
+  find("how").append(...notes.map((note) => make("li", note)));
+}
+
+// ---- The document's text.
+
+const spans = [];
+
+function showText() {
+  words.forEach((word) => spans.push(make("span", word)));
+  find("text").append(...spans);
+  find("text").addEventListener("pointerover", (event) => {
+    const index = spans.indexOf(event.target);
+    if (index >= 0) describeWord(index);
+  });
+  const swatches = (classes) => classes.map((name) => make("span", "", { class: `swatch ${name}` }));
+  find("text-legend").append(...swatches(["r1", "r2", "r3", "r4", "r5"]), " selected by few to most of the heads shown, ",
+    ...swatches(["near"]), " read by every head: sinks and window");
+  find("map-legend").append("Across: the document. Down: KV heads, from the first layer on. ", ...swatches(["r1", "r3", "r5"]),
+    " few to all tokens there were selected, ", ...swatches(["whole"]), " all was read. Click to see a head's words.");
+}
+
+function describeWord(index) {
+  const readers = new Set();
+  for (const pass of shownPasses()) {
+    unpack(pass).forEach((positions, head) => {
+      if (positions === null || !isShown(NAMES[head])) return;
+      if (positions === true ? index + first >= data.sinks && index + first < pass.end : positions.includes(index + first)) {
+        readers.add(NAMES[head].join("."));
+      }
+    });
+  }
+  const names = [...readers];
+  const more = names.length > 24 ? ` and ${names.length - 24} more` : "";
+  find("hovered").textContent = `“${words[index].trim()}”, token ${index + 1} of ${words.length}: ` + (names.length
+    ? `${count(names.length, "head")} (layer.head): ${names.slice(0, 24).join(", ")}${more}.` : "read by no head shown.");
+}
+
+function scrollTo(index) {
+  for (const span of document.querySelectorAll("#text .found")) span.classList.remove("found");
+  spans[index].classList.add("found");
+  const box = find("text");
+  box.scrollTop = spans[index].offsetTop - box.clientHeight / 3;
+  describeWord(index);
+}
+
+// ---- What changes with the view.
+
+function choose(changes) {
+  Object.assign(view, changes);
+  const { token } = view;
+  find("token").value = token + 1;
+  find("token").disabled = view.all;
+  find("all").checked = view.all;
+  find("head").value = [view.layer ?? "", view.head ?? ""].join(".");
+  const piece = ours.pieces[token].replace(/\s/g, " ");
+  find("which").textContent = view.all ? `all ${recorded}` : `${token + 1} of ${recorded}: “${piece}”`;
+  find("token").setAttribute("aria-valuetext", `token ${token + 1} of ${recorded}: ${piece}`);
+  document.querySelectorAll(".answer button").forEach((button, index) =>
+    button.setAttribute("aria-current", String(!view.all && index === token)));
+  const reads = countReads();
+  showTold(reads);
+  colourText(reads);
+  showPassages(reads);
+  drawMap();
+}
+
+function showTold({ selected, whole, readers }) {
+  const passes = shownPasses(), heads = NAMES.filter(isShown).length * passes.length;
+  if (!passes.length) {
+    find("told").textContent = "Read exactly: every head read every word, as for a prompt.";
+    return;
+  }
+  const different = selected.reduce((sum, times) => sum + (times > 0), 0);
+  const all = whole ? ` ${count(whole, "read")} took all of it.` : "";
+  const who = heads === 1 ? (readers ? "The head" : "The head did not read the long context") :
+    `${readers.toLocaleString("en")} of ${heads.toLocaleString("en")} ${view.all ? "reads by heads" : "heads"}`;
+  const what = readers || heads > 1 ? ` selected ${count(different, "token")} of the document's ${words.length.toLocaleString("en")}` : "";
+  find("told").textContent = `${who}${what}.${all}`;
+}
+
+function colourText({ selected, whole }) {
+  const most = selected.reduce((most, times) => Math.max(most, times), 0);
+  const pass = view.all ? null : data.passes[view.token];
+  const exact = !view.all && pass === null;
+  spans.forEach((span, index) => {
+    const position = index + first;
+    const inBulk = pass === null || (position >= data.sinks && position < pass.end);
+    let level = most ? Math.ceil(5 * Math.sqrt(selected[index] / most)) : 0;
+    if (exact || (view.head !== null && whole && inBulk && !view.all)) level = 3;
+    const near = position < data.sinks || (pass !== null && position >= pass.window);
+    const name = level ? `r${level}` : near ? "near" : "";
+    if (span.className !== name) span.className = name;
+  });
+}
+
+function showPassages({ selected }) {
+  const order = [...selected.keys()].filter((index) => selected[index]).sort((a, b) => selected[b] - selected[a] || a - b);
+  const chosen = [];
+  for (const index of order) {
+    if (chosen.length === 5) break;
+    if (chosen.every((other) => Math.abs(other - index) > 12)) chosen.push(index);
+  }
+  const lines = chosen.map((index) => {
+    const line = make("li"), button = make("button", "", { type: "button" });
+    const text = (from, to) => words.slice(Math.max(0, from), to).join("").replace(/\s+/g, " ");
+    const times = count(selected[index], view.all ? "read" : "head");
+    button.append(make("small", `token ${index + 1}, ${times}: `), text(index - 10, index), make("b", words[index]), text(index + 1, index + 11));
+    button.addEventListener("click", () => scrollTo(index));
+    line.append(button);
+    return line;
+  });
+  find("passages").replaceChildren(...(lines.length ? lines : [make("li", "No token was selected.")]));
+}
+
+// ---- The map.
+
+const MARGIN = 34;
+
+function drawMap() {
+  const canvas = find("map"), scale = window.devicePixelRatio || 1, width = canvas.clientWidth || 600;
+  const row = Math.max(2, Math.min(10, Math.floor(420 / NAMES.length))), height = row * NAMES.length;
+  canvas.style.height = `${height + 18}px`;
+  canvas.width = width * scale;
+  canvas.height = (height + 18) * scale;
+  const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(name);
+  const paint = canvas.getContext("2d");
+  paint.scale(scale, scale);
+  const across = width - MARGIN, columns = Math.max(1, Math.min(words.length, Math.floor(across)));
+  paint.fillStyle = `rgb(${colour("--empty")})`;
+  paint.fillRect(MARGIN, 0, across, height);
+  const passes = shownPasses(), each = words.length / columns, step = across / columns;
+  NAMES.forEach((name, index) => {
+    const bins = new Float32Array(columns);
+    let whole = 0;
+    for (const pass of passes) {
+      const positions = unpack(pass)[index];
+      if (positions === true) whole++;
+      else for (const position of positions ?? []) {
+        const place = position - first;
+        if (place >= 0 && place < words.length) bins[Math.floor(place / each)]++;
+      }
+    }
+    const faint = isShown(name) ? 1 : 0.25;
+    if (whole) {
+      paint.fillStyle = `rgba(${colour("--whole")}, ${faint * (0.25 + (0.75 * whole) / passes.length)})`;
+      paint.fillRect(MARGIN, index * row, across, row);
+    }
+    bins.forEach((times, bin) => {
+      if (!times) return;
+      paint.fillStyle = `rgba(${colour("--read")}, ${faint * Math.max(0.2, Math.sqrt(Math.min(1, times / each / passes.length)))})`;
+      paint.fillRect(MARGIN + bin * step, index * row, Math.max(1, step), row);
+    });
+  });
+  paint.fillStyle = colour("--quiet");
+  paint.font = "11px system-ui, sans-serif";
+  const every = Math.ceil(14 / (row * data.heads));
+  data.layers.forEach((layer, index) => {
+    if (index % every === 0) paint.fillText(`L${layer}`, 2, index * row * data.heads + 10);
+  });
+  paint.fillText("token 1", MARGIN, height + 14);
+  paint.textAlign = "right";
+  paint.fillText(words.length.toLocaleString("en"), width - 1, height + 14);
+  canvas.setAttribute("aria-label", `Map of ${NAMES.length} KV heads by ${words.length} tokens. ${find("told").textContent}`);
+}
+
+find("map").addEventListener("click", (event) => {
+  const box = find("map").getBoundingClientRect(), row = (box.height - 18) / NAMES.length;
+  const [layer, head] = NAMES[Math.max(0, Math.min(NAMES.length - 1, Math.floor((event.clientY - box.top) / row)))];
+  const place = Math.floor((words.length * (event.clientX - box.left - MARGIN)) / (box.width - MARGIN));
+  choose({ layer, head });
+  scrollTo(Math.max(0, Math.min(words.length - 1, place)));
+});
+
+// ---- Controls.
+
+find("token").max = recorded;
+find("token").addEventListener("input", () => choose({ token: find("token").value - 1 }));
+find("all").addEventListener("change", () => choose({ all: find("all").checked }));
+find("before").addEventListener("click", () => choose({ token: Math.max(0, view.token - 1), all: false }));
+find("after").addEventListener("click", () => choose({ token: Math.min(recorded - 1, view.token + 1), all: false }));
+find("head").append(make("option", "every layer and head", { value: "." }));
+for (const layer of data.layers) {
+  const group = make("optgroup", "", { label: `layer ${layer}` });
+  group.append(make("option", `layer ${layer}, every head`, { value: `${layer}.` }));
+  for (let head = 0; head < data.heads; head++) {
+    group.append(make("option", `layer ${layer}, KV head ${head}`, { value: `${layer}.${head}` }));
+  }
+  find("head").append(group);
+}
+find("head").addEventListener("change", () => {
+  const [layer, head] = find("head").value.split(".").map((part) => (part === "" ? null : Number(part)));
+  choose({ layer, head });
+});
+window.addEventListener("resize", drawMap);
+window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawMap);
+
+showAnswers();
+showFigures();
+showText();
+choose({});
