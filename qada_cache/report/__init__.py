@@ -69,9 +69,10 @@ def report(
             },
             "question": {"text": request.question, "tokens": len(asked.question), "chat": asked.chat},
             "answers": [{"cache": each.cache, "pieces": cut_answer(tokenizer, each.tokens)} for each in answers],
-            "same": answers[0].tokens == answers[1].tokens,
+            "same": _count_same(*(each.tokens for each in answers)),
             "most": request.new_tokens,
             "rows": rows(*answers, on_cpu=inputs_device(model).type == "cpu"),
+            "room": f"{MOST_BYTES >> 20} MiB",
             "sinks": cache.options.sink_tokens,
             "layers": list(cache.stats().layers),
             "heads": cache.stats().kv_local_share.shape[1],
@@ -123,13 +124,21 @@ def _record(model: PreTrainedModel, asked: Asked, cache: QAdACache, answer: list
     for ids in (asked.question, *([token] for token in answer[:-1])):
         read_tokens(model, ids, cache)
         found = recorder.finish()
-        size += 0 if found is None else len(found.packed) * 3 // 4
+        size += 0 if found is None else len(found.packed)
         if size > MOST_BYTES:
             break
         passes.append(found)
         bar.update()
     cache.observer = None
     return passes
+
+
+def _count_same(one: list[int], other: list[int]) -> int:
+    """How many tokens two answers begin with alike."""
+    return next(
+        (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(map(len, (one, other))),
+    )
 
 
 def _describe_model(model: PreTrainedModel, name: str) -> str:

@@ -1,80 +1,5 @@
 "use strict";
 
-const data = JSON.parse(document.getElementById("data").textContent);
-const { words, first } = data.document;
-const ours = data.answers[1];
-const find = (id) => document.getElementById(id);
-const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
-
-/** An element with text, which is never taken for markup. */
-function make(name, text = "", attributes = {}) {
-  const element = document.createElement(name);
-  element.textContent = text;
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  return element;
-}
-
-// ---- Reads: each pass has a record for every layer and KV head: 0 nothing, 1 everything, else tokens by their steps.
-
-const NAMES = data.layers.flatMap((layer) => Array.from({ length: data.heads }, (_, head) => [layer, head]));
-const unpacked = new Map();
-
-/** Of one pass, by head: null for nothing, true for the whole long context, else positions of the cache's tokens. */
-function unpack(pass) {
-  if (unpacked.has(pass)) return unpacked.get(pass);
-  const bytes = Uint8Array.from(atob(pass.packed), (letter) => letter.charCodeAt(0));
-  let at = 0;
-  const number = () => {
-    let value = 0;
-    for (let shift = 0; ; shift += 7) {
-      const byte = bytes[at++];
-      value += (byte & 127) * 2 ** shift;
-      if (byte < 128) return value;
-    }
-  };
-  const heads = NAMES.map(() => {
-    const kind = number();
-    if (kind < 2) return kind === 1 ? true : null;
-    const positions = new Uint32Array(kind - 2);
-    let position = 0;
-    for (let index = 0; index < positions.length; index++) positions[index] = position += number();
-    return positions;
-  });
-  unpacked.set(pass, heads);
-  return heads;
-}
-
-// ---- What is shown: one token of the answer or all of them, one head or all of them.
-
-const recorded = data.passes.length;
-const view = { token: Math.min(1, recorded - 1), all: false, layer: null, head: null };
-const isShown = ([layer, head]) =>
-  (view.layer === null || layer === view.layer) && (view.head === null || head === view.head);
-const shownPasses = () => (view.all ? data.passes : [data.passes[view.token]]).filter((pass) => pass !== null);
-
-/** How often each word was read by the heads and passes shown: tokens selected, and whole reads. */
-function countReads() {
-  const selected = new Uint16Array(words.length);
-  let whole = 0, readers = 0;
-  for (const pass of shownPasses()) {
-    unpack(pass).forEach((positions, index) => {
-      if (positions === null || !isShown(NAMES[index])) return;
-      readers++;
-      if (positions === true) whole++;
-      else for (const position of positions) if (words[position - first] !== undefined) selected[position - first]++;
-    });
-  }
-  for (let index = 1; index < words.length; index++) {  // tokens without a character of their own belong to the last
-    if (words[index] === "" && selected[index]) {
-      let owner = index;
-      while (owner > 0 && words[owner] === "") owner--;
-      selected[owner] = Math.max(selected[owner], selected[index]);
-      selected[index] = 0;
-    }
-  }
-  return { selected, whole, readers };
-}
-
 // ---- The head of the page, answers and figures.
 
 function showAnswers() {
@@ -84,19 +9,18 @@ function showAnswers() {
   const cut = leftOut ? ` Its last ${count(leftOut, "token")} are left out.` : "";
   find("asked").textContent = `Asked about ${name}, ${count(tokens, "token")}.${cut} ${data.model}.`;
   const lengths = data.answers.map((answer) => answer.pieces.length);
-  const ended = lengths.every((length) => length < data.most) ? "" : ` An answer ends after ${data.most} tokens.`;
-  find("verdict").textContent =
-    (data.same ? `The same ${count(lengths[0], "token")}.` : "The answers differ.") + ended;
+  const longest = Math.max(...lengths);
+  const ended = longest < data.most ? "" : ` ${count(data.most, "token")} are the most that were asked for.`;
+  find("verdict").textContent = (data.same === longest ? `The same ${count(longest, "token")}.` :
+    `The first ${count(data.same, "token")} of ${longest} are the same.`) + ended;
   data.answers.forEach((answer, which) => {
     const card = make("div", "", { class: "answer" });
     const text = make("p", "", { dir: "auto" });
     answer.pieces.forEach((piece, index) => {
       if (which === 0 || index >= recorded) return text.append(piece);
-      const label = `token ${index + 1}${piece.trim() ? "" : ", blank"}`;
-      const button = make("button", piece, { type: "button", title: `${label}: show what was read for it` });
-      if (!piece.trim()) button.setAttribute("aria-label", label);
-      button.addEventListener("click", () => choose({ token: index, all: false }));
-      text.append(button);
+      const part = make("span", piece, { class: "piece", title: `token ${index + 1}: show what was read for it` });
+      part.addEventListener("click", () => choose({ token: index, all: false }));  // keys have the slider
+      text.append(part);
     });
     if (!answer.pieces.join("").trim()) text.append(make("span", "(nothing)", { class: "end" }));
     card.append(make("h3", answer.cache), text);
@@ -132,7 +56,7 @@ function showFigures() {
     "Not measured: other questions and documents, batches, the most memory that was taken, and whether an answer is true.",
   ];
   if (recorded < ours.pieces.length) {
-    notes.push(`Reads of the first ${recorded} of ${count(ours.pieces.length, "token")} are here: a page has room for 6 MiB.`);
+    notes.push(`Reads of the first ${recorded} of ${count(ours.pieces.length, "token")} are here: a page has room for ${data.room} of them.`);
   }
   find("how").append(...notes.map((note) => make("li", note)));
 }
@@ -150,7 +74,7 @@ function showText() {
   });
   const swatches = (classes) => classes.map((name) => make("span", "", { class: `swatch ${name}` }));
   find("text-legend").append(...swatches(["r1", "r2", "r3", "r4", "r5"]), " selected by few to most of the heads shown, ",
-    ...swatches(["near"]), " read by every head: sinks and window");
+    ...swatches(["near"]), " not selected one by one: sinks, window, and tokens that have just left it");
   find("map-legend").append("Across: the document. Down: KV heads, from the first layer on. ", ...swatches(["r1", "r3", "r5"]),
     " few to all tokens there were selected, ", ...swatches(["whole"]), " all was read. Click to see a head's words.");
 }
@@ -160,7 +84,7 @@ function describeWord(index) {
   for (const pass of shownPasses()) {
     unpack(pass).forEach((positions, head) => {
       if (positions === null || !isShown(NAMES[head])) return;
-      if (positions === true ? index + first >= data.sinks && index + first < pass.end : positions.includes(index + first)) {
+      if (positions === true ? index + first >= data.sinks && index + first < pass.stored : positions.includes(index + first)) {
         readers.add(NAMES[head].join("."));
       }
     });
@@ -191,8 +115,7 @@ function choose(changes) {
   const piece = ours.pieces[token].replace(/\s/g, " ");
   find("which").textContent = view.all ? `all ${recorded}` : `${token + 1} of ${recorded}: “${piece}”`;
   find("token").setAttribute("aria-valuetext", `token ${token + 1} of ${recorded}: ${piece}`);
-  document.querySelectorAll(".answer button").forEach((button, index) =>
-    button.setAttribute("aria-current", String(!view.all && index === token)));
+  document.querySelectorAll(".piece").forEach((part, index) => part.classList.toggle("now", !view.all && index === token));
   const reads = countReads();
   showTold(reads);
   colourText(reads);
@@ -200,18 +123,20 @@ function choose(changes) {
   drawMap();
 }
 
-function showTold({ selected, whole, readers }) {
-  const passes = shownPasses(), heads = NAMES.filter(isShown).length * passes.length;
+function showTold({ selected, whole }) {
+  const passes = shownPasses();
   if (!passes.length) {
-    find("told").textContent = "Read exactly: every head read every word, as for a prompt.";
+    find("told").textContent = "Read exactly: every head read every word, as in a prompt.";
     return;
   }
   const different = selected.reduce((sum, times) => sum + (times > 0), 0);
-  const all = whole ? ` ${count(whole, "read")} took all of it.` : "";
-  const who = heads === 1 ? (readers ? "The head" : "The head did not read the long context") :
-    `${readers.toLocaleString("en")} of ${heads.toLocaleString("en")} ${view.all ? "reads by heads" : "heads"}`;
-  const what = readers || heads > 1 ? ` selected ${count(different, "token")} of the document's ${words.length.toLocaleString("en")}` : "";
-  find("told").textContent = `${who}${what}.${all}`;
+  const own = NAMES.filter(isShown).length, needing = passes.reduce((sum, pass) => sum + pass.needing, 0);
+  const all = NAMES.length * passes.length;
+  const heads = own < NAMES.length ? `${count(own, "head")} shown` : `${needing.toLocaleString("en")} of ` +
+    `${all.toLocaleString("en")} ${view.all ? "decisions" : "heads"} needed the long context, and`;
+  const wholly = whole ? ` It was read whole ${count(whole, "time")}.` : "";
+  find("told").textContent =
+    `${heads} selected ${different.toLocaleString("en")} of the document's ${count(words.length, "token")}.${wholly}`;
 }
 
 function colourText({ selected, whole }) {
@@ -220,10 +145,10 @@ function colourText({ selected, whole }) {
   const exact = !view.all && pass === null;
   spans.forEach((span, index) => {
     const position = index + first;
-    const inBulk = pass === null || (position >= data.sinks && position < pass.end);
+    const inBulk = pass === null || (position >= data.sinks && position < pass.stored);
     let level = most ? Math.ceil(5 * Math.sqrt(selected[index] / most)) : 0;
     if (exact || (view.head !== null && whole && inBulk && !view.all)) level = 3;
-    const near = position < data.sinks || (pass !== null && position >= pass.window);
+    const near = position < data.sinks || (pass !== null && position >= pass.stored);
     const name = level ? `r${level}` : near ? "near" : "";
     if (span.className !== name) span.className = name;
   });

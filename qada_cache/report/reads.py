@@ -3,12 +3,10 @@
 import base64
 from dataclasses import dataclass
 
-import torch
-
 from ..cache import QAdACache
 from ..state.observation import Observation
 
-MOST_BYTES = 6 << 20  # of packed reads, base64 left out: further passes are left out
+MOST_BYTES = 8 << 20  # of packed reads on a page: further passes are left out
 LOCAL, WHOLE, LISTED = 0, 1, 2  # how a head's record begins: nothing, all, or so many tokens more than LISTED
 
 
@@ -16,63 +14,52 @@ LOCAL, WHOLE, LISTED = 0, 1, 2  # how a head's record begins: nothing, all, or s
 class Pass:
     """What was read while one token of the answer was computed. Positions are those of the cache's tokens.
 
-    Every head reads the sinks and a window that ends with the query. The long context is what lies between.
+    Heads that need the long context select from the stored bulk, the tokens from the sinks to `stored`, or read all of
+    it. They also read the tokens from there to the window. Every head reads the sinks and the window.
     """
 
     queries: int  # tokens of the pass
+    stored: int  # position at which the stored bulk ends
     window: int  # position at which the first query's window begins
-    end: int  # position at which the last query's begins: what is read whole ends before
-    heads: int  # KV heads that read something of the long context
-    whole: int  # KV heads that read all of it
-    tokens: int  # of the long context that these read, summed over heads
-    packed: str  # base64, see `pack`
+    needing: int  # KV heads that need the long context
+    packed: str  # base64, see `pack`: what these read of the stored bulk
 
 
 class Recorder:
-    """An observer of one cache with one row, to be asked for a `Pass` after each pass of the model."""
+    """An observer of a cache of one row, to be asked for a `Pass` after each pass of the model."""
 
     def __init__(self, cache: QAdACache) -> None:
-        self._sinks, self._seen = cache.options.sink_tokens, dict[int, list[list[int] | None]]()
-        self._pass: Pass | None = None
-        self._spans: tuple[int, int, int] = (0, 0, 0)
+        self._sinks, self._seen = cache.options.sink_tokens, dict[int, Observation]()
 
     def __call__(self, seen: Observation) -> None:
         """Note one layer's call."""
-        tokens = seen.rows.bulk_tokens[0, 0]  # of each query
-        self._spans = (len(tokens), self._sinks + int(tokens.min()), self._sinks + int(tokens.max()))
-        needing = seen.flags[0].any(dim=1)  # [kv_heads, queries]
-        # A head that needs the long context also reads what has left the window and is not stored yet.
-        pending = torch.where(needing, tokens, 0).amax(dim=1).tolist()
-        stored = seen.bulk_lengths[0]
-        heads: list[list[int] | None] = [list(range(stored, end)) for end in pending]
-        picked: list[set[int]] = [set() for _ in heads]
-        for chosen in seen.chosen:
-            picked[chosen.head].update(chosen.tokens.tolist())
-        for head, own in enumerate(picked):
-            heads[head] = sorted(own | set(heads[head] or []))
-        for head, whole in enumerate(seen.whole[0]):
-            if whole:
-                heads[head] = None
-        self._seen[seen.layer] = heads
+        self._seen[seen.layer] = seen
 
     def finish(self) -> Pass | None:
-        """What the layers read since the last call; None if none was told of: the pass read everything, exactly."""
-        if not self._seen:
+        """What all layers read since the last call; None if none was told of: the pass was exact, and read all."""
+        calls = [self._seen[layer] for layer in sorted(self._seen)]
+        self._seen.clear()
+        if not calls:
             return None
-        layers, (queries, window, end) = [self._seen[layer] for layer in sorted(self._seen)], self._spans
-        heads = [head if head is None else [self._sinks + token for token in head] for own in layers for head in own]
-        self._seen = {}
-        whole, bulk = heads.count(None), end - self._sinks
-        listed = [head for head in heads if head]
+        tokens = calls[0].rows.bulk_tokens[0, 0]  # of each query; alike in all layers, as the next line's are
         return Pass(
-            queries=queries,
-            window=window,
-            end=end,
-            heads=whole + len(listed),
-            whole=whole,
-            tokens=whole * bulk + sum(map(len, listed)),
-            packed=base64.b64encode(pack(heads)).decode("ascii"),
+            queries=len(tokens),
+            stored=self._sinks + calls[0].bulk_lengths[0],
+            window=self._sinks + int(tokens.min()),
+            needing=sum(int(seen.flags[0].flatten(1).any(dim=1).sum()) for seen in calls),
+            packed=base64.b64encode(pack([head for seen in calls for head in self._list_heads(seen)])).decode("ascii"),
         )
+
+    def _list_heads(self, seen: Observation) -> list[list[int] | None]:
+        """Positions that each KV head of one layer read of the stored bulk, ascending; None for all."""
+        chosen: list[set[int]] = [set() for _ in seen.flags[0]]
+        for each in seen.chosen:
+            chosen[each.head].update(each.tokens.tolist())
+        whole = seen.whole[0] or [False] * len(chosen)
+        return [
+            None if all_read else [self._sinks + token for token in sorted(tokens)]
+            for all_read, tokens in zip(whole, chosen, strict=True)
+        ]
 
 
 def pack(heads: list[list[int] | None]) -> bytes:
