@@ -20,9 +20,9 @@ def rows(stock: Answer, ours: Answer, *, on_cpu: bool) -> list[dict[str, Any]]:
             "Long context read for each token of the answer",
             f"Keys and values outside sinks and window, the sketch included, mean of {stats.steps} passes. QAdACache "
             "counts what it reads; DynamicCache's heads read all, which is arithmetic.",
-            [_mib(count / passes) if stats.dense_bulk_bytes else None for count in (stats.dense_bulk_bytes, read)],
+            _compare(stats.dense_bulk_bytes / passes, read / passes) if stats.dense_bulk_bytes else [None, None],
         ),
-        _row("Cache held in the end", "All layers, on the device and in host memory.", list(map(_mib, held))),
+        _row("Cache held in the end", "All layers, on the device and in host memory.", _compare(*held)),
         _row(
             "Of this on the device",
             f"{one}The rest is the long context, offloaded." if stats.host_bytes else "Nothing is offloaded.",
@@ -49,9 +49,14 @@ def _row(what: str, how: str, cells: list[tuple[str, float] | None]) -> dict[str
     return {"what": what, "how": how, "cells": [{"text": text, "value": value} for text, value in filled]}
 
 
+def _compare(stock: float, ours: float) -> list[tuple[str, float] | None]:
+    """Bytes of both, and the second's share of the first's."""
+    return [_mib(stock), (f"{_mib(ours)[0]}, {ours / stock:.1%}", ours)]
+
+
 def _mib(count: float) -> tuple[str, float]:
     mib = count / 2**20
-    return (f"{mib:,.2f} MiB" if mib < 100 else f"{mib:,.0f} MiB"), count
+    return (f"{mib:,.2f} MiB" if mib < 10 else f"{mib:,.1f} MiB"), count
 
 
 def _seconds(seconds: float) -> tuple[str, float]:

@@ -116,46 +116,55 @@ function choose(changes) {
   find("which").textContent = view.all ? `all ${recorded}` : `${token + 1} of ${recorded}: “${piece}”`;
   find("token").setAttribute("aria-valuetext", `token ${token + 1} of ${recorded}: ${piece}`);
   document.querySelectorAll(".piece").forEach((part, index) => part.classList.toggle("now", !view.all && index === token));
-  const reads = countReads();
+  const reads = countReads(shownPasses());
   showTold(reads);
-  colourText(reads);
-  showPassages(reads);
+  const levels = colourText(reads);
+  showPassages(reads, levels);
   drawMap();
 }
 
-function showTold({ selected, whole }) {
-  const passes = shownPasses();
+function showTold({ selected, whole, reads }) {
+  const passes = shownPasses(), most = words.length.toLocaleString("en");
   if (!passes.length) {
     find("told").textContent = "Read exactly: every head read every word, as in a prompt.";
     return;
   }
-  const different = selected.reduce((sum, times) => sum + (times > 0), 0);
-  const own = NAMES.filter(isShown).length, needing = passes.reduce((sum, pass) => sum + pass.needing, 0);
-  const all = NAMES.length * passes.length;
-  const heads = own < NAMES.length ? `${count(own, "head")} shown` : `${needing.toLocaleString("en")} of ` +
-    `${all.toLocaleString("en")} ${view.all ? "decisions" : "heads"} needed the long context, and`;
-  const wholly = whole ? ` It was read whole ${count(whole, "time")}.` : "";
-  find("told").textContent =
-    `${heads} selected ${different.toLocaleString("en")} of the document's ${count(words.length, "token")}.${wholly}`;
+  const sum = (of) => passes.reduce((total, pass) => total + of(pass), 0), shown = NAMES.filter(isShown).length;
+  const needing = sum((pass) => pass.needing).toLocaleString("en"), all = (NAMES.length * passes.length).toLocaleString("en");
+  const heads = shown < NAMES.length ? count(shown, "head") :
+    `${needing} of ${all} ${view.all ? "decisions of heads" : "heads"} needed the long context. They`;
+  const different = selected.reduce((total, times) => total + (times > 0), 0).toLocaleString("en");
+  const each = Math.round(reads / Math.max(1, shown * passes.length - whole)).toLocaleString("en");
+  const wholly = whole ? ` ${count(whole, "time")} all of it was read.` : "";
+  find("told").textContent = `${heads} selected ${different} different tokens of the document's ${most}, ` +
+    `${each} a head${view.all ? " and token of the answer" : ""} on average.${wholly}`;
 }
 
+/** Colours the words, and returns their levels from 0 to 5. */
 function colourText({ selected, whole }) {
   const most = selected.reduce((most, times) => Math.max(most, times), 0);
   const pass = view.all ? null : data.passes[view.token];
   const exact = !view.all && pass === null;
-  spans.forEach((span, index) => {
+  const levels = words.map((_, index) => {
     const position = index + first;
-    const inBulk = pass === null || (position >= data.sinks && position < pass.stored);
-    let level = most ? Math.ceil(5 * Math.sqrt(selected[index] / most)) : 0;
-    if (exact || (view.head !== null && whole && inBulk && !view.all)) level = 3;
-    const near = position < data.sinks || (pass !== null && position >= pass.stored);
-    const name = level ? `r${level}` : near ? "near" : "";
+    if (exact || (view.head !== null && whole && pass && position >= data.sinks && position < pass.stored)) return 3;
+    return most ? Math.ceil(5 * Math.sqrt(selected[index] / most)) : 0;
+  });
+  spans.forEach((span, index) => {
+    const position = index + first, near = position < data.sinks || (pass !== null && position >= pass.stored);
+    const name = levels[index] ? `r${levels[index]}` : near ? "near" : "";
     if (span.className !== name) span.className = name;
   });
+  return levels;
 }
 
-function showPassages({ selected }) {
-  const order = [...selected.keys()].filter((index) => selected[index]).sort((a, b) => selected[b] - selected[a] || a - b);
+/** Words read for this token more often than for the others on average; of all tokens together, the most read. */
+function showPassages({ selected }, levels) {
+  const passes = data.passes.filter((pass) => pass !== null), alone = view.all || passes.length < 2;
+  find("passages-title").textContent = alone ? "Most read" : "Read for this token more than for others";
+  const usual = alone ? null : countReads(passes).selected;
+  const score = Float32Array.from(selected, (times, index) => times - (alone ? 0 : usual[index] / passes.length));
+  const order = [...score.keys()].filter((index) => score[index] > 0).sort((a, b) => score[b] - score[a] || a - b);
   const chosen = [];
   for (const index of order) {
     if (chosen.length === 5) break;
@@ -163,14 +172,15 @@ function showPassages({ selected }) {
   }
   const lines = chosen.map((index) => {
     const line = make("li"), button = make("button", "", { type: "button" });
-    const text = (from, to) => words.slice(Math.max(0, from), to).join("").replace(/\s+/g, " ");
-    const times = count(selected[index], view.all ? "read" : "head");
-    button.append(make("small", `token ${index + 1}, ${times}: `), text(index - 10, index), make("b", words[index]), text(index + 1, index + 11));
+    button.append(make("small", `token ${index + 1}, ${count(selected[index], view.all ? "read" : "head")}: `));
+    for (let near = Math.max(0, index - 10); near < Math.min(words.length, index + 11); near++) {
+      button.append(make("span", words[near].replace(/\s+/g, " "), levels[near] ? { class: `r${levels[near]}` } : {}));
+    }
     button.addEventListener("click", () => scrollTo(index));
     line.append(button);
     return line;
   });
-  find("passages").replaceChildren(...(lines.length ? lines : [make("li", "No token was selected.")]));
+  find("passages").replaceChildren(...(lines.length ? lines : [make("li", "None.")]));
 }
 
 // ---- The map.
@@ -190,6 +200,9 @@ function drawMap() {
   paint.fillStyle = `rgb(${colour("--empty")})`;
   paint.fillRect(MARGIN, 0, across, height);
   const passes = shownPasses(), each = words.length / columns, step = across / columns;
+  const stored = Math.min(words.length, Math.max(0, ...passes.map((pass) => pass.stored - first)));
+  paint.fillStyle = colour("--near");
+  if (passes.length) paint.fillRect(MARGIN + (across * stored) / words.length, 0, across, height);
   NAMES.forEach((name, index) => {
     const bins = new Float32Array(columns);
     let whole = 0;
@@ -204,7 +217,7 @@ function drawMap() {
     const faint = isShown(name) ? 1 : 0.25;
     if (whole) {
       paint.fillStyle = `rgba(${colour("--whole")}, ${faint * (0.25 + (0.75 * whole) / passes.length)})`;
-      paint.fillRect(MARGIN, index * row, across, row);
+      paint.fillRect(MARGIN, index * row, (across * stored) / words.length, row);
     }
     bins.forEach((times, bin) => {
       if (!times) return;

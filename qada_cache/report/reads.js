@@ -14,6 +14,10 @@ function make(name, text = "", attributes = {}) {
   return element;
 }
 
+/** Of each token the one whose piece of text it is in: tokens without a character of their own belong to one before. */
+const owners = words.map((_, index) => index);
+for (let index = 1; index < words.length; index++) if (words[index] === "") owners[index] = owners[index - 1];
+
 // ---- Reads: each pass has a record for every layer and KV head: 0 nothing, 1 everything, else tokens by their steps.
 
 const NAMES = data.layers.flatMap((layer) => Array.from({ length: data.heads }, (_, head) => [layer, head]));
@@ -52,24 +56,17 @@ const isShown = ([layer, head]) =>
   (view.layer === null || layer === view.layer) && (view.head === null || head === view.head);
 const shownPasses = () => (view.all ? data.passes : [data.passes[view.token]]).filter((pass) => pass !== null);
 
-/** How often each word was read by the heads and passes shown: tokens selected, and whole reads. */
-function countReads() {
-  const selected = new Uint16Array(words.length);
-  let whole = 0;
-  for (const pass of shownPasses()) {
+/** How often each word was selected by the heads shown in these passes, and how often they read all. */
+function countReads(passes) {
+  const selected = new Uint32Array(words.length);
+  let whole = 0, reads = 0;
+  for (const pass of passes) {
     unpack(pass).forEach((positions, index) => {
       if (positions === null || !isShown(NAMES[index])) return;
-      if (positions === true) whole++;
-      else for (const position of positions) if (words[position - first] !== undefined) selected[position - first]++;
+      if (positions === true) return whole++;
+      reads += positions.length;
+      for (const position of positions) if (position - first < words.length) selected[owners[position - first]]++;
     });
   }
-  for (let index = 1; index < words.length; index++) {  // tokens without a character of their own belong to the last
-    if (words[index] === "" && selected[index]) {
-      let owner = index;
-      while (owner > 0 && words[owner] === "") owner--;
-      selected[owner] = Math.max(selected[owner], selected[index]);
-      selected[index] = 0;
-    }
-  }
-  return { selected, whole };
+  return { selected, whole, reads };
 }
