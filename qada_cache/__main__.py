@@ -11,7 +11,8 @@ from . import KeyMoments, PrefixStore, QAdACache, __version__, files, prepare, p
 from .key_moments.collecting import SCHEMES
 from .key_moments.prompts import PROMPTS, choose_prompt, prompt_ids, read_dataset
 from .models.loading import count_positions, load_model
-from .report import Request, report
+from .report import report
+from .report.asking import Request
 from .serving import make_folder
 from .tuning import measuring
 
@@ -161,10 +162,8 @@ def _text(options: argparse.Namespace) -> str | None:
     """The text the user named, if any."""
     if options.text and options.dataset:
         raise ValueError("give --text or --dataset, not both")
-    if options.text:
-        return _read_text(options.text, "--text")
     if not options.dataset:
-        return None
+        return _read_text(options.text, "--text") if options.text else None
     characters = 16 * (options.tokens or 1024)  # more than enough for as many tokens
     return read_dataset(options.dataset, options.subset, options.split, options.column, characters=characters)
 
@@ -206,13 +205,14 @@ def _cache_options(options: argparse.Namespace) -> dict[str, Any]:
 def _report(options: argparse.Namespace) -> None:
     """Ask a model about a document, with DynamicCache and with QAdACache. Write one page that shows both answers, what
     they cost, and which words each layer and head read. It loads nothing from elsewhere."""
-    text = _read_text(options.text, "--text")
+    request = Request(
+        _read_text(options.text, "--text"), options.text.name, options.ask, options.tokens, options.new_tokens
+    )
     model, tokenizer = _load(options)
     name = Path(options.model).name if Path(options.model).exists() else options.model
-    request = Request(text, options.text.name, options.ask, options.tokens, options.new_tokens)
-    page = report(model, tokenizer, request, name=name, **_cache_options(options))
-    files.write(options.out, [page.encode()])
-    print(f"wrote {options.out}, {len(page.encode()) / 2**20:.1f} MiB")
+    page = report(model, tokenizer, request, name=name, **_cache_options(options)).encode()
+    files.write(options.out, [page])
+    print(f"wrote {options.out}, {len(page) / 2**20:.1f} MiB")
 
 
 def _tune(options: argparse.Namespace) -> int:
@@ -283,10 +283,10 @@ def _store(options: argparse.Namespace) -> int:
         found = store.prompts()
     except FileNotFoundError:
         found = []
-    if not found:
+    if found:
+        _print_table([each.row() for each in found])
+    else:
         print("no stored prompts")
-        return 0
-    _print_table([each.row() for each in found])
     return 0
 
 

@@ -1,7 +1,7 @@
 """`qada report`: a question about a document, answered with DynamicCache and with QAdACache, as one page of HTML."""
 
+import os
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,24 +15,14 @@ from ..machine import describe_machine
 from ..models import inputs_device
 from ..models.loading import count_positions
 from ..preparing import prepare
+from ..sketch import MIN_TOKENS
 from .answering import Answer, cut_answer, end_of, give_answer, read_document, read_tokens
-from .asking import Asked, ask
+from .asking import Asked, Request, ask
 from .figures import rows
 from .page import fill_page
 from .reads import MOST_BYTES, Pass, Recorder
 
-_WARM_UP_TOKENS = 1024  # of the document: a sketch needs as many
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked of which document, and the most that is read of it and answered."""
-
-    document: str  # its text
-    name: str  # of the document, for the page
-    question: str
-    tokens: int  # of the document at most
-    new_tokens: int  # of the answer at most
+_WARM_UP_TOKENS = MIN_TOKENS + 256  # of the document: a bulk with a sketch, sinks and window
 
 
 @torch.inference_mode()
@@ -43,13 +33,11 @@ def report(
     notes what is read. The model is in eval mode, `name` is what the page calls it, `options` are QAdACache's.
 
     Raises:
-        ValueError: the tokenizer cannot serve, or the question leaves no room for a document.
-        TypeError, NotImplementedError, FileNotFoundError: as `QAdACache`.
+        ValueError: as `ask`.
+        TypeError, ValueError, NotImplementedError, FileNotFoundError: as `QAdACache`.
     """
+    asked = ask(tokenizer, request, count_positions(model))
     prepare(model, tokenizer, **options)
-    positions = count_positions(model)
-    room = None if positions is None else positions - request.new_tokens
-    asked = ask(tokenizer, request.document, request.question, most=request.tokens, positions=room)
     with tqdm(total=2 + 3 * request.new_tokens, unit="step") as bar:
         answers, cache, passes = _measure(model, tokenizer, asked, request.new_tokens, options, bar)
     return fill_page(
@@ -69,7 +57,7 @@ def report(
             },
             "question": {"text": request.question, "tokens": len(asked.question), "chat": asked.chat},
             "answers": [{"cache": each.cache, "pieces": cut_answer(tokenizer, each.tokens)} for each in answers],
-            "same": _count_same(*(each.tokens for each in answers)),
+            "same": len(os.path.commonprefix([each.tokens for each in answers])),
             "most": request.new_tokens,
             "rows": rows(*answers, on_cpu=inputs_device(model).type == "cpu"),
             "room": f"{MOST_BYTES >> 20} MiB",
@@ -131,14 +119,6 @@ def _record(model: PreTrainedModel, asked: Asked, cache: QAdACache, answer: list
         bar.update()
     cache.observer = None
     return passes
-
-
-def _count_same(one: list[int], other: list[int]) -> int:
-    """How many tokens two answers begin with alike."""
-    return next(
-        (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
-        min(map(len, (one, other))),
-    )
 
 
 def _describe_model(model: PreTrainedModel, name: str) -> str:

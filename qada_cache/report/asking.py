@@ -9,6 +9,17 @@ _DOCUMENT, _QUESTION = "THE-DOCUMENT-GOES-HERE", "THE-QUESTION-GOES-HERE"
 
 
 @dataclass(frozen=True)
+class Request:
+    """A question about a document, and the most that is read of it and answered."""
+
+    document: str  # its text
+    name: str  # of the document, for the page
+    question: str
+    tokens: int  # of the document at most; a longer one is cut
+    new_tokens: int  # of the answer at most
+
+
+@dataclass(frozen=True)
 class Asked:
     """What a model reads before it answers."""
 
@@ -20,44 +31,46 @@ class Asked:
     chat: bool  # whether the tokenizer has a chat template
 
 
-def ask(tokenizer: PreTrainedTokenizerBase, document: str, question: str, *, most: int, positions: int | None) -> Asked:
-    """A document of at most `most` tokens and a question about it, in at most `positions` tokens: a longer document is
-    cut. By the tokenizer's chat template, else plainly.
+def ask(tokenizer: PreTrainedTokenizerBase, request: Request, positions: int | None) -> Asked:
+    """A request in token ids, by the tokenizer's chat template, else plainly. With the answer they fit `positions`.
 
     Raises:
-        ValueError: one of them is empty, the question leaves no room for a document, or the tokenizer cannot serve.
+        ValueError: document or question is empty, there is no room for a document, or the tokenizer cannot serve.
     """
-    for part, text in (("document", document), ("question", question)):
+    document = request.document
+    for part, text in (("document", document), ("question", request.question)):
         if not text.strip():
             raise ValueError(f"the {part} is empty: give a text")
     if not tokenizer.is_fast:
-        raise ValueError(
-            f"{type(tokenizer).__name__} does not say which characters a token is of: give a fast tokenizer"
-        )
+        name = type(tokenizer).__name__
+        raise ValueError(f"{name} does not say which characters a token is of: use a model with a fast tokenizer")
     chat = bool(tokenizer.chat_template)
     before, after, closing = _surroundings(tokenizer, chat)
-    question_ids = tokenizer(question + closing, add_special_tokens=False).input_ids
+    question = tokenizer(request.question + closing, add_special_tokens=False).input_ids
 
-    def encode(text: str) -> tuple[list[int], list[tuple[int, int]], int]:
-        """Ids of all before the question, the document's characters of each of its tokens, the first of these."""
+    def encode(text: str) -> tuple[list[int], int, list[tuple[int, int]]]:
+        """Ids of all before the question, which of them begins the document, and its characters of each token."""
         made = tokenizer(before + text + after, add_special_tokens=not chat, return_offsets_mapping=True)
         start, end = len(before), len(before) + len(text)
         own = [place for place, (low, high) in enumerate(made.offset_mapping) if low < end and high > max(low, start)]
+        if not own:
+            raise ValueError(f"no word of the document fits {request.tokens} tokens: allow more, or give another text")
         spans = [(max(low, start) - start, min(high, end) - start) for low, high in made.offset_mapping]
-        first = own[0] if own else 0
-        return made.input_ids, spans[first : own[-1] + 1] if own else [], first
+        return made.input_ids, own[0], spans[own[0] : own[-1] + 1]
 
-    ids, spans, first = encode(document)
-    whole = len(spans)
+    ids, first, spans = encode(document)
+    whole, most = len(spans), request.tokens
     if positions is not None:
-        most = min(most, positions - len(question_ids) - (len(ids) - whole))
+        most = min(most, positions - (len(ids) - whole) - len(question) - request.new_tokens)
     if most < 1:
-        raise ValueError(f"the question alone takes {len(question_ids)} tokens of the model's {positions}: ask less")
-    while len(spans) > most:
-        document = document[: spans[most - 1][1]]  # cut there, the last words may be others in the tokenizer's eyes
-        ids, spans, first = encode(document)
-        most -= len(spans) > most
-    return Asked(ids, question_ids, first, _cut(document, spans), whole - len(spans), chat)
+        raise ValueError(
+            f"a question of {len(question)} tokens and an answer of {request.new_tokens} leave no room for a document "
+            f"in the model's {positions} positions: ask for less"
+        )
+    while len(spans) > most:  # once as a rule; the end of a shorter text may have other tokens
+        document = document[: min(spans[most - 1][1], spans[most][0])]  # a character may have several tokens
+        ids, first, spans = encode(document)
+    return Asked(ids, question, first, _cut(document, spans), whole - len(spans), chat)
 
 
 def _surroundings(tokenizer: PreTrainedTokenizerBase, chat: bool) -> tuple[str, str, str]:

@@ -15,8 +15,7 @@ from small_sketch import small_sketch
 from transformers import ByT5Tokenizer
 
 from qada_cache import QAdACache, report
-from qada_cache.report import Request
-from qada_cache.report.asking import ask
+from qada_cache.report.asking import Request, ask
 from qada_cache.state.observation import Observation
 from qada_cache.versions import pass_cache
 
@@ -60,8 +59,12 @@ def model(**changes: Any) -> Any:
 
 
 def make_page(document: str, question: str = "Who?", *, new_tokens: int = 6, **options: Any) -> str:
-    request = Request(document, "file <b>", question, 1500, new_tokens)
-    return report.report(model(), tokenizer(), request, name="tiny", **{**OPTIONS, **options})
+    made = request(document, question, new_tokens=new_tokens)
+    return report.report(model(), tokenizer(), made, name="tiny", **{**OPTIONS, **options})
+
+
+def request(document: str, question: str = "Who?", *, tokens: int = 1500, new_tokens: int = 6) -> Request:
+    return Request(document, "file <b>", question, tokens, new_tokens)
 
 
 def read_data(page: str) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def test_reads_and_bytes_are_those_of_the_cache(threshold: float) -> None:
         seen: list[Observation] = []
         cache = QAdACache(made := model(), **options)
         cache.observer = seen.append
-        asked = ask(tokenizer(), text, "Who?", most=1500, positions=2048)
+        asked = ask(tokenizer(), request(text), 2048)
         with torch.inference_mode():
             ids = asked.opening
             answer: list[int] = []
@@ -203,27 +206,29 @@ def test_nothing_is_loaded() -> None:
 def test_words_are_the_document_cut_by_tokens(template: str | None) -> None:
     """A character of several tokens belongs to the first; what is cut off is counted."""
     made, text = tokenizer(template=template), "caf\u00e9 \U0001f600 au lait"
-    asked = ask(made, text, "Why?", most=1000, positions=None)
+    asked = ask(made, request(text), None)
     assert "".join(asked.words) == text
     assert len(asked.words) == len(text.encode())
     own = asked.opening[asked.first : asked.first + len(asked.words)]
     assert made.decode(own) == text
-    cut = ask(made, text, "Why?", most=7, positions=None)
+    cut = ask(made, request(text, tokens=7), None)
     assert ("".join(cut.words), cut.left_out) == ("caf\u00e9 ", len(text.encode()) - 6)
-    room = len(asked.opening) + len(asked.question) - 3
-    fitted = ask(made, text, "Why?", most=1000, positions=room)
+    room = len(asked.opening) + len(asked.question) + 6 - 3
+    fitted = ask(made, request(text), room)
     assert "".join(fitted.words) == text[:-3]
-    assert len(fitted.opening) + len(fitted.question) == room
+    assert len(fitted.opening) + len(fitted.question) + 6 == room
 
 
 def test_what_cannot_be_asked_is_refused() -> None:
     with pytest.raises(ValueError, match="the document is empty"):
-        ask(tokenizer(), " \n", "Why?", most=100, positions=None)
+        ask(tokenizer(), request(" \n"), None)
     with pytest.raises(ValueError, match="the question is empty"):
-        ask(tokenizer(), "a", " ", most=100, positions=None)
-    with pytest.raises(ValueError, match=r"the question alone takes .* tokens of the model's 100"):
-        ask(tokenizer(), "a", "Why? " * 30, most=100, positions=100)
+        ask(tokenizer(), request("a", " "), None)
+    with pytest.raises(ValueError, match=r"a question of \d+ tokens and an answer of 6 leave no room .* 100 positions"):
+        ask(tokenizer(), request("a", "Why? " * 30), 100)
     with pytest.raises(ValueError, match="ByT5Tokenizer does not say which characters a token is of"):
-        ask(ByT5Tokenizer(), "a", "Why?", most=100, positions=None)
+        ask(ByT5Tokenizer(), request("a"), None)
     with pytest.raises(ValueError, match="chat template leaves out what a user says"):
-        ask(tokenizer(template="nothing"), "a", "Why?", most=100, positions=None)
+        ask(tokenizer(template="nothing"), request("a"), None)
+    with pytest.raises(ValueError, match="no word of the document fits 1 tokens"):
+        ask(tokenizer(template=None), request("\U0001f600", tokens=1), None)
