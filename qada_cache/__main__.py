@@ -96,8 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--pieces", type=int, default=4, help="to choose by; half as many confirm (default: %(default)s)")
     add("--plot", type=Path, help="picture to draw, e.g. tune.png")
 
-    brief = "answer a question about a document, and show what was read"
-    add = command("report", _report, deciding, brief, tokens=1, new_tokens=1).add_argument
+    add = command("report", _report, deciding, "show what an answer read", tokens=1, new_tokens=1).add_argument
     add("model", metavar="MODEL", help=which)
     add("--text", type=Path, required=True, help="text file that the question is about")
     add("--ask", required=True, metavar="QUESTION", help="the question")

@@ -1,6 +1,5 @@
 """`qada report`: a question about a document, answered with DynamicCache and with QAdACache, as one page of HTML."""
 
-import os
 import time
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..models import inputs_device
 from ..models.loading import count_positions
 from ..preparing import prepare
 from ..sketch import MIN_TOKENS
-from .answering import Answer, cut_answer, end_of, give_answer, read_document, read_tokens
+from .answering import Answer, count_same, cut_answer, end_of, give_answer, read_document, read_tokens
 from .asking import Asked, Request, ask
 from .figures import rows
 from .page import fill_page
@@ -57,7 +56,7 @@ def report(
             },
             "question": {"text": request.question, "tokens": len(asked.question), "chat": asked.chat},
             "answers": [{"cache": each.cache, "pieces": cut_answer(tokenizer, each.tokens)} for each in answers],
-            "same": len(os.path.commonprefix([each.tokens for each in answers])),
+            "same": count_same(*(each.tokens for each in answers)),
             "most": request.new_tokens,
             "rows": rows(*answers, on_cpu=inputs_device(model).type == "cpu"),
             "room": f"{MOST_BYTES >> 20} MiB",

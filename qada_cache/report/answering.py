@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -82,3 +83,8 @@ def cut_answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[st
     ends = [len(text.rstrip("\ufffd")) for text in texts[:-1]] + [len(texts[-1])]
     starts = [0, *ends[:-1]]
     return [texts[-1][start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def count_same(one: list[int], other: list[int]) -> int:
+    """How many tokens two answers begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -64,8 +64,12 @@ function countReads(passes) {
     unpack(pass).forEach((positions, index) => {
       if (positions === null || !isShown(NAMES[index])) return;
       if (positions === true) return whole++;
-      reads += positions.length;
-      for (const position of positions) if (position - first < words.length) selected[owners[position - first]]++;
+      for (const position of positions) {
+        const owner = owners[position - first];  // undefined outside of the document
+        if (owner === undefined) continue;
+        selected[owner]++;
+        reads++;
+      }
     });
   }
   return { selected, whole, reads };
