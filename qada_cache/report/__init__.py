@@ -17,7 +17,7 @@ from ..preparing import prepare
 from ..sketch import MIN_TOKENS
 from .answering import Answer, count_same, cut_answer, end_of, give_answer, read_document, read_tokens
 from .asking import Asked, Request, ask
-from .figures import rows
+from .figures import list_figures
 from .page import fill_page
 from .reads import MOST_BYTES, Pass, Recorder
 
@@ -58,7 +58,7 @@ def report(
             "answers": [{"cache": each.cache, "pieces": cut_answer(tokenizer, each.tokens)} for each in answers],
             "same": count_same(*(each.tokens for each in answers)),
             "most": request.new_tokens,
-            "rows": rows(*answers, on_cpu=inputs_device(model).type == "cpu"),
+            "rows": list_figures(*answers, on_cpu=inputs_device(model).type == "cpu"),
             "room": f"{MOST_BYTES >> 20} MiB",
             "sinks": cache.options.sink_tokens,
             "layers": list(cache.stats().layers),

@@ -6,7 +6,7 @@ from typing import Any
 from .answering import Answer
 
 
-def rows(stock: Answer, ours: Answer, *, on_cpu: bool) -> list[dict[str, Any]]:
+def list_figures(stock: Answer, ours: Answer, *, on_cpu: bool) -> list[dict[str, Any]]:
     """Rows for DynamicCache and QAdACache, each `what`, how it is known, and `cells`: a text, and the value that bars
     are drawn by, None where there is none."""
     stats = ours.stats
