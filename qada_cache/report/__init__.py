@@ -11,7 +11,7 @@ from .. import __version__
 from ..attention.forward import restore_attention
 from ..cache import QAdACache
 from ..machine import describe_machine
-from ..models import inputs_device
+from ..models import full_attention_config, inputs_device, sizes
 from ..models.loading import count_positions
 from ..preparing import prepare
 from ..sketch import MIN_TOKENS
@@ -24,7 +24,6 @@ from .reads import MOST_BYTES, Pass, Recorder
 _WARM_UP_TOKENS = MIN_TOKENS + 256  # of the document: a bulk with a sketch, sinks and window
 
 
-@torch.inference_mode()
 def report(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request: Request, *, name: str, **options: Any
 ) -> str:
@@ -38,7 +37,7 @@ def report(
     asked = ask(tokenizer, request, count_positions(model))
     prepare(model, tokenizer, **options)
     with tqdm(total=2 + 3 * request.new_tokens, unit="step") as bar:
-        answers, cache, passes = _measure(model, tokenizer, asked, request.new_tokens, options, bar)
+        answers, cache, recorder, passes = _measure(model, tokenizer, asked, request.new_tokens, options, bar)
     return fill_page(
         {
             "version": __version__,
@@ -61,13 +60,14 @@ def report(
             "rows": list_figures(*answers, on_cpu=inputs_device(model).type == "cpu"),
             "room": f"{MOST_BYTES >> 20} MiB",
             "sinks": cache.options.sink_tokens,
-            "layers": list(cache.stats().layers),
-            "heads": cache.stats().kv_local_share.shape[1],
+            "layers": recorder.layers,
+            "heads": recorder.heads,
             "passes": [None if each is None else vars(each) for each in passes],
         }
     )
 
 
+@torch.inference_mode()
 def _measure(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -75,9 +75,8 @@ def _measure(
     new_tokens: int,
     options: dict[str, Any],
     bar: tqdm,
-) -> tuple[list[Answer], QAdACache, list[Pass | None]]:
-    """DynamicCache's answer and QAdACache's, its cache, and what was read for each token of its answer, as far as a
-    page can hold that."""
+) -> tuple[list[Answer], QAdACache, Recorder, list[Pass | None]]:
+    """DynamicCache's answer and QAdACache's, its cache, and as of `_record`."""
     is_over = end_of(model, tokenizer, asked.chat)
 
     def answer(cache: DynamicCache, given: Answer) -> Answer:
@@ -101,11 +100,14 @@ def _measure(
     twin = cache.fork()
     ours = answer(cache, given)
     ours.stats = cache.stats()
-    return [stock, ours], cache, _record(model, asked, twin, ours.tokens, bar)
+    return [stock, ours], cache, *_record(model, asked, twin, ours.tokens, bar)
 
 
-def _record(model: PreTrainedModel, asked: Asked, cache: QAdACache, answer: list[int], bar: tqdm) -> list[Pass | None]:
-    """What a cache that has read the document reads for each token of an answer that was given."""
+def _record(
+    model: PreTrainedModel, asked: Asked, cache: QAdACache, answer: list[int], bar: tqdm
+) -> tuple[Recorder, list[Pass | None]]:
+    """What a cache that has read the document reads for each token of an answer that was given, as far as a page can
+    hold that, and who noted it."""
     cache.observer = recorder = Recorder(cache)
     passes, size = list[Pass | None](), 0
     for ids in (asked.question, *([token] for token in answer[:-1])):
@@ -117,12 +119,11 @@ def _record(model: PreTrainedModel, asked: Asked, cache: QAdACache, answer: list
         passes.append(found)
         bar.update()
     cache.observer = None
-    return passes
+    return recorder, passes
 
 
 def _describe_model(model: PreTrainedModel, name: str) -> str:
-    config = model.config.get_text_config(decoder=True)
-    heads = f"{config.num_attention_heads} query heads, {config.num_key_value_heads} KV heads"
-    dtype = str(model.dtype).removeprefix("torch.")
-    millions = f"{model.num_parameters() / 1e6:,.0f}M parameters"
-    return f"{name}: {millions}, {config.num_hidden_layers} layers, {heads}, {dtype} on {inputs_device(model)}"
+    layers, heads, kv_heads, _ = sizes(full_attention_config(model.config.get_text_config(decoder=True)))
+    size, dtype = f"{model.num_parameters() / 1e6:,.0f}M parameters", str(model.dtype).removeprefix("torch.")
+    where = inputs_device(model)
+    return f"{name}: {size}, {layers} layers, {heads} query heads, {kv_heads} KV heads, {dtype} on {where}"

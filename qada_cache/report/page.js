@@ -158,12 +158,15 @@ function colourText({ selected, whole }) {
   return levels;
 }
 
+const usual = new Map();  // by what heads are shown: how often all passes selected each word
+
 /** Words read for this token more often than for the others on average; of all tokens together, the most read. */
 function showPassages({ selected }, levels) {
   const passes = data.passes.filter((pass) => pass !== null), alone = view.all || passes.length < 2;
   find("passages-title").textContent = alone ? "Most read" : "Read for this token more than for others";
-  const usual = alone ? null : countReads(passes).selected;
-  const score = Float32Array.from(selected, (times, index) => times - (alone ? 0 : usual[index] / passes.length));
+  const key = find("head").value;
+  if (!alone && !usual.has(key)) usual.set(key, countReads(passes).selected);
+  const score = Float32Array.from(selected, (times, index) => times - (alone ? 0 : usual.get(key)[index] / passes.length));
   const order = [...score.keys()].filter((index) => score[index] > 0).sort((a, b) => score[b] - score[a] || a - b);
   const chosen = [];
   for (const index of order) {

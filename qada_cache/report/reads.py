@@ -26,10 +26,16 @@ class Pass:
 
 
 class Recorder:
-    """An observer of a cache of one row, to be asked for a `Pass` after each pass of the model."""
+    """An observer of a cache of one row, to be asked for a `Pass` after each pass of the model.
+
+    Attributes:
+        layers: indices of the layers that were told of, in the order of their records.
+        heads: KV heads of each.
+    """
 
     def __init__(self, cache: QAdACache) -> None:
         self._sinks, self._seen = cache.options.sink_tokens, dict[int, Observation]()
+        self.layers, self.heads = list[int](), 0
 
     def __call__(self, seen: Observation) -> None:
         """Note one layer's call."""
@@ -37,10 +43,11 @@ class Recorder:
 
     def finish(self) -> Pass | None:
         """What all layers read since the last call; None if none was told of: the pass was exact, and read all."""
-        calls = [self._seen[layer] for layer in sorted(self._seen)]
-        self._seen.clear()
-        if not calls:
+        if not self._seen:
             return None
+        self.layers = sorted(self._seen)
+        calls = [self._seen.pop(layer) for layer in self.layers]
+        self.heads = calls[0].flags.shape[1]
         tokens = calls[0].rows.bulk_tokens[0, 0]  # of each query; alike in all layers, as the next line's are
         return Pass(
             queries=len(tokens),

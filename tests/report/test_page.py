@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from byte_tokenizer import TEMPLATE, tokenizer
+from models import tiny
 from pages import HOSTILE, OPTIONS, Page, make_page, model, read_data, request, unpack
 from small_sketch import small_sketch
 from transformers import ByT5Tokenizer
@@ -89,6 +90,17 @@ def test_what_was_not_measured_is_said() -> None:
     texts = {row["what"]: [cell["text"] for cell in row["cells"]] for row in data["rows"]}
     assert texts["Each further token"] == ["not measured"] * 2
     assert texts["Long context read for each token of the answer"] == ["not measured"] * 2
+
+
+def test_layers_and_heads_are_those_that_decide() -> None:
+    """Of a model with other layers; and of one that has no long context to decide about yet."""
+    hybrid = tiny("gemma3", vocab_size=260, max_position_embeddings=2048)
+    data = json.loads(Page(report.report(hybrid, tokenizer(), request("ab " * 99), name="tiny", **OPTIONS)).data)
+    assert (data["layers"], data["heads"]) == ([1], 2)
+    assert all(len(unpack(each["packed"], 2)) == 2 for each in data["passes"])
+    short = read_data(make_page("ab", new_tokens=2, local_tokens=200))
+    assert (short["layers"], short["heads"]) == ([0, 1], 2)
+    assert [unpack(each["packed"], 4) for each in short["passes"]] == [[[]] * 4] * 2
 
 
 def test_a_question_longer_than_the_window_is_read_exactly() -> None:
