@@ -11,7 +11,7 @@ from .. import __version__
 from ..attention.forward import restore_attention
 from ..cache import QAdACache
 from ..machine import describe_machine
-from ..models import full_attention_config, inputs_device, sizes
+from ..models import inputs_device, sizes
 from ..models.loading import count_positions
 from ..preparing import prepare
 from ..sketch import MIN_TOKENS
@@ -123,7 +123,7 @@ def _record(
 
 
 def _describe_model(model: PreTrainedModel, name: str) -> str:
-    layers, heads, kv_heads, _ = sizes(full_attention_config(model.config.get_text_config(decoder=True)))
+    layers, heads, kv_heads, _ = sizes(model.config.get_text_config(decoder=True))
     size, dtype = f"{model.num_parameters() / 1e6:,.0f}M parameters", str(model.dtype).removeprefix("torch.")
     where = inputs_device(model)
     return f"{name}: {size}, {layers} layers, {heads} query heads, {kv_heads} KV heads, {dtype} on {where}"
