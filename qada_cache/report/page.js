@@ -84,9 +84,9 @@ function describeWord(index) {
   for (const pass of shownPasses()) {
     unpack(pass).forEach((positions, head) => {
       if (positions === null || !isShown(NAMES[head])) return;
-      if (positions === true ? index + first >= data.sinks && index + first < pass.stored : positions.includes(index + first)) {
-        readers.add(NAMES[head].join("."));
-      }
+      const isRead = positions === true ? index + first >= data.sinks && index + first < pass.stored :
+        positions.some((position) => owners[position - first] === index);
+      if (isRead) readers.add(NAMES[head].join("."));
     });
   }
   const names = [...readers];
@@ -192,7 +192,7 @@ const MARGIN = 34;
 
 function drawMap() {
   const canvas = find("map"), scale = window.devicePixelRatio || 1, width = canvas.clientWidth || 600;
-  const row = Math.max(2, Math.min(10, Math.floor(420 / NAMES.length))), height = row * NAMES.length;
+  const row = Math.max(2, Math.min(20, Math.floor(420 / NAMES.length))), height = row * NAMES.length;
   canvas.style.height = `${height + 18}px`;
   canvas.width = width * scale;
   canvas.height = (height + 18) * scale;

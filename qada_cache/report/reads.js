@@ -64,10 +64,12 @@ function countReads(passes) {
     unpack(pass).forEach((positions, index) => {
       if (positions === null || !isShown(NAMES[index])) return;
       if (positions === true) return whole++;
+      let last;  // a head that selects several tokens of a character reads it once
       for (const position of positions) {
         const owner = owners[position - first];  // undefined outside of the document
         if (owner === undefined) continue;
-        selected[owner]++;
+        if (owner !== last) selected[owner]++;
+        last = owner;
         reads++;
       }
     });

@@ -41,7 +41,7 @@ for (const option of find("head").options) {
   found.heads[option.value] = shown();
 }
 give("head", ".", "change");
-for (const index of [0, 40, 100]) {
+for (const index of HOVERED) {
   spans[index].dispatchEvent(new Event("pointerover", { bubbles: true }));
   found.hovered[index] = text("hovered");
 }
@@ -59,9 +59,15 @@ find("found").textContent = JSON.stringify(found);
 </script>"""
 
 
+HOVERED = [0, 40, 109]  # the last is an emoji of several tokens
+
+
 def show(page: str, folder: Path, *, width: int = 1000) -> dict[str, Any]:
     """What a browser makes of a page, as the script above finds it."""
-    (folder / "page.html").write_text(page.replace("<body>", f"<body>{WATCH}").replace("</body>", f"{REPORT}</body>"))
+    script = REPORT.replace("HOVERED", str(HOVERED))
+    (folder / "page.html").write_text(
+        page.replace("<body>", f"<body>{WATCH}").replace("</body>", f"{script}</body>"), "utf-8"
+    )
     command = [str(CHROMIUM), "--headless", "--disable-gpu", "--disable-dev-shm-usage", "--virtual-time-budget=5000"]
     command += ["--no-sandbox"] * (getattr(os, "getuid", lambda: 1)() == 0)  # which root cannot have
     command += [f"--user-data-dir={folder / 'profile'}", f"--window-size={width},900", "--dump-dom"]
@@ -114,6 +120,9 @@ def test_what_is_shown_is_what_the_data_say(page: str, tmp_path: Path, width: in
         assert set(token["marked"]) == (expected := selected(data, [index]))
         assert f" selected {len(expected)} different tokens" in token["told"]
         assert f"{data['passes'][index]['needing']} of 4 heads" in token["told"]
+        times = [int(number) for number in re.findall(r"token \d+, (\d+) heads?: ", token["passages"])]
+        assert len(times) == 5
+        assert 1 <= min(times) <= max(times) <= 4
     assert found["buttons"].startswith("5 of 6")
     for layer in data["layers"]:
         for head in range(data["heads"]):
@@ -122,6 +131,7 @@ def test_what_is_shown_is_what_the_data_say(page: str, tmp_path: Path, width: in
     assert set(found["all"]["marked"]) == selected(data, list(range(count)))
     assert found["colours"] > 3
     assert found["clicked"] == ["0.0", 1]
+    assert data["document"]["words"][HOVERED[-1]] == "\U0001f469"
     for index, text in found["hovered"].items():
         readers = [f"{layer}.{head}" for layer in data["layers"] for head in range(data["heads"])
                    if int(index) in selected(data, [4], (layer, head))]  # fmt: skip
