@@ -53,10 +53,12 @@ function showFigures() {
     "Reads are of a second, untimed pass of QAdACache over its own answer: torch computes what is observed, where a " +
       "kernel may have computed what was timed. Roundings differ, so a few selected tokens may, too.",
     `The question's ${count(data.question.tokens, "token")} were read together, and gave the answer's first token.`,
-    "Not measured: other questions and documents, batches, the most memory that was taken, and whether an answer is true.",
+    "Not measured: other questions and documents, batches, the most memory that was taken, and whether an answer is " +
+      "true.",
   ];
   if (recorded < ours.pieces.length) {
-    notes.push(`Reads of the first ${recorded} of ${count(ours.pieces.length, "token")} are here: a page has room for ${data.room} of them.`);
+    const all = count(ours.pieces.length, "token");
+    notes.push(`Reads of the first ${recorded} of ${all} are here: a page has room for ${data.room} of them.`);
   }
   find("how").append(...notes.map((note) => make("li", note)));
 }
@@ -72,11 +74,6 @@ function showText() {
     const index = spans.indexOf(event.target);
     if (index >= 0) describeWord(index);
   });
-  const swatches = (classes) => classes.map((name) => make("span", "", { class: `swatch ${name}` }));
-  find("text-legend").append(...swatches(["r1", "r2", "r3", "r4", "r5"]), " selected by few to most of the heads shown, ",
-    ...swatches(["near"]), " not selected one by one: sinks, window, and tokens that have just left it");
-  find("map-legend").append("Across: the document. Down: KV heads, from the first layer on. ", ...swatches(["r1", "r3", "r5"]),
-    " few to all tokens there were selected, ", ...swatches(["whole"]), " all was read. Click to see a head's words.");
 }
 
 function describeWord(index) {
@@ -91,8 +88,9 @@ function describeWord(index) {
   }
   const names = [...readers];
   const more = names.length > 24 ? ` and ${names.length - 24} more` : "";
-  find("hovered").textContent = `“${words[index].trim()}”, token ${index + 1} of ${words.length}: ` + (names.length
-    ? `${count(names.length, "head")} (layer.head): ${names.slice(0, 24).join(", ")}${more}.` : "read by no head shown.");
+  const who = names.length ? `${count(names.length, "head")} (layer.head): ${names.slice(0, 24).join(", ")}${more}.` :
+    "read by no head shown.";
+  find("hovered").textContent = `“${words[index].trim()}”, token ${index + 1} of ${words.length}: ${who}`;
 }
 
 function scrollTo(index) {
@@ -115,7 +113,8 @@ function choose(changes) {
   const piece = ours.pieces[token].replace(/\s/g, " ");
   find("which").textContent = view.all ? `all ${recorded}` : `${token + 1} of ${recorded}: “${piece}”`;
   find("token").setAttribute("aria-valuetext", `token ${token + 1} of ${recorded}: ${piece}`);
-  document.querySelectorAll(".piece").forEach((part, index) => part.classList.toggle("now", !view.all && index === token));
+  document.querySelectorAll(".piece").forEach((part, index) =>
+    part.classList.toggle("now", !view.all && index === token));
   const reads = countReads(shownPasses());
   showTold(reads);
   const levels = colourText(reads);
@@ -130,7 +129,8 @@ function showTold({ selected, whole, reads }) {
     return;
   }
   const sum = (of) => passes.reduce((total, pass) => total + of(pass), 0), shown = NAMES.filter(isShown).length;
-  const needing = sum((pass) => pass.needing).toLocaleString("en"), all = (NAMES.length * passes.length).toLocaleString("en");
+  const needing = sum((pass) => pass.needing).toLocaleString("en");
+  const all = (NAMES.length * passes.length).toLocaleString("en");
   const heads = shown < NAMES.length ? count(shown, "head") :
     `${needing} of ${all} ${view.all ? "decisions of heads" : "heads"} needed the long context. They`;
   const different = selected.reduce((total, times) => total + (times > 0), 0).toLocaleString("en");
@@ -166,7 +166,8 @@ function showPassages({ selected }, levels) {
   find("passages-title").textContent = alone ? "Most read" : "Read for this token more than for others";
   const key = find("head").value;
   if (!alone && !usual.has(key)) usual.set(key, countReads(passes).selected);
-  const score = Float32Array.from(selected, (times, index) => times - (alone ? 0 : usual.get(key)[index] / passes.length));
+  const others = (index) => (alone ? 0 : usual.get(key)[index] / passes.length);
+  const score = Float32Array.from(selected, (times, index) => times - others(index));
   const order = [...score.keys()].filter((index) => score[index] > 0).sort((a, b) => score[b] - score[a] || a - b);
   const chosen = [];
   for (const index of order) {
@@ -224,7 +225,8 @@ function drawMap() {
     }
     bins.forEach((times, bin) => {
       if (!times) return;
-      paint.fillStyle = `rgba(${colour("--read")}, ${faint * Math.max(0.2, Math.sqrt(Math.min(1, times / each / passes.length)))})`;
+      const share = Math.min(1, times / each / passes.length);
+      paint.fillStyle = `rgba(${colour("--read")}, ${faint * Math.max(0.2, Math.sqrt(share))})`;
       paint.fillRect(MARGIN + bin * step, index * row, Math.max(1, step), row);
     });
   });
@@ -237,7 +239,8 @@ function drawMap() {
   paint.fillText("token 1", MARGIN, height + 14);
   paint.textAlign = "right";
   paint.fillText(words.length.toLocaleString("en"), width - 1, height + 14);
-  canvas.setAttribute("aria-label", `Map of ${NAMES.length} KV heads by ${words.length} tokens. ${find("told").textContent}`);
+  const size = `Map of ${NAMES.length} KV heads by ${words.length} tokens.`;
+  canvas.setAttribute("aria-label", `${size} ${find("told").textContent}`);
 }
 
 find("map").addEventListener("click", (event) => {
