@@ -208,7 +208,7 @@ def _report(options: argparse.Namespace) -> None:
         _read_text(options.text, "--text"), options.text.name, options.ask, options.tokens, options.new_tokens
     )
     model, tokenizer = _load(options)
-    name = Path(options.model).name if Path(options.model).exists() else options.model
+    name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
     page = report(model, tokenizer, request, name=name, **_cache_options(options)).encode()
     files.write(options.out, [page])
     print(f"wrote {options.out}, {len(page) / 2**20:.1f} MiB")
