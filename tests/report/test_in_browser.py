@@ -94,7 +94,7 @@ def selected(data: dict[str, Any], passes: list[int], only: tuple[int, int] | No
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    with small_sketch(32, 64):
+    with small_sketch(32):
         return make_page(HOSTILE * 4, HOSTILE[:20])
 
 

@@ -23,7 +23,7 @@ def test_reads_and_bytes_are_those_of_the_cache(threshold: float) -> None:
     """Of a cache that a test of our own fills, with an observer of its own. A threshold of 1 reads everything."""
     text = "The quick brown fox jumps over the lazy dog. " * 12
     options = {**OPTIONS, "threshold": threshold}
-    with small_sketch(32, 64):
+    with small_sketch(32):
         data = read_data(make_page(text, **options))
         seen: list[Observation] = []
         cache = QAdACache(made := model(), **options)
