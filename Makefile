@@ -105,6 +105,7 @@ import pathlib, qada_cache
 here = pathlib.Path(qada_cache.__file__).parent
 assert ".release" in here.parts, here
 assert (here / "py.typed").exists()
+assert (here / "report/page.html").exists()
 print("qada-cache", qada_cache.__version__)
 endef
 export IN_RELEASE

@@ -21,9 +21,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eval.shared import conversation, language_model, read_map
 from eval.shared.conversation import Form, Told, converse, fitted
-from eval.shared.tables import machine, new_file, plain, write
+from eval.shared.tables import new_file, plain, write
 from eval.shared.texts import ABOUT_THE_REFERENCE, Turn, planted, reference
 from qada_cache import QAdACache, restore_attention
+from qada_cache.machine import describe_machine
 
 TOKENS = 6000  # of the default document: what four prefills on two cores read in a minute or so
 WARM_UP_TOKENS = 600
@@ -231,7 +232,9 @@ def main(arguments: list[str] | None = None) -> int:
         "answer's first."
     )
     if options.out:
-        write(options.out, rows, model=_name(options), tokens=len(opening), seed=options.seed, machine=machine())
+        write(
+            options.out, rows, model=_name(options), tokens=len(opening), seed=options.seed, machine=describe_machine()
+        )
     read_map.draw(model, form, opening, turns, ours, name=_name(options), path=options.picture)
     show(f"Which tokens each KV head read for one answer: {options.picture}")
     _, lost = outcomes(turns, told)

@@ -19,12 +19,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.shared.deciding import PROMPTS, follow, prefill
 from eval.shared.language_model import DEFAULT, HELP, label, load, loading
-from eval.shared.tables import machine, new_file, plain, write
+from eval.shared.tables import new_file, plain, write
 from eval.shared.texts import Document, prose
 from eval.trials import exact_cache
 from qada_cache import KeyMoments
 from qada_cache.kernels.operands import Query
 from qada_cache.kernels.query_adaptive import group_queries
+from qada_cache.machine import describe_machine
 from qada_cache.sketch import Layout
 from qada_cache.sketch.codec import estimated_scores
 from qada_cache.state import SKETCH_BITS
@@ -107,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
             }
             for name, each in layers.items()
         ]  # fmt: skip
-        write(options.out, rows, add=True, machine=machine())
+        write(options.out, rows, add=True, machine=describe_machine())
         print(plain(rows))
     return 0
 

@@ -19,8 +19,9 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from eval.shared import language_model
-from eval.shared.tables import machine, new_file, plain, write
+from eval.shared.tables import new_file, plain, write
 from qada_cache import QAdACache, prepare
+from qada_cache.machine import describe_machine
 from qada_cache.process_memory import PeakMemory
 from qada_cache.stats import bytes_held
 from qada_cache.tuning.measuring import default_text
@@ -111,10 +112,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(run(options)))
         return 0
     rows = measure(options)
-    print(machine())
+    print(describe_machine())
     print(plain(rows))
     if options.out:
-        about = {"model": language_model.label(options.model), "dtype": options.dtype, "machine": machine()}
+        about = {"model": language_model.label(options.model), "dtype": options.dtype, "machine": describe_machine()}
         write(options.out, rows, add=True, **about)
     return 0
 

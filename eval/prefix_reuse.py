@@ -29,8 +29,9 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from eval.shared import language_model
-from eval.shared.tables import machine, new_file, plain, write
+from eval.shared.tables import new_file, plain, write
 from qada_cache import QAdACache, prepare
+from qada_cache.machine import describe_machine
 from qada_cache.tuning.measuring import default_text
 from qada_cache.versions import pass_cache
 
@@ -161,11 +162,11 @@ def main(arguments: list[str] | None = None) -> int:
     questions = [tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids for text in QUESTIONS]
     texts = [torch.cat([ids, question], dim=1) for question in questions[: options.questions]]
     rows = measure(model, ids, texts, answer=options.answer)
-    print(f"{machine()}; {torch.get_num_threads()} threads")
+    print(f"{describe_machine()}; {torch.get_num_threads()} threads")
     print(plain(rows))
     if options.out:
         name = language_model.label(options.model)
-        write(options.out, rows, model=name, threads=torch.get_num_threads(), machine=machine())
+        write(options.out, rows, model=name, threads=torch.get_num_threads(), machine=describe_machine())
     return 0
 
 

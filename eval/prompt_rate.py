@@ -18,8 +18,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
-from eval.shared.tables import machine, new_file, plain, write
+from eval.shared.tables import new_file, plain, write
 from qada_cache.kernels.cpu import prompt
+from qada_cache.machine import describe_machine
 
 GROUP, KV_HEADS = 4, 2
 CHECKED = 64  # of the last queries, which are compared with float64
@@ -85,10 +86,10 @@ def main(arguments: list[str] | None = None) -> int:
         rows = [measure(*size, options.rounds) for size in tqdm(sizes, unit="size")]
     except RuntimeError as error:
         parser.error(str(error))
-    print(machine())
+    print(describe_machine())
     print(plain(rows))
     if options.out:
-        write(options.out, rows, threads=torch.get_num_threads(), machine=machine())
+        write(options.out, rows, threads=torch.get_num_threads(), machine=describe_machine())
     return 0
 
 

@@ -28,8 +28,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from eval.shared import language_model
-from eval.shared.tables import machine, new_file, plain, write
+from eval.shared.tables import new_file, plain, write
 from qada_cache import PrefixStore, QAdACache, prepare
+from qada_cache.machine import describe_machine
 from qada_cache.tuning.measuring import default_text
 
 FIRST, DYNAMIC, AGAIN = "read and kept", "DynamicCache, read again", "QAdACache, read again"
@@ -169,11 +170,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(run_way(options.way, options)))
         return 0
     rows = measure(options)
-    print(f"{machine()}; {torch.get_num_threads()} threads")
+    print(f"{describe_machine()}; {torch.get_num_threads()} threads")
     print(plain(rows))
     if options.out:
         name = language_model.label(options.model)
-        write(options.out, rows, model=name, threads=torch.get_num_threads(), machine=machine())
+        write(options.out, rows, model=name, threads=torch.get_num_threads(), machine=describe_machine())
     return 0
 
 

@@ -21,9 +21,10 @@ from transformers import DynamicCache, PreTrainedModel
 from eval.shared.deciding import compare, follow, prefill, with_error
 from eval.shared.language_model import DEFAULT, HELP, label, load, loading
 from eval.shared.peers import quantized
-from eval.shared.tables import machine, new_file, plain, write
+from eval.shared.tables import new_file, plain, write
 from eval.shared.texts import Document, prose
 from qada_cache import KeyMoments
+from qada_cache.machine import describe_machine
 from qada_cache.sketch import Layout, coded, rotate
 from qada_cache.sketch.codec import quantize_segments
 from qada_cache.state import SKETCH_BITS
@@ -142,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
         }
         for rung, each in found.items()
     ]  # fmt: skip
-    write(options.out, rows, add=True, machine=machine())
+    write(options.out, rows, add=True, machine=describe_machine())
     print(plain(rows))
     return 0
 

@@ -24,11 +24,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eval.shared import language_model
-from eval.shared.tables import machine, new_file, read, write
+from eval.shared.tables import new_file, read, write
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.criterion import GROUP_RULES
 from qada_cache.key_moments.defaults import DEFAULT_MOMENTS
 from qada_cache.lm_eval import QAdALM
+from qada_cache.machine import describe_machine
 from qada_cache.state import THRESHOLD, TOKEN_THRESHOLD
 from qada_cache.tuning.measuring import bytes_read
 from qada_cache.versions import pass_cache
@@ -197,7 +198,7 @@ def with_static(lm: SweepLM, options: argparse.Namespace, done: set, bar: tqdm) 
             for variant in variants_left
         }
         if measured:
-            write(options.out, measure(lm, options, measured, task, length), add=True, machine=machine())
+            write(options.out, measure(lm, options, measured, task, length), add=True, machine=describe_machine())
 
 
 def known(path: Path) -> set[tuple[str, int, Variant]]:
@@ -238,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
                 bar.set_postfix_str(f"{task} {length}")
                 left = {variant: cache_options(variant) for variant in normal if (task, length, variant) not in done}
                 if left:
-                    write(options.out, measure(lm, options, left, task, length), add=True, machine=machine())
+                    write(options.out, measure(lm, options, left, task, length), add=True, machine=describe_machine())
                 bar.update(len(normal))
         if options.static:
             with_static(lm, options, done, bar)

@@ -49,11 +49,12 @@ from eval.shared.deciding import (
 )
 from eval.shared.language_model import DEFAULT, HELP, hflm_source, label, load, loading
 from eval.shared.peers import PEERS, Prefilled
-from eval.shared.tables import machine, new_file, plain, read, write
+from eval.shared.tables import new_file, plain, read, write
 from eval.shared.texts import CODE, PROSE, Document, code, is_continued, prose, task_documents, with_dense_question
 from eval.sweep import task_manager
 from qada_cache import CacheStats, KeyMoments, QAdACache
 from qada_cache.key_moments.defaults import sources
+from qada_cache.machine import describe_machine
 from qada_cache.state.layer import QAdALayer
 from qada_cache.tuning import measuring
 
@@ -254,7 +255,7 @@ def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrain
                         bar.update(len(ways) - len(left))
                         if left:
                             rows = [place | row for row in trial(model, tokenizer, asked, left, known, bar, cache)]
-                            write(options.out, rows, add=True, **everywhere, machine=machine())
+                            write(options.out, rows, add=True, **everywhere, machine=describe_machine())
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@
 import argparse
 import importlib.util
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from . import KeyMoments, PrefixStore, QAdACache, __version__, prepare, profile, tuned_choice, tuning
+from . import KeyMoments, PrefixStore, QAdACache, __version__, files, prepare, profile, tuned_choice, tuning
 from .key_moments.collecting import SCHEMES
-from .key_moments.prompts import PROMPTS, choose_prompt, prompt_ids
+from .key_moments.prompts import PROMPTS, choose_prompt, prompt_ids, read_dataset
+from .models.loading import count_positions, load_model
+from .report import report
+from .report.asking import Request
 from .serving import make_folder
 from .tuning import measuring
 
@@ -45,6 +45,12 @@ def _parser() -> argparse.ArgumentParser:
     hub = argparse.ArgumentParser(add_help=False, parents=[loading])
     hub.add_argument("--revision", help="of a model of the Hub")
     hub.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    deciding = argparse.ArgumentParser(add_help=False, parents=[hub])
+    deciding.add_argument("--threshold", type=float, help="QAdACache's (default: its own)")
+    deciding.add_argument("--token-threshold", type=float, help="QAdACache's (default: its own)")
+    deciding.add_argument("--tuned", action="store_true", default=None, help="take both from what qada tune kept")
+    names = f"current, {', '.join(PROMPTS)}, a file, or current+ one of the others"
+    deciding.add_argument("--moments", help=f"QAdACache's: {names} (default: its own)")
     which = "path, Hugging Face Hub id, or GGUF file"
 
     def command(name: str, run: Callable, parent: argparse.ArgumentParser, brief: str, **least: int) -> Any:
@@ -66,17 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--scheme", choices=SCHEMES, default="auto", help="how moments become length-free (default: %(default)s)")
     add("--out", type=Path, required=True, help="safetensors file to write")
 
-    profiling = command("profile", _profile, hub, "measure a long prompt", prompt_tokens=1, new_tokens=1, chunk=1)
+    profiling = command("profile", _profile, deciding, "measure a long prompt", prompt_tokens=1, new_tokens=1, chunk=1)
     add = profiling.add_argument
     add("--model", required=True, help=which)
     add("--prompt-tokens", type=int, default=32768, help="of the prompt (default: %(default)s)")
     add("--new-tokens", type=int, default=32, help="to decode (default: %(default)s)")
     add("--chunk", type=int, default=4096, help="tokens of a prefill pass (default: %(default)s)")
-    add("--threshold", type=float, help="QAdACache's (default: its own)")
-    add("--token-threshold", type=float, help="QAdACache's (default: its own)")
-    add("--tuned", action="store_true", default=None, help="take both from what qada tune kept")
-    names = f"current, {', '.join(PROMPTS)}, a file, or current+ one of the others"
-    add("--moments", help=f"QAdACache's: {names} (default: its own)")
     add("--seed", type=int, default=0, help="of the prompt (default: %(default)s)")
     add("--layers", action="store_true", help="print a table of the layers as well")
     add("--out", type=Path, help="CSV file to write every token to")
@@ -94,6 +95,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--following", type=int, default=32, help="to decode after each (default: %(default)s)")
     add("--pieces", type=int, default=4, help="to choose by; half as many confirm (default: %(default)s)")
     add("--plot", type=Path, help="picture to draw, e.g. tune.png")
+
+    add = command("report", _report, deciding, "show what an answer read", tokens=1, new_tokens=1).add_argument
+    add("model", metavar="MODEL", help=which)
+    add("--text", type=Path, required=True, help="text file that the question is about")
+    add("--ask", required=True, metavar="QUESTION", help="the question")
+    add("--tokens", type=int, default=16384, help="of the text at most (default: %(default)s)")
+    add("--new-tokens", type=int, default=64, help="of an answer at most (default: %(default)s)")
+    add("--out", type=Path, required=True, help="HTML file to write")
 
     folder = command("serve-folder", _serve_folder, loading, "make a folder of a model's for transformers serve")
     folder.add_argument("--model", required=True, help="the model's folder")
@@ -113,6 +122,8 @@ def _check_options(options: argparse.Namespace) -> None:
         path = getattr(options, name, None)
         if path is not None and not path.parent.is_dir():
             raise FileNotFoundError(f"--{name}: there is no folder {path.parent}")
+        if path is not None and path.is_dir() and options.command != "serve-folder":
+            raise IsADirectoryError(f"--{name}: {path} is a folder, name a file in it")
     if getattr(options, "plot", None) and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'qada-cache[plot]'")
     for name, least in options.least.items():
@@ -122,16 +133,10 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def _load(options: argparse.Namespace, *tokens: str) -> tuple[Any, Any]:
     """Model and tokenizer; ValueError, if the model has fewer positions than these options take together."""
-    where = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    name, dtype = options.model, options.dtype
-    if name.endswith(".gguf") and Path(name).is_file():
-        name, where["gguf_file"] = str(Path(name).parent), Path(name).name
-        dtype = "float32" if dtype == "auto" else dtype  # the weights' own type is none that can be computed in
-    tokenizer = AutoTokenizer.from_pretrained(name, **where)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=options.device_map, **where)
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    together = sum(getattr(options, name) for name in tokens)
-    if longest and together > longest:
+    given = {name: getattr(options, name) for name in ("dtype", "device_map", "revision", "trust_remote_code")}
+    model, tokenizer = load_model(options.model, **given)
+    longest, together = count_positions(model), sum(getattr(options, name) for name in tokens)
+    if longest is not None and together > longest:
         named = " and ".join(f"--{name.replace('_', '-')}" for name in tokens)
         raise ValueError(f"{named} come to {together} tokens, and the model has {longest} positions")
     return model, tokenizer
@@ -156,30 +161,25 @@ def _text(options: argparse.Namespace) -> str | None:
     """The text the user named, if any."""
     if options.text and options.dataset:
         raise ValueError("give --text or --dataset, not both")
-    if options.text:
-        return options.text.read_text(encoding="utf-8")
     if not options.dataset:
-        return None
+        return _read_text(options.text, "--text") if options.text else None
+    characters = 16 * (options.tokens or 1024)  # more than enough for as many tokens
+    return read_dataset(options.dataset, options.subset, options.split, options.column, characters=characters)
+
+
+def _read_text(path: Path, name: str) -> str:
+    """The text file that the option `name` gives."""
     try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ValueError("--dataset needs the package datasets: pip install datasets") from error
-    text = ""
-    for row in load_dataset(options.dataset, options.subset, split=options.split, streaming=True):
-        if options.column not in row:
-            raise ValueError(f"{options.dataset} has no column {options.column!r}, it has {', '.join(row)}")
-        text += row[options.column] + "\n"
-        if len(text) >= 16 * (options.tokens or 1024):  # characters: more than enough for as many tokens
-            break
-    return text
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: {path} is no text file in UTF-8") from error
 
 
 def _profile(options: argparse.Namespace) -> None:
     """Memory and time of a long prompt of random words, layer by layer and token by token: DynamicCache, then
     QAdACache."""
     model, tokenizer = _load(options, "prompt_tokens", "new_tokens")
-    given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold", "tuned")}
-    cache = {name: value for name, value in given.items() if value is not None}
+    cache = _cache_options(options)
     prepare(model, tokenizer, **cache)
     words = choose_prompt("random-words", tokenizer)
     ids = prompt_ids(words, model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[None]
@@ -195,12 +195,31 @@ def _profile(options: argparse.Namespace) -> None:
         profile.plot(found, options.plot)
 
 
+def _cache_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Those of QAdACache that were given."""
+    given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold", "tuned")}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _report(options: argparse.Namespace) -> None:
+    """Ask a model about a document, with DynamicCache and with QAdACache. Write one page that shows both answers, what
+    they cost, and which words each layer and head read. It loads nothing from elsewhere."""
+    request = Request(
+        _read_text(options.text, "--text"), options.text.name, options.ask, options.tokens, options.new_tokens
+    )
+    model, tokenizer = _load(options)
+    name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
+    page = report(model, tokenizer, request, name=name, **_cache_options(options)).encode()
+    files.write(options.out, [page])
+    print(f"wrote {options.out}, {len(page) / 2**20:.1f} MiB")
+
+
 def _tune(options: argparse.Namespace) -> int:
     """Measure on a model and a text what settings of both thresholds lose and read. Choose one within a budget, confirm
     it on other text, and keep it, for QAdACache(model, tuned=True)."""
     budget = tuning.Budget(0.002 if options.kl is None and options.bytes is None else options.kl, options.bytes)
-    files = [path and path.read_text(encoding="utf-8") for path in (options.text, options.confirm_text)]
-    text, other = files[0] or measuring.default_text(), files[1]
+    text = _read_text(options.text, "--text") if options.text else measuring.default_text()
+    other = _read_text(options.confirm_text, "--confirm-text") if options.confirm_text else None
     model, tokenizer = _load(options, "tokens", "following")
     sizes, apart = {"tokens": options.tokens, "following": options.following}, options.pieces // 2
     if other is None:
@@ -263,23 +282,10 @@ def _store(options: argparse.Namespace) -> int:
         found = store.prompts()
     except FileNotFoundError:
         found = []
-    if not found:
+    if found:
+        _print_table([each.row() for each in found])
+    else:
         print("no stored prompts")
-        return 0
-    _print_table(
-        [
-            {
-                "id": each.id,
-                "model": each.model or each.type,
-                "dtype": each.dtype.removeprefix("torch."),
-                "key": "yes" if each.keyed else "no",
-                "tokens": f"{each.tokens:,}",
-                "MiB": f"{each.bytes / 2**20:,.1f}",
-                "used": time.strftime("%Y-%m-%d %H:%M", time.localtime(each.used)),
-            }
-            for each in found
-        ]
-    )
     return 0
 
 

@@ -1,15 +1,10 @@
-"""Tables of results: rows as dicts of the same keys, as aligned text and as CSV; and the machine they are of."""
+"""Tables of results: rows as dicts of the same keys, as aligned text and as CSV."""
 
 import argparse
 import csv
-import os
-import platform
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
-
-import torch
-import transformers
 
 Rows = list[dict[str, str]]
 
@@ -60,16 +55,3 @@ def write(path: Path, table: list[dict[str, Any]], *, add: bool = False, **every
         if not goes_on:
             writer.writeheader()
         writer.writerows(rows)
-
-
-def machine() -> str:
-    """One line: processor or accelerator, cores, memory, and the versions of Python, torch and transformers."""
-    name, cpuinfo = platform.machine(), Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = {line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line}
-        name = ", ".join(sorted(models)) or name
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    processor = f"{name} ({os.cpu_count()} cores, {memory:.0f} GiB)"
-    return "; ".join([processor, *devices, f"Python {platform.python_version()}, {versions}"])

@@ -12,8 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from eval.shared.language_model import label, loading
-from eval.shared.tables import machine, plain, write
+from eval.shared.tables import plain, write
 from eval.shared.workloads import MODEL_HELP, load
+from qada_cache.machine import describe_machine
 
 SIZE = 1 << 30  # bytes that are read: more than any processor's cache
 
@@ -137,11 +138,11 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]], name: str, *
 
     `everywhere` are columns with the same value in all rows, beside those that every table has.
     """
-    print(f"{machine()}; {torch.get_num_threads()} threads")
+    print(f"{describe_machine()}; {torch.get_num_threads()} threads")
     print(plain(rows))
     if not options.out:
         return None
     path = options.out / f"{name}-{Path(options.model).name}-{torch.device(options.device).type}.csv"
-    shared = {"seed": options.seed, "threads": torch.get_num_threads(), "machine": machine()}
+    shared = {"seed": options.seed, "threads": torch.get_num_threads(), "machine": describe_machine()}
     write(path, rows, model=label(options.model), dtype=options.dtype, **everywhere, **shared)
     return path

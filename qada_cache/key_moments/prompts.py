@@ -78,6 +78,23 @@ def prompt_ids(
     return ids[:tokens]
 
 
+def read_dataset(name: str, subset: str | None, split: str, column: str, *, characters: int) -> str:
+    """The beginning of a dataset's text, at least so many characters if there are as many; ValueError, if the package
+    datasets or the column is not there."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError("--dataset needs the package datasets: pip install datasets") from error
+    text = ""
+    for row in load_dataset(name, subset, split=split, streaming=True):
+        if column not in row:
+            raise ValueError(f"{name} has no column {column!r}, it has {', '.join(row)}")
+        text += row[column] + "\n"
+        if len(text) >= characters:
+            break
+    return text
+
+
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **how: Any) -> Tensor:
     """Token ids `[tokens]` int64 of a text, on the CPU; tokenizers' own tensors lie on torch's default device."""
     return torch.tensor(tokenizer(text, **how).input_ids, dtype=torch.long, device="cpu")

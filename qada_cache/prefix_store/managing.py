@@ -1,5 +1,6 @@
 """What a store's folder holds, for people."""
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -47,6 +48,18 @@ class StoredPrompts:
     segments: int
     bytes: int
     used: float
+
+    def row(self) -> dict[str, str]:
+        """As a row of a table."""
+        return {
+            "id": self.id,
+            "model": self.model or self.type,
+            "dtype": self.dtype.removeprefix("torch."),
+            "key": "yes" if self.keyed else "no",
+            "tokens": f"{self.tokens:,}",
+            "MiB": f"{self.bytes / 2**20:,.1f}",
+            "used": time.strftime("%Y-%m-%d %H:%M", time.localtime(self.used)),
+        }
 
 
 def summarise(folder: Folder, listing: Listing) -> list[StoredPrompts]:

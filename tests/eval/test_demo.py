@@ -9,10 +9,10 @@ from typing import Any
 import needle
 import pytest
 import torch
+from byte_tokenizer import TEMPLATE, tokenizer
 from models import tiny
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedTokenizerFast
+from transformers import DynamicCache
 
 from eval import demo
 from eval.shared import conversation, tables
@@ -21,22 +21,6 @@ from eval.shared.texts import Turn, plant, planted, reference
 from qada_cache import QAdACache
 
 NEEDLE = str(needle.FOLDER)
-TEMPLATE = (
-    "{% for message in messages %}{{ '<|start|>' + message['role'] + '\n' + message['content'] + '<|end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
-)
-
-
-def tokenizer(*, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """One token a byte, and two that are special."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    whole = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    whole.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=whole, clean_up_tokenization_spaces=False)
-    made.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|end|>"]})
-    made.chat_template = template
-    return made
 
 
 class Watched:

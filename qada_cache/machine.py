@@ -1,0 +1,23 @@
+"""The machine that figures are of."""
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+import transformers
+
+
+def describe_machine() -> str:
+    """One line: processor or accelerator, cores, memory, and the versions of Python, torch and transformers."""
+    name, cpuinfo = platform.machine(), Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = {line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line}
+        name = ", ".join(sorted(models)) or name
+    memory = ""
+    if hasattr(os, "sysconf"):
+        memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    processor = f"{name} ({os.cpu_count()} cores{memory})"
+    return "; ".join([processor, *devices, f"Python {platform.python_version()}, {versions}"])
