@@ -16,11 +16,13 @@ MODULES = [
 
 @contextmanager
 def small_sketch(min_tokens: int = 6, segment_tokens: int = 512) -> Iterator[None]:
-    """Inside, bulks from `min_tokens` on have a sketch, in segments of `segment_tokens`, wherever these are told."""
+    """Inside, bulks from `min_tokens` on have a sketch, in segments of `segment_tokens`, the last one of a quarter or
+    more, wherever these are told."""
+    sizes = {"MIN_TOKENS": min_tokens, "SEGMENT_TOKENS": segment_tokens, "LAST_TOKENS": segment_tokens // 4}
     modules = [import_module(f"qada_cache.{name}") for name in MODULES]  # before one of them is told: others copy it
     with ExitStack() as stack:
         for module in modules:
-            for constant, tokens in (("MIN_TOKENS", min_tokens), ("SEGMENT_TOKENS", segment_tokens)):
+            for constant, tokens in sizes.items():
                 if hasattr(module, constant):
                     stack.enter_context(mock.patch.object(module, constant, tokens))
         yield
