@@ -149,6 +149,9 @@ tables/memory-qwen2.5-coder-0.5b.csv:
 tables/gpu_plan.csv:
 	$(EVAL).gpu_plan $(OUT)
 
+tables/triton-resources.csv:
+	$(EVAL).triton_resources $(OUT)
+
 tables/prefix_reuse.csv:
 	$(EVAL).prefix_reuse --tokens 7500 $(OUT)
 

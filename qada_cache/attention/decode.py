@@ -67,7 +67,7 @@ def find_operands(layer: QAdALayer, store: TokenStore, *, by_kernel: bool) -> Op
         if found.sketch is not None:
             found.sketch_read_bytes = counters.on(device, "sketch_read_bytes")
         if bulk.offloaded and options.device_budget:
-            found.resident_pointers = bulk.residents.resident_pointers(bulk.lengths)
+            found.resident_pointers = bulk.residents.resident_pointers(bulk.stored)
             found.resident_hit_bytes = counters.on(device, "resident_hit_bytes")
     return found
 
@@ -75,8 +75,9 @@ def find_operands(layer: QAdALayer, store: TokenStore, *, by_kernel: bool) -> Op
 def find_kernel(layer: QAdALayer, store: TokenStore, states: Tensor) -> Callable | None:
     """What `choice.decode_kernel` says of queries `[batch, heads, 1, dim]`, asked again when anything is different."""
     bulk, sketch, options = store.bulk, store.sketch, layer.options
-    layout = sketch.layout if sketch is not None and sketch.in_use else None
     records = bulk.records
+    sketch = sketch if records is None else bulk.sketch  # which records lie behind, whether or not it selects
+    layout = sketch.layout if sketch is not None and sketch.in_use else None
     key = weakref.ref(options), layout, bulk.capacity, records is None, states.shape, states.dtype, states.device
     if layer.binding.kernel is None or layer.binding.kernel[0] != key:
         call = states, bulk.keys, bulk.values, options.criterion, options.kernels

@@ -1,7 +1,7 @@
 """Which implementation computes a decode step: asked for by name, or selected by checks.
 
 "torch" is torch's own operations alone, and "triton" the fused kernel for one token, or an error that says why not.
-"auto" takes Triton's kernel on a GPU, once it has been tried there (`decode_reference.py`), and the compiled kernel on
+"auto" takes Triton's kernel on a GPU, once it has been tried there (`decode_trial.py`), and the compiled kernel on
 a CPU (`compiled_decode.py`); else torch, with a warning that says why on a GPU.
 """
 
@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ..sketch import Layout
 from ..sketch.coded import Records
-from . import decode_reference
+from . import decode_trial
 from .cpu import compiled_decode
 
 logger = logging.get_logger(__name__)
@@ -28,7 +28,6 @@ MAX_DIM = 256
 CAPABILITY = (8, 0)  # of a CUDA device; older ones lack what the kernel is compiled to
 INSTALL = {"linux": "pip install 'qada-cache[triton]'", "win32": "pip install triton-windows"}  # by sys.platform
 KINDS = ("auto", "torch", "triton")
-CODED = "none of them reads a bulk in 8 or 4 bits: leave bulk_bits at 16"
 
 
 @functools.cache
@@ -36,9 +35,11 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def unsupported_reason(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object) -> str | None:
-    """Why the Triton kernel cannot compute this call, in words for an error message; None if it can. Tensors are as in
-    `Query` and `Operands`, `criterion` as in `Options`."""
+def unsupported_reason(
+    query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object, records: Records | None = None
+) -> str | None:
+    """Why the Triton kernel cannot compute this call, in words for an error message; None if it can. Tensors and
+    `records` are as in `Query` and `Operands`, `criterion` as in `Options`."""
     if not _installed():
         return f"triton is not installed ({INSTALL.get(sys.platform, f'there is none for {sys.platform}')})"
     from .triton import kernels as triton_kernels
@@ -57,7 +58,8 @@ def unsupported_reason(query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, cr
         return f"the kernel has head dimensions up to {MAX_DIM}, not {dim}"
     if criterion == "oracle":
         return "criterion='oracle' needs every score, which the kernel exists not to compute"
-    if bulk_keys.numel() and bulk_keys.device != query.device and not bulk_keys.is_pinned():
+    held = bulk_keys if records is None else records.tensor
+    if held.numel() and held.device != query.device and not held.is_pinned():
         return "the bulk lies in host memory that is not pinned, so that the device cannot read it"
     return None
 
@@ -82,24 +84,25 @@ def decode_kernel(
 ) -> Callable | None:
     """The `fused_decode` that is to compute such calls, None for the torch path of attention/decode.py.
 
-    Arguments as for `unsupported_reason`; `kernels` is one of `KINDS`, `layout` that of the sketch that selects the
-    call's tokens, None if all are read, and `records` are as in `Operands`. RuntimeError, if it is "triton", and the
-    kernel cannot compute the call.
+    Arguments as for `unsupported_reason`; `kernels` is one of `KINDS`, `layout` that of the sketch by which tokens are
+    selected, or behind which records lie, None without one. RuntimeError, if it is "triton", and the kernel cannot
+    compute the call.
     """
-    call = (query, bulk_keys, bulk_values, criterion)
-    if kernels == "auto" and compiled_decode.supports(*call, records):
+    call = (query, bulk_keys, bulk_values, criterion, records)
+    if kernels == "auto" and compiled_decode.supports(*call):
         return compiled_decode.fused_decode
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
         return None
-    reason = unsupported_reason(*call) if records is None else CODED
+    reason = unsupported_reason(*call)
     if reason is None:
         from .triton import fused_decode
 
         if kernels == "auto":
-            group, pinned = query.shape[1] // bulk_keys.shape[1], bulk_keys.device != query.device
+            held = bulk_keys if records is None else records.tensor
+            group, pinned = query.shape[1] // bulk_keys.shape[1], held.device != query.device
             sizes = {"group": group, "dim": query.shape[3], "value_dim": bulk_values.shape[3]}
-            given = fused_decode, query.device, query.dtype
-            reason = decode_reference.find_decode_fault(*given, **sizes, layout=layout, pinned=pinned)
+            of_bulk = {"layout": layout, "records": None if records is None else records.layout, "pinned": pinned}
+            reason = decode_trial.find_decode_fault(fused_decode, query.device, query.dtype, **sizes, **of_bulk)
         if reason is None:
             return fused_decode
     if kernels == "triton":

@@ -181,7 +181,8 @@ class Operands:
     bulk_read_bytes: Tensor | None = None  # int64 `[]`: the needed bytes of the bulk are added to it
     sketch_read_bytes: Tensor | None = None  # int64 `[]`: likewise, of the sketch
     # int64 `[batch, kv_heads, 2]`, contiguous: the addresses of a resident head's keys and values, which lie token by
-    # token as in the bulk buffers, at multiples of 16 bytes; 0 for a head to be read there.
+    # token as in the bulk buffers, at multiples of 16 bytes; 0 for a head to be read there. With `records` the first
+    # one is that of a resident head's records.
     resident_pointers: Tensor | None = None
     resident_hit_bytes: Tensor | None = None  # int64 `[]`, with them: takes needed bytes of residents instead
     binding: Binding = field(default_factory=Binding)
@@ -247,8 +248,8 @@ def _check_layer(query: Query, layer: Operands) -> None:
             if (part.dtype, tuple(part.shape), part.device) != (states.dtype, shape, place) or part.stride(3) != 1:
                 raise OperandError(name, describe(part), f"{states.dtype} {list(shape)} on {place}, each token in one")
     counters = ("bulk_read_bytes", "sketch_read_bytes")
-    expected: list[tuple[str, Tensor | None, torch.dtype, tuple[int, ...]]]
-    expected = [(name, getattr(layer, name), torch.int64, ()) for name in counters]
+    expected: list[tuple[str, Tensor | None, torch.dtype, tuple[int, ...], torch.device]]
+    expected = [(name, getattr(layer, name), torch.int64, (), device) for name in counters]
     if layer.sketch is not None:
         capacity, words = layer.sketch.scales.shape[2], layer.sketch.codes.shape[2]
         if dim % BLOCK or not 0 < words <= dim // BLOCK:
@@ -256,14 +257,15 @@ def _check_layer(query: Query, layer: Operands) -> None:
         room = layer.bulk_keys.shape[2]
         if (records := layer.records) is not None:
             room, size, recorded = 0, records.layout.size, records.tensor.shape[2]
-            expected.append(("records", records.tensor, torch.uint8, (batch, kv_heads, recorded, size)))
-            expected.append(("record_weights", records.weights, torch.float32, (kv_heads, dim)))
+            place = device if records.tensor.device == device else torch.device("cpu")
+            expected.append(("records", records.tensor, torch.uint8, (batch, kv_heads, recorded, size), place))
+            expected.append(("record_weights", records.weights, torch.float32, (kv_heads, dim), device))
         if capacity < room:
             raise OperandError("scales", describe(layer.sketch.scales), f"of {room} tokens or more")
         for name, (dtype, shape) in sketch_fields(dim, value_dim, words, capacity).items():
-            expected.append((name, getattr(layer.sketch, name), dtype, (batch, kv_heads, *shape)))
-    for name, held, dtype, wanted in expected:
+            expected.append((name, getattr(layer.sketch, name), dtype, (batch, kv_heads, *shape), device))
+    for name, held, dtype, wanted, place in expected:
         if held is None:
             continue
-        if (held.dtype, tuple(held.shape), held.device) != (dtype, wanted, device) or not held.is_contiguous():
-            raise OperandError(name, describe(held), f"{dtype} {list(wanted)} on {device}, contiguous")
+        if (held.dtype, tuple(held.shape), held.device) != (dtype, wanted, place) or not held.is_contiguous():
+            raise OperandError(name, describe(held), f"{dtype} {list(wanted)} on {place}, contiguous")

@@ -162,13 +162,13 @@ class LayerResidents:
         return resident if resident is not None and resident.tokens == lengths[head[0]] else None
 
     def resident_pointers(self, lengths: list[int]) -> Tensor:
-        """Addresses of resident keys and values, for kernels: int64 `[batch, kv_heads, 2]` on the device, 0 for a head
-        without a resident of `lengths[row]` tokens. They are valid for work given to the device before anything here
-        changes: memory freed later is used again after that work."""
+        """Addresses of resident keys and values, or of records and 0, for kernels: int64 `[batch, kv_heads, 2]` on the
+        device, 0 for a head without a resident of `lengths[row]` tokens. They are valid for work given to the device
+        before anything here changes: memory freed later is used again after that work."""
         found = {
-            head: tuple(tensor.data_ptr() for tensor in resident.wait())
+            head: (*(tensor.data_ptr() for tensor in resident.wait()), 0)[:2]
             for head, resident in self.held.items()
-            if resident.tokens == lengths[head[0]] and resident.ready()
+            if 0 < resident.tokens == lengths[head[0]] and resident.ready()
         }
         if self._pointers is None or self._pointers[0] != found:
             rows, kv_heads = range(len(self.scores)), range(len(self.scores[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from qada_cache import PrefixStore, QAdACache
 from qada_cache.attention import support
 from qada_cache.files import private_map
-from qada_cache.kernels import cpu
+from qada_cache.kernels import choice, cpu
 from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.serving.memory import needed_bytes
 from qada_cache.storage.bulk import Bulk
@@ -226,11 +227,41 @@ def test_files(mmap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert sizes[4] < 0.42 * sizes[16]
 
 
-def test_tritons_kernel_reads_no_records() -> None:
-    model, ids = tiny(), prompt(1200)[0]
-    cache = filled(model, ids, bulk_bits=8, kernels="triton", **SELECTING)
-    with pytest.raises(RuntimeError, match="none of them reads a bulk in 8 or 4 bits: leave bulk_bits at 16"):
-        follow(model, cache, ids[:, :1])
+@pytest.mark.skipif(not choice._installed(), reason="needs triton")
+@pytest.mark.parametrize("options", [DENSE, SELECTING], ids=["dense", "selecting"])
+def test_a_fork_for_tritons_kernel_answers_like_torch(options: dict[str, Any]) -> None:
+    """By Triton's interpreter."""
+    model, ids = tiny(num_hidden_layers=1), prompt(1202)[0]
+    given, told = ids[:, 1200:], {"kernels": "torch", **options}
+    coded, exact = (filled(model, ids[:, :1200], bulk_bits=bits, **told) for bits in (8, 16))
+    found = coded.fork(kernels="triton")
+    logits, wanted, plain = (follow(model, cache, given) for cache in (found, coded, exact))
+    assert float((logits - wanted).norm()) < 0.01 * float((plain - wanted).norm())
+    ours, theirs = found.stats(), coded.stats()
+    assert 0 < ours.bulk_read_bytes == pytest.approx(theirs.bulk_read_bytes, rel=0.01)
+    assert ours.sketch_read_bytes == theirs.sketch_read_bytes > 0
+
+
+@pytest.mark.skipif(not choice._installed(), reason="needs triton")
+def test_tritons_kernel_reads_resident_records() -> None:
+    """Which have arrived, as calls by torch wait for them."""
+    model, ids = tiny(num_hidden_layers=1), prompt(1203)[0]
+    told = {"kernels": "torch", **DENSE}
+    wanted, plain = (
+        follow(model, filled(model, ids[:, :1200], bulk_bits=bits, **told), ids[:, 1200:]) for bits in (8, 16)
+    )
+    with accelerator():
+        cache = filled(model, ids[:, :1200], bulk_bits=8, device_budget=1.0, **told)
+        found, before = [follow(model, cache, ids[:, 1200:1202])], cache.stats()
+        shared = cache.layers[0].shared
+        shared.options = replace(shared.options, kernels="triton")
+        cache.layers[0].store.bulk.tensors[0].fill_(255)  # nan, as a scale
+        found.append(follow(model, cache, ids[:, 1202:]))
+        after = cache.stats()
+    assert float((found[1] - wanted[:, 2:]).norm()) < 0.01 * float((plain - wanted)[:, 2:].norm())
+    records = 2 * 512 * 16  # heads, tokens, bytes of each
+    assert after.resident_hit_bytes - before.resident_hit_bytes == records
+    assert after.bulk_read_bytes - before.bulk_read_bytes == 2 * (cache.layers[0].store.bulk.lengths[0] - 512) * 64
 
 
 def test_heads_without_records_keep_16_bits() -> None:

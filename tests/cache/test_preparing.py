@@ -202,10 +202,10 @@ def test_triton_is_tried_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "INTERPRETED", True)
     monkeypatch.setattr(choice, "AUTO_DEVICES", ("cpu",))
     monkeypatch.setattr(choice.compiled_decode, "supports", lambda *_: False)
-    monkeypatch.setattr(choice.decode_reference, "find_decode_fault", lambda *_, **kwargs: tried.append(kwargs))
+    monkeypatch.setattr(choice.decode_trial, "find_decode_fault", lambda *_, **kwargs: tried.append(kwargs))
     prepare(tiny(num_attention_heads=6, num_key_value_heads=2, hidden_size=48), moments="current")
     layouts = [wanted.pop("layout") for wanted in tried]
-    assert all(wanted == {"group": 3, "dim": 8, "value_dim": 8, "pinned": False} for wanted in tried)
+    assert all(wanted == {"group": 3, "dim": 8, "value_dim": 8, "records": None, "pinned": False} for wanted in tried)
     assert {*layouts} == {None, Layout.from_bits(8, 1.5)}
 
 

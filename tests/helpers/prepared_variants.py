@@ -10,12 +10,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from compile_for_cuda import KERNELS, source
 from models import prompt, tiny
 from stand_in import accelerator
 
+from eval.shared.compiling import KERNELS, source
 from qada_cache import QAdACache, StaticHeads, prepare
-from qada_cache.kernels import choice, decode_reference
+from qada_cache.kernels import choice, decode_trial
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.versions import pass_cache
 
@@ -24,6 +24,8 @@ SCENES: dict[str, dict[str, Any]] = {
     "current": {"moments": "current", "group_rule": "head"},
     "whole heads": {"moments": "current", "token_threshold": 0.0, "local_tokens": 2000},
     "residents": {"moments": "current", "device_budget": 0.5},
+    "8 bits": {"moments": "current", "bulk_bits": 8, "device_budget": 0.5},
+    "4 bits, whole heads": {"moments": "current", "token_threshold": 0.0, "bulk_bits": 4},
     "static": {"criterion": StaticHeads(torch.tensor([[True, False]]))},
     "audited": {"moments": "current", "audit_every": 3},
 }
@@ -33,12 +35,11 @@ class Launches:
     """Stands in for a kernel, and notes what it would be compiled for."""
 
     def __init__(self, kernel: Any, seen: set[str]) -> None:
-        self.kernel, self.seen, self.arguments = kernel, seen, {}
+        self.kernel, self.seen = kernel, seen
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
-            self.arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
-            made = source(self)
+            made = source(self.kernel, dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs)
             self.seen.add(repr((self.kernel.__name__, made.signature, made.constants, made.attrs)))
 
         return launch
@@ -72,7 +73,7 @@ def main() -> None:
     model = tiny(num_hidden_layers=1, head_dim=16, max_position_embeddings=2**14)
     for name, options in SCENES.items():
         elsewhere = accelerator() if "device_budget" in options else nullcontext()
-        with elsewhere, mock.patch.object(decode_reference, "find_decode_fault", return_value=None):
+        with elsewhere, mock.patch.object(decode_trial, "find_decode_fault", return_value=None):
             options = {"kernels": "auto", **options}
             seen.clear()
             prepare(model, **options)

@@ -48,9 +48,10 @@ class RecordScene(Scene):
                 self.keys[row][head, tokens] = known + weighed / self.weights[head].double()
                 self.values[row][head, tokens] = sums
 
-    def record_arguments(self) -> dict[str, Any]:
-        """Of what `step_of` takes, what holds the closed segments."""
-        return {"records": Records(self.records, self.weights, self.layout)}
+    def record_arguments(self, device: str, *, pin: bool = False) -> dict[str, Any]:
+        """Of what `step_of` takes, what holds the closed segments: on `device`, or in pinned memory."""
+        held = self.records.pin_memory() if pin else self.records.to(device)
+        return {"records": Records(held, self.weights.to(device), self.layout)}
 
     def forget_unneeded(self, flags: Tensor, selected: dict[tuple[int, int], Tensor] | None = None) -> int:
         """As `Scene`."""

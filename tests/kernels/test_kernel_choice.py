@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache, StaticHeads
-from qada_cache.kernels import choice, decode_reference
+from qada_cache.kernels import choice, decode_trial
 from qada_cache.kernels.operands import Operands, Query, Rows
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
@@ -161,7 +161,7 @@ def test_older_gpus_are_not_asked_to_compile_it(
 ) -> None:
     monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(decode_reference, "find_decode_fault", lambda *args, **kwargs: None)
+    monkeypatch.setattr(decode_trial, "find_decode_fault", lambda *args, **kwargs: None)
     warning_once.cache_clear()
     with FakeTensorMode():
         query, bulk = (torch.empty(tensor.shape, device="cuda") for tensor in (QUERY, BULK))

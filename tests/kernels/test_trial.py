@@ -3,29 +3,24 @@
 The kernel is Triton's under its interpreter, or a stand-in of the reference that is made wrong in one thing.
 """
 
-import ctypes
-import math
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
-import decode_scene
 import pytest
 import torch
-from decode_scene import ROWS, step_of
 from harness import Inputs, find_kernel
 from models import tiny
 from pair import Pair
+from planted import WRONG, WRONG_RECORDS, WRONG_SKETCHES, plant
 from scenarios import small_buffers
 from torch import Tensor
 from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache
-from qada_cache.kernels import choice, decode_reference, reference
-from qada_cache.kernels.operands import Operands, Query, Rows
+from qada_cache.kernels import choice, decode_trial, reference
 from qada_cache.sketch import MIN_TOKENS, Layout
-from qada_cache.sketch.codec import Sketch
+from qada_cache.sketch.coded import RecordLayout, Records
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels import triton as decode
@@ -35,8 +30,8 @@ from qada_cache.versions import pass_cache
 CPU = torch.device("cpu")
 LAYOUT = Layout.from_bits(32, 2)
 QUERY, BULK = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 8, 16)
-SIZES: dict[str, Any] = {"group": 2, "dim": 32, "value_dim": 32, "layout": None, "pinned": False}
-Changed = Callable[[dict[str, Any]], dict[str, Any]]
+SIZES: dict[str, Any] = {"group": 2, "dim": 32, "value_dim": 32, "layout": None, "records": None, "pinned": False}
+CODED: dict[str, Any] = {"layout": LAYOUT, "records": RecordLayout.from_bits(32, 32, 8)}
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 no_gpu = INTERPRETED or not torch.cuda.is_available()
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(no_gpu, reason="needs a CUDA device and TRITON_INTERPRET=0")]
@@ -46,10 +41,10 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(no_gpu, reason="needs a CUDA devic
 def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Of what other tests have found out nothing is known here, nor the reverse."""
     monkeypatch.delenv("QADA_KERNELS", raising=False)
-    decode_reference.find_decode_fault.cache_clear()
+    decode_trial.find_decode_fault.cache_clear()
     warning_once.cache_clear()
     yield
-    decode_reference.find_decode_fault.cache_clear()
+    decode_trial.find_decode_fault.cache_clear()
 
 
 @pytest.fixture
@@ -63,106 +58,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-def plant(
-    monkeypatch: pytest.MonkeyPatch,
-    change: Changed,
-    after: Callable[[Tensor, Tensor], Any] | None = None,
-    seen: list[dict[str, Any]] | None = None,
-) -> None:
-    """Instead of the kernel the reference, of arguments that are changed first, or of results that are."""
-
-    def kernel(*call: Any) -> Any:
-        kwargs = flat(*call)
-        if seen is not None:
-            seen.append(kwargs)
-        found = decode_reference.decode_step(*step_of(**put_back(change(dict(kwargs)))))
-        return found if after is None else after(*found)
-
-    monkeypatch.setattr(decode, "fused_decode", kernel)
-
-
-def flat(query: Query, rows: Rows, layer: Operands) -> dict[str, Any]:
-    """What `step_of` would make it of, without what it has none of."""
-    kwargs = {"query": query.states} | {name: getattr(query, name) for name in decode_scene.QUERY}
-    kwargs |= {name: getattr(rows, name) for name in ROWS} | vars(layer)
-    return {name: part for name, part in kwargs.items() if part is not None and name != "binding"}
-
-
-def put_back(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Heads that lie elsewhere where the reference looks for them."""
-    resident_pointers, _ = kwargs.pop("resident_pointers", None), kwargs.pop("resident_hit_bytes", None)
-    for part, name in enumerate(("bulk_keys", "bulk_values") if resident_pointers is not None else ()):
-        kwargs[name] = kwargs[name].clone()
-        for row, head in resident_pointers[:, :, part].nonzero().tolist():
-            target = kwargs[name][row, head]
-            ctypes.memmove(target.data_ptr(), int(resident_pointers[row, head, part]), target.nbytes)
-    return kwargs
-
-
-def changed(**changes: Callable[[Any], Any]) -> Changed:
-    return lambda kwargs: kwargs | {name: change(kwargs[name]) for name, change in changes.items() if name in kwargs}
-
-
-def resketched(**changes: Callable[[Tensor], Tensor]) -> Changed:
-    def change(sketch: Sketch) -> Sketch:
-        return replace(sketch, **{name: one(getattr(sketch, name)) for name, one in changes.items()})
-
-    return changed(sketch=change)
-
-
-def without_column(mask: Tensor) -> Tensor:
-    mask = mask.clone()
-    mask[0, 0, 0, mask[0, 0, 0].nonzero()[-1]] = False
-    return mask
-
-
-WRONG: dict[str, tuple[Changed, str]] = {
-    "a token too few": (changed(bulk_lengths=lambda lengths: lengths - 1), "off by"),
-    "a token too many": (changed(bulk_lengths=lambda lengths: lengths + 1), "off by nan"),
-    "a local token too few": (changed(local=without_column), "off by"),
-    "a pending token too few": (changed(pending=without_column), "off by"),
-    "scaled otherwise": (changed(scaling=lambda scaling: 1.1 * scaling), "off by"),
-    "padding decides": (changed(decided=torch.ones_like), "decisions"),
-    "each head for itself": (changed(group_rule=lambda _: "head"), "decisions"),
-    "all of a group": (changed(group_rule=lambda _: "any"), "decisions"),
-    "all read": (changed(logit_threshold=lambda _: math.inf), "decisions"),
-    "none reads": (changed(logit_threshold=lambda _: -math.inf), "decisions"),
-    "another's mass": (changed(log_bulk=lambda masses: masses.flip(1)), "decisions"),
-    "not where heads lie": (changed(resident_pointers=torch.zeros_like), "off by nan"),
-    "keys for values": (lambda kwargs: kwargs | {"bulk_values": kwargs["bulk_keys"]}, "off by"),
-    "bytes not counted": (
-        lambda kwargs: kwargs | {"bulk_read_bytes": torch.zeros_like(kwargs["bulk_read_bytes"])},
-        "counts",
-    ),
-}
-WRONG_SKETCHES: dict[str, tuple[Changed, str]] = {
-    "nothing for the rest": (resketched(mean_value=torch.zeros_like, slopes=torch.zeros_like), "off by"),
-    "the mean for the rest": (resketched(slopes=torch.zeros_like), "off by"),
-    "more tokens chosen": (changed(token_threshold=lambda share: share / 8), "off by"),
-    "times the weights": (resketched(weights=torch.reciprocal), "off by"),
-    "no centres": (resketched(centres=torch.zeros_like), "off by"),
-    "one segment for another": (resketched(units=lambda units: units.flip(2)), "off by"),
-    "an unreliable sketch": (resketched(noise=torch.zeros_like), "counts"),
-    "all tokens read": (changed(sketch=lambda _: None), "off by"),
-    "codes not counted": (
-        lambda kwargs: kwargs | {"sketch_read_bytes": torch.zeros_like(kwargs["sketch_read_bytes"])},
-        "counts",
-    ),
-}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("wrong", [*WRONG, *WRONG_SKETCHES])
+@pytest.mark.parametrize("wrong", [*WRONG, *WRONG_SKETCHES, *WRONG_RECORDS])
 def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    change, words = (WRONG | WRONG_SKETCHES)[wrong]
-    for layout in (LAYOUT,) if wrong in WRONG_SKETCHES else (None, LAYOUT):
-        sizes = SIZES | {"layout": layout}
+    change, words = (WRONG | WRONG_SKETCHES | WRONG_RECORDS)[wrong]
+    bulks: list[dict[str, Any]] = [{"layout": None}, {"layout": LAYOUT}, CODED]
+    for bulk in bulks[2 if wrong in WRONG_RECORDS else 1 if wrong in WRONG_SKETCHES else 0 :]:
+        sizes = SIZES | bulk
         plant(monkeypatch, lambda kwargs: kwargs)
-        assert decode_reference.find_decode_fault(decode.fused_decode, CPU, dtype, **sizes) is None
-        decode_reference.find_decode_fault.cache_clear()
+        assert decode_trial.find_decode_fault(decode.fused_decode, CPU, dtype, **sizes) is None
+        decode_trial.find_decode_fault.cache_clear()
         plant(monkeypatch, change)
-        assert words in str(decode_reference.find_decode_fault(decode.fused_decode, CPU, dtype, **sizes))
-        decode_reference.find_decode_fault.cache_clear()
+        assert words in str(decode_trial.find_decode_fault(decode.fused_decode, CPU, dtype, **sizes))
+        decode_trial.find_decode_fault.cache_clear()
 
 
 @interpreter
@@ -174,6 +82,8 @@ def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype, monkeypatch: p
         (torch.float32, {"group": 8, "layout": Layout.from_bits(32, 1)}),
         (torch.bfloat16, {"group": 3, "layout": Layout.from_bits(64, 1.5), "dim": 64}),
         (torch.float16, {"group": 4, "layout": Layout.from_bits(32, 4)}),
+        (torch.float32, {"group": 8} | CODED),
+        (torch.bfloat16, {"group": 3, "records": RecordLayout.from_bits(32, 32, 4), "layout": LAYOUT}),
     ],
 )
 def test_nothing_is_wrong_with_the_kernels(
@@ -181,20 +91,20 @@ def test_nothing_is_wrong_with_the_kernels(
 ) -> None:
     """By half of what is allowed."""
     monkeypatch.setattr(reference, "TOLERANCE", {dtype: within / 2 for dtype, within in reference.TOLERANCE.items()})
-    assert decode_reference.find_decode_fault(decode.fused_decode, CPU, dtype, **SIZES | sizes) is None
+    assert decode_trial.find_decode_fault(decode.fused_decode, CPU, dtype, **SIZES | sizes) is None
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("dim", "group"), [(64, 4), (128, 7), (256, 1)])
-@pytest.mark.parametrize("bits", [None, 1.5])
+@pytest.mark.parametrize(("bits", "rung"), [(None, 16), (1.5, 16), (1.5, 8), (1.5, 4)])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_nothing_is_wrong_on_a_gpu(
-    device: str, dtype: torch.dtype, dim: int, group: int, bits: float | None, pinned: bool
+    device: str, dtype: torch.dtype, dim: int, group: int, bits: float | None, rung: int, pinned: bool
 ) -> None:
-    sizes = {"group": group, "dim": dim, "value_dim": dim, "pinned": pinned}
-    sizes["layout"] = None if bits is None else Layout.from_bits(dim, bits)
-    assert decode_reference.find_decode_fault(decode.fused_decode, torch.device(device, 0), dtype, **sizes) is None
+    sizes: dict[str, Any] = {"group": group, "dim": dim, "value_dim": dim, "pinned": pinned}
+    sizes |= {"layout": Layout.from_bits(dim, bits), "records": RecordLayout.from_bits(dim, dim, rung)}
+    assert decode_trial.find_decode_fault(decode.fused_decode, torch.device(device, 0), dtype, **sizes) is None
 
 
 def test_other_defaults_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +113,7 @@ def test_other_defaults_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            assert not decode_reference.find_decode_fault(decode.fused_decode, CPU, torch.bfloat16, **sizes)
+            assert not decode_trial.find_decode_fault(decode.fused_decode, CPU, torch.bfloat16, **sizes)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -226,6 +136,14 @@ def test_tried_once_and_then_taken(calls: list[dict[str, Any]], caplog: pytest.L
     for number, (query, bulk, layout) in enumerate(others, start=2):
         assert choice.decode_kernel(query, bulk, bulk, "gaussian", "auto", layout=layout) is not None
         assert len(calls) == 2 * number
+    coded = RecordLayout.from_bits(16, 16, 8)
+    assert coded is not None
+    records = Records(torch.zeros(1, 2, 8, coded.size, dtype=torch.uint8), torch.ones(2, 16), coded)
+    given: dict[str, Any] = {"layout": Layout.from_bits(16, 2), "records": records}
+    for _ in range(2):
+        assert choice.decode_kernel(QUERY, BULK, BULK, "gaussian", "auto", **given) is not None
+    assert len(calls) == 2 * len(others) + 4
+    assert calls[-1]["records"].layout == coded
     assert not caplog.records
 
 

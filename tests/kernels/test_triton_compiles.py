@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from decode_scene import Scene, step_of
+from record_scene import RecordScene
 
 needs_triton = pytest.mark.skipif(
     not importlib.util.find_spec("triton"), reason="triton is not installed: pip install triton"
@@ -29,7 +30,7 @@ def run_compiled(name: str, folder: Path, *arguments: str) -> str:
 
 
 @needs_triton
-@pytest.mark.parametrize(("cases", "kernels"), [("few", 15), pytest.param("rest", 23, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("cases", "kernels"), [("few", 23), pytest.param("rest", 47, marks=pytest.mark.slow)])
 def test_kernels_compile_for_cuda(cases: str, kernels: int, tmp_path: Path) -> None:
     assert run_compiled("compile_for_cuda.py", tmp_path, cases).count("bytes of shared memory") == kernels
 
@@ -37,12 +38,12 @@ def test_kernels_compile_for_cuda(cases: str, kernels: int, tmp_path: Path) -> N
 @needs_triton
 def test_what_is_used_was_prepared(tmp_path: Path) -> None:
     """For other options and rows, as text and bulk grow, nothing is compiled that `prepare` has not."""
-    assert run_compiled("prepared_variants.py", tmp_path).count("variants") == 6
+    assert run_compiled("prepared_variants.py", tmp_path).count("variants") == 8
 
 
 @needs_triton
-@pytest.mark.parametrize("bits", [0, 2])
-def test_nothing_is_compiled_anew_when_the_bulk_grows(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("bits", "coded"), [(0, False), (2, False), (2, True)])
+def test_nothing_is_compiled_anew_when_the_bulk_grows(bits: int, coded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What kernels are compiled for, their constants, does not follow the capacity."""
     from qada_cache.kernels import triton as triton_decode
 
@@ -60,10 +61,12 @@ def test_nothing_is_compiled_anew_when_the_bulk_grows(bits: int, monkeypatch: py
         monkeypatch.setattr(triton_decode, name, Launched(name))
     monkeypatch.setattr(triton_decode, "MIN_TOKENS", 1)
     for stored in (40, 300, 1500, 5000):
-        scene = Scene(bulk=[(stored, 9)] * 3, short=(), bits=bits)
+        scene = (RecordScene if coded else Scene)(bulk=[(stored, 9)] * 3, short=(), bits=bits)
         arguments = scene.arguments("cpu") | scene.decision_arguments()
         if bits:
             arguments |= scene.sketch_arguments("cpu", 0.5)
+        if isinstance(scene, RecordScene):
+            arguments |= scene.record_arguments("cpu")
         triton_decode.fused_decode(*step_of(**arguments))
     assert len(constants) == (4 if bits else 3)
     assert {name: len(found) for name, found in constants.items()} == dict.fromkeys(constants, 1)

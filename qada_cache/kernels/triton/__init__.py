@@ -3,7 +3,7 @@
 `local_kernel` computes local attention and decides, `bulk_kernel` reads the bulk of KV heads that need it, in splits,
 `merge_kernel` puts the parts together. With a sketch, `estimate_kernel` estimates all scores of the bulk. Instead of
 `bulk_kernel`, `selected_kernel` then reads the selected tokens and sums the estimates of the others, and `merge_kernel`
-adds the expected value of unread tokens.
+adds the expected value of unread tokens. Bulks of records take the same four, whether or not tokens are selected.
 
 The launches depend on shapes alone: flags, lengths and selections stay on the device, programs of local heads return at
 once, and a CUDA graph can hold all of it. The bulk may be pinned host memory, read in place over the bus. A byte that
@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 
 from ...sketch import BITS, LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, WORD_BITS, selection
+from ...sketch.coded import Records, block_of
 from ..operands import Operands, Query, Rows, check
 from .kernels import bulk_kernel, local_kernel, merge_kernel
 from .sketch_kernels import estimate_kernel, selected_kernel
@@ -33,15 +34,34 @@ SCAN_TOKENS = 128  # among which a program chooses at once; a power of two, as:
 SCAN_SCORES = 2048  # of so many estimates at most: with more, registers spill
 UNPACKED_BYTES = 4096  # of words in the registers of a program, a byte a value, and of no more tokens than make:
 ESTIMATES = 2048
+RECORD_SCORES = 1024  # of tokens whose records are read at once
 TURNS = 2  # in which the tokens of a segment are estimated, mostly by different programs; a power of two
 SLOPE_COLUMNS = 32  # of what values gain along a query, at once
 BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeline of a program
+# Terms of 8 bits each that attention's weights are rounded to where records hold the values, by the dtype of outputs.
+TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+NEVER = 2**31 - 1  # tokens of a bulk from which on tokens are selected
 SELECTED_STAGES = 5  # half of them fetch indices: as many keys and values are in flight as in the default 3
 
 
 def _padded(size: int) -> int:
     """The block that holds `size` rows or columns of a matrix product."""
     return max(16, triton.next_power_of_2(size))
+
+
+def _record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, int]:
+    """What `selected_kernel` is to know of records, and how many warps it takes."""
+    if records is None:
+        return dict.fromkeys(("KEY_BITS", "VALUE_BITS", "RECORD", "UNIT", "TERMS", "BLOCK_R"), 0) | {"num_warps": 4}
+    layout, values = records.layout, max(sizes["BLOCK_D"], sizes["BLOCK_V"])
+    # Planes of one bit begin at whole words, as all then do, or at whole bytes.
+    unit = WORD_BITS if layout.dim % WORD_BITS == layout.value_dim % WORD_BITS == 0 else 8
+    found = {"KEY_BITS": layout.key_bits, "VALUE_BITS": layout.value_bits, "RECORD": layout.size, "UNIT": unit}
+    found |= {
+        "TERMS": TERMS[dtype],
+        "num_warps": 4 if values < 256 else 8,
+    }  # with fewer, registers spill, or with more:
+    return found | {"BLOCK_R": max(16, min(64, UNPACKED_BYTES // values, RECORD_SCORES // sizes["BLOCK_G"]))}
 
 
 def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
@@ -53,11 +73,18 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
     """
     check(query, rows, layer)
     assert query.log_bulk is not None
-    sketch, bulk_keys, bulk_values, scaling = layer.sketch, layer.bulk_keys, layer.bulk_values, query.scaling
+    sketch, records, scaling = layer.sketch, layer.records, query.scaling
+    bulk_keys, bulk_values = layer.bulk_keys, layer.bulk_values
     batch, heads, _, dim = query.states.shape
     kv_heads, value_dim = bulk_keys.shape[1], bulk_values.shape[3]
     group = heads // kv_heads
-    splits = min(triton.cdiv(bulk_keys.shape[2], SPLIT_TOKENS), MAX_SPLITS)
+    capacity, record_tensor, record_weights, record_room, turned_values = bulk_keys.shape[2], None, None, 0, 0
+    if records is not None:
+        assert sketch is not None
+        capacity = sketch.scales.shape[2]  # which is of all tokens
+        record_tensor, record_weights, record_room = records.tensor, records.weights, records.tensor.shape[2]
+        turned_values = block_of(value_dim)  # channels that are rotated together
+    splits = min(triton.cdiv(capacity, SPLIT_TOKENS), MAX_SPLITS)
     states = query.states.contiguous()
     out = states.new_empty(batch, heads, 1, value_dim)
     flags = states.new_empty(batch, kv_heads, group, 1, dtype=torch.bool)
@@ -67,13 +94,15 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
     token_bytes = dim * bulk_keys.element_size() + value_dim * bulk_values.element_size()
     sizes = {"G": group, "BLOCK_G": _padded(group), "D": dim, "BLOCK_D": _padded(dim), "V": value_dim}
     sizes["BLOCK_V"] = _padded(value_dim)
+    if records is not None:
+        sizes["BLOCK_D"] = max(32, sizes["BLOCK_D"])  # as products of 8-bit integers take
     in_flight = BLOCK_BYTES // ((sizes["BLOCK_D"] + sizes["BLOCK_V"]) * states.element_size())
     sizes["BLOCK_N"] = 64 if in_flight >= 64 else 32 if in_flight >= 32 else 16
     local, pending, bulk_lengths, decided, log_bulk = (  # a shared row has stride 0
         t.expand(batch, *t.shape[1:])
         for t in (rows.local, rows.pending, rows.bulk_lengths, rows.decided, query.log_bulk)
     )
-    if bulk_keys.shape[2] < MIN_TOKENS:
+    if records is None and capacity < MIN_TOKENS:
         sketch = None  # there is no room for a bulk that has one
     # What `local_kernel` leaves for the choice: the number of tokens in each bulk.
     tokens = None if sketch is None else bulk_lengths.new_empty(batch, kv_heads)
@@ -89,13 +118,18 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
             *layer.local_keys.stride()[:3], *layer.local_values.stride()[:3], local.stride(0), pending.stride(0),
             bulk_lengths.stride(0), decided.stride(0), log_bulk.stride(0), rows.columns, 1 + splits, scaling,
             layer.logit_threshold, 2 * selection.UNRELIABLE / scaling**2, selection.NOISE_SHARE,
-            GROUP_RULE=layer.group_rule, TOKEN_BYTES=token_bytes, MIN_TOKENS=MIN_TOKENS, **sizes,
+            MIN_TOKENS if layer.token_threshold > 0 else NEVER,
+            GROUP_RULE=layer.group_rule, TOKEN_BYTES=token_bytes, **sizes,
         )  # fmt: skip
         if sketch is not None:
             # Of whole blocks, and as many for every split.
             scan = min(SCAN_TOKENS, SCAN_SCORES // triton.next_power_of_2(group))
-            room = splits * triton.cdiv(triton.cdiv(bulk_keys.shape[2], scan), splits) * scan
-            estimates = states.new_empty(batch, heads, room, dtype=torch.float32)
+            room = splits * triton.cdiv(triton.cdiv(capacity, scan), splits) * scan
+            kinds = 1 if records is None else 2  # of scores: what tokens are expected to weigh; what codes say
+            estimates = states.new_empty(kinds, batch, heads, room, dtype=torch.float32)
+            exact = turned = None
+            if records is not None:
+                exact, turned = estimates[1], states.new_empty(batch, heads, dim + 1, dtype=torch.int32)
             index = states.new_empty(batch, kv_heads, room, dtype=torch.int32)
             sums = states.new_empty(batch, heads, 4, splits, dtype=torch.float32)
             unread = states.new_empty(batch, heads, 2, splits, dtype=torch.float32)
@@ -107,22 +141,26 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
             token, segment, head = sketch.byte_counts
             estimate_kernel[(splits, kv_heads, batch)](
                 states, layout.errors(states.device), sketch.codes, sketch.scales, sketch.units, sketch.centres,
-                sketch.order, sketch.weights,
-                bulk_lengths, tokens, flags, estimates, sums, layer.sketch_read_bytes,
+                sketch.order, sketch.weights, record_weights,
+                bulk_lengths, tokens, flags, estimates, exact, turned, sums, layer.sketch_read_bytes,
                 bulk_lengths.stride(0), sketch.scales.shape[2], sketch.units.shape[2], room, scaling,
                 FOURS=fours, TWOS=twos, ONES=ones,
                 BLOCK_FOURS=blocks[0], BLOCK_TWOS=blocks[1], BLOCK_ONES=blocks[2],
                 SEGMENT=SEGMENT_TOKENS, LAST=LAST_TOKENS, TURN=turn,
-                BLOCK_N=max(16, min(UNPACKED_BYTES // values, ESTIMATES // sizes["BLOCK_G"], turn)),
-                TOKEN_BYTES=token, SEGMENT_BYTES=segment, HEAD_BYTES=head,
+                BLOCK_N=max(16, min(UNPACKED_BYTES // values, ESTIMATES // sizes["BLOCK_G"], turn) // kinds),
+                TOKEN_BYTES=token, SEGMENT_BYTES=segment, HEAD_BYTES=head, MIN_TOKENS=MIN_TOKENS,
+                TURNED=block_of(dim),
                 G=group, BLOCK_G=sizes["BLOCK_G"], D=dim, BLOCK_D=sizes["BLOCK_D"],
             )  # fmt: skip
             selected_kernel[(splits, kv_heads, batch)](
-                states, bulk_keys, bulk_values, layer.resident_pointers, bulk_lengths, tokens, flags, estimates, sums,
+                states, turned, bulk_keys, bulk_values, record_tensor, layer.resident_pointers, bulk_lengths,
+                tokens, flags, estimates, exact, sums,
                 index, parts, lse, unread, layer.bulk_read_bytes, layer.resident_hit_bytes, *bulk_strides, room,
-                scaling, math.log(layer.token_threshold),
+                record_room, scaling, math.log(layer.token_threshold or 1.0),
                 BLOCK_S=scan, BLOCK_P=triton.next_power_of_2(MAX_SPLITS), BLOCK_Q=triton.next_power_of_2(group),
-                TOKEN_BYTES=token_bytes, **sizes, num_stages=SELECTED_STAGES,
+                TOKEN_BYTES=token_bytes, SEGMENT=SEGMENT_TOKENS, LAST=LAST_TOKENS, MIN_TOKENS=MIN_TOKENS,
+                TURNED=turned_values,
+                **_record_sizes(records, states.dtype, sizes), **sizes, num_stages=SELECTED_STAGES,
             )  # fmt: skip
         elif splits:
             bulk_kernel[(splits, kv_heads, batch)](
@@ -133,6 +171,6 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
             parts, lse, flags, unread, sums, states, *values_of_unread, out, 1 + splits, scaling,
             selection.UNREAD_WEIGHT,
             G=group, D=dim, BLOCK_C=SLOPE_COLUMNS, V=value_dim, BLOCK_V=sizes["BLOCK_V"],
-            BLOCK_P=triton.next_power_of_2(1 + MAX_SPLITS), BLOCK_N=16,
+            BLOCK_P=triton.next_power_of_2(1 + MAX_SPLITS), BLOCK_N=16, TURNED=turned_values,
         )  # fmt: skip
     return out, flags

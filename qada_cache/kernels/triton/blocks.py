@@ -12,7 +12,8 @@ from ...sketch import codec, selection
 # The interpreter multiplies the bit patterns of bfloat16 matrices; float32 gives it the products a GPU computes.
 _WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
 # What the definition in Python says of a sketch.
-HADAMARD, QUERY_LEVELS = tl.constexpr(_sketch.HADAMARD), tl.constexpr(float(codec.QUERY_LEVELS))
+BLOCK, QUERY_LEVELS = tl.constexpr(_sketch.BLOCK), tl.constexpr(float(codec.QUERY_LEVELS))
+FINER = tl.constexpr(2.0 * codec.QUERY_LEVELS)  # a rounded query's step over that of what rounding leaves
 MIN_PEAK, WORD_BITS = tl.constexpr(codec.MIN_PEAK), tl.constexpr(_sketch.WORD_BITS)
 HOPELESS = tl.constexpr(selection.HOPELESS)
 
@@ -35,19 +36,25 @@ def scores(b_query, p_keys, o_tokens, m_tokens, s_token, scaling, D: tl.constexp
 
 
 @triton.jit
-def attend(b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_token, V: tl.constexpr):
-    """Take the scores [BLOCK_G, tokens] where `m_scores` into a running softmax average: `b_max`, `b_sum` [BLOCK_G],
-    `b_out` [BLOCK_G, BLOCK_V] unnormalised. Values of masked tokens are not read."""
-    o_dim = tl.arange(0, b_out.shape[1])
-    p_block = p_values + o_tokens[:, None] * s_token + o_dim[None, :]
-    b_values = tl.load(p_block, mask=m_tokens[:, None] & (o_dim < V)[None, :], other=0.0)  # [tokens, BLOCK_V]
+def weigh(b_scores, m_scores, b_max, b_sum):
+    """Take the scores [BLOCK_G, tokens] where `m_scores` into a running softmax, `b_max` and `b_sum` [BLOCK_G]: these,
+    what earlier sums are worth by now [BLOCK_G], and weights [BLOCK_G, tokens]."""
     b_scores = tl.where(m_scores, b_scores, float("-inf"))
     b_new = tl.maximum(b_max, tl.max(b_scores, axis=1))
     b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # nothing seen yet: -inf - -inf would be nan
     b_weights = tl.exp(b_scores - b_shift[:, None])
     b_decay = tl.exp(b_max - b_shift)
-    b_out = b_out * b_decay[:, None] + dot(b_weights.to(b_values.dtype), b_values)
-    return b_new, b_sum * b_decay + tl.sum(b_weights, axis=1), b_out
+    return b_new, b_sum * b_decay + tl.sum(b_weights, axis=1), b_decay, b_weights
+
+
+@triton.jit
+def attend(b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_token, V: tl.constexpr):
+    """As `weigh`, with the average `b_out` [BLOCK_G, BLOCK_V] unnormalised. Values of masked tokens are not read."""
+    o_dim = tl.arange(0, b_out.shape[1])
+    p_block = p_values + o_tokens[:, None] * s_token + o_dim[None, :]
+    b_values = tl.load(p_block, mask=m_tokens[:, None] & (o_dim < V)[None, :], other=0.0)  # [tokens, BLOCK_V]
+    b_max, b_sum, b_decay, b_weights = weigh(b_scores, m_scores, b_max, b_sum)
+    return b_max, b_sum, b_out * b_decay[:, None] + dot(b_weights.to(b_values.dtype), b_values)
 
 
 @triton.jit
@@ -72,17 +79,13 @@ def resolve_pointer(p_own, p_place):
 
 
 @triton.jit
-def attend_split(
-    p_query, p_keys, p_values, p_resident_pointers, p_index, p_parts, p_lse, s_key_token, s_value_token,
-    i_group, first, last, scaling,
+def attend_tokens(
+    p_query, p_keys, p_values, p_index, s_key_token, s_value_token, i_group, first, last, before, scaling,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a group over tokens `first` to `last` of its head, or of the indices `p_index`; writes the part.
-    `p_keys` and `p_values` are the head's. The program is one of (split, KV head, row)."""
-    if p_resident_pointers is not None:
-        p_keys = resolve_pointer(p_keys, p_resident_pointers + 2 * i_group)
-        p_values = resolve_pointer(p_values, p_resident_pointers + 2 * i_group + 1)
+    """Attention of a group over tokens `first` to `last` of its head, or of the indices `p_index`, as `attend` has it.
+    `p_keys` and `p_values` are the head's, without the `before` tokens that come first."""
     o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     m_query = (o_head < G)[:, None] & (o_dim < D)[None, :]
     b_query = tl.load(p_query + (i_group * G + o_head)[:, None] * D + o_dim[None, :], mask=m_query, other=0.0)
@@ -94,10 +97,29 @@ def attend_split(
         m_tokens = o_tokens < last
         if p_index is not None:
             o_tokens = tl.load(p_index + o_tokens, mask=m_tokens, other=0).to(tl.int64)
+        o_tokens -= before
         b_scores = scores(b_query, p_keys, o_tokens, m_tokens, s_key_token, scaling, D)
         b_max, b_sum, b_out = attend(
             b_scores, m_tokens[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_value_token, V
         )
+    return b_max, b_sum, b_out
+
+
+@triton.jit
+def attend_split(
+    p_query, p_keys, p_values, p_resident_pointers, p_index, p_parts, p_lse, s_key_token, s_value_token,
+    i_group, first, last, scaling,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """As `attend_tokens`; writes the part. The program is one of (split, KV head, row)."""
+    if p_resident_pointers is not None:
+        p_keys = resolve_pointer(p_keys, p_resident_pointers + 2 * i_group)
+        p_values = resolve_pointer(p_values, p_resident_pointers + 2 * i_group + 1)
+    b_max, b_sum, b_out = attend_tokens(
+        p_query, p_keys, p_values, p_index, s_key_token, s_value_token, i_group, first, last, 0, scaling,
+        G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_N,
+    )  # fmt: skip
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)
 
@@ -114,53 +136,79 @@ def unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D: tl.co
 
 
 @triton.jit
-def rotate(b_query):
-    """`sketch.rotate` of queries [BLOCK_G, BLOCK_D].
+def rotate(b_values, SIZE: tl.constexpr):
+    """`sketch.rotate` of [rows, channels], in blocks of `SIZE`.
 
     A step takes sums and differences of neighbours and puts the differences behind the sums, which turns the bits of
-    an index around by one; after all three they are where they were.
+    an index around by one; after all steps of a block they are where they were.
     """
-    BLOCK_G: tl.constexpr = b_query.shape[0]  # noqa: N806 - a compile-time constant
-    BLOCK_D: tl.constexpr = b_query.shape[1]  # noqa: N806 - a compile-time constant
-    b_rotated = b_query
-    for _ in tl.static_range(3):
-        b_one, b_other = tl.split(b_rotated.reshape(BLOCK_G * BLOCK_D // 8, 4, 2))
-        b_rotated = tl.permute(tl.join(b_one + b_other, b_one - b_other), (0, 2, 1)).reshape(BLOCK_G, BLOCK_D)
-    return b_rotated * HADAMARD
+    ROWS: tl.constexpr = b_values.shape[0]  # noqa: N806 - a compile-time constant
+    CHANNELS: tl.constexpr = b_values.shape[1]  # noqa: N806 - a compile-time constant
+    b_rotated = b_values
+    for step in tl.static_range(12):
+        if 2**step < SIZE:
+            b_one, b_other = tl.split(b_rotated.reshape(ROWS * CHANNELS // SIZE, SIZE // 2, 2))
+            b_rotated = tl.permute(tl.join(b_one + b_other, b_one - b_other), (0, 2, 1)).reshape(ROWS, CHANNELS)
+    return b_rotated * (SIZE**-0.5)
 
 
 @triton.jit
-def round_queries(b_rotated):
-    """Rotated queries in 8-bit integers [BLOCK_G, BLOCK_D], and their units [BLOCK_G]."""
+def to_nearest(b_values):
+    """Of numbers that 22 bits hold."""
+    return (b_values + 12582912.0) - 12582912.0  # 1.5 * 2^23
+
+
+@triton.jit
+def round_queries(b_rotated, TWICE: tl.constexpr):
+    """Rotated queries in 8-bit integers and, if `TWICE`, what these leave `FINER` times as fine, for `high` and `low`
+    [BLOCK_G, BLOCK_D]; and their units [BLOCK_G]."""
     b_unit = tl.div_rn(tl.maximum(tl.max(tl.abs(b_rotated), axis=1), MIN_PEAK), QUERY_LEVELS)
     b_scaled = tl.div_rn(b_rotated, b_unit[:, None].broadcast_to(b_rotated.shape))
-    b_rounded = b_scaled + 12582912.0  # 1.5 * 2^23: to nearest
-    return (b_rounded - 12582912.0).to(tl.int32), b_unit
+    b_high = to_nearest(b_scaled)
+    b_both = b_high.to(tl.int32)
+    if TWICE:
+        b_both = (b_both & 255) | (to_nearest((b_scaled - b_high) * FINER).to(tl.int32) << 8)
+    return b_both, b_unit
 
 
 @triton.jit
-def take_channels(b_integers, WORDS: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr):
+def high(b_both):
+    """The integers of `round_queries`, int8."""
+    return b_both.to(tl.int8)
+
+
+@triton.jit
+def low(b_both):
+    """What the integers of `round_queries` leave, int8."""
+    return (b_both >> 8).to(tl.int8)
+
+
+@triton.jit
+def take_channels(b_both, WORDS: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr):
     """Of integers [BLOCK_G, BLOCK_D], those that meet `WORDS` words of `BITS` a value, from channel `FIRST` on:
     [BLOCK_G, BLOCK_W * 32 / BITS], 0 behind them."""
     o_value = tl.arange(0, BLOCK_W * WORD_BITS // BITS)
     m_value = o_value < WORDS * WORD_BITS // BITS
-    o_channel = tl.where(m_value, FIRST + o_value, 0)[None, :].broadcast_to(b_integers.shape[0], o_value.shape[0])
-    return tl.where(m_value[None, :], tl.gather(b_integers, o_channel, 1), 0).to(tl.int8)
+    o_channel = tl.where(m_value, FIRST + o_value, 0)[None, :].broadcast_to(b_both.shape[0], o_value.shape[0])
+    return tl.where(m_value[None, :], tl.gather(b_both, o_channel, 1), 0)
 
 
 @triton.jit
-def multiply_codes(
-    b_integers, p_codes, room, o_tokens, m_tokens, WORDS: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
-    """Exact products int32 [BLOCK_G, BLOCK_N] of integers of `take_channels` with the odd integers of these tokens'
-    words, `2 * index - (2^BITS - 1)`. Words of a token lie `room` apart."""
+def load_codes(p_codes, room, o_tokens, m_tokens, WORDS: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr):
+    """What `WORDS` words of these tokens, `room` apart, hold of `BITS` a value: int8 [BLOCK_W * 32 / BITS, BLOCK_N]."""
     o_word, o_value = tl.arange(0, BLOCK_W), tl.arange(0, WORD_BITS // BITS)
     m_codes = m_tokens[:, None] & (o_word < WORDS)[None, :]
     b_codes = tl.load(p_codes + o_word.to(tl.int64)[None, :] * room + o_tokens[:, None], mask=m_codes, other=0)
     b_index = b_codes[:, :, None] >> (o_value % 4 * 8 + o_value // 4 * BITS)[None, None, :]
-    b_index = (b_index & (2**BITS - 1)).reshape(o_tokens.shape[0], BLOCK_W * WORD_BITS // BITS).to(tl.int8)
+    return tl.trans((b_index & (2**BITS - 1)).reshape(o_tokens.shape[0], BLOCK_W * WORD_BITS // BITS).to(tl.int8))
+
+
+@triton.jit
+def multiply_codes(b_integers, b_codes, BITS: tl.constexpr):
+    """Exact products int32 [BLOCK_G, BLOCK_N] of integers of `take_channels` with the odd integers of these codes,
+    `2 * index - (2^BITS - 1)`."""
     b_offset = tl.sum(b_integers.to(tl.int32), axis=1) * (2**BITS - 1)
-    return 2 * tl.dot(b_integers, tl.trans(b_index), out_dtype=tl.int32) - b_offset[:, None]
+    return 2 * tl.dot(b_integers, b_codes, out_dtype=tl.int32) - b_offset[:, None]
 
 
 @triton.jit

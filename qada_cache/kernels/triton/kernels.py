@@ -9,7 +9,7 @@ local buffer, the others are the splits of its bulk. The kernels that select tok
 import triton
 import triton.language as tl
 
-from .blocks import along, attend, attend_split, scores, store_part, tilt, unreliable
+from .blocks import along, attend, attend_split, rotate, scores, store_part, tilt, unreliable
 
 INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are decorated
 
@@ -17,22 +17,23 @@ INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are dec
 # Triton compiles anew for an argument that becomes 1 or a multiple of 16. These follow the number of tokens, or are 0
 # where all rows share one.
 @triton.jit(
-    do_not_specialize=["s_local", "s_pending", "s_log_bulk", "columns"], do_not_specialize_on_alignment=["parts"]
+    do_not_specialize=["s_local", "s_pending", "s_log_bulk", "columns", "min_tokens"],
+    do_not_specialize_on_alignment=["parts"],
 )
 def local_kernel(
     p_query, p_keys, p_values, p_local, p_pending, p_lengths, p_decided, p_log_bulk, p_parts, p_lse, p_flags,
     p_bulk_read_bytes, p_resident_pointers, p_resident_hit_bytes, p_tokens, p_noise, p_variances,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
     s_local, s_pending, s_length, s_decided, s_log_bulk, columns, parts, scaling, logit_threshold, noise_limit,
-    noise_share,
-    GROUP_RULE: tl.constexpr, TOKEN_BYTES: tl.constexpr, MIN_TOKENS: tl.constexpr,
+    noise_share, min_tokens,
+    GROUP_RULE: tl.constexpr, TOKEN_BYTES: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Local attention, decisions and, for flagged heads, the pending tokens; one program a (KV head, row).
 
     With `p_tokens`, what selects tokens is left to find: the number of tokens in the bulk, or 0 for a group that is to
-    read all of them.
+    read all of them, as of any bulk that has not stored `min_tokens`.
     """
     i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_group = i_row * tl.num_programs(0) + i_head
@@ -88,7 +89,7 @@ def local_kernel(
                 b_query, p_noise + i_group * D, p_variances + i_group * D, noise_limit, noise_share, D
             )
             whole = tl.max((b_flags & b_unreliable).to(tl.int32), axis=0) == 1
-            whole = whole | (tl.load(p_lengths + i_row * s_length) < MIN_TOKENS)  # which are in no sketch
+            whole = whole | (tl.load(p_lengths + i_row * s_length) < min_tokens)
             tl.store(p_tokens + i_group, tl.where(whole, 0, bulk_tokens))
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 0, parts, G, V)
 
@@ -126,12 +127,13 @@ def merge_kernel(
     p_parts, p_lse, p_flags, p_unread, p_sums, p_query, p_mean, p_slopes, p_slope_units, p_out, parts, scaling,
     unread_weight,
     G: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Attention over the union of a query head's parts, one for a local head; one program a query head.
 
     With `p_unread`, written by `selected_kernel`, the estimated mass of unread tokens counts `unread_weight` times,
-    with the value of `sketch.selection.unread_value`.
+    with the value of `sketch.selection.unread_value`. With `TURNED`, parts of the bulk are rotated in blocks of so many
+    channels.
     """
     i_head, splits = tl.program_id(0).to(tl.int64), parts - 1
     used = tl.where(tl.load(p_flags + i_head), parts, 1)
@@ -150,6 +152,15 @@ def merge_kernel(
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(tl.exp(b_all - shift), axis=0)
     b_out = tl.zeros([BLOCK_V], tl.float32)
+    for start in range(1 if TURNED else 0, used, BLOCK_N):
+        o_part = start + tl.arange(0, BLOCK_N)
+        b_lse = tl.load(p_lse + o_part, mask=o_part < used, other=float("-inf"))  # [BLOCK_N]
+        m_part = (b_lse > float("-inf"))[:, None] & m_dim[None, :]  # empty parts hold nothing
+        b_part = tl.load(p_parts + o_part[:, None] * V + o_dim[None, :], mask=m_part, other=0.0)  # [BLOCK_N, BLOCK_V]
+        b_out += tl.sum(b_part * tl.exp(b_lse - shift)[:, None], axis=0)
+    if TURNED:
+        b_local = tl.load(p_parts + o_dim, mask=m_dim, other=0.0)
+        b_out = rotate(b_out[None, :], TURNED).reshape(BLOCK_V) + b_local * tl.exp(tl.load(p_lse) - shift)
     if p_unread is not None:
         unread = tl.sum(tl.exp(b_unread - shift), axis=0) * unread_weight
         if unread > 0.0:  # a bulk that is read whole has no estimates
@@ -161,10 +172,4 @@ def merge_kernel(
             b_out += unread * (tl.load(p_mean + i_group * V + o_dim, mask=m_dim, other=0.0) + b_along)
         total += unread
     total = tl.where(highest == float("-inf"), 1.0, total)  # of nothing: a padding query's
-    for start in range(0, used, BLOCK_N):
-        o_part = start + tl.arange(0, BLOCK_N)
-        b_lse = tl.load(p_lse + o_part, mask=o_part < used, other=float("-inf"))  # [BLOCK_N]
-        m_part = (b_lse > float("-inf"))[:, None] & m_dim[None, :]  # empty parts hold nothing
-        b_part = tl.load(p_parts + o_part[:, None] * V + o_dim[None, :], mask=m_part, other=0.0)  # [BLOCK_N, BLOCK_V]
-        b_out += tl.sum(b_part * tl.exp(b_lse - shift)[:, None], axis=0)
     tl.store(p_out + i_head * V + o_dim, b_out / total, mask=m_dim)

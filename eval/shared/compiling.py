@@ -1,0 +1,146 @@
+"""What Triton compiles for one decode step, for CUDA devices that need not be there.
+
+Triton's kernels are bound to its interpreter where `TRITON_INTERPRET=1` when they are imported: compile without it.
+"""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
+from triton.compiler import ASTSource
+
+from qada_cache.kernels import triton as triton_decode
+from qada_cache.kernels.operands import Operands, Query, Rows
+from qada_cache.sketch import Layout, segment_start
+from qada_cache.sketch.codec import Sketch, sketch_fields
+from qada_cache.sketch.coded import RecordLayout, Records
+
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1"}
+KERNELS = ("local_kernel", "bulk_kernel", "estimate_kernel", "selected_kernel", "merge_kernel")
+ALIGNED = [["tt.divisibility", 16]]  # what Triton assumes of pointers and multiples of 16
+OPTIONS = ("num_stages", "num_warps")  # of a launch, for the compiler alone
+COLUMNS, BATCH, KV_HEADS = 70, 2, 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step by its sizes: what kernels are compiled for."""
+
+    dim: int
+    value_dim: int
+    group: int
+    dtype: torch.dtype
+    capacity: int  # tokens that the bulk has room for
+    bits: float = 0  # of the sketch, a value; 0: without one
+    rung: int = 16  # `bulk_bits`
+    options: dict[str, Any] = field(default_factory=dict)  # of `Operands`
+
+    def operands(self) -> tuple[Query, Rows, Operands]:
+        """What a kernel is told."""
+        size, dtype = {"device": "cpu"}, self.dtype
+        mask = torch.zeros(BATCH, 1, 1, COLUMNS, dtype=torch.bool, **size)
+        flat = torch.zeros(BATCH, 1, 1, dtype=torch.int64, **size)
+        query = Query(torch.zeros(BATCH, KV_HEADS * self.group, 1, self.dim, dtype=dtype, **size), scaling=0.1)
+        query.log_bulk = torch.zeros(BATCH, KV_HEADS, self.group, 1, dtype=torch.float32, **size)
+        rows = Rows(mask, mask, flat, flat.view(BATCH), torch.ones_like(flat, dtype=torch.bool))
+        records = RecordLayout.from_bits(self.dim, self.value_dim, self.rung) if self.bits else None
+        stored = self.capacity - (segment_start(self.capacity) if records else 0)
+        shapes = [(BATCH, KV_HEADS, tokens, dim) for tokens in (COLUMNS, stored) for dim in (self.dim, self.value_dim)]
+        held = [torch.zeros(shape, dtype=dtype, **size) for shape in shapes]
+        layer = Operands(*held, logit_threshold=0.4, **self.options)
+        if self.bits:
+            layout = Layout.from_bits(self.dim, self.bits)
+            assert layout is not None
+            fields = sketch_fields(self.dim, self.value_dim, layout.count, self.capacity).items()
+            made = {name: torch.zeros(BATCH, KV_HEADS, *shape, dtype=kind, **size) for name, (kind, shape) in fields}
+            layer.sketch, layer.token_threshold = Sketch(**made), 1.0
+            layer.sketch_read_bytes = torch.zeros((), dtype=torch.int64, **size)
+        if records:
+            tensor = torch.zeros(BATCH, KV_HEADS, self.capacity, records.size, dtype=torch.uint8, **size)
+            layer.records = Records(tensor, torch.ones(KV_HEADS, self.dim, dtype=torch.float32, **size), records)
+        return query, rows, layer
+
+    def launches(self) -> list["Recorder"]:
+        """What it launches."""
+        recorders = {name: Recorder(getattr(triton_decode, name)) for name in KERNELS}
+        for name, recorder in recorders.items():
+            setattr(triton_decode, name, recorder)
+        try:
+            triton_decode.fused_decode(*self.operands())
+        finally:
+            for name, recorder in recorders.items():
+                setattr(triton_decode, name, recorder.kernel)
+        return [recorder for recorder in recorders.values() if recorder.arguments]
+
+
+class Recorder:
+    """Stands in for a kernel: takes launches, and computes nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.arguments: dict[str, Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
+
+        return launch
+
+
+def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
+    """The kernel specialised to the arguments of a launch, as Triton's launcher would."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], Any] = {}
+    fixed = {parameter.name: parameter.is_constexpr for parameter in kernel.params}
+    general = {parameter.name: parameter.do_not_specialize for parameter in kernel.params}
+    unaligned = {parameter.name: parameter.do_not_specialize_on_alignment for parameter in kernel.params}
+    for index, name in enumerate(kernel.arg_names):
+        value = arguments[name]
+        if fixed[name] or value is None or (isinstance(value, int) and value == 1 and not general[name]):
+            signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attributes[(index,)] = "*" + TYPES[value.dtype], ALIGNED
+        else:
+            signature[name] = "i32" if isinstance(value, int) else "fp32"
+            if isinstance(value, int) and value % 16 == 0 and not (general[name] or unaligned[name]):
+                attributes[(index,)] = ALIGNED
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+class Compiled:
+    """A recorded launch, compiled for a compute capability: 80 is 8.0."""
+
+    def __init__(self, recorder: Recorder, capability: int) -> None:
+        given = {name: value for name, value in recorder.arguments.items() if name in OPTIONS}
+        made = source(recorder.kernel, recorder.arguments)
+        found = triton.compile(made, target=GPUTarget("cuda", capability, 32), options=given)
+        self.shared: int = found.metadata.shared  # bytes that a program takes
+        self.ptx: str = found.asm["ptx"]
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder) / "kernel.cubin"
+            cubin.write_bytes(found.asm["cubin"])
+            self.usage = _print("-res-usage", cubin)
+            code = _print("-sass", cubin)
+        self.registers = int(self._used("REG"))  # of a thread
+        self.stack = int(self._used("STACK")) + int(self._used("LOCAL"))  # bytes of a thread; above 0 registers spill
+        self.instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+\S", code, re.MULTILINE))  # each once
+
+    def _used(self, kind: str) -> str:
+        found = re.search(rf" {kind}:(\d+)", self.usage)
+        assert found is not None
+        return found[1]
+
+
+def _print(option: str, cubin: Path) -> str:
+    """What the disassembler that comes with Triton says."""
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    return subprocess.run([tool, option, cubin], check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,67 @@
+"""What Triton's kernels are compiled to: `python -m eval.triton_resources --out eval/results/triton-resources.csv`.
+
+No GPU is used: the compiler and the assembler are those that come with Triton. A row is one kernel of one decode step:
+registers and stack bytes of a thread, bytes of shared memory of a program, and the instructions of its code, each
+counted once, however often it runs. `sketch` is bits a value; behind a plus, `bulk_bits` of records.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+
+from eval.shared.compiling import Compiled, Recorder, Step
+from eval.shared.tables import new_file, plain, write
+
+ARCHITECTURES = (80, 90)
+SIZES = ((64, 3), (64, 7), (80, 8), (96, 4), (128, 1), (128, 4), (128, 8), (256, 2))  # dim, group
+SKETCHES = ((0, 16), (1.5, 16), (1.5, 8), (1.5, 4))  # bits of the sketch and of the bulk
+CAPACITY = 40_000
+
+
+def launches(dim: int, group: int, bits: float, rung: int) -> list[Recorder]:
+    """Of a step in bfloat16 that counts its bytes."""
+    counted = {"bulk_read_bytes": torch.zeros((), dtype=torch.int64, device="cpu")}
+    return Step(dim, dim, group, torch.bfloat16, CAPACITY, bits, rung, counted).launches()
+
+
+def resources(recorder: Recorder, dim: int, group: int, bits: float, rung: int, architecture: int) -> dict[str, Any]:
+    """A row of the table."""
+    compiled = Compiled(recorder, architecture)
+    return {
+        "kernel": recorder.kernel.__name__,
+        "dim": dim,
+        "group": group,
+        "sketch": f"{bits:g}+{rung}" if rung < 16 else f"{bits:g}",
+        "architecture": f"sm_{architecture}",
+        "registers": compiled.registers,
+        "stack": compiled.stack,
+        "shared": compiled.shared,
+        "instructions": compiled.instructions,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile, print and write the table."""
+    parser = argparse.ArgumentParser(prog="python -m eval.triton_resources", description=__doc__)
+    parser.add_argument("--out", type=new_file, help="write the table here, as CSV")
+    parser.add_argument("--dims", type=int, nargs="+", help="only heads of so many channels")
+    parser.add_argument("--architectures", type=int, nargs="+", default=ARCHITECTURES, help="80 is capability 8.0")
+    args = parser.parse_args(argv)
+    rows = [
+        resources(recorder, *size, *sketch, architecture)
+        for size in SIZES
+        if args.dims is None or size[0] in args.dims
+        for sketch in SKETCHES
+        for recorder in launches(*size, *sketch)
+        for architecture in args.architectures
+    ]
+    print(plain(rows))
+    if args.out is not None:
+        write(args.out, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Trials of kernels for a decode step, on a made-up layer, by `decode_reference.py`."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..sketch import MIN_TOKENS, Layout, closed_tokens
+from ..sketch.codec import Sketch
+from ..sketch.coded import RecordLayout, Records, code_tokens, query_weights
+from .decode_reference import decode_step, predict_keys
+from .operands import Operands, Query, Rows
+from .reference import find_fault
+
+KV_HEADS = 3
+LOCAL, PENDING_COLUMNS, COLUMNS = 20, 5, 29  # columns of the local buffer; the others are neither
+SHORT = 300  # tokens in the bulk of all rows but the first
+ELSEWHERE = 0, 1  # the row and head that lie outside the buffers
+NOTHING = 255  # a byte of records that are not to be read: as a scale, nan
+QUERY, ROWS = (
+    ("states", "scaling", "log_bulk"),
+    ("local", "pending", "bulk_tokens", "bulk_lengths", "decided"),
+)  # of a scene
+
+
+@functools.cache
+def find_decode_fault(
+    kernel: Callable[[Query, Rows, Operands], tuple[Tensor, Tensor]],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    group: int,
+    dim: int,
+    value_dim: int,
+    layout: Layout | None,  # of the sketch that tokens are selected by, None if all are read
+    records: RecordLayout | None,  # of what closed segments lie in, None if they lie in none
+    pinned: bool,  # whether the bulk lies in pinned host memory
+) -> str | None:
+    """The fault of a `fused_decode` on this device, as of `reference.find_fault`; the answer is kept for the process.
+
+    The trial takes both group rules, and once a head that lies elsewhere. Decisions are clear, so that no rounding
+    changes them, and tokens that are not to be read are nan.
+    """
+    scene = _scene(dtype, group, dim, value_dim, layout, records)
+    for group_rule, elsewhere in (("any", False), ("head", True)):
+        scene["group_rule"] = group_rule
+        expected = _compute(decode_step, scene, torch.device("cpu"))
+        for name in ("bulk_keys", "bulk_values"):
+            scene[name] = scene[name].masked_fill(~expected[0].any(dim=2, keepdim=True), torch.nan)
+        if records is not None:
+            tensor = scene["records"].tensor.masked_fill(~expected[0].any(dim=2, keepdim=True), NOTHING)
+            scene["records"] = replace(scene["records"], tensor=tensor)
+        compute = functools.partial(_compute, kernel, scene, device, pinned=pinned, elsewhere=elsewhere)
+        if (wrong := find_fault(compute, expected)) is not None:
+            return wrong
+    return None
+
+
+def _compute(
+    kernel: Callable, scene: dict[str, Any], device: torch.device, *, pinned: bool = False, elsewhere: bool = False
+) -> tuple[Tensor, ...]:
+    """What the kernel makes of a scene, on the host: flags, outputs, and bytes of the bulk and of the sketch."""
+    kwargs: dict[str, Any] = {n: part.to(device) if isinstance(part, Tensor) else part for n, part in scene.items()}
+    if "sketch" in kwargs:
+        kwargs["sketch"] = scene["sketch"].map(lambda part: part.to(device))
+    read, hit, sketch_read = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
+    held, moved = ["bulk_keys", "bulk_values"], []
+    if (records := scene.get("records")) is not None:
+        held = ["records"]
+        kwargs["records"] = replace(records, weights=records.weights.to(device))
+    for name in held:
+        buffer = (scene[name] if records is None else records.tensor).clone()
+        if elsewhere:
+            moved.append(buffer[ELSEWHERE].to(device, copy=True))
+            buffer[ELSEWHERE] = torch.nan if records is None else NOTHING
+        placed = buffer.pin_memory() if pinned else buffer.to(device)
+        kwargs[name] = placed if records is None else replace(kwargs[name], tensor=placed)
+    if elsewhere:
+        pointers = torch.zeros(*scene["bulk_keys"].shape[:2], 2, dtype=torch.int64, device="cpu")
+        addresses = [part.data_ptr() for part in moved]
+        pointers[ELSEWHERE][: len(addresses)] = torch.tensor(addresses, device="cpu")
+        kwargs |= {"resident_pointers": pointers.to(device), "resident_hit_bytes": hit}
+    query, rows = (kind(**{name: kwargs.pop(name) for name in names}) for kind, names in ((Query, QUERY), (Rows, ROWS)))
+    out, flags = kernel(query, rows, Operands(**kwargs, bulk_read_bytes=read, sketch_read_bytes=sketch_read))
+    # Here, as the host waits for the device: until then nothing that the kernels read may be let go of.
+    return tuple(part.cpu() for part in (flags, out, read + hit, sketch_read))
+
+
+def _scene(
+    dtype: torch.dtype, group: int, dim: int, value_dim: int, layout: Layout | None, records: RecordLayout | None
+) -> dict[str, Any]:
+    """What `Query`, `Rows` and `Operands` take, on the host, but for the group rule and what is counted.
+
+    Every KV head has a direction, in which its queries point, and keys lie along it or against it. Those of the first
+    KV head find their keys nearby, those of the second far away, most of all in every third token. In the group of the
+    third, every other query points the other way, and finds its keys as the second's do. The first row's bulk is long
+    enough to be split and coded, for the third head too roughly; the last row is padding. Where many tokens are read
+    values are large, so that one too many or too few shows.
+    """
+    made = torch.Generator("cpu").manual_seed(0)
+    length = MIN_TOKENS + 87
+    batch, capacity = 3, length + 41
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(batch, KV_HEADS, *shape, generator=made, dtype=torch.float32, device="cpu")
+
+    def along(*parts: float) -> Tensor:
+        return torch.tensor(parts, dtype=torch.float32, device="cpu").view(-1, 1, 1) * direction
+
+    direction = noise(1, dim)[:1].sign()
+    query = 0.1 * noise(group, dim) + direction
+    query[:, 2, ::2] -= along(0, 0, 2)[:, 2]
+    local_keys, local_values = 0.2 * noise(COLUMNS, dim), 5 * noise(COLUMNS, value_dim)
+    local_keys[:, :, :LOCAL] += along(1, 0.8, 1)
+    local_keys[:, :, LOCAL:] += along(-1, 1, -1)
+    local_values[:, :, LOCAL:] *= 8  # few among many
+    bulk_keys, bulk_values = 0.1 * noise(capacity, dim) + along(-1, 0.2, -1), 40 * noise(capacity, value_dim)
+    bulk_keys[:, :, ::3] += along(0, 0.8, -0.3)
+    bulk_values[:, 1] += 120
+    bulk_values[:, 1, ::3] -= 120  # values of selected tokens differ from the others'
+    local_keys, local_values, bulk_keys, bulk_values = (
+        part.to(dtype) for part in (local_keys, local_values, bulk_keys, bulk_values)
+    )
+
+    lengths = torch.tensor([length, SHORT, SHORT], device="cpu")
+    kwargs: dict[str, Any] = {"scaling": 4 / dim, "logit_threshold": 0.0, "bulk_lengths": lengths}
+    kwargs["decided"] = torch.tensor([True, True, False], device="cpu")[:, None, None]
+    kwargs["bulk_tokens"] = (lengths + PENDING_COLUMNS)[:, None, None]
+    kwargs["states"] = query.to(dtype).reshape(batch, KV_HEADS * group, 1, dim)
+    columns = torch.arange(COLUMNS, device="cpu")[None, None, None]
+    kwargs["local"], kwargs["pending"] = columns < LOCAL, (columns >= LOCAL) & (columns < LOCAL + PENDING_COLUMNS)
+    used = [keys[:, :tokens].float() for keys, tokens in zip(bulk_keys, lengths.tolist(), strict=True)]
+    scores = [4 / dim * queries @ keys.mT for queries, keys in zip(query, used, strict=True)]
+    kwargs["log_bulk"] = torch.stack([row.logsumexp(dim=-1, keepdim=True) for row in scores])
+    energies = torch.logspace(-1, 1, dim, dtype=torch.float32, device="cpu").expand(KV_HEADS, -1)
+    if layout is not None:
+        kwargs |= {"sketch": _sketch(bulk_keys, bulk_values, energies, layout), "token_threshold": 0.8}
+    local_keys[:, :, LOCAL + PENDING_COLUMNS :] = local_values[:, :, LOCAL + PENDING_COLUMNS :] = torch.nan
+    for row, tokens in enumerate(lengths.tolist()):
+        bulk_keys[row, :, tokens:] = bulk_values[row, :, tokens:] = torch.nan
+    if records is not None:  # of the first row, as the others are too short
+        closed, first = closed_tokens(length), slice(1)
+        weights = query_weights(energies, dim, bulk_keys.device)
+        of_keys = bulk_keys[first, :, :closed], bulk_values[first, :, :closed]
+        coded = code_tokens(*of_keys, predict_keys(kwargs["sketch"], first, closed), weights, records)
+        tensor = coded.new_full((batch, KV_HEADS, closed + 41, records.size), NOTHING)
+        tensor[first, :, :closed] = coded
+        kwargs["records"] = Records(tensor, weights, records)
+        for part in (bulk_keys, bulk_values):
+            part[first] = part[first].roll(-closed, dims=2)
+            part[first, :, length - closed :] = torch.nan
+    return dict(kwargs, local_keys=local_keys, local_values=local_values, bulk_keys=bulk_keys, bulk_values=bulk_values)
+
+
+def _sketch(keys: Tensor, values: Tensor, energies: Tensor, layout: Layout) -> Sketch:
+    """Of all tokens, whatever is in use, for queries that are stronger in some channels.
+
+    The first segment has the scores of its tokens lie closer together than they do, so that no other segment's unit
+    will do for it. The third head of the first row tells too little, and says something absurd of unread tokens.
+    """
+    sketch = Sketch.of(keys, values, energies.expand(*keys.shape[:2], -1), layout)
+    sketch.units[:, :, 0] *= 0.7
+    sketch.noise[0, 2], sketch.mean_value[0, 2] = 1e9, 1e4
+    return sketch
