@@ -19,7 +19,7 @@ from qada_cache.sketch.codec import Sketch
 from qada_cache.sketch.coded import Records
 
 EVERY = pytest.mark.parametrize("path", [KERNEL, GPU])
-BULK = [(777, 5), (39, 1), (1061, 0)]
+BULK = [(777, 5), (39, 1), (1153, 0)]
 
 
 @pytest.fixture(autouse=True)

@@ -175,8 +175,9 @@ def selected_kernel(
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length,
     room, record_room, scaling, log_threshold,
     BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, TOKEN_BYTES: tl.constexpr,
-    SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
-    RECORD: tl.constexpr, UNIT: tl.constexpr, TERMS: tl.constexpr, TURNED: tl.constexpr, BLOCK_R: tl.constexpr,
+    SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr, KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, RECORD: tl.constexpr, UNIT: tl.constexpr, TERMS: tl.constexpr, TURNED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
