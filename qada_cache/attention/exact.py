@@ -15,17 +15,25 @@ from ..storage.reading import stream
 
 
 def attend_to_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor) -> Tensor | None:
-    """Exact causal attention of a prompt without padding over itself, by our kernel: `[batch, tokens, heads,
-    value_dim]` in the query's dtype; None where the model's own attention is to serve. Shapes as for `attend_exactly`.
-    """
+    """Exact causal attention of a prompt over itself, by our kernel: `[batch, tokens, heads, value_dim]` in the query's
+    dtype, zeros for padding; None where the model's own attention is to serve. Shapes as for `attend_exactly`."""
     states = query.states
     if layer.options.kernels == "torch" or query.softcap is not None or query.sink_logits is not None:
         return None
-    if not prompt.serves(states, key, value, causal=True) or (torch.is_grad_enabled() and states.requires_grad):
+    if query.visible is not None or (torch.is_grad_enabled() and states.requires_grad):
+        return None
+    if not prompt.serves(states, key, value, causal=True):
         return None
     batch, heads, tokens = states.shape[:3]
-    out = states.new_empty(batch, tokens, heads, value.shape[3])
-    prompt.prompt_attention(states, key, value, scaling=query.scaling, causal=True, out=out.transpose(1, 2))
+    out = states.new_zeros(batch, tokens, heads, value.shape[3])
+    for rows in [slice(0, batch)] if query.valid is None else [slice(row, row + 1) for row in range(batch)]:
+        real = slice(None) if query.valid is None else real_tokens(query.valid, rows.start, states.device)
+        own = [part[rows][:, :, real] for part in (states, key, value)]
+        found = out[rows, real]  # a view, if they are neighbours
+        if found.numel():
+            prompt.prompt_attention(*own, scaling=query.scaling, causal=True, out=found.transpose(1, 2))
+        if not isinstance(real, slice):
+            out[rows, real] = found
     return out
 
 
