@@ -86,8 +86,8 @@ def _build_kernels(
         return torch.randn(1, heads, tokens, size, dtype=dtype, device=device, generator=made)
 
     local = min(options.local_tokens, options.sink_tokens + ROOM_TOKENS)  # a longer window starts with as many columns
-    if options.kernels != "torch" and (device.type, dtype) == ("cpu", torch.bfloat16):
-        prompt.build(dim, value_dim)
+    if options.kernels != "torch" and device.type == "cpu" and dtype in prompt.NUMBERS:
+        prompt.build(dim, value_dim, dtype)
     layer = QAdALayer(Shared(replace(options, local_tokens=local), shared.model), shared.model.layers[0])
     layer.lazy_initialization(random(kv_heads, 0, dim), random(kv_heads, 0, value_dim))
     store, query = cast(TokenStore, layer.store), random(kv_heads * group, 1, dim)

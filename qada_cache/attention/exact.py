@@ -20,9 +20,7 @@ def attend_to_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor)
     states = query.states
     if layer.options.kernels == "torch" or query.softcap is not None or query.sink_logits is not None:
         return None
-    if query.visible is not None or (torch.is_grad_enabled() and states.requires_grad):
-        return None
-    if not prompt.serves(states, key, value, causal=True):
+    if query.visible is not None or not prompt.serves(states, key, value, causal=True):
         return None
     batch, heads, tokens = states.shape[:3]
     out = states.new_zeros(batch, tokens, heads, value.shape[3])

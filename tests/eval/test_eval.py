@@ -316,13 +316,15 @@ def test_prompt_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     from qada_cache.kernels.cpu import prompt
 
     table = tmp_path / "table.csv"
-    if prompt.build(64, 64) is not None:
+    if prompt.build(64, 64, torch.bfloat16) is not None:
         arguments = ["--tokens", "600", "--dims", "64", "--rounds", "1", "--out", str(table)]
         assert prompt_rate.main(arguments) == 0
         with table.open(encoding="utf-8") as file:
-            (row,) = csv.DictReader(file)
-        assert 0.3 < float(row["error"]) < 3
-        assert float(row["faster"]) > 0
+            rows = list(csv.DictReader(file))
+        assert [row["dtype"] for row in rows] == ["bfloat16", "float32"]
+        for row in rows:
+            assert 0.3 < float(row["error"]) < 3
+            assert float(row["faster"]) > 0
     monkeypatch.setattr(prompt, "serves", lambda *_, **__: False)
     with pytest.raises(SystemExit):
         prompt_rate.main([])

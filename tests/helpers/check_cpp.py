@@ -30,8 +30,8 @@ def main() -> int:
     for (element, dim, value_dim, queries, bits), processor in product(SIZES, PROCESSORS.get(machine, ())):
         records = RecordLayout.from_bits(dim, value_dim, bits)
         failed += not is_clean(cpu.SOURCE, cpu.define(element, dim, value_dim, queries, records), processor)
-    for sizes in PROMPT_SIZES if machine == "x86_64" else ():
-        failed += not is_clean(prompt.SOURCE, prompt.define(*sizes), "cooperlake")
+    for sizes, dtype in product(PROMPT_SIZES, prompt.NUMBERS) if machine == "x86_64" else ():
+        failed += not is_clean(prompt.SOURCE, prompt.define(*sizes, dtype), "cooperlake")
     return failed
 
 
