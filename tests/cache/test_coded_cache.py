@@ -201,9 +201,7 @@ def test_copies_share_records(monkeypatch: pytest.MonkeyPatch) -> None:
     assert twin.stats().shared_bytes == cache.stats().shared_bytes == records + beside
     other = prompt(400, seed=5)[0]
     follow(model, cache, other)
-    assert (
-        cache.stats().shared_bytes < records + beside == twin.stats().shared_bytes
-    )
+    assert cache.stats().shared_bytes < records + beside == twin.stats().shared_bytes
     given = ids[:, PROMPT:]
     wanted = follow(model, filled(model, ids[:, :PROMPT], bulk_bits=8, **DENSE), given)
     assert torch.equal(follow(model, twin, given), wanted)

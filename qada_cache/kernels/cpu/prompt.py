@@ -87,19 +87,21 @@ def define(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
 
 
 @functools.cache
-def build(dim: int, value_dim: int, dtype: torch.dtype) -> ctypes.CDLL | None:
+def build(
+    dim: int, value_dim: int, dtype: torch.dtype, source: Path = SOURCE, call: type[ctypes.Structure] = Call
+) -> ctypes.CDLL | None:
     """The kernel for these sizes and a dtype, built if need be; None on a processor without its instructions, and, with
-    one warning, if it cannot be built."""
+    one warning, if it cannot be built. `source` has `prompt_attention` of one `call`."""
     if INSTRUCTIONS not in instructions():
         return None
     try:
-        kernel = load(SOURCE, define(dim, value_dim, dtype))
+        kernel = load(source, define(dim, value_dim, dtype))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning_once(f"the fast kernel for prompts could not be built, torch's slower one serves: {error}")
         return None
     kernel.prompt_attention.errcheck = check_memory
-    if (size := kernel.call_size()) != ctypes.sizeof(Call):
-        raise RuntimeError(f"prompt.cpp has a Call of {size} bytes, and this module of {ctypes.sizeof(Call)}")
+    if (size := kernel.call_size()) != ctypes.sizeof(call):
+        raise RuntimeError(f"{source.name} has a Call of {size} bytes, and its module of {ctypes.sizeof(call)}")
     return kernel
 
 
