@@ -2,7 +2,7 @@
 
     python -m eval.prompt_rate --tokens 8192 16384 --dims 64 128 --out eval/results/prompt_rate.csv
 
-Causal attention of random bfloat16 queries, 4 query heads to a KV head; torch's `scaled_dot_product_attention` is given
+Causal attention of random queries, 4 query heads to a KV head; torch's `scaled_dot_product_attention` is given
 keys and values that are repeated for every query head before the clock runs. `gflops` counts two products over half of
 all pairs of tokens. `faster` is torch's median time over ours, `error` the largest deviation of some queries from
 float64 over torch's.
@@ -11,6 +11,7 @@ float64 over torch's.
 import argparse
 import sys
 import time
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -23,15 +24,16 @@ from qada_cache.kernels.cpu import prompt
 from qada_cache.machine import describe_machine
 
 GROUP, KV_HEADS = 4, 2
+DTYPES = ["bfloat16", "float32"]
 CHECKED = 64  # of the last queries, which are compared with float64
 
 
 @torch.inference_mode()
-def measure(dim: int, tokens: int, rounds: int) -> dict[str, Any]:
+def measure(dtype: str, dim: int, tokens: int, rounds: int) -> dict[str, Any]:
     """One row."""
     made = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(1, heads, tokens, dim, generator=made).bfloat16()
+        torch.randn(1, heads, tokens, dim, generator=made).to(getattr(torch, dtype))
         for heads in (GROUP * KV_HEADS, KV_HEADS, KV_HEADS)
     )
     if not prompt.serves(query, key, value, causal=True):
@@ -61,6 +63,7 @@ def measure(dim: int, tokens: int, rounds: int) -> dict[str, Any]:
     middle = [median(took) for took in seconds.values()]
     flops = 2 * 2 * tokens**2 / 2 * dim * GROUP * KV_HEADS
     return {
+        "dtype": dtype,
         "dim": dim,
         "tokens": tokens,
         "gflops": f"{flops / middle[0] / 1e9:.0f}",
@@ -76,12 +79,13 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=[8192], help="of a prompt (default: %(default)s)")
     add("--dims", type=int, nargs="+", default=[64, 128], help="of heads (default: %(default)s)")
+    add("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="(default: both)")
     add("--rounds", type=int, default=5, help="of both in turn (default: %(default)s)")
     add("--out", type=new_file, help="table to write, a CSV file")
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
-    sizes = [(dim, tokens) for dim in options.dims for tokens in options.tokens]
+    sizes = list(product(options.dtypes, options.dims, options.tokens))
     try:
         rows = [measure(*size, options.rounds) for size in tqdm(sizes, unit="size")]
     except RuntimeError as error:

@@ -44,13 +44,11 @@ class QAdACache(WatchedCache):
     straight through, and `restore_attention(model)` undoes it. The first cache of a model also runs it over a short
     prompt, and writes the key moments to the user's cache folder; `moments="current"` does not. The first long decode
     step on a CPU compiles a kernel into the same folder. `prepare` does all of it ahead. Calls with more new tokens
-    than the window (prefill, long turns) are exact full attention. Layers without full attention keep transformers' own
-    caches.
+    than the window (prefill, long turns) are exact full attention. Other layers keep transformers' own caches.
 
     Args:
         model: the model the cache is for, perhaps wrapped by `torch.compile` or peft. Instead of it, `config` takes the
-            model's own `model.config`. Under tensor parallelism all processes build their caches together, as they
-            collect moments together.
+            model's own `model.config`. Under tensor parallelism all processes build their caches together.
         threshold: tau in [0, 1]: a head is local if at least this share of its attention stays local. 0 makes every
             head local. 1 makes none local: `DynamicCache`'s attention, summed in another order. In bfloat16 and float16
             near-ties may then fall otherwise, as between eager and sdpa attention.
@@ -66,9 +64,9 @@ class QAdACache(WatchedCache):
             text, one word repeated). The model reads these once (seconds); they are kept in memory and the user's cache
             folder (`QADA_HOME`). Or `KeyMoments`, or their file's path or "hf://owner/name". "current+" and one of the
             others, or a tuple of "current" and one, goes by both: the larger estimate of `A_bulk` counts. Words need
-            the tokenizer where the model was loaded from, or given to `prepare`: without it "wiki" raises, and the
-            others become "random-tokens" and "single-token", with a warning. With `config`, moments are looked up in
-            the cache folder; without them the current prompt's alone count, with a warning.
+            the tokenizer where the model was loaded from, or given to `prepare`: else "wiki" raises, the others become
+            "random-tokens" and "single-token", with a warning. With `config`, moments are looked up in the cache
+            folder; without them the current prompt's alone count, with a warning.
         token_threshold: a long-context head reads the tokens of its bulk with at least so many times an even share of
             its attention, by the sketch. An estimate stands for others. 0: all are read, as in the paper, and always
             under "dense", "oracle" and a threshold of 1.
@@ -76,6 +74,8 @@ class QAdACache(WatchedCache):
         bulk_bits: 16: the bulk is as the model made it. 8 or 4: its closed segments lie in about so many bits a value,
             the sketch's included, in layers whose heads have multiples of 8 channels, and a sketch is kept. None: 8 for
             a model on a CPU if its tokens are selected in the metric of its queries, else 16.
+        prefill_threshold: 0: a first prompt is read exactly. Above: keys are read that get so many times an even share,
+            on CPUs with AVX512-BF16, from some 1,200 tokens on; an estimate stands for others (`docs/speed.md`).
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
@@ -111,6 +111,7 @@ class QAdACache(WatchedCache):
         token_threshold: float = TOKEN_THRESHOLD,
         sketch_bits: float = SKETCH_BITS,
         bulk_bits: int | None = None,
+        prefill_threshold: float = 0.0,
         update_moments: bool = True,
         offloading: bool = True,
         device_budget: int | float | str = 0,
@@ -129,8 +130,7 @@ class QAdACache(WatchedCache):
         support.check_model(model, text_config)
         attention.check_implementation(text_config)
         super().__init__(config=text_config)
-        ours = full_attention_layers(self)
-        managed = support.describe_model(model, config, ours)
+        managed = support.describe_model(model, config, ours := full_attention_layers(self))
         tuned_choice.check_left_out(options)
         options = support.resolve_options(options, managed)
         options = support.choose_bits(options, managed) if bulk_bits is None else options

@@ -10,7 +10,7 @@ from . import tuned_choice
 from .attention.decode import attend_adaptively, find_kernel
 from .cache import QAdACache
 from .kernels import partial_attention
-from .kernels.cpu import prompt
+from .kernels.cpu import prompt, selected_prompt
 from .kernels.operands import Query
 from .key_moments.defaults import CURRENT, DEFAULT_MOMENTS, MomentsSource, default_moments, sources
 from .key_moments.prompts import PROMPTS
@@ -86,8 +86,10 @@ def _build_kernels(
         return torch.randn(1, heads, tokens, size, dtype=dtype, device=device, generator=made)
 
     local = min(options.local_tokens, options.sink_tokens + ROOM_TOKENS)  # a longer window starts with as many columns
-    if options.kernels != "torch" and (device.type, dtype) == ("cpu", torch.bfloat16):
-        prompt.build(dim, value_dim)
+    if options.kernels != "torch" and device.type == "cpu" and dtype in prompt.NUMBERS:
+        prompt.build(dim, value_dim, dtype)
+        if options.prefill_threshold:
+            selected_prompt.serves(random(1, 1, dim), random(1, 1, value_dim))
     layer = QAdALayer(Shared(replace(options, local_tokens=local), shared.model), shared.model.layers[0])
     layer.lazy_initialization(random(kv_heads, 0, dim), random(kv_heads, 0, value_dim))
     store, query = cast(TokenStore, layer.store), random(kv_heads * group, 1, dim)

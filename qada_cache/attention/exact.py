@@ -1,4 +1,5 @@
-"""Exact attention of many new tokens: of a prompt over itself, and of a chunk or a long turn over everything cached."""
+"""Exact attention of many new tokens: of a prompt over itself, where keys may be selected instead, and of a chunk or a
+long turn over everything cached."""
 
 from typing import Any
 
@@ -6,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import merge_partials, partial_attention
-from ..kernels.cpu import prompt
+from ..kernels.cpu import prompt, selected_prompt
 from ..kernels.operands import Query
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
@@ -15,17 +16,32 @@ from ..storage.reading import stream
 
 
 def attend_to_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor) -> Tensor | None:
-    """Exact causal attention of a prompt without padding over itself, by our kernel: `[batch, tokens, heads,
-    value_dim]` in the query's dtype; None where the model's own attention is to serve. Shapes as for `attend_exactly`.
-    """
+    """Causal attention of a prompt over itself by our kernels, exact but for `prefill_threshold`: `[batch, tokens,
+    heads, value_dim]` in the query's dtype, zeros for padding; None where the model's own attention is to serve. Shapes
+    as for `attend_exactly`."""
     states = query.states
     if layer.options.kernels == "torch" or query.softcap is not None or query.sink_logits is not None:
         return None
-    if not prompt.serves(states, key, value, causal=True) or (torch.is_grad_enabled() and states.requires_grad):
+    if query.visible is not None or not prompt.serves(states, key, value, causal=True):
         return None
     batch, heads, tokens = states.shape[:3]
-    out = states.new_empty(batch, tokens, heads, value.shape[3])
-    prompt.prompt_attention(states, key, value, scaling=query.scaling, causal=True, out=out.transpose(1, 2))
+    out, options = states.new_zeros(batch, tokens, heads, value.shape[3]), layer.options
+    selects = options.prefill_threshold > 0 and selected_prompt.serves(states, value)
+    whole = query.valid is None and not selects
+    for rows in [slice(0, batch)] if whole else [slice(row, row + 1) for row in range(batch)]:
+        real = slice(None) if query.valid is None else real_tokens(query.valid, rows.start, states.device)
+        found = out[rows, real]  # a view, if they are neighbours
+        own, to = [part[rows][:, :, real] for part in (states, key, value)], found.transpose(1, 2)
+        if not found.numel():  # this row is padding from end to end
+            continue
+        if selects:
+            told: dict[str, Any] = {"sinks": options.sink_tokens, "window": options.window}
+            told["threshold"] = options.prefill_threshold
+            selected_prompt.selected_attention(*own, scaling=query.scaling, out=to, **told)
+        else:
+            prompt.prompt_attention(*own, scaling=query.scaling, causal=True, out=to)
+        if not isinstance(real, slice):
+            out[rows, real] = found
     return out
 
 

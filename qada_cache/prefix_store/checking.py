@@ -21,6 +21,11 @@ def check(cache: QAdACache, model: PreTrainedModel, rows: Iterable[Sequence[int]
     if key is not None and not isinstance(key, str):
         raise TypeError(f"key must be a str, got {type(key).__name__}")
     check_unsharded(processes(model))
+    if theta := cache.options.prefill_threshold:
+        raise NotImplementedError(
+            f"PrefixStore keeps no prompts that are read by selection (prefill_threshold={theta:g}), as it depends on "
+            "where they end: use prefill_threshold=0, or save() and QAdACache.load"
+        )
     layers_of(cache)
     for row in rows:
         _check_text(model, row)

@@ -67,6 +67,7 @@ class Options:
     token_threshold: float = field(default=TOKEN_THRESHOLD, metadata=_keyword(_FINITE))
     sketch_bits: float = field(default=SKETCH_BITS, metadata=_keyword(_BITS))
     bulk_bits: int = field(default=BULK_BITS, metadata=_keyword(laid_out=True))
+    prefill_threshold: float = field(default=0.0, metadata=_keyword(_FINITE))
     moments: MomentsSource = field(default=CURRENT, metadata=_keyword())  # as asked for
     # No keywords but for the last: found by these and by the model.
     current_moments: bool = True  # whether these include the moments of the prompt being read

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+COMPARED = 256  # queries whose masks are compared at once
 HIDDEN = -1e4  # what hides a token if it, or less, is added to its score
 # What `real_tokens` found, for the layers behind the first: a copy to the device is waited for. It goes with the flags.
 _places: Any = WeakIdKeyDictionary()
@@ -32,8 +33,8 @@ class Padding:
         queries: int,  # tokens of this call
     ) -> "tuple[Padding, Tensor | None, Tensor | None]":
         """The padding known after a call, from the mask handed to the attention function; which of the call's tokens
-        are real, bool `[batch, queries]` on the host, None if all are; and which of these each of them sees, in a call
-        that continues a sequence: bool `[batch or 1, queries, queries]` on the mask's device, None if it is causal.
+        are real, bool `[batch, queries]` on the host, None if all are; and which of these each of them sees: bool
+        `[batch or 1, queries, queries]` on the mask's device, None if it is causal.
 
         A token is padding if no query sees it, itself included. ValueError, if a real token does not see all the real
         ones of earlier calls, or sees padding, or sees nothing; if the mask adds other numbers to scores; or as
@@ -74,8 +75,8 @@ class Padding:
             told = visible[:, -1].any(dim=-1) & ~visible[:, -1].all(dim=-1) & ~real.any(dim=-1)
             agrees = agrees | (~real & ~told[:, None])
             blind = (real & ~visible.any(dim=-1)).any()
-            causal = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril()
-            differs = ((own != (causal & real[:, None])) & real.unsqueeze(-1)).any()
+        if mask.dim() == 4:
+            differs = _differs_from_causal(own, real)
         flags = torch.stack([agrees.all(), differs, biased, blind])
         said = torch.cat([flags, real.expand(batch, queries).flatten()]).cpu()
         if said[2]:
@@ -137,6 +138,19 @@ def read_mask(mask: Tensor, *, batch: int, seen: int, queries: int) -> tuple[Ten
         return mask[:, 0], unbiased
     rows = mask[:, 0] == 0
     return rows, (~rows & ~(mask[:, 0] <= HIDDEN)).any()  # nan is neither
+
+
+def _differs_from_causal(own: Tensor, real: Tensor) -> Tensor:
+    """Whether a real token of a call sees others of it than the real ones up to itself, a bool scalar; `own` bool
+    `[batch or 1, queries, queries]`, `real` `[batch or 1, queries]`. A block at a time, as `own` may be the largest
+    tensor of a prompt."""
+    tokens = torch.arange(own.shape[1], device=own.device)
+    differs = []
+    for first in range(0, own.shape[1], COMPARED):
+        block = slice(first, first + COMPARED)
+        causal = (tokens <= tokens[block, None]) & real[:, None]
+        differs.append(((own[:, block] != causal) & real[:, block, None]).any())
+    return torch.stack(differs).any()
 
 
 def real_tokens(valid: Tensor, row: int, device: torch.device) -> slice | Tensor:

@@ -310,19 +310,40 @@ def test_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "--tokens, --new-tokens and --rounds must be at least 1" in capsys.readouterr().err
 
 
+def test_prompt_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The lower the threshold, the less is lost, and the more is read; nothing, where no kernel selects."""
+    import needle
+
+    from eval import prompt_loss
+
+    table, model = tmp_path / "table.csv", ["--model", str(needle.FOLDER), "--dtype", "float32"]
+    arguments = ["--tokens", "1500", "--documents", "1", "--thresholds", "1e-9", "100", "--out", str(table)]
+    assert prompt_loss.main([*model, *arguments]) == 0
+    with table.open(encoding="utf-8") as file:
+        low, high = csv.DictReader(file)
+    assert abs(float(low["kl"])) < 1e-5
+    assert float(low["kl"]) <= float(high["kl"])
+    assert float(high["pairs"]) <= float(low["pairs"]) <= 1
+    with pytest.raises(SystemExit):
+        prompt_loss.main([*model, "--tokens", "512"])
+    assert "--tokens must be above 512" in capsys.readouterr().err
+
+
 def test_prompt_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors are told apart where the kernel runs; elsewhere a line says that it does not."""
     from eval import prompt_rate
     from qada_cache.kernels.cpu import prompt
 
     table = tmp_path / "table.csv"
-    if prompt.build(64, 64) is not None:
+    if prompt.build(64, 64, torch.bfloat16) is not None:
         arguments = ["--tokens", "600", "--dims", "64", "--rounds", "1", "--out", str(table)]
         assert prompt_rate.main(arguments) == 0
         with table.open(encoding="utf-8") as file:
-            (row,) = csv.DictReader(file)
-        assert 0.3 < float(row["error"]) < 3
-        assert float(row["faster"]) > 0
+            rows = list(csv.DictReader(file))
+        assert [row["dtype"] for row in rows] == ["bfloat16", "float32"]
+        for row in rows:
+            assert 0.3 < float(row["error"]) < 3
+            assert float(row["faster"]) > 0
     monkeypatch.setattr(prompt, "serves", lambda *_, **__: False)
     with pytest.raises(SystemExit):
         prompt_rate.main([])

@@ -322,6 +322,19 @@ def test_prompts_that_their_tokens_do_not_tell(store: PrefixStore, model: PreTra
     assert store.cache(model, [1, 8, 3], moments="current").get_seq_length() == 0
 
 
+def test_prompts_that_are_read_by_selection(store: PrefixStore, model: PreTrainedModel) -> None:
+    """Wherever caches come from: others would take what they hold for exact."""
+    options: dict[str, Any] = {"moments": "current", "prefill_threshold": 4.4}
+    with pytest.raises(NotImplementedError, match=r"read by selection \(prefill_threshold=4.4\)"):
+        store.cache(model, [1, 2, 3], **options)
+    cache = QAdACache(model, **options, bulk_bits=16)
+    with torch.no_grad():
+        model(prompt(30)[0], **pass_cache(cache))
+    with pytest.raises(NotImplementedError, match="read by selection"):
+        store.keep(cache, prompt(30)[0])
+    assert store.cache(model, [1, 2, 3], moments="current").get_seq_length() == 0
+
+
 def test_wrong_arguments(store: PrefixStore, model: PreTrainedModel) -> None:
     cache = QAdACache(model, **EXACT)
     assert store.keep(cache, [1]) == 0

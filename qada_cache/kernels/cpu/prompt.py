@@ -1,6 +1,6 @@
-"""Exact attention of many queries in bfloat16 on the CPU in one call of `prompt.cpp`.
+"""Exact attention of many queries in bfloat16 or float32 on the CPU, in one call of `prompt.cpp`.
 
-Torch's own leaves most of what a processor with AVX512-BF16 can multiply unused. It serves on others, and in float32.
+Torch's own leaves most of what a processor with AVX512-BF16 can multiply unused. It serves on others.
 """
 
 import ctypes
@@ -20,6 +20,7 @@ MIN_QUERIES = 64  # fewer are bound by memory, as decoding is
 MIN_TOKENS = 512  # fewer keys are not worth a build
 SOURCE = Path(__file__).with_name("prompt.cpp")
 INSTRUCTIONS = "avx512_bf16"  # as Linux has it among the processor's flags
+NUMBERS = {torch.bfloat16: "uint16_t", torch.float32: "float"}  # as C++ has them
 
 
 class Call(ctypes.Structure):
@@ -39,23 +40,24 @@ def serves(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> bool:
     dim, value_dim = query.shape[3], value.shape[3]
     return (
         query.device.type == key.device.type == value.device.type == "cpu"
-        and query.dtype == key.dtype == value.dtype == torch.bfloat16
+        and query.dtype == key.dtype == value.dtype in NUMBERS
         and query.shape[2] >= MIN_QUERIES
         and key.shape[2] >= max(MIN_TOKENS, query.shape[2] if causal else 0)
-        and dim % 2 == value_dim % 16 == 0
+        and dim * query.element_size() % 4 == value_dim % 16 == 0
         and query.shape[0] == key.shape[0] == value.shape[0]
         and query.shape[1] % key.shape[1] == 0
         and key.shape[:3] == value.shape[:3]
         and all(tensor.stride(3) == 1 for tensor in (query, key, value))
-        and build(dim, value_dim) is not None
+        and not (torch.is_grad_enabled() and query.requires_grad)  # as keys never do
+        and build(dim, value_dim, query.dtype) is not None
     )
 
 
 def prompt_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, out: Tensor, lse: Tensor | None = None
 ) -> None:
-    """Softmax attention of bfloat16 queries over keys, for calls that `serves` admits: sums in float32, weights in
-    bfloat16, as torch's own.
+    """Softmax attention of queries over keys, for calls that `serves` admits: sums in float32, weights in the queries'
+    dtype, as torch's own.
 
     Args:
         query: `[batch, heads, queries, dim]`.
@@ -67,7 +69,7 @@ def prompt_attention(
 
     MemoryError, if there is none for keys and values of one head, which are packed for the processor.
     """
-    kernel = build(query.shape[3], value.shape[3])
+    kernel = build(query.shape[3], value.shape[3], query.dtype)
     assert kernel is not None
     call = Call(
         *(tensor.data_ptr() for tensor in (query, key, value, out)),
@@ -79,25 +81,27 @@ def prompt_attention(
     kernel.prompt_attention(ctypes.byref(call))
 
 
-def define(dim: int, value_dim: int) -> tuple[str, ...]:
+def define(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
     """The macros that `SOURCE` is built with."""
-    return f"-DDIM={dim}", f"-DVALUE_DIM={value_dim}"
+    return f"-DDIM={dim}", f"-DVALUE_DIM={value_dim}", f"-DNUMBER={NUMBERS[dtype]}"
 
 
 @functools.cache
-def build(dim: int, value_dim: int) -> ctypes.CDLL | None:
-    """The kernel for these sizes, built if need be; None on a processor without its instructions, and, with one
-    warning, if it cannot be built."""
+def build(
+    dim: int, value_dim: int, dtype: torch.dtype, source: Path = SOURCE, call: type[ctypes.Structure] = Call
+) -> ctypes.CDLL | None:
+    """The kernel for these sizes and a dtype, built if need be; None on a processor without its instructions, and, with
+    one warning, if it cannot be built. `source` has `prompt_attention` of one `call`."""
     if INSTRUCTIONS not in instructions():
         return None
     try:
-        kernel = load(SOURCE, define(dim, value_dim))
+        kernel = load(source, define(dim, value_dim, dtype))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning_once(f"the fast kernel for prompts could not be built, torch's slower one serves: {error}")
         return None
     kernel.prompt_attention.errcheck = check_memory
-    if (size := kernel.call_size()) != ctypes.sizeof(Call):
-        raise RuntimeError(f"prompt.cpp has a Call of {size} bytes, and this module of {ctypes.sizeof(Call)}")
+    if (size := kernel.call_size()) != ctypes.sizeof(call):
+        raise RuntimeError(f"{source.name} has a Call of {size} bytes, and its module of {ctypes.sizeof(call)}")
     return kernel
 
 

@@ -1,0 +1,153 @@
+"""Selected attention of a prompt on the CPU: its queries read, a block at a time, those keys that they ask for.
+
+Queries of a block and one head see *near* keys exactly: the sinks, and the windows of all of them, both in whole
+segments. Of the others, the *far* ones, they read together what any of them asks for: a key that gets `threshold` times
+an even share of what the query has met: near keys and, from the newest on, tiles of far ones. For the unread stands
+their estimated mass, with values on the line of regression, as in decoding (`sketch/selection.py`).
+
+Estimates of scores are products of bytes. A prompt is bound by arithmetic, and 8 bits cost no more than the sketch's
+few: keys less the mean of their segment, and queries, rotated and rounded to 127 levels of their own largest number.
+Nothing that a query is told comes from later tokens.
+"""
+
+import ctypes
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...sketch import rotate
+from . import prompt
+
+SOURCE = Path(__file__).with_name("selected_prompt.cpp")
+SEGMENT = 64  # keys that share a centre
+BLOCK = 66  # queries that read together
+FAR = 1024  # with fewer far keys a query reads all: to estimate takes as long
+LEVELS = 127
+
+
+class Call(ctypes.Structure):
+    """`Call` of selected_prompt.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "centres", "codes", "corrections")),
+        *((name, ctypes.c_void_p) for name in ("steps", "means", "covariances", "read")),
+        *((name, ctypes.c_int64) for name in ("query_head", "query_token", "key_token", "value_token")),
+        *((name, ctypes.c_int64) for name in ("out_head", "out_token", "group", "queries", "tokens", "start", "first")),
+        *((name, ctypes.c_int64) for name in ("window", "narrow", "threads")),
+        *((name, ctypes.c_double) for name in ("scaling", "threshold")),
+    )
+
+
+def serves(query: Tensor, value: Tensor) -> bool:
+    """Whether `selected_attention` computes a call that `prompt.serves` admits, its build included."""
+    dim, value_dim = query.shape[3], value.shape[3]
+    return dim % 4 == 0 and prompt.build(dim, value_dim, query.dtype, SOURCE, Call) is not None
+
+
+def selecting_queries(tokens: int, *, sinks: int, window: int) -> slice:
+    """The queries of a prompt that select, none of a short one: those with `FAR` far keys, less the last `window`."""
+    start = _whole(sinks) + FAR + window - 1
+    return slice(start, max(start, tokens - window))
+
+
+def selected_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, threshold: float, sinks: int, window: int, out: Tensor
+) -> int:
+    """Causal attention of one row's prompt, for calls that `prompt.serves` and `serves` admit: by selection for
+    `selecting_queries`, exact for the others.
+
+    Args:
+        query: `[1, heads, tokens, dim]`.
+        key, value: `[1, kv_heads, tokens, dim or value_dim]`.
+        scaling: of scores.
+        threshold: times an even share, above 0.
+        sinks, window: tokens, the query's own included.
+        out: the query's dtype or float32 `[1, heads, tokens, value_dim]`, written.
+
+    Returns the pairs of a query and a far key that were read. MemoryError as `prompt.prompt_attention`.
+    """
+    tokens, group = query.shape[2], query.shape[1] // key.shape[1]
+    selecting = selecting_queries(tokens, sinks=sinks, window=window)
+    if selecting.start >= selecting.stop:
+        prompt.prompt_attention(query, key, value, scaling=scaling, causal=True, out=out)
+        return 0
+    for exact in (slice(0, selecting.start), slice(selecting.stop, tokens)):
+        seen = key[:, :, : exact.stop], value[:, :, : exact.stop]
+        prompt.prompt_attention(query[:, :, exact], *seen, scaling=scaling, causal=True, out=out[:, :, exact])
+    read = torch.zeros((), dtype=torch.int64, device="cpu")
+    for head in range(key.shape[1]):
+        heads = slice(head * group, (head + 1) * group)
+        one = query[0, heads, selecting], key[0, head, : selecting.stop], value[0, head, : selecting.stop]
+        told: dict[str, Any] = {"scaling": scaling, "threshold": threshold, "first": _whole(sinks), "window": window}
+        _attend_to_head(*one, start=selecting.start, out=out[0, heads, selecting], read=read, **told)
+    return int(read)
+
+
+def _whole(tokens: int) -> int:
+    return math.ceil(tokens / SEGMENT) * SEGMENT
+
+
+def _attend_to_head(
+    query: Tensor,  # `[group, queries, dim]`, from `start` on
+    key: Tensor,  # `[tokens, dim]`
+    value: Tensor,
+    *,
+    start: int,
+    first: int,
+    window: int,
+    scaling: float,
+    threshold: float,
+    out: Tensor,
+    read: Tensor,
+) -> None:
+    queries, (tokens, dim), value_dim = query.shape[1], key.shape, value.shape[1]
+    starts = torch.arange(start, start + queries, BLOCK, device="cpu")
+    counts = (starts - window + 1) // SEGMENT - first // SEGMENT  # far segments of each block
+    far = slice(first, first + int(counts[-1]) * SEGMENT)
+    keys, values = (part[far].unflatten(0, (-1, SEGMENT)).float() for part in (key, value))
+    centres = keys.mean(dim=1).to(key.dtype)
+    codes, steps = _round(keys - centres.float().unsqueeze(1))
+    words = codes.to(torch.int8).view(torch.int32).transpose(1, 2).contiguous()
+    corrections = (-128 * codes.sum(dim=-1)).to(torch.int32)
+    made = centres, words, corrections, steps, *_average(keys, values, counts)
+    kernel = prompt.build(dim, value_dim, key.dtype, SOURCE, Call)
+    assert kernel is not None
+    call = Call(
+        *(tensor.data_ptr() for tensor in (query, key, value, out, *made, read)),
+        *(*query.stride()[:2], key.stride(0), value.stride(0), *out.stride()[:2]),
+        *(query.shape[0], queries, tokens, start, first, window),
+        *(out.dtype == torch.bfloat16, torch.get_num_threads(), scaling, threshold),
+    )
+    kernel.prompt_attention(ctypes.byref(call))
+
+
+def _round(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers and steps of rotated vectors `[..., dim]`, float32."""
+    dim = vectors.shape[-1]
+    rotated = rotate(vectors, dim & -dim)
+    steps = rotated.abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny) / LEVELS
+    return torch.round(rotated / steps.unsqueeze(-1)), steps
+
+
+def _average(keys: Tensor, values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Means `[blocks, dim + value_dim]` of the first `counts` segments of keys and values `[segments, tokens, dim or
+    value_dim]`, and covariances of keys with both, `[blocks, dim, dim + value_dim]`."""
+    centre = keys[0].mean(dim=0)  # what is far from it would be lost in its square
+    keys, tokens, dim = keys - centre, counts * SEGMENT, keys.shape[2]
+    both = torch.cat([keys, values], dim=2)
+    sums, squares = (_accumulate(part)[counts - 1] for part in (both.sum(dim=1), torch.matmul(keys.mT, both)))
+    means, squares = sums / tokens[:, None], squares / tokens[:, None, None]
+    squares -= means[:, :dim, None] * means[:, None]
+    means[:, :dim] += centre
+    return means, squares
+
+
+def _accumulate(parts: Tensor) -> Tensor:
+    """The sums of each part and those before it, in place: a few large parts, at which `cumsum` is slow."""
+    for before, part in itertools.pairwise(parts):
+        part += before
+    return parts

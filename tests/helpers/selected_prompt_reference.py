@@ -1,0 +1,72 @@
+"""Selected attention of a prompt in float64: a second definition, which shares no code with the first."""
+
+import math
+
+import torch
+from torch import Tensor
+
+SEGMENT = 64  # keys that are coded together
+BLOCK = 66  # queries that read together
+TILE = 256  # keys between two looks at what is met
+LEVELS = 127
+
+
+def hadamard(size: int) -> Tensor:
+    """Orthonormal, of the largest power of two that divides `size`, in blocks along the diagonal."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while size % (2 * len(matrix)) == 0:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return torch.block_diag(*[matrix * len(matrix) ** -0.5] * (size // len(matrix)))
+
+
+def rounded(vectors: Tensor) -> Tensor:
+    """Each to 127 levels either way of its own largest number."""
+    step = vectors.abs().amax(-1, keepdim=True).clamp_min(1e-30) / LEVELS
+    return torch.round(vectors / step) * step
+
+
+def selected_prompt(
+    *, query: Tensor, key: Tensor, value: Tensor, scaling: float, theta: float, sinks: int, window: int, least: int
+) -> tuple[Tensor, list[float]]:
+    """One query head `[tokens, dim]` over its keys and values, and the share of far pairs that each block reads.
+
+    Queries of a block see sinks and windows, both rounded up to whole segments, exactly. Of the others, from the newest
+    on, a key is read that any query gives theta times an even share of what it has met: sinks, windows, and whole tiles
+    of 256 keys before the key's own. Queries with fewer than `least` far keys and the last `window` ones read all.
+    """
+    tokens, turn = len(query), hadamard(query.shape[1])
+    query, key, value = (each.double() for each in (query, key, value))
+    first, back = -(-sinks // SEGMENT) * SEGMENT, window - 1
+    begin = first + least + back
+    scores = (scaling * query @ key.T).masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool).tril(), -math.inf)
+    out, shares = scores.softmax(-1) @ value, []
+    for start in range(begin, tokens - window, BLOCK):
+        stop = min(start + BLOCK, tokens - window)
+        far = range(first, (start - back) // SEGMENT * SEGMENT)
+        q = query[start:stop]
+        keys, values = key[far.start : far.stop], value[far.start : far.stop]
+        segments = keys.unflatten(0, (-1, SEGMENT))
+        centres = segments.mean(1)
+        coded = rounded((segments - centres[:, None]) @ turn).flatten(0, 1)
+        estimates = scaling * (rounded(q @ turn) @ coded.T + (q @ centres.T).repeat_interleave(SEGMENT, 1))
+        near = scores[start:stop].clone()
+        near[:, far.start : far.stop] = -math.inf
+        met, read = near.logsumexp(-1), torch.zeros(len(far), dtype=torch.bool)
+        for end in range(len(far), 0, -TILE):
+            part = slice(max(0, end - TILE), end)
+            cut = met + math.log(theta / len(far))
+            read[part] = (estimates[:, part] >= cut[:, None]).any(0)
+            met = torch.logaddexp(met, estimates[:, part].logsumexp(-1))
+        shares.append(float(read.double().mean()))
+        near[:, far.start : far.stop] = scores[start:stop, far.start : far.stop].masked_fill(~read, -math.inf)
+        unread = estimates.masked_fill(read, -math.inf)
+        centred_keys, mean_value = keys - keys.mean(0), values.mean(0)
+        line = scaling * q @ (centred_keys.T @ (values - mean_value)) / len(far)  # Cov(v, s) of each query
+        variance = (scaling * q @ centred_keys.T).square().mean(-1)
+        mean_score = scaling * q @ keys.mean(0)
+        lifted = (unread.softmax(-1).nan_to_num() * estimates).sum(-1) - mean_score
+        rest = mean_value + torch.where(variance > 1e-12, lifted / variance, 0.0)[:, None] * line
+        lse, rest_lse = near.logsumexp(-1), unread.logsumexp(-1)
+        share = (rest_lse - torch.logaddexp(lse, rest_lse)).exp()[:, None]
+        out[start:stop] = (1 - share) * (near.softmax(-1) @ value) + share.nan_to_num() * rest
+    return out, shares

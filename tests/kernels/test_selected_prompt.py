@@ -1,0 +1,203 @@
+"""Prompts read by selection: against float64, and in a whole cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compilers import needs_compiler
+from harness import Inputs, new_layer
+from models import exact, forced, tiny
+from models import prompt as words
+from selected_prompt_reference import selected_prompt as reference
+from torch import Tensor
+from transformers import DynamicCache
+
+from qada_cache import QAdACache
+from qada_cache.attention.exact import attend_to_prompt
+from qada_cache.kernels.cpu import prompt, selected_prompt
+from qada_cache.kernels.operands import Query
+from qada_cache.versions import pass_cache
+
+needs_pairs = pytest.mark.skipif(
+    prompt.INSTRUCTIONS not in prompt.instructions(), reason="this processor multiplies no pairs of bfloat16"
+)
+pytestmark = [needs_compiler, needs_pairs]
+
+LEAST = 192  # far keys, so that short prompts select
+THETA = 60.0  # at which some far keys are read, and some are not
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt, "MIN_TOKENS", 1)
+    monkeypatch.setattr(selected_prompt, "FAR", LEAST)
+
+
+def tensors(tokens: int, dim: int, value_dim: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """One row of two heads to a KV head, laid out as models do, in which few keys stand out: keys far from zero, large
+    in some channels, and values that follow them."""
+    made = torch.Generator().manual_seed(tokens)
+    query, key, value = (
+        torch.randn(1, tokens, heads, size, generator=made).transpose(1, 2)
+        for heads, size in ((4, dim), (2, dim), (2, value_dim))
+    )
+    spread = torch.linspace(0.3, 3, dim)
+    key = key * spread + 20 * torch.randn(1, 2, 1, dim, generator=made)
+    mixed = torch.randn(dim, value_dim, generator=made) / dim
+    return [(2.5 * query / spread).to(dtype), key.to(dtype), (value + key @ mixed).to(dtype)]
+
+
+def attend(call: list[Tensor], **options: Any) -> tuple[Tensor, int]:
+    query, _, value = call
+    out = torch.full((*query.shape[:3], value.shape[3]), torch.nan, dtype=query.dtype)
+    told = {"scaling": 0.2, "threshold": THETA, "sinks": 16, "window": 112} | options
+    return out, selected_prompt.selected_attention(*call, out=out, **told)
+
+
+def by_reference(call: list[Tensor], **options: Any) -> tuple[Tensor, list[float]]:
+    """All heads, and the share of far keys that each block and head reads."""
+    told = {"scaling": 0.2, "theta": THETA, "sinks": 16, "window": 112, "least": LEAST} | options
+    query, key, value = (each[0] for each in call)
+    found = [reference(query=query[head], key=key[head // 2], value=value[head // 2], **told) for head in range(4)]
+    return torch.stack([out for out, _ in found])[None], [share for _, shares in found for share in shares]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"sinks": 0, "window": 1}, {"sinks": 70, "window": 200}], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "dim", "value_dim"), [(900, 64, 64), (1001, 80, 48), (830, 128, 128), (4700, 4, 16)]
+)
+def test_as_float64_computes_it(tokens: int, dim: int, value_dim: int, sizes: dict[str, int]) -> None:
+    """But for few blocks, where a key lies so near the cut that rounding decides."""
+    if tokens == 4700 and sizes:
+        pytest.skip("once is enough: more than 64 segments, of which centres are scored at once")
+    call = tensors(tokens, dim, value_dim)
+    wanted, shares = by_reference(call, **sizes)
+    assert 0.01 < sum(shares) / len(shares) < 0.8
+    out, pairs = attend(call, **sizes)
+    off = (out - wanted).abs().amax(dim=-1)
+    assert off.quantile(0.97) < 2e-3 * float(wanted.std())
+    assert off.max() < 0.3 * float(wanted.std())
+    far = [(start - sizes.get("window", 112) + 1) // 64 * 64 for start in range(0, tokens)]
+    assert 0 < pairs < 4 * sum(far)
+
+
+def test_what_is_lost_without_an_estimate_and_with_it() -> None:
+    """The unread are worth something: without an estimate for them more is lost."""
+    call = tensors(1500, 64, 64)
+    out, _ = attend(call, threshold=1e9)
+    full, _ = attend(call, threshold=1e-9)
+    selecting = selected_prompt.selecting_queries(1500, sinks=16, window=112)
+    scores = 0.2 * call[0].double() @ call[1].double().repeat_interleave(2, 1).mT
+    queries, keys = torch.arange(1500)[:, None], torch.arange(1500)
+    start = selecting.start + (queries - selecting.start) // 66 * 66
+    near = (keys < 64) | (keys >= (start - 111) // 64 * 64)
+    scores = scores.masked_fill(~near | (keys > queries), -torch.inf)
+    left_out = scores.softmax(-1) @ call[2].double().repeat_interleave(2, 1)
+    error, other = ((each - full)[:, :, selecting].abs().mean() for each in (out, left_out))
+    assert error < 0.75 * other
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_low_threshold_reads_everything(dtype: torch.dtype) -> None:
+    call = tensors(900, 64, 64, dtype)
+    out, _ = attend(call, threshold=1e-9)
+    full = torch.empty_like(out)
+    prompt.prompt_attention(*call, scaling=0.2, causal=True, out=full)
+    torch.testing.assert_close(out, full, rtol=torch.finfo(dtype).eps * 2, atol={torch.bfloat16: 2e-2}.get(dtype, 1e-5))
+
+
+def test_bfloat16_is_as_near_as_its_rounding() -> None:
+    call = tensors(1001, 64, 64, torch.bfloat16)
+    wanted, _ = by_reference(call)
+    off = (attend(call)[0] - wanted).abs()
+    full = torch.empty_like(call[0])
+    prompt.prompt_attention(*call, scaling=0.2, causal=True, out=full)
+    assert off.mean() < 0.25 * (full - wanted).abs().mean()
+
+
+def test_no_query_is_told_of_later_tokens() -> None:
+    """Of a prompt of the same length: where it ends decides which queries are exact."""
+    call, other = tensors(1000, 64, 64), tensors(1000, 64, 64)
+    for changed, part in zip(other, call, strict=True):
+        changed[:, :, 777:] += torch.randn(part[:, :, 777:].shape, generator=torch.Generator().manual_seed(1))
+    one, two = attend(call)[0], attend(other)[0]
+    block = 187 + LEAST - 12  # where blocks begin: 64 sinks, 192 far keys, 111 of the window
+    assert torch.equal(one[:, :, : block + (777 - block) // 66 * 66], two[:, :, : block + (777 - block) // 66 * 66])
+    assert not torch.equal(one[:, :, 777:], two[:, :, 777:])
+
+
+def test_the_first_queries_and_the_last_window_are_exact() -> None:
+    call = tensors(1000, 64, 64)
+    out, full = attend(call)[0], torch.empty(1, 4, 1000, 64)
+    prompt.prompt_attention(*call, scaling=0.2, causal=True, out=full)
+    exactly = (out - full).abs().amax(dim=(0, 1, 3)) < 1e-5
+    selecting = selected_prompt.selecting_queries(1000, sinks=16, window=112)
+    assert (selecting.start, selecting.stop) == (64 + LEAST + 111, 1000 - 112)
+    assert exactly[: selecting.start].all()
+    assert exactly[selecting.stop :].all()
+    assert not exactly[selecting].any()
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_change_nothing(threads: int) -> None:
+    call, before = tensors(1000, 64, 64), torch.get_num_threads()
+    outs = []
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        outs.append(attend(call))
+    torch.set_num_threads(before)
+    assert torch.equal(outs[0][0], outs[1][0])
+    assert outs[0][1] == outs[1][1]
+
+
+def test_scores_far_apart_and_alike() -> None:
+    """A far key that outweighs all others by far; the same score everywhere; no differences between keys at all."""
+    query, key, value = tensors(1000, 64, 64)
+    key[:, :, 100] += 40 * query[:, ::2, 700] / query[:, ::2, 700].norm(dim=-1, keepdim=True)
+    for changed in (key, torch.zeros_like(key), key[:, :, :1].expand_as(key).contiguous()):
+        call = [query, changed, value]
+        wanted, _ = by_reference(call)
+        out, _ = attend(call)
+        assert out.isfinite().all()
+        assert (out - wanted).abs().mean() < 1e-3
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right", "holes"])
+def test_rows_of_a_batch(side: str) -> None:
+    """Each row's real tokens as if there were no others; padding gets zeros."""
+    tokens, valid = 900, torch.ones(3, 900, dtype=torch.bool)
+    valid[1, slice(0, 150) if side == "left" else slice(750, 900) if side == "right" else slice(40, 90)] = (
+        side == "none"
+    )
+    valid[2, :850] = side != "left"
+    key, value, states = Inputs(3, dim=32, value_dim=48, dtype=torch.bfloat16)(tokens, batch=3)
+    layer = new_layer(key, value, prefill_threshold=THETA, sink_tokens=16, local_tokens=128)
+    query = Query(states, 0.2, valid=None if valid.all() else valid)
+    found = attend_to_prompt(layer, query, key, value)
+    assert found is not None
+    assert torch.equal(found.any(dim=-1).any(dim=-1), valid)
+    for row, real in enumerate(valid):
+        call = [each[row : row + 1, :, real] for each in (states, key, value)]
+        assert torch.equal(found[row : row + 1, real].transpose(1, 2), attend(call)[0])
+
+
+@torch.no_grad()
+def test_in_a_cache() -> None:
+    """0, the default, is exact; a low threshold as near to it as rounding; a higher one is not, and is near."""
+    model, ids = tiny("llama", head_dim=16), words(900)[0]
+    plain = forced(model, ids, [900], DynamicCache(config=model.config))
+    logits = [forced(model, ids, [900], exact(model, prefill_threshold=theta)) for theta in (0.0, 1e-9, THETA)]
+    assert QAdACache(model, moments="current").options.prefill_threshold == 0
+    assert (logits[0] - plain).abs().max() < 1e-4
+    assert (logits[1] - plain).abs().max() < 1e-4
+    assert 1e-3 < (logits[2] - plain).abs().mean() < 0.2 * float(plain.std())
+
+
+@torch.no_grad()
+def test_torch_reads_exactly() -> None:
+    model, ids = tiny("llama", head_dim=16), words(900)[0]
+    cache = exact(model, prefill_threshold=THETA, kernels="torch")
+    plain = model(ids, **pass_cache(DynamicCache(config=model.config))).logits
+    assert torch.equal(model(ids, **pass_cache(cache)).logits, plain)
