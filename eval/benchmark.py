@@ -28,8 +28,8 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, StaticCache
 
 from eval.shared.tables import read
-from eval.shared.timing import Peak, load_model, report, speeds, timing_parser, wait
-from eval.shared.workloads import TOKEN_SHARE, TOKENS, Work, fill, flagged, methods, token_threshold
+from eval.shared.timing import Peak, load_model, make_timing_parser, measure_speeds, report, wait
+from eval.shared.workloads import TOKEN_SHARE, TOKENS, Work, fill, find_token_threshold, flag_heads, list_methods
 from qada_cache import QAdACache, restore_attention
 from qada_cache.versions import pass_cache
 
@@ -45,11 +45,11 @@ def draw(table: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from eval.shared.drawing import canvas, write
+    from eval.shared.drawing import make_canvas, write
 
     rows = read(table)
     panels = sorted({(int(row["batch"]), int(row["tokens"])) for row in rows})
-    figure, grid = canvas(len(panels), width=4.2, height=3.6)
+    figure, grid = make_canvas(len(panels), width=4.2, height=3.6)
     for axes, (batch, tokens) in zip(grid[0], panels, strict=True):
         times = {
             row["method"]: float(row["p50_ms"])
@@ -112,7 +112,7 @@ def check(work: Work) -> None:
     made = {
         "dense": lambda: DynamicCache(config=model.config),
         "static": lambda: StaticCache(config=model.config, max_cache_len=work.tokens + 8),
-        "ours": lambda: QAdACache(model, criterion=flagged(work, 1.0), token_threshold=0.0),
+        "ours": lambda: QAdACache(model, criterion=flag_heads(work, 1.0), token_threshold=0.0),
         "window": lambda: QAdACache(model, criterion="local"),
     }
     logits = {name: decode(work, fill(make(), work), steps=1)[1].float() for name, make in made.items()}
@@ -126,33 +126,33 @@ def check(work: Work) -> None:
     print(f"off DynamicCache's logits: {shown}")
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def list_tensors(value: Any) -> list[Tensor]:
     """The plain tensors that a layer of a cache holds, those that quantised ones are made of included."""
     if isinstance(value, Tensor):
         parts = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
-        return tensors_of([getattr(value, name) for name in parts]) if parts else [value]
+        return list_tensors([getattr(value, name) for name in parts]) if parts else [value]
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for part in values for tensor in tensors_of(part)]
+    return [tensor for part in values for tensor in list_tensors(part)]
 
 
-def held(cache: Cache) -> tuple[int, int]:
+def count_held(cache: Cache) -> tuple[int, int]:
     """Bytes of keys and values on the device and on the host."""
     if isinstance(cache, QAdACache):
         stats = cache.stats()
         return stats.device_bytes, stats.host_bytes
-    tensors = [tensor for layer in cache.layers for tensor in tensors_of(vars(layer))]
+    tensors = [tensor for layer in cache.layers for tensor in list_tensors(vars(layer))]
     by_host = [tensor.nbytes for tensor in tensors if tensor.device.type == "cpu"]
     total = sum(tensor.nbytes for tensor in tensors)
     return (total, 0) if str(tensors[0].device) == "cpu" else (total - sum(by_host), sum(by_host))
 
 
-def read_bytes(cache: Cache, name: str, steps: int) -> float:
+def count_read_bytes(cache: Cache, name: str, steps: int) -> float:
     """Bytes of keys and values that a decoded token read, on average."""
     if name == "no context":
         return 0.0
     if not isinstance(cache, QAdACache):
-        return float(sum(held(cache)))
-    near = sum(layer.store.local_keys.nbytes + layer.store.local_values.nbytes for layer in cache.layers)
+        return float(sum(count_held(cache)))
+    near = sum(layer.store.near_keys.nbytes + layer.store.near_values.nbytes for layer in cache.layers)
     stats = cache.stats()
     return near + (stats.bulk_read_bytes + stats.resident_hit_bytes + stats.sketch_read_bytes) / steps
 
@@ -164,7 +164,7 @@ def measure(work: Work, rounds: int, read: float) -> list[dict[str, Any]]:
     """
     seconds: dict[str, list[float]] = {}
     found: dict[str, dict[str, float]] = {}
-    made, shares = methods(work, token_threshold(work, TOKEN_SHARE)), {}
+    made, shares = list_methods(work, find_token_threshold(work, TOKEN_SHARE)), {}
     with tqdm(total=rounds * len(made), unit="run") as bar:
         for _ in range(rounds):
             for name, make in made.items():
@@ -173,11 +173,11 @@ def measure(work: Work, rounds: int, read: float) -> list[dict[str, Any]]:
                 peak = Peak(work.model.device)
                 cache = make()
                 seconds.setdefault(name, []).extend(decode(work, cache)[0])
-                device, host = held(cache)
+                device, host = count_held(cache)
                 if isinstance(cache, QAdACache):
                     shares[name] = cache.stats().read_share
                 found[name] = {
-                    "read_mib": read_bytes(cache, name, work.inputs.shape[1]) / 2**20,
+                    "read_mib": count_read_bytes(cache, name, work.inputs.shape[1]) / 2**20,
                     "device_mib": device / 2**20,
                     "host_mib": host / 2**20,
                     "peak_device_mib": peak.device / 2**20,
@@ -222,7 +222,7 @@ def shape(text: str) -> tuple[int, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    parser = timing_parser("benchmark", __doc__ or "", table="benchmark-MODEL-DEVICE.csv and .png")
+    parser = make_timing_parser("benchmark", __doc__ or "", table="benchmark-MODEL-DEVICE.csv and .png")
     add = parser.add_argument
     add("--tokens", type=shape, nargs="+", default=[(32768, 1)], metavar="TOKENS[xROWS]",
         help="of context, a row; 8192x8 is a batch of 8 (default: 32768)")  # fmt: skip
@@ -230,7 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--rounds", type=int, default=3, help="over all methods (default: %(default)s)")
     options = parser.parse_args(arguments)
     model, make_work = load_model(parser, options, tokens=max(options.tokens)[0])
-    measured = speeds(model.device)
+    measured = measure_speeds(model.device)
     speed = {f"{name}_gb_per_s": f"{value / 1e9:.1f}" for name, value in measured.items()}
     print(f"memory: {speed}")
     rows = []

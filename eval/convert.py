@@ -13,10 +13,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from eval.shared.language_model import DEFAULT, HELP, load, loading
+from eval.shared.language_model import DEFAULT, HELP, check_loading, load
 
 
-def plain(model: PreTrainedModel) -> PreTrainedModel:
+def make_plain(model: PreTrainedModel) -> PreTrainedModel:
     """The model with the same weights and no memory of how they were stored, which would not let it be saved.
 
     Raises:
@@ -42,9 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         parser.error(f"--out: {options.out} exists already, and is not an empty folder")
-    with loading(parser):
+    with check_loading(parser):
         model, tokenizer = load(options.model, dtype=options.dtype)
-        made = plain(model)
+        made = make_plain(model)
     made.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
     print(f"{options.out}: {made.num_parameters() / 1e6:.0f} million weights, {made.dtype}")

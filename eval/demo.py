@@ -20,9 +20,9 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from eval.shared import conversation, language_model, read_map
-from eval.shared.conversation import Form, Told, converse, fitted
-from eval.shared.tables import new_file, plain, write
-from eval.shared.texts import ABOUT_THE_REFERENCE, Turn, planted, reference
+from eval.shared.conversation import Form, Told, converse, fit
+from eval.shared.tables import align, new_file, write
+from eval.shared.texts import ABOUT_THE_REFERENCE, Turn, draw_facts, read_reference
 from qada_cache import QAdACache, restore_attention
 from qada_cache.machine import describe_machine
 
@@ -34,7 +34,7 @@ FULL, WINDOW, WHOLE, OURS = "DynamicCache", "sinks + window", "whole heads", "QA
 Caches = dict[str, Callable[[], DynamicCache]]
 
 
-def caches(model: PreTrainedModel, options: argparse.Namespace) -> Caches:
+def make_caches(model: PreTrainedModel, options: argparse.Namespace) -> Caches:
     """What makes the four caches, by method."""
     chosen = {} if options.threshold is None else {"threshold": options.threshold}
     return {
@@ -45,7 +45,7 @@ def caches(model: PreTrainedModel, options: argparse.Namespace) -> Caches:
     }
 
 
-def outcomes(turns: list[Turn], told: dict[str, Told]) -> tuple[dict[str, int], list[str]]:
+def judge(turns: list[Turn], told: dict[str, Told]) -> tuple[dict[str, int], list[str]]:
     """Right answers by method, of the planted facts; and the questions QAdACache alone got wrong of two."""
     right = {
         method: [turn.is_right(answer) for turn, answer in zip(turns, one.answers, strict=True)]
@@ -57,13 +57,13 @@ def outcomes(turns: list[Turn], told: dict[str, Told]) -> tuple[dict[str, int], 
     return {method: sum(answers) for method, answers in right.items()}, lost
 
 
-def _share(value: float) -> str:
+def _format_share(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.0%}"  # no bulk to decide about
 
 
-def table(turns: list[Turn], told: dict[str, Told]) -> list[dict[str, str]]:
+def make_table(turns: list[Turn], told: dict[str, Told]) -> list[dict[str, str]]:
     """What was measured as text cells, one method a row."""
-    right, _ = outcomes(turns, told)
+    right, _ = judge(turns, told)
     facts = sum(bool(turn.fact) for turn in turns)
     rows = []
     for method, one in told.items():
@@ -78,8 +78,8 @@ def table(turns: list[Turn], told: dict[str, Told]) -> list[dict[str, str]]:
                 "method": method,
                 "right": f"{right[method]}/{facts}" if facts else "-",
                 "same": f"{same}/{len(turns)}",
-                "bulk read": _share(read),
-                "q heads local": _share(local),
+                "bulk read": _format_share(read),
+                "q heads local": _format_share(local),
                 "device MiB": f"{one.device_bytes / 2**20:.1f}",
                 "host MiB": f"{one.host_bytes / 2**20:.1f}",
                 "read MiB/token": f"{bulk_read_bytes / 2**20:.2f}",
@@ -118,7 +118,7 @@ def show_setting(model: PreTrainedModel, options: argparse.Namespace, form: Form
     """Print what is about to be run."""
     config, asked = model.config.get_text_config(), ours.options
     show(
-        f"Model: {_name(options)}, {model.num_parameters() / 1e6:.0f}M parameters, {config.num_hidden_layers} "
+        f"Model: {_shorten_name(options)}, {model.num_parameters() / 1e6:.0f}M parameters, {config.num_hidden_layers} "
         f"layers, {config.num_attention_heads} query heads, {config.num_key_value_heads} KV heads, {model.dtype} on "
         f"{model.device}; {'its chat template' if form.chat else 'no chat template, so plain questions'}."
     )
@@ -131,9 +131,9 @@ def show_setting(model: PreTrainedModel, options: argparse.Namespace, form: Form
         show("On a CPU, host and device are one memory: host is where the bulk would lie.")
 
 
-def _name(options: argparse.Namespace) -> str:
+def _shorten_name(options: argparse.Namespace) -> str:
     """The model's, without the folders it lies in."""
-    where = language_model.source(options.model)
+    where = language_model.find_source(options.model)
     if "gguf_file" in where:
         return Path(where["gguf_file"]).stem
     return Path(options.model).resolve().name if Path(options.model).exists() else options.model
@@ -156,7 +156,7 @@ def _count(text: str) -> int:
 _fraction.__name__, _count.__name__ = "share (a number in [0, 1])", "count (a whole number above 0)"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m eval.demo", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--model", default=language_model.DEFAULT, help=language_model.HELP)
@@ -174,10 +174,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _text(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
+def _read_text(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
     """The document, whole."""
     if options.document is None:
-        return reference()
+        return read_reference()
     try:
         text = options.document.read_text(encoding="utf-8").strip()
     except OSError as error:
@@ -189,42 +189,42 @@ def _text(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
     return text
 
 
-def _turns(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Turn]:
+def _choose_turns(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Turn]:
     """The questions, in order."""
     if options.document and not (options.ask or options.facts):
         parser.error("--document needs questions: give --ask, or --facts to plant some facts in it and ask for them")
     if not all(question.strip() for question in options.ask):
         parser.error("--ask: a question is empty")
     plain_run = not (options.document or options.ask)
-    turns = planted(options.seed) if options.facts or plain_run else []
+    turns = draw_facts(options.seed) if options.facts or plain_run else []
     return turns + (list(ABOUT_THE_REFERENCE) if plain_run else [Turn(question) for question in options.ask])
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
-    parser = _parser()
+    parser = _make_parser()
     options = parser.parse_args(arguments)
-    text, turns = _text(parser, options), _turns(parser, options)
+    text, turns = _read_text(parser, options), _choose_turns(parser, options)
     transformers.logging.disable_progress_bar()  # ours is the one to watch
-    with language_model.loading(parser):
+    with language_model.check_loading(parser):
         model, tokenizer = language_model.load(options.model, dtype=options.dtype, device=options.device)
         QAdACache(model)  # says so if it does not support the model
 
     facts = any(turn.fact for turn in turns)
     form = Form(tokenizer, conversation.WITH_FACTS if facts else conversation.WITHOUT_FACTS)
-    room = _room(parser, model, form, turns, options)
+    room = _find_room(parser, model, form, turns, options)
     try:
-        opening, shown, cut = fitted(form, text, turns, tokens=room)
+        opening, shown, cut = fit(form, text, turns, tokens=room)
     except ValueError as error:
         parser.error(f"--tokens: {error}")
-    made = caches(model, options)
+    made = make_caches(model, options)
     show_setting(model, options, form, len(opening), made[OURS]())  # type: ignore[arg-type]  # the one that is ours
     if options.document and cut:
         show(f"The document was cut: {room} tokens is {'what --tokens asks for' if options.tokens else 'what fits'}.")
     told, ours = run(model, form, opening, turns, made, options)
     show_answers(turns, told, shown)
-    rows = table(turns, told)
-    print(f"\n{plain(rows)}\n")
+    rows = make_table(turns, told)
+    print(f"\n{align(rows)}\n")
     show(
         "Each method was asked on its own earlier answers, as in any chat. Same: answers that are DynamicCache's to "
         "the letter. Bulk read: of the bytes of keys and values outside sinks and window, those read, and those of the "
@@ -233,21 +233,26 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if options.out:
         write(
-            options.out, rows, model=_name(options), tokens=len(opening), seed=options.seed, machine=describe_machine()
+            options.out,
+            rows,
+            model=_shorten_name(options),
+            tokens=len(opening),
+            seed=options.seed,
+            machine=describe_machine(),
         )
-    read_map.draw(model, form, opening, turns, ours, name=_name(options), path=options.picture)
+    read_map.draw(model, form, opening, turns, ours, name=_shorten_name(options), path=options.picture)
     show(f"Which tokens each KV head read for one answer: {options.picture}")
-    _, lost = outcomes(turns, told)
+    _, lost = judge(turns, told)
     if lost:
         print(f"\nFAILED: QAdACache missed {len(lost)} that DynamicCache answers:", *lost, sep="\n  ")
     return int(bool(lost))
 
 
-def _room(
+def _find_room(
     parser: argparse.ArgumentParser, model: PreTrainedModel, form: Form, turns: list[Turn], options: argparse.Namespace
 ) -> int:
     """How many tokens may come before the first question, so that all of the chat fits the model's positions."""
-    chat = sum(len(form.turn(turn, after=-1)) + options.new_tokens for turn in turns)
+    chat = sum(len(form.make_turn(turn, after=-1)) + options.new_tokens for turn in turns)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     room = positions - chat
     if options.tokens and options.tokens > room:

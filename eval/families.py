@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
 
-from eval.shared.tables import new_file, plain, write
+from eval.shared.tables import align, new_file, write
 from qada_cache import QAdACache
 from qada_cache.state.layer import QAdALayer
 from qada_cache.versions import pass_cache
@@ -87,12 +87,12 @@ LONGEST = 400  # characters of a message
 VERDICTS = ("served", "nothing to do", "refused", "differs", "not run")
 
 
-def tiny_config(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
+def make_tiny_config(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
     """A config of this class with small sizes, as a decoder's; its parts likewise."""
-    return kind(**_settings(kind))
+    return kind(**_choose_settings(kind))
 
 
-def _settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+def _choose_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     default = kind()
     set_ = vars(default)
     found: dict[str, Any] = {}
@@ -108,39 +108,39 @@ def _settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     for name, part in default.sub_configs.items():
         if getattr(default, name, None) is not None and isinstance(part, type):
             part = type(getattr(default, name))
-            found[name] = _settings(part)
+            found[name] = _choose_settings(part)
     return found | _OWN.get(kind.model_type, {})
 
 
-def logits(model: PreTrainedModel, cache: DynamicCache) -> torch.Tensor:
+def compute_logits(model: PreTrainedModel, cache: DynamicCache) -> torch.Tensor:
     """`[1, tokens, vocabulary]` of random tokens, in `CALLS`."""
     ids = torch.randint(5, 90, (1, sum(CALLS)), generator=torch.Generator().manual_seed(0))
     calls = (model(input_ids=part, **pass_cache(cache), use_cache=True) for part in ids.split(CALLS, dim=1))
     return torch.cat([called.logits for called in calls], dim=1)
 
 
-def built(model_type: str) -> tuple[PreTrainedModel, torch.Tensor]:
+def build(model_type: str) -> tuple[PreTrainedModel, torch.Tensor]:
     """A tiny model, with weights large enough for attention to be peaked, and its logits through `DynamicCache`."""
-    config: PreTrainedConfig = tiny_config(CONFIG_MAPPING[model_type])
+    config: PreTrainedConfig = make_tiny_config(CONFIG_MAPPING[model_type])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     for weight in model.parameters():
         if weight.dim() > 1 and weight.is_floating_point():
             torch.nn.init.normal_(weight, std=1.5 * weight.shape[-1] ** -0.5)
-    wanted = logits(model, DynamicCache(config=model.config))
+    wanted = compute_logits(model, DynamicCache(config=model.config))
     if not wanted.isfinite().all():
         raise ValueError("its own logits are not finite")
     return model, wanted
 
 
 @torch.no_grad()
-def verdict(model_type: str) -> dict[str, Any]:
+def judge(model_type: str) -> dict[str, Any]:
     """The row of a model type."""
     row: dict[str, Any] = {"model_type": model_type, "verdict": "not run", "layers": "", "words": ""}
     try:
-        model, wanted = built(model_type)
+        model, wanted = build(model_type)
     except Exception as error:  # whatever a model raises that is not ours to judge: that is the finding
-        return row | {"words": words(error)}
+        return row | {"words": describe(error)}
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a stand-in
@@ -149,25 +149,25 @@ def verdict(model_type: str) -> dict[str, Any]:
         cache = QAdACache(model, threshold=1.0, sink_tokens=4, local_tokens=20, moments="current")
         ours = sum(isinstance(layer, QAdALayer) for layer in cache.layers)
         row["layers"] = f"{ours} of {len(cache.layers)}"
-        error = float((logits(model, cache) - wanted).abs().max() / wanted.abs().max())
+        error = float((compute_logits(model, cache) - wanted).abs().max() / wanted.abs().max())
     except Exception as error:  # likewise
-        return row | {"verdict": "refused", "words": words(error)}
+        return row | {"verdict": "refused", "words": describe(error)}
     if error > ROUNDING:
         return row | {"verdict": "differs", "words": f"by {error:.1e} of the largest logit"}
     return row | {"verdict": "served" if ours else "nothing to do", "words": "; ".join(said)}
 
 
-def words(error: Exception) -> str:
+def describe(error: Exception) -> str:
     """Its kind, and how what it says begins."""
     said = re.sub(r"\s+", " ", str(error)).strip()
     return f"{type(error).__name__}: {said if len(said) <= LONGEST else said[:LONGEST] + '...'}"
 
 
 def _work(model_type: str, end: Connection) -> None:
-    end.send(verdict(model_type))
+    end.send(judge(model_type))
 
 
-def within(seconds: float, model_type: str) -> dict[str, Any]:
+def judge_within(seconds: float, model_type: str) -> dict[str, Any]:
     """Its verdict, from a process that may crash, or take no longer than that."""
     here, there = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=_work, args=(model_type, there))
@@ -198,8 +198,10 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    rows = [within(options.seconds, model_type) for model_type in tqdm(options.types, disable=not sys.stderr.isatty())]
-    print(plain([{name: row[name] for name in ("model_type", "verdict", "layers", "words")} for row in rows]))
+    rows = [
+        judge_within(options.seconds, model_type) for model_type in tqdm(options.types, disable=not sys.stderr.isatty())
+    ]
+    print(align([{name: row[name] for name in ("model_type", "verdict", "layers", "words")} for row in rows]))
     print(*(f"{sum(row['verdict'] == kind for row in rows)} {kind}" for kind in VERDICTS), sep=", ")
     if options.out:
         write(options.out, rows, transformers=transformers.__version__)

@@ -14,10 +14,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from eval.shared import tables
-from eval.shared.deciding import summary
-from eval.shared.drawing import HEADS_FIGURES, Heads, canvas, draw_moments, draw_tokens, error_table, write
+from eval.shared.deciding import summarize
+from eval.shared.drawing import HEADS_FIGURES, Heads, draw_moments, draw_tokens, make_canvas, make_error_table, write
 from eval.shared.held_and_read import draw_held_and_read
-from eval.shared.tables import Rows, cells, read
+from eval.shared.tables import Rows, group_cells, read
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = {
@@ -28,7 +28,7 @@ NAMES = {
 }
 
 
-def curves(rows: Rows) -> dict[str, list[tuple[float, float]]]:
+def find_curves(rows: Rows) -> dict[str, list[tuple[float, float]]]:
     """By criterion, moments and group rule: `(share of query heads that are local, score)`, by rising share."""
     found = defaultdict(list)
     for row in rows:
@@ -40,10 +40,10 @@ def curves(rows: Rows) -> dict[str, list[tuple[float, float]]]:
 
 def draw_performance(rows: Rows) -> Figure:
     """Score against local heads, for every task and length (the paper's figures 4 and 5)."""
-    parts = cells(rows)
-    figure, axes = canvas(min(3, len(parts)), -(-len(parts) // 3))
+    parts = group_cells(rows)
+    figure, axes = make_canvas(min(3, len(parts)), -(-len(parts) // 3))
     for axis, ((task, length), part) in zip(axes.flat, parts.items(), strict=False):
-        for name, points in curves(part).items():
+        for name, points in find_curves(part).items():
             axis.plot(*zip(*points, strict=True), "o-", ms=3, label=name)
         for criterion, style, name in (("dense", ":", "full attention"), ("local", "--", "window only")):
             score = next(float(row["score"]) for row in part if row["criterion"] == criterion)
@@ -74,11 +74,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
         write(out, name, draw_heads(heads), options.note)
     trials = {path.name: read(path) for path in sorted(options.results.glob("trials[.-]*csv"))}  # no summary
     write(out, "moments", draw_moments(trials["trials.csv"]), options.note)
-    table = error_table(heads)
+    table = make_error_table(heads)
     tables.write(out / "log_error.csv", table)
     every = [row for rows in trials.values() for row in rows]
     write(out, "tokens", draw_tokens(every), "4-bit weights, two CPU cores")
-    tables.write(out / "trials_summary.csv", summary(every))
+    tables.write(out / "trials_summary.csv", summarize(every))
     if options.results.samefile(RESULTS):  # of tables that are nobody else's
         write(out, "held_and_read", draw_held_and_read(RESULTS), "SmolLM2-135M-Instruct, prose, 3,072 tokens")
     print(f"wrote {len(list(out.glob('*.png')))} figures and two tables to {out}")

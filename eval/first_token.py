@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from eval.shared.timing import Peak, load_model, report, timing_parser, wait
+from eval.shared.timing import Peak, load_model, make_timing_parser, report, wait
 from qada_cache import QAdACache, restore_attention
 from qada_cache.kernels import cpu
 from qada_cache.versions import pass_cache
@@ -41,7 +41,7 @@ def empty_cache_folder() -> Iterator[None]:
 
 
 @torch.inference_mode()
-def first_tokens(
+def time_first_tokens(
     model: PreTrainedModel, make: Callable[[], Cache], ids: torch.Tensor
 ) -> tuple[float, float, tuple[int, int]]:
     """Seconds from the prompt `[batch, tokens]` to its first token, the cache's making included, and to the next one;
@@ -80,7 +80,7 @@ def measure(model: PreTrainedModel, ids: torch.Tensor, rounds: int) -> list[dict
                 bar.update()
                 if turn and name.endswith("the first time"):
                     continue
-                prompt, token, peak = first_tokens(model, make, ids)
+                prompt, token, peak = time_first_tokens(model, make, ids)
                 seconds.setdefault(name, []).append((prompt, token))
                 peaks[name] = peak
     bar.close()
@@ -102,7 +102,7 @@ def measure(model: PreTrainedModel, ids: torch.Tensor, rounds: int) -> list[dict
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    parser = timing_parser("first_token", __doc__ or "", table="first_token-MODEL-DEVICE.csv")
+    parser = make_timing_parser("first_token", __doc__ or "", table="first_token-MODEL-DEVICE.csv")
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=[8192], help="of the prompt (default: %(default)s)")
     add("--rounds", type=int, default=3, help="over all methods (default: %(default)s)")

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.shared.deciding import token_ways
-from eval.shared.tables import new_file, plain, read, write
-from eval.shared.workloads import GEOMETRIES, fill, random_work
+from eval.shared.deciding import list_token_ways
+from eval.shared.tables import align, new_file, read, write
+from eval.shared.workloads import GEOMETRIES, fill, make_random_work
 from qada_cache import QAdACache
 
 MODELS = ("llama-3-8b", "qwen2-7b")
@@ -29,7 +29,7 @@ SUMMARY = Path(__file__).parent / "results" / "trials_summary.csv"
 GIB = 2**30
 
 
-def head_bytes(*, tokens: int, dim: int) -> tuple[int, int, int]:
+def count_head_bytes(*, tokens: int, dim: int) -> tuple[int, int, int]:
     """Bytes of one KV head of one row in a `QAdACache` of bfloat16: held on the device, in the bulk, a step's sketch.
 
     Spare room is not counted twice: the bulk is that of `tokens`, and what lies on the device is what does by default.
@@ -39,23 +39,23 @@ def head_bytes(*, tokens: int, dim: int) -> tuple[int, int, int]:
         head_dim=dim, vocab_size=32, max_position_embeddings=tokens, dtype=torch.bfloat16,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    work = random_work(model, tokens=tokens, batch=1, steps=1, warm_up=0, seed=0)
+    work = make_random_work(model, tokens=tokens, batch=1, steps=1, warm_up=0, seed=0)
     cache = QAdACache(config=config, moments="current", offloading=True)
     fill(cache, work)
     store = cache.layers[0].store
     assert store is not None
     assert store.sketch is not None
     stored = store.bulk.lengths[0]
-    return cache.stats().device_bytes, 2 * stored * dim * VALUE_BYTES, store.sketch.tensors.read_bytes(stored)
+    return cache.stats().device_bytes, 2 * stored * dim * VALUE_BYTES, store.sketch.tensors.count_read_bytes(stored)
 
 
-def token_share(summary: Path) -> tuple[float, str]:
+def read_token_share(summary: Path) -> tuple[float, str]:
     """Of the bulk's bytes, what a step reads of keys and values by default; and where that was measured.
 
     Raises:
         ValueError: the table does not have the default.
     """
-    default = token_ways(few=True)[0]
+    default = list_token_ways(few=True)[0]
     rows = [
         row
         for row in read(summary)
@@ -65,7 +65,7 @@ def token_share(summary: Path) -> tuple[float, str]:
     if not rows:
         raise ValueError(f"{summary} has no row of prose for the default, {default.read}")
     row = max(rows, key=lambda row: int(row["length"]))
-    _, bulk, sketch = head_bytes(tokens=int(row["length"]), dim=MEASURED_DIM)
+    _, bulk, sketch = count_head_bytes(tokens=int(row["length"]), dim=MEASURED_DIM)
     return float(row["bytes_read"]) - sketch / bulk, f"{row['model']}, prose, {row['length']} tokens"
 
 
@@ -74,7 +74,7 @@ def plan(model: str, tokens: int, batch: int, share: float, options: argparse.Na
     hidden, mlp, layers, heads, kv_heads, dim, vocabulary = GEOMETRIES[model]
     a_layer = 3 * hidden * mlp + 2 * hidden * dim * (heads + kv_heads)
     weights = VALUE_BYTES * (2 * vocabulary * hidden + layers * a_layer)
-    device, bulk, sketch = (part * layers * kv_heads * batch for part in head_bytes(tokens=tokens, dim=dim))
+    device, bulk, sketch = (part * layers * kv_heads * batch for part in count_head_bytes(tokens=tokens, dim=dim))
     whole = 2 * tokens * dim * VALUE_BYTES * layers * kv_heads * batch
     caches: list[tuple[str, float, float, float, float]] = [
         ("DynamicCache", whole, 0, whole, 0),
@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--memory", type=float, default=2000.0, help="GB/s of the device's memory (default: %(default)s)")
     add("--out", type=new_file, help="CSV table")
     options = parser.parse_args(arguments)
-    share, where = token_share(SUMMARY)
+    share, where = read_token_share(SUMMARY)
     rows = [
         row
         for model in options.models
@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     if options.out:
         write(options.out, rows, bus_gb_s=options.bus, memory_gb_s=options.memory, share=share, share_of=where)
-    print(plain(rows))
+    print(align(rows))
     print(f"Keys and values read: {share:.1%} of the bulk ({where}), and the sketch.")
     return 0
 

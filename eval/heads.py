@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eval.shared import language_model
 from eval.shared.tables import new_file, write
-from eval.sweep import task_manager
+from eval.sweep import make_task_manager
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.attention import decode
 from qada_cache.criterion import score_moments
@@ -53,7 +53,7 @@ class Recorder:
             "log_local": seen.log_local,
             "log_bulk": seen.true_log_bulk,
             "current": rows.log_tokens + mean + 0.5 * variance,
-            "iid": _independent_gaussian(mean, variance, rows.bulk_tokens.unsqueeze(2)),
+            "iid": _draw_gaussian(mean, variance, rows.bulk_tokens.unsqueeze(2)),
         }
         for name, kept in self.moments.items():
             columns[name] = decode.estimate_by_others(kept, layer, query.states.float(), query, rows)
@@ -71,7 +71,7 @@ class Recorder:
                 self.rows.append({"task": self.labels["task"], "length": self.labels["length"], **place, **values})
 
 
-def _independent_gaussian(mean: Tensor, variance: Tensor, count: Tensor) -> Tensor:
+def _draw_gaussian(mean: Tensor, variance: Tensor, count: Tensor) -> Tensor:
     """`log A_bulk` of as many scores drawn from the Gaussian as the bulk has tokens."""
     generator = torch.Generator().manual_seed(0)
     deviation = variance.sqrt()
@@ -97,8 +97,8 @@ class RecordingLM(QAdALM):
         super().__init__(pretrained, cache="qada", cache_threshold=1.0, cache_moments="current", **keywords)
         self.recorder = Recorder({})
 
-    def _new_cache(self) -> QAdACache:
-        cache = super()._new_cache()
+    def _make_cache(self) -> QAdACache:
+        cache = super()._make_cache()
         if hasattr(self, "recorder"):
             self.recorder.labels["document"] = self.recorder.labels.get("document", -1) + 1
             self.recorder.observe(cache)
@@ -117,8 +117,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--out", type=new_file, required=True, help="CSV table to write")
     options = parser.parse_args(arguments)
-    with language_model.loading(parser):
-        where, gguf = language_model.hflm_source(options.model)
+    with language_model.check_loading(parser):
+        where, gguf = language_model.find_hflm_source(options.model)
         lm = RecordingLM(where, batch_size=1, device=options.device, **gguf)
     recorder = Recorder({kind: KeyMoments.collect(lm.model, lm.tokenizer, kind) for kind in options.moments})
     lm.recorder = recorder
@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
                 lm,
                 tasks=[task],
                 limit=options.limit,
-                task_manager=task_manager(where, length, gguf.get("gguf_file"), options.limit),
+                task_manager=make_task_manager(where, length, gguf.get("gguf_file"), options.limit),
                 bootstrap_iters=0,
                 log_samples=False,
             )

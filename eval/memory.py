@@ -19,12 +19,12 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from eval.shared import language_model
-from eval.shared.tables import new_file, plain, write
+from eval.shared.tables import align, new_file, write
 from qada_cache import QAdACache, prepare
 from qada_cache.machine import describe_machine
 from qada_cache.process_memory import PeakMemory
-from qada_cache.stats import bytes_held
-from qada_cache.tuning.measuring import default_text
+from qada_cache.stats import count_bytes
+from qada_cache.tuning.measuring import read_default_text
 
 DYNAMIC = "DynamicCache"
 BITS = {"QAdACache": None, "QAdACache, 16 bits": 16, "QAdACache, 8 bits": 8, "QAdACache, 4 bits": 4}
@@ -41,7 +41,7 @@ def make(model: PreTrainedModel, name: str) -> Cache:
 def run(options: argparse.Namespace) -> dict[str, int]:
     """One cache, in this process."""
     model, tokenizer = language_model.load(options.model, dtype=options.dtype)
-    ids = tokenizer(default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
+    ids = tokenizer(read_default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
     if ids.shape[1] < options.tokens:
         raise SystemExit(f"the text has {ids.shape[1]} tokens, which are fewer than {options.tokens}")
     prepare(model)
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> dict[str, int]:
     cache = decode(ids, options.new_tokens)
     peak = memory.nbytes
     assert peak is not None
-    on_device, on_host = bytes_held(cache)
+    on_device, on_host = count_bytes(cache)
     if isinstance(cache, QAdACache):
         stats = cache.stats()
         on_device, on_host = stats.device_bytes, stats.host_bytes
@@ -78,16 +78,18 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 taken.append(json.loads(done.stdout.splitlines()[-1]))
                 bar.update()
 
-    def middle(name: str, what: str) -> int:
+    def take_median(name: str, what: str) -> int:
         return sorted(each[what] for each in found[name])[options.rounds // 2]
 
     rows = []
     for name in CACHES:
         row: dict[str, Any] = {"cache": name, "tokens": options.tokens, "new_tokens": options.new_tokens}
         for what, over in (("held", "over_dynamic"), ("peak", "peak_over_dynamic")):
-            row[f"{what}_mib"] = f"{middle(name, what) / MIB:.1f}"
-            of = middle(DYNAMIC, what)
-            row[over] = f"{middle(name, what) / of:.3f}" if of > 0 else ""  # of a text that takes less than loading did
+            row[f"{what}_mib"] = f"{take_median(name, what) / MIB:.1f}"
+            of = take_median(DYNAMIC, what)
+            row[over] = (
+                f"{take_median(name, what) / of:.3f}" if of > 0 else ""
+            )  # of a text that takes less than loading did
         rows.append(row)
     return rows
 
@@ -113,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     rows = measure(options)
     print(describe_machine())
-    print(plain(rows))
+    print(align(rows))
     if options.out:
         about = {"model": language_model.label(options.model), "dtype": options.dtype, "machine": describe_machine()}
         write(options.out, rows, add=True, **about)

@@ -29,10 +29,10 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from eval.shared import language_model
-from eval.shared.tables import new_file, plain, write
+from eval.shared.tables import align, new_file, write
 from qada_cache import QAdACache, prepare
 from qada_cache.machine import describe_machine
-from qada_cache.tuning.measuring import default_text
+from qada_cache.tuning.measuring import read_default_text
 from qada_cache.versions import pass_cache
 
 AGAIN = 1  # of the questions, those for which the document is read again: it takes as long every time
@@ -49,7 +49,7 @@ QUESTIONS = tuple(
 )
 
 
-def held() -> dict[str, int]:
+def count_held() -> dict[str, int]:
     """Bytes of this process in memory, all and what lies in files; a page that is mapped several times counts once."""
     gc.collect()
     with contextlib.suppress(AttributeError):  # what was freed, and glibc keeps for later, is not held
@@ -66,7 +66,7 @@ class Round:
     Attributes:
         answers: tokens of each.
         got, answered: seconds to have each cache, and for each answer.
-        held: as `held`, more than before the first of them.
+        held: as `count_held`, more than before the first of them.
     """
 
     answers: list[list[int]]
@@ -80,7 +80,7 @@ def ask(
     model: PreTrainedModel, texts: list[Tensor], get: Callable[[], DynamicCache], *, answer: int, bar: tqdm
 ) -> Round:
     """Put every text `[1, tokens]`, document and question, to a cache of its own; all of these stay till the end."""
-    before, caches, found = held(), [], Round([], [], [], {})
+    before, caches, found = count_held(), [], Round([], [], [], {})
     for text in texts:
         begin = time.perf_counter()
         caches.append(get())
@@ -90,7 +90,7 @@ def ask(
         found.got.append(ready - begin)
         found.answered.append(time.perf_counter() - ready)
         bar.update()
-    found.held = {name: size - before[name] for name, size in held().items()}
+    found.held = {name: size - before[name] for name, size in count_held().items()}
     return found
 
 
@@ -156,14 +156,14 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--questions must be {AGAIN} to {len(QUESTIONS)}")
     if not Path("/proc/self/smaps_rollup").exists():
         parser.error("this system does not say what memory a process shares")
-    with language_model.loading(parser):
+    with language_model.check_loading(parser):
         model, tokenizer = language_model.load(options.model)
-    ids = tokenizer(default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
+    ids = tokenizer(read_default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
     questions = [tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids for text in QUESTIONS]
     texts = [torch.cat([ids, question], dim=1) for question in questions[: options.questions]]
     rows = measure(model, ids, texts, answer=options.answer)
     print(f"{describe_machine()}; {torch.get_num_threads()} threads")
-    print(plain(rows))
+    print(align(rows))
     if options.out:
         name = language_model.label(options.model)
         write(options.out, rows, model=name, threads=torch.get_num_threads(), machine=describe_machine())

@@ -19,9 +19,9 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from eval.shared.language_model import DEFAULT, HELP, label, load, loading
-from eval.shared.tables import machine, new_file, plain, write
-from eval.shared.texts import prose
+from eval.shared.language_model import DEFAULT, HELP, check_loading, label, load
+from eval.shared.tables import align, describe_machine, new_file, write
+from eval.shared.texts import read_prose
 from qada_cache import QAdACache
 from qada_cache.kernels.cpu import selected_prompt
 from qada_cache.versions import pass_cache
@@ -112,16 +112,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.tokens <= LAST or options.documents < 1:
         parser.error(f"--tokens must be above {LAST}, --documents at least 1")
-    with loading(parser):
+    with check_loading(parser):
         model, tokenizer = load(options.model, dtype=options.dtype, device="cpu")
-    taken = itertools.islice(prose(tokenizer, length=options.tokens, following=0), options.documents)
+    taken = itertools.islice(read_prose(tokenizer, length=options.tokens, following=0), options.documents)
     rows = measure(model, [document.prompt for document in taken], options.thresholds)
     told = {"model": label(options.model), "dtype": str(model.dtype).removeprefix("torch."), "tokens": options.tokens}
     rows = [told | row for row in rows]
-    print(machine())
-    print(plain(rows))
+    print(describe_machine())
+    print(align(rows))
     if options.out:
-        write(options.out, rows, threads=torch.get_num_threads(), machine=machine())
+        write(options.out, rows, threads=torch.get_num_threads(), machine=describe_machine())
     return 0
 
 

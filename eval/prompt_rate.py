@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
-from eval.shared.tables import new_file, plain, write
+from eval.shared.tables import align, new_file, write
 from qada_cache.kernels.cpu import prompt
 from qada_cache.machine import describe_machine
 
@@ -43,18 +43,20 @@ def measure(dtype: str, dim: int, tokens: int, rounds: int) -> dict[str, Any]:
     keys, values = (part.repeat_interleave(GROUP, dim=1) for part in (key, value))
     out = torch.empty_like(query)
 
-    def ours() -> torch.Tensor:
+    def run_ours() -> torch.Tensor:
         prompt.prompt_attention(query, key, value, scaling=dim**-0.5, causal=True, out=out)
         return out
 
-    def theirs() -> torch.Tensor:
+    def run_theirs() -> torch.Tensor:
         return scaled_dot_product_attention(query, keys, values, is_causal=True)
 
     mask = torch.ones(CHECKED, tokens, dtype=torch.bool).tril(tokens - CHECKED)
     wide = (query[:, :, -CHECKED:].double(), keys.double(), values.double())
     true = scaled_dot_product_attention(*wide, attn_mask=mask)
-    off = [float((way()[:, :, -CHECKED:].double() - true).abs().max()) for way in (ours, theirs)]  # and warms up
-    seconds: dict[Any, list[float]] = {ours: [], theirs: []}
+    off = [
+        float((way()[:, :, -CHECKED:].double() - true).abs().max()) for way in (run_ours, run_theirs)
+    ]  # and warms up
+    seconds: dict[Any, list[float]] = {run_ours: [], run_theirs: []}
     for _ in range(rounds):
         for way, took in seconds.items():
             begin = time.perf_counter()
@@ -91,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     except RuntimeError as error:
         parser.error(str(error))
     print(describe_machine())
-    print(plain(rows))
+    print(align(rows))
     if options.out:
         write(options.out, rows, threads=torch.get_num_threads(), machine=describe_machine())
     return 0

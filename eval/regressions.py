@@ -15,7 +15,7 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 
-from eval.shared.tables import Rows, plain, read, write
+from eval.shared.tables import Rows, align, read, write
 
 RESULTS = Path(__file__).parent / "results"
 RECORD = "medians.csv"
@@ -23,7 +23,7 @@ KEY = ("model", "dtype", "method", "tokens", "batch")
 BOUND = 0.75  # of the median: what differs by less between two runs of the same code is noise
 
 
-def ours(results: Path) -> Rows:
+def list_ours(results: Path) -> Rows:
     """The present rows of our methods, of every table of a benchmark on a CPU."""
     rows = [row for path in sorted(results.glob("benchmark-*-cpu.csv")) for row in read(path)]
     return [row for row in rows if row["method"].startswith("QAdACache") and row["against_static"]]
@@ -50,11 +50,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--record", action="store_true", help=f"add the present tables to {RECORD}")
     options = parser.parse_args(None if arguments is None else list(arguments))
     path = options.results / RECORD
-    present = ours(options.results)
+    present = list_ours(options.results)
     table = compare(present, read(path) if path.exists() else [])
     slower = [row for row in table if float(row["of it"]) < BOUND]
     if table:
-        print(plain(table))
+        print(align(table))
     print(f"{len(slower)} of {len(table)} are below {BOUND} of the median of the recorded runs")
     if options.record:
         kept = (*KEY, "p50_ms", "against_dynamic", "against_static", "machine")

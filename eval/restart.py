@@ -28,10 +28,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from eval.shared import language_model
-from eval.shared.tables import new_file, plain, write
+from eval.shared.tables import align, new_file, write
 from qada_cache import PrefixStore, QAdACache, prepare
 from qada_cache.machine import describe_machine
-from qada_cache.tuning.measuring import default_text
+from qada_cache.tuning.measuring import read_default_text
 
 FIRST, DYNAMIC, AGAIN = "read and kept", "DynamicCache, read again", "QAdACache, read again"
 STORED, FROM_DISK = "PrefixStore", "PrefixStore, files from the disk"
@@ -78,12 +78,12 @@ def run_way(way: str, options: argparse.Namespace) -> dict[str, Any]:
     """One way, in this process."""
     model, tokenizer = language_model.load(options.model)
     prepare(model)
-    document = tokenizer(default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
+    document = tokenizer(read_default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
 
-    def behind(ids: Tensor, text: str) -> Tensor:
+    def cut_behind(ids: Tensor, text: str) -> Tensor:
         return torch.cat([ids, tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids], dim=1)
 
-    first, second = (behind(document, question) for question in QUESTIONS)
+    first, second = (cut_behind(document, question) for question in QUESTIONS)
     store = PrefixStore(options.folder, max_bytes=2**40)
     if way == DYNAMIC:
         return answer(model, second, lambda: DynamicCache(config=model.config), options.answer)[0]
@@ -102,7 +102,7 @@ def run_way(way: str, options: argparse.Namespace) -> dict[str, Any]:
 
     found, cache = answer(model, first, lambda: store.cache(model, first), options.answer)
     whole = keep(found["ids"])
-    told, _ = answer(model, behind(torch.tensor([found["ids"]]), TURN), lambda: cache, options.answer)
+    told, _ = answer(model, cut_behind(torch.tensor([found["ids"]]), TURN), lambda: cache, options.answer)
     turn = keep(told["ids"])
     cache.crop(document.shape[1] - cache.get_seq_length())
     kept, _ = answer(model, second, lambda: cache, options.answer)
@@ -171,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     rows = measure(options)
     print(f"{describe_machine()}; {torch.get_num_threads()} threads")
-    print(plain(rows))
+    print(align(rows))
     if options.out:
         name = language_model.label(options.model)
         write(options.out, rows, model=name, threads=torch.get_num_threads(), machine=describe_machine())

@@ -18,11 +18,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from eval.shared.deciding import compare, follow, prefill, with_error
-from eval.shared.language_model import DEFAULT, HELP, label, load, loading
-from eval.shared.peers import quantized
-from eval.shared.tables import new_file, plain, write
-from eval.shared.texts import Document, prose
+from eval.shared.deciding import compare, follow, format_with_error, prefill
+from eval.shared.language_model import DEFAULT, HELP, check_loading, label, load
+from eval.shared.peers import quantize
+from eval.shared.tables import align, new_file, write
+from eval.shared.texts import Document, read_prose
 from qada_cache import KeyMoments
 from qada_cache.machine import describe_machine
 from qada_cache.sketch import Layout, coded, rotate
@@ -41,7 +41,7 @@ RUNGS = (
 )
 
 
-def grouped(values: Tensor, bits: int) -> Tensor:
+def round_groups(values: Tensor, bits: int) -> Tensor:
     """As llama.cpp's q8_0 and q4_0 have them: groups of 32 with a float16 scale; 4 bits reach one step further on the
     side of the greatest value."""
     parts = values.float().unflatten(-1, (-1, 32))
@@ -51,31 +51,31 @@ def grouped(values: Tensor, bits: int) -> Tensor:
     return (code * scale).flatten(-2)
 
 
-def as_coded(kind: str, given: Tensor, energies: Tensor | None = None) -> Tensor:
+def round_as_coded(kind: str, given: Tensor, energies: Tensor | None = None) -> Tensor:
     """A layer's keys `[1, kv_heads, tokens, dim]` as a kind of code gives them, or its values, without `energies`."""
     dim = given.shape[-1]
-    block = coded.block_of(dim)
+    block = coded.find_block(dim)
     if kind == SAME:
         return given
     if kind == "q4, 64":
-        return quantized(given, 4)
+        return quantize(given, 4)
     if kind.endswith("rotated"):
-        return rotate(grouped(rotate(given, block), int(kind[1])), block)
+        return rotate(round_groups(rotate(given, block), int(kind[1])), block)
     if kind[0] == "q":
-        return grouped(given, int(kind[1]))
+        return round_groups(given, int(kind[1]))
     bits, _, groups = kind.partition(" x ")
     if energies is None:
         scale, code = coded.quantize_evenly(rotate(given, block).unflatten(-1, (int(groups or 1), -1)), int(bits))
         return rotate(((2 * code.float() - 2 ** int(bits) + 1) * scale.unsqueeze(-1)).flatten(-2), block)
     sketch = Layout.from_bits(dim, SKETCH_BITS)
     assert sketch is not None
-    layout, weights = coded.RecordLayout(dim, dim, int(bits), 8), coded.query_weights(energies, dim, given.device)
-    predicted = coded.predicted_keys(quantize_segments(given, energies[None], sketch), sketch)
+    layout, weights = coded.RecordLayout(dim, dim, int(bits), 8), coded.find_query_weights(energies, dim, given.device)
+    predicted = coded.estimate_keys(quantize_segments(given, energies[None], sketch), sketch)
     records = coded.code_tokens(given, given, predicted, weights, layout)
     return coded.decode_keys(records, predicted, weights, layout)
 
 
-def token_bytes(rung: tuple[str, str], dim: int) -> float:
+def count_bytes(rung: tuple[str, str], dim: int) -> float:
     """Of a token of one KV head, scales and the sketch's code included."""
     sketch = Layout.from_bits(dim, SKETCH_BITS)
     assert sketch is not None
@@ -106,10 +106,10 @@ def measure(model: PreTrainedModel, document: Document, energies: Tensor) -> dic
         return follow(model, document, made)
 
     made_keys = {
-        kind: [as_coded(kind, key[1], energies[index]) for index, key in enumerate(keys)]
+        kind: [round_as_coded(kind, key[1], energies[index]) for index, key in enumerate(keys)]
         for kind in {kind for kind, _ in RUNGS}
     }
-    made_values = {kind: [as_coded(kind, value[1]) for value in values] for kind in {kind for _, kind in RUNGS}}
+    made_values = {kind: [round_as_coded(kind, value[1]) for value in values] for kind in {kind for _, kind in RUNGS}}
     full = follow_with(made_keys[SAME], made_values[SAME])
     return {rung: compare(full, follow_with(made_keys[rung[0]], made_values[rung[1]])) for rung in tqdm(RUNGS)}
 
@@ -124,11 +124,11 @@ def main(arguments: list[str] | None = None) -> int:
     add("--out", type=new_file, required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    with loading(parser):
+    with check_loading(parser):
         model, tokenizer = load(options.model)
     energies = KeyMoments.collect(model, tokenizer, "random-tokens", progress=False).query_energies
     assert energies is not None
-    pieces = (piece for piece in prose(tokenizer, length=options.length, following=64) if piece.index % 4 != 3)
+    pieces = (piece for piece in read_prose(tokenizer, length=options.length, following=64) if piece.index % 4 != 3)
     found = defaultdict(list)
     for document in islice(pieces, options.documents):
         for rung, row in measure(model, document, energies).items():
@@ -137,14 +137,14 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [
         {
             "model": label(options.model), "length": options.length, "keys": rung[0], "values": rung[1],
-            "bytes": f"{token_bytes(rung, dim):g}", "of_16_bits": f"{token_bytes(rung, dim) / (4 * dim):.3f}",
-            "kl": with_error([float(row["kl"]) for row in each], 6),
-            "top1": with_error([float(row["top1"]) for row in each], 3), "documents": len(each),
+            "bytes": f"{count_bytes(rung, dim):g}", "of_16_bits": f"{count_bytes(rung, dim) / (4 * dim):.3f}",
+            "kl": format_with_error([float(row["kl"]) for row in each], 6),
+            "top1": format_with_error([float(row["top1"]) for row in each], 3), "documents": len(each),
         }
         for rung, each in found.items()
     ]  # fmt: skip
     write(options.out, rows, add=True, machine=describe_machine())
-    print(plain(rows))
+    print(align(rows))
     return 0
 
 

@@ -18,14 +18,14 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from eval.shared.timing import load_model, report, timing_parser, wait
+from eval.shared.timing import load_model, make_timing_parser, report, wait
 from qada_cache import QAdACache, prepare
 from qada_cache.versions import pass_cache
 
 PART = 10  # the first and the last tenth of the steps are compared
 
 
-def resident() -> int:
+def measure_resident() -> int:
     """Bytes of the process in memory; 0 where the system does not tell."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * 4096 if statm.exists() else 0
@@ -49,7 +49,7 @@ def soak(
     def hold() -> None:
         gc.collect()
         stats = cache.stats()
-        held.append({"device": stats.device_bytes, "host": stats.host_bytes, "process": resident()})
+        held.append({"device": stats.device_bytes, "host": stats.host_bytes, "process": measure_resident()})
 
     hold()
     for place in range(prompt, prompt + tokens):
@@ -62,7 +62,7 @@ def soak(
     return seconds, held
 
 
-def row(name: str, prompt: int, seconds: list[float], held: list[dict[str, float]]) -> dict[str, Any]:
+def make_row(name: str, prompt: int, seconds: list[float], held: list[dict[str, float]]) -> dict[str, Any]:
     """One run, as a row of the table: milliseconds, and MiB (2^20 bytes)."""
     part = max(len(seconds) // PART, 2)
     first, last = seconds[:part], seconds[-part:]
@@ -85,7 +85,7 @@ def row(name: str, prompt: int, seconds: list[float], held: list[dict[str, float
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the soak; returns the exit status."""
-    parser = timing_parser("soak", __doc__ or "", table="soak-MODEL-DEVICE.csv")
+    parser = make_timing_parser("soak", __doc__ or "", table="soak-MODEL-DEVICE.csv")
     add = parser.add_argument
     add("--prompt", type=int, default=2048, help="tokens read at first (default: %(default)s)")
     add("--tokens", type=int, default=20000, help="tokens decoded after it (default: %(default)s)")
@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tqdm(total=2 * options.tokens, unit="token") as bar:
         for padded, name in ((False, "one"), (True, "two, one padded")):
             found = soak(model, prompt=options.prompt, tokens=options.tokens, padded=padded, seed=options.seed, bar=bar)
-            made.append(row(name, options.prompt, *found))
+            made.append(make_row(name, options.prompt, *found))
     report(options, made, "soak")
     return 0
 

@@ -27,7 +27,7 @@ from transformers import Cache, DynamicCache
 
 import qada_cache
 from eval import benchmark
-from eval.shared.timing import load_model, report, timing_parser, wait
+from eval.shared.timing import load_model, make_timing_parser, report, wait
 from eval.shared.workloads import Work, fill
 from qada_cache import QAdACache, restore_attention
 from qada_cache.versions import pass_cache
@@ -93,8 +93,8 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
         "batch": work.batch,
         "no_context_ms": f"{1e3 * median_high(without):.2f}",
         "dynamic_ms": f"{1e3 * median_high(dynamic):.2f}",
-        "over_dynamic": f"{_fast(plain) / _fast(dynamic):.3f}",
-        "in_turn": f"{_fast(in_turn) / _fast(plain):.3f}",
+        "over_dynamic": f"{_find_fast(plain) / _find_fast(dynamic):.3f}",
+        "in_turn": f"{_find_fast(in_turn) / _find_fast(plain):.3f}",
         "step_ms": f"{1e3 * median_high(plain):.2f}",
         "ours_ms": f"{sum(parts.values()) / 1e3:.2f}",
         "share": f"{sum(parts.values()) / 1e6 / step:.3f}",
@@ -102,14 +102,14 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
     }
 
 
-def _fast(seconds: list[float]) -> float:
+def _find_fast(seconds: list[float]) -> float:
     """The slowest of the fastest quarter."""
     return sorted(seconds)[len(seconds) // 4]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    parser = timing_parser("step_overhead", __doc__ or "", table="step_overhead-MODEL-DEVICE.csv")
+    parser = make_timing_parser("step_overhead", __doc__ or "", table="step_overhead-MODEL-DEVICE.csv")
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=[2048, 8192, 32768], help="of context (default: %(default)s)")
     add("--steps", type=int, default=16, help="tokens timed a round (default: %(default)s)")

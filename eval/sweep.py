@@ -31,7 +31,7 @@ from qada_cache.key_moments.defaults import DEFAULT_MOMENTS
 from qada_cache.lm_eval import QAdALM
 from qada_cache.machine import describe_machine
 from qada_cache.state import THRESHOLD, TOKEN_THRESHOLD
-from qada_cache.tuning.measuring import bytes_read
+from qada_cache.tuning.measuring import count_bytes_read
 from qada_cache.versions import pass_cache
 
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.995)  # the paper's
@@ -57,7 +57,7 @@ class Variant:
     threshold: float = 0.0
 
 
-def variants(options: argparse.Namespace) -> list[Variant]:
+def list_variants(options: argparse.Namespace) -> list[Variant]:
     """What the command line asks for, full attention and sinks + window always."""
     made = [Variant("dense"), Variant("local")]
     made += [Variant("selected", DEFAULT_MOMENTS, "any", THRESHOLD)] * options.tokens
@@ -113,7 +113,9 @@ class SweepLM(QAdALM):
 
 
 @cache
-def task_manager(model: str, length: int, gguf_file: str | None = None, documents: int | None = None) -> TaskManager:
+def make_task_manager(
+    model: str, length: int, gguf_file: str | None = None, documents: int | None = None
+) -> TaskManager:
     """lm-eval's index of tasks, slow to make; their metadata are a length, documents if given, and the tokenizer."""
     metadata: dict[str, Any] = {"pretrained": model, "max_seq_lengths": [length]}
     if gguf_file is not None:
@@ -129,7 +131,7 @@ def evaluate(lm: SweepLM, task: str, length: int, limit: int | None) -> dict[str
         lm,
         tasks=[task],
         limit=limit,
-        task_manager=task_manager(lm.pretrained, length, lm.gguf_file, limit),
+        task_manager=make_task_manager(lm.pretrained, length, lm.gguf_file, limit),
         bootstrap_iters=100,  # not 0, which would keep back the standard errors that need no bootstrap
         log_samples=False,
         confirm_run_unsafe_code=True,
@@ -158,13 +160,13 @@ def measure(
     for variant in wanted:
         lm.shown = variant
         found = evaluate(lm, task, length, options.limit)
-        read = [bytes_read(ways[variant][1], lm.model.dtype.itemsize) for ways in lm.kept.values()]
+        read = [count_bytes_read(ways[variant][1], lm.model.dtype.itemsize) for ways in lm.kept.values()]
         found["bytes_read"] = f"{sum(read) / len(read):.4f}"
         rows.append({"task": task, "length": length, **asdict(variant), "documents": len(lm.kept), **found})
     return rows
 
 
-def cache_options(variant: Variant) -> dict[str, Any]:
+def make_cache_options(variant: Variant) -> dict[str, Any]:
     """Keywords of `QAdACache`."""
     options: dict[str, Any] = {"group_rule": variant.group_rule, "threshold": variant.threshold}
     if variant.criterion == "selected":
@@ -174,7 +176,7 @@ def cache_options(variant: Variant) -> dict[str, Any]:
     return {"criterion": variant.criterion, **options, "moments": "current"}
 
 
-def with_static(lm: SweepLM, options: argparse.Namespace, done: set, bar: tqdm) -> None:
+def measure_static(lm: SweepLM, options: argparse.Namespace, done: set, bar: tqdm) -> None:
     """Static heads, found by an oracle pass over each task and length, then measured like the rest."""
     cells = [(task, length) for task in options.tasks for length in options.lengths]
     kinds = [heads for heads in options.static if heads == "oracle" or len(set(options.tasks)) > 1]
@@ -185,7 +187,7 @@ def with_static(lm: SweepLM, options: argparse.Namespace, done: set, bar: tqdm) 
         return
     oracle, shares = Variant("oracle", "", "head", ORACLE), {}
     for task, length in cells:
-        measure(lm, options, {oracle: cache_options(oracle)}, task, length)
+        measure(lm, options, {oracle: make_cache_options(oracle)}, task, length)
         shares[task, length] = lm.heads[oracle][0]
     for (task, length), variants_left in left.items():
         others = [share for (other, _), share in shares.items() if other != task]
@@ -201,7 +203,7 @@ def with_static(lm: SweepLM, options: argparse.Namespace, done: set, bar: tqdm) 
             write(options.out, measure(lm, options, measured, task, length), add=True, machine=describe_machine())
 
 
-def known(path: Path) -> set[tuple[str, int, Variant]]:
+def read_known(path: Path) -> set[tuple[str, int, Variant]]:
     """What the table holds already."""
     rows = read(path) if path.exists() else []
     made = [Variant(row["criterion"], row["moments"], row["group_rule"], float(row["threshold"])) for row in rows]
@@ -228,21 +230,23 @@ def main(arguments: list[str] | None = None) -> int:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--out", type=new_file, required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
-    with language_model.loading(parser):
-        pretrained, gguf = language_model.hflm_source(options.model)
+    with language_model.check_loading(parser):
+        pretrained, gguf = language_model.find_hflm_source(options.model)
         lm = SweepLM(pretrained, **gguf, batch_size=options.batch_size, device=options.device)
-    done, wanted = known(options.out), variants(options)
+    done, wanted = read_known(options.out), list_variants(options)
     normal = [variant for variant in wanted if not variant.criterion.startswith("static")]
     with tqdm(total=len(wanted) * len(options.tasks) * len(options.lengths), unit="row") as bar:
         for task in options.tasks:
             for length in options.lengths:
                 bar.set_postfix_str(f"{task} {length}")
-                left = {variant: cache_options(variant) for variant in normal if (task, length, variant) not in done}
+                left = {
+                    variant: make_cache_options(variant) for variant in normal if (task, length, variant) not in done
+                }
                 if left:
                     write(options.out, measure(lm, options, left, task, length), add=True, machine=describe_machine())
                 bar.update(len(normal))
         if options.static:
-            with_static(lm, options, done, bar)
+            measure_static(lm, options, done, bar)
     return 0
 
 

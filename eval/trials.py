@@ -30,30 +30,39 @@ from eval.shared.deciding import (
     OWN,
     PROMPTS,
     Way,
-    all_ways,
-    bulk_bits,
     compare,
-    few_ways,
+    find_bulk_bits,
+    find_sketch_share,
+    find_token_options,
     follow,
     generate,
     has_own_reading,
-    peer_ways,
+    limit_reading,
+    list_all_ways,
+    list_few_ways,
+    list_peer_ways,
+    list_token_ways,
     prefill,
-    reading,
-    sketch_share,
+    put_own_answer,
     split,
-    spoken,
-    summary,
-    token_options,
-    token_ways,
+    summarize,
 )
-from eval.shared.language_model import DEFAULT, HELP, hflm_source, label, load, loading
+from eval.shared.language_model import DEFAULT, HELP, check_loading, find_hflm_source, label, load
 from eval.shared.peers import PEERS, Prefilled
-from eval.shared.tables import new_file, plain, read, write
-from eval.shared.texts import CODE, PROSE, Document, code, is_continued, prose, task_documents, with_dense_question
-from eval.sweep import task_manager
+from eval.shared.tables import align, new_file, read, write
+from eval.shared.texts import (
+    CODE,
+    PROSE,
+    Document,
+    is_continued,
+    make_question_dense,
+    read_code,
+    read_prose,
+    read_task_documents,
+)
+from eval.sweep import make_task_manager
 from qada_cache import CacheStats, KeyMoments, QAdACache
-from qada_cache.key_moments.defaults import sources
+from qada_cache.key_moments.defaults import split_sources
 from qada_cache.machine import describe_machine
 from qada_cache.state.layer import QAdALayer
 from qada_cache.tuning import measuring
@@ -67,26 +76,26 @@ def know(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ways: list[
     return {name: KeyMoments.collect(model, tokenizer, name, progress=False) for name in prompts}
 
 
-def cache_options(way: Way, known: dict[str, KeyMoments]) -> dict[str, Any]:
+def make_cache_options(way: Way, known: dict[str, KeyMoments]) -> dict[str, Any]:
     """Of `QAdACache`, for a way that it decides by."""
     options = {"group_rule": way.rule, "moments": "current", "kernels": "auto", "token_threshold": 0.0}
-    options |= token_options(way.read)
+    options |= find_token_options(way.read)
     if way.criterion == "dense" and way.read.startswith(OWN):
         way = replace(way, criterion="qada", threshold=NEARLY_ONE)
     options["threshold"] = way.threshold
     if way.criterion != "qada":
         return options | {"criterion": way.criterion}
-    current, other = sources(way.moments)
+    current, other = split_sources(way.moments)
     moments = known[str(other)] if other else "current"
     return options | {"moments": ("current", moments) if current and other else moments}
 
 
-def exact_cache(model: PreTrainedModel, **options: Any) -> QAdACache:
+def make_exact_cache(model: PreTrainedModel, **options: Any) -> QAdACache:
     """One that reads everything, and from which forks of all ways can go on; `options` say what it holds."""
     return QAdACache(model, **{"moments": "current", **options, "token_threshold": 0.0, "threshold": 1.0})
 
 
-def trial(
+def run_trial(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     document: Document,
@@ -100,22 +109,22 @@ def trial(
     Raises:
         ValueError: more tokens follow it than one query-adaptive call takes.
     """
-    cache = exact_cache(model) if cache is None else cache
+    cache = make_exact_cache(model) if cache is None else cache
     exact = {"criterion": "dense", "moments": "current"}
     following = document.following.shape[1]
     if following > cache.options.window:
         raise ValueError(f"{following} tokens follow the text: more than one query-adaptive call takes")
     prefill(model, document, cache)
-    keys = next(layer.store.local_keys for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store)
+    keys = next(layer.store.near_keys for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store)
     value_bytes = keys.element_size()
     right = False
     if document.expected:
-        document, right = spoken(model, tokenizer, document, cache.fork(**exact))
+        document, right = put_own_answer(model, tokenizer, document, cache.fork(**exact))
     full = follow(model, document, cache.fork(**exact))
     peers = [way for way in ways if way.criterion in PEERS]
     state = Prefilled(model, document.text, cache.options.local_tokens) if peers else None
 
-    def judged(followed: Tensor, say: Callable[[], Tensor]) -> dict[str, str]:
+    def judge(followed: Tensor, say: Callable[[], Tensor]) -> dict[str, str]:
         compared = compare(full, followed)
         found = right
         if document.expected and compared["same"] == "0":
@@ -124,7 +133,7 @@ def trial(
 
     def try_on(make: Callable[[], DynamicCache], *, at_once: bool) -> tuple[DynamicCache, dict[str, str]]:
         followed = follow(model, document, used := make(), at_once=at_once)
-        return used, judged(followed, lambda: generate(model, document, make()))
+        return used, judge(followed, lambda: generate(model, document, make()))
 
     plain, sizes = (
         DynamicCache(config=model.config),
@@ -133,66 +142,66 @@ def trial(
     held = {16: cache}
     for way in ways:
         if way in peers:
-            made = judged(state.follow(document, way), partial(state.generate, document, way))
-            shares = {"kv_read": 1.0, "bytes_read": state.bytes_read(way), "q_local": 0.0}
+            made = judge(state.follow(document, way), partial(state.generate, document, way))
+            shares = {"kv_read": 1.0, "bytes_read": state.count_bytes_read(way), "q_local": 0.0}
         elif has_own_reading(way):
             prefill(model, document, plain)  # once
-            with reading(model, way.read, **sizes):
+            with limit_reading(model, way.read, **sizes):
                 _, made = try_on(partial(copy.deepcopy, plain), at_once=True)
             kind, share = split(way.read)
             shares = {
                 "kv_read": 1.0,
-                "bytes_read": share + sketch_share(kind),
+                "bytes_read": share + find_sketch_share(kind),
                 "q_local": 0.0,
             }  # by every head's sketch
         else:
-            asked, bits = cache_options(way, known), bulk_bits(way.read)
+            asked, bits = make_cache_options(way, known), find_bulk_bits(way.read)
             if bits not in held:
-                held[bits] = exact_cache(model, bulk_bits=bits, moments=asked["moments"])
+                held[bits] = make_exact_cache(model, bulk_bits=bits, moments=asked["moments"])
                 prefill(model, document, held[bits])
             twin, made = try_on(partial(held[bits].fork, **asked), at_once=not way.read.startswith(OWN))
             stats = twin.stats()
             # Records have the same bytes in any dtype, tokens beside them do not, and they are counted together.
             told = bits == 16 or value_bytes == 2
-            share = bytes_read(way, stats, value_bytes) if told else math.nan
+            share = count_bytes_read(way, stats, value_bytes) if told else math.nan
             shares = {"kv_read": 1 - stats.kv_sparsity, "bytes_read": share}
             shares["q_local"] = stats.sparsity
         yield asdict(way) | made | {name: f"{share:.4f}" for name, share in shares.items()}
         bar.update()
 
 
-def key(row: dict[str, Any]) -> tuple:
+def make_key(row: dict[str, Any]) -> tuple:
     """What tells rows apart."""
     names = ("model", "task", "length", "document", "criterion", "moments", "rule", "threshold", "read")
     return tuple(str(row.get(name, "")) for name in names)
 
 
-def bytes_read(way: Way, stats: CacheStats, value_bytes: int) -> float:
+def count_bytes_read(way: Way, stats: CacheStats, value_bytes: int) -> float:
     """Of the bulk's bytes, those that are read, and of what tokens are chosen by; as if values had `VALUE_BITS`."""
     if way.read.startswith(OWN):
-        return measuring.bytes_read(stats, value_bytes)
+        return measuring.count_bytes_read(stats, value_bytes)
     return 1 - stats.kv_sparsity
 
 
-def documents_of(
+def read_documents(
     options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, task: str, length: int
 ) -> Iterator[Document]:
     """The documents of a task that the command line names."""
     if is_continued(task):
         sizes = {"length": length, "following": options.following}
         # Every fourth piece of prose was set apart once, to learn from; tables go on with the texts that they have.
-        pieces = (piece for piece in prose(tokenizer, **sizes, text=options.text) if piece.index % 4 != 3)
-        return islice(code(tokenizer, **sizes) if task == CODE else pieces, options.documents)
-    where, gguf = hflm_source(options.model)
-    manager = task_manager(where, length, gguf.get("gguf_file"), documents=options.documents)
-    return task_documents(task, tokenizer, length=length, count=options.documents, manager=manager)
+        pieces = (piece for piece in read_prose(tokenizer, **sizes, text=options.text) if piece.index % 4 != 3)
+        return islice(read_code(tokenizer, **sizes) if task == CODE else pieces, options.documents)
+    where, gguf = find_hflm_source(options.model)
+    manager = make_task_manager(where, length, gguf.get("gguf_file"), documents=options.documents)
+    return read_task_documents(task, tokenizer, length=length, count=options.documents, manager=manager)
 
 
-def asked_as(document: Document, protocols: list[str]) -> list[Document]:
+def ask_as(document: Document, protocols: list[str]) -> list[Document]:
     """The document by every protocol that its question is read by, the one that reads least of it first."""
     if document.question == 1:
         return [document]
-    asked = {"sparse": document, "dense": with_dense_question(document)}
+    asked = {"sparse": document, "dense": make_question_dense(document)}
     return [asked[protocol] for protocol in ("sparse", "dense") if protocol in protocols]
 
 
@@ -222,39 +231,39 @@ def main(arguments: list[str] | None = None) -> int:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--out", type=new_file, required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
-    with loading(parser):
+    with check_loading(parser):
         model, tokenizer = load(options.model, dtype=options.dtype, device=options.device)
     run(options, model, tokenizer)
-    print(plain(summary(read(options.out))))
+    print(align(summarize(read(options.out))))
     return 0
 
 
-def chosen_ways(options: argparse.Namespace) -> list[Way]:
+def choose_ways(options: argparse.Namespace) -> list[Way]:
     """Those that the command line asks for."""
-    peers = peer_ways() if options.peers else []
+    peers = list_peer_ways() if options.peers else []
     if options.tokens:
-        return [*token_ways(few=options.few, own=options.own, bits=options.bits), *peers]
-    return [*few_ways(), *peers] if options.few else peers or all_ways()
+        return [*list_token_ways(few=options.few, own=options.own, bits=options.bits), *peers]
+    return [*list_few_ways(), *peers] if options.few else peers or list_all_ways()
 
 
 def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Measure what the table does not hold yet."""
-    done = {key(row) for row in read(options.out)} if options.out.exists() else set()
-    ways, everywhere = chosen_ways(options), {"model": label(options.model)}
+    done = {make_key(row) for row in read(options.out)} if options.out.exists() else set()
+    ways, everywhere = choose_ways(options), {"model": label(options.model)}
     known = know(model, tokenizer, ways)
     protocols = sum(1 if is_continued(task) else len(set(options.question)) for task in options.tasks)
     with tqdm(total=protocols * len(options.lengths) * options.documents * len(ways), unit="row") as bar:
         for task in options.tasks:
             for length in options.lengths:
                 bar.set_postfix_str(f"{task}, {length} tokens")
-                for document in documents_of(options, tokenizer, task, length):
-                    cache = exact_cache(model)
-                    for asked in asked_as(document, options.question):
+                for document in read_documents(options, tokenizer, task, length):
+                    cache = make_exact_cache(model)
+                    for asked in ask_as(document, options.question):
                         place = {"task": asked.task, "length": length, "document": asked.index}
-                        left = [way for way in ways if key(everywhere | place | asdict(way)) not in done]
+                        left = [way for way in ways if make_key(everywhere | place | asdict(way)) not in done]
                         bar.update(len(ways) - len(left))
                         if left:
-                            rows = [place | row for row in trial(model, tokenizer, asked, left, known, bar, cache)]
+                            rows = [place | row for row in run_trial(model, tokenizer, asked, left, known, bar, cache)]
                             write(options.out, rows, add=True, **everywhere, machine=describe_machine())
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from eval.shared.compiling import Compiled, Recorder, Step
-from eval.shared.tables import new_file, plain, write
+from eval.shared.tables import align, new_file, write
 
 ARCHITECTURES = (80, 90)
 SIZES = ((64, 3), (64, 7), (80, 8), (96, 4), (128, 1), (128, 4), (128, 8), (256, 2))  # dim, group
@@ -20,13 +20,15 @@ SKETCHES = ((0, 16), (1.5, 16), (1.5, 8), (1.5, 4))  # bits of the sketch and of
 CAPACITY = 40_000
 
 
-def launches(dim: int, group: int, bits: float, rung: int) -> list[Recorder]:
+def record_launches(dim: int, group: int, bits: float, rung: int) -> list[Recorder]:
     """Of a step in bfloat16 that counts its bytes."""
     counted = {"bulk_read_bytes": torch.zeros((), dtype=torch.int64, device="cpu")}
-    return Step(dim, dim, group, torch.bfloat16, CAPACITY, bits, rung, counted).launches()
+    return Step(dim, dim, group, torch.bfloat16, CAPACITY, bits, rung, counted).record_launches()
 
 
-def resources(recorder: Recorder, dim: int, group: int, bits: float, rung: int, architecture: int) -> dict[str, Any]:
+def measure_resources(
+    recorder: Recorder, dim: int, group: int, bits: float, rung: int, architecture: int
+) -> dict[str, Any]:
     """A row of the table."""
     compiled = Compiled(recorder, architecture)
     return {
@@ -50,14 +52,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--architectures", type=int, nargs="+", default=ARCHITECTURES, help="80 is capability 8.0")
     args = parser.parse_args(argv)
     rows = [
-        resources(recorder, *size, *sketch, architecture)
+        measure_resources(recorder, *size, *sketch, architecture)
         for size in SIZES
         if args.dims is None or size[0] in args.dims
         for sketch in SKETCHES
-        for recorder in launches(*size, *sketch)
+        for recorder in record_launches(*size, *sketch)
         for architecture in args.architectures
     ]
-    print(plain(rows))
+    print(align(rows))
     if args.out is not None:
         write(args.out, rows)
     return 0

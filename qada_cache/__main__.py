@@ -9,7 +9,7 @@ from typing import Any
 
 from . import KeyMoments, PrefixStore, QAdACache, __version__, files, prepare, profile, tuned_choice, tuning
 from .key_moments.collecting import SCHEMES
-from .key_moments.prompts import PROMPTS, choose_prompt, prompt_ids, read_dataset
+from .key_moments.prompts import PROMPTS, choose_prompt, make_ids, read_dataset
 from .models.loading import count_positions, load_model
 from .report import report
 from .report.asking import Request
@@ -20,7 +20,7 @@ from .tuning import measuring
 def main(arguments: list[str] | None = None) -> int:
     """Run `qada`; returns the exit status. User errors are one line on stderr and status 1. In `tune` they are status
     2, as 1 says that no setting was kept."""
-    options = _parser().parse_args(arguments)
+    options = _make_parser().parse_args(arguments)
     try:
         _check_options(options)
         return options.run(options) or 0
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     about = "QAdACache: attention heads that read the long context only when they need it."
     parser = argparse.ArgumentParser(prog="qada", description=about)
     parser.add_argument("--version", action="version", version=f"qada-cache {__version__}")
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(run=run, least=least)
         return made
 
-    add = command("moments", _moments, hub, "collect a model's key moments").add_argument
+    add = command("moments", _collect_moments, hub, "collect a model's key moments").add_argument
     add("--model", required=True, help=which)
     add("--prompt", choices=PROMPTS, default="random-words", help="what the model reads (default: %(default)s)")
     add("--text", type=Path, help="text file to take real text or words from, instead of our article")
@@ -142,10 +142,10 @@ def _load(options: argparse.Namespace, *tokens: str) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _moments(options: argparse.Namespace) -> None:
+def _collect_moments(options: argparse.Namespace) -> None:
     """Collect the key moments of a model on a prompt, for QAdACache(moments=FILE). QAdACache(model, moments=NAME) does
     so by itself; this is for other texts, and for files to hand on."""
-    text = _text(options)
+    text = _choose_text(options)
     given = {name: getattr(options, name) for name in ("tokens", "seed", "scheme")}
     moments = KeyMoments.collect(*_load(options), options.prompt, text=text, **given)
     moments.save(options.out)
@@ -157,7 +157,7 @@ def _moments(options: argparse.Namespace) -> None:
     )
 
 
-def _text(options: argparse.Namespace) -> str | None:
+def _choose_text(options: argparse.Namespace) -> str | None:
     """The text the user named, if any."""
     if options.text and options.dataset:
         raise ValueError("give --text or --dataset, not both")
@@ -179,23 +179,23 @@ def _profile(options: argparse.Namespace) -> None:
     """Memory and time of a long prompt of random words, layer by layer and token by token: DynamicCache, then
     QAdACache."""
     model, tokenizer = _load(options, "prompt_tokens", "new_tokens")
-    cache = _cache_options(options)
+    cache = _read_cache_options(options)
     prepare(model, tokenizer, **cache)
     words = choose_prompt("random-words", tokenizer)
-    ids = prompt_ids(words, model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[None]
+    ids = make_ids(words, model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[None]
     if (asked := QAdACache(model, **cache).options).tuned:
         print(f"QAdACache takes the setting that qada tune kept: {tuned_choice.Thresholds.of(asked)}")
     found = profile.profile(model, ids, new_tokens=options.new_tokens, chunk=options.chunk, **cache)
-    _print_table([each.summary() for each in found])
+    _print_table([each.summarize() for each in found])
     if options.layers:
-        _print_table(profile.layer_table(found))
+        _print_table(profile.make_layer_table(found))
     if options.out:
         profile.write_tokens(found, options.out)
     if options.plot:
         profile.plot(found, options.plot)
 
 
-def _cache_options(options: argparse.Namespace) -> dict[str, Any]:
+def _read_cache_options(options: argparse.Namespace) -> dict[str, Any]:
     """Those of QAdACache that were given."""
     given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold", "tuned")}
     return {name: value for name, value in given.items() if value is not None}
@@ -209,7 +209,7 @@ def _report(options: argparse.Namespace) -> None:
     )
     model, tokenizer = _load(options)
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
-    page = report(model, tokenizer, request, name=name, **_cache_options(options)).encode()
+    page = report(model, tokenizer, request, name=name, **_read_cache_options(options)).encode()
     files.write(options.out, [page])
     print(f"wrote {options.out}, {len(page) / 2**20:.1f} MiB")
 
@@ -218,20 +218,20 @@ def _tune(options: argparse.Namespace) -> int:
     """Measure on a model and a text what settings of both thresholds lose and read. Choose one within a budget, confirm
     it on other text, and keep it, for QAdACache(model, tuned=True)."""
     budget = tuning.Budget(0.002 if options.kl is None and options.bytes is None else options.kl, options.bytes)
-    text = _read_text(options.text, "--text") if options.text else measuring.default_text()
+    text = _read_text(options.text, "--text") if options.text else measuring.read_default_text()
     other = _read_text(options.confirm_text, "--confirm-text") if options.confirm_text else None
     model, tokenizer = _load(options, "tokens", "following")
     sizes, apart = {"tokens": options.tokens, "following": options.following}, options.pieces // 2
     if other is None:
         cut = measuring.cut(text, tokenizer, count=options.pieces + apart, **sizes)
-        chosen_by, held_out = measuring.held_out(cut, apart)
+        chosen_by, held_out = measuring.hold_out(cut, apart)
     else:
         chosen_by = measuring.cut(text, tokenizer, count=options.pieces, **sizes)
         held_out = measuring.cut(other, tokenizer, count=apart, **sizes)
     prepare(model, tokenizer)
     found = tuning.tune(model, chosen_by, held_out, budget)
-    _print_table(tuning.rows(found))
-    print(*tuning.sentences(found), sep="\n")
+    _print_table(tuning.make_rows(found))
+    print(*tuning.write_sentences(found), sep="\n")
     if options.plot:
         tuning.plot(found, options.plot)
     by_hand = "A setting of the table can be given by hand: QAdACache(model, token_threshold=..., threshold=...)"
@@ -283,7 +283,7 @@ def _store(options: argparse.Namespace) -> int:
     except FileNotFoundError:
         found = []
     if found:
-        _print_table([each.row() for each in found])
+        _print_table([each.make_row() for each in found])
     else:
         print("no stored prompts")
     return 0

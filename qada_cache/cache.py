@@ -16,13 +16,13 @@ from .attention import support
 from .criterion import StaticHeads
 from .kernels import choice
 from .key_moments.defaults import DEFAULT_MOMENTS, MomentsSource
-from .models import full_attention_layers, unwrap_model
+from .models import find_full_attention_layers, unwrap_model
 from .models.sharding import UNSHARDED
 from .reading_bar import ReadingBar
 from .state import CONDITIONS, DECIDING, LAID_OUT, SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .state.layer import QAdALayer
 from .state.observation import Observer
-from .stats import CacheStats, collect, layer_bytes, summary
+from .stats import CacheStats, collect, count_layer_bytes, describe_stats
 from .storage.sharing import move_to_shared_memory
 from .watched import WatchedCache
 
@@ -122,7 +122,7 @@ class QAdACache(WatchedCache):
     ) -> None:
         given = locals()
         model = unwrap_model(model)
-        text_config = support.text_config(model, config)
+        text_config = support.find_text_config(model, config)
         asked = {name: given[name] for name in DECIDING + LAID_OUT} | {"kernels": choice.resolve_kernels(kernels)}
         if bulk_bits is None:
             del asked["bulk_bits"]
@@ -130,7 +130,7 @@ class QAdACache(WatchedCache):
         support.check_model(model, text_config)
         attention.check_implementation(text_config)
         super().__init__(config=text_config)
-        managed = support.describe_model(model, config, ours := full_attention_layers(self))
+        managed = support.describe_model(model, config, ours := find_full_attention_layers(self))
         tuned_choice.check_left_out(options)
         options = support.resolve_options(options, managed)
         options = support.choose_bits(options, managed) if bulk_bits is None else options
@@ -231,7 +231,7 @@ class QAdACache(WatchedCache):
     def __deepcopy__(self, memo: dict) -> "QAdACache":
         self._finish_pass()
         self._check_files()
-        move_to_shared_memory(self._bulks())
+        move_to_shared_memory(self._list_bulks())
         twin = memo[id(self)] = type(self).__new__(type(self))
         for layer in reversed(self.layers):  # each refers to the next, which is copied first: no deep recursion
             copy.deepcopy(layer, memo)
@@ -250,7 +250,7 @@ class QAdACache(WatchedCache):
 
     def layer_bytes(self) -> list[tuple[int, int]]:
         """Bytes of every layer, on the device and on the host (key moments of another prompt are in `stats` only)."""
-        return list(map(layer_bytes, self.layers))
+        return list(map(count_layer_bytes, self.layers))
 
     def stats(self, *, gather: bool = False) -> CacheStats:
         """Sparsity, bytes held and bytes read so far. `gather`: of all processes of a split model, called together."""
@@ -292,9 +292,9 @@ class QAdACache(WatchedCache):
             NotImplementedError: processes share the model.
         """
         model = unwrap_model(model)
-        decoder = support.text_config(model, config)  # what is wrong with these is not the file's fault
+        decoder = support.find_text_config(model, config)  # what is wrong with these is not the file's fault
         make = partial(cls, model, config=config)
         return cache_file.read_cache(path, make, model=model, config=decoder, mmap=mmap)
 
     def __repr__(self) -> str:  # from host numbers alone: printing must not wait for the device
-        return summary(self, self.options, self._shared.model.model_type)
+        return describe_stats(self, self.options, self._shared.model.model_type)

@@ -12,11 +12,11 @@ from .criterion import StaticHeads
 from .files import tensor_file
 from .key_moments import KeyMoments
 from .key_moments.defaults import combine_sources
-from .models import full_attention_config, identity, inputs_device
-from .models.sharding import check_unsharded, processes
+from .models import find_full_attention_config, find_inputs_device, identity
+from .models.sharding import check_unsharded, count_processes
 from .state import DECIDING, LAID_OUT, Shared
 from .state.layer import QAdALayer
-from .state.record import BULK, RECORDS, check_alike, check_stock, layer_record, restore_layer
+from .state.record import BULK, RECORDS, check_alike, check_stock, record_layer, restore_layer
 from .storage import transfers
 
 KIND = "qada-cache"
@@ -30,9 +30,9 @@ _IDENTITY = (
 )
 
 
-def _identity(config: PreTrainedConfig) -> dict[str, Any]:
+def _read_identity(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a config that have to agree for a cache to fit a model."""
-    config = full_attention_config(config)
+    config = find_full_attention_config(config)
     return {name: getattr(config, name, None) for name in _IDENTITY}
 
 
@@ -44,7 +44,7 @@ def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) 
     dtypes = {dtype for store in stores for dtype in store.dtypes} | {managed.dtype} - {None}
     state: dict[str, Any] = {
         "options": {name: getattr(options, name) for name in _OPTIONS},
-        "model": _identity(managed.config),
+        "model": _read_identity(managed.config),
         "weights": None if model is None else identity.sample(model),
         "current_moments": options.current_moments,
         "dtypes": sorted(str(dtype).removeprefix("torch.") for dtype in dtypes),  # of tokens, and of their model
@@ -55,9 +55,9 @@ def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) 
     else:
         state["criterion"] = options.criterion
     if options.other_moments is not None:
-        tensors |= options.other_moments.tensors()
-        state["moments"] = options.other_moments.header()
-    kept = [layer_record(layer) if isinstance(layer, QAdALayer) else vars(layer) for layer in layers]
+        tensors |= options.other_moments.to_tensors()
+        state["moments"] = options.other_moments.to_header()
+    kept = [record_layer(layer) if isinstance(layer, QAdALayer) else vars(layer) for layer in layers]
     state["layers"] = [_encode(record, f"layer {index}", tensors) for index, record in enumerate(kept)]
     tensor_file.write(path, KIND, tensors, state)
 
@@ -72,8 +72,8 @@ def read_cache(
 ) -> Any:
     """The inverse of `write_cache`; see `QAdACache.load`. `config` is the decoder's. `make` takes the keywords of
     `QAdACache` that make a cache like the one saved, and returns an empty one."""
-    check_unsharded(processes(model))
-    tensors, state, source = tensor_file.mapped(path, KIND, transfers.empty, mmap=mmap)
+    check_unsharded(count_processes(model))
+    tensors, state, source = tensor_file.map_file(path, KIND, transfers.make_empty, mmap=mmap)
     if source is not None:
         tensors = {name: tensor if name.endswith(_MAPPED) else tensor.clone() for name, tensor in tensors.items()}
     if lacking := {"model", "weights", "dtypes"}.difference(state):
@@ -84,7 +84,7 @@ def read_cache(
         other = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else None
         moments = combine_sources(state["current_moments"], other)
         cache = make(criterion=criterion, moments=moments, **state["options"])
-        device = torch.device("cpu") if model is None else inputs_device(model)
+        device = torch.device("cpu") if model is None else find_inputs_device(model)
         for layer, kept in zip(cache.layers, state["layers"], strict=True):
             record = _decode(kept, tensors, device)
             if isinstance(layer, QAdALayer):
@@ -105,7 +105,7 @@ def read_cache(
 def _check_model(
     path: str | os.PathLike, state: dict[str, Any], model: PreTrainedModel | None, config: PreTrainedConfig
 ) -> None:
-    for name, value in _identity(config).items():
+    for name, value in _read_identity(config).items():
         if (saved := state["model"].get(name)) != value:
             raise ValueError(f"{path} was saved for another model: its {name} is {saved!r}, this model's is {value!r}")
     if model is None:
@@ -116,7 +116,7 @@ def _check_model(
             f"{path} was saved for a model in {' or '.join(dtypes)}, this model is in {dtype}: load it with a model of "
             "that dtype"
         )
-    if state["weights"] is not None and not identity.same(state["weights"], identity.sample(model)):
+    if state["weights"] is not None and not identity.is_same(state["weights"], identity.sample(model)):
         raise ValueError(f"{path} was saved for another model: its config is this model's, and its weights are not")
 
 
@@ -126,7 +126,7 @@ def _encode(value: Any, path: str, tensors: dict[str, tensor_file.FileTensor]) -
         return value
     if isinstance(value, (Tensor, tensor_file.PaddedTensor)):
         tensors[path] = value
-        return {"tensor": path, **_look(value)}
+        return {"tensor": path, **_describe(value)}
     if isinstance(value, (list, tuple)):
         return [_encode(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
     if isinstance(value, dict):
@@ -136,7 +136,7 @@ def _encode(value: Any, path: str, tensors: dict[str, tensor_file.FileTensor]) -
     raise NotImplementedError(f"QAdACache.save cannot write {path}, a {type(value).__name__}")
 
 
-def _look(tensor: tensor_file.FileTensor) -> dict[str, Any]:
+def _describe(tensor: tensor_file.FileTensor) -> dict[str, Any]:
     """What a file says of a tensor, beside the tensor itself."""
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
@@ -149,8 +149,8 @@ def _decode(value: Any, tensors: dict[str, Tensor], device: torch.device) -> Any
         return value
     if "tensor" in value:
         tensor = tensors[value["tensor"]]
-        if any(value.get(name) != look for name, look in _look(tensor).items()):
-            raise ValueError(f"{value['tensor']} is {_look(tensor)}, where {value} was written")
+        if any(value.get(name) != look for name, look in _describe(tensor).items()):
+            raise ValueError(f"{value['tensor']} is {_describe(tensor)}, where {value} was written")
         return tensor if value["tensor"].endswith(_MAPPED) else tensor.to(device)
     ((kind, content),) = value.items()
     if kind == "dict":

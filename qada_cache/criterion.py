@@ -153,7 +153,7 @@ def logit(threshold: float) -> float:
     return math.inf if threshold else -math.inf
 
 
-def long_context(log_local: Tensor, log_bulk: Tensor, logit_threshold: float) -> Tensor:
+def find_long_context(log_local: Tensor, log_bulk: Tensor, logit_threshold: float) -> Tensor:
     """True where a head needs the long context: `A_local / (A_local + A_bulk) < threshold` (eq. 2, eq. 7). The
     `logit_threshold` is its `logit`, exact at both ends: at 0 every head is local, at 1 none with a bulk is. An
     estimate that is no number says nothing, as infinity does. Kernels have a copy of this line each, in
@@ -161,7 +161,7 @@ def long_context(log_local: Tensor, log_bulk: Tensor, logit_threshold: float) ->
     return log_local - log_bulk.nan_to_num(torch.inf, posinf=torch.inf, neginf=-torch.inf) < logit_threshold
 
 
-def group_decision(flags: Tensor, rule: str) -> Tensor:
+def decide_for_groups(flags: Tensor, rule: str) -> Tensor:
     """One decision of those of the query heads of each KV head, bool `[batch, kv_heads, group, queries]` as `flags`. By
     "any" a group is long-context if any head of it is, as its keys are read anyway; by "head", the paper's rule, each
     query head is for itself."""

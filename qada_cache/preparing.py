@@ -12,9 +12,9 @@ from .cache import QAdACache
 from .kernels import partial_attention
 from .kernels.cpu import prompt, selected_prompt
 from .kernels.operands import Query
-from .key_moments.defaults import CURRENT, DEFAULT_MOMENTS, MomentsSource, default_moments, sources
+from .key_moments.defaults import CURRENT, DEFAULT_MOMENTS, MomentsSource, load_default_moments, split_sources
 from .key_moments.prompts import PROMPTS
-from .models import inputs_device, sizes, unwrap_model
+from .models import find_inputs_device, read_sizes, unwrap_model
 from .sketch import MIN_TOKENS
 from .state import Shared
 from .state.layer import QAdALayer
@@ -56,20 +56,20 @@ def prepare(
     # Wrong options are refused before anything is read.
     shared = QAdACache(model, moments=CURRENT, **{**options, "tuned": False})._shared
     tuned_choice.check_left_out(replace(shared.options, tuned=options.get("tuned", False)))
-    _, other = sources(moments)
+    _, other = split_sources(moments)
     if other in PROMPTS and shared.options.criterion == "gaussian" and shared.model.layers:
-        default_moments(model, str(other), tokenizer, shared.model.shard)
+        load_default_moments(model, str(other), tokenizer, shared.model.shard)
     shared = QAdACache(model, moments=moments, **options)._shared
     if not shared.model.layers:
         return
-    _, heads, kv_heads, dim = sizes(shared.model.config)
+    _, heads, kv_heads, dim = read_sizes(shared.model.config)
     others = shared.options.other_moments
     seen = shared.options.query_energies if others is None else others
     if seen is not None:  # configs of some models, with latent attention, have other numbers
         _, kv_heads, dim = seen.shape
     value_dim, group = getattr(shared.model.config, "v_head_dim", None) or dim, heads // kv_heads
     kv_heads //= shared.model.shard.size
-    for device in {inputs_device(model), *(weight.device for weight in model.parameters())}:
+    for device in {find_inputs_device(model), *(weight.device for weight in model.parameters())}:
         if device.type in ("cpu", "cuda"):
             _build_kernels(device, model.dtype, shared, kv_heads=kv_heads, group=group, dim=dim, value_dim=value_dim)
 
@@ -79,22 +79,22 @@ def _build_kernels(
 ) -> None:
     """Decode tokens in one layer of an empty cache: without a bulk, then with one, then with a sketch of it. So kernels
     are chosen and compiled by the very calls of such steps. Where none serves, and for audits, the bulk is read by
-    `partial_attention`. A RuntimeError as by `choice.decode_kernel`."""
+    `partial_attention`. A RuntimeError as by `choice.choose_kernel`."""
     options, made = shared.options, torch.Generator(device).manual_seed(0)
 
-    def random(heads: int, tokens: int, size: int) -> torch.Tensor:
+    def draw(heads: int, tokens: int, size: int) -> torch.Tensor:
         return torch.randn(1, heads, tokens, size, dtype=dtype, device=device, generator=made)
 
     local = min(options.local_tokens, options.sink_tokens + ROOM_TOKENS)  # a longer window starts with as many columns
     if options.kernels != "torch" and device.type == "cpu" and dtype in prompt.NUMBERS:
         prompt.build(dim, value_dim, dtype)
         if options.prefill_threshold:
-            selected_prompt.serves(random(1, 1, dim), random(1, 1, value_dim))
+            selected_prompt.serves(draw(1, 1, dim), draw(1, 1, value_dim))
     layer = QAdALayer(Shared(replace(options, local_tokens=local), shared.model), shared.model.layers[0])
-    layer.lazy_initialization(random(kv_heads, 0, dim), random(kv_heads, 0, value_dim))
-    store, query = cast(TokenStore, layer.store), random(kv_heads * group, 1, dim)
+    layer.lazy_initialization(draw(kv_heads, 0, dim), draw(kv_heads, 0, value_dim))
+    store, query = cast(TokenStore, layer.store), draw(kv_heads * group, 1, dim)
     for tokens in (max(1, local - 1), PENDING_TOKENS, MIN_TOKENS):
-        keys, values = random(kv_heads, tokens, dim), random(kv_heads, tokens, value_dim)
+        keys, values = draw(kv_heads, tokens, dim), draw(kv_heads, tokens, value_dim)
         store.absorb(keys, values, None)
         kernel = find_kernel(layer, store, query)
         for _ in range(0 if kernel is None else 2):  # the first may be audited, which no kernel computes

@@ -13,9 +13,9 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from .cache import QAdACache
-from .models import inputs_device
+from .models import find_inputs_device
 from .process_memory import PeakMemory
-from .stats import bytes_held, layer_bytes
+from .stats import count_bytes, count_layer_bytes
 from .versions import pass_cache
 
 
@@ -32,7 +32,7 @@ class Profile:
     peak_bytes: int | None
     layers: list[tuple[int, int, float]]  # device bytes, host bytes, `kv_local_share`
 
-    def summary(self) -> dict[str, str]:
+    def summarize(self) -> dict[str, str]:
         """As a row of a table."""
         seconds = sorted(seconds for seconds, _, _ in self.tokens)
         _, on_device, on_host = self.tokens[-1]
@@ -59,7 +59,7 @@ def profile(model: PreTrainedModel, ids: Tensor, *, new_tokens: int, chunk: int,
 
 
 def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: int, chunk: int, bar: tqdm) -> Profile:
-    device, name, memory = inputs_device(model), type(cache).__name__, PeakMemory()
+    device, name, memory = find_inputs_device(model), type(cache).__name__, PeakMemory()
     bar.set_postfix_str(name)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -78,18 +78,18 @@ def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: i
     tokens = []
     for _ in range(new_tokens):
         seconds, token = read([token])
-        tokens.append((seconds, *bytes_held(cache)))
+        tokens.append((seconds, *count_bytes(cache)))
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory.nbytes
     read_share, local = 1.0, {}
     if isinstance(cache, QAdACache):
         stats = cache.stats()
         read_share = stats.read_share
         local = dict(zip(stats.layers, stats.kv_local_share.mean(dim=1).tolist(), strict=True))
-    layers = [(*layer_bytes(layer), local.get(index, 0.0)) for index, layer in enumerate(cache.layers)]
+    layers = [(*count_layer_bytes(layer), local.get(index, 0.0)) for index, layer in enumerate(cache.layers)]
     return Profile(name, prefill_seconds, tokens, read_share, peak_bytes, layers)
 
 
-def layer_table(profiles: list[Profile]) -> list[dict[str, str]]:
+def make_layer_table(profiles: list[Profile]) -> list[dict[str, str]]:
     """A row for every layer, the caches side by side."""
     rows = [{"layer": str(index)} for index in range(len(profiles[0].layers))]
     for found in profiles:

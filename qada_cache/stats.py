@@ -107,7 +107,7 @@ class CacheStats:
         )
 
 
-def layer_bytes(layer: Any) -> tuple[int, int]:
+def count_layer_bytes(layer: Any) -> tuple[int, int]:
     """Bytes that one layer of a cache holds on its device, and on the host."""
     holders, on_host = [layer], 0
     counted: list[Any] = []
@@ -124,9 +124,9 @@ def layer_bytes(layer: Any) -> tuple[int, int]:
     return sum(each.nbytes for each in counted if each is not None), on_host
 
 
-def bytes_held(cache: DynamicCache) -> tuple[int, int]:
+def count_bytes(cache: DynamicCache) -> tuple[int, int]:
     """Bytes that all layers of a cache hold on their devices, and on the host."""
-    on_device, on_host = zip((0, 0), *map(layer_bytes, cache.layers), strict=True)
+    on_device, on_host = zip((0, 0), *map(count_layer_bytes, cache.layers), strict=True)
     return sum(on_device), sum(on_host)
 
 
@@ -140,7 +140,7 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
         found = [each[name].flatten().cpu() / each["decisions"] for each in counted if each[name] is not None]
         return shard.gather(torch.stack(found) if found else torch.full((len(ours), 1), math.nan, device="cpu"), 1)
 
-    on_device, on_host = bytes_held(cache)
+    on_device, on_host = count_bytes(cache)
     moments = {layer.options.other_moments for layer in ours}
     bulks = [layer.store.bulk for layer in ours if layer.store is not None]
     held = {
@@ -176,7 +176,7 @@ def _audit(counted: list[dict[str, Any]], shard: HeadShard) -> AuditStats | None
     return AuditStats(int(decisions), int(needed), recall, excess, missed, read_bytes=int(read))
 
 
-def summary(cache: DynamicCache, options: Options, model_type: str) -> str:
+def describe_stats(cache: DynamicCache, options: Options, model_type: str) -> str:
     """A cache in one line."""
     criterion = options.criterion if isinstance(options.criterion, str) else "static heads"
     other = [] if options.other_moments is None else [f"of {options.other_moments.prompt}"]
@@ -184,7 +184,7 @@ def summary(cache: DynamicCache, options: Options, model_type: str) -> str:
     tuned = " (tuned)" if options.tuned else ""
     tokens = f"token threshold {options.token_threshold:g}{tuned}, " if options.selects_tokens else ""
     ours = sum(isinstance(layer, QAdALayer) for layer in cache.layers)
-    on_device, on_host = (part / 2**20 for part in bytes_held(cache))
+    on_device, on_host = (part / 2**20 for part in count_bytes(cache))
     return (
         f"QAdACache({model_type}, {ours} of {len(cache.layers)} layers, criterion {criterion}, "
         f"moments {moments}, threshold {options.threshold}, {tokens}{options.sink_tokens} sinks + {options.window} "

@@ -15,7 +15,7 @@ from . import files
 from .criterion import StaticHeads
 from .files import tensor_file
 from .key_moments import KeyMoments
-from .key_moments.defaults import CURRENT, FOLDER, sources
+from .key_moments.defaults import CURRENT, FOLDER, split_sources
 from .models import identity
 from .state import CONDITIONS, DEFAULT_BITS, THRESHOLD, TOKEN_THRESHOLD, ManagedModel, Options
 
@@ -45,11 +45,11 @@ def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> P
     """Keep the thresholds and bits of these options, under which caches were measured, as the model's own. Returns the
     path. The `figures`, measurements behind the choice, are JSON-able and for people. An OSError if the user's cache
     folder cannot be written to, or is not the user's alone."""
-    path = _path(model)
+    path = _find_path(model)
     chosen = asdict(Thresholds.of(options)) | {"bulk_bits": options.bulk_bits}
-    state = {"chosen": chosen, "under": _conditions(options), "figures": figures}
-    with files.opened(FOLDER, make=True) as folder:
-        files.write(path.name, tensor_file.encoded(KIND, {}, state), folder=folder)
+    state = {"chosen": chosen, "under": _list_conditions(options), "figures": figures}
+    with files.open_folder(FOLDER, make=True) as folder:
+        files.write(path.name, tensor_file.encode(KIND, {}, state), folder=folder)
     return path
 
 
@@ -68,7 +68,7 @@ def apply_tuned(options: Options, managed: ManagedModel, *, bits_asked: bool = F
     if not options.tuned or not managed.layers:  # of which there is another warning
         return replace(options, tuned=False)
     try:
-        return replace(options, **_kept(options, managed, bits_asked))
+        return replace(options, **_read_kept(options, managed, bits_asked))
     except FileNotFoundError:
         reason = "qada tune has kept none"
     except (KeyError, TypeError) as error:
@@ -82,7 +82,7 @@ def apply_tuned(options: Options, managed: ManagedModel, *, bits_asked: bool = F
     return replace(options, tuned=False)
 
 
-def _kept(options: Options, managed: ManagedModel, bits_asked: bool) -> dict[str, Any]:
+def _read_kept(options: Options, managed: ManagedModel, bits_asked: bool) -> dict[str, Any]:
     """The thresholds kept of this model, and the bits of a bulk of few, unless they were asked for. A FileNotFoundError
     if there are none; a LookupError if they do not count here; other errors if the file cannot be believed."""
     model = managed.get()
@@ -90,10 +90,10 @@ def _kept(options: Options, managed: ManagedModel, bits_asked: bool) -> dict[str
         raise LookupError("a cache built with config= has no weights to find it by")
     if managed.shard.size > 1:
         raise LookupError("it is found by all of the model's weights, and this process has a part of them")
-    path = _path(model)
-    with files.opened(FOLDER) as folder:
-        kept = tensor_file.decoded(files.read(folder, path.name), KIND, path)[1]
-    ours = _conditions(options)
+    path = _find_path(model)
+    with files.open_folder(FOLDER) as folder:
+        kept = tensor_file.decode(files.read(folder, path.name), KIND, path)[1]
+    ours = _list_conditions(options)
     differing = [name for name in ours if kept["under"][name] != ours[name]]
     if differing:
         theirs, its = (", ".join(f"{name}={held[name]}" for name in differing) for held in (kept["under"], ours))
@@ -106,11 +106,11 @@ def _kept(options: Options, managed: ManagedModel, bits_asked: bool) -> dict[str
     return {each.name: chosen[each.name] for each in fields(Thresholds)} | {"bulk_bits": bits}
 
 
-def _conditions(options: Options) -> dict[str, Any]:
+def _list_conditions(options: Options) -> dict[str, Any]:
     """The options that a setting was measured under, JSON-able."""
     chosen = {"bulk_bits", *(each.name for each in fields(Thresholds))}
     found = {name: getattr(options, name) for name in CONDITIONS if name not in chosen}
-    current, other = sources(options.moments)
+    current, other = split_sources(options.moments)
     prompt = other.prompt if isinstance(other, KeyMoments) else other
     found["moments"] = "+".join([CURRENT] * current + [str(prompt)] * (prompt is not None))
     if isinstance(options.criterion, StaticHeads):
@@ -118,5 +118,5 @@ def _conditions(options: Options) -> dict[str, Any]:
     return found
 
 
-def _path(model: PreTrainedModel) -> Path:
-    return files.home() / FOLDER / f"{model.config.model_type}-tuned-{identity.digest(model)}.safetensors"
+def _find_path(model: PreTrainedModel) -> Path:
+    return files.find_home() / FOLDER / f"{model.config.model_type}-tuned-{identity.digest(model)}.safetensors"

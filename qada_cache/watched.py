@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from .state import Progress, Shared, Visit
-from .state.layer import QAdALayer, checked_crop, selected_rows
+from .state.layer import QAdALayer, check_crop, find_selected_rows
 from .storage.bulk import Bulk
 
 
@@ -59,7 +59,7 @@ class WatchedCache(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen."""
-        tokens = checked_crop(tokens_to_remove)
+        tokens = check_crop(tokens_to_remove)
         self._change("crop", *[lambda layer: layer.crop(tokens)] * 2)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -103,7 +103,7 @@ class WatchedCache(DynamicCache):
         progress.reached = layer_idx
         if layer_idx in self._linear_layers:
             if layer_idx not in progress.visits:
-                progress.visits[layer_idx] = Visit(_versions(self.layers[layer_idx]))
+                progress.visits[layer_idx] = Visit(_count_writes(self.layers[layer_idx]))
             progress.visits[layer_idx].calls.add(call)
 
     def _check_handed_back(self) -> None:
@@ -125,7 +125,7 @@ class WatchedCache(DynamicCache):
 
     def _check_files(self) -> None:
         """Raise if others have written to a file that the bulk is read from."""
-        for file in {bulk.source.file for bulk in self._bulks() if bulk.source is not None}:
+        for file in {bulk.source.file for bulk in self._list_bulks() if bulk.source is not None}:
             if file.changed:
                 raise RuntimeError(
                     f"{file.path} was written to in place after this cache was loaded from it, so tokens may have "
@@ -139,13 +139,13 @@ class WatchedCache(DynamicCache):
         if progress.reached != last:
             return
         if last in progress.visits:
-            alike = [index for index in progress.visits if self._kind(index) == self._kind(last)]
-            written = {index: _written(self.layers[index], progress.visits[index]) for index in alike}
+            alike = [index for index in progress.visits if self._find_kind(index) == self._find_kind(last)]
+            written = {index: _find_written(self.layers[index], progress.visits[index]) for index in alike}
             if not all(states <= written[last] for states in written.values()):
                 progress.reached = last - 1
         progress.visits.clear()
 
-    def _kind(self, layer_idx: int) -> tuple[type, Hashable]:
+    def _find_kind(self, layer_idx: int) -> tuple[type, Hashable]:
         """A key that is the same for layers that write the same states: the class, and the config's type."""
         types = getattr(self._shared.model.config, "layer_types", None)
         return type(self.layers[layer_idx]), types[layer_idx] if types else layer_idx
@@ -153,8 +153,8 @@ class WatchedCache(DynamicCache):
     def _change_rows(self, verb: str, argument: Any) -> None:
         """Have row `i` of every layer become the old row that the argument of this verb says; without rows nothing."""
         self._check_whole()
-        if rows := self._rows():
-            index = selected_rows(verb, argument, rows)
+        if rows := self._count_rows():
+            index = find_selected_rows(verb, argument, rows)
             # The one verb of rows that every kind of transformers' layers has.
             there = torch.tensor(index, dtype=torch.long, device="cpu")
             self._change(verb, lambda layer: layer.select_rows(index), lambda layer: layer.reorder_cache(there))
@@ -163,7 +163,7 @@ class WatchedCache(DynamicCache):
         """Change every layer, or none; an interruption in between is noticed. The argument has been checked, and ours
         refuse nothing else. Transformers' own may (a crop behind a window): copies of them are changed first."""
         self._check_whole()
-        changed = {index: _copied(layer) for index, layer in enumerate(self.layers) if not isinstance(layer, QAdALayer)}
+        changed = {index: _copy(layer) for index, layer in enumerate(self.layers) if not isinstance(layer, QAdALayer)}
         for layer in changed.values():
             others(layer)
         self._shared.progress.changing = verb
@@ -174,12 +174,12 @@ class WatchedCache(DynamicCache):
                 vars(layer).update(vars(changed[index]))
         self._shared.progress.changing = ""
 
-    def _rows(self) -> int:
+    def _count_rows(self) -> int:
         """The rows held; 0 if there are none, or nothing is held yet."""
-        if bulks := self._bulks():
+        if bulks := self._list_bulks():
             return len(bulks[0].lengths)
         for layer in self.layers:
-            for held in (getattr(layer, "keys", None), *_states(layer).values()):
+            for held in (getattr(layer, "keys", None), *_list_states(layer).values()):
                 if held is not None and held.dim() > 1:
                     return len(held)
         return 0
@@ -189,7 +189,7 @@ class WatchedCache(DynamicCache):
         if following := [layer for layer in self.layers[layer_idx:] if isinstance(layer, QAdALayer)]:
             following[0].check_rows(rows)
 
-    def _bulks(self) -> list[Bulk]:
+    def _list_bulks(self) -> list[Bulk]:
         return [layer.store.bulk for layer in self.layers if isinstance(layer, QAdALayer) and layer.store is not None]
 
     @functools.cached_property
@@ -203,31 +203,31 @@ class WatchedCache(DynamicCache):
         for index in reversed(range(len(self.layers))):
             calls = isinstance(self.layers[index], (CacheLayerMixin, LinearAttentionCacheLayerMixin))
             # In older transformers feed-forward layers have a linear cache and never call it.
-            if calls and self._kind(index)[1] not in ("mlp", "moe"):
+            if calls and self._find_kind(index)[1] not in ("mlp", "moe"):
                 return index
         return -1
 
 
-def _states(layer: Any) -> dict[Hashable, Tensor | None]:
+def _list_states(layer: Any) -> dict[Hashable, Tensor | None]:
     """The states of a linear layer, by the calls that write them; none for other layers."""
     kinds = {"conv": getattr(layer, "conv_states", {}), "recurrent": getattr(layer, "recurrent_states", {})}
     return {(kind, index): state for kind, states in kinds.items() for index, state in states.items()}
 
 
-def _versions(layer: Any) -> dict[Hashable, int]:
+def _count_writes(layer: Any) -> dict[Hashable, int]:
     """How often each state was written to in place, as far as torch counts that: not in tensors made in inference mode,
     and no writes by other libraries' kernels."""
-    states = _states(layer).items()
+    states = _list_states(layer).items()
     return {name: state._version for name, state in states if state is not None and not state.is_inference()}
 
 
-def _written(layer: Any, visit: Visit) -> set[Hashable]:
+def _find_written(layer: Any, visit: Visit) -> set[Hashable]:
     """The states that a linear layer has visibly written in a pass, by calls or in place, and its keys."""
-    in_place = {name for name, now in _versions(layer).items() if visit.versions.get(name, now) != now}
-    return in_place | (visit.calls & {"keys", *_states(layer)})
+    in_place = {name for name, now in _count_writes(layer).items() if visit.versions.get(name, now) != now}
+    return in_place | (visit.calls & {"keys", *_list_states(layer)})
 
 
-def _copied(layer: Any) -> Any:
+def _copy(layer: Any) -> Any:
     """A copy of one of transformers' layers that shares its tensors, which their verbs replace and never write to."""
     twin = copy.copy(layer)
     vars(twin).update({name: dict(held) for name, held in vars(layer).items() if isinstance(held, dict)})

@@ -66,7 +66,7 @@ def earlier_kernels(request: pytest.FixtureRequest, cache_folder: Path) -> Itera
             if time.time() - kernel.stat().st_mtime > KEPT_SECONDS:
                 kernel.unlink()
             else:
-                with files.opened("kernels", make=True) as kernels:
+                with files.open_folder("kernels", make=True) as kernels:
                     files.write(kernel.name, (kernel.read_bytes(),), folder=kernels)
     yield
     for kernel in (cache_folder / "kernels").glob("*.so"):

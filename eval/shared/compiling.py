@@ -18,8 +18,8 @@ from triton.compiler import ASTSource
 
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.operands import Operands, Query, Rows
-from qada_cache.sketch import Layout, segment_start
-from qada_cache.sketch.codec import Sketch, sketch_fields
+from qada_cache.sketch import Layout, find_segment_start
+from qada_cache.sketch.codec import Sketch, list_fields
 from qada_cache.sketch.coded import RecordLayout, Records
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -43,7 +43,7 @@ class Step:
     rung: int = 16  # `bulk_bits`
     options: dict[str, Any] = field(default_factory=dict)  # of `Operands`
 
-    def operands(self) -> tuple[Query, Rows, Operands]:
+    def make_operands(self) -> tuple[Query, Rows, Operands]:
         """What a kernel is told."""
         size, dtype = {"device": "cpu"}, self.dtype
         mask = torch.zeros(BATCH, 1, 1, COLUMNS, dtype=torch.bool, **size)
@@ -52,14 +52,14 @@ class Step:
         query.log_bulk = torch.zeros(BATCH, KV_HEADS, self.group, 1, dtype=torch.float32, **size)
         rows = Rows(mask, mask, flat, flat.view(BATCH), torch.ones_like(flat, dtype=torch.bool))
         records = RecordLayout.from_bits(self.dim, self.value_dim, self.rung) if self.bits else None
-        stored = self.capacity - (segment_start(self.capacity) if records else 0)
+        stored = self.capacity - (find_segment_start(self.capacity) if records else 0)
         shapes = [(BATCH, KV_HEADS, tokens, dim) for tokens in (COLUMNS, stored) for dim in (self.dim, self.value_dim)]
         held = [torch.zeros(shape, dtype=dtype, **size) for shape in shapes]
         layer = Operands(*held, logit_threshold=0.4, **self.options)
         if self.bits:
             layout = Layout.from_bits(self.dim, self.bits)
             assert layout is not None
-            fields = sketch_fields(self.dim, self.value_dim, layout.count, self.capacity).items()
+            fields = list_fields(self.dim, self.value_dim, layout.count, self.capacity).items()
             made = {name: torch.zeros(BATCH, KV_HEADS, *shape, dtype=kind, **size) for name, (kind, shape) in fields}
             layer.sketch, layer.token_threshold = Sketch(**made), 1.0
             layer.sketch_read_bytes = torch.zeros((), dtype=torch.int64, **size)
@@ -68,13 +68,13 @@ class Step:
             layer.records = Records(tensor, torch.ones(KV_HEADS, self.dim, dtype=torch.float32, **size), records)
         return query, rows, layer
 
-    def launches(self) -> list["Recorder"]:
+    def record_launches(self) -> list["Recorder"]:
         """What it launches."""
         recorders = {name: Recorder(getattr(triton_decode, name)) for name in KERNELS}
         for name, recorder in recorders.items():
             setattr(triton_decode, name, recorder)
         try:
-            triton_decode.fused_decode(*self.operands())
+            triton_decode.fused_decode(*self.make_operands())
         finally:
             for name, recorder in recorders.items():
                 setattr(triton_decode, name, recorder.kernel)
@@ -95,7 +95,7 @@ class Recorder:
         return launch
 
 
-def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
+def specialize(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
     """The kernel specialised to the arguments of a launch, as Triton's launcher would."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
@@ -121,7 +121,7 @@ class Compiled:
 
     def __init__(self, recorder: Recorder, capability: int) -> None:
         given = {name: value for name, value in recorder.arguments.items() if name in OPTIONS}
-        made = source(recorder.kernel, recorder.arguments)
+        made = specialize(recorder.kernel, recorder.arguments)
         found = triton.compile(made, target=GPUTarget("cuda", capability, 32), options=given)
         self.shared: int = found.metadata.shared  # bytes that a program takes
         self.ptx: str = found.asm["ptx"]
@@ -130,11 +130,13 @@ class Compiled:
             cubin.write_bytes(found.asm["cubin"])
             self.usage = _print("-res-usage", cubin)
             code = _print("-sass", cubin)
-        self.registers = int(self._used("REG"))  # of a thread
-        self.stack = int(self._used("STACK")) + int(self._used("LOCAL"))  # bytes of a thread; above 0 registers spill
+        self.registers = int(self._find_used("REG"))  # of a thread
+        self.stack = int(self._find_used("STACK")) + int(
+            self._find_used("LOCAL")
+        )  # bytes of a thread; above 0 registers spill
         self.instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+\S", code, re.MULTILINE))  # each once
 
-    def _used(self, kind: str) -> str:
+    def _find_used(self, kind: str) -> str:
         found = re.search(rf" {kind}:(\d+)", self.usage)
         assert found is not None
         return found[1]

@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from eval.shared.texts import Turn, plant
 from qada_cache import QAdACache
-from qada_cache.stats import CacheStats, layer_bytes
+from qada_cache.stats import CacheStats, count_layer_bytes
 from qada_cache.versions import pass_cache
 
 WITH_FACTS = (
@@ -42,14 +42,14 @@ class Form:
             self._opening, self._closing = f"{introduction}\n\n{_DOCUMENT}\n\nQuestion: ", "\nAnswer:"
             self._between = "\n\nQuestion: "
             return
-        first = self._rendered(("user", f"{introduction}\n\n{_DOCUMENT}\n\n{_QUESTION}"))
+        first = self._render(("user", f"{introduction}\n\n{_DOCUMENT}\n\n{_QUESTION}"))
         self._opening, self._closing = first.rsplit(_QUESTION, 1)
-        later = self._rendered(("user", "Hello"), ("assistant", _ANSWER), ("user", _QUESTION))
+        later = self._render(("user", "Hello"), ("assistant", _ANSWER), ("user", _QUESTION))
         self._between = later.rsplit(_ANSWER, 1)[1].rsplit(_QUESTION, 1)[0]
-        end = self._ids(self._between)[:1]
+        end = self._encode(self._between)[:1]
         self.stop = [token for token in end if token in tokenizer.all_special_ids]
 
-    def _rendered(self, *messages: tuple[str, str]) -> str:
+    def _render(self, *messages: tuple[str, str]) -> str:
         return self.tokenizer.apply_chat_template(
             [{"role": role, "content": content} for role, content in messages],
             tokenize=False,
@@ -57,22 +57,22 @@ class Form:
             enable_thinking=False,  # known to the templates that can think first, no matter to the others
         )
 
-    def _ids(self, text: str, *, begins: bool = False) -> list[int]:
+    def _encode(self, text: str, *, begins: bool = False) -> list[int]:
         """Token ids of a text; a plain text that `begins` all gets what the tokenizer begins texts with."""
         return self.tokenizer(text, add_special_tokens=begins and not self.chat).input_ids
 
-    def opening(self, document: str) -> list[int]:
+    def make_opening(self, document: str) -> list[int]:
         """Token ids of everything before the first question."""
-        return self._ids(self._opening.replace(_DOCUMENT, document), begins=True)
+        return self._encode(self._opening.replace(_DOCUMENT, document), begins=True)
 
-    def token_of(self, part: str, ids: list[int]) -> int | None:
+    def find_token(self, part: str, ids: list[int]) -> int | None:
         """Which of the tokens `ids` begins `part`; None if a tokenizer without its words has lost it."""
         at = self.tokenizer.decode(ids).find(part)
         if at < 0:
             return None
         return bisect_right(range(len(ids)), at, key=lambda count: len(self.tokenizer.decode(ids[:count]))) - 1
 
-    def turn(self, turn: Turn, *, after: int | None) -> list[int]:
+    def make_turn(self, turn: Turn, *, after: int | None) -> list[int]:
         """Token ids from the end of the last answer to where the next is to go on.
 
         Args:
@@ -81,11 +81,11 @@ class Form:
                 template does, it is not repeated.
         """
         begun = turn.begun if self.chat or not turn.begun else f" {turn.begun}"
-        ids = self._ids(("" if after is None else self._between) + turn.question + self._closing + begun)
+        ids = self._encode(("" if after is None else self._between) + turn.question + self._closing + begun)
         return ids[1:] if after is not None and self.chat and ids[0] == after else ids
 
 
-def fitted(form: Form, text: str, turns: list[Turn], *, tokens: int) -> tuple[list[int], str, bool]:
+def fit(form: Form, text: str, turns: list[Turn], *, tokens: int) -> tuple[list[int], str, bool]:
     """The longest beginning of `text` that fills no more than `tokens` tokens together with what surrounds it.
 
     Returns:
@@ -99,16 +99,16 @@ def fitted(form: Form, text: str, turns: list[Turn], *, tokens: int) -> tuple[li
     # A word is a token at least, so further words need not be looked at.
     ends = [match.end() for match, _ in zip(re.finditer(r"\S+", text), range(tokens), strict=False)]
 
-    def made(words: int) -> tuple[list[int], str]:
+    def make(words: int) -> tuple[list[int], str]:
         document = plant(text[: ends[words - 1]], facts)
-        return form.opening(document), document
+        return form.make_opening(document), document
 
     fewest, most = 0, len(ends)  # `fewest` words fit, more than `most` do not
     best = None
     while fewest < most:
         # The whole is tried first: most texts that are not the default one fit.
         words = most if best is None and most == len(ends) else (fewest + most + 1) // 2
-        found = made(words)
+        found = make(words)
         if len(found[0]) <= tokens:
             fewest, best = words, found
         else:
@@ -186,11 +186,11 @@ def converse(
     start = time.perf_counter()
     model(ids, **pass_cache(cache), logits_to_keep=1).logits.argmax().item()  # waits for the device
     told.prefill_seconds = time.perf_counter() - start
-    ends = _end_tokens(model, form)
+    ends = _find_end_tokens(model, form)
     stops = {} if form.chat else {"stop_strings": ["\n"], "tokenizer": form.tokenizer}
     for index, turn in enumerate(turns):
         tell(turn.question)
-        asked = form.turn(turn, after=None if index == 0 else int(ids[0, -1]))
+        asked = form.make_turn(turn, after=None if index == 0 else int(ids[0, -1]))
         ids = torch.cat([ids, torch.tensor([asked], device=model.device)], dim=-1)
         clock = _Clock()
         # The attention mask says that every token is real. Of the ids, the model reads those the cache does not hold:
@@ -218,11 +218,11 @@ def converse(
         told.stats = cache.stats()
         told.device_bytes, told.host_bytes = told.stats.device_bytes, told.stats.host_bytes
     else:
-        told.device_bytes = sum(layer_bytes(layer)[0] for layer in cache.layers)
+        told.device_bytes = sum(count_layer_bytes(layer)[0] for layer in cache.layers)
     return told
 
 
-def _end_tokens(model: PreTrainedModel, form: Form) -> list[int]:
+def _find_end_tokens(model: PreTrainedModel, form: Form) -> list[int]:
     """Ids that end an answer: the model's own, and what its chat template puts after one."""
     own = model.generation_config.eos_token_id
     own = [] if own is None else [own] if isinstance(own, int) else list(own)

@@ -21,9 +21,9 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from eval.shared.tables import Rows
 from eval.shared.texts import Document
 from qada_cache.criterion import GROUP_RULES
-from qada_cache.models import attention_table, full_attention_layers
+from qada_cache.models import attention_table, find_full_attention_layers
 from qada_cache.state import SKETCH_BITS, TOKEN_THRESHOLD
-from qada_cache.tuning.measuring import compared
+from qada_cache.tuning.measuring import compare_logits
 from qada_cache.versions import pass_cache
 
 FEW = (0.1, 0.3, 0.6, 0.9)
@@ -56,16 +56,16 @@ class Way:
     read: str = ""
 
 
-def few_ways() -> list[Way]:
+def list_few_ways() -> list[Way]:
     """Sinks and window, the default at several thresholds, the paper's rule and the oracle: to compare models by."""
     ours = [Way("qada", BOTH[0], "any", tau) for tau in (0.5, 0.6, 0.7, 0.8, 0.9)]
     others = [Way("qada", "current", "any", tau) for tau in (0.6, 0.7, 0.8, 0.9)]
     return [Way("local"), *ours, *others, Way("qada", "current", "head", 0.6), Way("oracle", "", "any", 0.6)]
 
 
-def all_ways() -> list[Way]:
+def list_all_ways() -> list[Way]:
     """Every way that there is something to learn from, the few first."""
-    ways = [*few_ways(), *(Way("qada", "current", "any", tau) for tau in FEW)]
+    ways = [*list_few_ways(), *(Way("qada", "current", "any", tau) for tau in FEW)]
     ways += [Way("qada", "current", "head", tau) for tau in MOST]
     ways += [Way("oracle", "", rule, tau) for rule in GROUP_RULES for tau in MOST]
     ways += [Way("qada", prompt, rule, tau) for prompt in PROMPTS[:2] for rule in GROUP_RULES for tau in FEW]
@@ -73,45 +73,45 @@ def all_ways() -> list[Way]:
     return list(dict.fromkeys(ways))
 
 
-def token_ways(*, few: bool = False, own: bool = False, bits: Sequence[int] = (16,)) -> list[Way]:
+def list_token_ways(*, few: bool = False, own: bool = False, bits: Sequence[int] = (16,)) -> list[Way]:
     """Reading some of the tokens, in those heads that the default calls long-context, or in every head.
 
     The `few` are compared on every model; `own` are the default and the economical setting alone, of bulks of so many
     `bits`.
     """
 
-    def product(theta: float, bits: float = SKETCH_BITS, threshold: float = 0.95, rule: str = "any") -> Way:
+    def make_way(theta: float, bits: float = SKETCH_BITS, threshold: float = 0.95, rule: str = "any") -> Way:
         return Way("qada", BOTH[0], rule, threshold, f"sketch of {bits} bits, {theta}")
 
     shares = [Way("dense", read="true, 0.05")]
-    default = [product(DEFAULT_THETA), product(ECONOMICAL, threshold=0.7)]
+    default = [make_way(DEFAULT_THETA), make_way(ECONOMICAL, threshold=0.7)]
     if own:
         return [
             way if each == 16 else replace(way, read=way.read.replace(",", f" over {each},"))
             for each in bits
             for way in default
         ]
-    default += [product(ECONOMICAL), product(16.0, threshold=0.4)]  # the latter: where seven query heads share a key
+    default += [make_way(ECONOMICAL), make_way(16.0, threshold=0.4)]  # the latter: where seven query heads share a key
     # The Gaussian's part: no head is local; or each query head decides for itself whether it looks at the sketch.
-    default += [Way("dense", BOTH[0], read=product(DEFAULT_THETA).read), product(DEFAULT_THETA, rule="head")]
+    default += [Way("dense", BOTH[0], read=make_way(DEFAULT_THETA).read), make_way(DEFAULT_THETA, rule="head")]
     if few:
         return [*default, *shares]
-    default += [product(theta) for theta in (1.0, 2.0, 3.0, 8.0)] + [product(DEFAULT_THETA, threshold=0.8)]
-    default += [product(theta, bits) for bits in (1, 2) for theta in (2.0, DEFAULT_THETA)]
+    default += [make_way(theta) for theta in (1.0, 2.0, 3.0, 8.0)] + [make_way(DEFAULT_THETA, threshold=0.8)]
+    default += [make_way(theta, bits) for bits in (1, 2) for theta in (2.0, DEFAULT_THETA)]
     more = {"true": (0.1,), "pages of 16": (0.05, 0.1)}
     shares += [Way("dense", read=f"{kind}, {share}") for kind, found in more.items() for share in found]
     return [*default, *shares]
 
 
-def peer_ways() -> list[Way]:
+def list_peer_ways() -> list[Way]:
     """Other methods: a share of the bulk's tokens that each keeps, and everything in few bits."""
     methods, shares = ("SnapKV", "ExpectedAttention", "TOVA", "KeyDiff"), (0.05, 0.1, 0.2)
     evicted = [Way("evicted", read=f"{method}, {share}") for method in methods for share in shares]
     return [*evicted, *(Way("quantized", read=f"{bits} bits") for bits in (4, 2))]
 
 
-def by_pages(grouped_queries: Tensor, keys: Tensor, size: int) -> Tensor:
-    """The most that a token of each page can score, as Quest has it; arguments as for `estimated`."""
+def estimate_by_pages(grouped_queries: Tensor, keys: Tensor, size: int) -> Tensor:
+    """The most that a token of each page can score, as Quest has it; arguments as for `estimate`."""
     tokens, pages = keys.shape[2], -(-keys.shape[2] // size)
     low, high = (
         torch.nn.functional.pad(keys, (0, 0, 0, pages * size - tokens), value=value).unflatten(2, (pages, size))
@@ -121,12 +121,14 @@ def by_pages(grouped_queries: Tensor, keys: Tensor, size: int) -> Tensor:
     return bound.repeat_interleave(size, dim=-1)[..., :tokens]
 
 
-def estimated(kind: str, grouped_queries: Tensor, keys: Tensor) -> Tensor:
+def estimate(kind: str, grouped_queries: Tensor, keys: Tensor) -> Tensor:
     """Scores `[batch, kv_heads, queries, tokens]` of queries `[batch, kv_heads, queries, dim]`, before scaling."""
-    return grouped_queries @ keys.mT if kind == "true" else by_pages(grouped_queries, keys, int(kind.split()[-1]))
+    return (
+        grouped_queries @ keys.mT if kind == "true" else estimate_by_pages(grouped_queries, keys, int(kind.split()[-1]))
+    )
 
 
-def sketch_share(kind: str) -> float:
+def find_sketch_share(kind: str) -> float:
     """Bytes of what estimates are made from, over those of the keys and values."""
     return 0.0 if kind == "true" else 1 / int(kind.split()[-1])  # a least and a greatest key a page
 
@@ -151,49 +153,52 @@ def split(tokens: str) -> tuple[str, float]:
     return kind, float(share or 1)
 
 
-def bulk_bits(tokens: str) -> int:
+def find_bulk_bits(tokens: str) -> int:
     """Bits a value of the bulk, for a way of reading: "sketch of 1.5 bits over 8, 4.4" is of 8, without them 16."""
     kind = split(tokens)[0].split()
     return int(kind[-1]) if "over" in kind else 16
 
 
-def token_options(tokens: str) -> dict[str, Any]:
+def find_token_options(tokens: str) -> dict[str, Any]:
     """Of `QAdACache`, for one of the product's ways of reading."""
     kind, theta = split(tokens)
     return {"token_threshold": theta, "sketch_bits": float(kind.split()[2])} if kind.startswith(OWN) else {}
 
 
 def has_own_reading(way: Way) -> bool:
-    """Whether full attention serves a way, and is told what to read (`reading`): nothing of `QAdACache` takes part."""
+    """Whether full attention serves a way, and is told what to read (`limit_reading`): nothing of `QAdACache` takes
+    part."""
     return way.criterion == "dense" and bool(way.read) and not way.read.startswith(OWN)
 
 
 @contextmanager
-def reading(model: PreTrainedModel, tokens: str, *, sinks: int, window: int) -> Iterator[None]:
+def limit_reading(model: PreTrainedModel, tokens: str, *, sinks: int, window: int) -> Iterator[None]:
     """Full attention of a text's next tokens reads so much of the text in every head: see `split`. One row; `sinks`
     tokens and the last `window` of the text are read anyway. Other layers than full-attention ones are as ever."""
-    (kind, share), full_layers = split(tokens), full_attention_layers(DynamicCache(config=model.config))
+    (kind, share), full_layers = split(tokens), find_full_attention_layers(DynamicCache(config=model.config))
     ours = {module for module in model.modules() if getattr(module, "layer_idx", None) in full_layers}
 
-    def some(base: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any):
+    def read_some(
+        base: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ):
         queries, held = query.shape[2], key.shape[2] - query.shape[2]
         bulk = slice(sinks, held - window)
         if module not in ours or bulk.stop <= bulk.start:
             return base(module, query, key, value, mask, **kwargs)
         kv_heads, scaling = key.shape[1], kwargs.get("scaling") or query.shape[3] ** -0.5
         grouped_queries = query.reshape(1, kv_heads, -1, query.shape[3]).float()
-        scores = estimated(kind, grouped_queries, key[:, :, bulk].float()) * scaling
+        scores = estimate(kind, grouped_queries, key[:, :, bulk].float()) * scaling
         read = torch.ones(query.shape[1], queries, key.shape[2], dtype=torch.bool, device=key.device).tril(held)
         read[:, :, bulk] = choose(scores, query.shape[1] // kv_heads, share).view(query.shape[1], queries, -1)
         least = torch.finfo(query.dtype).min
         added = torch.zeros(read.shape, dtype=query.dtype, device=key.device).masked_fill(~read, least)
         return base(module, query, key, value, added[None], **kwargs)
 
-    attention_table.place(some, tables=attention_table.own_tables(model, model.config))
+    attention_table.place(read_some, tables=attention_table.find_own_tables(model, model.config))
     try:
         yield
     finally:
-        attention_table.displace(some)
+        attention_table.displace(read_some)
 
 
 @torch.no_grad()
@@ -219,7 +224,7 @@ def follow(model: PreTrainedModel, document: Document, cache: DynamicCache, *, a
 
 def compare(full: Tensor, found: Tensor) -> dict[str, str]:
     """Log-probabilities `[tokens, vocabulary]` of a way against those of full attention."""
-    kl, same = compared(full, found)
+    kl, same = compare_logits(full, found)
     return {"tokens": str(len(full)), "kl": f"{kl:.6f}", "top1": f"{same:.4f}", "same": str(int(same == 1))}
 
 
@@ -233,7 +238,7 @@ def generate(model: PreTrainedModel, document: Document, cache: DynamicCache) ->
     return out[:, ids.shape[1] :].cpu()
 
 
-def spoken(
+def put_own_answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: Document, cache: DynamicCache
 ) -> tuple[Document, bool]:
     """The document with full attention's own answer, up to the expected one if that is in it, and whether it is.
@@ -247,7 +252,7 @@ def spoken(
     return replace(document, answer=said), False
 
 
-def summary(rows: Rows) -> list[dict[str, Any]]:
+def summarize(rows: Rows) -> list[dict[str, Any]]:
     """One row for each model, task, length and way: means over documents, `±` their standard errors.
 
     `found` counts the right answers, of the questions that full attention answers rightly; prose has none. `also_found`
@@ -263,8 +268,8 @@ def summary(rows: Rows) -> list[dict[str, Any]]:
         made.append({
             **dict(zip(WAY, way, strict=True)),
             "documents": len(group),
-            "kl": with_error([float(row["kl"]) for row in group], 4),
-            "top1": with_error([float(row["top1"]) for row in group], 3),
+            "kl": format_with_error([float(row["kl"]) for row in group], 4),
+            "top1": format_with_error([float(row["top1"]) for row in group], 3),
             "found": f"{sum(row['found'] == '1' for row in asked)}/{len(asked)}" if asked else "",
             "also_found": f"{missed.count('1')}/{len(missed)}" if missed and "" not in missed else "",
             "kv_read": f"{mean(float(row['kv_read']) for row in group):.3f}",
@@ -274,7 +279,7 @@ def summary(rows: Rows) -> list[dict[str, Any]]:
     return made
 
 
-def with_error(values: list[float], digits: int) -> str:
+def format_with_error(values: list[float], digits: int) -> str:
     """The mean `±` its standard error."""
     error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return f"{mean(values):.{digits}f} ± {error:.{digits}f}"

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.shared.tables import Rows, cells
+from eval.shared.tables import Rows, group_cells
 from eval.shared.texts import is_continued
 from qada_cache.state import SKETCH_BITS
 
@@ -44,7 +44,7 @@ TOKENS = (
 )
 
 
-def canvas(columns: int = 1, rows: int = 1, width: float = 4.6, height: float = 3.2) -> tuple[Figure, np.ndarray]:
+def make_canvas(columns: int = 1, rows: int = 1, width: float = 4.6, height: float = 3.2) -> tuple[Figure, np.ndarray]:
     """A figure and its axes, `[rows, columns]`."""
     mpl.rcParams["font.family"] = "DejaVu Sans"  # comes with matplotlib: the same on every machine
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained", dpi=110)
@@ -57,7 +57,7 @@ def write(folder: Path, name: str, figure: Figure, note: str) -> None:
     figure.savefig(folder / f"{name}.png", metadata={"Software": None})
 
 
-def local_share(log_local: np.ndarray, log_bulk: np.ndarray) -> np.ndarray:
+def find_local_share(log_local: np.ndarray, log_bulk: np.ndarray) -> np.ndarray:
     """The local share of attention, from the logarithms of both masses."""
     return 1 / (1 + np.exp(np.clip(log_bulk - log_local, -700, 700)))
 
@@ -75,14 +75,14 @@ class Heads:
         self.place = {name: np.array([int(row[name]) for row in rows]) for name in whole}
         numbers = ("log_local", "log_bulk", "iid", *(name for name in ESTIMATES if name in rows[0]))
         self.log = {name: np.array([float(row[name]) for row in rows]) for name in numbers}
-        self.needed = self.called("log_bulk", ORACLE)
+        self.needed = self.find_called("log_bulk", ORACLE)
         self.layers, self.heads = (int(self.place[name].max()) + 1 for name in ("layer", "head"))
 
-    def called(self, name: str, threshold: float) -> np.ndarray:
+    def find_called(self, name: str, threshold: float) -> np.ndarray:
         """Whether a head is called long-context, going by the column `name` for `log A_bulk`."""
-        return local_share(self.log["log_local"], self.log[name]) < threshold
+        return find_local_share(self.log["log_local"], self.log[name]) < threshold
 
-    def by_head(self, flags: np.ndarray, which: np.ndarray | None = None) -> np.ndarray:
+    def average_by_head(self, flags: np.ndarray, which: np.ndarray | None = None) -> np.ndarray:
         """The share of flags that are set, `[layers, heads]`, over all rows or those of `which`."""
         index = self.place["layer"] * self.heads + self.place["head"]
         chosen = np.ones_like(flags) if which is None else which
@@ -92,23 +92,23 @@ class Heads:
             self.layers, self.heads
         )
 
-    def tasks(self) -> list[str]:
+    def list_tasks(self) -> list[str]:
         """Their names, in the table's order."""
         return list(dict.fromkeys(self.text["task"].tolist()))
 
 
 def draw_sparsity(heads: Heads) -> Figure:
     """How many query heads are local: token by token, and against the threshold, by task (figure 6)."""
-    figure, axes = canvas(2)
+    figure, axes = make_canvas(2)
     thresholds = np.concatenate([np.linspace(0.01, 0.95, 48), [0.99, 0.995]])
-    for index, task in enumerate(heads.tasks()):
+    for index, task in enumerate(heads.list_tasks()):
         which = heads.text["task"] == task
         for name, style in (("log_bulk", "-"), ("current", "--")):
-            shares = [1 - heads.called(name, float(tau))[which].mean() for tau in thresholds]
+            shares = [1 - heads.find_called(name, float(tau))[which].mean() for tau in thresholds]
             label = f"{task}, {'oracle' if name == 'log_bulk' else 'QAdA'}"
             axes[0, 1].plot(thresholds, shares, style, color=f"C{index}", label=label)
         steps = heads.place["document"][which] * 1000 + heads.place["token"][which]
-        local = ~heads.called("current", ORACLE)[which]
+        local = ~heads.find_called("current", ORACLE)[which]
         axes[0, 0].plot([local[steps == step].mean() for step in np.unique(steps)], color=f"C{index}", label=task)
     axes[0, 0].set(xlabel="token (documents in turn)", ylabel=f"query heads local, QAdA at {ORACLE}", ylim=(0, 1.03))
     axes[0, 1].set(xlabel="threshold", ylabel="query heads local", ylim=(0, 1.03))
@@ -119,12 +119,12 @@ def draw_sparsity(heads: Heads) -> Figure:
 
 def draw_maps(heads: Heads) -> Figure:
     """How often each head is long-context, by task: in truth, and by QAdA (figure 7)."""
-    tasks = heads.tasks()
-    figure, axes = canvas(len(tasks), 2, 3.6, 2.4)
+    tasks = heads.list_tasks()
+    figure, axes = make_canvas(len(tasks), 2, 3.6, 2.4)
     for column, task in enumerate(tasks):
         which = heads.text["task"] == task
         for row, (name, title) in enumerate((("log_bulk", "oracle"), ("current", "QAdA"))):
-            share = heads.by_head(heads.called(name, ORACLE), which)
+            share = heads.average_by_head(heads.find_called(name, ORACLE), which)
             image = axes[row, column].imshow(share, vmin=0, vmax=1, cmap="viridis", aspect="auto")
             axes[row, column].set(title=f"{title}, {task}", xlabel="query head", ylabel="layer")
     figure.colorbar(image, ax=axes, label="share of tokens long-context")
@@ -133,10 +133,10 @@ def draw_maps(heads: Heads) -> Figure:
 
 def draw_ranks(heads: Heads) -> Figure:
     """Rank correlation, between tasks, of how often each head is long-context in truth (figure 8)."""
-    tasks = heads.tasks()
-    shares = [heads.by_head(heads.needed, heads.text["task"] == task).flatten() for task in tasks]
-    ranks = np.array([_ranks(share) for share in shares])
-    figure, axes = canvas(width=6.5)
+    tasks = heads.list_tasks()
+    shares = [heads.average_by_head(heads.needed, heads.text["task"] == task).flatten() for task in tasks]
+    ranks = np.array([_rank(share) for share in shares])
+    figure, axes = make_canvas(width=6.5)
     matrix = np.corrcoef(ranks) if len(tasks) > 1 else np.ones((1, 1))
     image = axes[0, 0].imshow(matrix, vmin=-1, vmax=1, cmap="coolwarm")
     axes[0, 0].set(xticks=range(len(tasks)), yticks=range(len(tasks)), xticklabels=tasks, yticklabels=tasks)
@@ -146,7 +146,7 @@ def draw_ranks(heads: Heads) -> Figure:
     return figure
 
 
-def _ranks(values: np.ndarray) -> np.ndarray:
+def _rank(values: np.ndarray) -> np.ndarray:
     """Ranks, the mean rank for ties."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
@@ -155,10 +155,10 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 def draw_deciles(heads: Heads) -> Figure:
     """What QAdA calls long-context, by deciles of the true local share; and recall of the needed (figure 9)."""
-    figure, axes = canvas(2)
-    share = local_share(heads.log["log_local"], heads.log["log_bulk"])
+    figure, axes = make_canvas(2)
+    share = find_local_share(heads.log["log_local"], heads.log["log_bulk"])
     decile = np.minimum((share * 10).astype(int), 9)
-    called = heads.called("current", ORACLE)
+    called = heads.find_called("current", ORACLE)
     true = [float((called & heads.needed)[decile == bin_].sum()) for bin_ in range(10)]
     false = [float((called & ~heads.needed)[decile == bin_].sum()) for bin_ in range(10)]
     total = [max(int((decile == bin_).sum()), 1) for bin_ in range(10)]
@@ -169,7 +169,7 @@ def draw_deciles(heads: Heads) -> Figure:
     thresholds = np.linspace(0.02, 0.98, 49)
     for name in ESTIMATES:
         if name in heads.log:
-            recalls = [heads.called(name, float(tau))[heads.needed].mean() for tau in thresholds]
+            recalls = [heads.find_called(name, float(tau))[heads.needed].mean() for tau in thresholds]
             axes[0, 1].plot(thresholds, recalls, label=name)
     axes[0, 1].set(xlabel="threshold", ylabel=f"recall of heads long-context at {ORACLE}", ylim=(0, 1.03))
     for axis in axes[0]:
@@ -179,8 +179,8 @@ def draw_deciles(heads: Heads) -> Figure:
 
 def draw_kinds(heads: Heads) -> Figure:
     """Which heads are always local, vary, or are mostly long-context, in truth (figure 2)."""
-    share = np.sort(heads.by_head(heads.needed).flatten())
-    figure, axes = canvas()
+    share = np.sort(heads.average_by_head(heads.needed).flatten())
+    figure, axes = make_canvas()
     kinds = (("always local", share < 0.01, "C0"), ("varying", (share >= 0.01) & (share <= 0.5), "C1"),
              ("mostly long-context", share > 0.5, "C3"))  # fmt: skip
     for name, which, colour in kinds:
@@ -190,10 +190,10 @@ def draw_kinds(heads: Heads) -> Figure:
     return figure
 
 
-def error_table(heads: Heads) -> list[dict[str, str]]:
+def make_error_table(heads: Heads) -> list[dict[str, str]]:
     """How far the estimates of `log A_bulk` are off (table 2): mean and quantiles of the absolute error."""
     rows = []
-    for task in heads.tasks():
+    for task in heads.list_tasks():
         which = heads.text["task"] == task
         truth = heads.log["log_bulk"][which]
         pairs = [(name, heads.log[name][which], truth) for name in ESTIMATES if name in heads.log]
@@ -222,11 +222,11 @@ HEADS_FIGURES = {
 }
 
 
-def _curve(rows: Rows, way: Way, *, answers: bool) -> list[tuple[float, float]]:
+def _find_curve(rows: Rows, way: Way, *, answers: bool) -> list[tuple[float, float]]:
     """Share of the bulk's bytes read, and KL divergence or the share found of what full attention finds."""
     points = defaultdict(list)
     for row in rows:
-        if _way(row) == way:
+        if _find_way(row) == way:
             points[row["threshold"], row.get("read", "")].append(row)
     made, documents = [], len({row["document"] for row in rows})
     for group in points.values():
@@ -240,7 +240,7 @@ def _curve(rows: Rows, way: Way, *, answers: bool) -> list[tuple[float, float]]:
     return sorted(made)
 
 
-def _way(row: dict[str, str]) -> Way:
+def _find_way(row: dict[str, str]) -> Way:
     read = row.get("read", "").partition(", ")[0]
     if row["criterion"] == "qada" and read:  # a curve of what heads read, not of which ones
         read += f", threshold {row['threshold']}"
@@ -250,15 +250,19 @@ def _way(row: dict[str, str]) -> Way:
 def _plot(axis: Axes, rows: Rows, ways: tuple[tuple[str, Way, str], ...], *, answers: bool) -> None:
     colours = mpl.colormaps["tab20"].colors
     for (label, way, style), colour in zip(ways, colours[::2] + colours[1::2], strict=False):
-        if points := _curve(rows, way, answers=answers):
+        if points := _find_curve(rows, way, answers=answers):
             axis.plot(*zip(*points, strict=True), style, ms=4, lw=1, label=label, color=colour)
 
 
 def draw_moments(rows: Rows) -> Figure:
     """By what the estimate is made from: one panel a task and length, where nearly all of these ways were tried."""
     wanted = {way for _, way, _ in MOMENTS}
-    parts = {cell: part for cell, part in cells(rows).items() if len(wanted - {_way(row) for row in part}) <= ABSENT}
-    figure, axes = canvas(len(parts))
+    parts = {
+        cell: part
+        for cell, part in group_cells(rows).items()
+        if len(wanted - {_find_way(row) for row in part}) <= ABSENT
+    }
+    figure, axes = make_canvas(len(parts))
     for axis, ((task, length), part) in zip(axes[0], parts.items(), strict=True):
         _plot(axis, part, MOMENTS, answers=not is_continued(task))
         axis.set(title=f"{task}, {length} tokens", xlabel="bytes read, of the bulk's", xlim=(-0.02, 1.02))
@@ -276,7 +280,7 @@ def draw_tokens(rows: Rows) -> Figure:
     for row in rows:
         if (row["task"], row["length"]) == TOKENS_CELL:
             models[row["model"]].append(row)
-    figure, axes = canvas(len(models), width=4.2)
+    figure, axes = make_canvas(len(models), width=4.2)
     for axis, (model, part) in zip(axes[0], models.items(), strict=True):
         _plot(axis, part, TOKENS, answers=False)
         axis.set_title(f"{model.removesuffix('.gguf')}, prose, {TOKENS_CELL[1]} tokens", fontsize=8)

@@ -6,7 +6,7 @@ from statistics import mean
 
 from matplotlib.figure import Figure
 
-from eval.shared.drawing import SKETCH, TOKENS_CELL, canvas
+from eval.shared.drawing import SKETCH, TOKENS_CELL, make_canvas
 from eval.shared.tables import read
 from qada_cache.sketch import Layout
 from qada_cache.state import SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD
@@ -24,7 +24,7 @@ STYLES = {OURS: "o-", LLAMA: "P-", SHARE: "D-"}
 Point = tuple[float, float, float]  # bytes held, bytes read, of the long context's keys and values in 16 bits; KL
 
 
-def means(path: Path) -> dict[str, tuple[float, float]]:
+def average(path: Path) -> dict[str, tuple[float, float]]:
     """By what is read, of the rows under the default threshold or none: mean bytes read, and mean KL."""
     groups = defaultdict(list)
     for row in read(path):
@@ -39,14 +39,14 @@ def means(path: Path) -> dict[str, tuple[float, float]]:
     }
 
 
-def methods(results: Path) -> dict[str, list[Point]]:
+def read_methods(results: Path) -> dict[str, list[Point]]:
     """The points of every method, on SmolLM2's prose, from the committed tables.
 
     `bits/trials.csv` does not count the bytes of few bits: those of `bits/trials-bfloat16.csv` stand for them.
     """
     found = defaultdict(list)
     rungs = {(row["keys"], row["values"]): row for row in read(results / "rungs-smollm2.csv")}
-    losses, bytes_read = means(results / "bits/trials.csv"), means(results / "bits/trials-bfloat16.csv")
+    losses, bytes_read = average(results / "bits/trials.csv"), average(results / "bits/trials-bfloat16.csv")
     sketch = Layout.from_bits(HEAD_DIM, SKETCH_BITS)
     assert sketch is not None
     for bits in ("16", "8", "4"):
@@ -58,15 +58,15 @@ def methods(results: Path) -> dict[str, list[Point]]:
         row = rungs[code, code]
         share = float(row["of_16_bits"])
         found[LLAMA].append((share, share, float(row["kl"].split()[0])))
-    for way, (share, loss) in means(results / "trials-peers.csv").items():
+    for way, (share, loss) in average(results / "trials-peers.csv").items():
         found[PEERS[way.partition(", ")[0]]].append((share, share, loss))
     return found
 
 
 def draw_held_and_read(results: Path) -> Figure:
     """KL divergence from full attention, against both."""
-    figure, axes = canvas(2, width=4.2)
-    for name, points in methods(results).items():
+    figure, axes = make_canvas(2, width=4.2)
+    for name, points in read_methods(results).items():
         for axis, place in zip(axes[0], (0, 1), strict=True):
             where = [point[place] for point in points], [point[2] for point in points]
             axis.plot(*where, STYLES.get(name, ".-"), ms=7 if name == OURS else 4, lw=1, label=name)

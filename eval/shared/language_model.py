@@ -22,7 +22,7 @@ DEFAULT = "smollm2"
 HELP = f"{DEFAULT}, a path or Hub repository, or a GGUF file (default: %(default)s)"
 
 
-def source(name: str) -> dict[str, str]:
+def find_source(name: str) -> dict[str, str]:
     """What `from_pretrained` takes for a model's name: `pretrained_model_name_or_path`, and `gguf_file` if it is one.
 
     Raises:
@@ -48,19 +48,19 @@ def label(name: str) -> str:
     return Path(name).name if Path(name).exists() else name
 
 
-def hflm_source(name: str) -> tuple[str, dict[str, str]]:
-    """As `source`, for lm-eval's `HFLM`: `pretrained`, and the keywords that a GGUF file needs.
+def find_hflm_source(name: str) -> tuple[str, dict[str, str]]:
+    """As `find_source`, for lm-eval's `HFLM`: `pretrained`, and the keywords that a GGUF file needs.
 
     Raises:
         ValueError: the package with the default model is not installed.
     """
-    where = source(name)
+    where = find_source(name)
     pretrained = where.pop("pretrained_model_name_or_path")
     return pretrained, {"dtype": "float32", **where} if where else {}  # a GGUF file's own type is a 4-bit one
 
 
 @contextlib.contextmanager
-def loading(parser: argparse.ArgumentParser) -> Iterator[None]:
+def check_loading(parser: argparse.ArgumentParser) -> Iterator[None]:
     """A model that cannot be loaded, or is not served, is a wrong argument."""
     try:
         yield
@@ -85,12 +85,12 @@ def answer(model: PreTrainedModel, ids: Tensor, cache: Cache, tokens: int, **mor
 def load(
     name: str, *, dtype: str | torch.dtype = "auto", device: str = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model in eval mode, and its tokenizer; `name` as for `source`.
+    """A model in eval mode, and its tokenizer; `name` as for `find_source`.
 
     Raises:
         OSError, ValueError: there is no such model, or it cannot be read.
     """
-    where: dict[str, Any] = source(name)
+    where: dict[str, Any] = find_source(name)
     if "gguf_file" in where and dtype == "auto":
         dtype = torch.float32  # the weights' own type is a 4-bit one
     tokenizer = AutoTokenizer.from_pretrained(**where)

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eval.shared.deciding import SPARE, Way, split
 from eval.shared.texts import Document
-from qada_cache.key_moments.observing import observed
+from qada_cache.key_moments.observing import observe_queries
 from qada_cache.tuning.measuring import VALUE_BITS
 from qada_cache.versions import pass_cache
 
@@ -33,7 +33,7 @@ GROUP = 64  # values with a scale in common
 
 
 class Queries:
-    """An observer of `observed` for one call that reads a whole text.
+    """An observer of `observe_queries` for one call that reads a whole text.
 
     Attributes:
         last: of each layer, the last `WINDOW` queries `[1, heads, queries, dim]`, turned as attention has them.
@@ -60,24 +60,24 @@ class Queries:
     def __call__(self, layer: int, query: Tensor) -> None:
         """Take in a layer's queries `[1, heads, tokens, dim]`."""
         self.last[layer] = query[:, :, -WINDOW:]
-        expected = self._as_later(query)[:, :, SINKS:]
+        expected = self._turn_to_later(query)[:, :, SINKS:]
         self.mean[layer] = expected.mean(dim=2)
         centred = expected - expected.mean(dim=2, keepdim=True)
         self.covariance[layer] = centred.mT @ centred / centred.shape[2]
 
-    def _as_later(self, query: Tensor) -> Tensor:
+    def _turn_to_later(self, query: Tensor) -> Tensor:
         """Queries `[1, heads, tokens, dim]`, turned back and then by the mean of later rotations; float32."""
         cos, sin = self.cos[:, : self.tokens], self.sin[:, : self.tokens]
         square = cos.square() + sin.square()  # some kinds of rotary positions scale as well
-        back = self._turned(query.float(), cos / square, -sin / square)
+        back = self._turn(query.float(), cos / square, -sin / square)
         later = (part[:, self.tokens :].mean(dim=1, keepdim=True) for part in (self.cos, self.sin))
-        return self._turned(back, *later)
+        return self._turn(back, *later)
 
-    def _turned(self, query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _turn(self, query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return self.turn(query, query, cos, sin)[0]
 
 
-def attention(queries: Tensor, keys: Tensor) -> Tensor:
+def measure_attention(queries: Tensor, keys: Tensor) -> Tensor:
     """What the queries of a text's last tokens give each of its tokens, as in full attention.
 
     Args:
@@ -100,7 +100,7 @@ def snapkv(layer: int, queries: Queries, keys: Tensor, values: Tensor) -> Tensor
     """
     last = queries.last[layer][:, :, -min(WINDOW, keys.shape[2] - 1) :]
     window = last.shape[2]
-    votes = attention(last, keys)[..., :-window].mean(dim=3).mean(dim=2)
+    votes = measure_attention(last, keys)[..., :-window].mean(dim=3).mean(dim=2)
     pooled = F.avg_pool1d(votes, POOLED, stride=1, padding=POOLED // 2)
     return F.pad(pooled, (0, window), value=torch.inf)
 
@@ -110,7 +110,7 @@ def tova(layer: int, queries: Queries, keys: Tensor, values: Tensor) -> Tensor:
 
     The paper evicts a token at every step of decoding.
     """
-    weights = attention(queries.last[layer][:, :, -1:], keys)[..., :-1].mean(dim=(1, 2, 3))
+    weights = measure_attention(queries.last[layer][:, :, -1:], keys)[..., :-1].mean(dim=(1, 2, 3))
     return F.pad(weights, (0, 1), value=torch.inf).unsqueeze(1).expand(-1, keys.shape[1], -1)
 
 
@@ -143,7 +143,7 @@ def keydiff(layer: int, queries: Queries, keys: Tensor, values: Tensor) -> Tenso
 METHODS = {"SnapKV": snapkv, "ExpectedAttention": expected_attention, "TOVA": tova, "KeyDiff": keydiff}
 
 
-def kept(method: str, layer: int, queries: Queries, keys: Tensor, values: Tensor, count: int) -> Tensor:
+def choose_kept(method: str, layer: int, queries: Queries, keys: Tensor, values: Tensor, count: int) -> Tensor:
     """The `count` tokens of each KV head of a layer that a method keeps, in their order; int64 `[1, kv_heads, count]`.
 
     Args:
@@ -173,33 +173,33 @@ class Prefilled:
         self.model, self.tokens = model, ids.shape[1]
         self.near = min(near, self.tokens)
         self.queries, self.cache = Queries(model, self.tokens), DynamicCache(config=model.config)
-        with observed(model, self.queries):
+        with observe_queries(model, self.queries):
             model(ids.to(model.device), **pass_cache(self.cache), logits_to_keep=1)
 
     def count(self, part: float) -> int:
         """How many tokens a KV head keeps: as many as sinks and window have, and this share of the bulk's."""
         return self.near + math.ceil(part * (self.tokens - self.near))
 
-    def bytes_read(self, way: Way) -> float:
+    def count_bytes_read(self, way: Way) -> float:
         """Of the bulk's bytes, those that every step reads."""
         if way.criterion == QUANTIZED:
-            return share(int(way.read.split()[0]), self.cache.layers[0].keys.shape[-1])
+            return find_share(int(way.read.split()[0]), self.cache.layers[0].keys.shape[-1])
         return (self.count(split(way.read)[1]) - self.near) / max(self.tokens - self.near, 1)
 
-    def cache_of(self, way: Way) -> DynamicCache:
+    def make_cache(self, way: Way) -> DynamicCache:
         """A cache of its own for a way: "SnapKV, 0.05" keeps that share of the bulk, "4 bits" all in so many bits."""
         if way.criterion == QUANTIZED:
             bits = int(way.read.split()[0])
-            return self._changed(lambda _, *both: tuple(quantized(part, bits) for part in both))
+            return self._change(lambda _, *both: tuple(quantize(part, bits) for part in both))
         method, part = split(way.read)
 
-        def evicted(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-            places = kept(method, layer, self.queries, keys, values, self.count(part)).unsqueeze(-1)
+        def evict(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+            places = choose_kept(method, layer, self.queries, keys, values, self.count(part)).unsqueeze(-1)
             return tuple(both.gather(2, places.expand(-1, -1, -1, both.shape[-1])) for both in (keys, values))
 
-        return self._changed(evicted)
+        return self._change(evict)
 
-    def _changed(self, change: Callable[..., tuple[Tensor, ...]]) -> DynamicCache:
+    def _change(self, change: Callable[..., tuple[Tensor, ...]]) -> DynamicCache:
         """A copy of the cache, of which `change` is given each layer's index, keys and values."""
         made = copy.copy(self.cache)
         made.layers = [copy.copy(layer) for layer in self.cache.layers]  # which write nothing in place
@@ -209,12 +209,12 @@ class Prefilled:
 
     def follow(self, document: Document, way: Way) -> Tensor:
         """Log-probabilities `[tokens, vocabulary]` of the document's answer, by what a way keeps of its text."""
-        return self.feed(self.cache_of(way), document.following)[document.question - 1 :]
+        return self.feed(self.make_cache(way), document.following)[document.question - 1 :]
 
     def generate(self, document: Document, way: Way) -> Tensor:
         """An answer int64 `[1, tokens]`, greedily, somewhat longer than the right one."""
         # `generate` of transformers takes the length of a cache for the number of tokens that were read.
-        cache, ids, past, said = self.cache_of(way), document.prompt[:, -document.question :], 0, []
+        cache, ids, past, said = self.make_cache(way), document.prompt[:, -document.question :], 0, []
         ends = self.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         while len(said) < document.answer.shape[1] + SPARE and not (said and said[-1] in ends):
@@ -234,25 +234,25 @@ class Prefilled:
         return logits.float().log_softmax(dim=-1)
 
 
-def group(dim: int) -> int:
+def choose_group(dim: int) -> int:
     """How many of a head's `dim` channels have a scale in common; all of them if they are no groups of 64."""
     return GROUP if dim % GROUP == 0 else dim
 
 
-def quantized(values: Tensor, bits: int) -> Tensor:
+def quantize(values: Tensor, bits: int) -> Tensor:
     """Keys or values `[..., dim]` as that many bits a value give them, in their own dtype.
 
     As transformers' `QuantizedCache` has them by default: asymmetric, quanto's `axis=0`, a scale and a least value for
     each group of a token's channels. All of the text is coded, its first and last tokens included; what follows stays
     exact, as the 128 tokens after a text do there. The quantizer is ours, so that nothing need be installed for it.
     """
-    parts = values.unflatten(-1, (-1, group(values.shape[-1])))
+    parts = values.unflatten(-1, (-1, choose_group(values.shape[-1])))
     least = parts.amin(dim=-1, keepdim=True)
     most = 2**bits - 1
     scale = (parts.amax(dim=-1, keepdim=True) - least).clamp_min(1e-9) / most
     return ((parts - least).div(scale).round().clamp(0, most) * scale + least).flatten(-2)
 
 
-def share(bits: int, dim: int) -> float:
+def find_share(bits: int, dim: int) -> float:
     """Bytes of quantized values, with their groups' scales and least values, over those of `VALUE_BITS` a value."""
-    return bits / VALUE_BITS + 2 / group(dim)
+    return bits / VALUE_BITS + 2 / choose_group(dim)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.shared.conversation import Form
-from eval.shared.drawing import canvas
+from eval.shared.drawing import make_canvas
 from eval.shared.texts import Turn
 from qada_cache import QAdACache
 from qada_cache.state.layer import QAdALayer
@@ -24,7 +24,7 @@ COLUMNS = 1000  # of the map at most: further tokens share one, which shows the 
 
 
 @contextmanager
-def counted(cache: QAdACache) -> Iterator[dict[int, Tensor]]:
+def count_reads(cache: QAdACache) -> Iterator[dict[int, Tensor]]:
     """Count the calls that read each token of the bulk, by layer: int64 `[kv_heads, tokens]`; one row.
 
     Sinks and window are read by every call and are not counted.
@@ -32,8 +32,8 @@ def counted(cache: QAdACache) -> Iterator[dict[int, Tensor]]:
     stores = {layer.index: layer.store for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store}
     counts = {
         index: torch.zeros(
-            store.local_keys.shape[1],
-            store.bulk.capacity + store.bulk.beside_tokens + store.local_keys.shape[2],
+            store.near_keys.shape[1],
+            store.bulk.capacity + store.bulk.beside_tokens + store.near_keys.shape[2],
             dtype=torch.int64,
         )
         for index, store in stores.items()
@@ -66,7 +66,7 @@ def answer(model: PreTrainedModel, cache: QAdACache, question: list[int]) -> tup
     if len(question) > 1:
         model(asked[:, :-1], **pass_cache(twin))
     given, ids = [], asked[:, -1:]
-    with counted(twin) as counts:
+    with count_reads(twin) as counts:
         for _ in range(ANSWER_TOKENS):
             ids = model(ids, **pass_cache(twin)).logits[:, -1:].argmax(dim=-1)
             given.append(int(ids))
@@ -75,13 +75,13 @@ def answer(model: PreTrainedModel, cache: QAdACache, question: list[int]) -> tup
     return torch.tensor(given), torch.cat(list(parts))
 
 
-def drawn(reads: Tensor, *, facts: list[int], asked: int | None, title: str) -> Figure:
+def draw_map(reads: Tensor, *, facts: list[int], asked: int | None, title: str) -> Figure:
     """The map of `reads` `[heads, tokens]`; `facts` are their tokens, `asked` one of them."""
     heads, tokens = reads.shape
     each = -(-tokens // COLUMNS)
     padded = torch.nn.functional.pad(reads, (0, -tokens % each))
     most = padded.unflatten(1, (-1, each)).amax(dim=2)
-    figure, ((axes,),) = canvas(width=9.0, height=4.6)
+    figure, ((axes,),) = make_canvas(width=9.0, height=4.6)
     shown = axes.imshow(
         np.sqrt(most.numpy()), aspect="auto", interpolation="nearest", cmap="Blues", vmin=0,
         vmax=float(np.sqrt(ANSWER_TOKENS)), extent=(0, tokens, heads, 0),
@@ -122,10 +122,10 @@ def draw(
     turn = next((turn for turn in turns if turn.fact), turns[0])
     if chat := cache.get_seq_length() - len(opening):
         cache.crop(-chat)
-    given, reads = answer(model, cache, form.turn(turn, after=None))
-    places = {turn.fact: form.token_of(turn.fact, opening) for turn in turns if turn.fact}
+    given, reads = answer(model, cache, form.make_turn(turn, after=None))
+    places = {turn.fact: form.find_token(turn.fact, opening) for turn in turns if turn.fact}
     said = " ".join(form.tokenizer.decode(given, skip_special_tokens=True).split())
     title = shorten(f"{name}: {turn.question} {turn.begun} ... {said}", 120)
     facts = [place for place in places.values() if place is not None]
-    figure = drawn(reads, facts=facts, asked=places.get(turn.fact), title=title)
+    figure = draw_map(reads, facts=facts, asked=places.get(turn.fact), title=title)
     figure.savefig(path, metadata={"Software": None})

@@ -22,7 +22,7 @@ def read(path: Path) -> Rows:
         return list(csv.DictReader(file))
 
 
-def cells(rows: Rows) -> dict[tuple[str, str], Rows]:
+def group_cells(rows: Rows) -> dict[tuple[str, str], Rows]:
     """The table's rows by task and length."""
     found = defaultdict(list)
     for row in rows:
@@ -30,7 +30,7 @@ def cells(rows: Rows) -> dict[tuple[str, str], Rows]:
     return dict(found)
 
 
-def plain(table: list[dict[str, Any]]) -> str:
+def align(table: list[dict[str, Any]]) -> str:
     """Aligned text: the first column to the left, figures to the right."""
     lines = [list(table[0]), *([str(cell) for cell in row.values()] for row in table)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qada_cache.tuning.measuring import default_text
+from qada_cache.tuning.measuring import read_default_text
 
 PROSE, CODE = "prose", "code"
 SPARSE = ", sparse question"
@@ -78,7 +78,7 @@ class Document:
         return torch.cat([self.prompt[:, -self.question :], self.answer[:, :-1]], dim=1)
 
 
-def with_dense_question(document: Document) -> Document:
+def make_question_dense(document: Document) -> Document:
     """The same, but its question is read exactly, as the text is: all but its last token, where every answer begins."""
     return replace(document, task=document.task.removesuffix(SPARSE), question=1)
 
@@ -88,18 +88,18 @@ def is_continued(task: str) -> bool:
     return task.partition(":")[0] in (PROSE, CODE)
 
 
-def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def find_beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The token that begins a text, if the tokenizer puts one there."""
     return [index for index in tokenizer("").input_ids[:1] if index == tokenizer.bos_token_id]
 
 
-def prose(
+def read_prose(
     tokenizer: PreTrainedTokenizerBase, *, length: int, following: int, text: Path | None = None
 ) -> Iterator[Document]:
     """Pieces of `length` tokens one after the other, and the `following` tokens after each; as many as the text has."""
-    whole = text.read_text(encoding="utf-8") if text else default_text()
+    whole = text.read_text(encoding="utf-8") if text else read_default_text()
     ids = tokenizer(whole, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids
-    begin = beginning(tokenizer)
+    begin = find_beginning(tokenizer)
     piece = length - len(begin) + following
     task = f"{PROSE}:{text.stem}" if text else PROSE
     for index in range(ids.shape[1] // piece):
@@ -107,7 +107,7 @@ def prose(
         yield Document(task, length, index, taken[:, :length], taken[:, length:])
 
 
-def task_documents(
+def read_task_documents(
     task: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -139,7 +139,7 @@ def task_documents(
         yield Document(task + SPARSE, length, index, prompt, answer, answers[0].strip(), question.shape[1])
 
 
-def source(module: str) -> Path | None:
+def find_source(module: str) -> Path | None:
     """The file of a module of the standard library; None if it is none, or not written in Python."""
     try:
         spec = importlib.util.find_spec(module)
@@ -150,9 +150,9 @@ def source(module: str) -> Path | None:
     return path if inside else None
 
 
-def imports(module: str, text: str) -> Iterator[str]:
+def find_imports(module: str, text: str) -> Iterator[str]:
     """Modules that the source `text` of `module` imports, by their full names; some are names within modules."""
-    package = module if (path := source(module)) and path.name == "__init__.py" else module.rpartition(".")[0]
+    package = module if (path := find_source(module)) and path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -163,35 +163,35 @@ def imports(module: str, text: str) -> Iterator[str]:
             yield whole
 
 
-def shown(path: Path) -> str:
+def show(path: Path) -> str:
     """A file under its name, as an editor would give it to a model."""
     return f"# {path.relative_to(LIBRARY).as_posix()}\n{path.read_text(encoding='utf-8')}\n\n"
 
 
-def code(tokenizer: PreTrainedTokenizerBase, *, length: int, following: int) -> Iterator[Document]:
+def read_code(tokenizer: PreTrainedTokenizerBase, *, length: int, following: int) -> Iterator[Document]:
     """Beginnings of modules, `length` tokens with modules that they import before them, and the `following` tokens.
 
     What is imported directly stands nearest. A module is cut in its middle, or where it takes half of the tokens.
     """
 
-    def encoded(path: Path) -> list[int]:
-        return tokenizer(shown(path), add_special_tokens=False, verbose=False).input_ids
+    def encode(path: Path) -> list[int]:
+        return tokenizer(show(path), add_special_tokens=False, verbose=False).input_ids
 
-    begin = beginning(tokenizer)
+    begin = find_beginning(tokenizer)
     for index, module in enumerate(MODULES):
-        if (path := source(module)) is None:
+        if (path := find_source(module)) is None:
             continue
-        ids = encoded(path)
+        ids = encode(path)
         own = min(length // 2, len(ids) // 2)
         front: list[int] = []
         met, queue = {path}, [(module, path)]
         while queue and len(front) < length - own - len(begin):
             name, file = queue.pop(0)
-            for other in imports(name, file.read_text(encoding="utf-8")):
-                if (found := source(other)) and found not in met:
+            for other in find_imports(name, file.read_text(encoding="utf-8")):
+                if (found := find_source(other)) and found not in met:
                     met.add(found)
                     queue.append((other, found))
-                    front = encoded(found) + front
+                    front = encode(found) + front
         room = length - own - len(begin)
         if own < following or len(front) < room:
             continue
@@ -229,14 +229,14 @@ ABOUT_THE_REFERENCE = (
 )
 
 
-def reference() -> str:
+def read_reference() -> str:
     """The default document: topics of the Python language reference."""
     from pydoc_data.topics import topics  # which some Pythons lack
 
     return "\n\n".join(topics[name].strip() for name in TOPICS if name in topics)
 
 
-def planted(seed: int) -> list[Turn]:
+def draw_facts(seed: int) -> list[Turn]:
     """A fact of each kind with the question about it, in the order they are asked; names and values drawn by `seed`.
 
     One fact a kind: SmolLM2-135M mixes up two captains, whichever cache it has.
@@ -249,20 +249,20 @@ def planted(seed: int) -> list[Turn]:
     club, animal = draw.choice(_CLUBS), draw.choice(_ANIMALS)
     dish, spice = draw.choice(_DISHES), draw.choice(_SPICES)
     return [
-        _turn(f"What is the access code of the {building}?", f"The access code of the {building} is", code),
-        _turn(f"Who is the captain of the ship {ship}?", f"The captain of the ship {ship} is named", captain),
-        _turn(
+        _make_turn(f"What is the access code of the {building}?", f"The access code of the {building} is", code),
+        _make_turn(f"Who is the captain of the ship {ship}?", f"The captain of the ship {ship} is named", captain),
+        _make_turn(
             f"In which city does the {festival} festival take place?",
             f"The {festival} festival takes place in the city of",
             city,
         ),
-        _turn(f"When was the bridge at {town} opened?", f"The bridge at {town} was opened on", date),
-        _turn(f"What is the mascot of the {club} club?", f"The mascot of the {club} club is the", animal),
-        _turn(f"What is the secret ingredient of {dish}?", f"The secret ingredient of {dish} is", spice),
+        _make_turn(f"When was the bridge at {town} opened?", f"The bridge at {town} was opened on", date),
+        _make_turn(f"What is the mascot of the {club} club?", f"The mascot of the {club} club is the", animal),
+        _make_turn(f"What is the secret ingredient of {dish}?", f"The secret ingredient of {dish} is", spice),
     ]
 
 
-def _turn(question: str, begun: str, expected: str) -> Turn:
+def _make_turn(question: str, begun: str, expected: str) -> Turn:
     return Turn(question, begun=begun, fact=f"{begun} {expected}.", expected=expected)
 
 

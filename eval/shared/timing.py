@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from eval.shared.language_model import label, loading
-from eval.shared.tables import plain, write
+from eval.shared.language_model import check_loading, label
+from eval.shared.tables import align, write
 from eval.shared.workloads import MODEL_HELP, load
 from qada_cache.machine import describe_machine
 
@@ -25,7 +25,7 @@ def wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _best(work: Callable[[], object], device: torch.device, size: int) -> float:
+def _measure_best(work: Callable[[], object], device: torch.device, size: int) -> float:
     """Bytes a second, the best of several."""
     best = 0.0
     for _ in range(6):
@@ -37,20 +37,20 @@ def _best(work: Callable[[], object], device: torch.device, size: int) -> float:
     return best
 
 
-def speeds(device: torch.device) -> dict[str, float]:
+def measure_speeds(device: torch.device) -> dict[str, float]:
     """In bytes a second: "read", by a plain reduction; and to an accelerator from pinned memory, "copy", and
     "zero_copy", by a kernel that reads the host's memory in place."""
     data = torch.ones(SIZE // 4, device=device)
-    found = {"read": _best(data.sum, device, SIZE)}
+    found = {"read": _measure_best(data.sum, device, SIZE)}
     if device.type == "cuda":
         host = torch.ones(SIZE // 4, pin_memory=True)
-        found["copy"] = _best(lambda: data.copy_(host, non_blocking=True), device, SIZE)
+        found["copy"] = _measure_best(lambda: data.copy_(host, non_blocking=True), device, SIZE)
         with contextlib.suppress(ImportError):  # without Triton there is no kernel that could
-            found["zero_copy"] = _zero_copy(host, data)
+            found["zero_copy"] = _measure_zero_copy(host, data)
     return found
 
 
-def _zero_copy(host: torch.Tensor, data: torch.Tensor) -> float:
+def _measure_zero_copy(host: torch.Tensor, data: torch.Tensor) -> float:
     """Bytes a second that a decode step's kernel reads of a bulk in pinned memory, every head flagged."""
     from qada_cache.kernels.operands import Operands, Query, Rows
     from qada_cache.kernels.triton import fused_decode
@@ -70,7 +70,7 @@ def _zero_copy(host: torch.Tensor, data: torch.Tensor) -> float:
     )  # fmt: skip
     read = torch.zeros((), dtype=torch.int64, device=data.device)
     layer = Operands(near, near, keys, values, logit_threshold=0.0, bulk_read_bytes=read)
-    return _best(lambda: fused_decode(query, rows, layer), data.device, host.nbytes)
+    return _measure_best(lambda: fused_decode(query, rows, layer), data.device, host.nbytes)
 
 
 class Peak:
@@ -88,10 +88,10 @@ class Peak:
         self._watched = False
         with contextlib.suppress(OSError, ValueError):  # a system without these files, or that keeps them to itself
             Path("/proc/self/clear_refs").write_text("5")  # the highest mark starts anew
-            self._resident = self._highest()
+            self._resident = self._read_highest()
             self._watched = True
 
-    def _highest(self) -> int:
+    def _read_highest(self) -> int:
         (line,) = (line for line in self._status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
 
@@ -105,10 +105,10 @@ class Peak:
     @property
     def host(self) -> int:
         """Bytes of the process."""
-        return self._highest() - self._resident if self._watched else 0
+        return self._read_highest() - self._resident if self._watched else 0
 
 
-def timing_parser(name: str, description: str, *, table: str) -> argparse.ArgumentParser:
+def make_timing_parser(name: str, description: str, *, table: str) -> argparse.ArgumentParser:
     """A parser for `python -m eval.NAME`; `table` is what `--out` says is written."""
     parser = argparse.ArgumentParser(
         prog=f"python -m eval.{name}", description=description.split("\n\n", maxsplit=1)[0]
@@ -129,7 +129,7 @@ def load_model(
     if options.out and not options.out.is_dir():
         parser.error(f"--out: there is no folder {options.out}")
     dtype, device = getattr(torch, options.dtype), torch.device(options.device)
-    with loading(parser):
+    with check_loading(parser):
         return load(options.model, dtype=dtype, device=device, positions=tokens + 1024)
 
 
@@ -139,7 +139,7 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]], name: str, *
     `everywhere` are columns with the same value in all rows, beside those that every table has.
     """
     print(f"{describe_machine()}; {torch.get_num_threads()} threads")
-    print(plain(rows))
+    print(align(rows))
     if not options.out:
         return None
     path = options.out / f"{name}-{Path(options.model).name}-{torch.device(options.device).type}.csv"

@@ -25,7 +25,7 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 from eval.shared import language_model
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.key_moments.prompts import knows
-from qada_cache.tuning.measuring import default_text
+from qada_cache.tuning.measuring import read_default_text
 from qada_cache.versions import pass_cache
 
 # hidden, MLP, layers, query heads, KV heads, dim of a head, vocabulary
@@ -112,22 +112,22 @@ class Work:
         return self.states[0][0].shape[2]
 
 
-def random_work(model: PreTrainedModel, *, tokens: int, batch: int, steps: int, warm_up: int, seed: int) -> Work:
+def make_random_work(model: PreTrainedModel, *, tokens: int, batch: int, steps: int, warm_up: int, seed: int) -> Work:
     """Random keys and values, put into the cache without prefill."""
     config = model.config
     generator = torch.Generator(model.device).manual_seed(seed)
     shape = (batch, config.num_key_value_heads, tokens, config.head_dim)
 
-    def made() -> Tensor:
+    def make() -> Tensor:
         return torch.randn(shape, generator=generator, device=model.device, dtype=model.dtype)
 
-    states = [(made(), made()) for _ in range(config.num_hidden_layers)]
+    states = [(make(), make()) for _ in range(config.num_hidden_layers)]
     inputs = torch.arange(batch)[:, None] + torch.arange(warm_up + steps)
     inputs = inputs.to(model.device) % config.vocab_size
     return Work(model, states, inputs, warm_up, False, seed)
 
 
-def _states(model: PreTrainedModel, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _compute_states(model: PreTrainedModel, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
     """What the model makes of `ids` `[batch, tokens]`: keys and values of every layer.
 
     Raises:
@@ -157,14 +157,16 @@ def read_work(
         ValueError: the prose is too short for so many rows.
     """
     piece = tokens + warm_up + steps
-    whole = tokenizer(default_text(), return_tensors="pt", verbose=False).input_ids[0] if tokenizer else torch.empty(0)
+    whole = (
+        tokenizer(read_default_text(), return_tensors="pt", verbose=False).input_ids[0] if tokenizer else torch.empty(0)
+    )
     if not tokenizer or not knows(tokenizer, whole):
         generator = torch.Generator().manual_seed(seed)
         whole = torch.randint(model.config.get_text_config().vocab_size, (batch * piece,), generator=generator)
     if len(whole) < batch * piece:
         raise ValueError(f"{batch} rows of {piece} tokens are more than the prose's {len(whole)}")
     ids = whole[: batch * piece].view(batch, piece).to(model.device)
-    return Work(model, _states(model, ids[:, :tokens]), ids[:, tokens:], warm_up, True, seed)
+    return Work(model, _compute_states(model, ids[:, :tokens]), ids[:, tokens:], warm_up, True, seed)
 
 
 def load(name: str, *, dtype: torch.dtype, device: torch.device, positions: int) -> tuple[PreTrainedModel, Callable]:
@@ -174,8 +176,8 @@ def load(name: str, *, dtype: torch.dtype, device: torch.device, positions: int)
         OSError, ValueError: there is no such model.
     """
     if name in GEOMETRIES:
-        return make_model(name, dtype=dtype, device=device, positions=positions), random_work
-    where = language_model.source(name)
+        return make_model(name, dtype=dtype, device=device, positions=positions), make_random_work
+    where = language_model.find_source(name)
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).to(device).eval()
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where)
@@ -201,7 +203,7 @@ def fill(cache: Cache, work: Work) -> Cache:
     return cache
 
 
-def flagged(work: Work, fraction: float) -> StaticHeads:
+def flag_heads(work: Work, fraction: float) -> StaticHeads:
     """`fraction` of all KV heads, spread over the layers."""
     layers, kv_heads = len(work.states), work.states[0][0].shape[1]
     count = round(fraction * layers * kv_heads)
@@ -215,13 +217,13 @@ def flagged(work: Work, fraction: float) -> StaticHeads:
 
 
 @torch.inference_mode()
-def token_threshold(work: Work, share: float) -> float:
+def find_token_threshold(work: Work, share: float) -> float:
     """By which every KV head reads about this share of its tokens, on average over a decode step.
 
     Random keys have no tokens that matter, so that no threshold means anything beside the share it gives.
     """
     low, high = math.log(1e-3), math.log(1e3)
-    cache = fill(QAdACache(work.model, criterion=flagged(work, 1.0), token_threshold=1.0), work)
+    cache = fill(QAdACache(work.model, criterion=flag_heads(work, 1.0), token_threshold=1.0), work)
     for _ in range(12):
         middle = (low + high) / 2
         probe = cache.fork(token_threshold=math.exp(middle))
@@ -231,14 +233,14 @@ def token_threshold(work: Work, share: float) -> float:
     return math.exp((low + high) / 2)
 
 
-def quantized() -> str | None:
+def find_quantized() -> str | None:
     """The backend of transformers' QuantizedCache that is installed, if any."""
     found = {"quanto": is_optimum_quanto_available(), "hqq": is_hqq_available()}
     return next((backend for backend, installed in found.items() if installed), None)
 
 
-def methods(work: Work, theta: float) -> dict[str, Callable[[], Cache]]:
-    """Caches by name, each filled when it is called for; `theta` is what `token_threshold` says."""
+def list_methods(work: Work, theta: float) -> dict[str, Callable[[], Cache]]:
+    """Caches by name, each filled when it is called for; `theta` is what `find_token_threshold` says."""
     model, config = work.model, work.model.config
     room = work.tokens + work.inputs.shape[1] + 8
     accelerated = model.device.type != "cpu"
@@ -251,18 +253,18 @@ def methods(work: Work, theta: float) -> dict[str, Callable[[], Cache]]:
     }
     if accelerated:
         made["DynamicCache, offloading"] = lambda: DynamicCache(config=config, offloading=True)
-    if backend := quantized():
+    if backend := find_quantized():
         made[f"QuantizedCache, {backend}"] = lambda: QuantizedCache(backend, config)
     for fraction in FRACTIONS:
-        made[f"QAdACache f={fraction:g}"] = lambda fraction=fraction: ours(criterion=flagged(work, fraction))
+        made[f"QAdACache f={fraction:g}"] = lambda fraction=fraction: ours(criterion=flag_heads(work, fraction))
         if accelerated:
             made[f"QAdACache resident f={fraction:g}"] = lambda fraction=fraction: ours(
-                criterion=flagged(work, fraction), offloading=False
+                criterion=flag_heads(work, fraction), offloading=False
             )
             made[f"QAdACache budget f={fraction:g}"] = lambda fraction=fraction: ours(
-                criterion=flagged(work, fraction), device_budget=0.15
+                criterion=flag_heads(work, fraction), device_budget=0.15
             )
-    every = flagged(work, 1.0)
+    every = flag_heads(work, 1.0)
     made[TOKENS] = lambda: QAdACache(model, criterion=every, token_threshold=theta, bulk_bits=16)
     for bits in () if accelerated else (8, 4):  # as long as no kernel for accelerators reads them
         few = functools.partial(QAdACache, model, criterion=every, bulk_bits=bits)

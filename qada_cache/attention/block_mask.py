@@ -1,4 +1,4 @@
-"""Flex attention's masks, read as the tensors that `Padding.after` takes."""
+"""Flex attention's masks, read as the tensors that `Padding.extend` takes."""
 
 from typing import Any
 
@@ -15,16 +15,16 @@ def read_block_mask(mask: BlockMask) -> Tensor:
     queries, seen]`, or, if these are the same, bool `[batch or 1, seen]`, as all pairs would be the largest tensor of a
     prompt. ValueError, if that is not causal attention over the real tokens."""
     if mask not in _read:
-        _read[mask] = _pairs(mask) if mask.shape[-2] < mask.shape[-1] else _tokens(mask)
+        _read[mask] = _read_pairs(mask) if mask.shape[-2] < mask.shape[-1] else _read_tokens(mask)
     return _read[mask]
 
 
-def _pairs(mask: BlockMask) -> Tensor:
+def _read_pairs(mask: BlockMask) -> Tensor:
     batch, heads, queries, seen = mask.shape
     return create_mask(mask.mask_mod, batch, heads, queries, seen, device=str(mask.kv_num_blocks.device))
 
 
-def _tokens(mask: BlockMask) -> Tensor:
+def _read_tokens(mask: BlockMask) -> Tensor:
     """Those that the last query sees; of a causal mask they are those that see themselves."""
     batch, heads, _, seen = mask.shape
     device, visible = str(mask.kv_num_blocks.device), mask.mask_mod

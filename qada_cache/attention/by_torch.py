@@ -6,16 +6,16 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from ..criterion import log_mass, logit, long_context
+from ..criterion import find_long_context, log_mass, logit
 from ..kernels import partial_attention
 from ..kernels.operands import Operands, Query, Rows
 from ..kernels.query_adaptive import (
     BulkAttention,
     Chosen,
-    attend_local,
+    attend_near,
     decide,
     group_queries,
-    score_local,
+    score_near,
     select,
     sum_local,
 )
@@ -31,15 +31,15 @@ def attend_by_torch(
     bool flags `[batch, kv_heads, group, queries]`. Heads decide and select, then tokens are gathered and attended to.
     """
     columns, every = slice(0, rows.columns), [[True] * operands.kv_heads] * store.batch
-    keys, values = operands.local_keys[:, :, columns], operands.local_values[:, :, columns]
+    keys, values = operands.near_keys[:, :, columns], operands.near_values[:, :, columns]
     grouped = group_queries(query, operands.kv_heads)
-    scores = score_local(grouped, keys, query)
+    scores = score_near(grouped, keys, query)
     log_local, log_bulk, bulk = sum_local(scores, rows, query.sink_logits), query.log_bulk, None
     if log_bulk is None:  # the oracle's: it needs every score, so everything is read whatever it decides
         bulk = attend_bulk(layer, store, query, operands, every, [])
         log_bulk = sum_bulk(scores, rows, bulk.lse)
     flags = decide(log_local, log_bulk, rows, operands)
-    local = attend_local(scores, values, rows, flags, query.sink_logits)
+    local = attend_near(scores, values, rows, flags, query.sink_logits)
     whole, selecting, chosen = every, list[list[bool]](), list[Chosen]()
     if bulk is None:
         whole, selecting, chosen = select(grouped, flags, local[1], store.bulk.lengths, query, rows, operands)
@@ -81,7 +81,7 @@ def attend_bulk(
     to audit decides nothing about what is kept on the device."""
     grouped, counters = group_queries(query, operands.kv_heads), layer.counters
     found = BulkAttention(
-        grouped, query, operands.local_values.shape[3], partial(partial_attention, kernels=layer.options.kernels)
+        grouped, query, operands.near_values.shape[3], partial(partial_attention, kernels=layer.options.kernels)
     )
     if not any(store.bulk.lengths):
         return found
@@ -103,7 +103,7 @@ def attend_bulk(
 
 
 def sum_bulk(scores: Tensor, rows: Rows, bulk_lse: Tensor) -> Tensor:
-    """The true `log A_bulk` `[batch, kv_heads, group, queries]`, by `scores` over the local buffer, where tokens are
+    """The true `log A_bulk` `[batch, kv_heads, group, queries]`, by `scores` over the near buffer, where tokens are
     pending, and the log-sum-exp of those over the stored bulk."""
     log_pending = log_mass(scores, rows.pending)
     return torch.logaddexp(log_pending, bulk_lse.view_as(log_pending))
@@ -122,7 +122,7 @@ def audit(layer: QAdALayer, seen: Observation) -> None:
     """Count how one call's decisions compare with the truth, on the device: see `CacheStats.audit`."""
     log_local, log_bulk, flags = seen.log_local, seen.true_log_bulk, seen.flags
     decided = seen.rows.decided.unsqueeze(2)
-    needed = long_context(log_local, log_bulk, logit(layer.options.threshold)) & decided
+    needed = find_long_context(log_local, log_bulk, logit(layer.options.threshold)) & decided
     all_lse = torch.logaddexp(log_local, log_bulk)
     missed = -torch.expm1((seen.read_lse - all_lse).clamp_max(0.0)).masked_fill(~decided, 0.0)
     tallies: tuple[Tensor, ...] = (decided.expand_as(flags), needed, needed & flags, flags, missed)
@@ -153,7 +153,7 @@ def _count_and_prefetch(
             heads += sum(whole[row])
         if heads:
             assert bulk.sketch is not None
-            counters.sketch_read_bytes += bulk.sketch.tensors.read_bytes(length) * heads
+            counters.sketch_read_bytes += bulk.sketch.tensors.count_read_bytes(length) * heads
     if selecting and store.sketch is not None and bulk.offloaded and layer.options.device_budget:
         counters.bulk_read_bytes += reading.update_residency(bulk, torch.tensor(selecting, device="cpu"))
     if any(bulk.lengths) and layer.next_layer is not None and layer.next_layer.store is not None:

@@ -51,10 +51,10 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tens
 def find_operands(layer: QAdALayer, store: TokenStore, *, by_kernel: bool) -> Operands:
     """What the layer has for a call; what a kernel reads in place, and where it counts, if one computes it."""
     bulk, sketch, options, counters = store.bulk, store.sketch, layer.options, layer.counters
-    keys, values = bulk.in_place() if by_kernel else (bulk.keys, bulk.values)
+    keys, values = bulk.find_in_place() if by_kernel else (bulk.keys, bulk.values)
     # Criteria that compare no masses need a finite threshold.
     cut = logit(options.threshold) if options.criterion in ("gaussian", "oracle") else 0.0
-    found = Operands(store.local_keys, store.local_values, keys, values, cut, binding=layer.binding)
+    found = Operands(store.near_keys, store.near_values, keys, values, cut, binding=layer.binding)
     found.group_rule, found.token_threshold = options.group_rule, options.token_threshold
     if sketch is not None and (sketch.in_use or not by_kernel):
         found.sketch = sketch.tensors
@@ -62,18 +62,18 @@ def find_operands(layer: QAdALayer, store: TokenStore, *, by_kernel: bool) -> Op
         found.records, found.sketch = records, bulk.sketch.tensors  # keys follow from it, whether or not it selects
         found.token_threshold = options.token_threshold if store.selects else 0.0
     if by_kernel:
-        device = store.local_keys.device
-        found.bulk_read_bytes = counters.on(device, "bulk_read_bytes")
+        device = store.near_keys.device
+        found.bulk_read_bytes = counters.find_on(device, "bulk_read_bytes")
         if found.sketch is not None:
-            found.sketch_read_bytes = counters.on(device, "sketch_read_bytes")
+            found.sketch_read_bytes = counters.find_on(device, "sketch_read_bytes")
         if bulk.offloaded and options.device_budget:
-            found.resident_pointers = bulk.residents.resident_pointers(bulk.stored)
-            found.resident_hit_bytes = counters.on(device, "resident_hit_bytes")
+            found.resident_pointers = bulk.residents.find_pointers(bulk.stored)
+            found.resident_hit_bytes = counters.find_on(device, "resident_hit_bytes")
     return found
 
 
 def find_kernel(layer: QAdALayer, store: TokenStore, states: Tensor) -> Callable | None:
-    """What `choice.decode_kernel` says of queries `[batch, heads, 1, dim]`, asked again when anything is different."""
+    """What `choice.choose_kernel` says of queries `[batch, heads, 1, dim]`, asked again when anything is different."""
     bulk, sketch, options = store.bulk, store.sketch, layer.options
     records = bulk.records
     sketch = sketch if records is None else bulk.sketch  # which records lie behind, whether or not it selects
@@ -81,7 +81,7 @@ def find_kernel(layer: QAdALayer, store: TokenStore, states: Tensor) -> Callable
     key = weakref.ref(options), layout, bulk.capacity, records is None, states.shape, states.dtype, states.device
     if layer.binding.kernel is None or layer.binding.kernel[0] != key:
         call = states, bulk.keys, bulk.values, options.criterion, options.kernels
-        kernel = choice.decode_kernel(*call, layout=layout, records=records)
+        kernel = choice.choose_kernel(*call, layout=layout, records=records)
         layer.binding.kernel = key, kernel
     return layer.binding.kernel[1]
 
@@ -92,7 +92,7 @@ def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: R
     By "gaussian" eq. 7's, the larger one of two estimates, and `+inf` where nothing is known of the bulk, so that it is
     read. In the eyes of a criterion that compares no masses it is `+inf` for long-context heads, `-inf` for local ones.
     """
-    options, kv_heads, found = layer.options, store.local_keys.shape[1], None
+    options, kv_heads, found = layer.options, store.near_keys.shape[1], None
     if options.criterion == "oracle":
         return None
     if options.criterion == "gaussian" and rows.decisions:
@@ -115,7 +115,7 @@ def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: R
             (kv_heads, query.states.shape[1] // kv_heads), options.criterion != "local", device="cpu"
         )
         if isinstance(options.criterion, StaticHeads):
-            own_heads = layer.shared.model.shard.own(options.criterion.long_context[layer.index])
+            own_heads = layer.shared.model.shard.take_own(options.criterion.long_context[layer.index])
             long_context &= own_heads.reshape(kv_heads, -1).cpu()  # one entry for a group broadcasts
         constant = torch.where(long_context, torch.inf, -torch.inf)[None, :, :, None].float()
         layer.binding.log_bulk = key, constant.to(query.states.device, non_blocking=True)

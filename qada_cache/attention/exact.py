@@ -11,7 +11,7 @@ from ..kernels.cpu import prompt, selected_prompt
 from ..kernels.operands import Query
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
-from ..storage.padding import real_tokens
+from ..storage.padding import find_real_tokens
 from ..storage.reading import stream
 
 
@@ -29,7 +29,7 @@ def attend_to_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor)
     selects = options.prefill_threshold > 0 and selected_prompt.serves(states, value)
     whole = query.valid is None and not selects
     for rows in [slice(0, batch)] if whole else [slice(row, row + 1) for row in range(batch)]:
-        real = slice(None) if query.valid is None else real_tokens(query.valid, rows.start, states.device)
+        real = slice(None) if query.valid is None else find_real_tokens(query.valid, rows.start, states.device)
         found = out[rows, real]  # a view, if they are neighbours
         own, to = [part[rows][:, :, real] for part in (states, key, value)], found.transpose(1, 2)
         if not found.numel():  # this row is padding from end to end
@@ -58,7 +58,7 @@ def attend_exactly(layer: QAdALayer, store: TokenStore, query: Query, key: Tenso
     batch, heads = states.shape[:2]
     kwargs: dict[str, Any] = {"scaling": query.scaling, "softcap": query.softcap, "kernels": layer.options.kernels}
     for rows in [slice(0, batch)] if alike else [slice(row, row + 1) for row in range(batch)]:
-        real = slice(None) if valid is None else real_tokens(valid, rows.start, states.device)
+        real = slice(None) if valid is None else find_real_tokens(valid, rows.start, states.device)
         new_query, new_key, new_value = (part[rows][:, :, real] for part in (states, key, value))
         kv_heads, tokens = new_key.shape[1:3]
         group = heads // kv_heads
@@ -71,7 +71,7 @@ def attend_exactly(layer: QAdALayer, store: TokenStore, query: Query, key: Tenso
         if sink_logits is not None:
             out, lse = merge_partials(out, lse, torch.zeros_like(out), sink_logits.float()[:, None].expand_as(lse))
         out, lse = out.reshape(*grouped_queries.shape[:3], -1), lse.reshape(grouped_queries.shape[:3])
-        for keys, values in store.local_views(rows):
+        for keys, values in store.view_near(rows):
             out, lse = merge_partials(out, lse, *partial_attention(grouped_queries, keys, values, **kwargs))
         for part in stream(store.bulk, rows):
             at = slice(part.rows.start - rows.start, part.rows.stop - rows.start), part.heads

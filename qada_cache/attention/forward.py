@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..kernels.operands import Query
-from ..kernels.reference import without_autocast
+from ..kernels.reference import suspend_autocast
 from ..models import attention_table, unwrap_model
 from ..models.sharding import UNSHARDED, check_sharding
 from ..state.layer import QAdALayer, Seen
@@ -77,7 +77,7 @@ def check_implementation(config: PreTrainedConfig) -> None:
 
 def switch_on(config: PreTrainedConfig, model: PreTrainedModel | None = None) -> None:
     """Have the model that owns `config` (its text config) served by our function. Idempotent."""
-    own = attention_table.own_tables(model, config)
+    own = attention_table.find_own_tables(model, config)
     attention_table.place(attention_forward, _make_mask, tables=own)
     _switched_on[config] = config._attn_implementation
 
@@ -214,8 +214,8 @@ def _attend(
         else:
             layer.store.append(key, value, valid)
             work = partial(attend_adaptively, layer, layer.store, asked)
-        with without_autocast(query.device):
-            out = layer.shared.residents.retried(work)
+        with suspend_autocast(query.device):
+            out = layer.shared.residents.retry(work)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
     if empty or long:
         layer.store.absorb(key, value, valid)

@@ -14,11 +14,11 @@ from transformers.utils import logging
 from ..criterion import StaticHeads
 from ..kernels import cpu
 from ..key_moments import KeyMoments
-from ..key_moments.defaults import combine_sources, kept_energies, resolve_moments, sources
+from ..key_moments.defaults import combine_sources, find_energies, resolve_moments, split_sources
 from ..key_moments.prompts import PROMPTS
-from ..key_moments.rotation import rope_settings
-from ..models import full_attention_config, sizes
-from ..models.sharding import head_shard
+from ..key_moments.rotation import read_rope_settings
+from ..models import find_full_attention_config, read_sizes
+from ..models.sharding import find_shard
 from ..sketch.coded import RecordLayout
 from ..state import DEFAULT_BITS, ManagedModel, Options
 
@@ -27,7 +27,7 @@ logger = logging.get_logger(__name__)
 NEWEST = (5, 24)  # transformers that the tests run on: what is private there may change
 
 
-def text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
+def find_text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
     """The config of the decoder that a cache is for, from exactly one of its model and that model's config."""
     if model is not None and not isinstance(model, PreTrainedModel):
         hint = "or config=model.config"
@@ -60,7 +60,7 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         raise NotImplementedError(f"QAdACache does not support layers that attend to images' keys: {way_out}")
     if config.model_type == "recurrent_gemma":  # copies and files would miss the states, which are of the last text
         raise NotImplementedError(f"{config.model_type} keeps its states in the model and not in a cache: {way_out}")
-    full_attention_config(config)
+    find_full_attention_config(config)
     if model is None:
         return
     # The parts of a model, itself perhaps, that go by its decoder's config; what reads images does not.
@@ -87,12 +87,12 @@ def describe_model(
     model: PreTrainedModel | None, config: PreTrainedConfig | None, layers: Sequence[int]
 ) -> ManagedModel:
     """What a cache that serves these layers knows of its model, of which there may be the config alone. What
-    `head_shard` refuses is refused."""
-    decoder = text_config(model, config)
+    `find_shard` refuses is refused."""
+    decoder = find_text_config(model, config)
     managed = ManagedModel(decoder.model_type, config=decoder, whole_config=config, layers=tuple(layers))
     if model is None:
         return managed
-    shard = head_shard(model, decoder, layers)
+    shard = find_shard(model, decoder, layers)
     return replace(managed, whole_config=model.config, dtype=model.dtype, get=weakref.ref(model), shard=shard)
 
 
@@ -104,18 +104,18 @@ def resolve_options(options: Options, managed: ManagedModel) -> Options:
         options.moments, model=managed.get(), config=managed.whole_config, used=used, shard=managed.shard
     )
     if isinstance(options.criterion, StaticHeads):
-        layers, heads, kv_heads, _ = sizes(managed.config)
+        layers, heads, kv_heads, _ = read_sizes(managed.config)
         shape = list(options.criterion.long_context.shape)
         if shape not in ([layers, heads], [layers, kv_heads]):
             raise ValueError(
                 f"StaticHeads has shape {shape}, this model needs {[layers, heads]} or {[layers, kv_heads]}"
             )
-    if other is not None and sources(options.moments)[1] not in PROMPTS:  # else they are of this very model
+    if other is not None and split_sources(options.moments)[1] not in PROMPTS:  # else they are of this very model
         _check_moments(other, managed.config)
     asked = combine_sources(current, other) if used else options.moments  # files are not read again
     energies = None if other is None else other.query_energies
     if energies is None and (options.selects_tokens or options.codes_tokens) and managed.layers:
-        energies = kept_energies(managed.get(), managed.whole_config)
+        energies = find_energies(managed.get(), managed.whole_config)
     return replace(options, moments=asked, current_moments=current, other_moments=other, query_energies=energies)
 
 
@@ -134,7 +134,7 @@ def reads_records(options: Options, managed: ManagedModel) -> bool:
     plain = getattr(config, "attn_logit_softcapping", None) is None and not any(
         name.endswith("sinks") for name in named
     )
-    _, heads, kv_heads, dim = sizes(config)
+    _, heads, kv_heads, dim = read_sizes(config)
     built = model.dtype in cpu.ELEMENTS and heads <= cpu.MAX_QUERIES * kv_heads and RecordLayout.serves(dim, dim)
     on_cpu = all(parameter.device.type == "cpu" for parameter in named.values())
     return plain and built and on_cpu and options.kernels == "auto" and cpu.has_compiler()
@@ -142,13 +142,13 @@ def reads_records(options: Options, managed: ManagedModel) -> bool:
 
 def _check_moments(moments: KeyMoments, config: PreTrainedConfig) -> None:
     """Raise ValueError if key moments are of another kind of model, another shape or other rotary positions."""
-    layers, _, kv_heads, dim = sizes(config)
+    layers, _, kv_heads, dim = read_sizes(config)
     if moments.model_type != config.model_type or list(moments.shape) != [layers, kv_heads, dim]:
         raise ValueError(
             f"these KeyMoments are of a {moments.model_type} model with [layers, kv_heads, dim] = "
             f"{list(moments.shape)}; this {config.model_type} model has {[layers, kv_heads, dim]}"
         )
-    theirs, ours = json.loads(json.dumps([moments.rope, rope_settings(config)]))
+    theirs, ours = json.loads(json.dumps([moments.rope, read_rope_settings(config)]))
     for name in theirs.keys() & ours.keys():
         if theirs[name] != ours[name]:
             raise ValueError(

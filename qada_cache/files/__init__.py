@@ -19,7 +19,7 @@ UNFINISHED = ".qada-part"  # how names of files that are being written end
 STALE_SECONDS = 3600  # an older unfinished file without a writer is a killed process's
 
 
-def home() -> Path:
+def find_home() -> Path:
     """The folder of files kept between processes: `QADA_HOME`, else "qada" in the platform's folder for caches."""
     if own := os.environ.get("QADA_HOME"):
         return Path(own)
@@ -31,27 +31,27 @@ def home() -> Path:
 
 
 @contextmanager
-def opened(name: str, *, make: bool = False) -> Iterator[int]:
-    """A descriptor of the folder `name` in `home()`, as by `opened_at`; both have to be the user's alone."""
-    path = home()
-    with opened_at(path, make=make) as outer, _own_folder(name, path / name, outer, make) as inner:
+def open_folder(name: str, *, make: bool = False) -> Iterator[int]:
+    """A descriptor of the folder `name` in `find_home()`, as by `open_folder_at`; both have to be the user's alone."""
+    path = find_home()
+    with open_folder_at(path, make=make) as outer, _open_own(name, path / name, outer, make) as inner:
         yield inner
 
 
 @contextmanager
-def opened_at(path: Path, *, make: bool = False) -> Iterator[int]:
+def open_folder_at(path: Path, *, make: bool = False) -> Iterator[int]:
     """A descriptor of the folder at `path`, whatever becomes of that; made if `make`, for the user alone. An OSError
     unless it is a folder, no link, and the user's alone (FileNotFoundError: there is none)."""
     if os.mkdir not in os.supports_dir_fd:
         raise OSError(f"who can write to {path} cannot be told on {sys.platform}")
     if make:
         path.parent.mkdir(parents=True, exist_ok=True)
-    with _own_folder(path, path, None, make) as folder:
+    with _open_own(path, path, None, make) as folder:
         yield folder
 
 
 @contextmanager
-def _own_folder(name: str | Path, path: Path, within: int | None, make: bool) -> Iterator[int]:
+def _open_own(name: str | Path, path: Path, within: int | None, make: bool) -> Iterator[int]:
     if make:
         with suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=within)
@@ -74,8 +74,8 @@ def _check_own(found: os.stat_result, path: str | Path) -> None:
 
 
 def read(folder: int, name: str) -> bytes:
-    """The content of the file `name` of a folder, as by `opened_file`, which is marked as used."""
-    with opened_file(folder, name) as file:
+    """The content of the file `name` of a folder, as by `open_file`, which is marked as used."""
+    with open_file(folder, name) as file:
         if os.utime in os.supports_fd:
             with suppress(OSError):  # a file system that is read alone
                 os.utime(file.fileno())
@@ -83,8 +83,9 @@ def read(folder: int, name: str) -> bytes:
 
 
 @contextmanager
-def opened_file(folder: int, name: str) -> Iterator[BinaryIO]:
-    """The file `name` of a folder of `opened`, for reading; an OSError unless it is a file, and the user's alone."""
+def open_file(folder: int, name: str) -> Iterator[BinaryIO]:
+    """The file `name` of a folder of `open_folder`, for reading; an OSError unless it is a file, and the user's
+    alone."""
     # Not blocking: opening a pipe would wait for a writer.
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     with open(descriptor, "rb") as file:
@@ -96,9 +97,9 @@ def opened_file(folder: int, name: str) -> Iterator[BinaryIO]:
 
 
 def remove_unused(folder: int, names: re.Pattern[str], *, count: int, size: int, seconds: float) -> None:
-    """Remove the least recently used files of these names from a folder of `opened`, until at most `count` are left,
-    of at most `size` bytes together, each used within the last `seconds`. The one used last stays in any case. Links
-    and folders stay, and so does what cannot be removed. Other processes may do the same at once."""
+    """Remove the least recently used files of these names from a folder of `open_folder`, until at most `count` are
+    left, of at most `size` bytes together, each used within the last `seconds`. The one used last stays in any case.
+    Links and folders stay, and so does what cannot be removed. Other processes may do the same at once."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -117,13 +118,13 @@ def remove_unused(folder: int, names: re.Pattern[str], *, count: int, size: int,
 def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, folder: int | None = None) -> None:
     """Put `content` into the file `path`, whole or not at all; whoever reads meanwhile sees the old file or the new. A
     number in `content` is that many zeros, a hole if the file system has holes. A new file has the permissions of the
-    umask, an old one keeps its own. In `folder`, a descriptor that `opened` gave, it is for the user alone."""
+    umask, an old one keeps its own. In `folder`, a descriptor that `open_folder` gave, it is for the user alone."""
     head, name = os.path.split(path)
     beginning = f".{name[:100]}."
     if LOCKS:
         _sweep(folder if folder is not None else head or ".", beginning)
     # Beside the target, so that the rename cannot cross file systems.
-    descriptor, unfinished = _begun(os.path.join(head, beginning), folder)
+    descriptor, unfinished = _begin(os.path.join(head, beginning), folder)
     try:
         with open(descriptor, "wb", closefd=not LOCKS) as file:
             if folder is None:
@@ -144,7 +145,7 @@ def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, fold
             os.close(descriptor)
 
 
-def _begun(beginning: str, folder: int | None) -> tuple[int, str]:
+def _begin(beginning: str, folder: int | None) -> tuple[int, str]:
     """A new unfinished file, locked for as long as this process lives and writes, and its name."""
     while True:
         name = f"{beginning}{secrets.token_hex(8)}{UNFINISHED}"
@@ -159,7 +160,7 @@ def _begun(beginning: str, folder: int | None) -> tuple[int, str]:
 
 
 def sweep(folder: int) -> None:
-    """Remove the unfinished files of killed processes from a folder of `opened`."""
+    """Remove the unfinished files of killed processes from a folder of `open_folder`."""
     if LOCKS:
         _sweep(folder, ".")
 

@@ -59,14 +59,14 @@ class PrivateMap:
     def __deepcopy__(self, memo: dict) -> "PrivateMap":
         return PrivateMap(self.file)
 
-    def tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def view_tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor that begins at byte `start`, a multiple of its elements' size."""
         size = math.prod(shape) * dtype.itemsize
         return self.content[start : start + size].view(dtype).view(shape)
 
-    def same(self, tensor: Tensor) -> Tensor:
+    def find_same(self, tensor: Tensor) -> Tensor:
         """The tensor that lies here where `tensor` lies in another map of the file."""
-        return self.tensor(int(tensor.storage_offset()) * tensor.element_size(), tensor.shape, tensor.dtype)
+        return self.view_tensor(int(tensor.storage_offset()) * tensor.element_size(), tensor.shape, tensor.dtype)
 
 
 def create_anonymous(size: int) -> OpenFile:

@@ -51,7 +51,7 @@ class PaddedTensor:
         rows, heads, _, dim = self.tensor.shape
         return rows, heads, self.room, dim
 
-    def pieces(self) -> Iterator[Tensor | int]:
+    def cut(self) -> Iterator[Tensor | int]:
         """The tensor's pieces in order; a number stands for that many bytes of zeros."""
         token = self.tensor.shape[3] * self.tensor.element_size()
         for row, length in enumerate(self.lengths):
@@ -71,12 +71,12 @@ def write(path: str | os.PathLike, kind: str, tensors: Mapping[str, FileTensor],
     if os.path.lexists(target) and not os.path.isfile(target):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     try:
-        write_whole(target, encoded(kind, tensors, state))
+        write_whole(target, encode(kind, tensors, state))
     except OSError as error:  # its own path may be missing, or the unfinished file's
         raise OSError(error.errno, error.strerror or str(error), os.fspath(path)) from error
 
 
-def encoded(kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any]) -> Iterator[bytes | memoryview | int]:
+def encode(kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any]) -> Iterator[bytes | memoryview | int]:
     """The bytes of a file for `write`, piece by piece, numbers standing for that many zeros. Tensors on a device are
     copied twice, as the checksum stands before them. (safetensors' own copies all first, and ignores the umask.)"""
     for name, tensor in tensors.items():
@@ -101,17 +101,17 @@ def encoded(kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any])
     yield len(text).to_bytes(8, "little")
     yield text
     for name in names:
-        yield from _pieces(tensors[name])
+        yield from _cut(tensors[name])
 
 
 def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors (on the CPU) and state that `write` put into `path`. A FileNotFoundError if there is no such file; a
     ValueError if it is truncated, altered, of another kind, or of another format, as the message says."""
-    tensors, state, _ = mapped(path, kind, mmap=False)
+    tensors, state, _ = map_file(path, kind, mmap=False)
     return tensors, state
 
 
-def mapped(
+def map_file(
     path: str | os.PathLike, kind: str, empty: Callable[..., Tensor] = torch.empty, *, mmap: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Any], PrivateMap | None]:
     """As `read`, with tensors that are views of the mapped file. A map of None means copies, which `empty` makes room
@@ -124,8 +124,8 @@ def mapped(
     with open(path, "rb") as file:
         number = file.fileno()
         very_file = f"/proc/self/fd/{number}" if private_map.AVAILABLE else path
-        with _whole(path), safe_open(very_file, framework="pt"):
-            about, entries = _header(path, kind, file)
+        with _refuse_incomplete(path), safe_open(very_file, framework="pt"):
+            about, entries = _read_header(path, kind, file)
         if mmap and private_map.AVAILABLE and os.fstat(number).st_size >= private_map.WORTH:
             held = private_map.OpenFile(os.dup(number), os.fspath(path))
             source = PrivateMap(held) if held.quiet else None
@@ -133,34 +133,34 @@ def mapped(
         for name, entry in sorted(entries.items(), key=lambda named: named[1]["data_offsets"]):
             shape, dtype = tuple(entry["shape"]), _TYPES[entry["dtype"]]
             if source is not None:
-                tensors[name] = source.tensor(begin + entry["data_offsets"][0], shape, dtype)
+                tensors[name] = source.view_tensor(begin + entry["data_offsets"][0], shape, dtype)
                 continue
             tensors[name] = empty(shape, dtype=dtype, device=torch.device("cpu"))
-            if file.readinto(_content(tensors[name])) != tensors[name].nbytes:
+            if file.readinto(_view_bytes(tensors[name])) != tensors[name].nbytes:
                 raise ValueError(f"{path} was truncated while it was read")
-    return tensors, _checked(path, about, tensors), source
+    return tensors, _check(path, about, tensors), source
 
 
-def decoded(content: bytes, kind: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def decode(content: bytes, kind: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As `read`, of a file that was read already; `path` is only named in errors."""
-    with _whole(path):
+    with _refuse_incomplete(path):
         tensors = safetensors.torch.load(content)
-        about, _ = _header(path, kind, io.BytesIO(content))
-    return tensors, _checked(path, about, tensors)
+        about, _ = _read_header(path, kind, io.BytesIO(content))
+    return tensors, _check(path, about, tensors)
 
 
-def viewed(content: bytearray, kind: str, path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As `decoded`, with tensors that are views of `content`."""
-    with _whole(path):
-        about, entries = _header(path, kind, file := io.BytesIO(content))
+def view(content: bytearray, kind: str, path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As `decode`, with tensors that are views of `content`."""
+    with _refuse_incomplete(path):
+        about, entries = _read_header(path, kind, file := io.BytesIO(content))
         tensors = {name: _view(content, file.tell(), entry) for name, entry in entries.items()}
-    return tensors, _checked(path, about, tensors)
+    return tensors, _check(path, about, tensors)
 
 
-def described(file: BinaryIO, kind: str, path: str | os.PathLike) -> dict[str, Any]:
+def read_state(file: BinaryIO, kind: str, path: str | os.PathLike) -> dict[str, Any]:
     """The state of an open file of this kind, which was not compared with the checksum."""
-    with _whole(path):
-        about, _ = _header(path, kind, file)
+    with _refuse_incomplete(path):
+        about, _ = _read_header(path, kind, file)
         return json.loads(about["state"])
 
 
@@ -174,7 +174,7 @@ def _view(content: bytearray, begin: int, entry: dict[str, Any]) -> Tensor:
 
 
 @contextmanager
-def _whole(path: str | os.PathLike) -> Iterator[None]:
+def _refuse_incomplete(path: str | os.PathLike) -> Iterator[None]:
     """What safetensors refuses, incomplete files too, is an error that names the file."""
     try:
         yield
@@ -182,7 +182,7 @@ def _whole(path: str | os.PathLike) -> Iterator[None]:
         raise ValueError(f"{path} is not a safetensors file, or is truncated: {error}") from error
 
 
-def _header(path: str | os.PathLike, kind: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, Any]]:
+def _read_header(path: str | os.PathLike, kind: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, Any]]:
     """Metadata and entries of a file of this kind; what is read next are its tensors."""
     size = int.from_bytes(file.read(8), "little")
     if size > _LONGEST_HEADER:
@@ -201,7 +201,7 @@ def _header(path: str | os.PathLike, kind: str, file: BinaryIO) -> tuple[dict[st
     return about, entries
 
 
-def _checked(path: str | os.PathLike, about: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _check(path: str | os.PathLike, about: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Any]:
     """The state of a file whose tensors and state are what was written."""
     if about.get("sha256") != _digest(about.get("state", ""), tensors):
         raise ValueError(f"{path} was altered after it was written (checksum mismatch)")
@@ -213,15 +213,15 @@ def _digest(state: str, tensors: Mapping[str, FileTensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        for piece in _pieces(tensor):
+        for piece in _cut(tensor):
             digest.update(bytes(piece) if isinstance(piece, int) else piece)
     return digest.hexdigest()
 
 
-def _pieces(tensor: FileTensor) -> Iterator[memoryview | int]:
-    for piece in tensor.pieces() if isinstance(tensor, PaddedTensor) else (tensor,):
-        yield piece if isinstance(piece, int) else _content(piece.detach().cpu().contiguous())
+def _cut(tensor: FileTensor) -> Iterator[memoryview | int]:
+    for piece in tensor.cut() if isinstance(tensor, PaddedTensor) else (tensor,):
+        yield piece if isinstance(piece, int) else _view_bytes(piece.detach().cpu().contiguous())
 
 
-def _content(tensor: Tensor) -> memoryview:
+def _view_bytes(tensor: Tensor) -> memoryview:
     return tensor.flatten().view(torch.uint8).numpy().data

@@ -133,7 +133,7 @@ def find_operator(query: Tensor, key: Tensor, value: Tensor) -> Operator | None:
         # The CPU's operator takes other strides, and reads by these.
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
     ):
-        return _operator(query.device, query.dtype, query.shape[3], value.shape[3])
+        return _choose_operator(query.device, query.dtype, query.shape[3], value.shape[3])
     return None
 
 
@@ -145,7 +145,7 @@ def _attend(
     Most operators give a worker, a thread or a processor of a GPU, whole heads. When a decode step reads few of them,
     some would wait, so the keys are split as well, into parts that are merged by their log-sum-exps.
     """
-    splits = 1 if causal else _splits(query, key, operator.workers(query.device))
+    splits = 1 if causal else _count_splits(query, key, operator.workers(query.device))
     if splits == 1:
         out, lse = operator.attend(query, key, value, scaling, causal)
         return out.float(), lse
@@ -160,7 +160,7 @@ def _attend(
     return out, lse
 
 
-def _splits(query: Tensor, key: Tensor, workers: int) -> int:
+def _count_splits(query: Tensor, key: Tensor, workers: int) -> int:
     """Into how many parts to split the keys of one row, so that every worker gets the same number of them."""
     if query.shape[0] != 1 or query.shape[2] > SPLIT_QUERIES or key.shape[2] < MIN_SPLIT_TOKENS:
         return 1
@@ -168,11 +168,11 @@ def _splits(query: Tensor, key: Tensor, workers: int) -> int:
 
 
 @functools.cache
-def _operator(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> Operator | None:
+def _choose_operator(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> Operator | None:
     """The first of the device's operators that serves and agrees with plain torch; a warning names the others once."""
     if dtype not in TOLERANCE:
         return None
-    sample = _sample(dtype, dim, value_dim)
+    sample = _make_sample(dtype, dim, value_dim)
     for operator in OPERATORS.get(device.type, ()):
         if not operator.serves(*(tensor.to(device) for tensor in sample)):
             continue
@@ -185,7 +185,7 @@ def _operator(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int
     return None
 
 
-def _sample(dtype: torch.dtype, dim: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def _make_sample(dtype: torch.dtype, dim: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Five queries, each with a token of its own that gets much of its attention, the first and the last among them.
     Keys and values have room for more tokens than `TRIED_TOKENS`, as the bulk's buffers do, which is nan."""
     made = torch.Generator("cpu").manual_seed(0)
@@ -209,10 +209,12 @@ def _find_fault(operator: Operator, sample: tuple[Tensor, Tensor, Tensor], devic
         return tuple(part.cpu() for out, lse in (whole, causal) for part in (out.to(query.dtype), lse))
 
     tried = functools.partial(_attend, operator)
-    return find_fault(lambda: compute(tried, *(tensor.to(device) for tensor in sample)), compute(_plain, *sample))
+    return find_fault(
+        lambda: compute(tried, *(tensor.to(device) for tensor in sample)), compute(_attend_plainly, *sample)
+    )
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
     """`out` and `lse`, computed in float64, as no setting of torch lowers its precision."""
     scores = torch.matmul(query.double(), key.double().mT) * scaling
     if causal:

@@ -31,16 +31,16 @@ KINDS = ("auto", "torch", "triton")
 
 
 @functools.cache
-def _installed() -> bool:
+def _is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def unsupported_reason(
+def explain_unsupported(
     query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object, records: Records | None = None
 ) -> str | None:
     """Why the Triton kernel cannot compute this call, in words for an error message; None if it can. Tensors and
     `records` are as in `Query` and `Operands`, `criterion` as in `Options`."""
-    if not _installed():
+    if not _is_installed():
         return f"triton is not installed ({INSTALL.get(sys.platform, f'there is none for {sys.platform}')})"
     from .triton import kernels as triton_kernels
 
@@ -72,7 +72,7 @@ def resolve_kernels(kernels: str | None) -> str:
     return found
 
 
-def decode_kernel(
+def choose_kernel(
     query: Tensor,
     bulk_keys: Tensor,
     bulk_values: Tensor,
@@ -84,7 +84,7 @@ def decode_kernel(
 ) -> Callable | None:
     """The `fused_decode` that is to compute such calls, None for the torch path of attention/decode.py.
 
-    Arguments as for `unsupported_reason`; `kernels` is one of `KINDS`, `layout` that of the sketch by which tokens are
+    Arguments as for `explain_unsupported`; `kernels` is one of `KINDS`, `layout` that of the sketch by which tokens are
     selected, or behind which records lie, None without one. RuntimeError, if it is "triton", and the kernel cannot
     compute the call.
     """
@@ -93,7 +93,7 @@ def decode_kernel(
         return compiled_decode.fused_decode
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
         return None
-    reason = unsupported_reason(*call)
+    reason = explain_unsupported(*call)
     if reason is None:
         from .triton import fused_decode
 

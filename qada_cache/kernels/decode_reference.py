@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..sketch import SEGMENT_TOKENS, closed_tokens
+from ..sketch import SEGMENT_TOKENS, count_closed
 from ..sketch.codec import Sketch
-from ..sketch.coded import decode_keys, decode_values, predicted_keys
+from ..sketch.coded import decode_keys, decode_values, estimate_keys
 from .operands import Operands, Query, Rows
-from .query_adaptive import BulkAttention, attend_local, decide, group_queries, score_local, select, sum_local
+from .query_adaptive import BulkAttention, attend_near, decide, group_queries, score_near, select, sum_local
 
 
 def decode_step(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
@@ -26,12 +26,12 @@ def decode_step(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tens
     # Cleared, because a weight of 0 does not keep a nan out of a sum.
     keys, values = (
         near[:, :, : rows.columns].masked_fill(~(rows.local | rows.pending).mT, 0.0)
-        for near in (layer.local_keys, layer.local_values)
+        for near in (layer.near_keys, layer.near_values)
     )
-    scores = score_local(grouped, keys, query)
+    scores = score_near(grouped, keys, query)
     assert query.log_bulk is not None
     flags = decide(sum_local(scores, rows, None), query.log_bulk, rows, layer)
-    local = attend_local(scores, values, rows, flags)
+    local = attend_near(scores, values, rows, flags)
     whole, selecting, chosen = select(grouped, flags, local[1], lengths, query, rows, layer)
     bulk = BulkAttention(grouped, query, values.shape[3])
     for row, heads in enumerate(whole):
@@ -48,9 +48,9 @@ def decode_step(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tens
     if stored.sketch is not None and stored.sketch_read_bytes is not None:
         for row, length in enumerate(lengths):
             readers = sum(selecting[row]) if selecting else 0
-            if stored.records is not None and closed_tokens(length):  # whose keys follow from the sketch
+            if stored.records is not None and count_closed(length):  # whose keys follow from the sketch
                 readers += sum(whole[row])
-            stored.sketch_read_bytes += stored.sketch.read_bytes(length) * readers
+            stored.sketch_read_bytes += stored.sketch.count_read_bytes(length) * readers
     return out.reshape(*query.states.shape[:3], -1).to(dtype), flags
 
 
@@ -65,7 +65,7 @@ def decode_records(layer: Operands, lengths: list[int]) -> Operands:
         for part in (layer.bulk_keys, layer.bulk_values)
     )
     for row, length in enumerate(lengths):
-        closed, one = closed_tokens(length), slice(row, row + 1)
+        closed, one = count_closed(length), slice(row, row + 1)
         if closed:
             records, predicted = tensor[one][:, :, :closed], predict_keys(layer.sketch, one, closed)
             keys[row, :, :closed] = decode_keys(records, predicted, weights, layout)[0]
@@ -73,7 +73,7 @@ def decode_records(layer: Operands, lengths: list[int]) -> Operands:
         for decoded, beside in ((keys, layer.bulk_keys), (values, layer.bulk_values)):
             decoded[row, :, closed:length] = beside[row, :, : length - closed]
     sketch = layer.sketch if layer.token_threshold > 0 else None
-    local = layer.local_keys.float(), layer.local_values.float()
+    local = layer.near_keys.float(), layer.near_values.float()
     found = Operands(*local, keys, values, layer.logit_threshold, layer.group_rule, layer.token_threshold)
     found.sketch = sketch
     return found
@@ -82,15 +82,15 @@ def decode_records(layer: Operands, lengths: list[int]) -> Operands:
 def predict_keys(sketch: Sketch, rows: slice, tokens: int) -> Tensor:
     """What the sketch says of the first `tokens` keys of rows, all of closed segments: float32 `[rows, kv_heads,
     tokens, dim]`."""
-    made = {name: part[rows] for name, part in sketch.tensors().items()}
+    made = {name: part[rows] for name, part in sketch.to_tensors().items()}
     made |= {name: made[name][..., :tokens] for name in ("codes", "scales")}
-    return predicted_keys(made, sketch.layout, of=torch.arange(tokens, device=sketch.codes.device) // SEGMENT_TOKENS)
+    return estimate_keys(made, sketch.layout, of=torch.arange(tokens, device=sketch.codes.device) // SEGMENT_TOKENS)
 
 
 def _gather(layer: Operands, row: int, head: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values `[1, 1, tokens, dim]` of one head of a bulk, on the query's device."""
     keys, values = (
-        part[row, head][tokens].to(layer.local_keys.device)[None, None] for part in (layer.bulk_keys, layer.bulk_values)
+        part[row, head][tokens].to(layer.near_keys.device)[None, None] for part in (layer.bulk_keys, layer.bulk_values)
     )
     return keys, values
 
@@ -99,7 +99,7 @@ def _count(layer: Operands, tokens: Tensor, length: int) -> None:
     """Count these tokens of one head of a bulk of `length`."""
     if layer.bulk_read_bytes is None:
         return
-    recorded = 0 if layer.records is None else int((tokens < closed_tokens(length)).sum())
+    recorded = 0 if layer.records is None else int((tokens < count_closed(length)).sum())
     token_bytes = sum(part.shape[3] * part.element_size() for part in (layer.bulk_keys, layer.bulk_values))
     layer.bulk_read_bytes += (len(tokens) - recorded) * token_bytes
     if layer.records is not None:

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sketch import MIN_TOKENS, Layout, closed_tokens
+from ..sketch import MIN_TOKENS, Layout, count_closed
 from ..sketch.codec import Sketch
-from ..sketch.coded import RecordLayout, Records, code_tokens, query_weights
+from ..sketch.coded import RecordLayout, Records, code_tokens, find_query_weights
 from .decode_reference import decode_step, predict_keys
 from .operands import Operands, Query, Rows
 from .reference import find_fault
 
 KV_HEADS = 3
-LOCAL, PENDING_COLUMNS, COLUMNS = 20, 5, 29  # columns of the local buffer; the others are neither
+LOCAL, PENDING_COLUMNS, COLUMNS = 20, 5, 29  # columns of the near buffer; the others are neither
 SHORT = 300  # tokens in the bulk of all rows but the first
 ELSEWHERE = 0, 1  # the row and head that lie outside the buffers
 NOTHING = 255  # a byte of records that are not to be read: as a scale, nan
@@ -44,7 +44,7 @@ def find_decode_fault(
     The trial takes both group rules, and once a head that lies elsewhere. Decisions are clear, so that no rounding
     changes them, and tokens that are not to be read are nan.
     """
-    scene = _scene(dtype, group, dim, value_dim, layout, records)
+    scene = _make_scene(dtype, group, dim, value_dim, layout, records)
     for group_rule, elsewhere in (("any", False), ("head", True)):
         scene["group_rule"] = group_rule
         expected = _compute(decode_step, scene, torch.device("cpu"))
@@ -89,7 +89,7 @@ def _compute(
     return tuple(part.cpu() for part in (flags, out, read + hit, sketch_read))
 
 
-def _scene(
+def _make_scene(
     dtype: torch.dtype, group: int, dim: int, value_dim: int, layout: Layout | None, records: RecordLayout | None
 ) -> dict[str, Any]:
     """What `Query`, `Rows` and `Operands` take, on the host, but for the group rule and what is counted.
@@ -104,25 +104,28 @@ def _scene(
     length = MIN_TOKENS + 87
     batch, capacity = 3, length + 41
 
-    def noise(*shape: int) -> Tensor:
+    def draw_noise(*shape: int) -> Tensor:
         return torch.randn(batch, KV_HEADS, *shape, generator=made, dtype=torch.float32, device="cpu")
 
-    def along(*parts: float) -> Tensor:
+    def move_along(*parts: float) -> Tensor:
         return torch.tensor(parts, dtype=torch.float32, device="cpu").view(-1, 1, 1) * direction
 
-    direction = noise(1, dim)[:1].sign()
-    query = 0.1 * noise(group, dim) + direction
-    query[:, 2, ::2] -= along(0, 0, 2)[:, 2]
-    local_keys, local_values = 0.2 * noise(COLUMNS, dim), 5 * noise(COLUMNS, value_dim)
-    local_keys[:, :, :LOCAL] += along(1, 0.8, 1)
-    local_keys[:, :, LOCAL:] += along(-1, 1, -1)
-    local_values[:, :, LOCAL:] *= 8  # few among many
-    bulk_keys, bulk_values = 0.1 * noise(capacity, dim) + along(-1, 0.2, -1), 40 * noise(capacity, value_dim)
-    bulk_keys[:, :, ::3] += along(0, 0.8, -0.3)
+    direction = draw_noise(1, dim)[:1].sign()
+    query = 0.1 * draw_noise(group, dim) + direction
+    query[:, 2, ::2] -= move_along(0, 0, 2)[:, 2]
+    near_keys, near_values = 0.2 * draw_noise(COLUMNS, dim), 5 * draw_noise(COLUMNS, value_dim)
+    near_keys[:, :, :LOCAL] += move_along(1, 0.8, 1)
+    near_keys[:, :, LOCAL:] += move_along(-1, 1, -1)
+    near_values[:, :, LOCAL:] *= 8  # few among many
+    bulk_keys, bulk_values = (
+        0.1 * draw_noise(capacity, dim) + move_along(-1, 0.2, -1),
+        40 * draw_noise(capacity, value_dim),
+    )
+    bulk_keys[:, :, ::3] += move_along(0, 0.8, -0.3)
     bulk_values[:, 1] += 120
     bulk_values[:, 1, ::3] -= 120  # values of selected tokens differ from the others'
-    local_keys, local_values, bulk_keys, bulk_values = (
-        part.to(dtype) for part in (local_keys, local_values, bulk_keys, bulk_values)
+    near_keys, near_values, bulk_keys, bulk_values = (
+        part.to(dtype) for part in (near_keys, near_values, bulk_keys, bulk_values)
     )
 
     lengths = torch.tensor([length, SHORT, SHORT], device="cpu")
@@ -137,13 +140,13 @@ def _scene(
     kwargs["log_bulk"] = torch.stack([row.logsumexp(dim=-1, keepdim=True) for row in scores])
     energies = torch.logspace(-1, 1, dim, dtype=torch.float32, device="cpu").expand(KV_HEADS, -1)
     if layout is not None:
-        kwargs |= {"sketch": _sketch(bulk_keys, bulk_values, energies, layout), "token_threshold": 0.8}
-    local_keys[:, :, LOCAL + PENDING_COLUMNS :] = local_values[:, :, LOCAL + PENDING_COLUMNS :] = torch.nan
+        kwargs |= {"sketch": _make_sketch(bulk_keys, bulk_values, energies, layout), "token_threshold": 0.8}
+    near_keys[:, :, LOCAL + PENDING_COLUMNS :] = near_values[:, :, LOCAL + PENDING_COLUMNS :] = torch.nan
     for row, tokens in enumerate(lengths.tolist()):
         bulk_keys[row, :, tokens:] = bulk_values[row, :, tokens:] = torch.nan
     if records is not None:  # of the first row, as the others are too short
-        closed, first = closed_tokens(length), slice(1)
-        weights = query_weights(energies, dim, bulk_keys.device)
+        closed, first = count_closed(length), slice(1)
+        weights = find_query_weights(energies, dim, bulk_keys.device)
         of_keys = bulk_keys[first, :, :closed], bulk_values[first, :, :closed]
         coded = code_tokens(*of_keys, predict_keys(kwargs["sketch"], first, closed), weights, records)
         tensor = coded.new_full((batch, KV_HEADS, closed + 41, records.size), NOTHING)
@@ -152,10 +155,10 @@ def _scene(
         for part in (bulk_keys, bulk_values):
             part[first] = part[first].roll(-closed, dims=2)
             part[first, :, length - closed :] = torch.nan
-    return dict(kwargs, local_keys=local_keys, local_values=local_values, bulk_keys=bulk_keys, bulk_values=bulk_values)
+    return dict(kwargs, near_keys=near_keys, near_values=near_values, bulk_keys=bulk_keys, bulk_values=bulk_values)
 
 
-def _sketch(keys: Tensor, values: Tensor, energies: Tensor, layout: Layout) -> Sketch:
+def _make_sketch(keys: Tensor, values: Tensor, energies: Tensor, layout: Layout) -> Sketch:
     """Of all tokens, whatever is in use, for queries that are stronger in some channels.
 
     The first segment has the scores of its tokens lie closer together than they do, so that no other segment's unit

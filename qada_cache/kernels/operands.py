@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sketch import BLOCK, closed_tokens
-from ..sketch.codec import Sketch, sketch_fields
+from ..sketch import BLOCK, count_closed
+from ..sketch.codec import Sketch, list_fields
 from ..sketch.coded import Records
 
 PENDING_SHARE = 4  # see `Rows.own_log_tokens`
@@ -54,13 +54,13 @@ class Rows:
     tensors do not fit each other, or a length is negative.
 
     A query's tokens are its local ones (sinks and window, itself included) and its bulk, which is the first
-    `bulk_lengths` tokens of the bulk buffers and the `pending` columns of the local buffers.
+    `bulk_lengths` tokens of the bulk buffers and the `pending` columns of the near buffers.
     """
 
-    local: Tensor  # bool `[rows, 1, queries, columns]`, of the first columns of the local buffers
+    local: Tensor  # bool `[rows, 1, queries, columns]`, of the first columns of the near buffers
     pending: Tensor  # likewise, none of them local
     bulk_tokens: Tensor  # int64 `[rows, 1, queries]`, the paper's `T_bulk` of each query
-    bulk_lengths: Tensor  # int64 `[rows]`: of these, tokens that have left the local buffer
+    bulk_lengths: Tensor  # int64 `[rows]`: of these, tokens that have left the near buffer
     decided: Tensor  # bool `[rows, 1, queries]`, False for a padding query, whose output is finite and unused
     decisions: int = 0  # how many (row, query) pairs over the whole batch are decided about: `decided`, with a bulk
     dense_tokens: int = 0  # in the stored bulks of rows with such a query, over the whole batch
@@ -69,11 +69,11 @@ class Rows:
     query_moment_lengths: tuple[int, ...] = ()
     row_moment_lengths: tuple[int, ...] = ()
     queries: int = field(init=False)  # of each row
-    columns: int = field(init=False)  # of the local buffers
+    columns: int = field(init=False)  # of the near buffers
     device: torch.device = field(init=False)
     number: int = field(init=False)  # the greatest `rows`
     longest: int | None = field(init=False, default=None)  # length; None where to look would be to wait for the device
-    longest_open: int = field(init=False, default=0)  # of these, not in `closed_tokens`
+    longest_open: int = field(init=False, default=0)  # of these, outside of closed segments
     derived: Any = field(init=False, default=None, repr=False)  # a kernel's
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Rows:
                 )
         if self.bulk_lengths.is_cpu:
             lengths = self.bulk_lengths.tolist()
-            self.longest, self.longest_open = max(lengths), max(length - closed_tokens(length) for length in lengths)
+            self.longest, self.longest_open = max(lengths), max(length - count_closed(length) for length in lengths)
             if min(lengths) < 0:
                 raise OperandError("bulk_lengths", lengths, "of tokens, which are not negative")
 
@@ -160,22 +160,22 @@ def _describe_step(query: Query, layer: "Operands") -> tuple[Any, ...]:
 class Operands:
     """What a layer has for its queries: its tokens, how its heads decide and select, and what is counted.
 
-    Columns of the local buffers that no query sees, tokens past `Rows.bulk_lengths`, and the bulk buffers of KV heads
+    Columns of the near buffers that no query sees, tokens past `Rows.bulk_lengths`, and the bulk buffers of KV heads
     without a flagged head are not read and may hold anything, nan included.
     """
 
-    local_keys: Tensor  # `[batch, kv_heads, columns or more, dim]`, in the dtype of queries, as all keys and values
-    local_values: Tensor  # likewise, of `value_dim`
+    near_keys: Tensor  # `[batch, kv_heads, columns or more, dim]`, in the dtype of queries, as all keys and values
+    near_values: Tensor  # likewise, of `value_dim`
     bulk_keys: Tensor  # `[batch, kv_heads, capacity, dim]`; with `records` those that follow a row's
     bulk_values: Tensor  # likewise, of `value_dim`
-    logit_threshold: float  # as for `criterion.long_context`
-    group_rule: str = "head"  # as for `criterion.group_decision`
+    logit_threshold: float  # as for `criterion.find_long_context`
+    group_rule: str = "head"  # as for `criterion.decide_for_groups`
     token_threshold: float = 0.0  # as for `sketch.selection.select_tokens`
     # Of the bulk's keys, with room for as many tokens. With it, a KV head reads the tokens of `select_tokens` if the
     # bulk has `MIN_TOKENS` and more. A group reads all if one of its long-context heads finds the sketch `unreliable`,
     # and so does every group without a sketch.
     sketch: Sketch | None = None
-    # With a sketch: what bulks of `MIN_TOKENS` and more have their `closed_tokens` in. Without a token threshold the
+    # With a sketch: what bulks of `MIN_TOKENS` and more have their closed segments in. Without a token threshold the
     # sketch then selects nothing.
     records: Records | None = None
     bulk_read_bytes: Tensor | None = None  # int64 `[]`: the needed bytes of the bulk are added to it
@@ -190,13 +190,13 @@ class Operands:
     @property
     def kv_heads(self) -> int:
         """Of the layer."""
-        return self.local_keys.shape[1]
+        return self.near_keys.shape[1]
 
     @property
     def tensors(self) -> tuple[Tensor | Sketch | None, ...]:
         """Those that change with storage alone."""
         return (
-            *(self.local_keys, self.local_values, self.bulk_keys, self.bulk_values),
+            *(self.near_keys, self.near_values, self.bulk_keys, self.bulk_values),
             *(self.sketch, self.bulk_read_bytes, self.sketch_read_bytes),
             *((None, None) if self.records is None else (self.records.tensor, self.records.weights)),
         )
@@ -210,14 +210,14 @@ def check(query: Query, rows: Rows, layer: Operands) -> None:
     batch = query.states.shape[0]
     if rows.number not in (1, batch) or rows.queries != 1 or rows.device != query.states.device:
         raise OperandError("local", describe(rows.local), f"of {batch} rows or 1, and of one query, as the queries are")
-    if rows.columns > layer.local_keys.shape[2]:
-        raise OperandError("local", describe(rows.local), f"of {layer.local_keys.shape[2]} columns at most")
+    if rows.columns > layer.near_keys.shape[2]:
+        raise OperandError("local", describe(rows.local), f"of {layer.near_keys.shape[2]} columns at most")
     if rows.longest is not None:
         room, needed = layer.bulk_keys.shape[2], rows.longest
         if layer.records is not None:
             assert layer.sketch is not None
-            most = min(layer.records.tensor.shape[2], closed_tokens(layer.sketch.scales.shape[2]))
-            if closed_tokens(rows.longest) > most:
+            most = min(layer.records.tensor.shape[2], count_closed(layer.sketch.scales.shape[2]))
+            if count_closed(rows.longest) > most:
                 raise OperandError("bulk_lengths", rows.longest, f"of {most} tokens in records at most")
             if rows.longest > layer.sketch.scales.shape[2]:
                 raise OperandError("scales", describe(layer.sketch.scales), f"of {rows.longest} tokens or more")
@@ -233,7 +233,7 @@ def _check_layer(query: Query, layer: Operands) -> None:
     expect."""
     states, mass = query.states, query.log_bulk
     batch, heads, queries, dim = states.shape
-    kv_heads, value_dim, device = layer.kv_heads, layer.local_values.shape[3], states.device
+    kv_heads, value_dim, device = layer.kv_heads, layer.near_values.shape[3], states.device
     if queries != 1 or not kv_heads or heads % kv_heads:
         raise OperandError("query", describe(states), f"of one token and a multiple of {kv_heads} heads")
     shape = batch, kv_heads, heads // kv_heads, 1
@@ -241,7 +241,7 @@ def _check_layer(query: Query, layer: Operands) -> None:
     if mass is None or not fits or tuple(mass.shape) not in (shape, (1, *shape[1:])):
         found = None if mass is None else describe(mass)
         raise OperandError("log_bulk", found, f"float32 {list(shape)} or {[1, *shape[1:]]} on {device}, contiguous")
-    for near, place in (("local", device), ("bulk", layer.bulk_keys.device)):
+    for near, place in (("near", device), ("bulk", layer.bulk_keys.device)):
         tokens = getattr(layer, f"{near}_keys").shape[2]
         for name, size in ((f"{near}_keys", dim), (f"{near}_values", value_dim)):
             part, shape = getattr(layer, name), (batch, kv_heads, tokens, size)
@@ -262,7 +262,7 @@ def _check_layer(query: Query, layer: Operands) -> None:
             expected.append(("record_weights", records.weights, torch.float32, (kv_heads, dim), device))
         if capacity < room:
             raise OperandError("scales", describe(layer.sketch.scales), f"of {room} tokens or more")
-        for name, (dtype, shape) in sketch_fields(dim, value_dim, words, capacity).items():
+        for name, (dtype, shape) in list_fields(dim, value_dim, words, capacity).items():
             expected.append((name, getattr(layer.sketch, name), dtype, (batch, kv_heads, *shape), device))
     for name, held, dtype, wanted, place in expected:
         if held is None:

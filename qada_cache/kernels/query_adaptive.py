@@ -1,6 +1,6 @@
 """Query-adaptive attention in plain torch, step by step: what kernels are held to, and what serves without one.
 
-`score_local`, `decide`, `attend_local`; `select` what to read of the bulk, and `BulkAttention` over what was gathered.
+`score_near`, `decide`, `attend_near`; `select` what to read of the bulk, and `BulkAttention` over what was gathered.
 Where a bulk lies is no affair of these functions.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import criterion
 from ..sketch import MIN_TOKENS
 from ..sketch.codec import Sketch
-from ..sketch.selection import select_tokens, unread_value, unreliable
+from ..sketch.selection import estimate_unread, find_unreliable, select_tokens
 from .operands import Operands, Query, Rows
 from .reference import merge_partials, partial_attention, softmax_average
 
@@ -38,9 +38,9 @@ def group_queries(query: Query, kv_heads: int) -> Tensor:
     return query.states.reshape(batch, kv_heads, -1, dim)
 
 
-def score_local(grouped: Tensor, local_keys: Tensor, query: Query) -> Tensor:
-    """Scores over the local buffer, `[batch, kv_heads, group, queries, columns]` float32, of keys that are finite."""
-    scores = torch.matmul(grouped.float(), local_keys.float().mT) * query.scaling
+def score_near(grouped: Tensor, near_keys: Tensor, query: Query) -> Tensor:
+    """Scores over the near buffer, `[batch, kv_heads, group, queries, columns]` float32, of keys that are finite."""
+    scores = torch.matmul(grouped.float(), near_keys.float().mT) * query.scaling
     return criterion.soft_cap(scores, query.softcap).unflatten(2, (-1, query.states.shape[2]))
 
 
@@ -56,18 +56,18 @@ def _view_sinks(sink_logits: Tensor, like: Tensor) -> Tensor:
 
 def decide(log_local: Tensor, log_bulk: Tensor, rows: Rows, layer: Operands) -> Tensor:
     """The long-context heads, bool `[batch, kv_heads, group, queries]`: of queries with a bulk."""
-    flags = criterion.long_context(log_local, log_bulk, layer.logit_threshold)
+    flags = criterion.find_long_context(log_local, log_bulk, layer.logit_threshold)
     decided = rows.decided & (rows.bulk_tokens > 0)
-    return criterion.group_decision(flags, layer.group_rule) & decided.unsqueeze(2)
+    return criterion.decide_for_groups(flags, layer.group_rule) & decided.unsqueeze(2)
 
 
-def attend_local(
-    scores: Tensor, local_values: Tensor, rows: Rows, flags: Tensor, sink_logits: Tensor | None = None
+def attend_near(
+    scores: Tensor, near_values: Tensor, rows: Rows, flags: Tensor, sink_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Every head over its sinks and window, long-context heads over their pending tokens too: `out` `[batch, kv_heads,
     group * queries, value_dim]` and `lse` float32. A learned sink is a token whose value is zero."""
     visible = rows.local.unsqueeze(1) | (rows.pending.unsqueeze(1) & flags.unsqueeze(-1))
-    out, lse = softmax_average(scores.masked_fill(~visible, -torch.inf).flatten(2, 3), local_values)
+    out, lse = softmax_average(scores.masked_fill(~visible, -torch.inf).flatten(2, 3), near_values)
     if sink_logits is None:
         return out, lse
     sinks = _view_sinks(sink_logits, flags).expand(flags.shape).flatten(2, 3)
@@ -77,7 +77,7 @@ def attend_local(
 def select(
     grouped: Tensor, flags: Tensor, lse: Tensor, lengths: list[int], query: Query, rows: Rows, layer: Operands
 ) -> tuple[list[list[bool]], list[list[bool]], list[Chosen]]:
-    """What to read of bulks of `lengths` tokens, by `flags` as `decide` returns them and `lse` of `attend_local`:
+    """What to read of bulks of `lengths` tokens, by `flags` as `decide` returns them and `lse` of `attend_near`:
     whether each row and KV head reads its whole bulk, whether it selects tokens, and these.
 
     To read flags on the host is where a step waits for the device.
@@ -87,7 +87,7 @@ def select(
     if layer.sketch is None or not any(lengths):
         return (wanted.tolist() if any(lengths) else [[]] * len(lengths)), [], []
     # A KV head that is unreliable for one query is read whole for all queries of the call.
-    unreliable_heads = unreliable(grouped, layer.sketch, scaling=query.scaling) & long_heads
+    unreliable_heads = find_unreliable(grouped, layer.sketch, scaling=query.scaling) & long_heads
     sketched = torch.tensor([length >= MIN_TOKENS for length in lengths], device=flags.device)
     selects = wanted & sketched[:, None] & ~unreliable_heads.any(dim=-1)
     selecting, whole = torch.stack([selects, wanted & ~selects]).tolist()
@@ -134,7 +134,7 @@ class BulkAttention:
         )
         told: dict[str, Any] = {"scaling": scaling, "mask": chosen.seen, "softcap": self._query.softcap}
         found = partial_attention(states, keys[0], values[0], **told)
-        rest = unread_value(states, sketch[chosen.row, chosen.head], chosen.tilt, scaling=scaling)
+        rest = estimate_unread(states, sketch[chosen.row, chosen.head], chosen.tilt, scaling=scaling)
         read_lse.copy_(found[1])
         merged = merge_partials(*found, rest, chosen.log_unread)
         out.copy_(merged[0])

@@ -57,7 +57,7 @@ def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -
     return out_a + (out_b - out_a) * share, torch.log(total) + highest
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+def suspend_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Autocast switched off on devices of this type, which would lower float32 products: scores and moments."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..files import tensor_file
 from ..models.sharding import UNSHARDED, HeadShard
 from . import collecting
-from .rotation import Rotation, rotation_at
+from .rotation import Rotation, find_rotation_at
 
 KIND = "qada-moments"
 HUB = "hf://"
@@ -44,7 +44,7 @@ class KeyMoments:
         prompt: one of `prompts.PROMPTS`, or "custom".
         tokens: how many tokens were read.
         sink_tokens: first tokens left out; a bulk begins after as many.
-        rope: the model's rotary settings (`rotation.rope_settings`).
+        rope: the model's rotary settings (`rotation.read_rope_settings`).
         query_energies: `[layers, kv_heads, dim]` float32, mean squares of the channels of the queries, see
             `collecting.QueryEnergies`; None if unknown.
         origin: seed, dtype, model's name, library versions.
@@ -101,19 +101,19 @@ class KeyMoments:
         `lengths` up to `length`: moments of a shorter bulk do little harm, of a longer one much. A ValueError if
         `length` is below 1.
         """
-        layers = [self._layer_at(layer, length) for layer in range(self.mean.shape[1])]
+        layers = [self._find_layer_at(layer, length) for layer in range(self.mean.shape[1])]
         return torch.stack([mean for mean, _ in layers]), torch.stack([covariance for _, covariance in layers])
 
-    def _layer_at(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+    def _find_layer_at(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         if length < 1:
             raise ValueError(f"moments are of a bulk of at least 1 token, got length {length}")
         if not self.rotations:
             index = max(0, bisect_right(self.lengths, length) - 1)
             return self.mean[index, layer].cpu().double(), self.covariance[index, layer].cpu().double()
-        rotation = rotation_at(self.rotations[layer], self.rope, layer, length)
+        rotation = find_rotation_at(self.rotations[layer], self.rope, layer, length)
         return rotation.average(self.mean[0, layer], self.covariance[0, layer], first=self.sink_tokens, length=length)
 
-    def layer(
+    def find_layer(
         self, layer: int, lengths: Sequence[int], device: torch.device, shard: HeadShard = UNSHARDED
     ) -> list[tuple[Tensor, Tensor]]:
         """Moments of one layer for bulks of these many tokens each, of the shard's heads: mean `[1, kv_heads, dim]` and
@@ -128,7 +128,7 @@ class KeyMoments:
                 keys = [(name, layer, length, device, shard.rank, shard.size) for name in ("mean", "covariance")]
                 mean, covariance = map(self._placed.get, keys)
                 if mean is None or covariance is None:
-                    made = (shard.own(moment).float() for moment in self._layer_at(layer, length))
+                    made = (shard.take_own(moment).float() for moment in self._find_layer_at(layer, length))
                     mean, covariance = (moment.to(device).contiguous().unsqueeze(0) for moment in made)
                     self._placed.update(zip(keys, (mean, covariance), strict=True))
                 found.append((mean, covariance))
@@ -136,16 +136,16 @@ class KeyMoments:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of what callers of `layer` keep on devices, for all caches that share these moments."""
+        """Bytes of what callers of `find_layer` keep on devices, for all caches that share these moments."""
         with _placing:
             return sum(moment.nbytes for moment in self._placed.values())
 
-    def tensors(self) -> dict[str, Tensor]:
+    def to_tensors(self) -> dict[str, Tensor]:
         """The tensors of a file, under the names that `from_file` reads."""
         kept = {"moments.mean": self.mean, "moments.covariance": self.covariance}
         return kept if self.query_energies is None else kept | {"moments.query_energies": self.query_energies}
 
-    def header(self) -> dict[str, Any]:
+    def to_header(self) -> dict[str, Any]:
         """Everything else a file keeps, JSON-able."""
         frequencies = list(dict.fromkeys(rotation.frequencies for rotation in self.rotations))
         return {
@@ -168,7 +168,7 @@ class KeyMoments:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write to one safetensors file, whole or not at all."""
-        tensor_file.write(path, KIND, self.tensors(), self.header())
+        tensor_file.write(path, KIND, self.to_tensors(), self.to_header())
 
     @classmethod
     def load(cls, source: str | os.PathLike, *, revision: str | None = None) -> "KeyMoments":

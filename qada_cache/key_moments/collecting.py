@@ -14,12 +14,12 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..kernels.reference import without_autocast
-from ..models import full_attention_layers, inputs_device, unwrap_model
-from ..models.sharding import HeadShard, head_shard
-from .observing import observed, read_keys
-from .prompts import PROMPTS, choose_prompt, prompt_ids
-from .rotation import Rotation, find_rotations, growing_parameters, rope_settings
+from ..kernels.reference import suspend_autocast
+from ..models import find_full_attention_layers, find_inputs_device, unwrap_model
+from ..models.sharding import HeadShard, find_shard
+from .observing import observe_queries, read_keys
+from .prompts import PROMPTS, choose_prompt, make_ids
+from .rotation import Rotation, find_growing_parameters, find_rotations, read_rope_settings
 from .running import RunningMoments
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ LONGEST_SPREAD = 131072  # longer bulks get the moments of this one
 
 
 class QueryEnergies:
-    """The mean square of every channel of a model's queries, gathered while it reads; an observer of `observed`."""
+    """The mean square of every channel of a model's queries, gathered while it reads; an observer of
+    `observe_queries`."""
 
     def __init__(self) -> None:
         self.sums: dict[int, Tensor] = {}
@@ -46,7 +47,7 @@ class QueryEnergies:
         self.sums[layer] = squares + self.sums.get(layer, 0)
         self.tokens[layer] += query.shape[0] * query.shape[2]
 
-    def gathered(
+    def gather(
         self, keys: dict[int, Tensor], layers: int, rotations: dict[int, Rotation], shard: HeadShard
     ) -> Tensor | None:
         """Energies float32 `[layers, kv_heads, dim]`: means over a KV head's query heads and over each rotary pair.
@@ -60,7 +61,7 @@ class QueryEnergies:
                 _, partners = rotations.get(index, Rotation(dim)).by_dim
                 energies[index] = (mean + mean[:, partners]) / 2
                 seen += 1
-        return shard.gather(energies, 1) if shard.all_true(seen == len(keys)) else None
+        return shard.gather(energies, 1) if shard.holds_everywhere(seen == len(keys)) else None
 
 
 def collect(
@@ -86,7 +87,7 @@ def collect(
         tokenizer: the model's. Without it, or with one that does not know our article's words, "random-words" and
             "single-word" become "random-tokens" and "single-token", and `prompt` of the result says so.
         prompt: "random-words" (the paper's most robust choice), "wiki", "single-word", "random-tokens",
-            "single-token", a text, or token ids; see `prompts.prompt_ids`.
+            "single-token", a text, or token ids; see `prompts.make_ids`.
         tokens: how many to read; 1,024 if not given, or as many as the token ids, our article or the model's
             positions are.
         seed: of everything random.
@@ -110,28 +111,28 @@ def collect(
     if scheme not in SCHEMES:
         raise ValueError(f"unknown scheme {scheme!r}: use one of {', '.join(SCHEMES)}")
     config = model.config.get_text_config(decoder=True)
-    managed = full_attention_layers(DynamicCache(config=config))
+    managed = find_full_attention_layers(DynamicCache(config=config))
     if not managed:
         raise ValueError(f"{config.model_type} has no full-attention layers, so there are no key moments to collect")
-    shard = head_shard(model, config, managed)
-    layers, longest, rope = config.num_hidden_layers, _longest(model, config), rope_settings(config)
+    shard = find_shard(model, config, managed)
+    layers, longest, rope = config.num_hidden_layers, _find_longest(model, config), read_rope_settings(config)
     kind = choose_prompt(prompt, tokenizer, text) if isinstance(prompt, str) and prompt in PROMPTS else "custom"
     # Our article is long enough, but for a tokenizer that puts several words into a token: then it is read as it is.
     fewer = tokens is None and text is None and kind != "custom"
     if tokens is None:
         tokens = prompt.numel() if isinstance(prompt, Tensor) else min(TOKENS, longest)
-    with _evaluating(model):
+    with _switch_to_evaluation(model):
         chosen = prompt if kind == "custom" else kind
-        ids = prompt_ids(chosen, model=model, tokenizer=tokenizer, tokens=tokens, seed=seed, text=text, fewer=fewer)
+        ids = make_ids(chosen, model=model, tokenizer=tokenizer, tokens=tokens, seed=seed, text=text, fewer=fewer)
         _check_same(shard, kind, ids)
         tokens, bulk = len(ids), len(ids) - sink_tokens
         if bulk <= 0:
             raise ValueError(f"tokens ({tokens}) must exceed sink_tokens ({sink_tokens}), whose keys are left out")
         scheme, rotations = _choose_scheme(model, scheme, ids, shard, managed)
-        lengths = _lengths(scheme, bulk, min(longest, LONGEST_SPREAD))
+        lengths = _choose_lengths(scheme, bulk, min(longest, LONGEST_SPREAD))
         passes, prefixes = (lengths, [bulk]) if scheme == "spread" else ([bulk], lengths)
         # With frequencies of the sequence's length, every chunk would get those of its own.
-        chunk = tokens if any(growing_parameters(rope, layer) for layer in range(layers)) else CHUNK_TOKENS
+        chunk = tokens if any(find_growing_parameters(rope, layer) for layer in range(layers)) else CHUNK_TOKENS
         grid: list[tuple[Tensor, Tensor]] = []
         energies = QueryEnergies()
         hidden = not progress or shard.rank > 0
@@ -143,17 +144,17 @@ def collect(
                 spread = torch.linspace(0, length - 1, bulk, device="cpu").round().long() + sink_tokens
                 # Contiguous positions are left to the model: not every one takes them as an argument.
                 positions = None if length == bulk else torch.cat([first, spread])[None]
-                with observed(model, energies):
+                with observe_queries(model, energies):
                     keys = read_keys(model, ids[None], positions, chunk=chunk, done=bar.update)
                 if scheme == "analytic":
                     back = -torch.arange(tokens, device="cpu")
                     keys = {index: rotations[index].rotate(kept.double(), back) for index, kept in keys.items()}
-                grid += [_moments(keys, slice(sink_tokens, sink_tokens + prefix), layers) for prefix in prefixes]
+                grid += [_take_moments(keys, slice(sink_tokens, sink_tokens + prefix), layers) for prefix in prefixes]
     name = model.config._name_or_path
     mean, covariance = (shard.gather(torch.stack(moments), 2) for moments in zip(*grid, strict=True))
     analytic = scheme == "analytic"
     return cls(
-        query_energies=energies.gathered(keys, layers, rotations, shard),
+        query_energies=energies.gather(keys, layers, rotations, shard),
         mean=mean,
         covariance=covariance,
         lengths=() if analytic else tuple(lengths),
@@ -174,7 +175,7 @@ def collect(
     )
 
 
-def _longest(model: PreTrainedModel, config: PreTrainedConfig) -> int:
+def _find_longest(model: PreTrainedModel, config: PreTrainedConfig) -> int:
     """How many tokens the model has positions for: RoBERTa and its like count them from behind the padding token's."""
     longest = getattr(config, "max_position_embeddings", None) or LONGEST_SPREAD
     for name, module in model.named_modules():
@@ -213,7 +214,7 @@ def _choose_scheme(
     return "prompt" if scheme == "spread" and not takes_positions else scheme, known
 
 
-def _lengths(scheme: str, tokens: int, longest: int) -> list[int]:
+def _choose_lengths(scheme: str, tokens: int, longest: int) -> list[int]:
     """The bulk lengths to take moments for, from a prompt with `tokens` tokens of bulk."""
     lengths = [tokens]
     while scheme == "spread" and 2 * lengths[-1] <= longest:
@@ -224,19 +225,19 @@ def _lengths(scheme: str, tokens: int, longest: int) -> list[int]:
 
 
 @contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+def _switch_to_evaluation(model: PreTrainedModel) -> Iterator[None]:
     """Run the model without dropout, gradients and autocast: moments are kept for runs without."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad(), without_autocast(inputs_device(model)):
+        with torch.no_grad(), suspend_autocast(find_inputs_device(model)):
             yield
     finally:
         for module in training:
             module.training = True
 
 
-def _moments(keys: dict[int, Tensor], part: slice, layers: int) -> tuple[Tensor, Tensor]:
+def _take_moments(keys: dict[int, Tensor], part: slice, layers: int) -> tuple[Tensor, Tensor]:
     """Mean `[layers, kv_heads, dim]` and covariance `[layers, kv_heads, dim, dim]` of the keys of these tokens; zeros
     for layers that have none."""
     shapes = sorted({(kept.shape[1], kept.shape[3]) for kept in keys.values()})

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging
 
 from .. import files
-from ..files import home, tensor_file
+from ..files import find_home, tensor_file
 from ..models import identity
 from ..models.identity import find_tokenizer
 from ..models.sharding import HeadShard
@@ -24,20 +24,20 @@ logger = logging.get_logger(__name__)
 REMEMBERED = 8  # models
 CURRENT = "current"  # the prompt being read
 DEFAULT_MOMENTS = f"{CURRENT}+random-tokens"
-FOLDER = "moments"  # of `files.home()`
+FOLDER = "moments"  # of `files.find_home()`
 # Limits of that folder's key moments, as every state of the weights has a file of its own: 17 MB for the sizes of an
 # 8B Llama, 1.5 MB for SmolLM2's. The one used least recently goes first, when another one is written.
 KEPT_FILES = 128  # several prompts of as many models as one person works with
 KEPT_BYTES = 1 << 30  # the 64 states of an 8B model that were used last
 KEPT_SECONDS = 90 * 24 * 3600.0  # unused; to collect them again takes one pass over 1,024 tokens
-_NAMES = re.compile(rf".+-({'|'.join(PROMPTS)})-[0-9a-f]{{16}}\.safetensors")  # of `_path`, and of no other file
+_NAMES = re.compile(rf".+-({'|'.join(PROMPTS)})-[0-9a-f]{{16}}\.safetensors")  # of `_find_path`, and of no other file
 _remembered: dict[Path, KeyMoments] = {}
 _remembering = threading.RLock()  # one thread collects, others that ask for the same moments wait
 
 MomentsSource = str | os.PathLike | KeyMoments | tuple[str, str | os.PathLike | KeyMoments]
 
 
-def sources(moments: MomentsSource) -> tuple[bool, str | os.PathLike | KeyMoments | None]:
+def split_sources(moments: MomentsSource) -> tuple[bool, str | os.PathLike | KeyMoments | None]:
     """The parts of `QAdACache(moments=...)`: whether the current prompt's count, and the other prompt (None: no other).
     A TypeError or ValueError if it is something else."""
     parts: Any = moments
@@ -66,7 +66,7 @@ def resolve_moments(
     known. By a prompt's name, none are collected unless they are `used`. A TypeError, FileNotFoundError or ValueError
     if it is something else, or cannot be loaded or collected.
     """
-    current, other = sources(moments)
+    current, other = split_sources(moments)
     if other is None or isinstance(other, KeyMoments):
         return current, other
     if other not in PROMPTS:
@@ -74,13 +74,14 @@ def resolve_moments(
     if not used:
         return True, None
     if model is not None:
-        return current, default_moments(model, str(other), None, shard)
+        return current, load_default_moments(model, str(other), None, shard)
     found = find_moments(config, str(other))
     if found is None:
         logger.warning_once(
-            f"no {other} moments of {config._name_or_path or 'this model'} are kept in {home()}, and a cache built "
-            "with config= has no model to collect them from: it goes by the current prompt's alone, which miss facts "
-            "in repetitive text. Build one QAdACache(model) first, or give moments=FILE (`qada moments` makes one)",
+            f"no {other} moments of {config._name_or_path or 'this model'} are kept in {find_home()}, and a cache "
+            "built with config= has no model to collect them from: it goes by the current prompt's alone, which miss "
+            "facts in repetitive text. Build one QAdACache(model) first, or give moments=FILE (`qada moments` makes "
+            "one)",
         )
     return current or found is None, found
 
@@ -92,35 +93,35 @@ def combine_sources(current: bool, other: KeyMoments | None) -> MomentsSource:
     return (CURRENT, other) if current else other
 
 
-def default_moments(
+def load_default_moments(
     model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBase | None, shard: HeadShard
 ) -> KeyMoments:
     """This model's moments on one of `prompts.PROMPTS`: remembered, else read from the file, else collected and kept.
 
-    A folder that cannot be written to, or is not the user's alone (`files.opened`), costs a warning, not the moments.
-    Words without a tokenizer (`prompts.choose_prompt`) become tokens, with a warning, and are kept under the tokens'
-    name. Processes that share a model collect together: each keeps a file named by its part of the weights, and if one
-    finds none, all collect. The tokenizer beside the model (`identity.find_tokenizer`) serves if none is given.
+    A folder that cannot be written to, or is not the user's alone (`files.open_folder`), costs a warning, not the
+    moments. Words without a tokenizer (`prompts.choose_prompt`) become tokens, with a warning, and are kept under the
+    tokens' name. Processes that share a model collect together: each keeps a file named by its part of the weights, and
+    if one finds none, all collect. The tokenizer beside the model (`identity.find_tokenizer`) serves if none is given.
     A ValueError by "wiki" without one, or with one that does not know its words; or as by `KeyMoments.collect`.
     """
-    path = _path(model, prompt)
+    path = _find_path(model, prompt)
     with _remembering:
         kept = _remembered.get(path)
         if kept is None or (tokenizer is not None and kept.prompt != prompt):  # words can be had now
             kept = _read_moments(path)
-        if not shard.all_true(kept is not None):
+        if not shard.holds_everywhere(kept is not None):
             kept = _collect(model, prompt, tokenizer, path, shard)
         assert kept is not None  # found or made above
         return _remember(path, kept)
 
 
-def kept_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Tensor | None:
+def find_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Tensor | None:
     """The kept query energies of a model, or of the model that the config names; None if there are none yet."""
     prompt = DEFAULT_MOMENTS.removeprefix(f"{CURRENT}+")
     if model is None:
         kept = find_moments(config, prompt)
     else:
-        path = _path(model, prompt)
+        path = _find_path(model, prompt)
         with _remembering:
             if (kept := _remembered.get(path) or _read_moments(path)) is not None:
                 _remember(path, kept)
@@ -128,23 +129,23 @@ def kept_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Te
 
 
 def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
-    """The file that `default_moments` kept for the model that this config was loaded with; None without exactly one.
-    The config names no weights. So a config made by hand finds none, and several files of one name (weights changed in
-    memory) count as none. Instead of missing words, kept tokens are found, with a warning."""
-    source, found = identity.source(config), []
+    """The file that `load_default_moments` kept for the model that this config was loaded with; None without exactly
+    one. The config names no weights. So a config made by hand finds none, and several files of one name (weights
+    changed in memory) count as none. Instead of missing words, kept tokens are found, with a warning."""
+    source, found = identity.find_source(config), []
     try:
-        with files.opened(FOLDER) as folder:
+        with files.open_folder(FOLDER) as folder:
             found = [name for name in os.listdir(folder) if source and name.startswith(f"{source}-{prompt}-")]
     except FileNotFoundError:
         pass
     except OSError as error:
-        logger.warning_once(f"key moments kept in {home() / FOLDER} are not used: {error}")
+        logger.warning_once(f"key moments kept in {find_home() / FOLDER} are not used: {error}")
     if not found and prompt in TOKENS_FOR_WORDS:
         instead = find_moments(config, TOKENS_FOR_WORDS[prompt])
         if instead is not None:
-            _say_tokens(prompt, f"no others are kept in {home()}")
+            _say_tokens(prompt, f"no others are kept in {find_home()}")
         return instead
-    return _read_moments(home() / FOLDER / found[0]) if len(found) == 1 else None
+    return _read_moments(find_home() / FOLDER / found[0]) if len(found) == 1 else None
 
 
 def _collect(
@@ -165,13 +166,13 @@ def _collect(
                     f"qada_cache.prepare(model, tokenizer, moments={prompt!r}) first, or give moments="
                     f"KeyMoments.collect(model, tokenizer, prompt={prompt!r})"
                 ) from error
-    if not shard.all_true(choose_prompt(prompt, tokenizer) == prompt):
+    if not shard.holds_everywhere(choose_prompt(prompt, tokenizer) == prompt):
         _say_tokens(prompt, reason)
-        return default_moments(model, TOKENS_FOR_WORDS[prompt], None, shard)
+        return load_default_moments(model, TOKENS_FOR_WORDS[prompt], None, shard)
     moments = KeyMoments.collect(model, tokenizer, prompt)
     try:
-        with files.opened(FOLDER, make=True) as folder:
-            files.write(path.name, tensor_file.encoded(KIND, moments.tensors(), moments.header()), folder=folder)
+        with files.open_folder(FOLDER, make=True) as folder:
+            files.write(path.name, tensor_file.encode(KIND, moments.to_tensors(), moments.to_header()), folder=folder)
             files.remove_unused(folder, _NAMES, count=KEPT_FILES, size=KEPT_BYTES, seconds=KEPT_SECONDS)
     except OSError as error:
         logger.warning_once(
@@ -196,9 +197,9 @@ def _remember(path: Path, kept: KeyMoments) -> KeyMoments:
 
 
 def _read_moments(path: Path) -> KeyMoments | None:
-    with suppress(OSError), files.opened(FOLDER) as folder:  # a warning comes with the first write to the folder
+    with suppress(OSError), files.open_folder(FOLDER) as folder:  # a warning comes with the first write to the folder
         try:
-            return KeyMoments.from_file(*tensor_file.decoded(files.read(folder, path.name), KIND, path))
+            return KeyMoments.from_file(*tensor_file.decode(files.read(folder, path.name), KIND, path))
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
@@ -206,6 +207,6 @@ def _read_moments(path: Path) -> KeyMoments | None:
     return None
 
 
-def _path(model: PreTrainedModel, prompt: str) -> Path:
-    start = identity.source(model.config) or model.config.model_type  # a config finds the file by it
-    return home() / FOLDER / f"{start}-{prompt}-{identity.digest(model)}.safetensors"
+def _find_path(model: PreTrainedModel, prompt: str) -> Path:
+    start = identity.find_source(model.config) or model.config.model_type  # a config finds the file by it
+    return find_home() / FOLDER / f"{start}-{prompt}-{identity.digest(model)}.safetensors"

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ..models import attention_table, full_attention_layers, inputs_device
+from ..models import attention_table, find_full_attention_layers, find_inputs_device
 from ..versions import pass_cache
 
 
@@ -18,14 +18,14 @@ def read_keys(
     model reads `chunk` tokens of `ids` `[batch, tokens]` at a time, at `positions` `[batch, tokens]` (None: its own).
     `done` is told after each chunk how many it had. A ValueError if a layer keeps other keys."""
     config = model.config.get_text_config(decoder=True)
-    cache, device = DynamicCache(config=config), inputs_device(model)
+    cache, device = DynamicCache(config=config), find_inputs_device(model)
     for start in range(0, ids.shape[1], chunk):
         part = slice(start, start + chunk)
         place = {} if positions is None else {"position_ids": positions[:, part].to(device)}
         model(input_ids=ids[:, part].to(device), **pass_cache(cache), use_cache=True, logits_to_keep=1, **place)
         done(len(ids[0, part]))
     found = {}
-    for index in full_attention_layers(cache):
+    for index in find_full_attention_layers(cache):
         keys = getattr(cache.layers[index], "keys", None)
         if keys is None or keys.dim() != 4:
             raise ValueError(
@@ -37,7 +37,7 @@ def read_keys(
 
 
 @contextmanager
-def observed(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> Iterator[None]:
+def observe_queries(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> Iterator[None]:
     """Inside, `observe(layer, query)` sees the queries `[batch, heads, tokens, dim]` of each of the model's layers, if
     these take their attention function from transformers' table."""
     ours = set(model.modules())
@@ -47,7 +47,7 @@ def observed(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> 
             observe(index, query)
         return base(module, query, *args, **kwargs)
 
-    attention_table.place(attention, tables=attention_table.own_tables(model, model.config))
+    attention_table.place(attention, tables=attention_table.find_own_tables(model, model.config))
     try:
         yield
     finally:

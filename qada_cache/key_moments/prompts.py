@@ -25,7 +25,7 @@ def choose_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase | None, text: 
     return prompt if known else TOKENS_FOR_WORDS[prompt]
 
 
-def prompt_ids(
+def make_ids(
     prompt: str | Tensor,
     *,
     model: PreTrainedModel,
@@ -57,7 +57,7 @@ def prompt_ids(
     if isinstance(prompt, Tensor):
         ids = prompt.flatten().cpu().long()
     elif prompt in TOKENS_FOR_WORDS.values():
-        begin, choices = _ordinary_tokens(model, tokenizer)
+        begin, choices = _find_ordinary_tokens(model, tokenizer)
         ids = torch.cat([begin, choices[draw(len(choices), tokens - len(begin))]])
     else:
         if tokenizer is None:
@@ -107,7 +107,7 @@ def knows(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _norms(embeddings: Any) -> Tensor:
+def _find_norms(embeddings: Any) -> Tensor:
     """The norm of every token's embedding, float32 on the CPU; all zero if there is nothing to tell them by."""
     with align_module_device(embeddings):  # accelerate may keep them elsewhere
         weights: Tensor = embeddings.weight.detach()
@@ -123,9 +123,9 @@ def _norms(embeddings: Any) -> Tensor:
         return torch.cat([torch.linalg.vector_norm(part.float(), dim=-1).cpu() for part in rows])
 
 
-def _ordinary_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[Tensor, Tensor]:
+def _find_ordinary_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[Tensor, Tensor]:
     """The token that begins a prompt, `[1]` or `[0]`, and all ordinary ones: not special, and trained."""
-    config, norms = model.config.get_text_config(decoder=True), _norms(model.get_input_embeddings())
+    config, norms = model.config.get_text_config(decoder=True), _find_norms(model.get_input_embeddings())
     # Vocabularies hold rows that no text ever trained, and their norms stand out.
     outside = len(norms) // 20
     low, high = norms.kthvalue(1 + outside).values, norms.kthvalue(len(norms) - outside).values

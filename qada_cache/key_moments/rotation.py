@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..models import full_attention_config
+from ..models import find_full_attention_config
 from ..models.sharding import UNSHARDED, HeadShard
 from .observing import read_keys
 
@@ -65,7 +65,7 @@ class Rotation:
         """Moments of keys at every position of `first .. first + length - 1`, each key at each position, float64 on
         the CPU; from their mean `[..., dim]` and population covariance `[..., dim, dim]` at position 0."""
         _, partner = self.by_dim
-        cos, sin, cos_cos, cos_sin, sin_sin = _means(self, first, length)
+        cos, sin, cos_cos, cos_sin, sin_sin = _find_means(self, first, length)
         mean = mean.cpu().double()
         second = covariance.cpu().double() + mean[..., :, None] * mean[..., None, :]
         columns = second[..., partner]
@@ -76,7 +76,7 @@ class Rotation:
 
 
 @lru_cache(maxsize=64)
-def _means(rotation: Rotation, first: int, length: int) -> tuple[Tensor, ...]:
+def _find_means(rotation: Rotation, first: int, length: int) -> tuple[Tensor, ...]:
     """Means over positions of `cos`, `sin` `[dim]`, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b` `[dim, dim]`.
     That of `exp(i n turn)` is of a geometric series (Dirichlet's kernel): its middle term times a ratio of sines."""
     frequency, _ = rotation.by_dim
@@ -119,29 +119,29 @@ def find_rotations(
     found = {}
     for index, keys in read.items():
         keys = shard.gather(keys[:, :, 0], 1).unflatten(0, (len(tokens), -1)).permute(2, 0, 1, 3)
-        found[index] = _best_rotation(keys.double(), positions, candidates)
+        found[index] = _choose_rotation(keys.double(), positions, candidates)
     return found
 
 
-def _best_rotation(keys: Tensor, positions: Tensor, candidates: Iterable[tuple[float, ...]]) -> Rotation | None:
+def _choose_rotation(keys: Tensor, positions: Tensor, candidates: Iterable[tuple[float, ...]]) -> Rotation | None:
     """The one that turns keys `[kv_heads, tokens, positions, dim]`, by these frequencies or not at all."""
     rotations = [Rotation(dim := keys.shape[-1])]
     rotations += [Rotation(dim, found, layout) for found in candidates for layout in LAYOUTS if 2 * len(found) <= dim]
 
-    def error(rotation: Rotation) -> float:
+    def measure_error(rotation: Rotation) -> float:
         rotated = rotation.rotate(keys[:, :, :1].expand_as(keys), positions)
         return float((rotated - keys).norm() / keys.norm().clamp_min(1e-30))
 
-    best = min(rotations, key=error)
-    return best if error(best) < PROBE_ERROR else None
+    best = min(rotations, key=measure_error)
+    return best if measure_error(best) < PROBE_ERROR else None
 
 
-def rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
+def read_rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
     """The part of a decoder's config that determines rotary frequencies, JSON-able; empty without rotary positions."""
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
         return {}
-    config = full_attention_config(config)
+    config = find_full_attention_config(config)
     names = ("max_position_embeddings", "hidden_size", "num_attention_heads", "head_dim")
     known = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
     if set(parameters) <= set(getattr(config, "layer_types", None) or []):  # parameters by layer type
@@ -149,7 +149,7 @@ def rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
     return {"rope_parameters": parameters, **known}
 
 
-def growing_parameters(settings: dict[str, Any], layer: int) -> dict[str, Any] | None:
+def find_growing_parameters(settings: dict[str, Any], layer: int) -> dict[str, Any] | None:
     """A layer's rope parameters if its frequencies depend on the length of the sequence, else None."""
     parameters = settings.get("rope_parameters", {})
     if "layer_types" in settings:
@@ -157,9 +157,9 @@ def growing_parameters(settings: dict[str, Any], layer: int) -> dict[str, Any] |
     return parameters if parameters.get("rope_type") in FREQUENCIES_BY_LENGTH else None
 
 
-def rotation_at(rotation: Rotation, settings: dict[str, Any], layer: int, length: int) -> Rotation:
+def find_rotation_at(rotation: Rotation, settings: dict[str, Any], layer: int, length: int) -> Rotation:
     """The rotation of a layer's keys once the bulk has `length` tokens, where frequencies depend on that."""
-    parameters = growing_parameters(settings, layer)
+    parameters = find_growing_parameters(settings, layer)
     if not rotation.frequencies or parameters is None:
         return rotation
     sizes = {name: value for name, value in settings.items() if name != "layer_types"}

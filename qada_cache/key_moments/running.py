@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.reference import without_autocast
+from ..kernels.reference import suspend_autocast
 from ..models.sharding import HeadShard
 
 BLOCK_TOKENS = 4096  # bounds the float32 copy of new keys
@@ -29,7 +29,7 @@ class RunningMoments:
             old, new = self.count[rows.start], block.shape[-2]
             if not new:
                 continue
-            with without_autocast(keys.device):
+            with suspend_autocast(keys.device):
                 block = block.float()
                 mean, share = block.mean(dim=-2), new / (old + new)
                 centred = block - mean.unsqueeze(-2)
@@ -74,7 +74,7 @@ class LayerMoments:
         key = weakref.ref(moments), device, len(lengths) if len(lengths) > 1 else lengths
         before, self._key = self._key, None  # what an error leaves half-written is asked for anew
         if before != key:
-            self._pair, *more = moments.layer(layer, lengths, device, shard)
+            self._pair, *more = moments.find_layer(layer, lengths, device, shard)
             if more:
                 with torch.inference_mode(False):  # it may be written to outside inference mode
                     means, covariances = zip(self._pair, *more, strict=True)
@@ -82,7 +82,7 @@ class LayerMoments:
         elif self._lengths != lengths:
             for row, (old, new) in enumerate(zip(self._lengths, lengths, strict=True)):
                 if old != new:
-                    for mine, made in zip(self._pair, moments.layer(layer, [new], device, shard)[0], strict=True):
+                    for mine, made in zip(self._pair, moments.find_layer(layer, [new], device, shard)[0], strict=True):
                         mine[row] = made[0]
         self._key, self._lengths = key, lengths
         return self._pair

@@ -55,18 +55,18 @@ def split_arguments(cache: Any, arguments: dict[str, Any]) -> tuple[dict[str, An
     return {"criterion": criterion, **options}, rest
 
 
-def metrics(batches: Sequence[CacheStats]) -> dict[str, Any]:
+def make_metrics(batches: Sequence[CacheStats]) -> dict[str, Any]:
     """Entries of lm-eval's results for one task, from the caches of its batches; its table has them beside scores."""
 
-    def mean(share: str, *, weight: str) -> Any:
+    def average(share: str, *, weight: str) -> Any:
         weighed = [each for each in batches if getattr(each, weight)]  # the shares of others are nan
         whole = sum(getattr(each, weight) for each in weighed)
         return sum(getattr(each, share) * getattr(each, weight) for each in weighed) / whole if whole else NOT_MEASURED
 
     return {
-        "cache_sparsity,none": mean("sparsity", weight="decisions"),
-        "cache_kv_sparsity,none": mean("kv_sparsity", weight="decisions"),
-        "cache_read_share,none": mean("read_share", weight="dense_bulk_bytes"),
+        "cache_sparsity,none": average("sparsity", weight="decisions"),
+        "cache_kv_sparsity,none": average("kv_sparsity", weight="decisions"),
+        "cache_read_share,none": average("read_share", weight="dense_bulk_bytes"),
         "cache_bulk_read_bytes,none": sum(each.bulk_read_bytes for each in batches),
         "cache_device_bytes,none": max(each.device_bytes for each in batches),
         "cache_host_bytes,none": max(each.host_bytes for each in batches),
@@ -89,7 +89,7 @@ def _evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
     if results is not None:
         tuned = {"cache_tuned,none": lm.cache_tuned} if lm.cache_tuned else {}
         for task in results["results"].keys() & totals.keys():
-            results["results"][task] |= metrics([each for part in gathered for each in part.get(task, [])]) | tuned
+            results["results"][task] |= make_metrics([each for part in gathered for each in part.get(task, [])]) | tuned
             if lm.beginnings is not None:
                 results["results"][task]["cache_saved_tokens,none"] = sum(part[task] for part in saved)
     return results
@@ -145,7 +145,7 @@ class QAdALM(HFLM):
         self.cache_totals: dict[str, list[CacheStats]] = {}
         self._task = "none"
 
-    def _by_task(self, name: str, requests: list[Instance], disable_tqdm: bool = False) -> list:
+    def _run_by_task(self, name: str, requests: list[Instance], disable_tqdm: bool = False) -> list:
         """`HFLM`'s method `name`, task by task: no cache serves two tasks, so its counters are one task's. A process
         that shares requests with others runs its own alone, and not the repeated ones that lm-eval adds: those are for
         models that compute together, and would be counted."""
@@ -167,19 +167,19 @@ class QAdALM(HFLM):
         answered = {id(requests[place]): answer for place, answer in results.items()}
         return [results.get(place, answered[id(request)]) for place, request in enumerate(requests)]
 
-    loglikelihood = functools.partialmethod(_by_task, "loglikelihood")
-    loglikelihood_rolling = functools.partialmethod(_by_task, "loglikelihood_rolling")
-    generate_until = functools.partialmethod(_by_task, "generate_until")
+    loglikelihood = functools.partialmethod(_run_by_task, "loglikelihood")
+    loglikelihood_rolling = functools.partialmethod(_run_by_task, "loglikelihood_rolling")
+    generate_until = functools.partialmethod(_run_by_task, "generate_until")
 
-    def _new_cache(self) -> QAdACache:
+    def _make_cache(self) -> QAdACache:
         return QAdACache(self.model, **self._cache_options)
 
     def _read_prompt(self, ids: Tensor, mask: Tensor) -> QAdACache:
         """A cache that has read the token ids `[rows, tokens]`, exactly, or holds them from the store."""
         if self.beginnings is None or not ids.shape[1]:
-            cache, saved = self._new_cache(), 0
+            cache, saved = self._make_cache(), 0
         else:
-            cache, saved = self.beginnings.cache(ids, mask)
+            cache, saved = self.beginnings.make_cache(ids, mask)
         if (begun := cache.get_seq_length()) < ids.shape[1]:
             self._forward(cache, ids[:, begun:], mask, logits_to_keep=1)
         if self.beginnings is not None and ids.shape[1]:
@@ -215,7 +215,7 @@ class QAdALM(HFLM):
         return tokens
 
     def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = False, override_bs: int | None = None) -> list:
-        rows = scoring.rows([(context, continuation) for _, context, continuation in requests], self.max_length)
+        rows = scoring.make_rows([(context, continuation) for _, context, continuation in requests], self.max_length)
         size = override_bs or self.batch_size
         if size == "auto":
             longest = max(requests, key=lambda request: len(request[1]) + len(request[2]))

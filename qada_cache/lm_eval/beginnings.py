@@ -21,7 +21,7 @@ class Beginnings:
         self._store.count(model, [0], **options)  # what is refused is refused before any request
         self._before: Sequence[int] = ()  # the last prompt
 
-    def cache(self, ids: Tensor, mask: Tensor) -> tuple[QAdACache, int]:
+    def make_cache(self, ids: Tensor, mask: Tensor) -> tuple[QAdACache, int]:
         """A cache that holds as much as is stored of all rows `[rows, tokens]`, padded on the left, and how many real
         tokens that is. The rest is empty, or so long that it is read exactly."""
         cache = QAdACache(self._model, **self._options)
@@ -29,7 +29,7 @@ class Beginnings:
         if ids.shape[1] <= least:
             return cache, 0
         columns = ids.shape[1]
-        begun = self._store.begin(self._model, _rows(ids, mask), columns, most=columns, **self._options)
+        begun = self._store.begin(self._model, _list_rows(ids, mask), columns, most=columns, **self._options)
         held = begun.get_seq_length()
         if columns - least < held < columns:
             begun.crop(columns - least - held)
@@ -38,17 +38,17 @@ class Beginnings:
     def keep(self, cache: QAdACache, ids: Tensor, mask: Tensor, saved: int) -> None:
         """Keep what the first row's prompt, which `cache` has read, has in common with another row's or the last one's,
         if that is more than was stored."""
-        first, *others = _rows(ids, mask)
-        common = max((_shared(first, other) for other in [*others, self._before]), default=0)
+        first, *others = _list_rows(ids, mask)
+        common = max((_count_shared(first, other) for other in [*others, self._before]), default=0)
         self._before = first
         if common > saved / len(ids):
             self._store.keep_rows(cache, {0: first[:common]})
 
 
-def _rows(ids: Tensor, mask: Tensor) -> list[list[int]]:
+def _list_rows(ids: Tensor, mask: Tensor) -> list[list[int]]:
     return [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+def _count_shared(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens both begin with."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

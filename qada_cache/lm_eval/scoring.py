@@ -25,7 +25,7 @@ class Row(NamedTuple):
     requests: list[tuple[int, list[int]]]  # `(index, continuation)`; query `i` scores token `i` of a continuation
 
 
-def rows(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> list[Row]:
+def make_rows(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> list[Row]:
     """Requests `(context, continuation)`, token ids both, as rows: longest first, those with equal prefixes together.
 
     A row longer than `max_length` loses its oldest tokens, with a warning, as in lm-eval. AssertionError, as there, if
@@ -50,7 +50,7 @@ def rows(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> li
     return sorted(found, key=lambda row: (-len(row.prefix), row.prefix, -len(row.queries), row.queries))
 
 
-def padded(sequences: Sequence[Sequence[int]], device: torch.device, *, side: str) -> tuple[Tensor, Tensor]:
+def pad(sequences: Sequence[Sequence[int]], device: torch.device, *, side: str) -> tuple[Tensor, Tensor]:
     """Token ids int64 `[rows, longest]`, padded with 0 on that side, and their mask."""
     ids = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in sequences]
     mask = [torch.ones_like(row) for row in ids]
@@ -60,13 +60,13 @@ def padded(sequences: Sequence[Sequence[int]], device: torch.device, *, side: st
 def score(
     batches: Sequence[Sequence[Row]],
     forward: Forward,
-    prefill: Callable[[Tensor, Tensor], QAdACache],  # token ids of prefixes and their mask, as by `padded`
+    prefill: Callable[[Tensor, Tensor], QAdACache],  # token ids of prefixes and their mask, as by `pad`
     device: torch.device,
 ) -> Iterator[tuple[CacheStats, list[tuple[int, float, bool]]]]:
     """Totals of each batch's cache, and for each request `(index, log-likelihood, whether greedy decoding agrees)`. A
     prefix is read once per batch however many rows share it, and once for neighbouring batches of the same prefixes."""
     for prefixes, group in groupby(batches, key=lambda batch: list(dict.fromkeys(row.prefix for row in batch))):
-        ids, mask = padded(prefixes, device, side="left")
+        ids, mask = pad(prefixes, device, side="left")
         prefilled, same = [prefill(ids, mask)], list(group)
         for batch in same:
             cache = prefilled.pop() if batch is same[-1] else copy.deepcopy(prefilled[0])
@@ -82,7 +82,7 @@ def _score_batch(
     batch: Sequence[Row], prefix_mask: Tensor, forward: Forward, cache: QAdACache
 ) -> list[tuple[int, float, bool]]:
     """Read the rows' queries, in calls no longer than the window: longer ones would be exact attention."""
-    ids, mask = padded([row.queries for row in batch], prefix_mask.device, side="right")
+    ids, mask = pad([row.queries for row in batch], prefix_mask.device, side="right")
     parts: dict[int, list[Tensor]] = {}
     agrees: dict[int, bool] = {}
     window = cache.options.window

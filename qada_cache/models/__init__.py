@@ -25,7 +25,7 @@ def unwrap_model(model: Any) -> Any:
     return model
 
 
-def inputs_device(model: PreTrainedModel) -> torch.device:
+def find_inputs_device(model: PreTrainedModel) -> torch.device:
     """The device for token ids: the embeddings compute there, and may be kept elsewhere."""
     hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
     for part in getattr(hook, "hooks", [hook]):
@@ -34,19 +34,19 @@ def inputs_device(model: PreTrainedModel) -> torch.device:
     return model.device
 
 
-def full_attention_layers(cache: DynamicCache) -> list[int]:
+def find_full_attention_layers(cache: DynamicCache) -> list[int]:
     """The layers of `DynamicCache(config=...)` that keep every key: those a QAdACache takes over."""
     # Exact type: subclasses (sliding windows, indexers, linear attention) keep their own states.
     return [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
 
 
-def full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
+def find_full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A decoder's config as its managed layers have it; the config itself unless it has others for some layers.
     Managed layers that differ in their heads are refused."""
     if not config.is_heterogeneous:
         return config
     # Without any, the cache acts as DynamicCache, and the first layer stands for all.
-    layers = full_attention_layers(DynamicCache(config=config)) or [0]
+    layers = find_full_attention_layers(DynamicCache(config=config)) or [0]
     configs = [config.per_layer_config[index] for index in layers]
     found = sorted({tuple(getattr(own, name, None) or 0 for name in _SIZES) for own in configs})
     if len(found) > 1:
@@ -57,9 +57,9 @@ def full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return configs[0]
 
 
-def sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
+def read_sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
     """`(layers, heads, kv_heads, dim)`, the last of a head's keys; of the layers that are served."""
-    config = full_attention_config(config)
+    config = find_full_attention_config(config)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads

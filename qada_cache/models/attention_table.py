@@ -24,7 +24,7 @@ _mask_placed: list[Function] = []
 _changing = threading.Lock()
 
 
-def _before(functions: list[Function], found: Function) -> Function:
+def _put_before(functions: list[Function], found: Function) -> Function:
     for function in functions:
         found = partial(function, found)
     return found
@@ -32,20 +32,20 @@ def _before(functions: list[Function], found: Function) -> Function:
 
 class _Attention(AttentionInterface):
     def __getitem__(self, key: str) -> Function:
-        return _before(_placed, super().__getitem__(key))
+        return _put_before(_placed, super().__getitem__(key))
 
     def get(self, key: str, default: Any = None) -> Any:
         found = super().get(key, default)
-        return _before(_placed, found) if found is default and callable(found) else found
+        return _put_before(_placed, found) if found is default and callable(found) else found
 
     def get_interface(self, attn_implementation: str, default: Function) -> Function:
         found = super().get_interface(attn_implementation, default)  # by `get` of the class above
-        return _before(_placed, found) if found is default else found
+        return _put_before(_placed, found) if found is default else found
 
 
 class _Masks(AttentionMaskInterface):
     def __getitem__(self, key: str) -> Function:
-        return _before(_mask_placed, super().__getitem__(key))
+        return _put_before(_mask_placed, super().__getitem__(key))
 
 
 _OURS: dict[type, type] = {AttentionInterface: _Attention, AttentionMaskInterface: _Masks}
@@ -54,8 +54,8 @@ _tables: list[Any] = [ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS]  # 
 
 def place(function: Function, mask_function: Function | None = None, *, tables: Iterable[Any] = ()) -> None:
     """Put `function` before all attention functions, and `mask_function` before all that make masks. Both get the one
-    that was asked for, then its arguments. Files' own `tables` (`own_tables`) are changed beside the common ones. What
-    is placed stays in its place."""
+    that was asked for, then its arguments. Files' own `tables` (`find_own_tables`) are changed beside the common ones.
+    What is placed stays in its place."""
     with _changing:
         _tables.extend(table for table in tables if not any(table is known for known in _tables))
         if function not in _placed:
@@ -76,7 +76,7 @@ def displace(function: Function, mask_function: Function | None = None) -> None:
                 table.__class__ = theirs.get(type(table), type(table))
 
 
-def own_tables(model: nn.Module | None, config: PreTrainedConfig) -> list[AttentionInterface]:
+def find_own_tables(model: nn.Module | None, config: PreTrainedConfig) -> list[AttentionInterface]:
     """The tables of attention functions that a model's modeling files keep for themselves, or that the file which
     belongs to its config keeps."""
     names = {type(config).__module__.replace("configuration_", "modeling_")}

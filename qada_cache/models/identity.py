@@ -19,12 +19,12 @@ _known: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[tuple], list[str]
 
 def digest(model: PreTrainedModel) -> str:
     """A digest of a model's config, dtype and a sample of every weight, independent of its path."""
-    whole = {"config": _settings(model.config), "dtype": str(model.dtype)}
+    whole = {"config": _read_settings(model.config), "dtype": str(model.dtype)}
     content = json.dumps(whole, sort_keys=True, default=str) + "".join(sample(model))
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def source(config: PreTrainedConfig) -> str:
+def find_source(config: PreTrainedConfig) -> str:
     """The path or repository of the weights and their commit; empty if they were not loaded. A config tells no more: it
     is wrong about weights changed since, and about another path to the same folder."""
     where = config._name_or_path
@@ -34,11 +34,11 @@ def source(config: PreTrainedConfig) -> str:
     if os.path.isdir(where):
         entries = [entry for entry in os.scandir(where) if entry.name.endswith((".safetensors", ".bin", ".gguf"))]
         version = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
-    whole = json.dumps([where, version, _settings(config)], sort_keys=True, default=str)
+    whole = json.dumps([where, version, _read_settings(config)], sort_keys=True, default=str)
     return f"{config.model_type}-{hashlib.sha256(whole.encode()).hexdigest()[:16]}"
 
 
-def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+def _read_settings(config: PreTrainedConfig) -> dict[str, Any]:
     settings = config.to_dict()
     for left_out in ("transformers_version", "_name_or_path", "use_cache"):
         settings.pop(left_out, None)
@@ -73,11 +73,13 @@ def sample(model: PreTrainedModel) -> list[str]:
     weight stands as the tensors it names as its parts, one that is split over processes as this process's part.
     Remembered until a weight is replaced or written to, as far as torch counts that: not for `weight.data`."""
     held = model.state_dict(keep_vars=True)
-    weights = dict(part for name, weight in held.items() if isinstance(weight, Tensor) for part in _parts(name, weight))
+    weights = dict(
+        part for name, weight in held.items() if isinstance(weight, Tensor) for part in _list_parts(name, weight)
+    )
     if any(weight.is_inference() for weight in weights.values()):  # such tensors do not count writes
         return _sample(weights)
     states = [
-        (name, weight.data_ptr() if _readable(weight) else 0, weight._version, weight.dtype, weight.shape)
+        (name, weight.data_ptr() if _is_readable(weight) else 0, weight._version, weight.dtype, weight.shape)
         for name, weight in weights.items()
     ]
     if model not in _known or _known[model][0] != states:
@@ -85,14 +87,14 @@ def sample(model: PreTrainedModel) -> list[str]:
     return _known[model][1]
 
 
-def same(one: list[str], other: list[str]) -> bool:
+def is_same(one: list[str], other: list[str]) -> bool:
     """Whether two samples are of the same weights, as far as both know them."""
     return len(one) == len(other) and all(
         ours.startswith(theirs) or theirs.startswith(ours) for ours, theirs in zip(one, other, strict=True)
     )
 
 
-def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _list_parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The weight by its name, or the tensors that it consists of by names of their own."""
     if hasattr(weight, "to_local"):  # a DTensor: this process's part
         weight = weight.to_local()
@@ -101,10 +103,10 @@ def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
         return
     inner, _ = weight.__tensor_flatten__()
     for attribute in inner:
-        yield from _parts(f"{name}.{attribute}", getattr(weight, attribute))
+        yield from _list_parts(f"{name}.{attribute}", getattr(weight, attribute))
 
 
-def _readable(weight: Tensor) -> bool:
+def _is_readable(weight: Tensor) -> bool:
     """Whether values are there, and torch's own to read by index."""
     own_rules = type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return not (own_rules or weight.is_meta or weight.is_quantized) and weight.layout is torch.strided
@@ -115,7 +117,7 @@ def _sample(weights: dict[str, Tensor]) -> list[str]:
     found = []
     for name, weight in weights.items():
         contents = [f"{name} {list(weight.shape)} {weight.dtype}".encode()]
-        if weight.numel() and _readable(weight):
+        if weight.numel() and _is_readable(weight):
             index = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), device=weight.device).long()
             places = torch.unravel_index(index, weight.shape) if weight.dim() else ()
             with (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import sizes
+from . import read_sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,12 +25,13 @@ class HeadShard:
     group: Any  # the processes that have the parts
     device: torch.device  # where tensors that go to the others have to lie
 
-    def own(self, whole: Tensor) -> Tensor:
+    def take_own(self, whole: Tensor) -> Tensor:
         """This process's part of a tensor `[kv_heads, ...]` over all heads, a view."""
         return whole.chunk(self.size)[self.rank]
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
-        """The inverse of `own`, on the part's device; every process calls it, with parts of one shape and dtype."""
+        """The inverse of `take_own`, on the part's device; every process calls it, with parts of one shape and
+        dtype."""
         if self.size == 1:
             return part
         sent = part.to(self.device).contiguous()
@@ -38,7 +39,7 @@ class HeadShard:
         distributed.all_gather(parts, sent, group=self.group)
         return torch.cat(parts, dim).to(part.device)
 
-    def all_true(self, here: bool) -> bool:
+    def holds_everywhere(self, here: bool) -> bool:
         """Whether it is so in every process; every process calls it."""
         return bool(self.gather(torch.tensor([here], device="cpu"), 0).all())
 
@@ -46,10 +47,10 @@ class HeadShard:
 UNSHARDED = HeadShard(0, 1, None, torch.device("cpu"))  # of a model that is in one process
 
 
-def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int]) -> HeadShard:
+def find_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int]) -> HeadShard:
     """Which KV heads of these full-attention layers this process has; `config` is the decoder's. A model that is split
     in another way than by equal numbers of KV heads, with the query heads that share them, is refused."""
-    size, kind = processes(model), config.model_type
+    size, kind = count_processes(model), config.model_type
     check_sharding(model, kind, by_heads=size > 1)
     if distributed.is_available() and distributed.is_initialized():
         there = {getattr(module, "layer_idx", None) for module in model.modules()} - {None}
@@ -58,7 +59,7 @@ def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequenc
     if size == 1 or not layers:  # nothing of a cache is split
         return UNSHARDED
     where = f"tensor parallelism over {size}, where"
-    _, heads, kv_heads, _ = sizes(config)
+    _, heads, kv_heads, _ = read_sizes(config)
     if kv_heads % size or heads % size:
         _refuse(kind, f"{where} {kv_heads} KV heads and {heads} query heads have no {size} equal parts")
     plan, left = model.tp_plan or {}, set(layers)
@@ -80,7 +81,7 @@ def head_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequenc
     return HeadShard(mesh.get_local_rank(), size, mesh.get_group(), weight.to_local().device)
 
 
-def processes(model: PreTrainedModel | None) -> int:
+def count_processes(model: PreTrainedModel | None) -> int:
     """Over how many processes tensor parallelism splits the model; one, if it is not known."""
     return getattr(model, "_tp_size", None) or 1
 

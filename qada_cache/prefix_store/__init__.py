@@ -21,14 +21,14 @@ from transformers.utils import logging
 
 from ..cache import QAdACache
 from ..models import unwrap_model
-from .checking import check, real_rows
-from .filling import as_made, copy_tokens, fill, has_shapes, layers_of
+from .checking import check, find_real_rows
+from .filling import copy_tokens, fill, has_shapes, keep_as_made, list_layers
 from .finding import Beginning, Finder
-from .folder import Folder, Header, Listing, opened
+from .folder import Folder, Header, Listing, open_store
 from .keeping import store_row
 from .managing import StoredPrompts, StoreStats, summarise, verify
-from .naming import EXACT, Name, reading_of, root_of
-from .sketches import sketch_of
+from .naming import EXACT, Name, describe_reading, name_root
+from .sketches import digest_sketch
 
 logger = logging.get_logger(__name__)
 
@@ -103,7 +103,7 @@ class PrefixStore:
                 model that is split over processes.
             TypeError, ValueError, FileNotFoundError, NotImplementedError: as `QAdACache`.
         """
-        rows, columns = real_rows(input_ids, attention_mask)
+        rows, columns = find_real_rows(input_ids, attention_mask)
         return self.begin(model, rows, columns, most=columns - 1, key=key, **options)
 
     def begin(
@@ -118,8 +118,8 @@ class PrefixStore:
     ) -> QAdACache:
         """As `cache`, of rows of real tokens, right-aligned in so many columns, of which it holds at most `most`."""
         model = unwrap_model(model)
-        cache, found = QAdACache(model, **as_made(options)), [Beginning() for _ in rows]
-        with self._finder(cache, model, rows, key) as finder:
+        cache, found = QAdACache(model, **keep_as_made(options)), [Beginning() for _ in rows]
+        with self._make_finder(cache, model, rows, key) as finder:
             if finder is not None:
                 found = [finder.find(row, most - columns + len(row)) for row in rows]
         begun = min((columns - len(row) + each.tokens for row, each in zip(rows, found, strict=True)), default=0)
@@ -136,7 +136,7 @@ class PrefixStore:
     def count(self, model: PreTrainedModel, tokens: Sequence[int], *, key: str | None = None, **options: Any) -> int:
         """How many tokens `cache` would hold of one row, if no file is damaged; nothing is read but headers."""
         model = unwrap_model(model)
-        with self._finder(QAdACache(model, **as_made(options)), model, [tokens], key) as finder:
+        with self._make_finder(QAdACache(model, **keep_as_made(options)), model, [tokens], key) as finder:
             return 0 if finder is None else finder.count(tokens, len(tokens) - 1)
 
     def keep(self, cache: QAdACache, token_ids: Tensor | Sequence[int], *, key: str | None = None) -> int:
@@ -157,9 +157,9 @@ class PrefixStore:
             ValueError: `token_ids` of other rows, or fewer, than the cache holds.
             NotImplementedError: padding, and as by `cache`.
         """
-        rows, columns = real_rows(token_ids, None)
+        rows, columns = find_real_rows(token_ids, None)
         cache._check_whole()
-        layers = layers_of(cache)
+        layers = list_layers(cache)
         seen, store = cache.get_seq_length(), layers[0].store
         if store is None:
             return 0
@@ -179,7 +179,7 @@ class PrefixStore:
         if model is None:
             raise ValueError("a cache that was built with config= cannot be kept: build it with the model")
         check(cache, model, list(rows.values()), key)
-        store, kept = layers_of(cache)[0].store, 0
+        store, kept = list_layers(cache)[0].store, 0
         if store is None:
             return 0
         if unlike := {*store.dtypes} - {model.dtype}:
@@ -188,11 +188,11 @@ class PrefixStore:
                 f"model's {model.dtype}: load the model in that dtype"
             )
             return 0
-        root, reading = root_of(model, key), reading_of(cache.options)
+        root, reading = name_root(model, key), describe_reading(cache.options)
         origin, kind = model.config._name_or_path, model.config.model_type
         about = {"model": origin, "type": kind, "dtype": str(model.dtype), "keyed": key is not None}
         try:
-            with self._opened(make=True) as folder:
+            with self._open(make=True) as folder:
                 listing = folder.list(self.max_age)
                 for place, row in rows.items():
                     alike = min(store.alike[place], len(row))
@@ -202,7 +202,7 @@ class PrefixStore:
                         tokens=row[:alike],
                         exact=alike if reading == EXACT else min(store.exact[place], alike),
                         reading=reading,
-                        sketch=sketch_of(cache.options),
+                        sketch=digest_sketch(cache.options),
                         about=about,
                         copy=partial(copy_tokens, cache, place),
                         max_bytes=self.max_bytes,
@@ -217,7 +217,7 @@ class PrefixStore:
     def stats(self) -> StoreStats:
         """Counts of this store, and what its folder holds; nothing if that cannot be read."""
         try:
-            with self._opened() as folder:
+            with self._open() as folder:
                 listing = folder.list()
         except OSError:
             listing = Listing()
@@ -228,14 +228,14 @@ class PrefixStore:
 
     def prompts(self) -> list[StoredPrompts]:
         """What the folder holds, by model and owner; those used last come first. An OSError if it cannot be read."""
-        with self._opened() as folder:
+        with self._open() as folder:
             return summarise(folder, folder.list())
 
     def drop(self, ids: Iterable[str] | None = None) -> int:
         """Remove the prompts of these `StoredPrompts.id`, None: all; returns the number of files. Caches that hold them
         stay as they are. An OSError if the folder cannot be read."""
         wanted = None if ids is None else set(ids)
-        with self._opened() as folder:
+        with self._open() as folder:
             listing = folder.list()
             gone = [name for name in listing.files if wanted is None or name.root in wanted]
             for name in sorted(gone, key=lambda name: -name.number):  # no chain is broken meanwhile
@@ -245,12 +245,12 @@ class PrefixStore:
     def verify(self) -> tuple[int, list[str]]:
         """Read every file; remove damaged ones with all that is behind them. Returns the number of whole ones, and what
         was wrong with the others. An OSError if the folder cannot be read."""
-        with self._opened() as folder:
+        with self._open() as folder:
             listing = folder.list()
             return verify(folder, listing)
 
     @contextmanager
-    def _finder(
+    def _make_finder(
         self, cache: QAdACache, model: PreTrainedModel, rows: Sequence[Sequence[int]], key: str | None
     ) -> Iterator[Finder | None]:
         """What looks for beginnings of rows, for an empty cache; None if nothing can be found."""
@@ -259,10 +259,13 @@ class PrefixStore:
             finder = None
             try:
                 if not torch.is_autocast_enabled(model.device.type):  # keys may be of another dtype then
-                    folder = stack.enter_context(self._opened())
+                    folder = stack.enter_context(self._open())
                     fits = partial(has_shapes, model, cache.options, len(cache.layers))
-                    own: dict[str, Any] = {"reading": reading_of(cache.options), "sketch": sketch_of(cache.options)}
-                    finder = Finder(folder, folder.list(self.max_age), root=root_of(model, key), fits=fits, **own)
+                    own: dict[str, Any] = {
+                        "reading": describe_reading(cache.options),
+                        "sketch": digest_sketch(cache.options),
+                    }
+                    finder = Finder(folder, folder.list(self.max_age), root=name_root(model, key), fits=fits, **own)
             except FileNotFoundError:
                 pass  # nothing was kept yet
             except OSError as error:
@@ -270,9 +273,9 @@ class PrefixStore:
             yield finder
 
     @contextmanager
-    def _opened(self, *, make: bool = False) -> Iterator[Folder]:
+    def _open(self, *, make: bool = False) -> Iterator[Folder]:
         """The folder; what killed processes left in it is removed when it is first opened."""
-        with opened(self.folder, self._headers, make=make) as folder:
+        with open_store(self.folder, self._headers, make=make) as folder:
             with self._lock:
                 clean, self._cleaned = not self._cleaned, True
             if clean:

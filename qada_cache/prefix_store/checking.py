@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import QAdACache
-from ..key_moments.rotation import growing_parameters, rope_settings
-from ..models.sharding import check_unsharded, processes
-from .filling import layers_of
+from ..key_moments.rotation import find_growing_parameters, read_rope_settings
+from ..models.sharding import check_unsharded, count_processes
+from .filling import list_layers
 
 _MEDIA = re.compile(r"(image|video|audio|vision|speech)\w*_(id|index)$")
 
@@ -20,18 +20,18 @@ def check(cache: QAdACache, model: PreTrainedModel, rows: Iterable[Sequence[int]
     """Refuse what no prompts are kept of."""
     if key is not None and not isinstance(key, str):
         raise TypeError(f"key must be a str, got {type(key).__name__}")
-    check_unsharded(processes(model))
+    check_unsharded(count_processes(model))
     if theta := cache.options.prefill_threshold:
         raise NotImplementedError(
             f"PrefixStore keeps no prompts that are read by selection (prefill_threshold={theta:g}), as it depends on "
             "where they end: use prefill_threshold=0, or save() and QAdACache.load"
         )
-    layers_of(cache)
+    list_layers(cache)
     for row in rows:
         _check_text(model, row)
 
 
-def real_rows(ids: Any, mask: Tensor | None) -> tuple[list[list[int]], int]:
+def find_real_rows(ids: Any, mask: Tensor | None) -> tuple[list[list[int]], int]:
     """The real tokens of each row, and the columns of all."""
     whole = torch.as_tensor(ids, device="cpu")
     whole = whole[None] if whole.dim() == 1 else whole
@@ -51,8 +51,8 @@ def real_rows(ids: Any, mask: Tensor | None) -> tuple[list[list[int]], int]:
 def _check_text(model: PreTrainedModel, tokens: Sequence[int]) -> None:
     """Raise NotImplementedError unless the keys of `tokens` follow from them alone, whatever comes behind them."""
     config = model.config.get_text_config(decoder=True)
-    settings = rope_settings(config)
-    if any(growing_parameters(settings, layer) for layer in range(config.num_hidden_layers)):
+    settings = read_rope_settings(config)
+    if any(find_growing_parameters(settings, layer) for layer in range(config.num_hidden_layers)):
         raise NotImplementedError(
             f"PrefixStore keeps no prompts of {config.model_type} with rotary frequencies that depend on a prompt's "
             "length: save() and QAdACache.load keep a whole prompt"

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import QAdACache
-from ..models import inputs_device, sizes
+from ..models import find_inputs_device, read_sizes
 from ..sketch import Layout
 from ..state import BULK_BITS, Options
 from ..state.layer import QAdALayer
@@ -20,12 +20,12 @@ _PARTS = ("keys", "values")
 Pieces = Sequence[tuple[Layers, int]]  # of one row: segments in order, and of each the first tokens that are taken
 
 
-def as_made(options: Mapping[str, Any]) -> dict[str, Any]:
+def keep_as_made(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a cache whose bulk is as the model made it, unless they ask for other bits."""
     return {**options} if options.get("bulk_bits") else {**options, "bulk_bits": BULK_BITS}
 
 
-def layers_of(cache: QAdACache) -> list[QAdALayer]:
+def list_layers(cache: QAdACache) -> list[QAdALayer]:
     """All layers of a cache; a NotImplementedError if any is of another kind, which cannot be cut where texts part, or
     if its tokens are not those that the model made."""
     if cache.options.codes_tokens:
@@ -45,10 +45,10 @@ def layers_of(cache: QAdACache) -> list[QAdALayer]:
 def copy_tokens(cache: QAdACache, row: int, start: int, stop: int) -> Layers:
     """What a file holds of real tokens `start..stop` of one row, on the host."""
     found = []
-    for layer in layers_of(cache):
+    for layer in list_layers(cache):
         assert layer.store is not None
-        keys, values = layer.store.tokens(slice(row, row + 1), start, stop)
-        code = sketches.code_of(layer.store, row, start, stop)
+        keys, values = layer.store.copy_tokens(slice(row, row + 1), start, stop)
+        code = sketches.find_code(layer.store, row, start, stop)
         found.append({"keys": keys[0].cpu(), "values": values[0].cpu(), **code})
     return found
 
@@ -64,9 +64,9 @@ def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: i
         known[row, : seen - length] = False
     padding, valid = (NONE, None) if known.all() else (Padding(known), known)
     model = cache._shared.model.get()
-    device = torch.device("cpu") if model is None else inputs_device(model)
-    for place, layer in enumerate(layers_of(cache)):
-        keys, values = (_joined(rows, lengths, place, part, seen).to(device) for part in _PARTS)
+    device = torch.device("cpu") if model is None else find_inputs_device(model)
+    for place, layer in enumerate(list_layers(cache)):
+        keys, values = (_join(rows, lengths, place, part, seen).to(device) for part in _PARTS)
         layer.lazy_initialization(keys[:, :, :0], values[:, :, :0])
         store = layer.store
         assert store is not None
@@ -78,7 +78,7 @@ def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: i
         layer.seen, layer.padding = seen, padding
 
 
-def _joined(rows: Sequence[Pieces], lengths: Sequence[int], place: int, part: str, seen: int) -> Tensor:
+def _join(rows: Sequence[Pieces], lengths: Sequence[int], place: int, part: str, seen: int) -> Tensor:
     """The "keys" or "values" of one layer, `[rows, kv_heads, seen, dim]`, zeros where there is padding."""
     like = next(layers[place][part] for pieces in rows for layers, _ in pieces)
     made = like.new_empty(len(rows), like.shape[0], seen, like.shape[2])
@@ -95,7 +95,7 @@ def has_shapes(model: PreTrainedModel, options: Options, count: int, layers: Lay
     """Whether a model with so many layers has such keys and values, and a cache with these options such codes, if there
     are any."""
     config = model.config.get_text_config(decoder=True)
-    _, _, kv_heads, dim = sizes(config)
+    _, _, kv_heads, dim = read_sizes(config)
     value_dim = getattr(config, "v_head_dim", None) or dim
     layout = Layout.from_bits(dim, options.sketch_bits)
     return len(layers) == count and all(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from transformers.utils import logging
 
 from .folder import Folder, Header, Layers, Listing
-from .naming import EXACT, SEGMENT_TOKENS, Name, own_name
+from .naming import EXACT, SEGMENT_TOKENS, Name, name_segment
 
 logger = logging.get_logger(__name__)
 
@@ -54,12 +54,12 @@ class Finder:
         """The longest stored beginning of `tokens`, of at most so many. Damaged files are removed, and so is what is
         behind them; a warning says so."""
         while True:
-            path = self._longest(tokens, most)
+            path = self._find_longest(tokens, most)
             self.folder.touch(self.listing, [name for name, _ in path])
             missing = [name for name, _ in path if name not in self._read]
             with ThreadPoolExecutor(READERS) as pool:
                 read = [
-                    self._taken(name, result)
+                    self._take(name, result)
                     for name, result in zip(missing, pool.map(self._load, missing), strict=True)
                 ]
             if all(read):
@@ -74,9 +74,9 @@ class Finder:
 
     def count(self, tokens: Sequence[int], most: int) -> int:
         """The tokens of the longest stored beginning, by its files' headers alone."""
-        return sum(taken for _, taken in self._longest(tokens, most))
+        return sum(taken for _, taken in self._find_longest(tokens, most))
 
-    def _longest(self, tokens: Sequence[int], most: int) -> list[Step]:
+    def _find_longest(self, tokens: Sequence[int], most: int) -> list[Step]:
         """The longest chain of at least `WORTH` tokens; of equal ones, one that was read exactly."""
         best: list[Step] = []
         length, tried = 0, [(self.root, list[Step]())]
@@ -88,12 +88,12 @@ class Finder:
             whole = []
             if len(rest) >= SEGMENT_TOKENS:  # the last one is tried first
                 names = {name.own: name for name in following}
-                owned = [own_name(parent, rest[:SEGMENT_TOKENS], reading) for reading in (self.reading, EXACT)]
+                owned = [name_segment(parent, rest[:SEGMENT_TOKENS], reading) for reading in (self.reading, EXACT)]
                 whole = [names[own] for own in dict.fromkeys(owned) if own in names]
             if whole:
                 tried += [(name.own, [*path, (name, SEGMENT_TOKENS)]) for name in whole]
                 continue
-            shared = {name: self._shared(name, rest) for name in list(following)} if rest else {}
+            shared = {name: self._count_shared(name, rest) for name in list(following)} if rest else {}
             last = max(shared, key=lambda name: shared[name], default=None)
             if last is not None and shared[last]:
                 path, begun = [*path, (last, shared[last])], begun + shared[last]
@@ -101,14 +101,14 @@ class Finder:
                 best, length = path, begun
         return best
 
-    def _shared(self, name: Name, rest: Sequence[int]) -> int:
+    def _count_shared(self, name: Name, rest: Sequence[int]) -> int:
         """How many tokens of `rest` a segment begins with that can be taken; 0 if it cannot be read."""
         try:
-            header = self.folder.header(name)
+            header = self.folder.read_header(name)
         except (OSError, ValueError) as error:
             self._drop(name, error)
             return 0
-        usable = header.tokens[: header.usable(self.reading)]
+        usable = header.tokens[: header.count_usable(self.reading)]
         pairs = enumerate(zip(usable, rest, strict=False))
         return next((place for place, (one, other) in pairs if one != other), min(len(usable), len(rest)))
 
@@ -124,7 +124,7 @@ class Finder:
         except (OSError, ValueError) as error:
             return error
 
-    def _taken(self, name: Name, result: tuple[Header, Layers] | Exception) -> bool:
+    def _take(self, name: Name, result: tuple[Header, Layers] | Exception) -> bool:
         """Whether a segment was read; it is looked for no more if not."""
         if isinstance(result, Exception):
             self._drop(name, result)
@@ -136,7 +136,7 @@ class Finder:
         """Look for a segment no more. A damaged one is removed, so that it can be kept again."""
         if isinstance(error, ValueError):
             logger.warning("a stored prompt is read again from token %d on: %s", name.number * SEGMENT_TOKENS, error)
-            for each in self.listing.behind(name):
+            for each in self.listing.find_behind(name):
                 self.folder.remove(self.listing, each)
             return
         self.listing.remove(name)

@@ -15,10 +15,10 @@ from torch import Tensor
 from .. import files
 from ..files import tensor_file
 from ..storage.bulk_sketch import SEGMENTS, TOKENS
-from .naming import EXACT, Name, own_name
+from .naming import EXACT, Name, name_segment
 
 KIND = "qada-prompt"
-FOLDER = "prompts"  # of `files.home()`
+FOLDER = "prompts"  # of `files.find_home()`
 # Of each layer on the host, "keys" and "values" [kv_heads, tokens, dim]; and a segment of its sketch, by `CODES`.
 Layers = list[dict[str, Tensor]]
 CODES = (*TOKENS, *SEGMENTS)
@@ -30,10 +30,10 @@ class Header(NamedTuple):
     tokens: list[int]
     reading: str  # how tokens were read, `naming.EXACT` if all of them exactly
     exact: int  # of them, the first ones, that were read exactly
-    sketch: str  # whose codes it holds, as by `sketches.sketch_of`; empty: none
+    sketch: str  # whose codes it holds, as by `sketches.digest_sketch`; empty: none
     about: dict[str, Any]  # the model, for people
 
-    def usable(self, reading: str) -> int:
+    def count_usable(self, reading: str) -> int:
         """Of the tokens, the first ones that a cache which reads by `reading` may go on with."""
         return len(self.tokens) if self.reading in (EXACT, reading) else self.exact
 
@@ -70,20 +70,20 @@ class Listing:
         if self.files.pop(name, None) is not None:
             self.following[name.parent].remove(name)
 
-    def behind(self, name: Name) -> list[Name]:
+    def find_behind(self, name: Name) -> list[Name]:
         """This one, and all whose chains go through it: those last that others go through."""
         found = [name]
         for each in found:
             found += self.following.get(each.own, [])
         return found[::-1]
 
-    def orphans(self) -> list[Name]:
+    def find_orphans(self) -> list[Name]:
         """Those that no chain from a first segment comes to."""
         owned = {name.own for name in self.files}
         lost = [name for name in self.files if name.number and name.parent not in owned]
-        return [each for name in lost for each in self.behind(name)]
+        return [each for name in lost for each in self.find_behind(name)]
 
-    def by_use(self) -> list[File]:
+    def sort_by_use(self) -> list[File]:
         """All of them, those first that were not used for longest, each behind all whose chains go through it."""
         used = {name.own: file.used for name, file in self.files.items()}
         for name in sorted(self.files, key=lambda name: -name.number):
@@ -110,7 +110,7 @@ class Folder:
                         found.add(File(name, about.st_size, about.st_mtime_ns))
         if max_age is not None:
             oldest = time.time_ns() - int(max_age * 1e9)
-            for file in found.by_use():
+            for file in found.sort_by_use():
                 if file.used < oldest and not found.following.get(file.name.own):
                     self.remove(found, file.name)
         return found
@@ -118,9 +118,9 @@ class Folder:
     def clean(self) -> None:
         """Remove what killed processes left: unfinished files, and segments whose chain is broken."""
         files.sweep(self._descriptor)
-        if self.list().orphans():
+        if self.list().find_orphans():
             listing = self.list()  # of one that was written meanwhile, the first listing may lack the parent alone
-            for name in listing.orphans():
+            for name in listing.find_orphans():
                 self.remove(listing, name)
 
     def remove(self, listing: Listing, name: Name) -> None:
@@ -137,22 +137,22 @@ class Folder:
                 os.utime(str(name), ns=(now, now), dir_fd=self._descriptor)
                 listing.add(File(name, listing.files[name].bytes, now))
 
-    def header(self, name: Name) -> Header:
+    def read_header(self, name: Name) -> Header:
         """What the file says; a ValueError if it is none of ours, or of another segment than its name says."""
         if name not in self._headers:
-            with files.opened_file(self._descriptor, str(name)) as file:
-                self._headers[name] = _header(name, tensor_file.described(file, KIND, self.path / str(name)))
+            with files.open_file(self._descriptor, str(name)) as file:
+                self._headers[name] = _read_header(name, tensor_file.read_state(file, KIND, self.path / str(name)))
         return self._headers[name]
 
     def read(self, name: Name) -> tuple[Header, Layers]:
         """A segment; a ValueError if its file was truncated, altered or is of another segment."""
         path = self.path / str(name)
-        with files.opened_file(self._descriptor, str(name)) as file:
+        with files.open_file(self._descriptor, str(name)) as file:
             content = bytearray(os.fstat(file.fileno()).st_size)
             if file.readinto(content) != len(content):  # type: ignore[attr-defined]
                 raise ValueError(f"{path} was truncated while it was read")
-        tensors, state = tensor_file.viewed(content, KIND, path)
-        header = _header(name, state)
+        tensors, state = tensor_file.view(content, KIND, path)
+        header = _read_header(name, state)
         names = ["keys", "values", *(CODES if header.sketch else ())]
         try:
             places = range(len(tensors) // len(names))
@@ -168,7 +168,7 @@ class Folder:
     def write(self, listing: Listing, name: Name, header: Header, layers: Layers) -> int:
         """Write a segment, whole or not at all; returns the bytes of its file."""
         tensors = {f"{part} {place}": each for place, layer in enumerate(layers) for part, each in layer.items()}
-        files.write(str(name), tensor_file.encoded(KIND, tensors, header._asdict()), folder=self._descriptor)
+        files.write(str(name), tensor_file.encode(KIND, tensors, header._asdict()), folder=self._descriptor)
         about = os.stat(str(name), dir_fd=self._descriptor)
         listing.add(File(name, about.st_size, about.st_mtime_ns))
         self._headers[name] = header
@@ -178,7 +178,7 @@ class Folder:
         """Remove segments that were not used for longest until at most `size` bytes are left, none of `spared`. False:
         there is more in these."""
         held = listing.bytes
-        for file in listing.by_use():
+        for file in listing.sort_by_use():
             if held <= size:
                 break
             if file.name not in spared and not listing.following.get(file.name.own):
@@ -187,13 +187,13 @@ class Folder:
         return held <= size
 
 
-def _header(name: Name, state: Any) -> Header:
+def _read_header(name: Name, state: Any) -> Header:
     """The header of the segment of this name, from its file's state; a ValueError if it is none."""
     try:
         header = Header(**state)
         fits = [*map(type, header)] == [list, str, int, str, dict] and {*map(type, header.tokens)} == {int}
         fits = fits and 0 <= header.exact <= len(header.tokens)
-        if fits and own_name(name.parent, header.tokens, header.reading) == name.own:
+        if fits and name_segment(name.parent, header.tokens, header.reading) == name.own:
             return header
     except (TypeError, OverflowError, RuntimeError):  # other fields, or tokens that are no int64
         pass
@@ -201,13 +201,13 @@ def _header(name: Name, state: Any) -> Header:
 
 
 @contextmanager
-def opened(folder: Path | None, headers: dict[Name, Header], *, make: bool = False) -> Iterator[Folder]:
-    """The folder at a path, None for that of `files.home()`. An OSError unless it is the user's alone."""
+def open_store(folder: Path | None, headers: dict[Name, Header], *, make: bool = False) -> Iterator[Folder]:
+    """The folder at a path, None for that of `files.find_home()`. An OSError unless it is the user's alone."""
     if folder is None:
-        with files.opened(FOLDER, make=make) as descriptor:
-            yield Folder(descriptor, files.home() / FOLDER, headers)
+        with files.open_folder(FOLDER, make=make) as descriptor:
+            yield Folder(descriptor, files.find_home() / FOLDER, headers)
     else:
-        with files.opened_at(folder, make=make) as descriptor:
+        with files.open_folder_at(folder, make=make) as descriptor:
             yield Folder(descriptor, folder, headers)
 
 

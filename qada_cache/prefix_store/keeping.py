@@ -6,7 +6,7 @@ from typing import Any
 from transformers.utils import logging
 
 from .folder import CODES, Folder, Header, Layers, Listing
-from .naming import EXACT, SEGMENT_TOKENS, Name, own_name
+from .naming import EXACT, SEGMENT_TOKENS, Name, name_segment
 
 logger = logging.get_logger(__name__)
 
@@ -32,7 +32,7 @@ def store_row(
             part = list(tokens[start : start + SEGMENT_TOKENS])
             known = min(max(exact - start, 0), len(part))
             header = Header(part, EXACT if known == len(part) else reading, known, "", about)
-            name = Name(root[:16], len(chain), parent, own_name(parent, part, header.reading))
+            name = Name(root[:16], len(chain), parent, name_segment(parent, part, header.reading))
             shorter: list[Name] = []
             if name not in listing.files:
                 covering, shorter = _compare(folder, listing, header, parent)
@@ -64,7 +64,7 @@ def _compare(folder: Folder, listing: Listing, new: Header, parent: str) -> tupl
     shorter: list[Name] = []
     for name in list(listing.following.get(parent, [])):
         try:
-            old = folder.header(name)
+            old = folder.read_header(name)
         except (OSError, ValueError):  # it goes when it is looked for
             continue
         fewer = min(len(old.tokens), len(new.tokens))
@@ -80,7 +80,9 @@ def _compare(folder: Folder, listing: Listing, new: Header, parent: str) -> tupl
 
 def _serves(one: Header, other: Header) -> bool:
     """Whether whoever may go on with tokens of `other` may go on with as many of `one`, which begins with the same."""
-    return all(one.usable(reading) >= other.usable(reading) for reading in ("no other", other.reading, one.reading))
+    return all(
+        one.count_usable(reading) >= other.count_usable(reading) for reading in ("no other", other.reading, one.reading)
+    )
 
 
 def _write(

@@ -49,7 +49,7 @@ class StoredPrompts:
     bytes: int
     used: float
 
-    def row(self) -> dict[str, str]:
+    def make_row(self) -> dict[str, str]:
         """As a row of a table."""
         return {
             "id": self.id,
@@ -72,7 +72,7 @@ def summarise(folder: Folder, listing: Listing) -> list[StoredPrompts]:
         headers = []
         for file in files:
             try:
-                headers.append(folder.header(file.name))
+                headers.append(folder.read_header(file.name))
             except (OSError, ValueError):
                 continue
         if headers:
@@ -99,6 +99,6 @@ def verify(folder: Folder, listing: Listing) -> tuple[int, list[str]]:
             wrong.append(str(error))
         except ValueError as error:
             wrong.append(str(error))
-            for each in listing.behind(name):
+            for each in listing.find_behind(name):
                 folder.remove(listing, each)
     return whole, wrong

@@ -27,9 +27,9 @@ _FORMAT = re.compile(r"([0-9a-f]{16})-(\d{6})-([0-9a-f]{32})-([0-9a-f]{32})\.saf
 class Name(NamedTuple):
     """Of a segment's file."""
 
-    root: str  # the first characters of `root_of`
+    root: str  # the first characters of `name_root`
     number: int  # segments before it
-    parent: str  # the one before it; of the first one `root_of`
+    parent: str  # the one before it; of the first one `name_root`
     own: str
 
     def __str__(self) -> str:
@@ -42,21 +42,21 @@ class Name(NamedTuple):
         return None if found is None else Name(found[1], int(found[2]), found[3], found[4])
 
 
-def root_of(model: PreTrainedModel, key: str | None) -> str:
+def name_root(model: PreTrainedModel, key: str | None) -> str:
     """The name before the first segment's: of the model's weights, dtype, config and active adapters, and of the owner
     of what is stored."""
-    parts = [VERSION, SEGMENT_TOKENS, identity.digest(model), _adapters(model), key]
+    parts = [VERSION, SEGMENT_TOKENS, identity.digest(model), _list_adapters(model), key]
     return _digest(json.dumps(parts).encode())
 
 
-def own_name(parent: str, tokens: Sequence[int], reading: str) -> str:
+def name_segment(parent: str, tokens: Sequence[int], reading: str) -> str:
     """The name of the segment of `tokens` after the segment `parent`."""
     return _digest(
         json.dumps([parent, reading]).encode(), torch.tensor(tokens, dtype=torch.int64, device="cpu").numpy().tobytes()
     )
 
 
-def reading_of(options: Options) -> str:
+def describe_reading(options: Options) -> str:
     """How a cache with these options reads tokens in calls that are not exact: `EXACT` if it reads all of its bulk then
     as well, else a digest of all that decides what it reads."""
     criterion, other, energies = options.criterion, options.other_moments, options.query_energies
@@ -70,15 +70,15 @@ def reading_of(options: Options) -> str:
         parts += [other.prompt, other.tokens, other.sink_tokens, list(other.lengths)]
     tensors = [criterion.long_context if isinstance(criterion, StaticHeads) else None, energies]
     tensors += [None, None] if other is None else [other.mean, other.covariance]
-    return digest_of(parts, *tensors)
+    return make_digest(parts, *tensors)
 
 
-def digest_of(parts: list, *tensors: Tensor | None) -> str:
+def make_digest(parts: list, *tensors: Tensor | None) -> str:
     """A digest of what JSON holds, and of tensors."""
-    return _digest(json.dumps(parts).encode(), *map(_content, tensors))
+    return _digest(json.dumps(parts).encode(), *map(_copy_bytes, tensors))
 
 
-def _adapters(model: PreTrainedModel) -> list:
+def _list_adapters(model: PreTrainedModel) -> list:
     """What peft computes beside the weights, which weights do not tell: the active adapters of every module."""
     names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
     found = [
@@ -89,7 +89,7 @@ def _adapters(model: PreTrainedModel) -> list:
     return json.loads(json.dumps(found, default=str))
 
 
-def _content(tensor: Tensor | None) -> bytes:
+def _copy_bytes(tensor: Tensor | None) -> bytes:
     return b"" if tensor is None else tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -11,11 +11,11 @@ from .. import __version__
 from ..attention.forward import restore_attention
 from ..cache import QAdACache
 from ..machine import describe_machine
-from ..models import inputs_device, sizes
+from ..models import find_inputs_device, read_sizes
 from ..models.loading import count_positions
 from ..preparing import prepare
 from ..sketch import MIN_TOKENS
-from .answering import Answer, count_same, cut_answer, end_of, give_answer, read_document, read_tokens
+from .answering import Answer, count_same, cut_answer, give_answer, make_end_check, read_document, read_tokens
 from .asking import Asked, Request, ask
 from .figures import list_figures
 from .page import fill_page
@@ -57,7 +57,7 @@ def report(
             "answers": [{"cache": each.cache, "pieces": cut_answer(tokenizer, each.tokens)} for each in answers],
             "same": count_same(*(each.tokens for each in answers)),
             "most": request.new_tokens,
-            "rows": list_figures(*answers, on_cpu=inputs_device(model).type == "cpu"),
+            "rows": list_figures(*answers, on_cpu=find_inputs_device(model).type == "cpu"),
             "room": f"{MOST_BYTES >> 20} MiB",
             "sinks": cache.options.sink_tokens,
             "layers": recorder.layers,
@@ -77,7 +77,7 @@ def _measure(
     bar: tqdm,
 ) -> tuple[list[Answer], QAdACache, Recorder, list[Pass | None]]:
     """DynamicCache's answer and QAdACache's, its cache, and as of `_record`."""
-    is_over = end_of(model, tokenizer, asked.chat)
+    is_over = make_end_check(model, tokenizer, asked.chat)
 
     def answer(cache: DynamicCache, given: Answer) -> Answer:
         bar.update()
@@ -123,7 +123,7 @@ def _record(
 
 
 def _describe_model(model: PreTrainedModel, name: str) -> str:
-    layers, heads, kv_heads, _ = sizes(model.config.get_text_config(decoder=True))
+    layers, heads, kv_heads, _ = read_sizes(model.config.get_text_config(decoder=True))
     size, dtype = f"{model.num_parameters() / 1e6:,.0f}M parameters", str(model.dtype).removeprefix("torch.")
-    where = inputs_device(model)
+    where = find_inputs_device(model)
     return f"{name}: {size}, {layers} layers, {heads} query heads, {kv_heads} KV heads, {dtype} on {where}"

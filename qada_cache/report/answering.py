@@ -8,8 +8,8 @@ from itertools import takewhile
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..models import inputs_device
-from ..stats import CacheStats, bytes_held
+from ..models import find_inputs_device
+from ..stats import CacheStats, count_bytes
 from ..versions import pass_cache
 from .asking import Asked
 
@@ -37,7 +37,7 @@ def read_document(model: PreTrainedModel, asked: Asked, cache: DynamicCache) -> 
 
 def read_tokens(model: PreTrainedModel, ids: list[int], cache: DynamicCache) -> int:
     """Read ids in one pass; the likeliest next token, which is waited for."""
-    given = torch.tensor([ids], device=inputs_device(model))
+    given = torch.tensor([ids], device=find_inputs_device(model))
     return int(model(input_ids=given, **pass_cache(cache), logits_to_keep=1).logits[0, -1].argmax())
 
 
@@ -66,10 +66,12 @@ def give_answer(
         if len(answer.tokens) == new_tokens or is_over(answer.tokens):
             break
         ids = answer.tokens[-1:]
-    answer.device_bytes, answer.host_bytes = bytes_held(cache)
+    answer.device_bytes, answer.host_bytes = count_bytes(cache)
 
 
-def end_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bool) -> Callable[[list[int]], bool]:
+def make_end_check(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bool
+) -> Callable[[list[int]], bool]:
     """Whether an answer of these tokens is over: by the model's and the tokenizer's tokens for that, and without a chat
     template by the end of a line."""
     own = getattr(model.generation_config, "eos_token_id", None)

@@ -45,7 +45,7 @@ def ask(tokenizer: PreTrainedTokenizerBase, request: Request, positions: int | N
         name = type(tokenizer).__name__
         raise ValueError(f"{name} does not say which characters a token is of: use a model with a fast tokenizer")
     chat = bool(tokenizer.chat_template)
-    before, after, closing = _surroundings(tokenizer, chat)
+    before, after, closing = _find_surroundings(tokenizer, chat)
     question = tokenizer(request.question + closing, add_special_tokens=False).input_ids
 
     def encode(text: str) -> tuple[list[int], int, list[tuple[int, int]]]:
@@ -73,7 +73,7 @@ def ask(tokenizer: PreTrainedTokenizerBase, request: Request, positions: int | N
     return Asked(ids, question, first, _cut(document, spans), whole - len(spans), chat)
 
 
-def _surroundings(tokenizer: PreTrainedTokenizerBase, chat: bool) -> tuple[str, str, str]:
+def _find_surroundings(tokenizer: PreTrainedTokenizerBase, chat: bool) -> tuple[str, str, str]:
     """Text before a document, between it and a question, and after that."""
     text: Any = f"{_DOCUMENT}\n\nQuestion: {_QUESTION}\nAnswer:"
     if chat:

@@ -16,25 +16,27 @@ def list_figures(stock: Answer, ours: Answer, *, on_cpu: bool) -> list[dict[str,
     held = stock.device_bytes + stock.host_bytes, stats.device_bytes + stats.host_bytes
     one = "On a CPU both are one memory. " if on_cpu else ""
     return [
-        _row(
+        _make_row(
             "Long context read for each token of the answer",
             f"Keys and values outside sinks and window, the sketch included, mean of {stats.steps} passes. QAdACache "
             "counts what it reads; DynamicCache's heads read all, which is arithmetic.",
             _compare(stats.dense_bulk_bytes / passes, read / passes) if stats.dense_bulk_bytes else [None, None],
         ),
-        _row("Cache held in the end", "All layers, on the device and in host memory.", _compare(*held)),
-        _row(
+        _make_row("Cache held in the end", "All layers, on the device and in host memory.", _compare(*held)),
+        _make_row(
             "Of this on the device",
             f"{one}The rest is the long context, offloaded." if stats.host_bytes else "Nothing is offloaded.",
-            [_mib(stock.device_bytes), _mib(stats.device_bytes)],
+            [_format_mib(stock.device_bytes), _format_mib(stats.device_bytes)],
         ),
-        _row("Reading the document", "One pass, once.", [_seconds(each.reading_seconds) for each in (stock, ours)]),
-        _row(
+        _make_row(
+            "Reading the document", "One pass, once.", [_format_seconds(each.reading_seconds) for each in (stock, ours)]
+        ),
+        _make_row(
             "From the question to the first token",
             "One pass, once.",
-            [_seconds(each.first_seconds) for each in (stock, ours)],
+            [_format_seconds(each.first_seconds) for each in (stock, ours)],
         ),
-        _row(
+        _make_row(
             "Each further token",
             "Median of "
             + " and ".join(str(len(each.seconds)) for each in (stock, ours))
@@ -44,22 +46,22 @@ def list_figures(stock: Answer, ours: Answer, *, on_cpu: bool) -> list[dict[str,
     ]
 
 
-def _row(what: str, how: str, cells: list[tuple[str, float] | None]) -> dict[str, Any]:
+def _make_row(what: str, how: str, cells: list[tuple[str, float] | None]) -> dict[str, Any]:
     filled = [("not measured", None) if cell is None else cell for cell in cells]
     return {"what": what, "how": how, "cells": [{"text": text, "value": value} for text, value in filled]}
 
 
 def _compare(stock: float, ours: float) -> list[tuple[str, float] | None]:
     """Bytes of both, and the second's share of the first's."""
-    return [_mib(stock), (f"{_mib(ours)[0]}, {ours / stock:.1%}", ours)]
+    return [_format_mib(stock), (f"{_format_mib(ours)[0]}, {ours / stock:.1%}", ours)]
 
 
-def _mib(count: float) -> tuple[str, float]:
+def _format_mib(count: float) -> tuple[str, float]:
     mib = count / 2**20
     return (f"{mib:,.2f} MiB" if mib < 10 else f"{mib:,.1f} MiB"), count
 
 
-def _seconds(seconds: float) -> tuple[str, float]:
+def _format_seconds(seconds: float) -> tuple[str, float]:
     return (f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.0f} ms"), seconds
 
 

@@ -19,11 +19,11 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from ..cache import QAdACache
-from ..prefix_store.filling import as_made
+from ..prefix_store.filling import keep_as_made
 from ..versions import CACHE_NAMES, pass_cache
-from .conversations import CONVERSATIONS, MEMORY, SECONDS, Limits, conversations_of, counters
-from .memory import needed_bytes, reserve_memory
-from .storing import Store, Stored, store_at
+from .conversations import CONVERSATIONS, MEMORY, SECONDS, Limits, counters, find_conversations
+from .memory import estimate_bytes, reserve_memory
+from .storing import Store, Stored, find_store
 
 __all__ = ["CONVERSATIONS", "FOLDER", "MEMORY", "SECONDS", "counters", "generate", "make_folder"]
 
@@ -96,32 +96,32 @@ def generate(
     settings, others = kind._prepare_generation_config(model, generation_config, **given)
     if given.keys() & set(CACHE_NAMES) or not settings.use_cache:
         return stock(**arguments)
-    kept = conversations_of(model)
+    kept = find_conversations(model)
     key = getattr(settings, "conversation_key", None) if conversation_key is None else conversation_key
     if key is not None and not isinstance(key, str):
         raise ValueError(f"conversation_key must be a str, got {type(key).__name__}")
     if not conversations:
         kept.forget()
     ids = others.get("input_ids") if inputs is None else inputs
-    prompt = _one_row(ids, settings, others) if conversations and (one_user or key is not None) else None
-    taken, store = None, store_at(conversations_store)
+    prompt = _find_row(ids, settings, others) if conversations and (one_user or key is not None) else None
+    taken, store = None, find_store(conversations_store)
     if prompt is None:
         cache = QAdACache(model, **(cache_options or {}))
         rows, tokens = ids.shape[:2] if isinstance(ids, Tensor) and ids.dim() == 2 else (1, 0)
         rows *= max(settings.num_beams or 1, settings.num_return_sequences or 1)
     else:
         options = cache_options or {}
-        asked: dict[str, Any] = {"options": as_made(options) if store else options, "key": key}
+        asked: dict[str, Any] = {"options": keep_as_made(options) if store else options, "key": key}
         stored = Stored(store, model, prompt, **asked)
         taken = kept.take(model, prompt, limits=limits, stored=stored.tokens, **asked)
         if stored.tokens > taken.cache.get_seq_length():
             taken.cache = stored.restore(forget=kept.forget_one)
-            kept.restored(taken.cache.get_seq_length())
+            kept.count_restored(taken.cache.get_seq_length())
         cache, rows, tokens = taken.cache, 1, len(prompt) - taken.cache.get_seq_length()
         logger.info("%d of %d prompt tokens were kept from an earlier call", len(prompt) - tokens, len(prompt))
     at_once = min(tokens, settings.prefill_chunk_size or tokens)
     in_all = rows * (tokens + (settings.max_new_tokens or 0))
-    needed = needed_bytes(model, in_all, rows * at_once, cache.options.bulk_bits)
+    needed = estimate_bytes(model, in_all, rows * at_once, cache.options.bulk_bits)
     try:
         with reserve_memory(tokens, needed, forget=kept.forget_one):
             output = stock(**arguments | pass_cache(cache))
@@ -140,7 +140,7 @@ def generate(
     return output
 
 
-def _one_row(ids: Any, settings: GenerationConfig, others: Mapping[str, Any]) -> Tensor | None:
+def _find_row(ids: Any, settings: GenerationConfig, others: Mapping[str, Any]) -> Tensor | None:
     """The token ids `[tokens]` of a call with a cache that can be kept, on the host; None for other calls. `settings`
     are all that the call asks of generation, `others` its other arguments."""
     mask: Any = others.get("attention_mask")
@@ -174,13 +174,13 @@ def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
     code = "custom_generate"
     shutil.copytree(Path(FOLDER, code), target / code, ignore=shutil.ignore_patterns("__pycache__"))
     for file in sorted(source.iterdir()):
-        if file.suffix == ".json" and (kept := _without_code(file)) is not None:
+        if file.suffix == ".json" and (kept := _drop_code(file)) is not None:
             (target / file.name).write_text(json.dumps(kept, indent=2), encoding="utf-8")
         elif file.is_file() and not file.name.startswith(".") and file.suffix not in (".py", ".pyc", ".so"):
             (target / file.name).symlink_to(file)
 
 
-def _without_code(file: Path) -> Any:
+def _drop_code(file: Path) -> Any:
     """A config without `auto_map`, which names code: its folder's or any repository's of the Hub. None: it has none."""
     text = file.read_text(encoding="utf-8")
     try:

@@ -16,7 +16,7 @@ from ..attention import forward as attention
 from ..cache import QAdACache
 from ..models import identity
 from ..state.layer import QAdALayer
-from .memory import host_memory
+from .memory import find_host_memory
 
 CONVERSATIONS = 4  # kept of each model
 MEMORY = 0.25  # of the host's, that their caches may take
@@ -28,7 +28,7 @@ class Limits:
     """Limits of a model's conversations; ValueError, if one is of another type or out of its range."""
 
     conversations: int = CONVERSATIONS  # how many are kept, the one under way included
-    # Of their caches, on host and devices together: bytes (an int), or a share of `host_memory` (a float in [0, 1]).
+    # Of caches, on host and devices together: bytes (an int), or a share of `find_host_memory` (a float in [0, 1]).
     memory: int | float = MEMORY
     seconds: float = SECONDS  # since one was last used
 
@@ -44,7 +44,7 @@ class Limits:
     @property
     def bytes(self) -> int:
         """Bytes of memory for the caches."""
-        return self.memory if isinstance(self.memory, int) else int(self.memory * host_memory())
+        return self.memory if isinstance(self.memory, int) else int(self.memory * find_host_memory())
 
 
 @dataclass(eq=False)
@@ -58,7 +58,7 @@ class Conversation:
     bytes: int = 0
     used: float = 0.0  # when, by `time.monotonic`
 
-    def shared(self, prompt: Tensor) -> int:
+    def count_shared(self, prompt: Tensor) -> int:
         """Tokens of `prompt` that need not be read again if this cache is taken for it; 0 if it is not to be."""
         held = len(self.tokens)
         beginning = min(held, len(prompt) - 1)
@@ -101,7 +101,7 @@ class Conversations:
         terms = dict(options), identity.sample(model), key
         switched_on = attention.is_switched_on(model.config.get_text_config(decoder=True))
         with self._lock:
-            shared = {kept: kept.shared(prompt) for kept in self._kept if switched_on and kept.terms == terms}
+            shared = {kept: kept.count_shared(prompt) for kept in self._kept if switched_on and kept.terms == terms}
             length = max(shared.values(), default=0)
             length = length if length >= stored else 0
             taken = next(kept for kept in shared if shared[kept] == length) if length else None
@@ -116,7 +116,7 @@ class Conversations:
             taken.cache.crop(length - len(taken.tokens))
         return taken
 
-    def restored(self, tokens: int) -> None:
+    def count_restored(self, tokens: int) -> None:
         """Count a new one's cache that holds so many tokens from a store."""
         with self._lock:
             self._counters.update(restored=1, cached_tokens=tokens)
@@ -167,7 +167,7 @@ _of: "weakref.WeakKeyDictionary[PreTrainedModel, Conversations]" = weakref.WeakK
 _lock = threading.Lock()
 
 
-def conversations_of(model: PreTrainedModel) -> Conversations:
+def find_conversations(model: PreTrainedModel) -> Conversations:
     """This model's conversations; they are dropped with the model."""
     with _lock:
         return _of.setdefault(model, Conversations())
@@ -182,4 +182,4 @@ def counters(model: PreTrainedModel) -> dict[str, int]:
     evicted: conversations that went for want of room; expired: those that nobody had gone on with for too long.
     conversations: that are kept now; bytes: that these take.
     """
-    return conversations_of(model).counters()
+    return find_conversations(model).counters()

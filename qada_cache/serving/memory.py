@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil  # which accelerate requires
 from transformers import PreTrainedModel
 
-from ..models import sizes
+from ..models import read_sizes
 from ..sketch import MIN_TOKENS
 from ..sketch.coded import RecordLayout
 from ..state import BULK_BITS
@@ -28,17 +28,17 @@ _reserved: list[int] = []  # bytes, of the calls under way
 _lock = threading.Lock()
 
 
-def host_memory() -> int:
+def find_host_memory() -> int:
     """Bytes: the machine's, a control group's (a container's) or those of `ulimit -v`, whichever is least."""
-    return min(most for most, _ in _limits())
+    return min(most for most, _ in _read_limits())
 
 
-def memory_left() -> int:
+def find_memory_left() -> int:
     """Of them, bytes that this process may still take."""
-    return max(0, min(most - taken for most, taken in _limits()))
+    return max(0, min(most - taken for most, taken in _read_limits()))
 
 
-def _limits() -> Iterator[tuple[int, int]]:
+def _read_limits() -> Iterator[tuple[int, int]]:
     """Bytes that may be taken, and that are."""
     machine = psutil.virtual_memory()
     yield machine.total, machine.total - machine.available
@@ -48,20 +48,20 @@ def _limits() -> Iterator[tuple[int, int]]:
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         if soft != resource.RLIM_INFINITY:
             yield soft, psutil.Process().memory_info().vms
-    for line in _text(_GROUPS).splitlines():
+    for line in _read_text(_GROUPS).splitlines():
         _, hierarchy, path = line.split(":", 2)
         if hierarchy not in _FILES:
             continue
         limit, usage, cached = _FILES[hierarchy]
         own = _TREE / hierarchy / path.lstrip("/")
         for folder in (own, *own.parents[: len(Path(path).parts) - 1]):  # up to the tree's root, a container's own
-            most, taken = _text(folder / limit).strip(), _text(folder / usage).strip()
+            most, taken = _read_text(folder / limit).strip(), _read_text(folder / usage).strip()
             if most.isdigit() and taken.isdigit():
-                parts = dict(re.findall(r"(?m)^(\w+) (\d+)$", _text(folder / "memory.stat")))
+                parts = dict(re.findall(r"(?m)^(\w+) (\d+)$", _read_text(folder / "memory.stat")))
                 yield int(most), int(taken) - sum(int(parts.get(name, 0)) for name in cached)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """What a file of the system says, nothing if it is not there."""
     try:
         return path.read_text(encoding="ascii")
@@ -69,14 +69,14 @@ def _text(path: Path) -> str:
         return ""
 
 
-def needed_bytes(model: PreTrainedModel, tokens: int, at_once: int, bulk_bits: int = BULK_BITS) -> int:
+def estimate_bytes(model: PreTrainedModel, tokens: int, at_once: int, bulk_bits: int = BULK_BITS) -> int:
     """Host memory that `tokens` more tokens take at the peak, `at_once` of them read in one pass: roughly, rather more.
     It is every layer's keys and values, or records with the last tokens as they are, with a sketch and room to grow,
     and one layer's activations on the host."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "num_attention_heads", None) is None:  # states alone, which do not grow with a text
         return 0
-    layers, heads, kv_heads, dim = sizes(config)
+    layers, heads, kv_heads, dim = read_sizes(config)
     width = model.dtype.itemsize
     kept, records = 3.0 * dim * width, RecordLayout.from_bits(dim, dim, bulk_bits)  # of one KV head
     beside = 0.0 if records is None else min(tokens, MIN_TOKENS) * kept
@@ -98,7 +98,7 @@ def reserve_memory(tokens: int, needed: int, *, forget: Callable[[], int]) -> It
     """
     with _lock:
         # Measured anew after each: what a cache took need not have gone back to the system.
-        while (left := memory_left() - sum(_reserved)) < needed and forget():
+        while (left := find_memory_left() - sum(_reserved)) < needed and forget():
             pass
         if left < needed:
             raise MemoryError(

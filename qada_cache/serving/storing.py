@@ -14,25 +14,25 @@ from transformers.utils import logging
 
 from ..cache import QAdACache
 from ..prefix_store import PrefixStore
-from .memory import needed_bytes, reserve_memory
+from .memory import estimate_bytes, reserve_memory
 
 logger = logging.get_logger(__name__)
 
 Store = bool | str | os.PathLike | PrefixStore
 
 
-def store_at(store: Store) -> PrefixStore | None:
+def find_store(store: Store) -> PrefixStore | None:
     """The store that `conversations_store` names, the same one in every call; None: nothing is stored. A TypeError if
     it names none."""
     if isinstance(store, PrefixStore):
         return store
     if not isinstance(store, (bool, str, os.PathLike)):
         raise TypeError(f"conversations_store must be a bool, a folder or a PrefixStore, got {type(store).__name__}")
-    return _made(None if store is True else os.path.abspath(store)) if store else None
+    return _make(None if store is True else os.path.abspath(store)) if store else None
 
 
 @functools.lru_cache(maxsize=16)
-def _made(folder: str | None) -> PrefixStore:
+def _make(folder: str | None) -> PrefixStore:
     return PrefixStore(folder)
 
 
@@ -60,7 +60,7 @@ class Stored:
     def restore(self, *, forget: Callable[[], int]) -> QAdACache:
         """A cache with the stored tokens; `forget` is as for `reserve_memory`."""
         assert self._store is not None
-        with reserve_memory(self.tokens, needed_bytes(self._model, 2 * self.tokens, 0), forget=forget):
+        with reserve_memory(self.tokens, estimate_bytes(self._model, 2 * self.tokens, 0), forget=forget):
             return self._store.cache(self._model, self._prompt, key=self._key, **self._options)
 
     def keep(self, cache: QAdACache, tokens: Tensor) -> None:

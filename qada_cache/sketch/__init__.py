@@ -30,19 +30,19 @@ NEED_FALLS = math.exp(5)
 UNCODED = 2.0  # what the error of a channel without bits counts: unlike a quantizer's, neighbours share it
 
 
-def segments_of(length: int) -> int:
+def count_segments(length: int) -> int:
     """The number of segments of a bulk of `length` tokens. The last one has 128 to 639 tokens, all others 512."""
     return max(1, (length + SEGMENT_TOKENS - LAST_TOKENS) // SEGMENT_TOKENS)
 
 
-def closed_tokens(length: int) -> int:
+def count_closed(length: int) -> int:
     """Of a bulk of `length` tokens, those of segments that are coded for good: none, if it has no sketch."""
-    return segment_start(length) if length >= MIN_TOKENS else 0
+    return find_segment_start(length) if length >= MIN_TOKENS else 0
 
 
-def segment_start(length: int) -> int:
+def find_segment_start(length: int) -> int:
     """The first token of the last segment of a bulk of `length` tokens."""
-    return (segments_of(length) - 1) * SEGMENT_TOKENS
+    return (count_segments(length) - 1) * SEGMENT_TOKENS
 
 
 @dataclass(frozen=True)
@@ -92,22 +92,22 @@ class Layout:
         """Channels that have bits, a multiple of 8."""
         return len(self.bits)
 
-    def half_steps(self, device: torch.device) -> Tensor:
+    def find_half_steps(self, device: torch.device) -> Tensor:
         """float32 `[dim]`: of a channel of deviation 1, half a quantizer's step; 1 of channels without bits."""
-        return _by_channel(self, tuple(STEPS[bits] / 2 for bits in BITS), device)
+        return _spread(self, tuple(STEPS[bits] / 2 for bits in BITS), device)
 
-    def errors(self, device: torch.device) -> Tensor:
+    def find_errors(self, device: torch.device) -> Tensor:
         """float32 `[dim]`: squared error of a value, in units of its squared half step."""
-        return _by_channel(self, tuple(ERRORS[bits] / (STEPS[bits] / 2) ** 2 for bits in BITS), device)
+        return _spread(self, tuple(ERRORS[bits] / (STEPS[bits] / 2) ** 2 for bits in BITS), device)
 
-    def levels(self, device: torch.device) -> Tensor:
+    def find_levels(self, device: torch.device) -> Tensor:
         """float32 `[dim]`: the number of a value's levels; 1 of channels without bits."""
-        return _by_channel(self, tuple(2.0**bits for bits in BITS), device)
+        return _spread(self, tuple(2.0**bits for bits in BITS), device)
 
 
 @functools.cache
 @torch.inference_mode(False)  # tensors may be used outside of it as well
-def _by_channel(layout: Layout, values: tuple[float, ...], device: torch.device) -> Tensor:
+def _spread(layout: Layout, values: tuple[float, ...], device: torch.device) -> Tensor:
     """The value of each channel's bits, which are as in `BITS`; 1 for channels without bits."""
     channels = [values[BITS.index(bits)] for bits in layout.bits] + [1.0] * (layout.dim - layout.coded)
     return torch.tensor(channels, dtype=torch.float32, device="cpu").to(device)
@@ -121,13 +121,13 @@ def rotate(values: Tensor, block: int = BLOCK) -> Tensor:
         channels = values.shape[-1]
         together = math.gcd(channels, max(block, PRODUCT_CHANNELS))
         with torch.autocast("cpu", enabled=False):  # which rounds products
-            return torch.matmul(values.unflatten(-1, (-1, together)), _blocks(block, together)).flatten(-2)
+            return torch.matmul(values.unflatten(-1, (-1, together)), _make_blocks(block, together)).flatten(-2)
     return _rotate_in_steps(values, block)
 
 
 @functools.cache
 @torch.inference_mode(False)  # it may be used outside of it as well
-def _blocks(block: int, channels: int) -> Tensor:
+def _make_blocks(block: int, channels: int) -> Tensor:
     return _rotate_in_steps(torch.eye(channels, dtype=torch.float32, device="cpu"), block)
 
 
@@ -146,7 +146,7 @@ def pack(index: Tensor, layout: Layout) -> Tensor:
     channels = [words * WORD_BITS // bits for bits, words in zip(BITS, layout.words, strict=True)]
     parts = []
     for bits, words, values in zip(BITS, layout.words, index.to(torch.int32).mT.split(channels, dim=-2), strict=True):
-        held = values.unflatten(-2, (words, WORD_BITS // bits)) << _shifts(bits, index.device)
+        held = values.unflatten(-2, (words, WORD_BITS // bits)) << _make_shifts(bits, index.device)
         parts.append(held.sum(dim=-2, dtype=torch.int32))
     return torch.cat(parts, dim=-2)
 
@@ -155,12 +155,12 @@ def unpack(codes: Tensor, layout: Layout) -> Tensor:
     """Odd integers float32 `[..., tokens, coded]` of words int32 `[..., words, tokens]`."""
     parts = []
     for bits, words in zip(BITS, codes.split(layout.words, dim=-2), strict=True):
-        index = (words.unsqueeze(-2) >> _shifts(bits, codes.device)) & (2**bits - 1)
+        index = (words.unsqueeze(-2) >> _make_shifts(bits, codes.device)) & (2**bits - 1)
         parts.append((2 * index - (2**bits - 1)).flatten(-3, -2))
     return torch.cat(parts, dim=-2).mT.float()
 
 
-def _shifts(bits: int, device: torch.device) -> Tensor:
+def _make_shifts(bits: int, device: torch.device) -> Tensor:
     """int32 `[32 / bits, 1]`, of a word's values."""
     planes = torch.arange(8 // bits, dtype=torch.int32, device=device)[:, None] * bits
     return (planes + 8 * torch.arange(4, dtype=torch.int32, device=device)).flatten().unsqueeze(-1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import BLOCK, SEGMENT_TOKENS, WORD_BITS, Layout, pack, rotate, segment_start, segments_of, unpack
+from . import BLOCK, SEGMENT_TOKENS, WORD_BITS, Layout, count_segments, find_segment_start, pack, rotate, unpack
 
 QUERY_LEVELS = 127  # a rounded query's largest value
 MIN_PEAK = 1e-30  # of a rotated query, below which it is rounded to zeros: its inverse is finite in float32
@@ -24,7 +24,7 @@ MIN_VARIANCE = 1e-4  # likewise
 
 @dataclass(eq=False)
 class Sketch:
-    """The tensors of a sketch: `[batch, kv_heads, ...]`, or one head's; dtypes and shapes: `sketch_fields`."""
+    """The tensors of a sketch: `[batch, kv_heads, ...]`, or one head's; dtypes and shapes: `list_fields`."""
 
     codes: Tensor  # see `pack`
     scales: Tensor  # in units of the token's segment
@@ -39,7 +39,7 @@ class Sketch:
     slopes: Tensor  # the covariance of values and keys over the whole bulk, in units of:
     slope_units: Tensor  # of each channel of keys
 
-    def tensors(self) -> dict[str, Tensor]:
+    def to_tensors(self) -> dict[str, Tensor]:
         """Its tensors by name."""
         return dict(vars(self))
 
@@ -49,7 +49,7 @@ class Sketch:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Sketch":
         """One of tensors that `change` makes of its own."""
-        return Sketch(*map(change, self.tensors().values()))
+        return Sketch(*map(change, self.to_tensors().values()))
 
     @staticmethod
     def of(keys: Tensor, values: Tensor, energies: Tensor | None, layout: Layout) -> "Sketch":
@@ -59,7 +59,7 @@ class Sketch:
         keys, values = keys.float(), values.float()
         mean_key, mean = keys.mean(dim=-2, keepdim=True), values.mean(dim=-2)
         slopes = round_slopes(torch.matmul((values - mean.unsqueeze(-2)).mT, keys - mean_key) / tokens)
-        return Sketch(**made, **channel_means(made, layout, tokens), **slopes, mean_value=mean)
+        return Sketch(**made, **average_channels(made, layout, tokens), **slopes, mean_value=mean)
 
     @property
     def layout(self) -> Layout:
@@ -73,26 +73,26 @@ class Sketch:
         token = self.codes.shape[-2] * WORD_BITS // 8 + 1
         return token, (2 + 2 + self.order.element_size()) * dim + 4, 4 * (value_dim + 3 * dim) + dim * value_dim
 
-    def read_bytes(self, length: int) -> int:
+    def count_read_bytes(self, length: int) -> int:
         """Bytes that one head of a bulk of `length` tokens reads of it."""
         token, segment, head = self.byte_counts
-        return length * token + segments_of(length) * segment + head
+        return length * token + count_segments(length) * segment + head
 
 
-def order_dtype(dim: int) -> torch.dtype:
+def choose_order_dtype(dim: int) -> torch.dtype:
     """The smallest one of kernels that holds indices of `dim` channels."""
     return torch.uint8 if dim <= 256 else torch.int16
 
 
-def sketch_fields(dim: int, value_dim: int, words: int, capacity: int) -> dict[str, tuple[torch.dtype, tuple]]:
+def list_fields(dim: int, value_dim: int, words: int, capacity: int) -> dict[str, tuple[torch.dtype, tuple]]:
     """dtype and shape of each tensor of one head's `Sketch` of `words` a key, with room for `capacity` tokens."""
-    segments = segments_of(capacity) if capacity else 0
+    segments = count_segments(capacity) if capacity else 0
     return {
         "codes": (torch.int32, (words, capacity)),
         "scales": (torch.uint8, (capacity,)),
         "units": (torch.float32, (segments,)),
         "centres": (torch.bfloat16, (segments, dim)),
-        "order": (order_dtype(dim), (segments, dim)),
+        "order": (choose_order_dtype(dim), (segments, dim)),
         "weights": (torch.bfloat16, (segments, dim)),
         "mean_squares": (torch.float32, (segments,)),
         "noise": (torch.float32, (dim,)),
@@ -103,7 +103,7 @@ def sketch_fields(dim: int, value_dim: int, words: int, capacity: int) -> dict[s
     }
 
 
-def floored(values: Tensor, share: float) -> Tensor:
+def set_floor(values: Tensor, share: float) -> Tensor:
     """`values` `[..., dim]`, at least so much of their mean; 1 where all are 0."""
     at_least = values.clamp_min(share * values.mean(dim=-1, keepdim=True))
     return torch.where(at_least > 0, at_least, 1.0)
@@ -126,12 +126,12 @@ def quantize(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str,
     wide = keys.float()
     centre = wide.mean(dim=-2).to(torch.bfloat16)
     centred = wide - centre.float().unsqueeze(-2)
-    variances = floored(centred.square().mean(dim=-2), MIN_VARIANCE)
+    variances = set_floor(centred.square().mean(dim=-2), MIN_VARIANCE)
     energies = torch.ones_like(variances) if energies is None else energies.float().expand_as(variances)
-    energies = floored(energies, MIN_ENERGY)
+    energies = set_floor(energies, MIN_ENERGY)
     tiny = torch.finfo(torch.float32).tiny
     order = (energies * variances).argsort(dim=-1, descending=True, stable=True)
-    half_steps = layout.half_steps(keys.device)
+    half_steps = layout.find_half_steps(keys.device)
     weights = (variances.gather(-1, order).rsqrt() / half_steps).to(torch.bfloat16)
     # A rotated channel's error goes to all channels of its block alike.
     importance = energies.gather(-1, order) / weights.float().square()
@@ -139,7 +139,7 @@ def quantize(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str,
     coded = slice(layout.coded)
     index = order[..., None, coded].expand(*centred.shape[:-1], -1)
     rotated = rotate(centred.gather(-1, index) * weights[..., None, coded].float())
-    importance, half = importance[..., None, coded], layout.levels(keys.device)[coded] / 2
+    importance, half = importance[..., None, coded], layout.find_levels(keys.device)[coded] / 2
     scale = (rotated * half_steps[coded]).square().mean(dim=-1).sqrt()
     for _ in range(ROUNDINGS):  # each to the nearest levels, then the scale that leaves these the least error
         level = torch.floor(rotated / (2 * scale.unsqueeze(-1)).clamp_min(tiny)).clamp(-half, half - 1)
@@ -152,7 +152,7 @@ def quantize(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str,
         "scales": scales.to(torch.uint8),
         "units": unit,
         "centres": centre,
-        "order": order.to(order_dtype(layout.dim)),
+        "order": order.to(choose_order_dtype(layout.dim)),
         "weights": weights,
         "mean_squares": (scales * unit.unsqueeze(-1)).square().mean(dim=-1),
     }
@@ -162,7 +162,7 @@ def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout) -> 
     """As `quantize`, of whole segments, or of all tokens up to a bulk's last; all tokens side by side again. `energies`
     are of the leading dimensions and `[dim]`."""
     tokens = keys.shape[-2]
-    start = segment_start(tokens) if tokens % SEGMENT_TOKENS else tokens
+    start = find_segment_start(tokens) if tokens % SEGMENT_TOKENS else tokens
     parts = []
     for part, size in ((keys[..., :start, :], SEGMENT_TOKENS), (keys[..., start:, :], tokens - start)):
         if part.shape[-2]:
@@ -174,14 +174,14 @@ def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout) -> 
     return {name: torch.cat([part[name] for part in parts], dim=axes.get(name, -1)) for name in parts[0]}
 
 
-def channel_means(made: dict[str, Tensor], layout: Layout, length: int) -> dict[str, Tensor]:
+def average_channels(made: dict[str, Tensor], layout: Layout, length: int) -> dict[str, Tensor]:
     """`noise` and `variances` of a sketch of `length` tokens, from its tensors of segments, none of them unused."""
     count, device = made["units"].shape[-1], made["units"].device
     tokens = torch.full((count,), SEGMENT_TOKENS, dtype=torch.float32, device=device)
-    tokens[-1] = length - segment_start(length)
+    tokens[-1] = length - find_segment_start(length)
     share, square = tokens / length, made["weights"].float().square()
-    noise = layout.errors(device) / square * (made["mean_squares"] * share).unsqueeze(-1)  # [..., segments, dim]
-    variances = share.unsqueeze(-1) / (square * layout.half_steps(device).square())
+    noise = layout.find_errors(device) / square * (made["mean_squares"] * share).unsqueeze(-1)  # [..., segments, dim]
+    variances = share.unsqueeze(-1) / (square * layout.find_half_steps(device).square())
     order = made["order"].long()
     return {
         name: torch.zeros_like(ordered).scatter_(-1, order, ordered).sum(dim=-2)
@@ -189,18 +189,20 @@ def channel_means(made: dict[str, Tensor], layout: Layout, length: int) -> dict[
     }
 
 
-def estimated_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: float, expected: bool = True) -> Tensor:
+def estimate_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: float, expected: bool = True) -> Tensor:
     """What one head's `length` coded keys are expected to weigh, as scores `[queries, length]` float32.
 
     A score is off by a Gaussian of variance `sigma^2 = scaling^2 sum_i (q / w)_i^2 e_i^2 scale^2`, `e_i^2` the squared
-    error of a value (`Layout.errors`); the mean of its exponential is that of `score + sigma^2 / 2`, which is what is
-    returned. Without it, all that is far would seem lighter than it is. `query` is `[queries, dim]` float32. Without
-    `expected` it is the score alone, to which `coded.residual_scores` are added.
+    error of a value (`Layout.find_errors`); the mean of its exponential is that of `score + sigma^2 / 2`, which is what
+    is returned. Without it, all that is far would seem lighter than it is. `query` is `[queries, dim]` float32. Without
+    `expected` it is the score alone, to which `coded.score_residuals` are added.
     """
-    start, layout, count = segment_start(length), sketch.layout, segments_of(length)
+    start, layout, count = find_segment_start(length), sketch.layout, count_segments(length)
     order = sketch.order[:count, None].long().expand(-1, len(query), -1)
     weighed = query.expand_as(order).gather(-1, order) / sketch.weights[:count, None].float()  # q / w of every segment
-    spread = 0.5 * scaling**2 * torch.matmul(weighed.square(), layout.errors(query.device)).unsqueeze(-1) * expected
+    spread = (
+        0.5 * scaling**2 * torch.matmul(weighed.square(), layout.find_errors(query.device)).unsqueeze(-1) * expected
+    )
     rotated = rotate(weighed[..., : layout.coded])
     unit = rotated.abs().amax(dim=-1, keepdim=True).clamp_min(MIN_PEAK) / QUERY_LEVELS
     integers = torch.round(rotated / unit)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import SEGMENT_TOKENS, Layout, rotate, unpack
-from .codec import MIN_ENERGY, floored
+from .codec import MIN_ENERGY, set_floor
 
 RECORD_BITS = (8, 6, 5, 4, 3)  # of a value
 # By what is asked for, the bits of a key's residual and of a value: eval/results/rungs-*.csv. With the sketch a token
@@ -65,31 +65,31 @@ class RecordLayout:
 
 @dataclass(eq=False)
 class Records:
-    """The first `closed_tokens` of each row's bulk, for kernels."""
+    """The closed segments of each row's bulk, for kernels."""
 
     tensor: Tensor  # uint8 `[batch, kv_heads, capacity, size]`
     weights: Tensor  # `m`, float32 `[kv_heads, dim]`
     layout: RecordLayout
 
 
-def planes_of(bits: int) -> list[int]:
+def list_planes(bits: int) -> list[int]:
     """Bits of the planes of a value of `bits` bits, in their order."""
     return [plane for plane in (8, 4, 2, 1) if bits & plane]
 
 
-def block_of(dim: int) -> int:
+def find_block(dim: int) -> int:
     """Channels that are rotated together: the greatest power of two that divides `dim`."""
     return dim & -dim
 
 
-def query_weights(energies: Tensor | None, dim: int, device: torch.device) -> Tensor:
+def find_query_weights(energies: Tensor | None, dim: int, device: torch.device) -> Tensor:
     """`m` float32 `[..., dim]`, of the query energies `[..., dim]`; ones `[dim]` without them."""
     if energies is None:
         return torch.ones(dim, dtype=torch.float32, device=device)
-    return floored(energies.to(device, torch.float32), MIN_ENERGY).sqrt()
+    return set_floor(energies.to(device, torch.float32), MIN_ENERGY).sqrt()
 
 
-def predicted_keys(made: dict[str, Tensor], layout: Layout, of: Tensor | None = None) -> Tensor:
+def estimate_keys(made: dict[str, Tensor], layout: Layout, of: Tensor | None = None) -> Tensor:
     """`k_hat` float32 `[..., tokens, dim]`, of what `quantize_segments` returned for these tokens; or of any tokens, if
     `of`, int64 `[tokens]`, says which of the segments each is of."""
     tokens, count = made["scales"].shape[-1], made["units"].shape[-1]
@@ -113,8 +113,8 @@ def predicted_keys(made: dict[str, Tensor], layout: Layout, of: Tensor | None = 
 
 
 def turn(values: Tensor) -> Tensor:
-    """`R` of float32 `[..., channels]`, by blocks of `block_of` channels."""
-    return rotate(values, block_of(values.shape[-1]))
+    """`R` of float32 `[..., channels]`, by blocks of `find_block` channels."""
+    return rotate(values, find_block(values.shape[-1]))
 
 
 def code_tokens(keys: Tensor, values: Tensor, predicted: Tensor, weights: Tensor, layout: RecordLayout) -> Tensor:
@@ -144,7 +144,7 @@ def quantize_evenly(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def pack_planes(code: Tensor, bits: int) -> Tensor:
     """Bytes uint8 `[..., channels * bits / 8]` of codes uint8 `[..., channels]`."""
     parts, done = [], 0
-    for plane in planes_of(bits):
+    for plane in list_planes(bits):
         part = (code >> done & 2**plane - 1).contiguous().view(WIDE[plane])  # a number of what makes up a byte
         for doubling in range(part.element_size().bit_length() - 1):
             part = part | part >> ((8 - plane) << doubling)
@@ -157,59 +157,59 @@ def unpack_planes(packed: Tensor, bits: int) -> Tensor:
     """The inverse of `pack_planes`."""
     channels, done, start = packed.shape[-1] * 8 // bits, 0, 0
     code = torch.zeros(*packed.shape[:-1], channels, dtype=torch.uint8, device=packed.device)
-    for plane in planes_of(bits):
+    for plane in list_planes(bits):
         stop = start + channels * plane // 8
-        part = packed[..., start:stop, None] >> _shifts(plane, packed.device) & 2**plane - 1
+        part = packed[..., start:stop, None] >> _make_shifts(plane, packed.device) & 2**plane - 1
         code |= part.flatten(-2) << done
         done, start = done + plane, stop
     return code
 
 
-def _shifts(plane: int, device: torch.device) -> Tensor:
+def _make_shifts(plane: int, device: torch.device) -> Tensor:
     """uint8 `[8 / plane]`, of the values of a byte."""
     return torch.arange(0, 8, plane, dtype=torch.uint8, device=device)
 
 
-def _scales(records: Tensor) -> Tensor:
+def _read_scales(records: Tensor) -> Tensor:
     """Float32 `[..., tokens, 2]`: a key's, a value's."""
     return records[..., : 2 * SCALE.itemsize].contiguous().view(SCALE).float()
 
 
-def odd_keys(records: Tensor, layout: RecordLayout) -> Tensor:
+def unpack_keys(records: Tensor, layout: RecordLayout) -> Tensor:
     """Odd integers float32 `[..., tokens, dim]` of residuals."""
     start = 2 * SCALE.itemsize
-    return _odd(records[..., start : start + layout.key_bytes], layout.key_bits)
+    return _unpack(records[..., start : start + layout.key_bytes], layout.key_bits)
 
 
-def odd_values(records: Tensor, layout: RecordLayout) -> Tensor:
+def unpack_values(records: Tensor, layout: RecordLayout) -> Tensor:
     """Odd integers float32 `[..., tokens, value_dim]` of values."""
     start = 2 * SCALE.itemsize + layout.key_bytes
-    return _odd(records[..., start : start + layout.value_bytes], layout.value_bits)
+    return _unpack(records[..., start : start + layout.value_bytes], layout.value_bits)
 
 
-def _odd(packed: Tensor, bits: int) -> Tensor:
+def _unpack(packed: Tensor, bits: int) -> Tensor:
     return 2 * unpack_planes(packed, bits).float() - (2**bits - 1)
 
 
 def decode_keys(records: Tensor, predicted: Tensor, weights: Tensor, layout: RecordLayout) -> Tensor:
     """Float32 `[..., tokens, dim]`; `predicted` and `weights` as for `code_tokens`."""
-    turned = turn(_scales(records)[..., :1] * odd_keys(records, layout))
+    turned = turn(_read_scales(records)[..., :1] * unpack_keys(records, layout))
     return predicted + turned / weights.unsqueeze(-2)
 
 
 def decode_values(records: Tensor, layout: RecordLayout) -> Tensor:
     """Float32 `[..., tokens, value_dim]`."""
-    return turn(_scales(records)[..., 1:] * odd_values(records, layout))
+    return turn(_read_scales(records)[..., 1:] * unpack_values(records, layout))
 
 
-def residual_scores(query: Tensor, records: Tensor, weights: Tensor, layout: RecordLayout, scaling: float) -> Tensor:
+def score_residuals(query: Tensor, records: Tensor, weights: Tensor, layout: RecordLayout, scaling: float) -> Tensor:
     """What residuals add to the sketch's scores: float32 `[..., queries, tokens]` of a query `[..., queries, dim]`."""
     turned = turn(query.float() / weights.unsqueeze(-2))
-    return scaling * torch.matmul(turned, odd_keys(records, layout).mT) * _scales(records)[..., 0].unsqueeze(-2)
+    return scaling * torch.matmul(turned, unpack_keys(records, layout).mT) * _read_scales(records)[..., 0].unsqueeze(-2)
 
 
-def summed_values(shares: Tensor, records: Tensor, layout: RecordLayout) -> Tensor:
+def sum_values(shares: Tensor, records: Tensor, layout: RecordLayout) -> Tensor:
     """Float32 `[..., queries, value_dim]`: values times attention's `shares` `[..., queries, tokens]`, turned back
     once."""
-    weighed = shares * _scales(records)[..., 1].unsqueeze(-2)
-    return turn(torch.matmul(weighed, odd_values(records, layout)))
+    weighed = shares * _read_scales(records)[..., 1].unsqueeze(-2)
+    return turn(torch.matmul(weighed, unpack_values(records, layout)))

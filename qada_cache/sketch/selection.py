@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ..criterion import soft_cap
-from .codec import Sketch, estimated_scores
+from .codec import Sketch, estimate_scores
 
-UNRELIABLE, NOISE_SHARE = 4.0, 0.15  # nats, and a share: both have to be exceeded, see `unreliable`
+UNRELIABLE, NOISE_SHARE = 4.0, 0.15  # nats, and a share: both have to be exceeded, see `find_unreliable`
 HOPELESS = 4.0  # times `UNRELIABLE`, whatever the share
 # Of the estimated attention to unread tokens, as much counts: estimates err, and the unread are those that seem light.
 UNREAD_WEIGHT = 0.9
@@ -24,7 +24,7 @@ class Selection:
     tilt: Tensor  # how far the unread tokens' values lie from the mean value, in units of `scaling * slopes q`
 
 
-def unreliable(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
+def find_unreliable(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
     """The queries whose estimates are unreliable, so that they read all: bool `[batch, kv_heads, queries]`.
 
     Where scores lie far apart few tokens stand out, and what stands out of estimates may be nothing but their error.
@@ -44,7 +44,7 @@ def select_tokens(
     sketch: Sketch,  # one head's
     length: int,  # tokens of its bulk
     *,
-    log_buffer: Tensor,  # `log A_buffer`: float32 `[group, queries]`, log-sum-exp of scores over the local buffer
+    log_buffer: Tensor,  # `log A_buffer`: float32 `[group, queries]`, log-sum-exp of scores over the near buffer
     bulk_tokens: Tensor,  # `T_bulk`: int64 `[queries]`
     flags: Tensor,  # bool `[group, queries]`, the long-context heads
     scaling: float,  # as for `reference.partial_attention`
@@ -60,7 +60,7 @@ def select_tokens(
     `mean_value + Cov(v, s) (s - mean(s)) / Var(s)` with `Cov(v, s) = scaling slopes q`, and unread tokens have the mean
     score `sum exp(s) s / sum exp(s)`.
     """
-    uncapped = estimated_scores(query.flatten(0, 1).float(), sketch, length, scaling=scaling)
+    uncapped = estimate_scores(query.flatten(0, 1).float(), sketch, length, scaling=scaling)
     uncapped = uncapped.unflatten(0, query.shape[:2])  # which values follow
     scores = soft_cap(uncapped, softcap)
     log_all = torch.logaddexp(log_buffer, scores.logsumexp(dim=-1))
@@ -73,7 +73,7 @@ def select_tokens(
     return Selection(tokens, unread.logsumexp(dim=-1) + math.log(UNREAD_WEIGHT), tilt)
 
 
-def unread_value(query: Tensor, sketch: Sketch, tilt: Tensor, *, scaling: float) -> Tensor:
+def estimate_unread(query: Tensor, sketch: Sketch, tilt: Tensor, *, scaling: float) -> Tensor:
     """What stands for the values of one head's unread tokens: float32 `[..., value_dim]`, for a query `[..., dim]` and
     the tilt `[...]` of its `Selection`."""
     along = torch.matmul(query.float() * sketch.slope_units, sketch.slopes.float().mT)

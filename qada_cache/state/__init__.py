@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..criterion import CRITERIA, GROUP_RULES, StaticHeads
 from ..kernels import choice
 from ..key_moments import KeyMoments
-from ..key_moments.defaults import CURRENT, MomentsSource, sources
+from ..key_moments.defaults import CURRENT, MomentsSource, split_sources
 from ..models.sharding import UNSHARDED, HeadShard
 from ..sketch import MAX_BITS, MIN_BITS
 from ..sketch.coded import RUNGS
@@ -44,7 +44,7 @@ _COUNT = _Range(int, "an int", 0, inf, "not be negative")
 _FLAG = _Range(bool, "a bool", False, True, "")
 
 
-def _keyword(check: _Range | None = None, *, laid_out: bool = False, outputs: bool = True) -> dict[str, Any]:
+def _describe_keyword(check: _Range | None = None, *, laid_out: bool = False, outputs: bool = True) -> dict[str, Any]:
     """What is known of a keyword of `QAdACache`: whether tokens are laid out by it, whether outputs depend on it."""
     return {"check": check, "laid_out": laid_out, "outputs": outputs}
 
@@ -53,22 +53,22 @@ def _keyword(check: _Range | None = None, *, laid_out: bool = False, outputs: bo
 class Options:
     """Options of one cache; see `QAdACache` for their meaning and units, and for what is raised."""
 
-    threshold: float = field(metadata=_keyword(_SHARE))
-    sink_tokens: int = field(metadata=_keyword(_COUNT, laid_out=True))
-    local_tokens: int = field(metadata=_keyword(_COUNT, laid_out=True))
-    criterion: str | StaticHeads = field(metadata=_keyword())
-    update_moments: bool = field(metadata=_keyword(_FLAG))
-    offloading: bool = field(metadata=_keyword(_FLAG, laid_out=True, outputs=False))
-    group_rule: str = field(default="any", metadata=_keyword())
-    audit_every: int = field(default=0, metadata=_keyword(_COUNT, outputs=False))
-    device_budget: int | float | str = field(default=0, metadata=_keyword(laid_out=True, outputs=False))
-    kernels: str = field(default="auto", metadata=_keyword(outputs=False))
-    progress: bool = field(default=False, metadata=_keyword(_FLAG, outputs=False))
-    token_threshold: float = field(default=TOKEN_THRESHOLD, metadata=_keyword(_FINITE))
-    sketch_bits: float = field(default=SKETCH_BITS, metadata=_keyword(_BITS))
-    bulk_bits: int = field(default=BULK_BITS, metadata=_keyword(laid_out=True))
-    prefill_threshold: float = field(default=0.0, metadata=_keyword(_FINITE))
-    moments: MomentsSource = field(default=CURRENT, metadata=_keyword())  # as asked for
+    threshold: float = field(metadata=_describe_keyword(_SHARE))
+    sink_tokens: int = field(metadata=_describe_keyword(_COUNT, laid_out=True))
+    local_tokens: int = field(metadata=_describe_keyword(_COUNT, laid_out=True))
+    criterion: str | StaticHeads = field(metadata=_describe_keyword())
+    update_moments: bool = field(metadata=_describe_keyword(_FLAG))
+    offloading: bool = field(metadata=_describe_keyword(_FLAG, laid_out=True, outputs=False))
+    group_rule: str = field(default="any", metadata=_describe_keyword())
+    audit_every: int = field(default=0, metadata=_describe_keyword(_COUNT, outputs=False))
+    device_budget: int | float | str = field(default=0, metadata=_describe_keyword(laid_out=True, outputs=False))
+    kernels: str = field(default="auto", metadata=_describe_keyword(outputs=False))
+    progress: bool = field(default=False, metadata=_describe_keyword(_FLAG, outputs=False))
+    token_threshold: float = field(default=TOKEN_THRESHOLD, metadata=_describe_keyword(_FINITE))
+    sketch_bits: float = field(default=SKETCH_BITS, metadata=_describe_keyword(_BITS))
+    bulk_bits: int = field(default=BULK_BITS, metadata=_describe_keyword(laid_out=True))
+    prefill_threshold: float = field(default=0.0, metadata=_describe_keyword(_FINITE))
+    moments: MomentsSource = field(default=CURRENT, metadata=_describe_keyword())  # as asked for
     # No keywords but for the last: found by these and by the model.
     current_moments: bool = True  # whether these include the moments of the prompt being read
     other_moments: KeyMoments | None = None  # those of another prompt that they include
@@ -101,7 +101,7 @@ class Options:
             raise ValueError(f"bulk_bits must be {BULK_BITS} (as the model made it), 8 or 4, got {self.bulk_bits}")
         check_budget(self.device_budget)
         choice.resolve_kernels(self.kernels)
-        sources(self.moments)
+        split_sources(self.moments)
 
     def __deepcopy__(self, memo: dict) -> "Options":
         return self  # nothing in it ever changes, moments and tables of heads included
@@ -154,7 +154,7 @@ class ManagedModel:
 class Visit:
     """What one of transformers' linear layers has done in a pass."""
 
-    versions: dict[Hashable, int]  # of its states when the pass came to it (`watched._versions`)
+    versions: dict[Hashable, int]  # of its states when the pass came to it (`watched._count_writes`)
     calls: set[Hashable] = field(default_factory=set)
 
 

@@ -51,7 +51,7 @@ class Counters:
         before = getattr(self, name)
         setattr(self, name, sums if before is None else before.to(sums) + sums)
 
-    def on(self, device: torch.device, name: str) -> Tensor:
+    def find_on(self, device: torch.device, name: str) -> Tensor:
         """The counter `name`, one that kernels add to, int64 `[]` on `device`."""
         count = getattr(self, name)
         if not isinstance(count, Tensor) or count.device != device:

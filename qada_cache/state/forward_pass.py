@@ -46,14 +46,14 @@ class ForwardPass:
     def read_padding(
         self, padding: Padding, mask: Tensor | None, *, batch: int, seen: int, queries: int, first: bool
     ) -> tuple[Padding, Tensor | None, Tensor | None]:
-        """As `padding.after`. Every layer of a pass is handed the same mask: the first one reads it for all, and anew,
+        """As `padding.extend`. Every layer of a pass is handed the same mask: the first one reads it for all, and anew,
         as it may have been written to since the last pass."""
         if mask is None:
-            return padding.after(mask, batch=batch, seen=seen, queries=queries)
+            return padding.extend(mask, batch=batch, seen=seen, queries=queries)
         call = padding, batch, seen, queries
         found = {} if first else self._read.get(mask, {})
         if call not in found:
-            found[call] = padding.after(mask, batch=batch, seen=seen, queries=queries)
+            found[call] = padding.extend(mask, batch=batch, seen=seen, queries=queries)
             self._read[mask] = found
         return found[call]
 

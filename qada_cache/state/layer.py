@@ -15,7 +15,7 @@ from . import Options, Shared
 from .counters import Counters
 
 
-def _no_tensor(name: str) -> Any:
+def _make_no_tensor(name: str) -> Any:
     """The property `keys` or `values`, for code that takes a layer for transformers' own: None as long as it is empty.
     Later a single tensor would be a copy of the whole bulk on the device, without its padding."""
 
@@ -37,7 +37,7 @@ class QAdALayer(DynamicLayer):
     """One full-attention layer: its tokens, padding and counters. `update` only tags new tokens. The attention function
     (`attention/forward.py`) stores them: it has the queries, and the mask that tells real tokens from padding."""
 
-    keys, values = _no_tensor("keys"), _no_tensor("values")
+    keys, values = _make_no_tensor("keys"), _make_no_tensor("values")
 
     def __init__(self, shared: Shared, index: int, next_layer: "QAdALayer | None" = None) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class QAdALayer(DynamicLayer):
         options = self.options
         store.keep_moments(track=options.tracks_moments, update=options.update_moments)
         energies = options.query_energies
-        own = None if energies is None else self.shared.model.shard.own(energies[self.index])
+        own = None if energies is None else self.shared.model.shard.take_own(energies[self.index])
         store.keep_sketch(options.sketch_bits, own, select=options.selects_tokens)
 
     def is_audited(self) -> bool:
@@ -166,13 +166,13 @@ class QAdALayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` logical tokens of every row, as if they had never been seen."""
-        tokens = checked_crop(tokens_to_remove)
+        tokens = check_crop(tokens_to_remove)
         self.check_attended()
         if not tokens or not self.seen or self.store is None:
             return
         seen = max(self.seen + tokens, 0)
         padding = self.padding.crop(seen)
-        self.store.crop([seen - padded for padded in padding.counts(self.store.batch)])
+        self.store.crop([seen - padded for padded in padding.count_by_row(self.store.batch)])
         self.seen, self.padding = seen, padding
 
     def select_rows(self, index: list[int]) -> None:
@@ -181,7 +181,7 @@ class QAdALayer(DynamicLayer):
         if self.store is None or index == list(range(self.store.batch)):
             return
         if not index:  # as `DynamicCache` counts the tokens of no rows
-            self.lazy_initialization(self.store.local_keys[:0], self.store.local_values[:0])
+            self.lazy_initialization(self.store.near_keys[:0], self.store.near_values[:0])
             self.seen, self.padding = 0, NONE
             return
         self.store.select_rows(index)
@@ -201,10 +201,10 @@ class QAdALayer(DynamicLayer):
 
     def _select_by(self, verb: str, argument: Any) -> None:
         if self.store is not None and self.store.batch:
-            self.select_rows(selected_rows(verb, argument, self.store.batch))
+            self.select_rows(find_selected_rows(verb, argument, self.store.batch))
 
 
-def checked_crop(tokens_to_remove: Any) -> int:
+def check_crop(tokens_to_remove: Any) -> int:
     """The argument of `crop` as an int, 0 or negative: ValueError or TypeError otherwise."""
     tokens = operator.index(tokens_to_remove)  # assisted decoding of transformers 5.17 counts by a tensor
     if tokens > 0:
@@ -212,7 +212,7 @@ def checked_crop(tokens_to_remove: Any) -> int:
     return tokens
 
 
-def selected_rows(verb: str, argument: Any, rows: int) -> list[int]:
+def find_selected_rows(verb: str, argument: Any, rows: int) -> list[int]:
     """Of each row that this verb leaves, the old row: what `DynamicCache`, holding `rows` rows, makes of its argument.
     ValueError, where that fails, or has no rows as a result."""
     here = argument.cpu() if isinstance(argument, Tensor) else argument

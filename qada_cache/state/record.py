@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..files.private_map import PrivateMap
 from ..files.tensor_file import PaddedTensor
-from ..sketch import closed_tokens
+from ..sketch import count_closed
 from ..sketch.coded import RecordLayout
 from ..storage import PENDING_TOKENS
 from ..storage.coded_bulk import CodedBulk
@@ -21,8 +21,8 @@ from .layer import QAdALayer
 BULK = ("bulk_keys", "bulk_values")  # those beside a coded bulk's records
 RECORDS = "bulk_records"
 _SHAPES = {  # the same word is the same size wherever it stands
-    "local_keys": "batch kv_heads columns dim",
-    "local_values": "batch kv_heads columns value_dim",
+    "near_keys": "batch kv_heads columns dim",
+    "near_values": "batch kv_heads columns value_dim",
     "bulk_keys": "batch kv_heads room dim",
     "bulk_values": "batch kv_heads room value_dim",
     "mean": "batch kv_heads dim",
@@ -33,7 +33,7 @@ _SHAPES = {  # the same word is the same size wherever it stands
 _DTYPES = {"mean": torch.float32, "covariance": torch.float32, "local_heads": torch.int64, "local_groups": torch.int64}
 
 
-def layer_record(layer: QAdALayer) -> dict[str, Any]:
+def record_layer(layer: QAdALayer) -> dict[str, Any]:
     """Everything `restore_layer` needs. Unused room of buffers is left out. The bulk's tensors keep theirs, as they are
     used in the file itself, and other tokens may follow."""
     layer.check_attended()
@@ -52,7 +52,7 @@ def layer_record(layer: QAdALayer) -> dict[str, Any]:
         "seen": layer.seen,
         "padding": [(0, layer.padding.known)] if layer.padding.known.numel() else [],
         **layer.counters.record,
-        **{"local_keys": store.local_keys[:, :, used], "local_values": store.local_values[:, :, used]},
+        **{"near_keys": store.near_keys[:, :, used], "near_values": store.near_values[:, :, used]},
         **held,
         **{"lengths": store.lengths, "flushed": store.flushed, "stored": bulk.lengths, "decoded": store.decoded},
         **{"exact": store.exact, "alike": store.alike},
@@ -65,25 +65,25 @@ def layer_record(layer: QAdALayer) -> dict[str, Any]:
 
 
 def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap | None) -> None:
-    """The inverse of `layer_record`, for an empty layer; ValueError, if the record contradicts itself, or the cache's
+    """The inverse of `record_layer`, for an empty layer; ValueError, if the record contradicts itself, or the cache's
     options. `source` is the mapped file under the bulk's tensors, None if they are copies."""
     if not record:
         return
     try:
         padding = _check(layer, record)
-        layer.lazy_initialization(record["local_keys"], record["local_values"])
+        layer.lazy_initialization(record["near_keys"], record["near_values"])
         store = layer.store
         assert store is not None
-        columns = record["local_keys"].shape[2]
+        columns = record["near_keys"].shape[2]
         store.end = columns - store.sinks
         store.reserve(store.end)
-        store.local_keys[:, :, :columns] = record["local_keys"]
-        store.local_values[:, :, :columns] = record["local_values"]
+        store.near_keys[:, :, :columns] = record["near_keys"]
+        store.near_values[:, :, :columns] = record["near_values"]
         store.lengths, store.flushed, store.decoded = record["lengths"], record["flushed"], record["decoded"]
         store.exact, store.alike = record["exact"], record["alike"]
         bulk, (keys, values), stored = store.bulk, (record[name] for name in BULK), record["stored"]
         if isinstance(bulk, CodedBulk):
-            bulk.fill(source, (record[RECORDS],), list(map(closed_tokens, stored)))
+            bulk.fill(source, (record[RECORDS],), list(map(count_closed, stored)))
             bulk.put_beside(keys, values, stored)
         else:
             bulk.fill(source, (keys, values), stored)
@@ -106,7 +106,7 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     tracked = ("mean", "covariance") if options.tracks_moments else ()
     counted = [name for name in ("local_heads", "local_groups") if record[name] is not None]
     sizes = {"batch": len(lengths)}
-    for name in ("local_keys", "local_values", *BULK, *tracked, *counted):
+    for name in ("near_keys", "near_values", *BULK, *tracked, *counted):
         shape, axes, dtype = list(record[name].shape), _SHAPES[name].split(), record[name].dtype
         known = [sizes.get(axis, axis) for axis in axes]
         fits = len(shape) == len(axes)
@@ -119,7 +119,7 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
         known = [sizes["batch"], sizes["kv_heads"], *shape[2:3], layout.size]
         require(shape == known, f"records of shape {shape}", f"of shape {known} by the others")
         require(record[RECORDS].dtype == torch.uint8, f"records in {record[RECORDS].dtype}", "in torch.uint8")
-    for near, far in (("local_keys", "bulk_keys"), ("local_values", "bulk_values")):
+    for near, far in (("near_keys", "bulk_keys"), ("near_values", "bulk_values")):
         dtype = record[near].dtype
         require(dtype.is_floating_point, f"{near} in {dtype}", "of a floating dtype")
         require(record[far].dtype == dtype, f"{far} in {record[far].dtype}", f"in {dtype}, as {near}")
@@ -139,7 +139,7 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     most = window + max(window, PENDING_TOKENS)
     require(0 <= end <= most, f"{end} tokens beside {sinks} sinks", f"{most} at most")
     require(rows[2] == stored, f"{rows[2]} tokens in the bulk", f"{stored}, as {flushed} are flushed")
-    closed = [0 if layout is None else closed_tokens(length) for length in stored]
+    closed = [0 if layout is None else count_closed(length) for length in stored]
     beside, most = max(map(operator.sub, stored, closed), default=0), sizes["room"]
     require(beside <= most, f"{beside} tokens in the bulk", f"{most} at most")
     if layout is not None:
@@ -162,7 +162,7 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
         found = f"padding {valid.dtype} {list(valid.shape)} from {first} on"
         require(fits and valid.shape[1] <= seen, found, f"bool [{len(lengths)}, {seen} at most] from 0 on")
         padding = Padding(valid.cpu())
-    real = [seen - padded for padded in padding.counts(len(lengths))]
+    real = [seen - padded for padded in padding.count_by_row(len(lengths))]
     require(lengths == real, f"{lengths} tokens", f"{real}, of {seen} that were seen")
     exact, alike = record["exact"], record["alike"]
     fits = {*map(type, [*exact, *alike])} <= {int} and len(exact) == len(alike) == len(lengths)

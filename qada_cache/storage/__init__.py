@@ -14,7 +14,7 @@ from ..sketch.coded import RecordLayout
 from .bulk import GROWTH, Bulk
 from .bulk_sketch import BulkSketch
 from .coded_bulk import CodedBulk
-from .padding import real_tokens
+from .padding import find_real_tokens
 from .residents import Residents
 
 PENDING_TOKENS = 128  # tokens leave the device in chunks of about this many
@@ -61,19 +61,19 @@ class TokenStore:
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
             # `[batch, kv_heads, columns, dim]` and `value_dim`, sink columns first, then recent ones. Zeros, not empty:
             # masked columns meet a weight of 0, and 0 times garbage could be nan.
-            self.local_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
+            self.near_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
             # Of a dtype of their own: models under autocast may hand out float32 keys beside bfloat16 values.
-            self.local_values = self.local_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
+            self.near_values = self.near_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
         self.record_layout = RecordLayout.from_bits(keys.shape[3], values.shape[3], bulk_bits)
-        self.bulk = self._new_bulk(residents, layer)
+        self.bulk = self._make_bulk(residents, layer)
         # Of the keys in the bulk, None if not asked for. Frozen moments cover a prefix of it, but for `decoded` tokens.
         self.moments: RunningMoments | None = None
         self.update_moments = True  # False freezes them in `append`, so that only `absorb` adds to them
         self.selects = False  # whether tokens of the bulk are selected by its sketch
 
-    def _new_bulk(self, residents: Residents, layer: int) -> Bulk:
+    def _make_bulk(self, residents: Residents, layer: int) -> Bulk:
         make = Bulk if self.record_layout is None else partial(CodedBulk, layout=self.record_layout)
-        given = self.local_keys, self.local_values
+        given = self.near_keys, self.near_values
         return make(*given, offloading=self.offloading, residents=residents, layer=layer)
 
     @property
@@ -89,48 +89,48 @@ class TokenStore:
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         """The dtypes of keys and of values."""
-        return self.local_keys.dtype, self.local_values.dtype
+        return self.near_keys.dtype, self.near_values.dtype
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` recent tokens."""
-        columns = self.local_keys.shape[2]
+        columns = self.near_keys.shape[2]
         if self.sinks + tokens > columns:
             # A window may be much longer than the texts that are read.
             more = self.sinks + min(int(GROWTH * tokens), self.capacity) - columns
             with torch.inference_mode(False):  # as in __init__
-                self.local_keys = functional.pad(self.local_keys, (0, 0, 0, more))
-                self.local_values = functional.pad(self.local_values, (0, 0, 0, more))
+                self.near_keys = functional.pad(self.near_keys, (0, 0, 0, more))
+                self.near_values = functional.pad(self.near_values, (0, 0, 0, more))
 
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Add at most `window` recent tokens to every row; `valid` `[batch, tokens]` is None without padding."""
         tokens = keys.shape[2]
         if self.end + tokens > self.capacity:
             groups = self._group_rows(self.lengths, self.flushed)
-            self._set_recent(groups, [self._flush(rows, self._recent(rows), exact=False) for rows in groups])
+            self._set_recent(groups, [self._flush(rows, self._view_recent(rows), exact=False) for rows in groups])
         if valid is None:
             self.reserve(self.end + tokens)
             start = self.sinks + self.end
-            self.local_keys.narrow(2, start, tokens).copy_(keys)
-            self.local_values.narrow(2, start, tokens).copy_(values)
+            self.near_keys.narrow(2, start, tokens).copy_(keys)
+            self.near_values.narrow(2, start, tokens).copy_(values)
             self.end += tokens
         else:
-            groups = self._single_rows()
-            self._set_recent(groups, [self._extended(rows, (keys, values), valid) for rows in groups])
+            groups = self._list_rows()
+            self._set_recent(groups, [self._extend(rows, (keys, values), valid) for rows in groups])
         self._lengthen(tokens, valid, exact=False)
 
     def absorb(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Add any number of tokens: each row keeps its window, everything older is flushed at once."""
         self._catch_up(range(self.batch))
-        groups = self._group_rows(self.lengths, self.flushed) if valid is None else self._single_rows()
-        recents = [self._flush(rows, self._extended(rows, (keys, values), valid), exact=True) for rows in groups]
+        groups = self._group_rows(self.lengths, self.flushed) if valid is None else self._list_rows()
+        recents = [self._flush(rows, self._extend(rows, (keys, values), valid), exact=True) for rows in groups]
         self._set_recent(groups, recents)
         self._lengthen(keys.shape[2], valid, exact=True)
         self.decoded = False
 
-    def local_views(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
+    def view_near(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
         """Views of sinks and recent tokens of rows alike, `[rows, kv_heads, tokens, dim]` each."""
         sinks = slice(0, min(self.flushed[rows.start], self.sinks))
-        return [(self.local_keys[rows, :, sinks], self.local_values[rows, :, sinks]), self._recent(rows)]
+        return [(self.near_keys[rows, :, sinks], self.near_values[rows, :, sinks]), self._view_recent(rows)]
 
     def crop(self, lengths: list[int]) -> None:
         """Row `r` keeps its first `lengths[r]` tokens; the rest is as if it had never been seen, moments included."""
@@ -140,7 +140,9 @@ class TokenStore:
             self.end -= removed[0]
         else:  # the window reaches back into flushed tokens, or rows lose different numbers of tokens
             groups = self._group_rows(flushed, lengths, self.flushed, self.lengths)
-            self._set_recent(groups, [self.tokens(rows, flushed[rows.start], lengths[rows.start]) for rows in groups])
+            self._set_recent(
+                groups, [self.copy_tokens(rows, flushed[rows.start], lengths[rows.start]) for rows in groups]
+            )
         self.lengths, self.flushed = lengths, flushed
         self.exact, self.alike = (list(map(min, counts, lengths)) for counts in (self.exact, self.alike))
         stored = [max(gone - self.sinks, 0) for gone in flushed]
@@ -167,30 +169,30 @@ class TokenStore:
         if not track:
             self.moments = None
         elif self.moments is None:
-            batch, kv_heads, _, dim = self.local_keys.shape
+            batch, kv_heads, _, dim = self.near_keys.shape
             with torch.inference_mode(False):  # as in __init__
-                self.moments = RunningMoments(batch, kv_heads, dim, self.local_keys.device)
+                self.moments = RunningMoments(batch, kv_heads, dim, self.near_keys.device)
         if update or not frozen:
             self._catch_up(range(self.batch))
 
     def keep_sketch(self, bits: float, energies: Tensor | None, *, select: bool) -> None:
         """Keep a sketch with these `BulkSketch.energies`, as if from the start, to `select` tokens by, or because the
         bulk is coded behind it (then the one that is there stays); none for keys of no whole blocks."""
-        layout, kept = Layout.from_bits(self.local_keys.shape[3], bits), self.bulk.sketch
+        layout, kept = Layout.from_bits(self.near_keys.shape[3], bits), self.bulk.sketch
         if (coded := self.record_layout is not None) and energies is None:  # those that records lie behind are kept
-            energies = self.local_keys.new_ones(self.local_keys.shape[1], self.local_keys.shape[3]).float()
+            energies = self.near_keys.new_ones(self.near_keys.shape[1], self.near_keys.shape[3]).float()
         self.selects = select and layout is not None
         if layout is None or not (select or coded):
             self.bulk.sketch = None
         elif kept is None or not (coded or kept.matches(layout, energies)):
-            self.bulk.sketch = BulkSketch(self.local_keys, self.local_values, layout, energies)
-            for row in self._single_rows():
+            self.bulk.sketch = BulkSketch(self.near_keys, self.near_values, layout, energies)
+            for row in self._list_rows():
                 self.bulk.sketch.append_from(self.bulk, row)
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
     def select_rows(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
-        self.local_keys, self.local_values = self.local_keys[index], self.local_values[index]
+        self.near_keys, self.near_values = self.near_keys[index], self.near_values[index]
         self.bulk.select_rows(index)
         for known in (self.moments, self.bulk.sketch):
             if known is not None:
@@ -198,26 +200,26 @@ class TokenStore:
         counted = self.lengths, self.flushed, self.exact, self.alike
         self.lengths, self.flushed, self.exact, self.alike = ([counts[row] for row in index] for counts in counted)
         if max(map(sub, self.lengths, self.flushed), default=0) < self.end:  # rows with more recent tokens are gone
-            rows = self._single_rows()
-            self._set_recent(rows, [tuple(part.clone() for part in self._recent(row)) for row in rows])
+            rows = self._list_rows()
+            self._set_recent(rows, [tuple(part.clone() for part in self._view_recent(row)) for row in rows])
 
     @torch.inference_mode(False)  # as for select
     def move(self, device: torch.device) -> None:
         """Serve keys on another device (a loaded cache does not know where its model lives until it is used)."""
-        self.local_keys, self.local_values = self.local_keys.to(device), self.local_values.to(device)
+        self.near_keys, self.near_values = self.near_keys.to(device), self.near_values.to(device)
         old = self.bulk
-        self.bulk = self._new_bulk(old.residents.shared, old.residents.index)
+        self.bulk = self._make_bulk(old.residents.shared, old.residents.index)
         self.bulk.take(old)
         for known in (self.moments, self.bulk.sketch):
             if known is not None:
                 known.move(device)
 
-    def _single_rows(self) -> list[slice]:
+    def _list_rows(self) -> list[slice]:
         return [slice(row, row + 1) for row in range(self.batch)]
 
     def _group_rows(self, *per_row: list[int]) -> list[slice]:
         """Groups of rows that can be handled as one: all of them if these counts agree, else one by one."""
-        return [slice(0, self.batch)] if all(len(set(counts)) == 1 for counts in per_row) else self._single_rows()
+        return [slice(0, self.batch)] if all(len(set(counts)) == 1 for counts in per_row) else self._list_rows()
 
     def _catch_up(self, rows: Iterable[int]) -> None:
         """Add the bulk's missing tokens to the moments, before an exact call: those decoded under frozen moments."""
@@ -225,38 +227,38 @@ class TokenStore:
             return
         for row in rows:
             own = slice(row, row + 1)
-            for span in self.bulk.spans(row, self.moments.count[row], heads=self.local_keys.shape[1]):
+            for span in self.bulk.cut_spans(row, self.moments.count[row], heads=self.near_keys.shape[1]):
                 self.moments.update(own, self.bulk.read(own, slice(None), *span)[0])
 
     def _lengthen(self, tokens: int, valid: Tensor | None, *, exact: bool) -> None:
         new = [tokens] * self.batch if valid is None else valid.sum(dim=-1).tolist()
         before, self.lengths = self.lengths, [length + more for length, more in zip(self.lengths, new, strict=True)]
         for counts in (self.exact, self.alike) if exact else (self.alike,):
-            counts[:] = map(_grown, counts, before, self.lengths)
+            counts[:] = map(_grow, counts, before, self.lengths)
 
-    def _recent(self, rows: slice) -> tuple[Tensor, Tensor]:
+    def _view_recent(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Views of the recent tokens of rows alike."""
         stop = self.sinks + self.end
         start = stop - (self.lengths[rows.start] - self.flushed[rows.start])
-        return self.local_keys[rows, :, start:stop], self.local_values[rows, :, start:stop]
+        return self.near_keys[rows, :, start:stop], self.near_values[rows, :, start:stop]
 
-    def _extended(self, rows: slice, new: Pair, valid: Tensor | None) -> Pair:
+    def _extend(self, rows: slice, new: Pair, valid: Tensor | None) -> Pair:
         """The recent tokens of rows alike and the real ones of `new` behind them; no views of what is held."""
-        real = slice(None) if valid is None else real_tokens(valid, rows.start, new[0].device)
+        real = slice(None) if valid is None else find_real_tokens(valid, rows.start, new[0].device)
         new = tuple(part[rows][:, :, real] for part in new)
         if self.lengths[rows.start] == self.flushed[rows.start]:
             return new
-        return tuple(torch.cat(parts, dim=2) for parts in zip(self._recent(rows), new, strict=True))
+        return tuple(torch.cat(parts, dim=2) for parts in zip(self._view_recent(rows), new, strict=True))
 
-    def tokens(self, rows: slice, start: int, stop: int) -> Pair:
+    def copy_tokens(self, rows: slice, start: int, stop: int) -> Pair:
         """Copies of real tokens `start..stop` of rows alike, wherever they lie, on the compute device."""
         gone = self.flushed[rows.start]
         sinks, recent = slice(start, min(stop, gone, self.sinks)), slice(max(start - gone, 0), max(stop - gone, 0))
-        parts = [(self.local_keys[rows, :, sinks], self.local_values[rows, :, sinks])]
+        parts = [(self.near_keys[rows, :, sinks], self.near_values[rows, :, sinks])]
         first, last = max(start, self.sinks), min(stop, gone)
         if first < last:
             parts.append(self.bulk.read(rows, slice(None), first - self.sinks, last - self.sinks))
-        keys, values = self._recent(rows)
+        keys, values = self._view_recent(rows)
         parts.append((keys[:, :, recent], values[:, :, recent]))
         return tuple(torch.cat(each, dim=2) for each in zip(*parts, strict=True))
 
@@ -266,8 +268,8 @@ class TokenStore:
         self.reserve(self.end)
         stop = self.sinks + self.end
         for rows, (keys, values) in zip(groups, recents, strict=True):
-            self.local_keys[rows, :, stop - keys.shape[2] : stop] = keys
-            self.local_values[rows, :, stop - values.shape[2] : stop] = values
+            self.near_keys[rows, :, stop - keys.shape[2] : stop] = keys
+            self.near_values[rows, :, stop - values.shape[2] : stop] = values
 
     def _flush(self, rows: slice, recent: Pair, *, exact: bool) -> Pair:
         """Rows alike keep a window of these recent tokens, which is returned. Older ones go to the sinks until they are
@@ -275,8 +277,8 @@ class TokenStore:
         keys, values = recent
         older, gone = max(keys.shape[2] - self.window, 0), self.flushed[rows.start]
         missing = min(max(self.sinks - gone, 0), older)
-        self.local_keys[rows, :, gone : gone + missing] = keys[:, :, :missing]
-        self.local_values[rows, :, gone : gone + missing] = values[:, :, :missing]
+        self.near_keys[rows, :, gone : gone + missing] = keys[:, :, :missing]
+        self.near_values[rows, :, gone : gone + missing] = values[:, :, :missing]
         if older > missing:
             flushed = keys[:, :, missing:older], values[:, :, missing:older]
             if not exact:  # their columns are written over while they go to the host
@@ -292,6 +294,6 @@ class TokenStore:
         return keys[:, :, older:].clone(), values[:, :, older:].clone()
 
 
-def _grown(count: int, before: int, now: int) -> int:
+def _grow(count: int, before: int, now: int) -> int:
     """A count of a row's oldest tokens, of which there were `before`: it goes on if it was all of them."""
     return now if count == before else count

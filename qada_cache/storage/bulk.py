@@ -15,7 +15,7 @@ from ..sketch.coded import Records
 from . import transfers
 from .residents import ROOM, Head, LayerResidents, Residents
 from .row_tensors import RowTensors
-from .transfers import AsyncCopy, HostCopy, double_buffer, fetch, reader, send, wait_event
+from .transfers import AsyncCopy, HostCopy, double_buffer, fetch, find_reader, send, wait_event
 
 if TYPE_CHECKING:
     from .bulk_sketch import BulkSketch
@@ -90,7 +90,7 @@ class Bulk(RowTensors):
         twin.sketch, twin.beside = copy.deepcopy(self.sketch, memo), copy.deepcopy(self.beside, memo)
         twin.tensors = ()
         for old in self.tensors:
-            new = self._allocate(old, self.capacity) if twin.source is None else twin.source.same(old)
+            new = self._allocate(old, self.capacity) if twin.source is None else twin.source.find_same(old)
             for row, (same, length) in enumerate(zip(self.unwritten, self.stored, strict=True)):
                 new[row, :, same:length] = old[row, :, same:length]
             twin.tensors += (new,)
@@ -120,12 +120,12 @@ class Bulk(RowTensors):
         elif self.offloaded and self.device.type not in ("cpu", "cuda"):
             torch.accelerator.synchronize(self.device)
 
-    def in_place(self) -> tuple[Tensor, Tensor]:
+    def find_in_place(self) -> tuple[Tensor, Tensor]:
         """Keys and values where they lie, for a kernel that reads them there; it is made to wait for their copies."""
         self.prefetched.clear()  # a kernel has no use for early copies
         if self._written is not None and not self._written.query():
             wait_event(self._written, self.device)
-        self._reader = reader(self.device) if self.offloaded else None
+        self._reader = find_reader(self.device) if self.offloaded else None
         return self.keys, self.values
 
     def _set_lengths(self, lengths: list[int]) -> None:
@@ -172,7 +172,7 @@ class Bulk(RowTensors):
         if self.offloaded:
             capacity = -(-(need + 1) // GRANULE) * GRANULE
             sizes = [t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in self.tensors]
-            room = min(transfers.pinned_bytes(capacity * size) // size for size in sizes)
+            room = min(transfers.count_pinned(capacity * size) // size for size in sizes)
             capacity = room // GRANULE * GRANULE
         else:
             growths = math.ceil(math.log(tokens / GRANULE, self.growth) - share) + share
@@ -208,7 +208,7 @@ class Bulk(RowTensors):
     def fetch(self, head: Head, start: int, stop: int) -> AsyncCopy:
         """Start to copy tokens `start..stop` of one head of one row from the host to the device, as far as `tensors`
         have them; for `decode`, as what `gather` returns."""
-        at = (slice(head[0], head[0] + 1), slice(head[1], head[1] + 1), self.within(head[0], start, stop))
+        at = (slice(head[0], head[0] + 1), slice(head[1], head[1] + 1), self.clip_stored(head[0], start, stop))
         return fetch(tuple(tensor[at] for tensor in self.tensors), self.device, after=self._written)
 
     def gather(self, head: Head, index: Tensor) -> AsyncCopy:
@@ -224,7 +224,7 @@ class Bulk(RowTensors):
             found.append(torch.index_select(store[head], 0, selected, out=room)[None, None])
         return fetch(tuple(found), self.device, after=None)
 
-    def within(self, row: int, start: int, stop: int) -> slice:
+    def clip_stored(self, row: int, start: int, stop: int) -> slice:
         """Of a row's tokens `start..stop` those in `tensors`."""
         return slice(min(start, self.stored[row]), min(stop, self.stored[row]))
 
@@ -232,7 +232,7 @@ class Bulk(RowTensors):
         """Of a row's tokens `index`, ascending, those in `tensors`."""
         return index
 
-    def resident(self, head: Head) -> AsyncCopy | None:
+    def find_resident(self, head: Head) -> AsyncCopy | None:
         """What the device has of a head in `tensors`, if that is up to date."""
         return self.residents.get(head, self.stored)
 
@@ -246,7 +246,7 @@ class Bulk(RowTensors):
     def read(self, rows: slice, heads: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[rows, heads, stop - start, dim]` on the compute device, of rows of equal length: a view, or
         a copy if offloaded."""
-        here = self.within(rows.indices(len(self.stored))[0], start, stop)
+        here = self.clip_stored(rows.indices(len(self.stored))[0], start, stop)
         parts = tuple(tensor[rows, heads, here] for tensor in self.tensors)
         if self.offloaded:
             each = product(range(*rows.indices(len(self.stored))), range(*heads.indices(self.tensors[0].shape[1])))
@@ -255,7 +255,7 @@ class Bulk(RowTensors):
             parts = tuple(torch.cat(copy).view_as(part) for copy, part in zip(copies, parts, strict=True))
         return self.decode(rows, heads, (start, stop), parts)
 
-    def spans(self, row: int, start: int = 0, *, heads: int = 1) -> list[tuple[int, int]]:
+    def cut_spans(self, row: int, start: int = 0, *, heads: int = 1) -> list[tuple[int, int]]:
         """A row's tokens from `start` on, `(first, end)` each, so short that `heads` heads hold `STREAM_TOKENS`."""
         length, step = self.lengths[row], max(1, STREAM_TOKENS // heads)
         return [(first, min(first + step, length)) for first in range(start, length, step)]

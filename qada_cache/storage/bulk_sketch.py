@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..kernels.reference import without_autocast
-from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, segment_start, segments_of
-from ..sketch.codec import Sketch, channel_means, quantize_segments, round_slopes, sketch_fields
+from ..kernels.reference import suspend_autocast
+from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, count_segments, find_segment_start
+from ..sketch.codec import Sketch, average_channels, list_fields, quantize_segments, round_slopes
 from . import transfers
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ SEGMENTS = ("units", "centres", "order", "weights", "mean_squares")  # what ever
 CODED_AT_ONCE = 2048
 
 
-def _span(name: str, tensor: Tensor, start: int, stop: int) -> Tensor:
+def _view_span(name: str, tensor: Tensor, start: int, stop: int) -> Tensor:
     """A view of what belongs to tokens `start..stop`, whole segments of a bulk, of a sketch's tensor `[rows, kv_heads,
     ...]` that tokens or segments have."""
     if name in TOKENS:
         return tensor[..., start:stop]
-    return tensor[:, :, start // SEGMENT_TOKENS : segments_of(stop) if stop else 0]
+    return tensor[:, :, start // SEGMENT_TOKENS : count_segments(stop) if stop else 0]
 
 
 class BulkSketch:
@@ -49,7 +49,7 @@ class BulkSketch:
             self.mean_key = torch.zeros(*heads, dim, dtype=torch.float32, device=device)
             # Of the bulk's values and keys; the sketch's slopes round it.
             self.covariance = torch.zeros(*heads, value_dim, dim, dtype=torch.float32, device=device)
-            fields = sketch_fields(dim, value_dim, layout.count, capacity=0).items()
+            fields = list_fields(dim, value_dim, layout.count, capacity=0).items()
             made = {name: torch.zeros(*heads, *shape, dtype=dtype, device=device) for name, (dtype, shape) in fields}
             self.tensors = Sketch(**made)  # with room for at least as many tokens as the bulk holds
 
@@ -67,7 +67,7 @@ class BulkSketch:
     @property
     def nbytes(self) -> int:
         """Bytes that it takes on the device, unused capacity included."""
-        kept = (*self.tensors.tensors().values(), self.mean_key, self.covariance, self.energies)
+        kept = (*self.tensors.to_tensors().values(), self.mean_key, self.covariance, self.energies)
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     def append_from(self, bulk: "Bulk", rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
@@ -78,10 +78,13 @@ class BulkSketch:
         if length < MIN_TOKENS or length == known:
             return
         coded = bulk.stored[rows.start] if bulk.beside else 0
-        bulk.residents.shared.retried(partial(self._reserve, bulk.capacity + bulk.sketched_beside))
-        kept, last = self.tensors.tensors(), segment_start(length)
+        bulk.residents.shared.retry(partial(self._reserve, bulk.capacity + bulk.sketched_beside))
+        kept, last = self.tensors.to_tensors(), find_segment_start(length)
         # The open segment is coded again.
-        first, older = segment_start(known) if known else 0, length if newest is None else length - newest[0].shape[2]
+        first, older = (
+            find_segment_start(known) if known else 0,
+            length if newest is None else length - newest[0].shape[2],
+        )
         most = CODED_AT_ONCE if self.mean_key.device.type == "cpu" else 32 * CODED_AT_ONCE
         step = max(1, most // (SEGMENT_TOKENS * self.mean_key.shape[1])) * SEGMENT_TOKENS
         for start, stop in [*((start, min(start + step, last)) for start in range(first, last, step)), (last, length)]:
@@ -89,14 +92,14 @@ class BulkSketch:
                 keys, values = bulk.read(rows, slice(None), start, stop)
             else:
                 keys, values = (part[:, :, start - older : stop - older] for part in newest)
-            with without_autocast(keys.device):
+            with suspend_autocast(keys.device):
                 if stop > coded:
                     energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
                     made = quantize_segments(keys, energies, self.layout)
                     if stop <= last:
                         bulk.close(rows, keys, values, made)
                     for name in (*TOKENS, *SEGMENTS):
-                        _span(name, kept[name][rows], start, stop).copy_(made[name])
+                        _view_span(name, kept[name][rows], start, stop).copy_(made[name])
                 new = max(0, known - start)
                 if new < stop - start:
                     self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
@@ -110,25 +113,28 @@ class BulkSketch:
                 self.lengths[row] = 0
                 self.append_from(bulk, slice(row, row + 1))
 
-    def segment(self, row: int, index: int) -> dict[str, Tensor] | None:
+    def find_segment(self, row: int, index: int) -> dict[str, Tensor] | None:
         """What the row's closed segment `index` is coded as, `[kv_heads, ...]` by name; None if it is open, or not
         there."""
         start, own = index * SEGMENT_TOKENS, slice(row, row + 1)
-        if not self.lengths[row] or start >= segment_start(self.lengths[row]):
+        if not self.lengths[row] or start >= find_segment_start(self.lengths[row]):
             return None
-        kept = self.tensors.tensors()
-        return {name: _span(name, kept[name][own], start, start + SEGMENT_TOKENS)[0] for name in (*TOKENS, *SEGMENTS)}
+        kept = self.tensors.to_tensors()
+        return {
+            name: _view_span(name, kept[name][own], start, start + SEGMENT_TOKENS)[0] for name in (*TOKENS, *SEGMENTS)
+        }
 
     def adopt(self, bulk: "Bulk", row: int, segments: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take over a row's first segments, as `segment` gives them, while it has none; `append_from` does the rest."""
+        """Take over a row's first segments, as `find_segment` gives them, while it has none; `append_from` does the
+        rest."""
         tokens, own = len(segments) * SEGMENT_TOKENS, slice(row, row + 1)
-        bulk.residents.shared.retried(partial(self._reserve, bulk.capacity))
-        kept = self.tensors.tensors()
+        bulk.residents.shared.retry(partial(self._reserve, bulk.capacity))
+        kept = self.tensors.to_tensors()
         for index, segment in enumerate(segments):
             start = index * SEGMENT_TOKENS
             for name in (*TOKENS, *SEGMENTS):
-                _span(name, kept[name][own], start, start + SEGMENT_TOKENS).copy_(segment[name][None])
-        for first, end in bulk.spans(row, heads=self.mean_key.shape[1]):
+                _view_span(name, kept[name][own], start, start + SEGMENT_TOKENS).copy_(segment[name][None])
+        for first, end in bulk.cut_spans(row, heads=self.mean_key.shape[1]):
             if first < tokens:
                 self._correlate(own, *bulk.read(own, slice(None), first, min(end, tokens)), first)
         self.lengths[row] = tokens
@@ -136,19 +142,19 @@ class BulkSketch:
     def select_rows(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`."""
         self.lengths = [self.lengths[row] for row in index]
-        self._each(lambda tensor: tensor[index])
+        self._change(lambda tensor: tensor[index])
 
     def move(self, device: torch.device) -> None:
         """Serve another device."""
         self.energies = None if self.energies is None else self.energies.to(device)
-        self._each(lambda tensor: tensor.to(device))
+        self._change(lambda tensor: tensor.to(device))
 
     @property
     def record(self) -> dict[str, Any]:
         """What a file keeps, by name."""
-        kept, tokens = self.tensors.tensors(), max(self.lengths)
+        kept, tokens = self.tensors.to_tensors(), max(self.lengths)
         return {
-            **{name: _span(name, kept[name], 0, tokens) for name in (*TOKENS, *SEGMENTS)},
+            **{name: _view_span(name, kept[name], 0, tokens) for name in (*TOKENS, *SEGMENTS)},
             **{"mean_value": kept["mean_value"], "mean_key": self.mean_key, "value_key_covariance": self.covariance},
             **{"sketch_lengths": self.lengths, "query_energies": self.energies},
         }
@@ -180,9 +186,9 @@ class BulkSketch:
 
     def _derive(self, rows: slice, length: int) -> None:
         """What follows from the rest, for rows of equal length."""
-        kept = self.tensors.tensors()
-        used = {name: _span(name, kept[name][rows], 0, length) for name in SEGMENTS}
-        for name, part in (round_slopes(self.covariance[rows]) | channel_means(used, self.layout, length)).items():
+        kept = self.tensors.to_tensors()
+        used = {name: _view_span(name, kept[name][rows], 0, length) for name in SEGMENTS}
+        for name, part in (round_slopes(self.covariance[rows]) | average_channels(used, self.layout, length)).items():
             kept[name][rows] = part
 
     def _correlate(self, rows: slice, keys: Tensor, values: Tensor, before: int) -> None:
@@ -202,20 +208,20 @@ class BulkSketch:
         mean_value[rows] += off * (tokens / total)
 
     @torch.inference_mode(False)  # the new tensors are written to later, perhaps outside inference mode
-    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         self.tensors = self.tensors.map(change)
         self.mean_key, self.covariance = change(self.mean_key), change(self.covariance)
 
     @torch.inference_mode(False)  # as in __init__
     def _reserve(self, capacity: int) -> None:
         """Have room for so many tokens a row, as the bulk has."""
-        made, room = self.tensors.tensors(), self.tensors.scales.shape[2]
+        made, room = self.tensors.to_tensors(), self.tensors.scales.shape[2]
         if capacity <= room:
             return
         used = min(max(self.lengths), room)
-        fields = sketch_fields(self.layout.dim, made["mean_value"].shape[2], self.layout.count, capacity)
+        fields = list_fields(self.layout.dim, made["mean_value"].shape[2], self.layout.count, capacity)
         for name in (*TOKENS, *SEGMENTS):
             old, shape = made[name], (*made[name].shape[:2], *fields[name][1])
-            made[name] = transfers.empty(shape, old.dtype, old.device) if name in TOKENS else old.new_zeros(shape)
-            _span(name, made[name], 0, used).copy_(_span(name, old, 0, used))
+            made[name] = transfers.make_empty(shape, old.dtype, old.device) if name in TOKENS else old.new_zeros(shape)
+            _view_span(name, made[name], 0, used).copy_(_view_span(name, old, 0, used))
         self.tensors = Sketch(**made)

@@ -6,8 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sketch import LAST_TOKENS, SEGMENT_TOKENS, closed_tokens
-from ..sketch.coded import RecordLayout, Records, code_tokens, decode_keys, decode_values, predicted_keys, query_weights
+from ..sketch import LAST_TOKENS, SEGMENT_TOKENS, count_closed
+from ..sketch.coded import (
+    RecordLayout,
+    Records,
+    code_tokens,
+    decode_keys,
+    decode_values,
+    estimate_keys,
+    find_query_weights,
+)
 from .bulk import Bulk
 from .bulk_sketch import SEGMENTS, TOKENS
 
@@ -67,7 +75,7 @@ class CodedBulk(Bulk):
             return None
         energies = self.sketch.energies
         if self._known_weights is None or self._known_weights[0] is not energies:
-            weights = self._weights(slice(None)).expand(self.keys.shape[1], -1).contiguous()
+            weights = self._find_weights(slice(None)).expand(self.keys.shape[1], -1).contiguous()
             self._known_weights = energies, weights
         return Records(self.tensors[0], self._known_weights[1], self.layout)
 
@@ -83,7 +91,7 @@ class CodedBulk(Bulk):
         assert self.sketch is not None
         stored, before = self.stored[rows.start], self.lengths[rows.start]
         length = before + keys.shape[2]
-        closed = closed_tokens(length)
+        closed = count_closed(length)
         if closed > stored and before > stored:
             keys, values = (
                 torch.cat([held[rows, :, : before - stored], new], dim=2)
@@ -102,8 +110,8 @@ class CodedBulk(Bulk):
     def close(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
         """Code the segments that follow the records of rows alike, of which `quantize_segments` has `made` this."""
         assert self.sketch is not None
-        predicted = predicted_keys(made, self.sketch.layout)
-        self._store(rows, code_tokens(keys, values, predicted, self._weights(slice(None)), self.layout))
+        predicted = estimate_keys(made, self.sketch.layout)
+        self._store(rows, code_tokens(keys, values, predicted, self._find_weights(slice(None)), self.layout))
 
     def choose_stored(self, row: int, index: Tensor) -> Tensor:
         """As `Bulk`; reading their number waits for the device."""
@@ -122,7 +130,7 @@ class CodedBulk(Bulk):
             index = torch.arange(tokens[0], tokens[0] + count, device=self.device)
             beside = [held[rows, heads, start:stop] for held in self.beside]
         if count:
-            keys = decode_keys(records, self._predict(rows, heads, index), self._weights(heads), self.layout)
+            keys = decode_keys(records, self._predict(rows, heads, index), self._find_weights(heads), self.layout)
             parts.append([keys.to(self.keys.dtype), decode_values(records, self.layout).to(self.values.dtype)])
         if beside[0].shape[2] or not count:
             parts.append(beside)
@@ -131,7 +139,7 @@ class CodedBulk(Bulk):
 
     def truncate(self, lengths: list[int]) -> None:
         """As `Bulk`. What opens again is decoded by the sketch, which is to follow."""
-        closed = [min(closed_tokens(length), stored) for length, stored in zip(lengths, self.stored, strict=True)]
+        closed = [min(count_closed(length), stored) for length, stored in zip(lengths, self.stored, strict=True)]
         opened = {
             row: self.read(slice(row, row + 1), slice(None), first, length)
             for row, (first, length) in enumerate(zip(closed, lengths, strict=True))
@@ -162,19 +170,19 @@ class CodedBulk(Bulk):
         super()._set_lengths(lengths)
         self.lengths = ours
 
-    def _weights(self, heads: slice) -> Tensor:
-        """`m` `[heads, dim]` of `query_weights`, or `[dim]`."""
+    def _find_weights(self, heads: slice) -> Tensor:
+        """`m` `[heads, dim]` of `find_query_weights`, or `[dim]`."""
         assert self.sketch is not None
         energies = self.sketch.energies
-        return query_weights(None if energies is None else energies[heads], self.layout.dim, self.device)
+        return find_query_weights(None if energies is None else energies[heads], self.layout.dim, self.device)
 
     def _predict(self, rows: slice, heads: slice, index: Tensor) -> Tensor:
         """What the sketch says of keys: float32 `[rows, heads, tokens, dim]`."""
         assert self.sketch is not None
-        kept = self.sketch.tensors.tensors()
+        kept = self.sketch.tensors.to_tensors()
         made = {name: kept[name][rows, heads] for name in (*TOKENS, *SEGMENTS)}
         made |= {name: made[name][..., index] for name in TOKENS}
-        return predicted_keys(made, self.sketch.layout, of=index.div(SEGMENT_TOKENS, rounding_mode="floor"))
+        return estimate_keys(made, self.sketch.layout, of=index.div(SEGMENT_TOKENS, rounding_mode="floor"))
 
     @torch.inference_mode(False)  # as in `_allocate`
     def _fit_beside(self) -> None:

@@ -8,7 +8,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 COMPARED = 256  # queries whose masks are compared at once
 HIDDEN = -1e4  # what hides a token if it, or less, is added to its score
-# What `real_tokens` found, for the layers behind the first: a copy to the device is waited for. It goes with the flags.
+# What `find_real_tokens` found, for layers behind the first: a copy to the device is waited for. It goes with flags.
 _places: Any = WeakIdKeyDictionary()
 
 
@@ -24,7 +24,7 @@ class Padding:
         self._there = self.known  # on the device of masks
         self._next: tuple[Any, Padding] | None = None
 
-    def after(
+    def extend(
         self,
         mask: Tensor | None,  # as for `read_mask`
         *,
@@ -59,7 +59,7 @@ class Padding:
         return Padding(known), new, visible
 
     def _compare(self, mask: Tensor, batch: int, seen: int, queries: int) -> tuple[bool, Tensor, Tensor | None]:
-        """Whether a mask agrees with what is known, and what it says of new tokens, as `after` returns it; on its
+        """Whether a mask agrees with what is known, and what it says of new tokens, as `extend` returns it; on its
         device, but for one transfer."""
         past, width = seen - queries, self.known.shape[1]
         visible, biased = read_mask(mask, batch=batch, seen=seen, queries=queries)
@@ -92,21 +92,21 @@ class Padding:
 
     def crop(self, seen: int) -> "Padding":
         """The padding of the first `seen` tokens."""
-        return self if seen >= self.known.shape[1] else self._once((slice(None), slice(seen)))
+        return self if seen >= self.known.shape[1] else self._take((slice(None), slice(seen)))
 
-    def counts(self, batch: int) -> list[int]:
+    def count_by_row(self, batch: int) -> list[int]:
         """The number of padding tokens in each of `batch` rows."""
         return (~self.known).sum(dim=-1).expand(batch).tolist()
 
     def select_rows(self, index: list[int]) -> "Padding":
         """Row `i` becomes the old row `index[i]`."""
-        return self._once(index) if self.known.numel() else self
+        return self._take(index) if self.known.numel() else self
 
     def equals(self, other: "Padding") -> bool:
         """Whether both say the same."""
         return torch.equal(self.known, other.known)
 
-    def _once(self, index: Any) -> "Padding":
+    def _take(self, index: Any) -> "Padding":
         if self._next is None or self._next[0] != index:
             self._next = index, Padding(self.known[index])
         return self._next[1]
@@ -121,7 +121,7 @@ def read_mask(mask: Tensor, *, batch: int, seen: int, queries: int) -> tuple[Ten
 
     A mask is bool `[batch, seen]`, bool `[batch or 1, 1, queries, seen]` (True: attend) or the same shape in floating
     point, added to the scores (0: attend). ValueError, if it has another shape, or differs between heads. Other
-    arguments are as for `Padding.after`.
+    arguments are as for `Padding.extend`.
     """
     shape = list(mask.shape)
     if shape[0] not in (1, batch):
@@ -153,7 +153,7 @@ def _differs_from_causal(own: Tensor, real: Tensor) -> Tensor:
     return torch.stack(differs).any()
 
 
-def real_tokens(valid: Tensor, row: int, device: torch.device) -> slice | Tensor:
+def find_real_tokens(valid: Tensor, row: int, device: torch.device) -> slice | Tensor:
     """Which tokens of a row are real, from bool `[batch, tokens]` on the host, as an index for a tensor on `device`; a
     slice, which selects a view, if they are neighbours."""
     known = _places.setdefault(valid, {})

@@ -47,7 +47,7 @@ def read_parts(
                     run = list(indices)
                     yield _view(bulk, slice(row, row + 1), slice(run[0], run[-1] + 1), 0, bulk.lengths[row])
     elif not selecting or any(map(any, whole)):  # residents count the calls that ask for some
-        heads = _heads(bulk, whole)
+        heads = _find_heads(bulk, whole)
         prefetched, before = bulk.prefetched, {}
         if update_residency:
             before = bulk.residents.flag(heads)
@@ -67,23 +67,23 @@ def gather_parts(bulk: Bulk, wanted: Sequence[tuple[Head, Tensor]]) -> Iterator[
     """Some tokens of heads, int64 `[tokens]` on the device each, in this order. Offloaded, they are put together on the
     host, or on the device for heads that are there; the next ones are while these are on their way."""
 
-    def async_copies() -> Iterator[tuple[tuple[Head, Tensor, str], AsyncCopy]]:
+    def start_copies() -> Iterator[tuple[tuple[Head, Tensor, str], AsyncCopy]]:
         for head, tokens in wanted:
             stored = bulk.choose_stored(head[0], tokens)
-            if (resident := bulk.resident(head)) is None:
+            if (resident := bulk.find_resident(head)) is None:
                 yield (head, tokens, "bulk_read_bytes"), bulk.gather(head, stored)
             else:
                 found = AsyncCopy(tuple(part[:, :, stored] for part in resident.wait()))
                 yield (head, tokens, "resident_hit_bytes"), found
 
-    for (head, tokens, counted), tensors in double_buffer(async_copies()):
+    for (head, tokens, counted), tensors in double_buffer(start_copies()):
         yield _make_part(bulk, head, tokens, tensors, counted)
 
 
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
     """Everything that rows of equal length hold, for an exact call, in blocks of `bulk.STREAM_TOKENS` tokens: views of
     all heads, or of one head if the bulk is offloaded, so that they take little device memory."""
-    spans, heads = bulk.spans(rows.start), range(bulk.keys.shape[1])
+    spans, heads = bulk.cut_spans(rows.start), range(bulk.keys.shape[1])
     if not bulk.offloaded:
         yield from (_view(bulk, rows, slice(0, len(heads)), *span) for span in spans)
         return
@@ -97,13 +97,13 @@ def _bring(
 ) -> Iterator[tuple[Head, Span, tuple[Tensor, ...], str]]:
     """What the bulk stores of spans of heads, on the device, as `_make_part` takes it: of residents first, while others
     are being copied."""
-    held = {head: found for head, _ in wanted if (found := bulk.resident(head)) is not None}
+    held = {head: found for head, _ in wanted if (found := bulk.find_resident(head)) is not None}
     async_copies = double_buffer(
         ((head, span), prefetched.get(head) or bulk.fetch(head, *span)) for head, span in wanted if head not in held
     )
     for head, span in wanted:
         if head in held:
-            here = bulk.within(head[0], *span)
+            here = bulk.clip_stored(head[0], *span)
             yield head, span, tuple(part[:, :, here] for part in held[head].wait()), "resident_hit_bytes"
     for (head, span), tensors in async_copies:
         yield head, span, tensors, "" if head in prefetched else "bulk_read_bytes"
@@ -133,25 +133,25 @@ def update_residency(bulk: Bulk, flags: Tensor) -> int:
     bulk.flag_copies.append(HostCopy(flags))
     while bulk.flag_copies and (wanted := bulk.flag_copies[0].read()) is not None:
         bulk.flag_copies.popleft()
-        heads = _heads(bulk, wanted)
+        heads = _find_heads(bulk, wanted)
         before = bulk.residents.flag(heads)
         for head in heads:
             tokens = bulk.lengths[head[0]]
-            if bulk.resident(head) is None:
+            if bulk.find_resident(head) is None:
                 nbytes = bulk.stored_token_bytes * bulk.stored[head[0]]
                 fetch = functools.partial(bulk.fetch, head, 0, tokens)
                 moved += nbytes * bulk.residents.keep(head, nbytes, before[head], fetch)
     return moved
 
 
-def _heads(bulk: Bulk, wanted: list[list[bool]]) -> list[Head]:
+def _find_heads(bulk: Bulk, wanted: list[list[bool]]) -> list[Head]:
     """The wanted heads that have a bulk."""
     return [(row, head) for row, flags in enumerate(wanted) if bulk.lengths[row] for head, f in enumerate(flags) if f]
 
 
 def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> Part:
     keys, values = bulk.read(rows, heads, start, stop)
-    here, each = bulk.within(rows.start, start, stop), keys.shape[0] * keys.shape[1]
+    here, each = bulk.clip_stored(rows.start, start, stop), keys.shape[0] * keys.shape[1]
     stored = here.stop - here.start
     nbytes = each * (stored * bulk.stored_token_bytes + (stop - start - stored) * bulk.token_bytes)
     return Part(rows, heads, keys, values, bulk_read_bytes=nbytes)

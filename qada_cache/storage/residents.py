@@ -34,7 +34,7 @@ def check_budget(budget: int | float | str) -> None:
 
 
 @torch.inference_mode(False)  # the room is written to later, perhaps outside inference mode
-def _longer(old: AsyncCopy, *added: Tensor) -> AsyncCopy:
+def _lengthen(old: AsyncCopy, *added: Tensor) -> AsyncCopy:
     """One with these tokens as well, in the same memory if they fit."""
     there, room, known, tokens = old.wait(), old.room, old.tokens, old.tokens + added[0].shape[2]
     if not room or room[0].shape[2] < tokens:
@@ -56,12 +56,12 @@ class Residents:
         self._auto: dict[torch.device, int] = {}
         self._weakest: dict[torch.device, float] = {}  # no resident's score is below it, as scores only grow
 
-    def budget_bytes(self, device: torch.device) -> int:
+    def find_budget(self, device: torch.device) -> int:
         """The budget of `device`."""
         if isinstance(self.budget, int):
             return self.budget
         if isinstance(self.budget, float):
-            return int(self.budget * sum(layer.bulk_bytes for layer in self._layers_on(device)))
+            return int(self.budget * sum(layer.bulk_bytes for layer in self._list_layers(device)))
         if device not in self._auto:  # measured once, when the first head might stay: after prefill, as a rule
             backend = torch.get_device_module(device)
             if hasattr(backend, "mem_get_info"):  # accelerate would ask every device, and so take memory on all of them
@@ -77,8 +77,8 @@ class Residents:
         """Let go of residents on `device` until its budget has room for `nbytes` more, of a head of this score: the
         weakest first, flagged least often and least recently. Returns whether there is room; all of them stay if those
         with lower scores do not hold enough."""
-        layers = self._layers_on(device)
-        over = sum(layer.nbytes for layer in layers) + nbytes - self.budget_bytes(device)
+        layers = self._list_layers(device)
+        over = sum(layer.nbytes for layer in layers) + nbytes - self.find_budget(device)
         if over > 0:
             if score <= self._weakest.get(device, -math.inf):
                 return False
@@ -98,7 +98,7 @@ class Residents:
         self._weakest[device] = min(self._weakest.get(device, math.inf), score)
         return True
 
-    def retried(self, work: Callable[[], Any]) -> Any:
+    def retry(self, work: Callable[[], Any]) -> Any:
         """What `work` returns, done again without residents if device memory runs out."""
         try:
             return work()
@@ -110,7 +110,7 @@ class Residents:
                 layer.put(head, None)
         return work()  # not in the handler, whose traceback keeps what the first try held
 
-    def _layers_on(self, device: torch.device) -> list["LayerResidents"]:
+    def _list_layers(self, device: torch.device) -> list["LayerResidents"]:
         return [layer for layer in self.layers.values() if layer.device == device]
 
 
@@ -161,14 +161,14 @@ class LayerResidents:
         resident = self.held.get(head)
         return resident if resident is not None and resident.tokens == lengths[head[0]] else None
 
-    def resident_pointers(self, lengths: list[int]) -> Tensor:
+    def find_pointers(self, lengths: list[int]) -> Tensor:
         """Addresses of resident keys and values, or of records and 0, for kernels: int64 `[batch, kv_heads, 2]` on the
         device, 0 for a head without a resident of `lengths[row]` tokens. They are valid for work given to the device
         before anything here changes: memory freed later is used again after that work."""
         found = {
             head: (*(tensor.data_ptr() for tensor in resident.wait()), 0)[:2]
             for head, resident in self.held.items()
-            if 0 < resident.tokens == lengths[head[0]] and resident.ready()
+            if 0 < resident.tokens == lengths[head[0]] and resident.is_ready()
         }
         if self._pointers is None or self._pointers[0] != found:
             rows, kv_heads = range(len(self.scores)), range(len(self.scores[0]))
@@ -184,7 +184,7 @@ class LayerResidents:
                 self.put((row, head), None)
                 with contextlib.suppress(torch.OutOfMemoryError):  # dropped, as the host has it
                     new = (part[None, None, row - rows.start, head] for part in added)
-                    self.put((row, head), _longer(old, *new))
+                    self.put((row, head), _lengthen(old, *new))
         self.shared.make_room(self.device)
 
     def truncate(self, lengths: list[int]) -> None:

@@ -33,7 +33,7 @@ class RowTensors:
                     logger.warning_once(
                         f"the bulk lies in host memory that is not pinned, so that copies of it wait: {error}"
                     )
-            return transfers.empty(shape, like.dtype, transfers.HOST if self.offloaded else self.device)
+            return transfers.make_empty(shape, like.dtype, transfers.HOST if self.offloaded else self.device)
 
     @property
     def mappable(self) -> bool:
@@ -65,4 +65,4 @@ class RowTensors:
         """Bytes that `tensors` take, unused capacity included."""
         pinned = [self.offloaded and tensor.is_pinned() for tensor in self.tensors]
         sizes = [tensor.nbytes for tensor in self.tensors]
-        return sum(transfers.pinned_bytes(size) if block else size for size, block in zip(sizes, pinned, strict=True))
+        return sum(transfers.count_pinned(size) if block else size for size, block in zip(sizes, pinned, strict=True))

@@ -38,5 +38,5 @@ def move_to_shared_memory(bulks: Sequence[Bulk]) -> None:
             for held, start in zip(bulk.tensors, starts, strict=False):
                 target = content[start : start + held.nbytes].view(held.dtype).view(held.shape)
                 target[:, :, used] = held[:, :, used]
-                moved.append(source.tensor(start, held.shape, held.dtype))
+                moved.append(source.view_tensor(start, held.shape, held.dtype))
             bulk.adopt(source, *moved, lengths=bulk.stored)

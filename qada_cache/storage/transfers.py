@@ -28,7 +28,7 @@ HOST = torch.device("cpu")
 Name = TypeVar("Name")
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = HOST) -> Tensor:
+def make_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = HOST) -> Tensor:
     """As `torch.empty`, but large tensors on the CPU have mappings of their own, in huge pages where the system has
     them (Linux)."""
     size = math.prod(shape) * dtype.itemsize
@@ -47,25 +47,25 @@ def trim() -> None:
     A prompt's temporaries of up to 32 MiB come from malloc's heap, and what a layer keeps lies between them: the heap
     grew by 37 MiB a layer of 8,192 tokens, and stayed.
     """
-    if (release := _malloc_trim()) is not None:
+    if (release := _find_malloc_trim()) is not None:
         release(0)
 
 
 @functools.cache
-def _malloc_trim() -> Any:
+def _find_malloc_trim() -> Any:
     try:
         return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):  # another malloc; Windows
         return None
 
 
-def pinned_bytes(size: int) -> int:
+def count_pinned(size: int) -> int:
     """The block of `size` bytes that torch pins: a power of two (unless it is told otherwise)."""
     return 1 << (size - 1).bit_length()
 
 
 @functools.cache
-def _side_stream(device: torch.device, direction: str) -> Any:
+def _find_side_stream(device: torch.device, direction: str) -> Any:
     """The stream of a device on which copies in one direction ("in", "out") run; None where there is no such thing."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -86,7 +86,7 @@ class AsyncCopy:
         """How many it holds."""
         return self.tensors[0].shape[2]
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether they are there, so that nothing would have to wait."""
         return self._event is None or self._event.query()
 
@@ -109,7 +109,7 @@ def wait_event(event: Any, device: torch.device) -> None:
 def fetch(held: tuple[Tensor, ...], device: torch.device, *, after: Any = None) -> AsyncCopy:
     """Start to copy contiguous host tensors to `device`, after the event of `send` for the last copy into them; None:
     nothing is under way."""
-    side = _side_stream(device, "in")
+    side = _find_side_stream(device, "in")
     if side is not None and after is not None:
         side.wait_event(after)
     with torch.cuda.stream(side):  # None: as before
@@ -117,7 +117,7 @@ def fetch(held: tuple[Tensor, ...], device: torch.device, *, after: Any = None) 
     return AsyncCopy(tensors, None if side is None else side.record_event())
 
 
-def reader(device: torch.device) -> Any:
+def find_reader(device: torch.device) -> Any:
     """The stream that kernels read host memory on from now on; None where none does."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -163,7 +163,7 @@ def send(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Any:
     The sources may be freed at once. Returns an event for the end of the copies. None: they have ended, or on an
     accelerator other than CUDA will have after `torch.accelerator.synchronize`.
     """
-    side, sent = _side_stream(device, "out"), 0
+    side, sent = _find_side_stream(device, "out"), 0
     if side is not None:
         side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):  # None: as before

@@ -119,7 +119,7 @@ def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Pie
     """Measure every setting on `pieces`, two or more; choose one, and measure that again on `held_out`. The one chosen
     for a KL is tried in `FEWEST_BITS` where the default's are few, and has them if that is within the KL as well."""
 
-    def measured(
+    def measure_all(
         places: Sequence[Piece], settings: Sequence[Thresholds], what: str, bulk_bits: int | None = None
     ) -> list[Setting]:
         found = []
@@ -130,14 +130,14 @@ def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Pie
         every = zip(measured_as, zip(*found, strict=True), strict=True)
         return [summarize(thresholds, figures, bulk_bits) for thresholds, figures in every]
 
-    everything, *settings = measured(pieces, SETTINGS, "piece")
+    everything, *settings = measure_all(pieces, SETTINGS, "piece")
     chosen, again = budget.choose(settings), None
     if chosen is not None and (thresholds := chosen.thresholds) is not None:
         if budget.kl is not None and QAdACache(model).options.codes_tokens:
-            fewer = measured(pieces, [thresholds], f"{FEWEST_BITS} bits, piece", FEWEST_BITS)[1]
+            fewer = measure_all(pieces, [thresholds], f"{FEWEST_BITS} bits, piece", FEWEST_BITS)[1]
             settings.append(fewer)
             chosen = fewer if budget.is_within(fewer, "high") else chosen
-        again = measured(held_out, [thresholds], "held-out piece", chosen.bulk_bits)[1]
+        again = measure_all(held_out, [thresholds], "held-out piece", chosen.bulk_bits)[1]
     tokens, following = pieces[0].prompt.shape[1], pieces[0].following.shape[1]
     return Outcome(everything, settings, budget, chosen, again, len(pieces), len(held_out), tokens, following)
 
@@ -151,7 +151,7 @@ def keep(model: PreTrainedModel, outcome: Outcome) -> Path:
     return tuned_choice.keep(model, options, figures)
 
 
-def rows(outcome: Outcome) -> list[dict[str, str]]:
+def make_rows(outcome: Outcome) -> list[dict[str, str]]:
     """The curve as a table; its first row reads everything."""
     return [
         {
@@ -169,7 +169,7 @@ def rows(outcome: Outcome) -> list[dict[str, str]]:
     ]
 
 
-def sentences(outcome: Outcome) -> list[str]:
+def write_sentences(outcome: Outcome) -> list[str]:
     """Sentences on the measurement, the choice, and its confirmation by other text."""
     measured = (
         f"Means of {outcome.pieces} pieces of {outcome.tokens} tokens, over the {outcome.following} tokens after each. "

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import QAdACache
 from ..key_moments.prompts import knows
-from ..models import inputs_device
+from ..models import find_inputs_device
 from ..state import BULK_BITS
 from ..stats import CacheStats
 from ..tuned_choice import Thresholds
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     following: Tensor  # int64 `[1, tokens]`
 
 
-def default_text() -> str:
+def read_default_text() -> str:
     """The topics of Python's help: real prose that nearly every Python carries. ValueError, if this one does not."""
     try:
         from pydoc_data.topics import topics
@@ -59,7 +59,7 @@ def cut(text: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: in
     return [Piece(taken[:, :tokens], taken[:, tokens:]) for taken in cuts]
 
 
-def held_out(pieces: list[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
+def hold_out(pieces: list[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
     """The pieces in two parts: those to choose by, and `count` to confirm by, from all over the text."""
     places = {(index + 1) * len(pieces) // count - 1 for index in range(count)}
     apart = [piece for place, piece in enumerate(pieces) if place in places]
@@ -85,7 +85,7 @@ def measure(
     setting goes on from a copy of that state, a cache's default but for the setting. The following tokens are fed one
     by one: the queries of one call would share their reads.
     """
-    fed = torch.cat([piece.prompt[:, -1:], piece.following[:, :-1]], dim=1).to(inputs_device(model))
+    fed = torch.cat([piece.prompt[:, -1:], piece.following[:, :-1]], dim=1).to(find_inputs_device(model))
     exact, read = QAdACache(model, bulk_bits=BULK_BITS), QAdACache(model, bulk_bits=bulk_bits)
     _read(model, piece, exact)
     full, seconds = _decode(model, exact.fork(criterion="dense"), fed)
@@ -98,11 +98,11 @@ def measure(
     for setting in settings:
         cache = read.fork(**asdict(setting))
         logits, seconds = _decode(model, cache, fed)
-        yield Figures(*compared(full, logits), bytes_read(cache.stats(), model.dtype.itemsize), seconds)
+        yield Figures(*compare_logits(full, logits), count_bytes_read(cache.stats(), model.dtype.itemsize), seconds)
 
 
 def _read(model: PreTrainedModel, piece: Piece, cache: QAdACache) -> None:
-    ids = piece.prompt[:, :-1].to(inputs_device(model))
+    ids = piece.prompt[:, :-1].to(find_inputs_device(model))
     model(input_ids=ids, **pass_cache(cache), logits_to_keep=1)
 
 
@@ -116,7 +116,7 @@ def _decode(model: PreTrainedModel, cache: QAdACache, ids: Tensor) -> tuple[Tens
     return torch.cat(logits), median(seconds)
 
 
-def compared(full: Tensor, found: Tensor) -> tuple[float, float]:
+def compare_logits(full: Tensor, found: Tensor) -> tuple[float, float]:
     """`Figures.kl` and `Figures.top1` of logits `[tokens, vocabulary]`; computed in float64, one token at a time."""
     divergence = 0.0
     for one, other in zip(full, found, strict=True):  # a vocabulary in float64 takes a MiB a token
@@ -125,7 +125,7 @@ def compared(full: Tensor, found: Tensor) -> tuple[float, float]:
     return divergence / len(full), float((full.argmax(dim=-1) == found.argmax(dim=-1)).double().mean())
 
 
-def bytes_read(stats: CacheStats, value_bytes: int) -> float:
+def count_bytes_read(stats: CacheStats, value_bytes: int) -> float:
     """`Figures.bytes_read` of a cache whose values have so many bytes; ValueError, if it decided about nothing."""
     if not stats.dense_bulk_bytes:
         raise ValueError("a QAdACache reads nothing of this model's layers, so there is nothing to tune")

@@ -8,10 +8,10 @@ import torch
 
 from qada_cache import StaticHeads
 from qada_cache.criterion import (
+    decide_for_groups,
+    find_long_context,
     gaussian_log_bulk,
-    group_decision,
     logit,
-    long_context,
     score_moments,
 )
 
@@ -94,7 +94,7 @@ def test_decision_equals_reference(threshold: float) -> None:
             if 0 < threshold < 1 and abs(fraction - math.log(threshold)) < 1e-6:
                 continue
             local = reference.is_local(log_local=log_local, log_bulk=log_bulk, threshold=threshold)
-            found = long_context(torch.tensor(log_local), torch.tensor(log_bulk), logit(threshold))
+            found = find_long_context(torch.tensor(log_local), torch.tensor(log_bulk), logit(threshold))
             assert bool(found) is not local, (log_local, log_bulk)
             compared += 1
     assert compared >= 60
@@ -103,9 +103,9 @@ def test_decision_equals_reference(threshold: float) -> None:
 def test_decision_at_the_threshold() -> None:
     """A head whose share is exactly the threshold is local (the paper's >=)."""
     half = torch.tensor(2.0)
-    assert not long_context(half, half, logit(0.5))
-    assert long_context(half, half, logit(0.5 + 1e-6))
-    assert not long_context(half, half, logit(0.5 - 1e-6))
+    assert not find_long_context(half, half, logit(0.5))
+    assert find_long_context(half, half, logit(0.5 + 1e-6))
+    assert not find_long_context(half, half, logit(0.5 - 1e-6))
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
@@ -116,20 +116,20 @@ def test_decisions_of_random_heads(scale: float) -> None:
             not reference.is_local(log_local=local, log_bulk=bulk, threshold=threshold)
             for local, bulk in zip(log_local.tolist(), log_bulk.tolist(), strict=True)
         ]
-        assert long_context(log_local, log_bulk, logit(threshold)).tolist() == expected
+        assert find_long_context(log_local, log_bulk, logit(threshold)).tolist() == expected
         assert 10 < sum(expected) < 490
 
 
 @pytest.mark.parametrize(("threshold", "read"), [(0.0, False), (0.5, True), (1.0, True)])
 def test_an_estimate_that_is_no_number(threshold: float, read: bool) -> None:
-    assert bool(long_context(torch.tensor(2.0), torch.tensor(math.nan), logit(threshold))) is read
+    assert bool(find_long_context(torch.tensor(2.0), torch.tensor(math.nan), logit(threshold))) is read
 
 
 def test_group_rules() -> None:
     """Two groups of two heads, `[batch, kv_heads, group, queries]`; every query decides by itself."""
     flags = torch.tensor([[[[True, False], [False, False]], [[True, True], [True, False]]]])
-    assert group_decision(flags, "head") is flags
-    assert torch.equal(group_decision(flags, "any"), torch.tensor([[[[True, False]] * 2, [[True, True]] * 2]]))
+    assert decide_for_groups(flags, "head") is flags
+    assert torch.equal(decide_for_groups(flags, "any"), torch.tensor([[[[True, False]] * 2, [[True, True]] * 2]]))
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,8 @@ def test_kernel_of_parts_serves_tensors_that_agree_only() -> None:
 # Of what `Scene` says of a call, in each of the ways that a kernel would read something else or elsewhere.
 WRONG = {
     "query": [Tensor.double, lambda t: t[:, :, :, :16], lambda t: t[:-1], lambda t: t.repeat(1, 1, 2, 1)],
-    "local_keys": [Tensor.half, lambda t: t[..., :16], lambda t: t[:, :1], lambda t: t.to("meta"), lambda t: t[:-1]],
-    "local_values": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t.mT.contiguous().mT],
+    "near_keys": [Tensor.half, lambda t: t[..., :16], lambda t: t[:, :1], lambda t: t.to("meta"), lambda t: t[:-1]],
+    "near_values": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t.mT.contiguous().mT],
     "bulk_keys": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t[:-1], lambda t: t.to("meta")],
     "bulk_values": [Tensor.half, lambda t: t[..., :16], lambda t: t.mT.contiguous().mT],
     "log_bulk": [Tensor.double, lambda t: t[:-1], lambda t: t[:, :, :1], lambda t: t.to("meta")],
@@ -137,7 +137,7 @@ def test_an_error_names_the_tensor(change: dict[str, torch.dtype], found: str, w
 def test_other_strides_are_not_the_compiled_kernels() -> None:
     scene = Scene()
     given = scene.arguments("cpu") | scene.decision_arguments()
-    for name in ("local_keys", "bulk_values"):
+    for name in ("near_keys", "bulk_values"):
         shape = given[name].shape
         wrong = given | {name: torch.zeros(*shape[:2], 2 * shape[2], shape[3])[:, :, ::2]}
         with pytest.raises(ValueError, match="do not lie one after the other"):

@@ -227,7 +227,7 @@ def test_layers_of_two_head_sizes(how: str, tmp_path: Path) -> None:
     got = generate(model, ids, cache)
     assert torch.equal(got.sequences, wanted.sequences)
     assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-4
-    assert {tuple(cache.layers[index].store.local_keys.shape[1::2]) for index in (1, 3)} == {(1, 16)}
+    assert {tuple(cache.layers[index].store.near_keys.shape[1::2]) for index in (1, 3)} == {(1, 16)}
     adaptive = QAdACache(**given, threshold=0.2, moments=moments, group_rule="head", **SMALL)
     generate(model, ids, adaptive)
     assert 0 < adaptive.stats().sparsity < 1

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from qada_cache import QAdACache
 from qada_cache.state.layer import QAdALayer
-from qada_cache.stats import layer_bytes
+from qada_cache.stats import count_layer_bytes
 from qada_cache.versions import pass_cache
 
 _MAMBA = {"num_hidden_layers": 4, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
@@ -115,7 +115,7 @@ def test_stats_count_states(family: str) -> None:
                 *states[0].values(),
                 *states[1].values(),
             ]
-            assert layer_bytes(layer) == (sum(each.nbytes for each in held if each is not None), 0)
+            assert count_layer_bytes(layer) == (sum(each.nbytes for each in held if each is not None), 0)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

@@ -76,7 +76,7 @@ def test_does_not_depend_on_the_default_dtype(default: torch.dtype) -> None:
     inputs = Inputs(3)
     calls = [inputs(tokens) for tokens in (90, 1, 1)]
     expected = played(calls)[0]
-    sketch._by_channel.cache_clear()
+    sketch._spread.cache_clear()
     torch.set_default_dtype(default)
     try:
         outputs, store = played(calls)

@@ -15,7 +15,7 @@ from qada_cache.storage.bulk import Bulk
 
 @pytest.fixture
 def poison() -> Iterator[list[int]]:
-    """Uninitialised memory and truncated bulk tokens are nan; local buffers begin as large finite garbage.
+    """Uninitialised memory and truncated bulk tokens are nan; near buffers begin as large finite garbage.
 
     Finite, because a masked near column is multiplied by a weight of 0. Yields the shapes poisoned, so that a test
     can tell that something was.
@@ -38,8 +38,8 @@ def poison() -> Iterator[list[int]]:
 
     def poisoned_init(store: TokenStore, *args: Any, **kwargs: Any) -> None:
         initialise(store, *args, **kwargs)
-        store.local_keys.fill_(1e4)
-        store.local_values.fill_(-1e4)
+        store.near_keys.fill_(1e4)
+        store.near_values.fill_(-1e4)
 
     with (
         mock.patch.object(torch, "empty", lambda *args, **kwargs: fill(empty(*args, **kwargs))),

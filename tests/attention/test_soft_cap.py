@@ -14,7 +14,7 @@ from qada_cache import QAdACache
 from qada_cache.criterion import score_moments
 from qada_cache.kernels import partial_attention
 from qada_cache.sketch import Layout
-from qada_cache.sketch.codec import estimated_scores
+from qada_cache.sketch.codec import estimate_scores
 from qada_cache.sketch.selection import select_tokens
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.bulk_sketch import BulkSketch
@@ -75,7 +75,7 @@ def test_selection() -> None:
         token_threshold=2.0,
         softcap=SOFTCAP,
     )
-    estimates = estimated_scores(query[:, 0], sketch.tensors[0, 0], 1100, scaling=1.0).double()
+    estimates = estimate_scores(query[:, 0], sketch.tensors[0, 0], 1100, scaling=1.0).double()
     weights = capped(estimates).exp()
     total = weights.sum(dim=1) + log_buffer[:, 0].double().exp()
     selected = (weights / total[:, None] >= 2.0 / 1100).any(dim=0)

@@ -129,12 +129,12 @@ def test_launches_do_not_grow_with_the_context(
     monkeypatch.setenv("QADA_KERNELS", "torch")
     if not operators:
         monkeypatch.setattr(kernels, "OPERATORS", {})
-    kernels._operator.cache_clear()
+    kernels._choose_operator.cache_clear()
     model = tiny(max_position_embeddings=2**15, num_hidden_layers=1)
     options = {"threshold": 0.999999} | options
     with accelerator() if offloaded else nullcontext():
         short, long = (launches(model, tokens, **options) for tokens in (4096, 16384))
-    kernels._operator.cache_clear()
+    kernels._choose_operator.cache_clear()
     assert short == long
     assert ("aten._scaled_dot_product_flash_attention_for_cpu.default" in long) == (
         operators and "token_threshold" not in options
@@ -266,7 +266,7 @@ def test_masks_are_read_once_for_all_layers(act: Any, monkeypatch: pytest.Monkey
 def test_padding_changes_once_for_all_layers(change: Any) -> None:
     valid = torch.ones(ROWS, LONG, dtype=torch.bool)
     valid[1, :PADDED] = False
-    padding, *_ = NONE.after(valid, batch=ROWS, seen=LONG, queries=LONG)
+    padding, *_ = NONE.extend(valid, batch=ROWS, seen=LONG, queries=LONG)
     changed = change(padding)
     with Elements() as elements:
         assert change(padding) is changed
@@ -277,14 +277,14 @@ def test_only_new_tokens_come_to_the_host() -> None:
     """The rest of a mask is read where it lies, once; and a mask of other padding is still noticed."""
     valid = torch.ones(ROWS, LONG, dtype=torch.bool)
     valid[1, :PADDED] = False
-    padding, new, _ = NONE.after(valid, batch=ROWS, seen=LONG, queries=LONG)
+    padding, new, _ = NONE.extend(valid, batch=ROWS, seen=LONG, queries=LONG)
     assert torch.equal(new, valid)
     longer = torch.cat([valid, torch.ones(ROWS, 2, dtype=torch.bool)], dim=1)
     with Elements() as elements:
-        assert padding.after(longer, batch=ROWS, seen=LONG + 2, queries=2) == (padding, None, None)
+        assert padding.extend(longer, batch=ROWS, seen=LONG + 2, queries=2) == (padding, None, None)
     assert elements.read < ROWS * (LONG + 3 * PADDED) + 100
     for place in ((1, 3), (0, 300)):
         longer[place] = ~longer[place]
         with pytest.raises(ValueError, match="does not agree"):
-            padding.after(longer, batch=ROWS, seen=LONG + 2, queries=2)
+            padding.extend(longer, batch=ROWS, seen=LONG + 2, queries=2)
         longer[place] = ~longer[place]

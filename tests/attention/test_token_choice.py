@@ -79,12 +79,12 @@ def test_equals_float64(bits: float, energies: bool) -> None:
         query = call[2][row, 2 * kv : 2 * kv + 2, 0].double()
         coded: dict[str, Any] = {"query": query, "sketch": store.sketch.tensors[row, kv], "scaling": SCALING}
         found = estimates(**coded, length=length)
-        scores = SCALING * query @ store.local_keys[row, kv, near].double().mT
+        scores = SCALING * query @ store.near_keys[row, kv, near].double().mT
         shares = log_shares(estimates=found, log_buffer=scores.logsumexp(dim=1), bulk_tokens=store.lengths[row] - LOCAL)
         wanted = (shares >= 0).any(dim=0)
         rest, stead = unread(**coded, estimates=found, read=wanted)
         keys, values = (buffer[row, kv, :length][wanted].double() for buffer in (store.bulk.keys, store.bulk.values))
-        values = torch.cat([store.local_values[row, kv, near].double(), values])
+        values = torch.cat([store.near_values[row, kv, near].double(), values])
         for head in range(2):
             every = torch.cat([scores[head], SCALING * keys @ query[head], rest[head, None]])
             expected = every.softmax(dim=0) @ torch.cat([values, stead[head, None]])
@@ -135,7 +135,7 @@ def test_a_copy_has_residents_that_were_on_their_way() -> None:
         for first, end in ((0, 110), (110, 111)):
             model(ids[:, first:end], **pass_cache(cache))
         residents = [layer.store.bulk.residents for layer in cache.layers]
-        assert any(not resident.ready() for own in residents for resident in own.held.values())
+        assert any(not resident.is_ready() for own in residents for resident in own.held.values())
         twins = copy.deepcopy(cache), cache.fork()
         expected, *logits = (model(ids[:, 111:112], **pass_cache(one)).logits for one in (cache, *twins))
     for found in logits:
@@ -228,9 +228,9 @@ def test_stats_and_audit(monkeypatch: pytest.MonkeyPatch) -> None:
                 model(ids[:, token : token + 1], **pass_cache(cache))
         stats = cache.stats()
         store = cache.layers[0].store
-        head_bytes = 2 * store.local_keys.shape[3] * store.local_keys.element_size()
+        head_bytes = 2 * store.near_keys.shape[3] * store.near_keys.element_size()
         lengths = [120 + step for step in range(1, 11)]  # at most: some are pending still
-        heads = len(stats.layers) * 2 * store.local_keys.shape[1]
+        heads = len(stats.layers) * 2 * store.near_keys.shape[1]
         assert 0 < stats.dense_bulk_bytes <= heads * head_bytes * sum(lengths)
         # A word and a scale a token; a centre, an order, weights and a unit a segment; noise, variances, a mean value,
         # slopes and their units a head.

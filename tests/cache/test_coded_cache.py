@@ -20,7 +20,7 @@ from qada_cache.attention import support
 from qada_cache.files import private_map
 from qada_cache.kernels import choice, cpu
 from qada_cache.kernels.cpu import compiled_decode
-from qada_cache.serving.memory import needed_bytes
+from qada_cache.serving.memory import estimate_bytes
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.coded_bulk import CodedBulk
 from qada_cache.versions import pass_cache
@@ -73,7 +73,7 @@ def test_all_is_read_as_stored(bits: int) -> None:
         store = layer.store
         bulk = store.bulk.read(slice(0, 1), slice(None), 0, store.bulk.lengths[0])
         assert bulk[0].dtype == torch.float64
-        sinks, recent = store.local_views(slice(0, 1))
+        sinks, recent = store.view_near(slice(0, 1))
         stock.update(*(torch.cat(each, dim=2) for each in zip(sinks, bulk, recent, strict=True)), layer.index)
     given = ids[:, PROMPT:]
     wanted, found = follow(model, stock, given), follow(model, cache, given)
@@ -173,11 +173,11 @@ def test_residents_follow_a_segment_that_closes() -> None:
             model(prompt(600, seed=8)[0], **pass_cache(cache))
         bulk = cache.layers[0].store.bulk
         assert bulk.stored == [2048]
-        assert bulk.resident((0, 0)).tokens == 2048
+        assert bulk.find_resident((0, 0)).tokens == 2048
         bulk.synchronize()
-        assert torch.equal(bulk.resident((0, 0)).wait()[0], bulk.tensors[0][:1, :1, :2048])
+        assert torch.equal(bulk.find_resident((0, 0)).wait()[0], bulk.tensors[0][:1, :1, :2048])
         cache.crop(-1000)
-        assert bulk.resident((0, 0)).tokens == bulk.stored[0] == 1024
+        assert bulk.find_resident((0, 0)).tokens == bulk.stored[0] == 1024
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -225,7 +225,7 @@ def test_files(mmap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert sizes[4] < 0.42 * sizes[16]
 
 
-@pytest.mark.skipif(not choice._installed(), reason="needs triton")
+@pytest.mark.skipif(not choice._is_installed(), reason="needs triton")
 @pytest.mark.parametrize("options", [DENSE, SELECTING], ids=["dense", "selecting"])
 def test_a_fork_for_tritons_kernel_answers_like_torch(options: dict[str, Any]) -> None:
     """By Triton's interpreter."""
@@ -240,7 +240,7 @@ def test_a_fork_for_tritons_kernel_answers_like_torch(options: dict[str, Any]) -
     assert ours.sketch_read_bytes == theirs.sketch_read_bytes > 0
 
 
-@pytest.mark.skipif(not choice._installed(), reason="needs triton")
+@pytest.mark.skipif(not choice._is_installed(), reason="needs triton")
 def test_tritons_kernel_reads_resident_records() -> None:
     """Which have arrived, as calls by torch wait for them."""
     model, ids = tiny(num_hidden_layers=1), prompt(1203)[0]
@@ -313,9 +313,9 @@ def test_the_compiled_kernel_answers_like_torch(bits: int, options: dict[str, An
 def test_none_is_8_where_a_kernel_reads_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sketch in the metric of the queries, on a CPU."""
     model = tiny()
-    monkeypatch.setattr(support, "kept_energies", lambda *_: None)
+    monkeypatch.setattr(support, "find_energies", lambda *_: None)
     assert QAdACache(model, moments="current").options.bulk_bits == 16
-    monkeypatch.setattr(support, "kept_energies", lambda *_: torch.ones(2, 2, 8))
+    monkeypatch.setattr(support, "find_energies", lambda *_: torch.ones(2, 2, 8))
     for bits, options in (
         (8, {}),
         (16, {"kernels": "torch"}),
@@ -343,7 +343,7 @@ def test_none_is_8_where_a_kernel_reads_records(monkeypatch: pytest.MonkeyPatch)
 def test_where_no_kernel_decodes_none_is_16(
     family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(support, "kept_energies", lambda *_: torch.ones(2, 2, 8))
+    monkeypatch.setattr(support, "find_energies", lambda *_: torch.ones(2, 2, 8))
     assert QAdACache(tiny(family, **changes), moments="current", **SMALL).options.bulk_bits == 16
 
 
@@ -363,7 +363,7 @@ def test_a_crop_under_autocast_decodes_alike() -> None:
 
 @pytest.mark.usefixtures("default_bits")
 def test_without_a_compiler_none_is_16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "kept_energies", lambda *_: torch.ones(2, 2, 8))
+    monkeypatch.setattr(support, "find_energies", lambda *_: torch.ones(2, 2, 8))
     monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
     assert QAdACache(tiny(), moments="current").options.bulk_bits == 16
 
@@ -379,7 +379,7 @@ def test_stored_prompts_are_tokens_as_the_model_made_them(tmp_path: Path) -> Non
 def test_memory_that_a_call_is_expected_to_take() -> None:
     """Records and a sketch, and the last tokens as they are."""
     model = tiny(head_dim=64)
-    plain, coded = (needed_bytes(model, 100_000, 0, bits) for bits in (16, 4))
+    plain, coded = (estimate_bytes(model, 100_000, 0, bits) for bits in (16, 4))
     assert plain == 100_000 * 2 * 2 * 1.5 * 2 * 64 * 4
     assert 100_000 * 2 * 2 * (68 + 13) < coded < 0.25 * plain
-    assert needed_bytes(tiny(head_dim=12), 1000, 0, 4) == needed_bytes(tiny(head_dim=12), 1000, 0)
+    assert estimate_bytes(tiny(head_dim=12), 1000, 0, 4) == estimate_bytes(tiny(head_dim=12), 1000, 0)

@@ -54,7 +54,7 @@ def snapshot(cache: QAdACache) -> list[list[tuple[Tensor, Tensor]]]:
 
 
 def shares(cache: QAdACache) -> bool:
-    return any(bulk.source is not None for bulk in cache._bulks())
+    return any(bulk.source is not None for bulk in cache._list_bulks())
 
 
 @dataclass
@@ -166,7 +166,7 @@ class CopyMachine(RuleBasedStateMachine):
                 loaded.append(QAdACache.load(path, config=cache._shared.model.config))
         if deleted:
             path.unlink()
-        assert shares(loaded[1]) == any(bulk.stored_bytes for bulk in loaded[1]._bulks())
+        assert shares(loaded[1]) == any(bulk.stored_bytes for bulk in loaded[1]._list_bulks())
         self.family.append(Twins(loaded[1], loaded[0], twins.history))
 
     @precondition(lambda self: len(self.family) > 1)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from qada_cache import KeyMoments, QAdACache, StaticHeads, files, prepare
 from qada_cache.key_moments import defaults
-from qada_cache.lm_eval.scoring import padded
+from qada_cache.lm_eval.scoring import pad
 from qada_cache.profile import profile
 from qada_cache.tuned_choice import Thresholds
 from qada_cache.tuning.measuring import cut, measure
@@ -47,7 +47,7 @@ def both(use: Callable[[Given], Found], folder: Path) -> tuple[Found, Found]:
     own, and no moments of earlier ones."""
     found = []
     for device in ("meta", "cpu"):
-        shutil.rmtree(files.home() / defaults.FOLDER, ignore_errors=True)
+        shutil.rmtree(files.find_home() / defaults.FOLDER, ignore_errors=True)
         given = Given(tiny(), needle.load_model(), *prompt(90, 61), folder)
         with torch.device(device):
             found.append(use(given))
@@ -137,7 +137,7 @@ def commands(given: Given) -> Found:
         found += [figures.kl, figures.top1, figures.bytes_read]
     for each in profile(given.needles, pieces[0].prompt, new_tokens=3, chunk=512):
         found += [each.read_share, *each.layers, *(held for _, *held in each.tokens)]
-    return [*found, *padded([[1, 2], [3]], HOST, side="left")]
+    return [*found, *pad([[1, 2], [3]], HOST, side="left")]
 
 
 @pytest.mark.parametrize("use", [collected, commands])

@@ -166,7 +166,7 @@ def test_nothing_is_left_to_do(options: dict[str, Any], folder: Path, monkeypatc
 def test_gpus_are_prepared_for_the_models_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every device of the model, as caches will lie there."""
     built: dict[str, dict[str, Any]] = {}
-    monkeypatch.setattr(preparing, "inputs_device", lambda _: torch.device("cuda", 1))
+    monkeypatch.setattr(preparing, "find_inputs_device", lambda _: torch.device("cuda", 1))
 
     def build(device: torch.device, dtype: torch.dtype, shared: Shared, **sizes: Any) -> None:
         options = shared.options
@@ -193,7 +193,7 @@ def test_a_config_that_does_not_say_how_wide_keys_are(moments: str, monkeypatch:
     assert [(1, sizes["kv_heads"], sizes["dim"]) for sizes in built] == [seen]
 
 
-@pytest.mark.skipif(not choice._installed(), reason="needs triton")
+@pytest.mark.skipif(not choice._is_installed(), reason="needs triton")
 def test_triton_is_tried_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the trials that first steps would make, before there is a sketch and with it; here by Triton's interpreter."""
     from qada_cache.kernels.triton import kernels
@@ -239,8 +239,8 @@ def test_lm_eval_hands_its_tokenizer_on(tmp_path: Path, monkeypatch: pytest.Monk
     from qada_cache.lm_eval import QAdALM
 
     lm = QAdALM(readable_model(tmp_path).config._name_or_path, device="cpu", cache_moments="wiki")
-    assert used(lm._new_cache()) == "wiki"
+    assert used(lm._make_cache()) == "wiki"
     forbid(monkeypatch, defaults, "find_tokenizer")
     english = english_tokenizer()
     lm = QAdALM(tiny(vocab_size=len(english)), tokenizer=english, cache_moments="random-words")
-    assert used(lm._new_cache()) == "random-words"
+    assert used(lm._make_cache()) == "random-words"

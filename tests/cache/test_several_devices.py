@@ -65,7 +65,7 @@ def greedy(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, mask: Tenso
 
 
 def on_device(cache: QAdACache) -> list[str]:
-    return [str(layer.store.local_keys.device) for layer in cache.layers]
+    return [str(layer.store.near_keys.device) for layer in cache.layers]
 
 
 def same(

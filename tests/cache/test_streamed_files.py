@@ -62,7 +62,7 @@ def test_a_file_that_is_read_into_memory(why: str, tmp_path: Path, monkeypatch: 
 def test_saving_takes_no_second_copy(tmp_path: Path) -> None:
     """Neither in memory nor, for the room behind the tokens, on the disk."""
     cache, path = large(), tmp_path / "file"
-    whole, stored = cache.stats().host_bytes, sum(bulk.stored_bytes for bulk in cache._bulks())
+    whole, stored = cache.stats().host_bytes, sum(bulk.stored_bytes for bulk in cache._list_bulks())
     assert whole > stored + 2**20
     with peak_at_most(0.2 * stored):
         cache.save(path)
@@ -80,7 +80,7 @@ def test_nothing_but_tokens_is_written(tmp_path: Path) -> None:
     cache.crop(-300)
     cache.save(tmp_path / "file")
     tensors, _ = tensor_file.read(tmp_path / "file", "qada-cache")
-    for index, bulk in enumerate(cache._bulks()):
+    for index, bulk in enumerate(cache._list_bulks()):
         for name, held in (("keys", bulk.keys), ("values", bulk.values)):
             kept = tensors[f"layer {index}.bulk_{name}"]
             assert torch.equal(kept[:, :, : bulk.lengths[0]], held[:, :, : bulk.lengths[0]])
@@ -97,4 +97,4 @@ def test_the_bulk_is_not_sent_to_the_device_and_back(tmp_path: Path) -> None:
     decoded = cache_file._decode(state["layers"][1], tensors, torch.device("meta"))
     there = {name: value.device.type for name, value in decoded.items() if isinstance(value, torch.Tensor)}
     assert {name for name, place in there.items() if place == "cpu"} == {"bulk_keys", "bulk_values"}
-    assert there["local_keys"] == "meta"
+    assert there["near_keys"] == "meta"

@@ -67,8 +67,8 @@ def test_moments_are_placed_by_several_threads() -> None:
     def ask(index: int) -> None:
         for step in range(200):
             which = (index + step) % len(lengths)
-            ((found, _),) = moments.layer(0, [lengths[which]], device)
-            assert torch.equal(found[0], moments._layer_at(0, lengths[which])[0].float())
+            ((found, _),) = moments.find_layer(0, [lengths[which]], device)
+            assert torch.equal(found[0], moments._find_layer_at(0, lengths[which])[0].float())
             assert moments.device_bytes >= 0
 
     at_once(ask)

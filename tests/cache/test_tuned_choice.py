@@ -172,7 +172,7 @@ def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None
     """Another choice in the file, as whole as the one that was there."""
 
     def write(path: Path) -> None:
-        _, state = tensor_file.decoded(path.read_bytes(), tuned_choice.KIND, path)
+        _, state = tensor_file.decode(path.read_bytes(), tuned_choice.KIND, path)
         change(state)
         tensor_file.write(path, tuned_choice.KIND, {}, state)
 

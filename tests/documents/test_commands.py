@@ -19,7 +19,7 @@ from documents import DOCUMENTS, FENCED, ROOT, spans
 from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers.cli import transformers
 
-from qada_cache.key_moments.defaults import CURRENT, sources
+from qada_cache.key_moments.defaults import CURRENT, split_sources
 from qada_cache.key_moments.prompts import PROMPTS
 from qada_cache.serving import FOLDER
 
@@ -184,7 +184,7 @@ def test_tasks_and_moments_exist(all_tasks: Any) -> None:
     for command in called:
         assert not (unknown := set(values(command, "--tasks")) - known), f"{command}: {unknown}"
         for moments in values(command, "--moments"):
-            assert sources(moments)[1] in (None, *PROMPTS) or moments == CURRENT, command
+            assert split_sources(moments)[1] in (None, *PROMPTS) or moments == CURRENT, command
     assert sum(len(values(command, "--tasks")) for command in called) > 20
     named = {span for span in spans(DOCUMENTS["docs/lm-eval.md"]) if re.match(r"(qada|prose|long|needle)_\w+$", span)}
     assert len(named) > 12

@@ -16,8 +16,8 @@ from transformers import DynamicCache
 
 from eval import demo
 from eval.shared import conversation, tables
-from eval.shared.conversation import WITH_FACTS, Form, Told, converse, fitted
-from eval.shared.texts import Turn, plant, planted, reference
+from eval.shared.conversation import WITH_FACTS, Form, Told, converse, fit
+from eval.shared.texts import Turn, draw_facts, plant, read_reference
 from qada_cache import QAdACache
 
 NEEDLE = str(needle.FOLDER)
@@ -41,8 +41,8 @@ class Watched:
 def test_nothing_is_read_twice(template: str | None, kind: str, family: str) -> None:
     """The tokens that the model was given are the whole chat, each once, in order; all but the last one generated."""
     watched = Watched(family)
-    form, turns = Form(tokenizer(template=template), WITH_FACTS), [*planted(0)[:3], Turn("And this?")]
-    opening, _, _ = fitted(form, reference(), turns, tokens=700)
+    form, turns = Form(tokenizer(template=template), WITH_FACTS), [*draw_facts(0)[:3], Turn("And this?")]
+    opening, _, _ = fit(form, read_reference(), turns, tokens=700)
     cache = QAdACache(watched.model, moments="current") if kind == "qada" else DynamicCache(config=watched.model.config)
     told = converse(watched.model, form, opening, turns, cache, new_tokens=5)
     assert len(watched.read) == told.read == cache.get_seq_length()
@@ -62,20 +62,22 @@ def test_chat_is_what_the_template_makes() -> None:
     end = form.tokenizer.convert_tokens_to_ids("<|end|>")
     assert form.stop == [end]
     answer = form.tokenizer(" a. ").input_ids
-    parts = form.opening("A text.") + form.turn(turns[0], after=None) + answer
+    parts = form.make_opening("A text.") + form.make_turn(turns[0], after=None) + answer
     messages = [
         {"role": "user", "content": "Read this.\n\nA text.\n\nOne?"},
         {"role": "assistant", "content": "It is a. "},
         {"role": "user", "content": "Two?"},
     ]
     whole = form.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert form.tokenizer.decode(parts + form.turn(turns[1], after=answer[-1])) == whole
-    assert form.tokenizer.decode([*parts, end, *form.turn(turns[1], after=end)]) == whole  # ended by the model itself
+    assert form.tokenizer.decode(parts + form.make_turn(turns[1], after=answer[-1])) == whole
+    assert (
+        form.tokenizer.decode([*parts, end, *form.make_turn(turns[1], after=end)]) == whole
+    )  # ended by the model itself
 
 
 def test_without_a_template_questions_are_plain() -> None:
     form, turns = Form(tokenizer(template=None), "Read this."), [Turn("One?", begun="It is"), Turn("Two?")]
-    ids = form.opening("A text.") + form.turn(turns[0], after=None) + form.turn(turns[1], after=7)
+    ids = form.make_opening("A text.") + form.make_turn(turns[0], after=None) + form.make_turn(turns[1], after=7)
     assert form.tokenizer.decode(ids) == (
         "Read this.\n\nA text.\n\nQuestion: One?\nAnswer: It is\n\nQuestion: Two?\nAnswer:"
     )
@@ -83,31 +85,31 @@ def test_without_a_template_questions_are_plain() -> None:
 
 @pytest.mark.parametrize("tokens", [1500, 4000])
 def test_facts_are_in_the_text_and_the_text_fits(tokens: int) -> None:
-    form, turns = Form(tokenizer(), WITH_FACTS), planted(3)
-    opening, text, cut = fitted(form, reference(), turns, tokens=tokens)
+    form, turns = Form(tokenizer(), WITH_FACTS), draw_facts(3)
+    opening, text, cut = fit(form, read_reference(), turns, tokens=tokens)
     assert cut
     assert tokens - 120 < len(opening)  # words are cut whole, and lines of dashes are long ones
     assert len(opening) <= tokens
     assert text in form.tokenizer.decode(opening)
     for turn in turns:
-        first = form.token_of(turn.fact, opening)
+        first = form.find_token(turn.fact, opening)
         assert first is not None
         assert form.tokenizer.decode(opening[first:]).lstrip().startswith(turn.fact)
-    assert form.token_of("nothing of the kind", opening) is None
+    assert form.find_token("nothing of the kind", opening) is None
     places = [text.index(turn.fact) for turn in turns]
     assert places == sorted(places)
-    assert text.replace("\n", " ")[:100] == reference().replace("\n", " ")[:100]
-    assert planted(3) == turns != planted(4)
+    assert text.replace("\n", " ")[:100] == read_reference().replace("\n", " ")[:100]
+    assert draw_facts(3) == turns != draw_facts(4)
     assert all(turn.is_right(turn.fact) for turn in turns)
 
 
 def test_a_text_that_fits_is_not_cut() -> None:
-    opening, text, cut = fitted(Form(tokenizer(), ""), "All of it, every word.", [Turn("Why?")], tokens=300)
+    opening, text, cut = fit(Form(tokenizer(), ""), "All of it, every word.", [Turn("Why?")], tokens=300)
     assert text == "All of it, every word."
     assert not cut
     assert len(opening) < 300
     with pytest.raises(ValueError, match="leave no room for a document"):
-        fitted(Form(tokenizer(), ""), "All of it, every word.", [Turn("Why?")], tokens=10)
+        fit(Form(tokenizer(), ""), "All of it, every word.", [Turn("Why?")], tokens=10)
 
 
 def test_facts_go_between_paragraphs_sentences_or_words() -> None:
@@ -167,13 +169,13 @@ def test_status_says_whether_answers_were_lost(
     printed = capsys.readouterr().out
     assert ("FAILED: QAdACache missed 1 that DynamicCache answers:" in printed) == bool(status)
     assert max(map(len, printed.splitlines())) <= 120
-    facts = len(planted(2))
+    facts = len(draw_facts(2))
     rows = {row["method"]: row for row in tables.read(out)}
     for method, row in rows.items():
         missed = {index for index in wrong.get(method, ()) if index < facts}
         assert row["right"] == f"{facts - len(missed)}/{facts}"
     assert str(needle.FOLDER.parent) not in printed + out.read_text()  # no paths of the machine
-    for turn in planted(2):
+    for turn in draw_facts(2):
         assert turn.question in printed
         assert turn.fact in " ".join(printed.split())
 

@@ -106,7 +106,7 @@ def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert float(rows["QAdACache f=0.1"]["host_mib"]) > float(rows["DynamicCache"]["host_mib"]) == 0
 
     nothing = StaticHeads(torch.zeros(4, 4, dtype=torch.bool))
-    monkeypatch.setattr(benchmark, "flagged", lambda work, fraction: nothing)
+    monkeypatch.setattr(benchmark, "flag_heads", lambda work, fraction: nothing)
     with pytest.raises(RuntimeError, match=r"at f = 1 is off by .* of DynamicCache's logits"):
         benchmark.main(arguments)
 
@@ -196,9 +196,9 @@ def test_flagged_share_of_heads() -> None:
     from eval.shared.workloads import make_model
 
     model = make_model("tiny", dtype=torch.float32, device=torch.device("cpu"), positions=64)
-    work = workloads.random_work(model, tokens=10, batch=1, steps=1, warm_up=0, seed=0)
+    work = workloads.make_random_work(model, tokens=10, batch=1, steps=1, warm_up=0, seed=0)
     for fraction, count in ((0.0, 0), (0.1, 2), (0.34, 5), (1.0, 16)):
-        table = workloads.flagged(work, fraction).long_context
+        table = workloads.flag_heads(work, fraction).long_context
         assert int(table.sum()) == count
         assert int(table.sum(dim=1).max() - table.sum(dim=1).min()) <= 1
 
@@ -234,10 +234,10 @@ def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
 
     def spy(layer: Any, store: Any, query: Any, rows: Any) -> Any:
         bulk = [store.bulk.keys[0, :, : store.bulk.lengths[0]]]
-        recent = store.local_keys[0, :, store.sinks + store.end - (store.lengths[0] - store.flushed[0]) :]
+        recent = store.near_keys[0, :, store.sinks + store.end - (store.lengths[0] - store.flushed[0]) :]
         grouped_queries = query.states[0, :, 0].unflatten(0, (len(recent), -1))
         calls.append((layer.index, grouped_queries, bulk[0], recent[:, : store.lengths[0] - store.flushed[0]],
-                      store.local_keys[0, :, : store.sinks], query.scaling))  # fmt: skip
+                      store.near_keys[0, :, : store.sinks], query.scaling))  # fmt: skip
         return original(layer, store, query, rows)
 
     out = tmp_path / "heads.csv"

@@ -9,7 +9,7 @@ import torch
 
 from eval import gpu_plan
 from eval.shared.tables import read
-from eval.shared.workloads import fill, load, random_work
+from eval.shared.workloads import fill, load, make_random_work
 from qada_cache import QAdACache
 
 OPTIONS = ["--models", "tiny", "--tokens", "3000", "--batches", "1", "2", "--bus", "10", "--memory", "100"]
@@ -23,7 +23,7 @@ def test_bytes_are_those_of_a_cache(tmp_path: Path, capsys: pytest.CaptureFixtur
         *(f"QAdACache, offloading=True, device_budget={budget}" for budget in ("0", "0.25", "1")),
     ]  # fmt: skip
     model, _ = load("tiny", dtype=torch.bfloat16, device=torch.device("cpu"), positions=3000)
-    work = random_work(model, tokens=3000, batch=2, steps=1, warm_up=0, seed=0)
+    work = make_random_work(model, tokens=3000, batch=2, steps=1, warm_up=0, seed=0)
     cache = QAdACache(config=model.config, moments="current", offloading=True)
     stats = fill(cache, work).stats()
     dense, _, kept, offloaded, quarter, resident = (float(row["device_gib"]) for row in rows[6:])
@@ -55,4 +55,4 @@ def test_a_table_without_the_default(tmp_path: Path) -> None:
     table = tmp_path / "summary.csv"
     table.write_text("model,task,length,criterion,rule,threshold,read,bytes_read\nm,prose,3072,local,any,0.0,,0.0\n")
     with pytest.raises(ValueError, match=r"has no row of prose for the default, sketch of 1.5 bits, 4.4"):
-        gpu_plan.token_share(table)
+        gpu_plan.read_token_share(table)

@@ -40,7 +40,7 @@ def test_another_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     original = families.QAdACache
     monkeypatch.setattr(families, "QAdACache", wrong)
-    row = families.verdict("llama")
+    row = families.judge("llama")
     assert row["verdict"] == "differs"
     assert "of the largest logit" in row["words"]
 
@@ -51,7 +51,7 @@ def test_another_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_processes_that_hang_or_die(work: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families, "_work", work)
-    assert families.within(1, "llama")["words"] == words
+    assert families.judge_within(1, "llama")["words"] == words
 
 
 def test_wrong_types_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +62,7 @@ def test_wrong_types_are_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_latent_attention_is_latent() -> None:
     """A tiny config keeps what makes its type one of its own."""
-    config = families.tiny_config(families.CONFIG_MAPPING["deepseek_v3"])
+    config = families.make_tiny_config(families.CONFIG_MAPPING["deepseek_v3"])
     assert config.num_key_value_heads == config.num_attention_heads == 4
     assert config.kv_lora_rank < config.hidden_size
     assert torch.get_num_threads() == 1

@@ -25,8 +25,8 @@ import needle
 
 from eval import trials
 from eval.shared import peers
-from eval.shared.deciding import SPARE, Way, peer_ways
-from eval.shared.peers import AHEAD, METHODS, Prefilled, kept
+from eval.shared.deciding import SPARE, Way, list_peer_ways
+from eval.shared.peers import AHEAD, METHODS, Prefilled, choose_kept
 from eval.shared.texts import Document
 from qada_cache.versions import pass_cache
 
@@ -135,7 +135,7 @@ def test_kept_tokens_against_float64(method: str, model: PreTrainedModel, state:
         for kv_head in range(2):
             scores = getattr(slow, METHODS[method].__name__)(kv_head)
             for count in (70, 100, 200):
-                got = kept(method, layer, state.queries, stored.keys, stored.values, count)[0, kv_head]
+                got = choose_kept(method, layer, state.queries, stored.keys, stored.values, count)[0, kv_head]
                 wanted = scores.topk(count).indices.sort().values
                 assert got.tolist() == wanted.tolist()
 
@@ -151,14 +151,14 @@ def test_sinks_and_window_are_the_method_s(method: str, always: list[int], state
         loud = stored.keys.clone()
         loud[:, :, 99] = 40 * (state.queries.last[0].unflatten(1, (2, 2)).mean(dim=(2, 3)))
         loud[:, :, 99] += 40 * state.queries.mean[0].unflatten(1, (2, 2)).mean(dim=2)
-        found = kept(method, 0, state.queries, loud, stored.values, count)
+        found = choose_kept(method, 0, state.queries, loud, stored.values, count)
         assert all(wanted <= set(places) for places in found[0].tolist())
 
 
 def test_keydiff_keeps_what_differs_and_nothing_else(state: Prefilled) -> None:
     alike = torch.ones_like(state.cache.layers[0].keys)
     alike[:, :, [7, 150]] *= -2.0
-    assert kept("KeyDiff", 0, state.queries, alike, alike, 2).tolist() == [[[7, 150], [7, 150]]]
+    assert choose_kept("KeyDiff", 0, state.queries, alike, alike, 2).tolist() == [[[7, 150], [7, 150]]]
 
 
 ALL = [*(Way("evicted", read=f"{method}, 1.0") for method in METHODS), Way("quantized", read="16 bits")]
@@ -183,11 +183,11 @@ def test_all_is_full_attention(way: Way, question: int, model: PreTrainedModel, 
 def test_what_follows_attends_to_what_was_kept(model: PreTrainedModel, ids: Tensor, state: Prefilled) -> None:
     """Full attention to the whole text, of which the other tokens are masked, head by head."""
     way = Way("evicted", read="ExpectedAttention, 0.1")
-    cache = state.cache_of(way)
+    cache = state.make_cache(way)
     hidden = []
     for layer, stored in enumerate(state.cache.layers):
         assert cache.layers[layer].keys.shape[2] == state.count(0.1) == NEAR + 28
-        places = kept("ExpectedAttention", layer, state.queries, stored.keys, stored.values, state.count(0.1))
+        places = choose_kept("ExpectedAttention", layer, state.queries, stored.keys, stored.values, state.count(0.1))
         mask = torch.full((1, 2, TOKENS), -torch.inf).scatter_(2, places, 0.0)
         hidden.append(mask.repeat_interleave(2, dim=1).unsqueeze(2))
 
@@ -201,7 +201,7 @@ def test_what_follows_attends_to_what_was_kept(model: PreTrainedModel, ids: Tens
         patch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", masked)
         wanted = model(ids[:, TOKENS:], **pass_cache(copy.deepcopy(state.cache))).logits[0].log_softmax(dim=-1)
     torch.testing.assert_close(state.feed(cache, ids[:, TOKENS:]), wanted, rtol=0, atol=1e-4)
-    cache = state.cache_of(way)
+    cache = state.make_cache(way)
     one_by_one = [state.feed(cache, part, past) for past, part in enumerate(ids[:, TOKENS:].split(1, dim=1))]
     torch.testing.assert_close(torch.cat(one_by_one), wanted, rtol=0, atol=1e-4)
 
@@ -211,22 +211,22 @@ def test_quantizer(dim: int, size: int) -> None:
     """Every group's values are among its own 2^bits, evenly spaced from its least to its greatest, and the nearest."""
     values = torch.randn(1, 2, 5, dim, generator=torch.Generator().manual_seed(3)) * 3 + 1
     for bits in (2, 4):
-        found = peers.quantized(values, bits).view(-1, size)
+        found = peers.quantize(values, bits).view(-1, size)
         for group, got in zip(values.view(-1, size).double(), found, strict=True):
             levels = torch.linspace(0, 1, 2**bits).double() * (group.max() - group.min()) + group.min()
             nearest = levels[(group[:, None] - levels).abs().argmin(dim=1)]
             torch.testing.assert_close(got.double(), nearest, rtol=0, atol=1e-5)
     constant = torch.full((1, 1, 3, dim), 2.5)
-    assert torch.equal(peers.quantized(constant, 4), constant)
+    assert torch.equal(peers.quantize(constant, 4), constant)
 
 
 def test_bytes(state: Prefilled) -> None:
-    assert peers.share(4, 64) == (4 * 64 + 2 * 16) / (16 * 64) == 0.28125
-    assert peers.share(2, 128) == (2 * 64 + 2 * 16) / (16 * 64)
-    assert peers.share(4, 80) == (4 * 80 + 2 * 16) / (16 * 80)
-    assert state.bytes_read(Way("quantized", read="4 bits")) == peers.share(4, 8)
-    assert state.bytes_read(Way("evicted", read="TOVA, 0.05")) == 14 / 280
-    assert state.bytes_read(Way("evicted", read="TOVA, 1.0")) == 1
+    assert peers.find_share(4, 64) == (4 * 64 + 2 * 16) / (16 * 64) == 0.28125
+    assert peers.find_share(2, 128) == (2 * 64 + 2 * 16) / (16 * 64)
+    assert peers.find_share(4, 80) == (4 * 80 + 2 * 16) / (16 * 80)
+    assert state.count_bytes_read(Way("quantized", read="4 bits")) == peers.find_share(4, 8)
+    assert state.count_bytes_read(Way("evicted", read="TOVA, 0.05")) == 14 / 280
+    assert state.count_bytes_read(Way("evicted", read="TOVA, 1.0")) == 1
     assert state.count(0.051) == NEAR + 15
 
 
@@ -234,8 +234,8 @@ def test_rows(ids: Tensor) -> None:
     """One of each way in a table; more of the bulk is nearer to full attention, and costs what it says."""
     model, tokenizer = tiny(), needle.load_tokenizer()
     document = Document("prose", TOKENS, 0, ids[:, :TOKENS], ids[:, TOKENS:])
-    ways = [*peer_ways(), Way("evicted", read="SnapKV, 1.0"), Way("local")]
-    rows = list(trials.trial(model, tokenizer, document, ways, {}, tqdm(disable=True)))
+    ways = [*list_peer_ways(), Way("evicted", read="SnapKV, 1.0"), Way("local")]
+    rows = list(trials.run_trial(model, tokenizer, document, ways, {}, tqdm(disable=True)))
     by = {row["read"]: row for row in rows}
     assert len(by) == len(ways) == 16
     assert float(by["SnapKV, 1.0"]["kl"]) == pytest.approx(0, abs=1e-5)
@@ -245,15 +245,15 @@ def test_rows(ids: Tensor) -> None:
         assert [by[f"{method}, {share}"]["bytes_read"] for share in (0.05, 0.1, 0.2)] == [
             f"{math.ceil(share * bulk) / bulk:.4f}" for share in (0.05, 0.1, 0.2)
         ]
-    assert by["4 bits"]["bytes_read"] == f"{peers.share(4, 8):.4f}"
+    assert by["4 bits"]["bytes_read"] == f"{peers.find_share(4, 8):.4f}"
 
 
 @pytest.mark.parametrize("others", [{}, {"few": True}, {"tokens": True}, {"tokens": True, "few": True}])
 def test_the_command_adds_them_to_what_is_asked_for(others: dict[str, bool]) -> None:
     flags = {"few": False, "tokens": False, "own": False} | others
-    without, found = (trials.chosen_ways(Namespace(**flags, peers=peers, bits=[16])) for peers in (False, True))
-    assert not set(without) & set(peer_ways())
-    assert found == [*(without if others else []), *peer_ways()]
+    without, found = (trials.choose_ways(Namespace(**flags, peers=peers, bits=[16])) for peers in (False, True))
+    assert not set(without) & set(list_peer_ways())
+    assert found == [*(without if others else []), *list_peer_ways()]
 
 
 def test_other_models_are_refused(ids: Tensor) -> None:

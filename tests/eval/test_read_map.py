@@ -58,7 +58,7 @@ def test_some_tokens_are_those_that_were_chosen(monkeypatch: pytest.MonkeyPatch)
 def test_map_has_a_column_for_every_token_or_the_most_of_several() -> None:
     reads = torch.zeros(6, 3001, dtype=torch.int64)
     reads[2, 3000] = 8
-    figure = read_map.drawn(reads, facts=[700, 2200], asked=2200, title="a question")
+    figure = read_map.draw_map(reads, facts=[700, 2200], asked=2200, title="a question")
     shown = figure.axes[0].images[0].get_array()
     assert shown.shape[0] == 6
     assert shown.shape[1] <= read_map.COLUMNS

@@ -22,7 +22,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def test_groups_of_32_by_hand(bits: int) -> None:
     values = random(3, 64)
     values[1, :32] = 0
-    for row, found in zip(values.double(), rungs.grouped(values, bits), strict=True):
+    for row, found in zip(values.double(), rungs.round_groups(values, bits), strict=True):
         for start in (0, 32):
             part = row[start : start + 32].tolist()
             greatest = max(part, key=abs)
@@ -36,13 +36,13 @@ def test_values_are_those_of_records() -> None:
     values, keys = random(1, 2, 50, 64), random(1, 2, 50, 64, seed=1)
     layout = coded.RecordLayout(64, 64, 6, 5)
     records = coded.code_tokens(keys, values, keys, torch.ones(64), layout)
-    torch.testing.assert_close(rungs.as_coded("5", values), coded.decode_values(records, layout))
+    torch.testing.assert_close(rungs.round_as_coded("5", values), coded.decode_values(records, layout))
 
 
 def test_bytes_of_a_token() -> None:
     """A sketch of 13 bytes, scales of 2."""
     wanted = {("6", "8"): 129, ("4", "4"): 81, ("16", "4 x 2"): 164, ("q8_0", "q8_0"): 136, ("q4, 64", "q4, 64"): 72}
-    assert {rung: rungs.token_bytes(rung, 64) for rung in wanted} == wanted
+    assert {rung: rungs.count_bytes(rung, 64) for rung in wanted} == wanted
 
 
 def test_more_bits_lose_less(monkeypatch: pytest.MonkeyPatch) -> None:

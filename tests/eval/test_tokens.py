@@ -11,10 +11,10 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_pages_are_bounded_by_what_they_hold() -> None:
     query, keys = random(1, 2, 5, 16), random(1, 2, 37, 16, seed=1)
-    bound, true = deciding.estimated("pages of 8", query, keys), deciding.estimated("true", query, keys)
+    bound, true = deciding.estimate("pages of 8", query, keys), deciding.estimate("true", query, keys)
     assert bound.shape == true.shape
     assert (bound >= true - 1e-5).all()
-    one = deciding.estimated("pages of 1", query, keys)
+    one = deciding.estimate("pages of 1", query, keys)
     torch.testing.assert_close(one, true)
 
 
@@ -27,7 +27,7 @@ def test_a_group_chooses_together() -> None:
 
 
 def test_bytes() -> None:
-    assert deciding.sketch_share("true") == 0
-    assert deciding.sketch_share("pages of 16") == 1 / 16
+    assert deciding.find_sketch_share("true") == 0
+    assert deciding.find_sketch_share("pages of 16") == 1 / 16
     assert deciding.split("pages of 16, 0.05") == ("pages of 16", 0.05)
     assert deciding.split("") == ("", 1.0)

@@ -49,7 +49,7 @@ def known(model: PreTrainedModel) -> dict[str, KeyMoments]:
 def rows_of(model: PreTrainedModel, document: Document, known: Known, *tried: Way) -> list[dict[str, str]]:
     from tqdm import tqdm
 
-    return list(trials.trial(model, needle.load_tokenizer(), document, list(tried), known, tqdm(disable=True)))
+    return list(trials.run_trial(model, needle.load_tokenizer(), document, list(tried), known, tqdm(disable=True)))
 
 
 @pytest.mark.parametrize("rule", ["any", "head"])
@@ -59,7 +59,7 @@ def test_a_way_is_a_cache_used_token_by_token(
 ) -> None:
     way = Way("qada", moments, rule, 0.4)
     (row,) = rows_of(model, document, known, way)
-    options = trials.cache_options(way, known)
+    options = trials.make_cache_options(way, known)
     cache, full = QAdACache(model, **options), DynamicCache(config=model.config)
     ids = torch.cat([document.prompt, document.answer], dim=1)
     losses, same = [], []
@@ -132,10 +132,10 @@ def test_answers_are_those_of_full_attention(model: PreTrainedModel, document: D
     assert (row["right"], row["same"], row["found"], row["tokens"]) == ("0", "1", "0", str(2 + deciding.SPARE))
     place = {"model": "m", "task": "task", "length": "290"} | {k: str(v) for k, v in asdict(Way("local")).items()}
     made = [place | {"document": str(index)} | measured for index, measured in enumerate((exact, local, row))]
-    (summed,) = deciding.summary([line | {"criterion": "local", "moments": "", "threshold": "0"} for line in made])
-    state = trials.exact_cache(model)
+    (summed,) = deciding.summarize([line | {"criterion": "local", "moments": "", "threshold": "0"} for line in made])
+    state = trials.make_exact_cache(model)
     deciding.prefill(model, asked, state)
-    of_local = deciding.generate(model, asked, state.fork(**trials.cache_options(Way("local"), known)))
+    of_local = deciding.generate(model, asked, state.fork(**trials.make_cache_options(Way("local"), known)))
     elsewhere = replace(asked, expected=tokenizer.decode(of_local[0]))
     (row,) = rows_of(model, elsewhere, known, Way("local"))
     assert (row["right"], row["same"], row["found"]) == ("0", "0", "1")  # what full attention does not find
@@ -148,7 +148,7 @@ def test_every_way_on_models_of_other_kinds(family: str, document: Document) -> 
     model = tiny(family)
     collected = KeyMoments.collect(model, None, "random-tokens", tokens=200, progress=False)
     known = dict.fromkeys(trials.PROMPTS, collected)
-    tried = [*trials.all_ways(), *trials.token_ways()]
+    tried = [*trials.list_all_ways(), *trials.list_token_ways()]
     rows = rows_of(model, document, known, *tried)
     assert len(rows) == len(tried) == len(set(tried))
     losses = {way: float(row["kl"]) for way, row in zip(tried, rows, strict=True)}
@@ -160,7 +160,7 @@ def test_pieces_of_prose_do_not_overlap(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(needle.make_prompt(tokens=1000, seed=1).context)
     tokenizer = needle.load_tokenizer()
-    pieces = list(texts.prose(tokenizer, length=200, following=20, text=text))
+    pieces = list(texts.read_prose(tokenizer, length=200, following=20, text=text))
     assert [piece.index for piece in pieces] == [0, 1, 2, 3]
     whole = tokenizer(text.read_text(), return_tensors="pt").input_ids  # begun by one token, as every piece is
     assert all(piece.prompt[0, 0] == tokenizer.bos_token_id for piece in pieces)
@@ -183,7 +183,7 @@ def test_code_follows_what_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole modules of this Python: what is continued stands last, what it imports first stands nearest."""
     monkeypatch.setattr(texts, "MODULES", ("no_such_module", "sys", "json.decoder", "this"))  # the last is too short
     options = SimpleNamespace(following=30, documents=2, text=None)
-    (piece,) = trials.documents_of(options, PerByte(), "code", 40000)  # type: ignore[arg-type]
+    (piece,) = trials.read_documents(options, PerByte(), "code", 40000)  # type: ignore[arg-type]
     assert (piece.index, piece.prompt.shape, piece.answer.shape) == (2, (1, 40000), (1, 30))
     text, after = (bytes(part[0].tolist()).decode() for part in (piece.prompt, piece.answer))
     own = inspect.getsource(json.decoder)
@@ -205,21 +205,21 @@ def test_question_read_after_the_text(model: PreTrainedModel, known: Known) -> N
         instances=[instance], build_all_requests=lambda limit: None, doc_to_target=lambda doc: [" ".join(words)]
     )
     manager = SimpleNamespace(load=lambda names: {"tasks": {names[0]: made}})
-    (asked,) = texts.task_documents("asked", tokenizer, length=300, count=1, manager=manager)  # type: ignore[arg-type]
-    parted, whole = trials.asked_as(asked, ["dense", "sparse"])
-    assert trials.asked_as(asked, ["dense"]) == [whole]
+    (asked,) = texts.read_task_documents("asked", tokenizer, length=300, count=1, manager=manager)  # type: ignore[arg-type]
+    parted, whole = trials.ask_as(asked, ["dense", "sparse"])
+    assert trials.ask_as(asked, ["dense"]) == [whole]
     assert (whole.task, whole.question, parted.task) == ("asked", 1, "asked, sparse question")
     assert tokenizer.decode(parted.prompt[0, -parted.question :]).split() == words
     assert torch.equal(whole.prompt, parted.prompt)
     size = model.config.vocab_size  # smaller than that of the words
     parted = replace(parted, prompt=parted.prompt % size, answer=torch.tensor([[5, 6, 7, 8]]))
-    cache = trials.exact_cache(model)
+    cache = trials.make_exact_cache(model)
     trials.prefill(model, parted, cache)
     assert cache.get_seq_length() == parted.prompt.shape[1] - parted.question
     ids = torch.cat([parted.prompt, parted.answer[:, :-1]], dim=1)
     with torch.no_grad():
         plain = model(ids).logits[0, -parted.answer.shape[1] :].log_softmax(dim=-1)
-    whole = trials.with_dense_question(parted)
+    whole = trials.make_question_dense(parted)
     for at_once in (True, False):
         for document in (parted, whole):
             trials.prefill(model, document, twin := cache.fork())
@@ -239,10 +239,10 @@ def test_table_is_widened_and_not_repeated(
     text.write_text(needle.make_prompt(tokens=1500, seed=1).context)
     arguments = ["--model", str(needle.FOLDER), "--text", str(text), "--lengths", "300", "--documents", "2"]
     arguments += ["--following", "8", "--out", str(out)]
-    monkeypatch.setattr(trials, "all_ways", lambda: [Way("local")])
+    monkeypatch.setattr(trials, "list_all_ways", lambda: [Way("local")])
     monkeypatch.setattr(trials, "know", lambda *_: {})
     assert trials.main(arguments) == 0
-    monkeypatch.setattr(trials, "all_ways", lambda: [Way("local"), Way("dense")])
+    monkeypatch.setattr(trials, "list_all_ways", lambda: [Way("local"), Way("dense")])
     assert trials.main(arguments) == 0
     assert trials.main(arguments) == 0
     with out.open() as file:

@@ -115,16 +115,16 @@ def test_what_killed_processes_left_is_removed(folder: Path, monkeypatch: pytest
 
 
 def test_home_is_where_the_platform_keeps_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert files.home() == tmp_path / "home"
+    assert files.find_home() == tmp_path / "home"
     monkeypatch.delenv("QADA_HOME")
     monkeypatch.setenv("HOME", "/users/me")
     monkeypatch.setenv("HF_HOME", "/shared/huggingface")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert files.home() == Path("/users/me/.cache/qada")
+    assert files.find_home() == Path("/users/me/.cache/qada")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert files.home() == Path("/users/me/.cache/qada")
+    assert files.find_home() == Path("/users/me/.cache/qada")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert files.home() == Path("/caches/qada")
+    assert files.find_home() == Path("/caches/qada")
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert files.home() == Path("/users/me/Library/Caches/qada")
+    assert files.find_home() == Path("/users/me/Library/Caches/qada")

@@ -21,7 +21,7 @@ from qada_cache import QAdACache, files
 from qada_cache.files import private_map, tensor_file
 
 
-@pytest.mark.parametrize("failing", ["files.tensor_file._content", "files.os.replace"])
+@pytest.mark.parametrize("failing", ["files.tensor_file._view_bytes", "files.os.replace"])
 def test_an_interrupted_save_leaves_the_old_file(failing: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, model = saved.read_bytes(), tiny()
     cache = exact(model)
@@ -58,7 +58,7 @@ def test_what_killed_processes_left_is_removed_by_the_next_save(saved: Path) -> 
         "import os, sys\nsys.path.insert(0, 'tests/helpers')\n"
         "from models import tiny\nfrom qada_cache import QAdACache\nfrom qada_cache.files import tensor_file\n"
         f"cache = QAdACache.load({str(saved)!r}, tiny())\n"
-        f"tensor_file._content = lambda tensor: os.kill(os.getpid(), 9)\ncache.save({str(saved)!r})"
+        f"tensor_file._view_bytes = lambda tensor: os.kill(os.getpid(), 9)\ncache.save({str(saved)!r})"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == -9
     left = set(saved.parent.iterdir()) - {saved}
@@ -73,7 +73,7 @@ def test_what_killed_processes_left_is_removed_by_the_next_save(saved: Path) -> 
 @pytest.mark.parametrize("locks", [True, False])
 def test_what_a_process_is_writing_is_left_to_it(locks: bool, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another save of the same name, half done, whether or not the file system locks."""
-    cache, sizes, content = QAdACache.load(saved, tiny()), [], tensor_file._content
+    cache, sizes, content = QAdACache.load(saved, tiny()), [], tensor_file._view_bytes
     if not locks:
         monkeypatch.setattr(files.fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
 
@@ -85,14 +85,14 @@ def test_what_a_process_is_writing_is_left_to_it(locks: bool, saved: Path, monke
             sizes.append(len(list(saved.parent.iterdir())))
         return content(tensor)
 
-    begun = files._begun
+    begun = files._begin
 
     def then_patch(*arguments: Any) -> Any:
         found = begun(*arguments)
-        monkeypatch.setattr(tensor_file, "_content", write_within)
+        monkeypatch.setattr(tensor_file, "_view_bytes", write_within)
         return found
 
-    monkeypatch.setattr(files, "_begun", then_patch)
+    monkeypatch.setattr(files, "_begin", then_patch)
     cache.save(saved)
     assert sizes == [0, 2, 2]
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
@@ -171,7 +171,7 @@ def test_files_read_from_memory_or_mapped_are_checked_alike(tmp_path: Path, monk
     monkeypatch.setattr(private_map, "WORTH", 1)
     tensor_file.write(tmp_path / "file", "qada-test", {"x": torch.arange(5)}, {"y": 1})
     content = (tmp_path / "file").read_bytes()
-    tensors, state = tensor_file.decoded(content, "qada-test", tmp_path / "file")
+    tensors, state = tensor_file.decode(content, "qada-test", tmp_path / "file")
     assert tensors["x"].tolist() == [0, 1, 2, 3, 4]
     assert state == {"y": 1}
     for damaged, message in (
@@ -182,10 +182,10 @@ def test_files_read_from_memory_or_mapped_are_checked_alike(tmp_path: Path, monk
         (save({"x": torch.ones(1)}), "is not a qada-test file"),
     ):
         with pytest.raises(ValueError, match=message):
-            tensor_file.decoded(damaged, "qada-test", tmp_path / "file")
+            tensor_file.decode(damaged, "qada-test", tmp_path / "file")
         (tmp_path / "damaged").write_bytes(damaged)
         with pytest.raises(ValueError, match=message):
-            tensor_file.mapped(tmp_path / "damaged", "qada-test")
+            tensor_file.map_file(tmp_path / "damaged", "qada-test")
 
 
 def test_what_is_mapped_lies_as_aligned_as_what_torch_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +194,6 @@ def test_what_is_mapped_lies_as_aligned_as_what_torch_makes(tmp_path: Path, monk
     tensors = {"count": torch.ones(3), "keys": torch.ones(2, 16), "codes": torch.ones(5, 64, dtype=torch.uint8)}
     for note in ("", "a longer header"):
         tensor_file.write(tmp_path / "file", "qada-test", tensors, {"note": note})
-        found, _, source = tensor_file.mapped(tmp_path / "file", "qada-test")
+        found, _, source = tensor_file.map_file(tmp_path / "file", "qada-test")
         assert source is not None
         assert [found[name].data_ptr() % 64 for name in ("keys", "codes")] == [0, 0]

@@ -39,7 +39,7 @@ def main() -> int:
 def is_clean(source: Path, sizes: tuple[str, ...], processor: str) -> bool:
     """Whether `source` compiles without a warning."""
     flags = [flag for flag in cpu.FLAGS if flag not in ("-w", "-march=native", "-shared", "-O3")]
-    command = [cpu._compiler(), *flags, "-O1", f"-march={processor}", *WARNINGS, *UNWARNED.get(processor, ())]
+    command = [cpu._find_compiler(), *flags, "-O1", f"-march={processor}", *WARNINGS, *UNWARNED.get(processor, ())]
     done = subprocess.run([*command, *sizes, "-c", str(source), "-o", "/dev/null"], check=False)
     print(source.name, processor, *sizes, "failed" if done.returncode else "is clean", flush=True)
     return not done.returncode

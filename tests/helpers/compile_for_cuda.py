@@ -66,7 +66,7 @@ def main() -> None:
         (80, Step(32, 32, 1, torch.float32, 2000, 2, 4)),
     ]
     for capability, step in usual if few else rest:
-        for recorder in step.launches():
+        for recorder in step.record_launches():
             check(recorder, capability, step)
 
 

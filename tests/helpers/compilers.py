@@ -8,7 +8,7 @@ from qada_cache.kernels import cpu
 def compiler() -> str | None:
     """The one that would be used."""
     try:
-        return cpu._compiler()
+        return cpu._find_compiler()
     except OSError:
         return None
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from qada_cache import sketch
 from qada_cache.criterion import logit
 from qada_cache.kernels.operands import Operands, Query, Rows
-from qada_cache.sketch import Layout, segments_of
-from qada_cache.sketch.codec import Sketch, order_dtype
+from qada_cache.sketch import Layout, count_segments
+from qada_cache.sketch.codec import Sketch, choose_order_dtype
 from qada_cache.state.forward_pass import ForwardPass
 
 SINKS, WINDOW = 3, 8
@@ -100,14 +100,14 @@ class Scene:
 
     def _make_sketch(self, capacity: int, made: torch.Generator) -> None:
         heads, value_dim = (self.batch, self.kv_heads), self.stored[1].shape[3]
-        segments = segments_of(capacity) if capacity else 0
+        segments = count_segments(capacity) if capacity else 0
         layout = Layout.from_bits(self.dim, self.bits)
         self.sketch = Sketch(
             codes=torch.randint(-(2**31), 2**31, (*heads, layout.count, capacity), generator=made).int(),
             scales=torch.randint(0, 256, (*heads, capacity), generator=made).byte(),
             units=torch.full((*heads, segments), torch.nan),
             centres=torch.full((*heads, segments, self.dim), torch.nan, dtype=torch.bfloat16),
-            order=torch.full((*heads, segments, self.dim), self.dim - 1, dtype=order_dtype(self.dim)),
+            order=torch.full((*heads, segments, self.dim), self.dim - 1, dtype=choose_order_dtype(self.dim)),
             weights=torch.full((*heads, segments, self.dim), torch.nan, dtype=torch.bfloat16),
             mean_squares=torch.full((*heads, segments), torch.nan),
             noise=torch.full((*heads, self.dim), torch.nan),
@@ -119,7 +119,7 @@ class Scene:
         energies = 0.1 + 3 * torch.rand(self.kv_heads, self.dim, generator=made).square()
         for row in self.sketched_rows():
             keys, values = (part[row][:, SINKS : SINKS + self.counts[row]] for part in (self.keys, self.values))
-            for name, part in Sketch.of(keys, values, energies, layout).tensors().items():
+            for name, part in Sketch.of(keys, values, energies, layout).to_tensors().items():
                 getattr(self.sketch, name)[row][tuple(map(slice, part.shape))] = part
 
     def sketched_rows(self) -> list[int]:
@@ -198,8 +198,8 @@ class Scene:
         rows = self.rows
         placed = {
             "query": self.query,
-            "local_keys": self.near[0],
-            "local_values": self.near[1],
+            "near_keys": self.near[0],
+            "near_values": self.near[1],
             "bulk_keys": self.stored[0],
             "bulk_values": self.stored[1],
             "local": rows.local,

@@ -84,7 +84,7 @@ def transformers_mask(valid: Tensor, queries: int) -> Tensor | None:
 
 def find_kernel(*call: Any) -> Any:
     """The choice for a call, as a cache that is built now is asked for kernels."""
-    return choice.decode_kernel(*call, choice.resolve_kernels(None))
+    return choice.choose_kernel(*call, choice.resolve_kernels(None))
 
 
 def make_shared(**options: Any) -> Shared:

@@ -13,7 +13,7 @@ from reference_layer import ReferenceLayer
 from torch import Tensor
 
 from qada_cache import KeyMoments, StaticHeads
-from qada_cache.sketch.codec import channel_means, quantize_segments
+from qada_cache.sketch.codec import average_channels, quantize_segments
 from qada_cache.state.layer import QAdALayer
 from qada_cache.storage import TokenStore, bulk_sketch
 
@@ -101,7 +101,7 @@ class Pair:
         return outputs
 
     def _moments_of(self, row: int) -> dict[str, int]:
-        """What the prompt's moments of a row cover: tokens that have left the local buffer, which is storage's affair,
+        """What the prompt's moments of a row cover: tokens that have left the near buffer, which is storage's affair,
         or did before moments were frozen."""
         stored = self.layer.store.bulk.lengths[row]
         frozen = stored if self.layer.options.update_moments else self.reference.frozen_counts[row]
@@ -175,14 +175,14 @@ class Pair:
         """It is of every row with enough in the bulk, and what these tokens give whatever became of others before."""
         store, energies = self.layer.store, self.layer.options.query_energies
         known, energies = store.sketch, None if energies is None else energies[self.layer.index]
-        kept = known.tensors.tensors()
+        kept = known.tensors.to_tensors()
         for row, length in enumerate(store.bulk.lengths):
             assert known.lengths[row] == (length if length >= bulk_sketch.MIN_TOKENS else 0)
             if known.lengths[row]:
                 bulk = slice(store.sinks, store.sinks + length)
                 keys, values = (tokens[row][:, bulk] for tokens in (self.reference.keys, self.reference.values))
                 made = quantize_segments(keys, energies, known.layout)
-                made |= channel_means(made, known.layout, length)
+                made |= average_channels(made, known.layout, length)
                 for name, one in made.items():
                     found = kept[name][row].cpu()
                     found = found[..., :length] if name == "codes" else found[:, : one.shape[1]]
@@ -263,7 +263,7 @@ def stored_tokens(store: TokenStore) -> list[tuple[Tensor, Tensor]]:
         stored, stop = store.bulk.lengths[row], store.sinks + store.end
         assert stored == max(gone - store.sinks, 0)
         sinks, recent = slice(0, min(gone, store.sinks)), slice(stop - (length - gone), stop)
-        buffers = (store.local_keys, store.bulk.keys), (store.local_values, store.bulk.values)
+        buffers = (store.near_keys, store.bulk.keys), (store.near_values, store.bulk.values)
         rows.append(
             tuple(
                 torch.cat([near[row, :, sinks].cpu(), bulk[row, :, :stored].cpu(), near[row, :, recent].cpu()], dim=1)

@@ -13,7 +13,7 @@ import torch
 from models import prompt, tiny
 from stand_in import accelerator
 
-from eval.shared.compiling import KERNELS, source
+from eval.shared.compiling import KERNELS, specialize
 from qada_cache import QAdACache, StaticHeads, prepare
 from qada_cache.kernels import choice, decode_trial
 from qada_cache.kernels import triton as triton_decode
@@ -39,7 +39,7 @@ class Launches:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
-            made = source(self.kernel, dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs)
+            made = specialize(self.kernel, dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs)
             self.seen.add(repr((self.kernel.__name__, made.signature, made.constants, made.attrs)))
 
         return launch
@@ -69,7 +69,7 @@ def main() -> None:
         setattr(triton_decode, name, Launches(getattr(triton_decode, name), seen))
     choice.AUTO_DEVICES = ("cpu",)
     choice.compiled_decode.supports = lambda *_: False
-    choice.unsupported_reason = lambda *_: None
+    choice.explain_unsupported = lambda *_: None
     model = tiny(num_hidden_layers=1, head_dim=16, max_position_embeddings=2**14)
     for name, options in SCENES.items():
         elsewhere = accelerator() if "device_budget" in options else nullcontext()

@@ -8,7 +8,7 @@ from decode_scene import SINKS, Scene
 from record_reference import decoded, predicted
 from torch import Tensor
 
-from qada_cache.sketch import closed_tokens
+from qada_cache.sketch import count_closed
 from qada_cache.sketch.coded import RecordLayout, Records, code_tokens
 
 NOTHING = 255  # a byte of records that are not read: as a scale, nan
@@ -27,7 +27,7 @@ class RecordScene(Scene):
         found = RecordLayout.from_bits(self.dim, value_dim, self.rung)
         assert found is not None
         self.layout, self.weights = found, 0.2 + 2 * torch.rand(self.kv_heads, self.dim, generator=made)
-        self.closed = [closed_tokens(count) for count in self.counts]
+        self.closed = [count_closed(count) for count in self.counts]
         room = max(count - closed for count, closed in zip(self.counts, self.closed, strict=True)) + 5
         shape = self.batch, self.kv_heads, max(self.closed) + 11, self.layout.size
         self.records = torch.full(shape, NOTHING, dtype=torch.uint8)

@@ -36,7 +36,7 @@ def other(part: Any) -> Any:
     return 0.7 * part
 
 
-PARTS = ("local_keys", "local_values", "bulk_keys", "bulk_values", "sketch", "bulk_read_bytes", "sketch_read_bytes")
+PARTS = ("near_keys", "near_values", "bulk_keys", "bulk_values", "sketch", "bulk_read_bytes", "sketch_read_bytes")
 RULE = ("scaling", "logit_threshold", "token_threshold")
 STEPS = ("query", "log_bulk", "local", "bulk_lengths", "decided")
 
@@ -150,7 +150,7 @@ def test_layers_bind_when_storage_changes_and_not_every_step(monkeypatch: pytest
 def test_caches_that_take_turns_make_no_moments_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of different lengths, by another prompt's moments, which depend on the length."""
     monkeypatch.setattr(cpu, "MIN_TOKENS", 1)
-    model, made, original = tiny(max_position_embeddings=8192, num_hidden_layers=2), [], KeyMoments._layer_at
+    model, made, original = tiny(max_position_embeddings=8192, num_hidden_layers=2), [], KeyMoments._find_layer_at
     ids = prompt(900)[0]
     caches = [QAdACache(model, moments="random-tokens") for _ in range(4)]
     for tokens, cache in zip((300, 500, 700, 900), caches, strict=True):
@@ -161,7 +161,7 @@ def test_caches_that_take_turns_make_no_moments_anew(monkeypatch: pytest.MonkeyP
         made.append(length)
         return original(moments, layer, length)
 
-    monkeypatch.setattr(KeyMoments, "_layer_at", counted)
+    monkeypatch.setattr(KeyMoments, "_find_layer_at", counted)
     for cache in caches * 3:
         model(ids[:, :1], **pass_cache(cache))
     assert not made

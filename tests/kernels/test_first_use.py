@@ -22,10 +22,10 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 @pytest.fixture(autouse=True)
 def nothing_tried(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """What other tests have found out is not known here, nor the reverse."""
-    kernels._operator.cache_clear()
+    kernels._choose_operator.cache_clear()
     warning_once.cache_clear()
     yield
-    kernels._operator.cache_clear()
+    kernels._choose_operator.cache_clear()
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, *operators: Attend, device: str = "cpu", workers: int = 1) -> list[int]:
@@ -157,9 +157,9 @@ def test_what_torch_does_not_offer_is_not_tried(
 def test_the_right_one_is_tried_once(dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = plant(monkeypatch, PLAIN.attend)
     device = torch.device("cpu")
-    assert kernels._operator(device, dtype, dim, dim) is not None
+    assert kernels._choose_operator(device, dtype, dim, dim) is not None
     assert calls == [2]
-    assert kernels._operator(device, dtype, dim, dim) is not None
+    assert kernels._choose_operator(device, dtype, dim, dim) is not None
     assert calls == [2]
 
 
@@ -167,7 +167,7 @@ def test_the_right_one_is_tried_once(dim: int, dtype: torch.dtype, monkeypatch: 
 def test_the_way_of_a_decode_step_is_tried(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys split among the processors of a GPU, as many as that."""
     calls = plant(monkeypatch, PLAIN.attend, workers=workers)
-    assert kernels._operator(torch.device("cpu"), torch.bfloat16, 64, 64) is not None
+    assert kernels._choose_operator(torch.device("cpu"), torch.bfloat16, 64, 64) is not None
     assert calls == [3]  # the parts, the tokens left over, and causally
 
 
@@ -193,7 +193,7 @@ def test_other_defaults_and_random_numbers_are_the_users() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            assert kernels._operator(torch.device("cpu"), torch.bfloat16, 32, 32) is not None
+            assert kernels._choose_operator(torch.device("cpu"), torch.bfloat16, 32, 32) is not None
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.get_rng_state(), before)

@@ -148,7 +148,7 @@ def test_asked_for_and_impossible(
 )
 def test_not_installed(platform: str, way_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QADA_KERNELS", "triton")
-    monkeypatch.setattr(choice, "_installed", lambda: False)
+    monkeypatch.setattr(choice, "_is_installed", lambda: False)
     monkeypatch.setattr(sys, "platform", platform)
     with pytest.raises(RuntimeError, match=re.escape(f"triton is not installed ({way_out})")):
         find_kernel(QUERY, BULK, BULK, "gaussian")
@@ -168,12 +168,12 @@ def test_older_gpus_are_not_asked_to_compile_it(
         call = query, bulk, bulk, "gaussian", kernels
         wrong = f"needs a GPU of compute capability 8.0 or above, not {capability[0]}.{capability[1]}"
         if capability >= (8, 0):
-            assert choice.decode_kernel(*call) is triton_decode.fused_decode
+            assert choice.choose_kernel(*call) is triton_decode.fused_decode
         elif kernels == "triton":
             with pytest.raises(RuntimeError, match=wrong):
-                choice.decode_kernel(*call)
+                choice.choose_kernel(*call)
         else:
-            assert choice.decode_kernel(*call) is None
+            assert choice.choose_kernel(*call) is None
             assert wrong in caplog.text
 
 

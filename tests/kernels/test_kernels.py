@@ -170,7 +170,7 @@ def test_keys_split_among_threads(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     query, key, value = (tensor[1:, :heads] for tensor in tensors(1, 200, group=4, dtype=dtype))
     key, value = key[:, :, :tokens], value[:, :, :tokens]
-    splits = kernels._splits(query, key, threads)
+    splits = kernels._count_splits(query, key, threads)
     assert splits == 1 if tokens < 64 else (heads * splits) % threads == 0
     found = kernels.partial_attention(query, key, value, scaling=SCALING)
     check(found, query, key, value, torch.ones(1, 1, 4, tokens, dtype=torch.bool))

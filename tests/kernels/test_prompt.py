@@ -23,7 +23,7 @@ from qada_cache.kernels.operands import Query
 from qada_cache.versions import pass_cache
 
 needs_pairs = pytest.mark.skipif(
-    prompt.INSTRUCTIONS not in prompt.instructions(), reason="this processor multiplies no pairs of bfloat16"
+    prompt.INSTRUCTIONS not in prompt.read_instructions(), reason="this processor multiplies no pairs of bfloat16"
 )
 pytestmark = [needs_compiler, needs_pairs]
 
@@ -289,7 +289,7 @@ def test_where_the_model_s_own_attention_serves(why: str, monkeypatch: pytest.Mo
 
 
 def test_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt, "instructions", set)
+    monkeypatch.setattr(prompt, "read_instructions", set)
     prompt.build.cache_clear()
     assert prompt.build(64, 64, torch.bfloat16) is None
     prompt.build.cache_clear()

@@ -21,7 +21,7 @@ from qada_cache.kernels.operands import Query
 from qada_cache.versions import pass_cache
 
 needs_pairs = pytest.mark.skipif(
-    prompt.INSTRUCTIONS not in prompt.instructions(), reason="this processor multiplies no pairs of bfloat16"
+    prompt.INSTRUCTIONS not in prompt.read_instructions(), reason="this processor multiplies no pairs of bfloat16"
 )
 pytestmark = [needs_compiler, needs_pairs]
 

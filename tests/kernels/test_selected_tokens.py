@@ -251,7 +251,7 @@ def test_scores_far_apart(bits: float, deviation: float) -> None:
     keys, values = (torch.randn(1, 1, 2100, 64, generator=made) for _ in range(2))
     near = torch.zeros(1, 1, 1, 64)
     query = deviation * torch.randn(1, 8, 1, 64, generator=made)
-    given: dict[str, Any] = {"query": query, "local_keys": near, "local_values": near, "scaling": 64**-0.5}
+    given: dict[str, Any] = {"query": query, "near_keys": near, "near_values": near, "scaling": 64**-0.5}
     given |= {"bulk_keys": keys, "bulk_values": values, "bulk_lengths": torch.tensor([2100])}
     given |= {"local": torch.ones(1, 1, 1, 1, dtype=torch.bool), "pending": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}
     given |= {"decided": torch.ones(1, 1, 1, dtype=torch.bool), "bulk_tokens": torch.full((1, 1, 1), 2100)}

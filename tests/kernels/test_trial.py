@@ -52,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The reference instead of the kernel, on a CPU that "auto" takes for a GPU; what it was called with."""
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(choice, "AUTO_DEVICES", ("cpu",))
-    monkeypatch.setattr(choice, "unsupported_reason", lambda *call: None)
+    monkeypatch.setattr(choice, "explain_unsupported", lambda *call: None)
     monkeypatch.setattr(choice.compiled_decode, "supports", lambda *call: False)
     plant(monkeypatch, lambda kwargs: kwargs, seen=seen)
     return seen
@@ -120,10 +120,10 @@ def test_other_defaults_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tried_once_and_then_taken(calls: list[dict[str, Any]], caplog: pytest.LogCaptureFixture) -> None:
     """Once for a device, dtype, head size, group and sketch; and not at all where it is asked for by name."""
-    assert choice.decode_kernel(QUERY, BULK, BULK, "gaussian", "triton") is decode.fused_decode
+    assert choice.choose_kernel(QUERY, BULK, BULK, "gaussian", "triton") is decode.fused_decode
     assert not calls
     for _ in range(3):
-        assert choice.decode_kernel(QUERY, BULK, BULK, "gaussian", "auto") is decode.fused_decode
+        assert choice.choose_kernel(QUERY, BULK, BULK, "gaussian", "auto") is decode.fused_decode
     assert len(calls) == 2  # one by each rule of groups
     # Kernels are compiled anew for what is None, so the first trial compiles those of a bulk without residents.
     of_residents = {"resident_pointers", "resident_hit_bytes"}
@@ -134,14 +134,14 @@ def test_tried_once_and_then_taken(calls: list[dict[str, Any]], caplog: pytest.L
         (QUERY[..., :8], BULK[..., :8], None),
     ]  # fmt: skip
     for number, (query, bulk, layout) in enumerate(others, start=2):
-        assert choice.decode_kernel(query, bulk, bulk, "gaussian", "auto", layout=layout) is not None
+        assert choice.choose_kernel(query, bulk, bulk, "gaussian", "auto", layout=layout) is not None
         assert len(calls) == 2 * number
     coded = RecordLayout.from_bits(16, 16, 8)
     assert coded is not None
     records = Records(torch.zeros(1, 2, 8, coded.size, dtype=torch.uint8), torch.ones(2, 16), coded)
     given: dict[str, Any] = {"layout": Layout.from_bits(16, 2), "records": records}
     for _ in range(2):
-        assert choice.decode_kernel(QUERY, BULK, BULK, "gaussian", "auto", **given) is not None
+        assert choice.choose_kernel(QUERY, BULK, BULK, "gaussian", "auto", **given) is not None
     assert len(calls) == 2 * len(others) + 4
     assert calls[-1]["records"].layout == coded
     assert not caplog.records
@@ -186,9 +186,9 @@ def test_an_obstacle_is_said(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(choice, "AUTO_DEVICES", ("cpu",))
-    monkeypatch.setattr(choice, "_installed", lambda: False)
+    monkeypatch.setattr(choice, "_is_installed", lambda: False)
     for _ in range(2):
-        assert choice.decode_kernel(QUERY, BULK, BULK, "gaussian", "auto") is None
+        assert choice.choose_kernel(QUERY, BULK, BULK, "gaussian", "auto") is None
     assert [record.getMessage() for record in caplog.records] == [
         "tokens are decoded on cpu by torch's operations, not by Triton's kernel: "
         f"triton is not installed ({choice.INSTALL[sys.platform]})"

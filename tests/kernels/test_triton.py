@@ -286,7 +286,7 @@ def test_addresses_beyond_32_bits(path: Path) -> None:
     near = torch.zeros(2, 1, 4, dim, dtype=torch.bfloat16, device="cuda")
     call = step_of(
         query=torch.full((2, 1, 1, dim), 10.0, dtype=torch.bfloat16, device="cuda"),
-        local_keys=near, local_values=near, bulk_keys=keys, bulk_values=values,
+        near_keys=near, near_values=near, bulk_keys=keys, bulk_values=values,
         local=torch.ones(1, 1, 1, 4, dtype=torch.bool, device="cuda"),
         pending=torch.zeros(1, 1, 1, 4, dtype=torch.bool, device="cuda"),
         bulk_lengths=torch.tensor([5, tokens], device="cuda"),

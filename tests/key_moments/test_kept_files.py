@@ -202,5 +202,5 @@ def test_names_are_those_of_files_that_are_written(folder: Path) -> None:
     for loaded in ("", "somewhere/model"):
         model.config._name_or_path = loaded
         for each in defaults.PROMPTS:
-            assert defaults._NAMES.fullmatch(defaults._path(model, each).name)
-    assert not defaults._NAMES.fullmatch(tuned_choice._path(model).name)
+            assert defaults._NAMES.fullmatch(defaults._find_path(model, each).name)
+    assert not defaults._NAMES.fullmatch(tuned_choice._find_path(model).name)

@@ -72,12 +72,12 @@ def test_at_takes_the_longest_list_entry_that_fits() -> None:
 def test_layer_is_at() -> None:
     made = moments()
     for length in (1, 64, 65, 3968, 3969, 32769):
-        [(mean, covariance)] = made.layer(0, [length], CPU)
+        [(mean, covariance)] = made.find_layer(0, [length], CPU)
         whole = made.at(length)
         torch.testing.assert_close(mean, whole[0][:1].float())
         torch.testing.assert_close(covariance, whole[1][:1].float())
         assert mean.dtype == covariance.dtype == torch.float32
-        assert made.layer(0, [length], CPU)[0][0] is mean  # kept, as every token asks again
+        assert made.find_layer(0, [length], CPU)[0][0] is mean  # kept, as every token asks again
 
 
 def test_what_callers_keep_is_not_made_again() -> None:
@@ -85,13 +85,13 @@ def test_what_callers_keep_is_not_made_again() -> None:
     made = moments()
     each = 3 * 8 * 4 + 3 * 8 * 8 * 4
     for length in range(1, 2000):  # a growing one leaves no trail
-        made.layer(0, [round_length(length)], CPU)
+        made.find_layer(0, [round_length(length)], CPU)
     assert made.device_bytes == 0
     lengths = (100, 2000, 5000, 9000)
-    turns = {length: made.layer(0, [length], CPU)[0] for length in lengths}
+    turns = {length: made.find_layer(0, [length], CPU)[0] for length in lengths}
     assert made.device_bytes == 4 * each
     for length in lengths * 2:
-        found = made.layer(0, [length], CPU)[0]
+        found = made.find_layer(0, [length], CPU)[0]
         assert all(again is before for again, before in zip(found, turns[length], strict=True))
     turns.clear()
     assert made.device_bytes == each  # the last one found
@@ -101,13 +101,13 @@ def test_what_callers_keep_is_not_made_again() -> None:
 
 def test_rows_of_several_lengths_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same tensors: a row whose length has changed is written anew, and no other."""
-    made, kept, asked, original = moments(), LayerMoments(), [], KeyMoments._layer_at
+    made, kept, asked, original = moments(), LayerMoments(), [], KeyMoments._find_layer_at
 
     def counted(self: KeyMoments, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         asked.append(length)
         return original(self, layer, length)
 
-    monkeypatch.setattr(KeyMoments, "_layer_at", counted)
+    monkeypatch.setattr(KeyMoments, "_find_layer_at", counted)
     first = kept.get(made, 1, (64, 128, 64), CPU, UNSHARDED)
     for lengths, new in (((64, 128, 64), []), ((64, 192, 64), [192]), ((64, 192, 128), [128])):
         asked.clear()
@@ -119,13 +119,13 @@ def test_rows_of_several_lengths_are_made_one_by_one(monkeypatch: pytest.MonkeyP
                 torch.testing.assert_close(part[row], whole.float())
     assert kept.nbytes == 3 * (3 * 8 * 4 + 3 * 8 * 8 * 4)
     assert made.device_bytes == 0
-    (shared,), alone = made.layer(1, [64], CPU), kept.get(made, 1, (64,), CPU, UNSHARDED)
+    (shared,), alone = made.find_layer(1, [64], CPU), kept.get(made, 1, (64,), CPU, UNSHARDED)
     assert all(mine is theirs for mine, theirs in zip(alone, shared, strict=True))
     assert kept.nbytes == 0
     assert copy.deepcopy(kept).get(made, 1, (64,), CPU, UNSHARDED)[0] is shared[0]
 
 
-@pytest.mark.parametrize(("name", "calls", "lengths"), [("cat", 0, (64, 128, 192)), ("_layer_at", 1, (192, 256))])
+@pytest.mark.parametrize(("name", "calls", "lengths"), [("cat", 0, (64, 128, 192)), ("_find_layer_at", 1, (192, 256))])
 def test_errors_leave_nothing_half_written(
     name: str, calls: int, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

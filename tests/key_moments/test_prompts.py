@@ -11,7 +11,7 @@ from readable import english_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from qada_cache import KeyMoments
-from qada_cache.key_moments.prompts import ARTICLE, PROMPTS, choose_prompt, prompt_ids
+from qada_cache.key_moments.prompts import ARTICLE, PROMPTS, choose_prompt, make_ids
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def english() -> PreTrainedTokenizerFast:
 
 def ids(prompt: str | torch.Tensor, tokenizer: PreTrainedTokenizerFast | None = None, **options: object) -> list[int]:
     options = {"model": tiny(bos_token_id=1, eos_token_id=2), "tokens": 64, "seed": 0} | options
-    return prompt_ids(prompt, tokenizer=tokenizer, **options).tolist()
+    return make_ids(prompt, tokenizer=tokenizer, **options).tolist()
 
 
 def test_article_is_long_enough(english: PreTrainedTokenizerFast) -> None:

@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama
 from qada_cache import KeyMoments, QAdACache, StaticHeads
 from qada_cache.files import tensor_file
 from qada_cache.key_moments import defaults
-from qada_cache.key_moments.observing import observed
+from qada_cache.key_moments.observing import observe_queries
 from qada_cache.models.sharding import HeadShard
 from qada_cache.state.layer import QAdALayer
 from qada_cache.versions import pass_cache
@@ -147,7 +147,7 @@ def test_nothing_is_left_after_an_exception() -> None:
         def fail(layer: int, query: Tensor) -> None:
             raise KeyError(layer)
 
-        with torch.no_grad(), pytest.raises(KeyError), observed(model, fail):
+        with torch.no_grad(), pytest.raises(KeyError), observe_queries(model, fail):
             model(IDS)
         assert before == ALL_ATTENTION_FUNCTIONS._local_mapping
         with torch.no_grad():
@@ -179,13 +179,13 @@ def test_two_threads_leave_nothing() -> None:
     inside, first_is_out = threading.Event(), threading.Event()
 
     def read() -> None:
-        with torch.no_grad(), observed(models[1], note(1)):
+        with torch.no_grad(), observe_queries(models[1], note(1)):
             inside.set()
             first_is_out.wait()
             models[1](IDS)
 
     other = threading.Thread(target=read)
-    with torch.no_grad(), observed(models[0], note(0)):
+    with torch.no_grad(), observe_queries(models[0], note(0)):
         other.start()
         inside.wait(0.3)  # it does not get there, else it would be the last to put back what it found
         models[0](IDS)
@@ -196,7 +196,7 @@ def test_two_threads_leave_nothing() -> None:
 
 def test_another_models_queries_are_not_seen() -> None:
     seen: list[int] = []
-    with torch.no_grad(), observed(tiny(), lambda layer, query: seen.append(layer)):
+    with torch.no_grad(), observe_queries(tiny(), lambda layer, query: seen.append(layer)):
         tiny(seed=1)(IDS)
     assert seen == []
 

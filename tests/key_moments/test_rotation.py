@@ -8,7 +8,7 @@ from reference import key_moments, rotary_matrix
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from qada_cache.key_moments.rotation import Rotation, rope_settings, rotation_at
+from qada_cache.key_moments.rotation import Rotation, find_rotation_at, read_rope_settings
 
 SCHEMES = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
@@ -126,10 +126,10 @@ def test_frequencies_that_follow_the_length(nested: bool) -> None:
         config = PreTrainedConfig(
             hidden_size=32, num_attention_heads=4, max_position_embeddings=1024, rope_parameters=parameters
         )
-        settings = rope_settings(config)
+        settings = read_rope_settings(config)
         if nested:
             settings |= {"rope_parameters": {"full_attention": parameters}, "layer_types": ["other", "full_attention"]}
-        return rotation_at(Rotation(8, (1.0,) * 4), settings, 1, length).frequencies
+        return find_rotation_at(Rotation(8, (1.0,) * 4), settings, 1, length).frequencies
 
     base = [1e4 ** (-index / 4) for index in range(4)]
     short = tuple(value / factor for value, factor in zip(base, (1.0, 1.1, 1.2, 1.3), strict=True))

@@ -26,8 +26,8 @@ startup.install()  # for an environment in which the package is not installed
 def documents(task: str, *, real: range = range(20)) -> list[dict[str, str]]:
     """Of eight test rows, numbered from 1000; the real examples are drawn from rows of the numbers `real`."""
     if task == "long_gsm8k":
-        return long_few_shot.gsm8k_documents([gsm8k_row(number) for number in real], GSM8K_TEST, SQUAD)
-    return long_few_shot.mbpp_documents([mbpp_row(number) for number in real], MBPP_TEST, SQUAD)
+        return long_few_shot.make_gsm8k_documents([gsm8k_row(number) for number in real], GSM8K_TEST, SQUAD)
+    return long_few_shot.make_mbpp_documents([mbpp_row(number) for number in real], MBPP_TEST, SQUAD)
 
 
 # Of each task: where an example starts, what all of it is, and what only a real one has.

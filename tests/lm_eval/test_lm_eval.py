@@ -18,8 +18,8 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from qada_cache import QAdACache, StaticHeads, tuned_choice  # noqa: E402
-from qada_cache.lm_eval import QAdALM, metrics, split_arguments  # noqa: E402
-from qada_cache.lm_eval.scoring import rows  # noqa: E402
+from qada_cache.lm_eval import QAdALM, make_metrics, split_arguments  # noqa: E402
+from qada_cache.lm_eval.scoring import make_rows  # noqa: E402
 from qada_cache.state import TOKEN_THRESHOLD  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -149,9 +149,9 @@ def test_continuations_of_one_context_share_its_prefill(
 
 
 def test_a_request_is_cut_as_lm_eval_cuts_it() -> None:
-    ((row),) = rows([([1, 2, 3, 4], [5, 6])], max_length=3)
+    ((row),) = make_rows([([1, 2, 3, 4], [5, 6])], max_length=3)
     assert (row.prefix, row.queries) == ((3,), (4, 5))
-    ((row),) = rows([([1, 2, 3, 4], [5, 6])], max_length=30)
+    ((row),) = make_rows([([1, 2, 3, 4], [5, 6])], max_length=30)
     assert (row.prefix, row.queries) == ((1, 2, 3), (4, 5))
 
 
@@ -189,7 +189,7 @@ def test_batches_generate_as_their_rows_alone() -> None:
     alone, padded = random_lm(**options), random_lm(**options, batch_size=3)
     requests = texts_to_go_on(300, 500, 420)
     assert padded.generate_until(requests, disable_tqdm=True) == alone.generate_until(requests, disable_tqdm=True)
-    assert 0.0 < metrics(padded.cache_totals["none"])["cache_sparsity,none"] < 1.0
+    assert 0.0 < make_metrics(padded.cache_totals["none"])["cache_sparsity,none"] < 1.0
 
 
 def test_static_heads_come_from_a_file(tmp_path: Path) -> None:
@@ -211,16 +211,16 @@ def test_results_name_what_qada_tune_kept() -> None:
     finally:
         path.unlink()
     assert evaluate(lm, "needle")["needle"]["cache_tuned,none"] == "token_threshold=8"
-    assert lm._new_cache().options.token_threshold == 8.0
+    assert lm._make_cache().options.token_threshold == 8.0
     for other, token_threshold in ((without, TOKEN_THRESHOLD), (own, 3)):
         assert "cache_tuned,none" not in evaluate(other, "needle")["needle"]
-        assert other._new_cache().options.token_threshold == token_threshold
+        assert other._make_cache().options.token_threshold == token_threshold
 
 
 def test_short_texts_have_no_sparsity() -> None:
     lm = needle_lm()
     lm._loglikelihood_tokens([(("", ""), [1, 5], [6, 7])], disable_tqdm=True)
-    assert metrics(lm.cache_totals["none"])["cache_sparsity,none"] == "N/A"
+    assert make_metrics(lm.cache_totals["none"])["cache_sparsity,none"] == "N/A"
 
 
 @pytest.mark.parametrize(
@@ -260,9 +260,9 @@ def test_requests_that_fill_up_are_answered_once() -> None:
     lm._world_size = 2  # there is no other to wait for
     assert lm.generate_until([one, two, two, two], disable_tqdm=True) == [*alone, alone[1], alone[1]]
     assert lm.world_size == 2
-    counted = metrics(lm.cache_totals.pop("none"))
+    counted = make_metrics(lm.cache_totals.pop("none"))
     lm.generate_until([one, two], disable_tqdm=True)
-    assert metrics(lm.cache_totals["none"]) == counted
+    assert make_metrics(lm.cache_totals["none"]) == counted
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

@@ -213,7 +213,7 @@ def test_a_list_is_longer_than_there_are_words() -> None:
     """The ten are still the most common by far, and the others of no great number each."""
     words = [f"{letter}{number}" for letter in "abcd" for number in range(10)]
     for size in (30, 300, 3000):
-        question = questions.word_list(Random(0), size, words, often=30, seldom=3)
+        question = questions.list_words(Random(0), size, words, often=30, seldom=3)
         counts = Counter(re.findall(r"\d+\. (\w+)", question.prompt)).most_common()
         assert {word for word, _ in counts[:10]} == set(question.answers)
         assert counts[9][1] >= 2 * counts[10][1] - 1
@@ -259,12 +259,12 @@ def test_a_run_from_documents_to_scores() -> None:
 
 def test_a_gguf_files_tokenizer_measures() -> None:
     try:
-        where = language_model.source("smollm2")
+        where = language_model.find_source("smollm2")
     except ValueError as error:
         pytest.skip(str(error))
     pytest.importorskip("gguf", reason="gguf is not installed")
     model = {"pretrained": where["pretrained_model_name_or_path"], "gguf_file": where["gguf_file"]}
-    measure = prose.ruler_of(model)
+    measure = prose.make_ruler(model)
     (document,) = prose.dataset(form="needles", answer_tokens=16, max_seq_lengths=[2048], documents=1, **model)["test"]
     used = measure(questions.Question(document["input"], document["gen_prefix"], []))
     assert 0.95 * 2048 <= used + 16 <= 2048

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from qada_cache import QAdACache, prepare
-from qada_cache.key_moments.prompts import prompt_ids
+from qada_cache.key_moments.prompts import make_ids
 from qada_cache.models import identity
 
 
@@ -134,8 +134,8 @@ def test_quantised_checkpoints_are_told_apart(kind: str) -> None:
     """By the values of their parts. A closed one's are not known: by its name, shape and dtype."""
     sampled = identity.sample(quantised(kind))
     assert sampled == identity.sample(quantised(kind))
-    assert identity.same(sampled, identity.sample(quantised(kind, seed=1))) == (kind == "closed")
-    assert not identity.same(sampled, identity.sample(quantised(kind, hidden_size=64)))
+    assert identity.is_same(sampled, identity.sample(quantised(kind, seed=1))) == (kind == "closed")
+    assert not identity.is_same(sampled, identity.sample(quantised(kind, hidden_size=64)))
 
 
 @pytest.mark.parametrize("kind", ["torchao", "quanto", "bitsandbytes"])
@@ -145,7 +145,7 @@ def test_a_change_in_a_part_is_noticed(kind: str) -> None:
     weight = model.lm_head.weight
     with torch.no_grad():
         (weight.view(-1) if kind == "bitsandbytes" else weight.values_).add_(1)
-    assert not identity.same(identity.sample(model), before)
+    assert not identity.is_same(identity.sample(model), before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,7 +154,7 @@ def test_ordinary_tokens_are_those_of_the_embeddings(kind: str) -> None:
     model, plain = quantised(kind), tiny()
     with torch.no_grad():
         plain.get_input_embeddings().weight.copy_(model.get_input_embeddings()(torch.arange(97)))
-    drawn = [prompt_ids("random-tokens", model=used, tokenizer=None, tokens=400, seed=0) for used in (model, plain)]
+    drawn = [make_ids("random-tokens", model=used, tokenizer=None, tokens=400, seed=0) for used in (model, plain)]
     assert torch.equal(*drawn)
     assert 80 < len(drawn[0].unique()) < 95  # some stand out, and are left out
 
@@ -166,6 +166,6 @@ def test_dtypes_that_torch_cannot_index(dtype: torch.dtype) -> None:
     model.register_buffer("packed", torch.zeros(8, 4, dtype=torch.uint8).view(dtype))
     sampled = identity.sample(model)
     model.packed = torch.ones(8, 4, dtype=torch.uint8).view(dtype)
-    assert identity.same(identity.sample(model), sampled)
+    assert identity.is_same(identity.sample(model), sampled)
     model.packed = torch.zeros(8, 5, dtype=torch.uint8).view(dtype)
-    assert not identity.same(identity.sample(model), sampled)
+    assert not identity.is_same(identity.sample(model), sampled)

@@ -81,7 +81,7 @@ def check_nothing_is_left(path: Path) -> None:
     for name in names:
         assert name is not None
         assert not name.number or name.parent in known
-        with files.opened_at(path) as descriptor:
+        with files.open_folder_at(path) as descriptor:
             folders.Folder(descriptor, path, {}).read(name)
 
 
@@ -303,7 +303,7 @@ KILLED = textwrap.dedent(
     cache = QAdACache(model, threshold=1.0, moments="current", **SMALL)
     with torch.no_grad():
         model(text, **pass_cache(cache))
-    original = tensor_file.encoded
+    original = tensor_file.encode
 
     def encoded(*arguments):
         for piece in original(*arguments):
@@ -312,7 +312,7 @@ KILLED = textwrap.dedent(
             if not after[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    tensor_file.encoded = encoded
+    tensor_file.encode = encoded
     for place, pieces in enumerate(sys.argv[3:]):
         if os.fork() == 0:
             after = [int(pieces)]
@@ -384,7 +384,7 @@ def test_a_file_that_goes_while_it_is_read(
     model: PreTrainedModel, whole: QAdACache, wanted: Tensor, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever has opened it reads on; whoever has not reads the prompt from there."""
-    original, opened = files.opened_file, []
+    original, opened = files.open_file, []
 
     def open_then_remove(folder: int, name: str) -> Any:
         opened.append(name)
@@ -393,7 +393,7 @@ def test_a_file_that_goes_while_it_is_read(
                 file.unlink()
         return original(folder, name)
 
-    monkeypatch.setattr(files, "opened_file", open_then_remove)
+    monkeypatch.setattr(files, "open_file", open_then_remove)
     cache = PrefixStore(path).cache(model, TEXT, **OPTIONS)
     with torch.no_grad():
         got = model(TEXT[:, cache.get_seq_length() :], **pass_cache(cache)).logits[0, -1]

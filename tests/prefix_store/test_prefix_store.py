@@ -74,7 +74,7 @@ def test_it_goes_on_as_a_cache_that_was_kept(store: PrefixStore) -> None:
     assert 0 < stored.stats().read_share < 1
     assert stored.stats().bulk_read_bytes == cache.stats().bulk_read_bytes
     for ours, theirs in zip(stored.layers, cache.layers, strict=True):
-        assert torch.equal(ours.store.local_keys, theirs.store.local_keys)
+        assert torch.equal(ours.store.near_keys, theirs.store.near_keys)
         assert ours.store.bulk.lengths == theirs.store.bulk.lengths
 
 

@@ -60,18 +60,18 @@ def control_group(folder: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -
 
 def test_what_a_control_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own limit, one around it, and none: files in memory that the system can take back are left as well."""
-    total = memory.host_memory()
+    total = memory.find_host_memory()
     control_group(tmp_path, monkeypatch, max="max\n", current="1000\n")
-    assert memory.host_memory() == total
+    assert memory.find_host_memory() == total
     stat = f"anon 7\ninactive_file {20 * MIB}\nactive_file {10 * MIB}\nshmem {5 * MIB}\n\nother\n"
     control_group(tmp_path, monkeypatch, max=f"{100 * MIB}\n", current=f"{90 * MIB}\n", stat=stat)
-    assert memory.host_memory() == 100 * MIB
-    assert memory.memory_left() == 40 * MIB
+    assert memory.find_host_memory() == 100 * MIB
+    assert memory.find_memory_left() == 40 * MIB
     around = tmp_path / "tree/some.slice"
     (around / "memory.max").write_text(f"{60 * MIB}\n")
     (around / "memory.current").write_text(f"{70 * MIB}\n")
-    assert memory.host_memory() == 60 * MIB
-    assert memory.memory_left() == 0
+    assert memory.find_host_memory() == 60 * MIB
+    assert memory.find_memory_left() == 0
 
 
 def test_what_a_control_group_of_version_1_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,14 +82,14 @@ def test_what_a_control_group_of_version_1_leaves(tmp_path: Path, monkeypatch: p
     for name, number in {"limit_in_bytes": 100 * MIB, "usage_in_bytes": 90 * MIB}.items():
         (own / f"memory.{name}").write_text(f"{number}\n")
     (own / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {MIB}\ntotal_active_file {2 * MIB}\n")
-    assert (memory.host_memory(), memory.memory_left()) == (100 * MIB, 13 * MIB)
+    assert (memory.find_host_memory(), memory.find_memory_left()) == (100 * MIB, 13 * MIB)
 
 
 def leave(monkeypatch: pytest.MonkeyPatch, megabytes: float, model: PreTrainedModel | None = None) -> None:
     """So much memory beside what the model's conversations take now."""
     held = counters(model)["bytes"] if model else 0
     left = lambda: int(megabytes * MIB) + (held - counters(model)["bytes"] if model else 0)  # noqa: E731
-    monkeypatch.setattr(memory, "memory_left", left)
+    monkeypatch.setattr(memory, "find_memory_left", left)
 
 
 def test_conversations_make_room_and_a_call_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_conversations_make_room_and_a_call_too_long_is_refused(monkeypatch: pyt
     reads, ids = Reads(model), said(120)
     ours(model, prompt(110, seed=7)[0])
     answered = ours(model, ids)
-    needed = memory.needed_bytes(model, 500 + NEW, 500) / MIB
+    needed = memory.estimate_bytes(model, 500 + NEW, 500) / MIB
     leave(monkeypatch, needed, model)
     assert ours(model, prompt(500, seed=8)[0]).shape[1] == 500 + NEW
     assert counters(model)["evicted"] == 0
@@ -120,7 +120,7 @@ def test_conversations_make_room_and_a_call_too_long_is_refused(monkeypatch: pyt
 def test_calls_that_are_not_kept_are_refused_too(how: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny(), said(500)
     reads = Reads(model)
-    leave(monkeypatch, 1.9 * memory.needed_bytes(model, 500 + NEW, 500) / MIB / (1 if "num_beams" in how else 2))
+    leave(monkeypatch, 1.9 * memory.estimate_bytes(model, 500 + NEW, 500) / MIB / (1 if "num_beams" in how else 2))
     with pytest.raises(MemoryError, match="to read 500 tokens"):
         ours(model, ids, **how)
     assert not reads
@@ -141,10 +141,10 @@ def test_what_is_needed_follows_the_tokens_and_chunks(chunk: int | None) -> None
     model: PreTrainedModel = tiny()
     kept = 1.5 * 2 * 2 * 2 * 8 * 4  # half as much again as keys and values: layers, heads, dim, bytes
     passing = (3 * 48 + 8 * 32) * 4 + 8 * 4 * 8 * 4
-    assert memory.needed_bytes(model, 1000, chunk or 900) == int(1000 * kept + (chunk or 900) * passing)
-    assert memory.needed_bytes(model.to(torch.bfloat16), 1000, 0) == int(1000 * kept / 2)
+    assert memory.estimate_bytes(model, 1000, chunk or 900) == int(1000 * kept + (chunk or 900) * passing)
+    assert memory.estimate_bytes(model.to(torch.bfloat16), 1000, 0) == int(1000 * kept / 2)
     mamba = MambaForCausalLM._from_config(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1))
-    assert memory.needed_bytes(mamba, 1000, 1000) == 0  # states do not grow
+    assert memory.estimate_bytes(mamba, 1000, 1000) == 0  # states do not grow
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and limits its own address space")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from qada_cache import QAdACache
 from qada_cache.serving import conversations as module
 from qada_cache.serving import memory
-from qada_cache.serving.conversations import Conversation, Conversations, Limits, conversations_of
+from qada_cache.serving.conversations import Conversation, Conversations, Limits, find_conversations
 from qada_cache.versions import pass_cache
 
 OPTIONS = {"threshold": 1.0, "moments": "current", **SMALL}
@@ -94,8 +94,8 @@ def test_room_is_made_before_and_after(model: PreTrainedModel) -> None:
 
 
 def test_conversations_are_a_models_own(model: PreTrainedModel) -> None:
-    assert conversations_of(model) is conversations_of(model)
-    assert conversations_of(tiny()) is not conversations_of(model)
+    assert find_conversations(model) is find_conversations(model)
+    assert find_conversations(tiny()) is not find_conversations(model)
 
 
 def test_conversations_are_found_by_their_key(model: PreTrainedModel) -> None:
@@ -152,7 +152,7 @@ def test_a_limit_in_bytes(model: PreTrainedModel) -> None:
 
 
 def test_the_limit_is_a_share_of_what_this_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = memory.host_memory()
+    machine = memory.find_host_memory()
     assert machine > 2**28
     assert Limits(memory=1.0).bytes == machine
     monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_AS: (2**27, resource.RLIM_INFINITY)}.get)

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from qada_cache import PrefixStore, QAdACache
 from qada_cache.serving import counters
-from qada_cache.serving.conversations import conversations_of
+from qada_cache.serving.conversations import find_conversations
 
 
 def forget(model: PreTrainedModel) -> None:
     """As a process that ends: nothing is in memory."""
-    conversations_of(model).forget()
+    find_conversations(model).forget()
 
 
 @pytest.mark.parametrize("options", [EXACT, DECIDING], ids=["exact", "deciding"])

@@ -62,7 +62,7 @@ class Unequal:
 
 
 def estimated(made: Unequal, sketch: Sketch) -> Tensor:
-    return codec.estimated_scores(made.query, sketch, LENGTH, scaling=made.scaling).double()
+    return codec.estimate_scores(made.query, sketch, LENGTH, scaling=made.scaling).double()
 
 
 def added(made: Unequal, sketch: Sketch) -> Tensor:
@@ -187,7 +187,7 @@ def test_unreliable_is_said_of_the_mean_over_tokens(bits: float, monkeypatch: py
     for share in (0.0, float(shares.median()) * 1.0001):
         monkeypatch.setattr(selection, "NOISE_SHARE", share)
         for one in told:
-            found = selection.unreliable(made.query, one["sketch"], scaling=made.scaling)
+            found = selection.find_unreliable(made.query, one["sketch"], scaling=made.scaling)
             assert torch.equal(found, is_unreliable(**one))
             assert share or 0 < found.sum() < 100
 
@@ -195,7 +195,7 @@ def test_unreliable_is_said_of_the_mean_over_tokens(bits: float, monkeypatch: py
 def test_keys_that_are_all_alike() -> None:
     """They score what the centre does, in whose rounding they all have a share."""
     keys, query = random(1, 32).expand(1100, 32), random(3, 32, seed=1)
-    found = codec.estimated_scores(query, sketch_of(keys, None, 2), 1100, scaling=0.2)
+    found = codec.estimate_scores(query, sketch_of(keys, None, 2), 1100, scaling=0.2)
     torch.testing.assert_close(found, query @ keys.mT * 0.2, rtol=0, atol=2**-8)
 
 
@@ -206,9 +206,9 @@ def test_channels_that_say_nothing(energies: Tensor | None) -> None:
     for channels in (slice(0), slice(4, 12), slice(0, 16)):
         keys[:, channels] = 0
         sketch = sketch_of(keys, energies, 2)
-        assert all(tensor.isfinite().all() for tensor in sketch.tensors().values())
+        assert all(tensor.isfinite().all() for tensor in sketch.to_tensors().values())
         assert (sketch.weights > 0).all()
-        assert codec.estimated_scores(random(3, 16, seed=1), sketch, 1100, scaling=0.2).isfinite().all()
+        assert codec.estimate_scores(random(3, 16, seed=1), sketch, 1100, scaling=0.2).isfinite().all()
     assert not sketch.scales.any()
 
 
@@ -219,7 +219,7 @@ def test_the_mass_of_many_tokens_is_estimated(bits: float) -> None:
     query = random(32, 64, seed=1)
     sketch = sketch_of(keys, None, bits)
     true = (query @ keys.mT * 0.2).logsumexp(dim=-1)
-    found = codec.estimated_scores(query, sketch, 4000, scaling=0.2).logsumexp(dim=-1)
+    found = codec.estimate_scores(query, sketch, 4000, scaling=0.2).logsumexp(dim=-1)
     plain, words = [], sketch.layout.words
     for index, (first, last) in enumerate(segment_spans(4000)):
         odd_levels = odd_values(sketch.codes[:, first:last], words=words)

@@ -6,20 +6,20 @@ from record_reference import decoded, hadamard, predicted
 from torch import Tensor
 
 from qada_cache.sketch import Layout, codec, rotate
-from qada_cache.sketch.codec import Sketch, estimated_scores
+from qada_cache.sketch.codec import Sketch, estimate_scores
 from qada_cache.sketch.coded import (
     RECORD_BITS,
     RecordLayout,
-    block_of,
     code_tokens,
     decode_keys,
     decode_values,
+    estimate_keys,
+    find_block,
+    find_query_weights,
     pack_planes,
-    predicted_keys,
     quantize_evenly,
-    query_weights,
-    residual_scores,
-    summed_values,
+    score_residuals,
+    sum_values,
     unpack_planes,
 )
 
@@ -43,8 +43,8 @@ class Coded:
         sketch, self.layout = Layout.from_bits(dim, 1.5), RecordLayout(dim, value_dim, *bits)
         assert sketch is not None
         self.sketch = Sketch.of(self.keys, torch.zeros(2, LENGTH, value_dim), self.energies, sketch)
-        self.predicted = predicted_keys(self.sketch.tensors(), sketch)
-        self.weights = query_weights(self.energies, dim, CPU)
+        self.predicted = estimate_keys(self.sketch.to_tensors(), sketch)
+        self.weights = find_query_weights(self.energies, dim, CPU)
         self.records = code_tokens(self.keys, self.values, self.predicted, self.weights, self.layout)
 
     def float64(self, head: int) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ class Coded:
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 256])
 def test_rotation_of_whole_heads(dim: int) -> None:
     """Blocks of the greatest power of two in `dim`; the inverse of itself."""
-    turn = rotate(torch.eye(dim), block_of(dim))
+    turn = rotate(torch.eye(dim), find_block(dim))
     torch.testing.assert_close(turn.double(), hadamard(dim), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(turn @ turn, torch.eye(dim), rtol=0, atol=1e-6)
 
@@ -95,15 +95,15 @@ def test_scores_and_sums_without_decoding(sizes: tuple[int, int], bits: tuple[in
     """Equal those of keys and values as float64 decodes them, but for the rounding of queries in the sketch's part."""
     made, query = Coded(sizes, bits), random(2, 3, sizes[0], seed=6)
     scaling = sizes[0] ** -0.5
-    residual = residual_scores(query, made.records, made.weights, made.layout, scaling)
+    residual = score_residuals(query, made.records, made.weights, made.layout, scaling)
     shares = torch.softmax(random(2, 3, LENGTH, seed=7), dim=-1)
-    sums = summed_values(shares, made.records, made.layout)
+    sums = sum_values(shares, made.records, made.layout)
     for head in range(2):
         keys, values = made.float64(head)
         true = scaling * query[head].double() @ keys.mT
         behind = true - scaling * query[head].double() @ predicted(made.sketch[head,], LENGTH).mT
         torch.testing.assert_close(residual[head].double(), behind, rtol=1e-4, atol=1e-4 * float(behind.std()))
-        scores = residual[head] + estimated_scores(
+        scores = residual[head] + estimate_scores(
             query[head], made.sketch[head,], LENGTH, scaling=scaling, expected=False
         )
         assert float((scores - true).std()) < 0.02 * float(true.std())
@@ -148,7 +148,7 @@ def test_zeros_and_numbers_that_are_none() -> None:
     keys, values = random(5, 64), random(5, 64, seed=1)
     keys[1], values[1] = 0, 0
     keys[2, 3], values[3, 4] = torch.nan, torch.inf
-    nothing, weights = torch.zeros(5, 64), query_weights(None, 64, CPU)
+    nothing, weights = torch.zeros(5, 64), find_query_weights(None, 64, CPU)
     records = code_tokens(keys, values, nothing, weights, layout)
     found, summed = decode_keys(records, nothing, weights, layout), decode_values(records, layout)
     assert not found[1].any()

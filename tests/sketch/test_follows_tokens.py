@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.sketch import Layout
-from qada_cache.sketch.codec import channel_means, quantize_segments
+from qada_cache.sketch.codec import average_channels, quantize_segments
 
 SINKS, WINDOW = 3, 8
 TOKENS = 2300  # of which the bulk has four segments
@@ -59,7 +59,7 @@ class Scene:
     def check(self) -> None:
         """Against rows that are coded alone, in one go, from tokens as they were given."""
         known, bulk = self.cache.layers[0].store.sketch, self.cache.layers[0].store.bulk
-        kept = known.tensors.tensors()
+        kept = known.tensors.to_tensors()
         for row, length in enumerate(bulk.lengths):
             assert known.lengths[row] == length > 1024
             keys, values = (tensor[row, :, SINKS : SINKS + length] for tensor in self.calls[:2])
@@ -68,7 +68,7 @@ class Scene:
                 found, of_tokens = kept[name][row], name in ("codes", "scales")
                 found = found[..., :length] if of_tokens else found[:, : len(segment_spans(length))]
                 assert torch.equal(found, made[name]), f"{name} of row {row}"
-            for name, mean in channel_means(made, known.layout, length).items():
+            for name, mean in average_channels(made, known.layout, length).items():
                 assert torch.equal(kept[name][row], mean)
             keys, values = keys.double(), values.double()
             mean_key, mean = (tokens.mean(dim=1, keepdim=True) for tokens in (keys, values))

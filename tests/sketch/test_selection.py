@@ -10,7 +10,7 @@ from torch import Tensor
 from qada_cache.kernels.reference import merge_partials, partial_attention
 from qada_cache.sketch import Layout
 from qada_cache.sketch.codec import Sketch
-from qada_cache.sketch.selection import Selection, select_tokens, unread_value
+from qada_cache.sketch.selection import Selection, estimate_unread, select_tokens
 
 LENGTH, DIM, GROUP = 2300, 64, 4
 SCALING = DIM**-0.5
@@ -50,7 +50,7 @@ def attended(
     for one, tokens in enumerate(selection.tokens):
         part = query[None, None, :, one]
         read = partial_attention(part, keys[tokens][None, None], values[tokens][None, None], scaling=SCALING)
-        rest = unread_value(query[:, one], sketch, selection.tilt[:, one], scaling=SCALING)
+        rest = estimate_unread(query[:, one], sketch, selection.tilt[:, one], scaling=SCALING)
         out, mass = merge_partials(*read, rest[None, None], selection.log_unread[None, None, :, one])
         outs.append(out[0, 0])
         masses.append(mass[0, 0])
@@ -73,7 +73,7 @@ def test_equals_float64(bits: float, token_threshold: float) -> None:
     flags[1:3, 0] = flags[0, 1] = False
     sketch = sketch_of(keys, values, bits)
     found = selected(query, sketch, near, token_threshold, flags)
-    stead = unread_value(query, sketch, found.tilt, scaling=SCALING)
+    stead = estimate_unread(query, sketch, found.tilt, scaling=SCALING)
     for one in range(3):
         kwargs = {"query": query[:, one], "sketch": sketch, "scaling": SCALING}
         scores = estimates(**kwargs, length=LENGTH)
@@ -126,7 +126,7 @@ def test_the_tilt_is_exact_for_values_that_follow_scores() -> None:
     sketch = sketch_of(keys, values, 4)
     found = selected(query, sketch, NOTHING_NEAR, 1e9)
     assert not found.tokens.any()
-    out = unread_value(query[:1, 0], sketch, found.tilt[:1, 0], scaling=SCALING)
+    out = estimate_unread(query[:1, 0], sketch, found.tilt[:1, 0], scaling=SCALING)
     scores = estimates(query=query[0, :1], sketch=sketch, length=LENGTH, scaling=SCALING)
     expected = torch.softmax(scores, dim=1) @ values.double()
     # Slopes in bfloat16 and scores in 4 bits: of what lies 1 standard deviation from the mean, 2 %.

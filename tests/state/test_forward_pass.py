@@ -76,7 +76,7 @@ def test_a_mask_is_read_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         mask[1, :padded] = False
         first, *others = [passes.read_padding(NONE, mask, **call, first=layer == 0) for layer in range(4)]
         assert all(found is first for found in others)
-        assert first[0].counts(2) == [0, padded]
+        assert first[0].count_by_row(2) == [0, padded]
     assert len(calls) == 2
     assert copy.deepcopy(passes).read_padding(NONE, mask, **call, first=False)[0] is not first[0]
     assert len(calls) == 3

@@ -9,7 +9,7 @@ from pair import Pair
 from torch import Tensor
 
 from qada_cache.state.layer import QAdALayer
-from qada_cache.state.record import layer_record, restore_layer
+from qada_cache.state.record import record_layer, restore_layer
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from qada_cache.state.record import layer_record, restore_layer
     [
         ("mean", Tensor.double, "mean in torch.float64, which should be in torch.float32"),
         ("mean", lambda mean: mean[:, :1], "mean of shape [2, 1, 16], which should be of shape [2, 2, 16]"),
-        ("local_values", lambda values: values[:, :, 1:], "local_values of shape [2, 2, 10, 16], which should be"),
+        ("near_values", lambda values: values[:, :, 1:], "near_values of shape [2, 2, 10, 16], which should be"),
         ("stored", lambda counts: [counts[0] + 1, counts[1]], "which should be [29, 29], as [32, 32] are flushed"),
         ("count", lambda counts: [counts[0], 7], "moments of [29, 7] tokens, which should be of [29, 29]"),
         ("steps", lambda _: -1, "steps of -1, which should be a count"),
@@ -27,7 +27,7 @@ from qada_cache.state.record import layer_record, restore_layer
 def test_errors_say_what_should_be(name: str, change: Any, words: str) -> None:
     pair = Pair()
     pair.update(*Inputs()(40))
-    record = layer_record(pair.layer)
+    record = record_layer(pair.layer)
     for tensor in ("bulk_keys", "bulk_values"):
         record[tensor] = getattr(pair.layer.store.bulk, tensor.removeprefix("bulk_"))
     restore_layer(QAdALayer(make_shared(), 0), record, None)

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig
 
 from qada_cache import QAdACache
-from qada_cache.sketch import segments_of
+from qada_cache.sketch import count_segments
 from qada_cache.storage import ROOM_TOKENS, bulk
 
 
@@ -99,7 +99,7 @@ def test_stats_count_real_storages(
         for one in stores if token_threshold else ():
             kept, room = one.sketch.tensors, one.sketch.tensors.scales.shape[2]
             assert 0 < room <= one.bulk.capacity
-            tokens, segments = room * (4 + 1), segments_of(room) * ((2 + 1 + 2) * 16 + 4 + 4)
+            tokens, segments = room * (4 + 1), count_segments(room) * ((2 + 1 + 2) * 16 + 4 + 4)
             read = 3 * 4 * 16 + 16 * 16 + 4 * 16  # noise, variances, mean value, slopes and their units
             assert sum(tensor.nbytes for tensor in vars(kept).values()) == one.batch * 2 * (tokens + segments + read)
             # Beside these, the mean key and the covariance in float32, and the queries' energies.

@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from qada_cache import QAdACache
 from qada_cache.sketch import codec
 from qada_cache.sketch.codec import quantize_segments
-from qada_cache.sketch.coded import code_tokens, predicted_keys, query_weights
+from qada_cache.sketch.coded import code_tokens, estimate_keys, find_query_weights
 from qada_cache.storage.coded_bulk import CodedBulk
 
 SINKS, WINDOW = 3, 8
@@ -107,15 +107,15 @@ class Scene:
                 torch.testing.assert_close(ours[0].double(), theirs, rtol=close, atol=close)
                 if not again:
                     assert torch.equal(ours[0, :, closed:], made[:, closed:])
-            scale = query_weights(ENERGIES[0], 16, torch.device("cpu")).double().unsqueeze(-2)
+            scale = find_query_weights(ENERGIES[0], 16, torch.device("cpu")).double().unsqueeze(-2)
             off, whole = (true[0] - given[0].double()) * scale, given[0].double() * scale
             assert float(off.square().mean() / whole.square().mean()) < LOST[self.bits] * (2 if again else 1)
             off = (true[1] - given[1].double()).square().mean() / given[1].double().square().mean()
             assert float(off) < LOST[self.bits] * (2 if again else 1)
             if not again and closed:
                 made = quantize_segments(given[0].clone(), ENERGIES[0], bulk.sketch.layout)
-                says = predicted_keys(made, bulk.sketch.layout)
-                weights = query_weights(ENERGIES[0], 16, torch.device("cpu"))
+                says = estimate_keys(made, bulk.sketch.layout)
+                weights = find_query_weights(ENERGIES[0], 16, torch.device("cpu"))
                 records = code_tokens(*given, says, weights, bulk.layout)
                 assert torch.equal(bulk.tensors[0][row, :, :closed], records[:, :closed])
 
@@ -128,7 +128,7 @@ class Scene:
             store = self.cache.layers[0].store
             (keys, values), bulk = self.float64(row), self.bulk.lengths[row]
             recent = slice(store.sinks + store.end - (store.lengths[row] - bulk - SINKS), store.sinks + store.end)
-            near = [(held[row, :, :SINKS], held[row, :, recent]) for held in (store.local_keys, store.local_values)]
+            near = [(held[row, :, :SINKS], held[row, :, recent]) for held in (store.near_keys, store.near_values)]
             whole = [
                 torch.cat([a.double(), far, b.double()], dim=1)
                 for (a, b), far in zip(near, (keys, values), strict=True)

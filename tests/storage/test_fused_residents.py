@@ -93,20 +93,17 @@ def test_a_head_is_brought_once_and_used_when_it_is_whole() -> None:
         assert reading.update_residency(store, FLAGS) == 6 * 2 * 4 * 4
         assert reading.update_residency(store, FLAGS) == 0
         assert copies.count == 1
-        assert not store.residents.resident_pointers(store.lengths).any()  # on its way
+        assert not store.residents.find_pointers(store.lengths).any()  # on its way
         kept = store.residents.held[0, 0]
         assert kept.tensors[0].isnan().all()
         kept.wait()
-        places = store.residents.resident_pointers(store.lengths)
+        places = store.residents.find_pointers(store.lengths)
         assert places.tolist() == [[[part.data_ptr() for part in kept.tensors], [0, 0]]]
         assert (kept.tensors[0] == 1).all()
-        assert store.residents.resident_pointers(store.lengths) is places
-        assert not store.residents.resident_pointers([7]).any()  # of another number of tokens
+        assert store.residents.find_pointers(store.lengths) is places
+        assert not store.residents.find_pointers([7]).any()  # of another number of tokens
         store.append(slice(0, 1), torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
-        assert (
-            store.residents.resident_pointers(store.lengths)[0, 0, 0]
-            == store.residents.held[0, 0].tensors[0].data_ptr()
-        )
+        assert store.residents.find_pointers(store.lengths)[0, 0, 0] == store.residents.held[0, 0].tensors[0].data_ptr()
 
 
 def test_a_head_that_may_not_stay_is_not_brought() -> None:
@@ -148,5 +145,5 @@ def test_early_copies_are_let_go_of_by_a_kernel_that_does_not_use_them() -> None
         list(reading.read_parts(store, FLAGS.tolist()))
         assert reading.prefetch(store) > 0
         assert store.prefetched
-        store.in_place()
+        store.find_in_place()
         assert not store.prefetched

@@ -18,9 +18,9 @@ def test_a_row_of_padding_tells_of_the_past_where_it_sees_some_of_it(seen: int, 
     call = {"batch": 1, "seen": 8, "queries": 3}
     if is_refused:
         with pytest.raises(ValueError, match="does not agree with the tokens already cached"):
-            NONE.after(mask, **call)
+            NONE.extend(mask, **call)
     else:
-        padding, valid, visible = NONE.after(mask, **call)
+        padding, valid, visible = NONE.extend(mask, **call)
         assert visible is None
-        assert padding.counts(1) == [0 if seen == 8 else 3]
+        assert padding.count_by_row(1) == [0 if seen == 8 else 3]
         assert valid is None or not valid.any()

@@ -31,7 +31,7 @@ def mapping(address: int) -> str:
 
 @pytest.mark.skipif(not SETTING.exists() or "[never]" in SETTING.read_text(), reason="needs huge pages")
 def test_large_tensors_lie_in_huge_pages() -> None:
-    made = transfers.empty((2, 3, 1 << 20), torch.bfloat16).fill_(1)
+    made = transfers.make_empty((2, 3, 1 << 20), torch.bfloat16).fill_(1)
     assert made.shape == (2, 3, 1 << 20)
     assert made.is_contiguous()
     said = mapping(made.data_ptr() + made.nbytes // 2)
@@ -41,14 +41,14 @@ def test_large_tensors_lie_in_huge_pages() -> None:
 
 
 def test_memory_lives_as_long_as_a_view() -> None:
-    view = transfers.empty((4, 1 << 20), torch.float32)[1:3]
+    view = transfers.make_empty((4, 1 << 20), torch.float32)[1:3]
     view.copy_(torch.arange(2 << 20).view(2, -1))
     assert view.flatten().equal(torch.arange(2 << 20).float())
 
 
 def test_small_and_empty_tensors() -> None:
-    assert transfers.empty((2, 0, 8), torch.float16).shape == (2, 0, 8)
-    assert transfers.empty((3, 5), torch.int64).dtype == torch.int64
+    assert transfers.make_empty((2, 0, 8), torch.float16).shape == (2, 0, 8)
+    assert transfers.make_empty((3, 5), torch.int64).dtype == torch.int64
 
 
 def test_where_no_more_mappings_are_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,9 +58,9 @@ def test_where_no_more_mappings_are_to_be_had(monkeypatch: pytest.MonkeyPatch) -
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(transfers.mmap, "mmap", refuse)
-    assert transfers.empty((2, transfers.WORTH), torch.bfloat16).fill_(1).sum() == 2 * transfers.WORTH
+    assert transfers.make_empty((2, transfers.WORTH), torch.bfloat16).fill_(1).sum() == 2 * transfers.WORTH
     with pytest.raises(RuntimeError, match="memory"):  # torch's own words, not a file's
-        transfers.empty((1 << 60,), torch.uint8)
+        transfers.make_empty((1 << 60,), torch.uint8)
 
 
 @pytest.mark.skipif(not private_map.AVAILABLE, reason="needs Linux")

@@ -40,7 +40,7 @@ class Heads:
             for head in missing:
                 keep(layer, head, *self.tensors, before[head])
             held = sum(resident.nbytes for each in self.layers for resident in each.held.values())
-            assert held == sum(each.nbytes for each in self.layers) <= self.shared.budget_bytes(CPU)
+            assert held == sum(each.nbytes for each in self.layers) <= self.shared.find_budget(CPU)
         return hits
 
     def kept(self) -> list[list[int]]:
@@ -161,7 +161,7 @@ def test_auto_leaves_a_reserve() -> None:
     for free, left in ((2**40, 2**40 - int(0.1 * 2**40)), (2**31, 2**30), (2**29, 0)):
         with mock.patch.object(residents, "get_max_memory", return_value={"cpu": free}) as measured:
             shared = Residents("auto")
-            assert [shared.budget_bytes(CPU) for _ in range(3)] == [left] * 3
+            assert [shared.find_budget(CPU) for _ in range(3)] == [left] * 3
             assert measured.call_count == 1
 
 
@@ -172,7 +172,7 @@ def test_auto_counts_what_torch_keeps_as_free() -> None:
         mock.patch.object(torch.cuda, "memory_reserved", return_value=7 * 2**32),
         mock.patch.object(torch.cuda, "memory_allocated", return_value=5 * 2**32),
     ):
-        assert Residents("auto").budget_bytes(torch.device("cuda", 1)) == 3 * 2**32 - int(0.1 * 3 * 2**32)
+        assert Residents("auto").find_budget(torch.device("cuda", 1)) == 3 * 2**32 - int(0.1 * 3 * 2**32)
 
 
 def test_auto_asks_only_the_device_it_is_about() -> None:
@@ -189,7 +189,7 @@ def test_auto_asks_only_the_device_it_is_about() -> None:
         mock.patch.object(residents, "get_max_memory", side_effect=AssertionError("of every device")),
     ):
         shared = Residents("auto")
-        assert [shared.budget_bytes(torch.device("cuda", 1)) for _ in range(2)] == [2**33 - 2**30] * 2
+        assert [shared.find_budget(torch.device("cuda", 1)) for _ in range(2)] == [2**33 - 2**30] * 2
         assert asked == [torch.device("cuda", 1)]
-        assert shared.budget_bytes(torch.device("cuda", 0)) == 2**32 - 2**30
+        assert shared.find_budget(torch.device("cuda", 0)) == 2**32 - 2**30
         assert asked[1:] == [torch.device("cuda", 0)]

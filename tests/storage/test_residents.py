@@ -123,7 +123,7 @@ def test_out_of_memory_costs_residents_only(model: PreTrainedModel, monkeypatch:
             cache = QAdACache(model, **options)
             monkeypatch.setattr(reading, "prefetch", prefetch)
             monkeypatch.setattr(bulk, "fetch", fails(fetching, copies.fetch))
-            monkeypatch.setattr(residents, "_longer", fails(lambda *_: "grow", residents._longer))
+            monkeypatch.setattr(residents, "_lengthen", fails(lambda *_: "grow", residents._lengthen))
             assert torch.equal(one_shot(model, cache, Path()), wanted)
     assert failures == {"grow": 2, "read": 2, "prefetch": 2}
 
@@ -183,7 +183,7 @@ def test_residents_grow_in_place() -> None:
                 stop = start + flush
                 store._set_lengths([stop])
                 store.residents.append(slice(0, 1), keys[:, :, start:stop], values[:, :, start:stop])
-                assert shared.budget_bytes(store.device) >= store.residents.nbytes
+                assert shared.find_budget(store.device) >= store.residents.nbytes
     assert len(store.residents.held) == 2
     for (_, head), kept in store.residents.held.items():
         assert torch.equal(kept.tensors[0][0, 0], keys[0, head])

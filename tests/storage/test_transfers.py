@@ -196,13 +196,13 @@ def test_host_memory_outlives_the_kernels_that_read_it(
 ) -> None:
     """Torch holds pinned memory until copies of it have ended: a copy of every layer's comes after the last kernel."""
     stream, held = Stream(done), []
-    monkeypatch.setattr(bulk, "reader", lambda _: stream)
+    monkeypatch.setattr(bulk, "find_reader", lambda _: stream)
     monkeypatch.setattr(transfers, "fetch", lambda tensors, _, after: held.append((tensors, after)))
     with accelerator():
         model = tiny(num_hidden_layers=3)
         cache = QAdACache(model, moments="current", **SMALL)
         generate(model, prompt(90)[0], cache, tokens=2)
-        memory = [tensor.data_ptr() for layer in cache.layers for tensor in layer.store.bulk.in_place()]
+        memory = [tensor.data_ptr() for layer in cache.layers for tensor in layer.store.bulk.find_in_place()]
         caches = [cache]
         del cache
         leave(caches.pop())
@@ -232,11 +232,11 @@ def test_pinned_blocks_are_filled(dims: tuple[int, int], fills: int, monkeypatch
         asked.clear()
         store.reserve(4096 - 128)  # a prompt of 4,096 tokens
         least, most = (
-            [bulk.transfers.pinned_bytes(int(2 * 8 * (4096 - 127) * dim * 2 * more)) for dim in dims]
+            [bulk.transfers.count_pinned(int(2 * 8 * (4096 - 127) * dim * 2 * more)) for dim in dims]
             for more in (1, bulk.GROWTH if layer else 1)
         )
         for size, low, high in zip(asked, least, most, strict=True):
-            assert low <= bulk.transfers.pinned_bytes(size) <= high
+            assert low <= bulk.transfers.count_pinned(size) <= high
         for tokens in range(4096, 4 * 4096 - 1, 128):
             before, moves = store.capacity, len(asked)
             store.reserve(tokens)

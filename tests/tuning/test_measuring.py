@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from qada_cache import QAdACache, restore_attention
 from qada_cache.key_moments.prompts import ARTICLE
 from qada_cache.tuned_choice import Thresholds
-from qada_cache.tuning.measuring import Figures, Piece, compared, cut, default_text, held_out, measure
+from qada_cache.tuning.measuring import Figures, Piece, compare_logits, cut, hold_out, measure, read_default_text
 from qada_cache.versions import pass_cache
 
 TOKENS, FOLLOWING = 1400, 6
@@ -76,8 +76,8 @@ def test_more_careful_settings_read_more_and_lose_less(
 def test_divergence_of_a_pair_by_hand() -> None:
     full, found = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log(), torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
     by_hand = (0.9 * torch.tensor(0.9 / 0.5).log() + 0.1 * torch.tensor(0.1 / 0.5).log()) / 2
-    assert compared(full + 3, found - 1) == (pytest.approx(float(by_hand), rel=1e-6), 1.0)
-    assert compared(full, found.flip(0) + torch.tensor([0.0, 1.0]))[1] == 0.0
+    assert compare_logits(full + 3, found - 1) == (pytest.approx(float(by_hand), rel=1e-6), 1.0)
+    assert compare_logits(full, found.flip(0) + torch.tensor([0.0, 1.0]))[1] == 0.0
 
 
 def test_a_model_without_full_attention_is_refused() -> None:
@@ -97,7 +97,7 @@ def test_pieces_are_spread_over_the_text_and_never_overlap() -> None:
     starts = [next(at for at in range(len(words)) if words[at : at + 120] == found) for found in texts]
     assert (starts[0], starts[-1]) == (0, len(words) - 120)
     assert all(after - before >= 120 for before, after in itertools.pairwise(starts))
-    by, apart = held_out(pieces, 2)
+    by, apart = hold_out(pieces, 2)
     assert apart == [pieces[2], pieces[5]]
     assert by == [pieces[0], pieces[1], pieces[3], pieces[4]]
 
@@ -107,4 +107,4 @@ def test_texts_that_will_not_do() -> None:
     with pytest.raises(ValueError, match=r"the text has 3 tokens, and 2 pieces of 100 \+ 20 take 240"):
         cut("only three words", tokenizer, count=2, tokens=100, following=20)
     with pytest.raises(ValueError, match="does not know the words of the text"):
-        cut(default_text(), tokenizer, count=2, tokens=100, following=20)
+        cut(read_default_text(), tokenizer, count=2, tokens=100, following=20)

@@ -31,7 +31,7 @@ MIN_TOKENS = 1024  # fewer keys are not worth a build
 MAX_QUERIES = 16  # a power of two; more are compute enough for torch's kernel, which multiplies matrices
 THREAD_TOKENS = 512  # a thread's part of a head's keys is at least this long
 ELEMENTS = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
-FOLDER = "kernels"  # of `files.home()`
+FOLDER = "kernels"  # of `files.find_home()`
 DIGEST_BYTES = 32
 # Sums may be reordered, as vectors need. Not -ffast-math: loading a library linked with it changes the rounding of the
 # whole process.
@@ -59,7 +59,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, beside: int = 0) -> bool
         and query.shape[3] % 8 == value.shape[3] % 8 == 0
         and (query.shape[:2], query.shape[3]) == (key.shape[:2], key.shape[3])
         and key.shape[:3] == value.shape[:3]
-        and all(map(rows_contiguous, (key, value)))
+        and all(map(has_contiguous_rows, (key, value)))
     )
 
 
@@ -84,7 +84,7 @@ def compiled_partial_attention(
     return out[:, :, :queries], lse[:, :, :queries]
 
 
-def rows_contiguous(tensor: Tensor) -> bool:
+def has_contiguous_rows(tensor: Tensor) -> bool:
     """Whether the tokens of each head of `[batch, heads, tokens, dim]` lie one after the other."""
     return tensor.stride()[2:] == (tensor.shape[3], 1)
 
@@ -128,14 +128,14 @@ def check_memory(failed: Any, *_: Any) -> Any:
 def load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     """`source` and the headers beside it built with `macros` (`-DNAME=VALUE`), before or now; OSError or
     SubprocessError, if that fails. The library is kept in a folder that only the user can write to, if there is one."""
-    compiler = _compiler()
+    compiler = _find_compiler()
     texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(source.parent.glob("*.h")))]
     # What `-march=native` means: different machines may share the cache folder.
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    built_from = (*texts, *FLAGS, *macros, compiler, _version(compiler), *processor)
+    built_from = (*texts, *FLAGS, *macros, compiler, _read_version(compiler), *processor)
     name = hashlib.sha256("\0".join(built_from).encode()).hexdigest()[:32] + ".so"
-    if (kept := _kept(name)) is not None:
+    if (kept := _load_kept(name)) is not None:
         return kept
     with tempfile.TemporaryDirectory(prefix="qada-kernels-") as temporary:
         library = Path(temporary, "library.so")
@@ -144,32 +144,35 @@ def load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
             raise OSError(f"{compiler} failed with {(done.stderr.splitlines() or [str(done.returncode)])[0]}")
         built = library.read_bytes()
         try:
-            with files.opened(FOLDER, make=True) as folder:
+            with files.open_folder(FOLDER, make=True) as folder:
                 files.write(name, (built, hashlib.sha256(built).digest()), folder=folder)
-                return _linked(folder, name)
+                return _link(folder, name)
         except OSError as error:  # a cache folder that cannot be used is no reason to be slow
-            where = files.home() / FOLDER
+            where = files.find_home() / FOLDER
             logger.warning_once(f"kernels cannot be kept in {where} ({error}): they will be built in every process")
         return ctypes.CDLL(str(library))  # which needs no file once it is loaded
 
 
-def _kept(name: str) -> ctypes.CDLL | None:
+def _load_kept(name: str) -> ctypes.CDLL | None:
     """The kept library of this name, if its bytes are those that were built: loading others may end the process. Its
     digest follows it in its file, where no loader looks."""
-    with contextlib.suppress(OSError), files.opened(FOLDER) as folder:  # a warning comes with the first write to it
+    with (
+        contextlib.suppress(OSError),
+        files.open_folder(FOLDER) as folder,
+    ):  # a warning comes with the first write to it
         try:
             content = files.read(folder, name)
             if hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]:
-                return _linked(folder, name)
+                return _link(folder, name)
             raise OSError("it is damaged")
         except FileNotFoundError:
             pass
         except OSError as error:
-            logger.warning_once(f"the kernel {files.home() / FOLDER / name} is built again: {error}")
+            logger.warning_once(f"the kernel {files.find_home() / FOLDER / name} is built again: {error}")
     return None
 
 
-def _linked(folder: int, name: str) -> ctypes.CDLL:
+def _link(folder: int, name: str) -> ctypes.CDLL:
     # By the descriptor, as the folder's path may lead to another folder by now. Loaded libraries are told apart by such
     # paths; equal names are equal libraries.
     return ctypes.CDLL(f"/proc/self/fd/{folder}/{name}")
@@ -180,7 +183,7 @@ def _run(command: list[str], timeout: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout)
 
 
-def _compiler() -> str:
+def _find_compiler() -> str:
     """The path of a C++ compiler; OSError, if there is none, or none is known to build for this system."""
     if not sys.platform.startswith("linux"):
         raise OSError(f"it is built on Linux only, not on {sys.platform}")
@@ -193,12 +196,12 @@ def _compiler() -> str:
 def has_compiler() -> bool:
     """Whether kernels can be built here, as far as can be told without building one."""
     try:
-        _compiler()
+        _find_compiler()
     except OSError:
         return False
     return True
 
 
 @functools.cache
-def _version(compiler: str) -> str:
+def _read_version(compiler: str) -> str:
     return _run([compiler, "--version"], timeout=60).stdout

@@ -46,7 +46,7 @@ extern "C" int partial_attention(const Element* query, const Element* key, const
                                  int64_t batch, int64_t heads, int64_t tokens, int64_t key_batch, int64_t key_head,
                                  int64_t value_batch, int64_t value_head, int64_t split_tokens, int threads,
                                  float scaling) try {
-    int64_t splits = splits_of(tokens, batch * heads, threads, split_tokens);
+    int64_t splits = count_splits(tokens, batch * heads, threads, split_tokens);
     std::vector<float> parts(batch * heads * splits * SIZE), part_lse(batch * heads * splits * QUERIES);
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (int64_t job = 0; job < batch * heads * splits; job++) {

@@ -25,7 +25,7 @@ using Vector = typename VectorOf<Number, SIZE>::type;  // of `SIZE` bytes
 
 // Bytes as wider numbers; compilers would convert one after the other.
 template <typename Wide, int N>
-INLINED Vector<Wide, N> widened_bytes(const uint8_t* bytes) {
+INLINED Vector<Wide, N> widen_bytes(const uint8_t* bytes) {
 #if defined(__AVX512BW__)
     if constexpr (N == 64 && sizeof(Wide) == 2)
         return (Vector<Wide, N>)_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)bytes));
@@ -48,7 +48,7 @@ INLINED Vector<uint8_t, N> spread(const uint8_t* plane) {
         return (Vector<uint8_t, N>)_mm512_maskz_set1_epi8(loaded<uint64_t>(plane), 1 << BY);
 #endif
     using Wide = std::conditional_t<BITS == 4, uint16_t, std::conditional_t<BITS == 2, uint32_t, uint64_t>>;
-    Vector<Wide, N> wide = widened_bytes<Wide, N>(plane) << BY;
+    Vector<Wide, N> wide = widen_bytes<Wide, N>(plane) << BY;
     for (int places = 4 / BITS; places; places /= 2) wide |= wide << places * (8 - BITS);
     return (Vector<uint8_t, N>)(wide & (Wide)(0x0101010101010101 * (((1 << BITS) - 1) << BY)));
 }
@@ -112,7 +112,7 @@ struct Records {
     float from_codes[QUERIES][SPAN];
     uint8_t values[BLOCK][VALUE_DIM];  // codes of those whose weights were scaled last
 
-    float scale_of(int64_t t, int of) const { return widened(loaded<uint16_t>(place[t] + of * SCALE_BYTES)); }
+    float scale_of(int64_t t, int of) const { return widen(loaded<uint16_t>(place[t] + of * SCALE_BYTES)); }
 
     INLINED void score(const Floats (*)[PARTS], int64_t first, int count, float (*scores)[BLOCK]) const {
         alignas(CACHE_LINE) uint8_t codes[4][KEY_ROOM] = {};
@@ -157,14 +157,14 @@ struct Records {
     }
     INLINED void unpack_value(int64_t t, Floats* out) const {
         for (int c = 0; c < VALUE_PARTS; c++)
-            out[c] = 2 * widened_codes(values[t % BLOCK] + c * WIDTH) - (float)((1 << VALUE_BITS) - 1);
+            out[c] = 2 * widen_codes(values[t % BLOCK] + c * WIDTH) - (float)((1 << VALUE_BITS) - 1);
     }
     void prefetch_value_after(int64_t) const {}  // as `RecordAttention` does
 
     // `WIDTH` codes as floats.
-    static INLINED Floats widened_codes(const uint8_t* codes) {
+    static INLINED Floats widen_codes(const uint8_t* codes) {
         if constexpr (WIDTH == TOKENS) {
-            const Singles wide = widened(loaded<Octets>(codes));
+            const Singles wide = widen(loaded<Octets>(codes));
             return loaded<Floats>(&wide);
         }
         return __builtin_convertvector(loaded<Vector<uint8_t, WIDTH>>(codes), Floats);

@@ -43,7 +43,7 @@ class Decode(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "out", "flags")),
         ("rows", Rows),
-        *((name, View) for name in ("local_keys", "local_values", "bulk_keys", "bulk_values", "log_bulk")),
+        *((name, View) for name in ("near_keys", "near_values", "bulk_keys", "bulk_values", "log_bulk")),
         *((name, View) for name in ("codes", "scales", "slopes", "units", "noise", "variances", "mean_value")),
         *((name, View) for name in ("slope_units", "centres", "weights", "order")),
         ("errors", ctypes.c_void_p),
@@ -62,7 +62,7 @@ class Decode(ctypes.Structure):
 def supports(
     query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object, records: Records | None = None
 ) -> bool:
-    """Whether `fused_decode` computes such calls (arguments as for `choice.decode_kernel`), its build included."""
+    """Whether `fused_decode` computes such calls (arguments as for `choice.choose_kernel`), its build included."""
     grouped_queries = query.reshape(query.shape[0], bulk_keys.shape[1], -1, query.shape[3])
     sizes = query.shape[3], bulk_values.shape[3], grouped_queries.shape[2]
     return (
@@ -84,9 +84,9 @@ class _Bound:
     """The kernel with those of its arguments that stay as they are until storage changes."""
 
     def __init__(self, query: Query, layer: Operands) -> None:
-        states, sketch, value_dim = query.states, layer.sketch, layer.local_values.shape[3]
-        buffers = {name: getattr(layer, name) for name in ("local_keys", "local_values", "bulk_keys", "bulk_values")}
-        if not all(map(cpu.rows_contiguous, buffers.values())):
+        states, sketch, value_dim = query.states, layer.sketch, layer.near_values.shape[3]
+        buffers = {name: getattr(layer, name) for name in ("near_keys", "near_values", "bulk_keys", "bulk_values")}
+        if not all(map(cpu.has_contiguous_rows, buffers.values())):
             raise ValueError("the tokens of a head do not lie one after the other")
         views, group = buffers | {"log_bulk": query.log_bulk}, states.shape[1] // layer.kv_heads
         decode = self._decode = Decode(batch=states.shape[0], kv_heads=layer.kv_heads)
@@ -99,8 +99,8 @@ class _Bound:
         if layer.sketch_read_bytes is not None:
             decode.sketch_read_bytes = layer.sketch_read_bytes.data_ptr()
         if sketch is not None:
-            views |= {name: part for name, part in sketch.tensors().items() if name != "mean_squares"}
-            self._errors = 0.5 * query.scaling**2 * sketch.layout.errors(states.device)
+            views |= {name: part for name, part in sketch.to_tensors().items() if name != "mean_squares"}
+            self._errors = 0.5 * query.scaling**2 * sketch.layout.find_errors(states.device)
             decode.words, decode.sketch_bytes = sketch.layout.words, sketch.byte_counts
             decode.errors = self._errors.data_ptr()
             decode.selects = layer.token_threshold > 0

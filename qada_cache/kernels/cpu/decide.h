@@ -30,7 +30,7 @@ struct Decode {
     float* out;
     uint8_t* flags;
     Rows rows;
-    View<const Element> local_keys, local_values, bulk_keys, bulk_values;
+    View<const Element> near_keys, near_values, bulk_keys, bulk_values;
     View<const float> log_bulk;  // of each query of a head
     // Those of `Sketch` (sketch/codec.py); none without one. 16 bits are bfloat16.
     View<const uint32_t> codes;
@@ -55,38 +55,38 @@ struct Decode {
     Words words;
 
     int64_t bulk_length(int64_t row) const { return *rows.bulk_lengths.at(row); }
-    int64_t bulk_tokens(int64_t row) const {
+    int64_t count_bulk_tokens(int64_t row) const {
         const uint8_t* mask = rows.pending.at(row);
         return bulk_length(row) + std::count(mask, mask + rows.columns, 1);
     }
     // Of a bulk of so many tokens; see sketch/__init__.py.
-    int64_t segments_of(int64_t tokens) const {
+    int64_t count_segments(int64_t tokens) const {
         return std::max<int64_t>(1, (tokens + segment_tokens - last_tokens) / segment_tokens);
     }
     bool sketched_row(int64_t row) const { return codes.data && bulk_length(row) >= min_sketched; }
     // How many of a bulk's tokens lie in records: those of all segments but the last one.
     int64_t recorded(int64_t row) const {
-        return CODED && sketched_row(row) ? (segments_of(bulk_length(row)) - 1) * segment_tokens : 0;
+        return CODED && sketched_row(row) ? (count_segments(bulk_length(row)) - 1) * segment_tokens : 0;
     }
     // What reading so many tokens of a sketch takes.
-    int64_t sketch_bytes_of(int64_t tokens) const {
-        return tokens * sketch_bytes[0] + segments_of(tokens) * sketch_bytes[1] + sketch_bytes[2];
+    int64_t count_sketch_bytes(int64_t tokens) const {
+        return tokens * sketch_bytes[0] + count_segments(tokens) * sketch_bytes[1] + sketch_bytes[2];
     }
     // How much a token must weigh of a query's attention to be read.
-    float log_share_cut(int64_t row) const { return log_token_threshold - logf((float)bulk_tokens(row)); }
+    float log_share_cut(int64_t row) const { return log_token_threshold - logf((float)count_bulk_tokens(row)); }
 
     // Adds the local columns where `mask` is set, run by run.
     void add_columns(Attention& partial, const uint8_t* mask, int64_t row, int64_t head) const {
         for (int64_t start = 0, stop; start < rows.columns; start = stop + 1) {
             for (stop = start; stop < rows.columns && mask[stop];) stop++;
-            partial.add(local_keys.at(row, head) + start * DIM, local_values.at(row, head) + start * VALUE_DIM,
+            partial.add(near_keys.at(row, head) + start * DIM, near_values.at(row, head) + start * VALUE_DIM,
                         stop - start);
         }
     }
 };
 
-// The copy of `criterion.long_context`.
-bool long_context(float local, float bulk, float logit_threshold) {
+// The copy of `criterion.find_long_context`.
+bool needs_long_context(float local, float bulk, float logit_threshold) {
     return local - (std::isnan(bulk) ? INFINITY : bulk) < logit_threshold;
 }
 
@@ -99,9 +99,9 @@ bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* ls
     local.finish(out, lse);
 
     const float* log_bulk = call.log_bulk.at(row, head);
-    bool decided = *call.rows.decided.at(row) && call.bulk_tokens(row) > 0, any = false;
+    bool decided = *call.rows.decided.at(row) && call.count_bulk_tokens(row) > 0, any = false;
     for (int q = 0; q < QUERIES; q++) {
-        flags[q] = decided && long_context(lse[q], log_bulk[q], call.logit_threshold);
+        flags[q] = decided && needs_long_context(lse[q], log_bulk[q], call.logit_threshold);
         any = any || flags[q];
     }
     if (call.group_rule == ANY) std::fill(flags, flags + QUERIES, any);
@@ -113,7 +113,7 @@ struct Selecting {
     int count, asking[QUERIES];  // which of the head's
     int64_t segment_count;
     std::unique_ptr<Rounded[]> segments;
-    float log_buffer[QUERIES], score_cut[QUERIES];  // local buffer's mass, cut by a sample
+    float log_buffer[QUERIES], score_cut[QUERIES];  // near buffer's mass, cut by a sample
     float along[SIZE];                        // the sketch's slopes times the query, scaled
     float pending[SIZE], pending_lse[QUERIES];
     Turned turned;  // the queries as records meet them; of no use without
@@ -159,7 +159,7 @@ struct Selecting {
             if (!call.flags[first + q]) continue;
             alignas(CACHE_LINE) float query[DIM];
             float noise = 0, variance = 0;
-            for (int d = 0; d < DIM; d++) query[d] = widened(call.query[(first + q) * DIM + d]);
+            for (int d = 0; d < DIM; d++) query[d] = widen(call.query[(first + q) * DIM + d]);
             for (int d = 0; d < DIM; d++) {
                 noise += query[d] * query[d] * call.noise.at(row, head)[d];
                 variance += query[d] * query[d] * call.variances.at(row, head)[d];
@@ -194,7 +194,7 @@ struct Selecting {
 
     // Rounds the queries for each segment, and turns them for records.
     void round_queries(const Decode& call, int64_t row, int64_t head, const Slots* queries) {
-        segment_count = call.segments_of(call.bulk_length(row));
+        segment_count = call.count_segments(call.bulk_length(row));
         segments.reset(new Rounded[segment_count]);
         estimates(call, row, head).prefetch_sample(call.bulk_length(row));  // it comes while queries are rounded
         const Segments own{segment_count,

@@ -157,7 +157,7 @@ struct Attention {
         for (int q = 0; q < QUERIES; q++) {
             float scale = total[q] == 0 ? 0 : 1 / total[q];
             lse[q] = log_mass(q);
-            for (int d = 0; d < VALUE_DIM; d++) out[q * VALUE_DIM + d] = unpacked_at<VALUE_DIM>(sums[q], d) * scale;
+            for (int d = 0; d < VALUE_DIM; d++) out[q * VALUE_DIM + d] = unpack_at<VALUE_DIM>(sums[q], d) * scale;
         }
     }
 };

@@ -92,7 +92,7 @@ def build(
 ) -> ctypes.CDLL | None:
     """The kernel for these sizes and a dtype, built if need be; None on a processor without its instructions, and, with
     one warning, if it cannot be built. `source` has `prompt_attention` of one `call`."""
-    if INSTRUCTIONS not in instructions():
+    if INSTRUCTIONS not in read_instructions():
         return None
     try:
         kernel = load(source, define(dim, value_dim, dtype))
@@ -105,7 +105,7 @@ def build(
     return kernel
 
 
-def instructions() -> set[str]:
+def read_instructions() -> set[str]:
     """The names of instruction sets that the processor and the system have, where Linux tells."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:

@@ -56,7 +56,7 @@ struct Estimates {
         alignas(CACHE_LINE) int32_t exact[QUERIES][SPAN];
         multiply(block, stride, words, queries.fours, exact);
         Singles scale[VECTORS];
-        for (int v = 0; v < VECTORS; v++) scale[v] = widened(loaded<Octets>(block_scales + v * TOKENS));
+        for (int v = 0; v < VECTORS; v++) scale[v] = widen(loaded<Octets>(block_scales + v * TOKENS));
         for (int q = 0; q < count; q++) {
             float step = queries.step[q], offset = queries.offset[q];
             float spread = queries.spread[q], middle = queries.middle[q];
@@ -84,7 +84,7 @@ struct Estimates {
         }
         for (int q = 0; q < QUERIES; q++)
             for (int v = 0; v < keys; v += TOKENS) {
-                const Singles scale = widened(loaded<Octets>(block_scales + v));
+                const Singles scale = widen(loaded<Octets>(block_scales + v));
                 const Singles highs = __builtin_convertvector(loaded<Integers>(&high[q][v]), Singles);
                 const Singles lows = __builtin_convertvector(loaded<Integers>(&low[q][v]), Singles);
                 const Singles along = queries.step[q] * (highs + lows * (1 / FINER)) - queries.offset[q];
@@ -100,14 +100,15 @@ struct Estimates {
     }
 
     // How many spans are sampled, and where the first token of one of them lies.
-    static int sampled_spans(int64_t spans) {
+    static int count_sampled_spans(int64_t spans) {
         return spans < MIN_SAMPLED_SPANS ? 0 : (int)std::min<int64_t>(SAMPLED_SPANS, spans / 16 | 1);
     }
-    static int64_t sampled_span(int i, int64_t spans) {
-        return (2 * i + 1) * spans / (2 * sampled_spans(spans)) * SPAN;
+    static int64_t choose_sampled_span(int i, int64_t spans) {
+        return (2 * i + 1) * spans / (2 * count_sampled_spans(spans)) * SPAN;
     }
     INLINED void prefetch_sample(int64_t tokens) const {
-        for (int i = 0; i < sampled_spans(tokens / SPAN); i++) prefetch_span(sampled_span(i, tokens / SPAN));
+        for (int i = 0; i < count_sampled_spans(tokens / SPAN); i++)
+            prefetch_span(choose_sampled_span(i, tokens / SPAN));
     }
 
     // About the log-sum-exp of each query's scores of `tokens` tokens, seldom above it; -inf where they are few.
@@ -116,10 +117,10 @@ struct Estimates {
         float sampled[QUERIES][SAMPLED_SPANS];
         int64_t spans = tokens / SPAN;
         std::fill(log_mass, log_mass + QUERIES, -INFINITY);
-        const int many = sampled_spans(spans);
+        const int many = count_sampled_spans(spans);
         if (!many) return;
         for (int i = 0; i < many; i++) {
-            compute(sampled_span(i, spans), SPAN, scores);
+            compute(choose_sampled_span(i, spans), SPAN, scores);
             for (int q = 0; q < count; q++) {
                 Singles peaks = scores[q][0], mass = {};
                 for (int v = 1; v < VECTORS; v++) peaks = scores[q][v] > peaks ? scores[q][v] : peaks;
@@ -150,7 +151,7 @@ struct Scan {
     std::vector<int32_t> tokens;
     std::vector<float> estimates[QUERIES];  // of each flagged query
 
-    // A token is kept if the score of a query, of which the local buffer has `log_buffer`, is at least `score_cut`, or
+    // A token is kept if the score of a query, of which the near buffer has `log_buffer`, is at least `score_cut`, or
     // `log_share` more than the log-sum-exp of what has been seen so far.
     void run(const Estimates& found, const float* log_buffer, const float* given, float log_share) {
         // Their number is known to the compiler where all ask, as with the group rule "any".

@@ -54,7 +54,7 @@ struct Block {
     std::vector<int64_t> chosen;
 };
 
-inline float widened(Number number) {
+inline float widen(Number number) {
     if constexpr (IN_WORD == 1) return number;
     else return loaded<float>(std::array<uint16_t, 2>{0, uint16_t(number)}.data());
 }

@@ -1,4 +1,4 @@
-// What a sketch of keys says of their scores: `estimated_scores` of codec.py, for queries of one head.
+// What a sketch of keys says of their scores: `estimate_scores` of codec.py, for queries of one head.
 //
 // Words of as many keys as a vector holds are multiplied with rounded queries at once, four values at a time.
 
@@ -58,7 +58,7 @@ inline Whole nearest(Numbers numbers) {
     return (Whole)(numbers + 12582912.0f) - 0x4b400000;
 }
 
-// The flagged queries of a head, as one segment's codes meet them: rounded as in `estimated_scores`, and what else
+// The flagged queries of a head, as one segment's codes meet them: rounded as in `estimate_scores`, and what else
 // estimates take, `middle + scale * (step * product - offset + spread * scale)`. Records take scores of more than a
 // byte's precision: the same with `lows`, what rounding leaves, `FINER` times as fine, and without the spread.
 struct Rounded {
@@ -83,8 +83,8 @@ struct Segments {
         for (int j = 0; j < here; j++) {
             const int64_t segment = first + j, channel = segment * DIM;
             alignas(CACHE_LINE) float inverse[DIM], centre[DIM];
-            for (int d = 0; d < DIM; d++) inverse[d] = 1 / widened(weights[channel + d]);
-            for (int d = 0; d < DIM; d++) centre[d] = widened(centres[channel + d]);
+            for (int d = 0; d < DIM; d++) inverse[d] = 1 / widen(weights[channel + d]);
+            for (int d = 0; d < DIM; d++) centre[d] = widen(centres[channel + d]);
             Slots along = {}, error = {};
             for (int d = 0; d < DIM; d++) {
                 const Slots weighed = queries[order[channel + d]] * inverse[d];

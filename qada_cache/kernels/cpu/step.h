@@ -12,7 +12,7 @@ constexpr int SHARES = 4;  // of the work for each thread, as they do not all ge
 constexpr int64_t ALONE = 1 << 18;  // products of local attention that one thread has summed before another wakes
 
 // Parts to split a head's keys into when `heads` of them are shared by `threads`.
-int64_t splits_of(int64_t tokens, int64_t heads, int threads, int64_t split_tokens) {
+int64_t count_splits(int64_t tokens, int64_t heads, int threads, int64_t split_tokens) {
     int64_t wanted = threads == 1 ? 1 : (SHARES * threads + heads - 1) / heads;
     return std::max<int64_t>(1, std::min(wanted, tokens / split_tokens));
 }
@@ -90,8 +90,8 @@ struct Share {
             first_scan[head] = scan_count;
             if (!needed[head]) continue;
             int64_t tokens = call.bulk_length(row_of(head)), recorded = call.recorded(row_of(head));
-            int64_t splits = splits_of(tokens, flagged, threads, call.split_tokens);
-            if (selects[head] || recorded) sketch_read_bytes += call.sketch_bytes_of(tokens);
+            int64_t splits = count_splits(tokens, flagged, threads, call.split_tokens);
+            if (selects[head] || recorded) sketch_read_bytes += call.count_sketch_bytes(tokens);
             if (!selects[head]) {
                 add_part(head, &local_out[head * SIZE], &local_lse[head * QUERIES]);
                 if (recorded) add_jobs(head, 0, recorded, splits, true);

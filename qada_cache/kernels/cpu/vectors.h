@@ -36,7 +36,7 @@ using Element = _Float16;
 using Element = float;
 #endif
 
-using Channel = std::conditional_t<DIM <= 256, uint8_t, int16_t>;  // of codec.py's `order_dtype`
+using Channel = std::conditional_t<DIM <= 256, uint8_t, int16_t>;  // of codec.py's `choose_order_dtype`
 
 // As wide as the processor's vectors: one float of each of so many tokens.
 #if defined(__AVX512F__)
@@ -75,10 +75,10 @@ inline To loaded(const void* from) {
     return value;
 }
 inline float from_bits(uint32_t bits) { return loaded<float>(&bits); }
-inline float widened(uint16_t bfloat16) { return from_bits((uint32_t)bfloat16 << 16); }
-inline float widened(float same) { return same; }
+inline float widen(uint16_t bfloat16) { return from_bits((uint32_t)bfloat16 << 16); }
+inline float widen(float same) { return same; }
 #if defined(FLOAT16)
-inline float widened(_Float16 half) { return half; }
+inline float widen(_Float16 half) { return half; }
 #endif
 
 // Where `unpack` puts dimension `d` of `SIZE`: bfloat16 pairs are split into all even and all odd dimensions, which
@@ -95,7 +95,7 @@ constexpr int unpacked_index(int d) {
 #if defined(FLOAT16)
 // `N` = WIDTH numbers. GCC does not think of the processor's own instruction for more than one.
 template <int N>
-inline Floats widened(const _Float16* numbers) {
+inline Floats widen(const _Float16* numbers) {
 #if defined(__F16C__)
     if constexpr (N == 16) {
         __m512 wide = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)numbers));
@@ -125,7 +125,7 @@ inline void unpack(const Element* row, Floats* out) {
         out[SIZE / 2 / WIDTH + c] = (Floats)(pairs & 0xffff0000u);
     }
 #elif defined(FLOAT16)
-    for (int c = 0; c < SIZE / WIDTH; c++) out[c] = widened<WIDTH>(row + c * WIDTH);
+    for (int c = 0; c < SIZE / WIDTH; c++) out[c] = widen<WIDTH>(row + c * WIDTH);
 #else
     for (int c = 0; c < SIZE / WIDTH; c++) out[c] = loaded<Floats>(row + c * WIDTH);
 #endif
@@ -142,7 +142,7 @@ INLINED void prefetch(const Element* row) {
 
 // Dimension `d` of what `unpack` put there. Not by a pointer to floats: compilers may take that for another thing's.
 template <int SIZE>
-inline float unpacked_at(const Floats* parts, int d) {
+inline float unpack_at(const Floats* parts, int d) {
     return parts[unpacked_index<SIZE>(d) / WIDTH][unpacked_index<SIZE>(d) % WIDTH];
 }
 
@@ -195,7 +195,7 @@ inline float log_sum(float a, float b) {  // nan if one is, which may not be the
 }
 
 // As floats; compilers would convert one after the other.
-inline Singles widened(Octets octets) {
+inline Singles widen(Octets octets) {
 #if defined(__AVX512F__)
     return (Singles)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)octets));
 #elif defined(__AVX2__)

@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from ...sketch import BITS, LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, WORD_BITS, selection
-from ...sketch.coded import Records, block_of
+from ...sketch.coded import Records, find_block
 from ..operands import Operands, Query, Rows, check
 from .kernels import bulk_kernel, local_kernel, merge_kernel
 from .sketch_kernels import estimate_kernel, selected_kernel
@@ -46,12 +46,12 @@ NEVER = 2**31 - 1  # tokens of a bulk from which on tokens are selected
 SELECTED_STAGES = 5  # half of them fetch indices: as many keys and values are in flight as in the default 3
 
 
-def _padded(size: int) -> int:
+def _pad(size: int) -> int:
     """The block that holds `size` rows or columns of a matrix product."""
     return max(16, triton.next_power_of_2(size))
 
 
-def _record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, int]:
+def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, int]:
     """What `selected_kernel` is to know of records, and how many warps and registers it takes."""
     if records is None:
         nothing = dict.fromkeys(("KEY_BITS", "VALUE_BITS", "RECORD", "UNIT", "TERMS", "BLOCK_R"), 0)
@@ -69,7 +69,7 @@ def _record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[str, 
 
 
 def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
-    """Same contract as `decode_reference.decode_step`, for the calls that `choice.unsupported_reason` admits.
+    """Same contract as `decode_reference.decode_step`, for the calls that `choice.explain_unsupported` admits.
 
     Everything but the bulk buffers, and heads that lie elsewhere, lies on the query's device. The last dimension of the
     buffers is contiguous. Nothing waits for the device. A captured graph can be replayed as long as the tensors stay
@@ -87,7 +87,7 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
         assert sketch is not None
         capacity = sketch.scales.shape[2]  # which is of all tokens
         record_tensor, record_weights, record_room = records.tensor, records.weights, records.tensor.shape[2]
-        turned_values = block_of(value_dim)  # channels that are rotated together
+        turned_values = find_block(value_dim)  # channels that are rotated together
     splits = min(triton.cdiv(capacity, SPLIT_TOKENS), MAX_SPLITS)
     states = query.states.contiguous()
     out = states.new_empty(batch, heads, 1, value_dim)
@@ -96,8 +96,8 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
     lse = states.new_empty(batch, heads, 1 + splits, dtype=torch.float32)
 
     token_bytes = dim * bulk_keys.element_size() + value_dim * bulk_values.element_size()
-    sizes = {"G": group, "BLOCK_G": _padded(group), "D": dim, "BLOCK_D": _padded(dim), "V": value_dim}
-    sizes["BLOCK_V"] = _padded(value_dim)
+    sizes = {"G": group, "BLOCK_G": _pad(group), "D": dim, "BLOCK_D": _pad(dim), "V": value_dim}
+    sizes["BLOCK_V"] = _pad(value_dim)
     if records is not None:
         sizes["BLOCK_D"] = max(32, sizes["BLOCK_D"])  # as products of 8-bit integers take
     in_flight = BLOCK_BYTES // ((sizes["BLOCK_D"] + sizes["BLOCK_V"]) * states.element_size())
@@ -116,10 +116,10 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
     bulk_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
     with torch.cuda.device_of(states):  # Triton launches on the current device
         local_kernel[(kv_heads, batch)](
-            states, layer.local_keys, layer.local_values, local, pending, bulk_lengths, decided, log_bulk,
+            states, layer.near_keys, layer.near_values, local, pending, bulk_lengths, decided, log_bulk,
             parts, lse, flags, layer.bulk_read_bytes if sketch is None else None, layer.resident_pointers,
             layer.resident_hit_bytes, tokens, *noises,
-            *layer.local_keys.stride()[:3], *layer.local_values.stride()[:3], local.stride(0), pending.stride(0),
+            *layer.near_keys.stride()[:3], *layer.near_values.stride()[:3], local.stride(0), pending.stride(0),
             bulk_lengths.stride(0), decided.stride(0), log_bulk.stride(0), rows.columns, 1 + splits, scaling,
             layer.logit_threshold, 2 * selection.UNRELIABLE / scaling**2, selection.NOISE_SHARE,
             MIN_TOKENS if layer.token_threshold > 0 else NEVER,
@@ -144,7 +144,7 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
             values = max(block * WORD_BITS // bits for block, bits in zip(blocks, BITS, strict=True))
             token, segment, head = sketch.byte_counts
             estimate_kernel[(splits, kv_heads, batch)](
-                states, layout.errors(states.device), sketch.codes, sketch.scales, sketch.units, sketch.centres,
+                states, layout.find_errors(states.device), sketch.codes, sketch.scales, sketch.units, sketch.centres,
                 sketch.order, sketch.weights, record_weights,
                 bulk_lengths, tokens, flags, estimates, exact, turned, sums, layer.sketch_read_bytes,
                 bulk_lengths.stride(0), sketch.scales.shape[2], sketch.units.shape[2], room, scaling,
@@ -153,7 +153,7 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
                 SEGMENT=SEGMENT_TOKENS, LAST=LAST_TOKENS, TURN=turn,
                 BLOCK_N=max(16, min(UNPACKED_BYTES // values, ESTIMATES // sizes["BLOCK_G"], turn) // kinds),
                 TOKEN_BYTES=token, SEGMENT_BYTES=segment, HEAD_BYTES=head, MIN_TOKENS=MIN_TOKENS,
-                TURNED=block_of(dim),
+                TURNED=find_block(dim),
                 G=group, BLOCK_G=sizes["BLOCK_G"], D=dim, BLOCK_D=sizes["BLOCK_D"],
             )  # fmt: skip
             selected_kernel[(splits, kv_heads, batch)](
@@ -164,7 +164,7 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
                 BLOCK_S=scan, BLOCK_P=triton.next_power_of_2(MAX_SPLITS), BLOCK_Q=triton.next_power_of_2(group),
                 TOKEN_BYTES=token_bytes, SEGMENT=SEGMENT_TOKENS, LAST=LAST_TOKENS, MIN_TOKENS=MIN_TOKENS,
                 TURNED=turned_values,
-                **_record_sizes(records, states.dtype, sizes), **sizes, num_stages=SELECTED_STAGES,
+                **_find_record_sizes(records, states.dtype, sizes), **sizes, num_stages=SELECTED_STAGES,
             )  # fmt: skip
         elif splits:
             bulk_kernel[(splits, kv_heads, batch)](

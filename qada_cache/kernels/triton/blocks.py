@@ -27,7 +27,7 @@ def dot(b_a, b_b):
 
 
 @triton.jit
-def scores(b_query, p_keys, o_tokens, m_tokens, s_token, scaling, D: tl.constexpr):
+def compute_scores(b_query, p_keys, o_tokens, m_tokens, s_token, scaling, D: tl.constexpr):
     """Scores [BLOCK_G, tokens] of queries [BLOCK_G, BLOCK_D]; 0 for masked tokens, whose keys are not read."""
     o_dim = tl.arange(0, b_query.shape[1])
     p_block = p_keys + o_tokens[:, None] * s_token + o_dim[None, :]
@@ -98,7 +98,7 @@ def attend_tokens(
         if p_index is not None:
             o_tokens = tl.load(p_index + o_tokens, mask=m_tokens, other=0).to(tl.int64)
         o_tokens -= before
-        b_scores = scores(b_query, p_keys, o_tokens, m_tokens, s_key_token, scaling, D)
+        b_scores = compute_scores(b_query, p_keys, o_tokens, m_tokens, s_key_token, scaling, D)
         b_max, b_sum, b_out = attend(
             b_scores, m_tokens[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_value_token, V
         )
@@ -125,8 +125,8 @@ def attend_split(
 
 
 @triton.jit
-def unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D: tl.constexpr):
-    """`selection.unreliable` [BLOCK_G] of queries [BLOCK_G, BLOCK_D]; `noise_limit` bounds `sum q_i^2 noise_i`."""
+def find_unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D: tl.constexpr):
+    """`selection.find_unreliable` [BLOCK_G] of queries [BLOCK_G, BLOCK_D]; `noise_limit` bounds `sum q_i^2 noise_i`."""
     o_dim = tl.arange(0, b_query.shape[1])
     b_square = b_query.to(tl.float32) * b_query.to(tl.float32)
     b_noise = tl.sum(b_square * tl.load(p_noise + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
@@ -160,8 +160,8 @@ def to_nearest(b_values):
 
 @triton.jit
 def round_queries(b_rotated, TWICE: tl.constexpr):
-    """Rotated queries in 8-bit integers and, if `TWICE`, what these leave `FINER` times as fine, for `high` and `low`
-    [BLOCK_G, BLOCK_D]; and their units [BLOCK_G]."""
+    """Rotated queries in 8-bit integers and, if `TWICE`, what these leave `FINER` times as fine, for `take_high` and
+    `take_low` [BLOCK_G, BLOCK_D]; and their units [BLOCK_G]."""
     b_unit = tl.div_rn(tl.maximum(tl.max(tl.abs(b_rotated), axis=1), MIN_PEAK), QUERY_LEVELS)
     b_scaled = tl.div_rn(b_rotated, b_unit[:, None].broadcast_to(b_rotated.shape))
     b_high = to_nearest(b_scaled)
@@ -172,13 +172,13 @@ def round_queries(b_rotated, TWICE: tl.constexpr):
 
 
 @triton.jit
-def high(b_both):
+def take_high(b_both):
     """The integers of `round_queries`, int8."""
     return b_both.to(tl.int8)
 
 
 @triton.jit
-def low(b_both):
+def take_low(b_both):
     """What the integers of `round_queries` leave, int8."""
     return (b_both >> 8).to(tl.int8)
 
@@ -233,7 +233,7 @@ def tilt(p_sums, splits, b_log, b_score, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
-def along(
+def add_along(
     p_query, p_slopes, p_units, D: tl.constexpr, BLOCK_C: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """What values gain along a query [BLOCK_V], `slopes (slope_units q)`, by `BLOCK_C` channels at once."""

@@ -2,14 +2,14 @@
 
 Names: `b_` block of values, `p_` pointer, `i_` index, `o_` offsets, `m_` mask, `s_` stride in elements. Sizes: `G`
 query heads of a group, `D` dim, `V` value_dim; `BLOCK_*` is the power of two that holds them. "Part" 0 of a head is the
-local buffer, the others are the splits of its bulk. The kernels that select tokens by a sketch are in
+near buffer, the others are the splits of its bulk. The kernels that select tokens by a sketch are in
 `sketch_kernels.py`.
 """
 
 import triton
 import triton.language as tl
 
-from .blocks import along, attend, attend_split, rotate, scores, store_part, tilt, unreliable
+from .blocks import add_along, attend, attend_split, compute_scores, find_unreliable, rotate, store_part, tilt
 
 INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are decorated
 
@@ -55,7 +55,7 @@ def local_kernel(
         m_tokens = o_tokens < columns
         m_local = tl.load(p_local + o_tokens, mask=m_tokens, other=0)
         m_pending = tl.load(p_pending + o_tokens, mask=m_tokens, other=0)
-        b_scores = scores(b_query, p_keys, o_tokens, m_local | m_pending, s_key_token, scaling, D)
+        b_scores = compute_scores(b_query, p_keys, o_tokens, m_local | m_pending, s_key_token, scaling, D)
         b_max, b_sum, b_out = attend(
             b_scores, m_local[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_local, s_value_token, V
         )
@@ -63,7 +63,7 @@ def local_kernel(
 
     b_bulk = tl.load(p_log_bulk + i_row * s_log_bulk + i_head * G + o_head, mask=m_head, other=0.0)
     b_bulk = tl.where(b_bulk == b_bulk, b_bulk, float("inf"))  # of nan nothing can be said: read it
-    b_flags = b_max + tl.log(tl.maximum(b_sum, 1.0)) - b_bulk < logit_threshold  # as `criterion.long_context`
+    b_flags = b_max + tl.log(tl.maximum(b_sum, 1.0)) - b_bulk < logit_threshold  # as `criterion.find_long_context`
     if GROUP_RULE == "any":
         b_flags = m_head & (tl.max(tl.where(m_head, b_flags.to(tl.int32), 0), axis=0) == 1)
     decided = tl.load(p_decided + i_row * s_decided) & (bulk_tokens > 0)
@@ -74,7 +74,7 @@ def local_kernel(
         for start in range(0, columns, BLOCK_N):
             o_tokens = start + o_block
             m_pending = tl.load(p_pending + o_tokens, mask=o_tokens < columns, other=0)
-            b_scores = scores(b_query, p_keys, o_tokens, m_pending, s_key_token, scaling, D)
+            b_scores = compute_scores(b_query, p_keys, o_tokens, m_pending, s_key_token, scaling, D)
             m_scores = m_pending[None, :] & b_flags[:, None]
             b_max, b_sum, b_out = attend(
                 b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_pending, s_value_token, V
@@ -85,7 +85,7 @@ def local_kernel(
                     p_bulk_read_bytes = p_resident_hit_bytes
             tl.atomic_add(p_bulk_read_bytes, tl.load(p_lengths + i_row * s_length) * TOKEN_BYTES, sem="relaxed")
         if p_tokens is not None:
-            b_unreliable = unreliable(
+            b_unreliable = find_unreliable(
                 b_query, p_noise + i_group * D, p_variances + i_group * D, noise_limit, noise_share, D
             )
             whole = tl.max((b_flags & b_unreliable).to(tl.int32), axis=0) == 1
@@ -132,8 +132,8 @@ def merge_kernel(
     """Attention over the union of a query head's parts, one for a local head; one program a query head.
 
     With `p_unread`, written by `selected_kernel`, the estimated mass of unread tokens counts `unread_weight` times,
-    with the value of `sketch.selection.unread_value`. With `TURNED`, parts of the bulk are rotated in blocks of so many
-    channels.
+    with the value of `sketch.selection.estimate_unread`. With `TURNED`, parts of the bulk are rotated in blocks of so
+    many channels.
     """
     i_head, splits = tl.program_id(0).to(tl.int64), parts - 1
     used = tl.where(tl.load(p_flags + i_head), parts, 1)
@@ -165,7 +165,7 @@ def merge_kernel(
         unread = tl.sum(tl.exp(b_unread - shift), axis=0) * unread_weight
         if unread > 0.0:  # a bulk that is read whole has no estimates
             i_group = i_head // G
-            b_along = along(
+            b_along = add_along(
                 p_query + i_head * D, p_slopes + i_group * V * D, p_slope_units + i_group * D, D, BLOCK_C, V, BLOCK_V
             )
             b_along *= scaling * tilt(p_sums + i_head * 4 * splits, splits, b_unread, b_score, BLOCK_P)

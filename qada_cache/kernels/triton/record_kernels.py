@@ -8,21 +8,21 @@ import triton
 import triton.language as tl
 
 from ...sketch import coded
-from .blocks import FINER, WORD_BITS, dot, high, low, rotate, round_queries, weigh
+from .blocks import FINER, WORD_BITS, dot, rotate, round_queries, take_high, take_low, weigh
 
 SCALES = tl.constexpr(2 * coded.SCALE.itemsize)  # bytes of a record before its planes: one word holds both
 
 
 @triton.jit
-def segments_of(length, SEGMENT: tl.constexpr, LAST: tl.constexpr):
-    """`sketch.segments_of`."""
+def count_segments(length, SEGMENT: tl.constexpr, LAST: tl.constexpr):
+    """`sketch.count_segments`."""
     return tl.maximum((length + SEGMENT - LAST) // SEGMENT, 1)
 
 
 @triton.jit
-def closed_tokens(length, SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr):
-    """`sketch.closed_tokens`."""
-    return tl.where(length >= MIN_TOKENS, (segments_of(length, SEGMENT, LAST) - 1) * SEGMENT, 0)
+def count_closed(length, SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr):
+    """`sketch.count_closed`."""
+    return tl.where(length >= MIN_TOKENS, (count_segments(length, SEGMENT, LAST) - 1) * SEGMENT, 0)
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def attend_records(
     o_group = i_group * G + o_head
     m_flags = tl.load(p_flags + o_group, mask=o_head < G, other=0) != 0
     b_both, b_unit = load_turned(p_turned, i_group, G, BLOCK_G, D, BLOCK_D)
-    b_high, b_low = high(b_both), low(b_both)
+    b_high, b_low = take_high(b_both), take_low(b_both)
     b_offset = tl.sum(b_high.to(tl.float32) + b_low.to(tl.float32) * (1.0 / FINER), axis=1) * (2**KEY_BITS - 1)
     p_words = p_records.to(tl.pointer_type(tl.int32))
     p_units = p_words if UNIT == WORD_BITS else p_records

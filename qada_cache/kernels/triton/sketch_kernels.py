@@ -17,17 +17,17 @@ from .blocks import (
     WORD_BITS,
     attend_split,
     attend_tokens,
-    high,
     load_codes,
-    low,
     multiply_codes,
     resolve_pointer,
     rotate,
     round_queries,
     store_part,
     take_channels,
+    take_high,
+    take_low,
 )
-from .record_kernels import attend_records, closed_tokens, segments_of, store_turned
+from .record_kernels import attend_records, count_closed, count_segments, store_turned
 
 
 @triton.jit(do_not_specialize=["s_segment"])  # it grows with the bulk
@@ -41,7 +41,7 @@ def estimate_kernel(
     TURNED: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """`codec.estimated_scores` of one split, and what is to be known of all of them; a (split, KV head, row).
+    """`codec.estimate_scores` of one split, and what is to be known of all of them; a (split, KV head, row).
 
     Programs take turns at `TURN` tokens, which lie in one segment, and rotate the queries once for them. Of a head the
     sketch has room for `s_head` tokens in `s_segment` segments; estimates of a query head are `room` floats apart
@@ -64,10 +64,10 @@ def estimate_kernel(
     length = tl.load(p_lengths + i_row * s_length)
     stop = length
     if tl.load(p_tokens + i_group) == 0:  # which is there for long-context heads alone
-        stop = stop * 0 if p_turned is None else closed_tokens(length, SEGMENT, LAST, MIN_TOKENS)
+        stop = stop * 0 if p_turned is None else count_closed(length, SEGMENT, LAST, MIN_TOKENS)
     if stop == 0:
         return
-    segments = segments_of(length, SEGMENT, LAST)
+    segments = count_segments(length, SEGMENT, LAST)
     if p_sketch_read_bytes is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
         if i_split == 0:
             tl.atomic_add(
@@ -125,21 +125,21 @@ def estimate_kernel(
             b_lows = tl.zeros([BLOCK_G, BLOCK_N], tl.int32)
             if FOURS:
                 b_codes = load_codes(p_codes, s_head, o_tokens, m_tokens, FOURS, 4, BLOCK_FOURS)
-                b_products += multiply_codes(high(b_fours), b_codes, 4)
+                b_products += multiply_codes(take_high(b_fours), b_codes, 4)
                 if p_turned is not None:
-                    b_lows += multiply_codes(low(b_fours), b_codes, 4)
+                    b_lows += multiply_codes(take_low(b_fours), b_codes, 4)
             if TWOS:
                 p_twos = p_codes + FOURS * s_head
                 b_codes = load_codes(p_twos, s_head, o_tokens, m_tokens, TWOS, 2, BLOCK_TWOS)
-                b_products += multiply_codes(high(b_twos), b_codes, 2)
+                b_products += multiply_codes(take_high(b_twos), b_codes, 2)
                 if p_turned is not None:
-                    b_lows += multiply_codes(low(b_twos), b_codes, 2)
+                    b_lows += multiply_codes(take_low(b_twos), b_codes, 2)
             if ONES:
                 p_ones = p_codes + (FOURS + TWOS) * s_head
                 b_codes = load_codes(p_ones, s_head, o_tokens, m_tokens, ONES, 1, BLOCK_ONES)
-                b_products += multiply_codes(high(b_ones), b_codes, 1)
+                b_products += multiply_codes(take_high(b_ones), b_codes, 1)
                 if p_turned is not None:
-                    b_lows += multiply_codes(low(b_ones), b_codes, 1)
+                    b_lows += multiply_codes(take_low(b_ones), b_codes, 1)
             b_parts = (scaling * b_unit)[:, None] * b_products.to(tl.float32) + b_spread[:, None] * b_scale[None, :]
             b_scores = b_middle[:, None] + b_scale[None, :] * b_parts  # [BLOCK_G, BLOCK_N]
             o_block = o_group[:, None] * room + o_tokens[None, :]
@@ -198,7 +198,7 @@ def selected_kernel(
     if tl.max(b_flags.to(tl.int32), axis=0) == 0:
         return
     length, bulk_tokens = tl.load(p_lengths + i_row * s_length), tl.load(p_tokens + i_group)
-    closed = closed_tokens(length, SEGMENT, LAST, MIN_TOKENS)
+    closed = count_closed(length, SEGMENT, LAST, MIN_TOKENS)
 
     o_group = i_group * G + o_head
     b_score_cut = tl.full([BLOCK_Q], float("-inf"), tl.float32)  # of selected tokens

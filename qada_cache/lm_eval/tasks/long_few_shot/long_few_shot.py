@@ -23,12 +23,12 @@ class Example(NamedTuple):
     answer: str
 
 
-def gsm8k_frame(question: str, answer: str) -> Example:
+def frame_gsm8k(question: str, answer: str) -> Example:
     """A question and its worked answer as `long_gsm8k` shows them."""
     return Example(f"Question: {question.strip()}\nAnswer:", f" {answer.strip()}")
 
 
-def mbpp_frame(task: str, tests: str, code: str) -> Example:
+def frame_mbpp(task: str, tests: str, code: str) -> Example:
     """A task, the tests of its solution and the solution as `long_mbpp` shows them."""
     code = code.replace("\r\n", "\n").strip()  # almost all of MBPP's code, and none of SQuAD, has \r\n: a giveaway
     return Example(f"Task: {task.strip()}\nTests:\n{tests.strip()}\n[BEGIN]\n", f"{code}\n[DONE]")
@@ -54,27 +54,27 @@ def hide(real: Sequence[Example], made: Sequence[Example], question: str, seed: 
     return "\n\n".join([*(example.question + example.answer for example in examples), question])
 
 
-def gsm8k_documents(train: Iterable[Row], test: Iterable[Row], squad: Iterable[Row]) -> list[dict[str, str]]:
+def make_gsm8k_documents(train: Iterable[Row], test: Iterable[Row], squad: Iterable[Row]) -> list[dict[str, str]]:
     """A `prompt` and its `target`, the final number, of each test row; its number in the split is the seed."""
-    real = [gsm8k_frame(row["question"], row["answer"]) for row in train]
-    made = [gsm8k_frame(f"{row['context']} {row['question']}", row["answers"]["text"][0]) for row in squad]
+    real = [frame_gsm8k(row["question"], row["answer"]) for row in train]
+    made = [frame_gsm8k(f"{row['context']} {row['question']}", row["answers"]["text"][0]) for row in squad]
     return [
         {
-            "prompt": hide(real, made, gsm8k_frame(row["question"], row["answer"]).question, seed),
+            "prompt": hide(real, made, frame_gsm8k(row["question"], row["answer"]).question, seed),
             "target": row["answer"].rpartition("####")[2].strip(),
         }
         for seed, row in enumerate(test)
     ]
 
 
-def mbpp_documents(examples: Iterable[Row], test: Iterable[Row], squad: Iterable[Row]) -> list[dict[str, str]]:
+def make_mbpp_documents(examples: Iterable[Row], test: Iterable[Row], squad: Iterable[Row]) -> list[dict[str, str]]:
     """A `prompt` and its `target`, the tests, of each test row; its number in the split is the seed."""
 
     def frame(row: Row) -> Example:
-        return mbpp_frame(row["text"], "\n".join(row["test_list"]), row["code"])
+        return frame_mbpp(row["text"], "\n".join(row["test_list"]), row["code"])
 
     real = [frame(row) for row in examples]
-    made = [mbpp_frame(row["question"], row["context"], row["answers"]["text"][0]) for row in squad]
+    made = [frame_mbpp(row["question"], row["context"], row["answers"]["text"][0]) for row in squad]
     return [
         {"prompt": hide(real, made, frame(row).question, seed), "target": "\n".join(row["test_list"])}
         for seed, row in enumerate(test)
@@ -89,12 +89,12 @@ def load_squad() -> Dataset:
 def long_gsm8k(**metadata: Any) -> dict[str, Dataset]:
     """GSM8K's test split, its examples drawn from the training split. `metadata` is lm-eval's, and not used."""
     gsm8k = datasets.load_dataset("openai/gsm8k", "main")
-    documents = gsm8k_documents(gsm8k["train"], gsm8k["test"], load_squad())
+    documents = make_gsm8k_documents(gsm8k["train"], gsm8k["test"], load_squad())
     return {"test": Dataset.from_list(documents, split=Split.TEST)}
 
 
 def long_mbpp(**metadata: Any) -> dict[str, Dataset]:
     """MBPP's test split, its examples drawn from the ten of the split for prompts. `metadata` is not used."""
     mbpp = datasets.load_dataset("google-research-datasets/mbpp", "full")
-    documents = mbpp_documents(mbpp["prompt"], mbpp["test"], load_squad())
+    documents = make_mbpp_documents(mbpp["prompt"], mbpp["test"], load_squad())
     return {"test": Dataset.from_list(documents, split=Split.TEST)}

@@ -48,7 +48,7 @@ def fit(
     return best, low
 
 
-def ruler_of(model_arguments: Mapping[str, Any]) -> Callable[[Question], int]:
+def make_ruler(model_arguments: Mapping[str, Any]) -> Callable[[Question], int]:
     """What measures a question in tokens: with the answer's prefix, and in the chat template if there is one.
 
     lm-eval's model arguments name the tokenizer as for RULER's tasks, by `tokenizer`, `pretrained` or `model`, and
@@ -100,7 +100,7 @@ def dataset(
     Raises:
         OSError, ValueError: the text or the tokenizer cannot be used, or a length is too short.
     """
-    prose, ruler = questions.load(text), ruler_of(model_arguments)
+    prose, ruler = questions.load(text), make_ruler(model_arguments)
 
     def make(settings: dict[str, Any], number: int, size: int) -> Question:
         draw = Random(f"{form} {settings} {seed} {number}")

@@ -61,7 +61,7 @@ class Haystack:
     paragraphs: tuple[int, ...]  # the numbers of the words that begin a paragraph, ascending
     vocabulary: tuple[str, ...]  # words of lower-case letters, of which none is part of another, sorted
 
-    def passage(self, where: float, size: int) -> str:
+    def take_passage(self, where: float, size: int) -> str:
         """`size` words from the first paragraph after `where` (0 to 1, start to end); past the end it starts again."""
         place = bisect_left(self.paragraphs, int(where * len(self.words)))
         start = self.paragraphs[place % len(self.paragraphs)]
@@ -83,7 +83,7 @@ def hide(draw: Random, passage: str, sentences: list[str]) -> str:
     return "".join([*made, passage[done:]]).strip()
 
 
-def language_reference() -> str:
+def read_language_reference() -> str:
     """The paragraphs of the Python language reference that are prose, one a line: no grammar, code or headings."""
     blocks = (" ".join(block.split()) for topic in topics.values() for block in BLANK_LINE.split(topic))
     long = (block for block in dict.fromkeys(blocks) if re.fullmatch(r"(\* )?[A-Z\"].{60,}[.:]", block))
@@ -99,7 +99,7 @@ def load(path: str | None = None) -> Haystack:
         OSError: no such file.
         ValueError: it is not a text, or has fewer than a hundred words.
     """
-    text = language_reference() if path is None else Path(path).read_text("utf-8")
+    text = read_language_reference() if path is None else Path(path).read_text("utf-8")
     words = re.findall(r"\S+\s*", text.strip() + "\n\n\n")
     if len(words) < 100:
         raise ValueError(f"{path}: {len(words)} words are too few for a haystack")
@@ -131,7 +131,7 @@ def needles(
     facts = [f"One of the special magic numbers for {pair} is: {value}." for pair in pairs for value in numbers[pair]]
     draw.shuffle(facts)
     queries = draw.sample(pairs, asked)
-    text = hide(draw, prose.passage(where, size), facts)
+    text = hide(draw, prose.take_passage(where, size), facts)
     query = queries[0] if asked == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
     answers = [value for pair in queries for value in numbers[pair]]
     one = "A", "number", "is", "is"
@@ -147,14 +147,14 @@ def needles(
 
 def variables(draw: Random, size: int, prose: Haystack, **_: object) -> Question:
     """A chain of assignments among `size` sentences that say nothing, after a solved example with shorter names."""
-    example = chain(draw, 5 * (HOPS + 1), letters=3)
-    question = chain(draw, size, letters=5)
+    example = make_chain(draw, 5 * (HOPS + 1), letters=3)
+    question = make_chain(draw, size, letters=5)
     return question._replace(
         prompt=f"{example.prompt} {example.prefix} {' '.join(example.answers)}\n\n{question.prompt}"
     )
 
 
-def chain(draw: Random, size: int, *, letters: int) -> Question:
+def make_chain(draw: Random, size: int, *, letters: int) -> Question:
     """One chain of `HOPS` + 1 variables, their names of so many letters, among `size` sentences."""
     names: list[str] = []
     while len(names) < HOPS + 1:
@@ -186,13 +186,13 @@ def common_words(
     """
     words = list(prose.vocabulary)
     draw.shuffle(words)
-    example = word_list(draw, COMMON, words[: 2 * COMMON], often=3, seldom=1)
-    question = word_list(draw, size, words[2 * COMMON :], often=often, seldom=seldom)
+    example = list_words(draw, COMMON, words[: 2 * COMMON], often=3, seldom=1)
+    question = list_words(draw, size, words[2 * COMMON :], often=often, seldom=seldom)
     solved = " ".join(f"{number}. {word}" for number, word in enumerate(example.answers, start=1))
     return question._replace(prompt=f"{example.prompt} {example.prefix} {solved}\n{question.prompt}")
 
 
-def word_list(draw: Random, size: int, words: list[str], *, often: int, seldom: int) -> Question:
+def list_words(draw: Random, size: int, words: list[str], *, often: int, seldom: int) -> Question:
     """A numbered list in which the first ten of `words` come `often` times, and `size` entries are others.
 
     If the others run out, they come up to half as often as the ten, and then all come more often.
