@@ -40,8 +40,6 @@ SLOPE_COLUMNS = 32  # of what values gain along a query, at once
 BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeline of a program
 # Terms of 8 bits each that attention's weights are rounded to where records hold the values, by the dtype of outputs.
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-# Registers of a thread at most: told a number, the assembler spills none for the sake of more programs at once.
-REGISTERS, SELECTED_REGISTERS = 255, 128
 NEVER = 2**31 - 1  # tokens of a bulk from which on tokens are selected
 SELECTED_STAGES = 5  # half of them fetch indices: as many keys and values are in flight as in the default 3
 
@@ -52,10 +50,9 @@ def _pad(size: int) -> int:
 
 
 def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, int]:
-    """What `selected_kernel` is to know of records, and how many warps and registers it takes."""
+    """What `selected_kernel` is to know of records, and how many warps it takes."""
     if records is None:
-        nothing = dict.fromkeys(("KEY_BITS", "VALUE_BITS", "RECORD", "UNIT", "TERMS", "BLOCK_R"), 0)
-        return nothing | {"num_warps": 4, "maxnreg": SELECTED_REGISTERS}
+        return dict.fromkeys(("KEY_BITS", "VALUE_BITS", "RECORD", "UNIT", "TERMS", "BLOCK_R"), 0) | {"num_warps": 4}
     layout, values = records.layout, max(sizes["BLOCK_D"], sizes["BLOCK_V"])
     # Planes of one bit begin at whole words, as all then do, or at whole bytes.
     unit = WORD_BITS if layout.dim % WORD_BITS == layout.value_dim % WORD_BITS == 0 else 8
@@ -64,7 +61,6 @@ def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[
         "TERMS": TERMS[dtype],
         "num_warps": 4 if values < 256 else 8,
     }  # with fewer, registers spill, or with more:
-    found["maxnreg"] = REGISTERS
     return found | {"BLOCK_R": max(16, min(64, UNPACKED_BYTES // values, RECORD_SCORES // sizes["BLOCK_G"]))}
 
 
@@ -123,7 +119,7 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
             bulk_lengths.stride(0), decided.stride(0), log_bulk.stride(0), rows.columns, 1 + splits, scaling,
             layer.logit_threshold, 2 * selection.UNRELIABLE / scaling**2, selection.NOISE_SHARE,
             MIN_TOKENS if layer.token_threshold > 0 else NEVER,
-            GROUP_RULE=layer.group_rule, TOKEN_BYTES=token_bytes, **sizes, maxnreg=REGISTERS,
+            GROUP_RULE=layer.group_rule, TOKEN_BYTES=token_bytes, **sizes,
         )  # fmt: skip
         if sketch is not None:
             # Of whole blocks, and as many for every split.
