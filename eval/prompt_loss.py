@@ -20,10 +20,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from eval.shared.language_model import DEFAULT, HELP, label, load, loading
-from eval.shared.tables import machine, new_file, plain, write
+from eval.shared.tables import new_file, plain, write
 from eval.shared.texts import prose
 from qada_cache import QAdACache
 from qada_cache.kernels.cpu import selected_prompt
+from qada_cache.machine import describe_machine
 from qada_cache.versions import pass_cache
 
 LAST = 512  # tokens
@@ -118,10 +119,10 @@ def main(arguments: list[str] | None = None) -> int:
     rows = measure(model, [document.prompt for document in taken], options.thresholds)
     told = {"model": label(options.model), "dtype": str(model.dtype).removeprefix("torch."), "tokens": options.tokens}
     rows = [told | row for row in rows]
-    print(machine())
+    print(describe_machine())
     print(plain(rows))
     if options.out:
-        write(options.out, rows, threads=torch.get_num_threads(), machine=machine())
+        write(options.out, rows, threads=torch.get_num_threads(), machine=describe_machine())
     return 0
 
 
