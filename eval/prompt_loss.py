@@ -20,10 +20,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from eval.shared.language_model import DEFAULT, HELP, check_loading, label, load
-from eval.shared.tables import align, describe_machine, new_file, write
+from eval.shared.tables import align, new_file, write
 from eval.shared.texts import read_prose
 from qada_cache import QAdACache
 from qada_cache.kernels.cpu import selected_prompt
+from qada_cache.machine import describe_machine
 from qada_cache.versions import pass_cache
 
 LAST = 512  # tokens
