@@ -35,11 +35,11 @@ def read(model: PreTrainedModel, ids: torch.Tensor, threshold: float) -> tuple[t
     """Log probabilities after the last tokens of a prompt, seconds, and the far pairs that were read."""
     pairs, original = [], selected_prompt.selected_attention
 
-    def counted(*given: Any, **told: Any) -> int:
+    def count_pairs(*given: Any, **told: Any) -> int:
         pairs.append(original(*given, **told))
         return pairs[-1]
 
-    selected_prompt.selected_attention = counted
+    selected_prompt.selected_attention = count_pairs
     cache, begin = QAdACache(model, moments="current", prefill_threshold=threshold), time.perf_counter()
     try:
         logits = model(ids, **pass_cache(cache), logits_to_keep=LAST).logits[0]
@@ -48,10 +48,10 @@ def read(model: PreTrainedModel, ids: torch.Tensor, threshold: float) -> tuple[t
     return logits.float().log_softmax(dim=-1), time.perf_counter() - begin, sum(pairs)
 
 
-def near_pairs(tokens: int, sinks: int, window: int) -> int:
+def count_near_pairs(tokens: int, sinks: int, window: int) -> int:
     """Of one head, pairs that are computed whatever is selected."""
     segment, block = selected_prompt.SEGMENT, selected_prompt.BLOCK
-    selecting = selected_prompt.selecting_queries(tokens, sinks=sinks, window=window)
+    selecting = selected_prompt.find_selecting(tokens, sinks=sinks, window=window)
     pairs, first = tokens * (tokens + 1) // 2, -(-sinks // segment) * segment
     for start in range(selecting.start, selecting.stop, block):
         far = (start - window + 1) // segment * segment - first
@@ -71,7 +71,7 @@ def measure(model: PreTrainedModel, documents: list[torch.Tensor], thresholds: l
         for threshold in thresholds:
             told, seconds, pairs = read(model, ids, threshold)
             bar.update()
-            computed = pairs + heads * near_pairs(tokens, options.sink_tokens, options.window)
+            computed = pairs + heads * count_near_pairs(tokens, options.sink_tokens, options.window)
             found[threshold].append(
                 {
                     "kl": float((full.exp() * (full - told)).sum(dim=-1).mean()),

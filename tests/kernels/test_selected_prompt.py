@@ -88,7 +88,7 @@ def test_what_is_lost_without_an_estimate_and_with_it() -> None:
     call = tensors(1500, 64, 64)
     out, _ = attend(call, threshold=1e9)
     full, _ = attend(call, threshold=1e-9)
-    selecting = selected_prompt.selecting_queries(1500, sinks=16, window=112)
+    selecting = selected_prompt.find_selecting(1500, sinks=16, window=112)
     scores = 0.2 * call[0].double() @ call[1].double().repeat_interleave(2, 1).mT
     queries, keys = torch.arange(1500)[:, None], torch.arange(1500)
     start = selecting.start + (queries - selecting.start) // 66 * 66
@@ -133,7 +133,7 @@ def test_the_first_queries_and_the_last_window_are_exact() -> None:
     out, full = attend(call)[0], torch.empty(1, 4, 1000, 64)
     prompt.prompt_attention(*call, scaling=0.2, causal=True, out=full)
     exactly = (out - full).abs().amax(dim=(0, 1, 3)) < 1e-5
-    selecting = selected_prompt.selecting_queries(1000, sinks=16, window=112)
+    selecting = selected_prompt.find_selecting(1000, sinks=16, window=112)
     assert (selecting.start, selecting.stop) == (64 + LEAST + 111, 1000 - 112)
     assert exactly[: selecting.start].all()
     assert exactly[selecting.stop :].all()

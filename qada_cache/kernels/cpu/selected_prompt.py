@@ -48,9 +48,9 @@ def serves(query: Tensor, value: Tensor) -> bool:
     return dim % 4 == 0 and prompt.build(dim, value_dim, query.dtype, SOURCE, Call) is not None
 
 
-def selecting_queries(tokens: int, *, sinks: int, window: int) -> slice:
+def find_selecting(tokens: int, *, sinks: int, window: int) -> slice:
     """The queries of a prompt that select, none of a short one: those with `FAR` far keys, less the last `window`."""
-    start = _whole(sinks) + FAR + window - 1
+    start = _round_up(sinks) + FAR + window - 1
     return slice(start, max(start, tokens - window))
 
 
@@ -58,7 +58,7 @@ def selected_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float, threshold: float, sinks: int, window: int, out: Tensor
 ) -> int:
     """Causal attention of one row's prompt, for calls that `prompt.serves` and `serves` admit: by selection for
-    `selecting_queries`, exact for the others.
+    `find_selecting`, exact for the others.
 
     Args:
         query: `[1, heads, tokens, dim]`.
@@ -71,7 +71,7 @@ def selected_attention(
     Returns the pairs of a query and a far key that were read. MemoryError as `prompt.prompt_attention`.
     """
     tokens, group = query.shape[2], query.shape[1] // key.shape[1]
-    selecting = selecting_queries(tokens, sinks=sinks, window=window)
+    selecting = find_selecting(tokens, sinks=sinks, window=window)
     if selecting.start >= selecting.stop:
         prompt.prompt_attention(query, key, value, scaling=scaling, causal=True, out=out)
         return 0
@@ -82,12 +82,12 @@ def selected_attention(
     for head in range(key.shape[1]):
         heads = slice(head * group, (head + 1) * group)
         one = query[0, heads, selecting], key[0, head, : selecting.stop], value[0, head, : selecting.stop]
-        told: dict[str, Any] = {"scaling": scaling, "threshold": threshold, "first": _whole(sinks), "window": window}
+        told: dict[str, Any] = {"scaling": scaling, "threshold": threshold, "first": _round_up(sinks), "window": window}
         _attend_to_head(*one, start=selecting.start, out=out[0, heads, selecting], read=read, **told)
     return int(read)
 
 
-def _whole(tokens: int) -> int:
+def _round_up(tokens: int) -> int:
     return math.ceil(tokens / SEGMENT) * SEGMENT
 
 
