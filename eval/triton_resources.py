@@ -16,7 +16,7 @@ from eval.shared.tables import align, new_file, write
 
 ARCHITECTURES = (80, 90)
 SIZES = ((64, 3), (64, 7), (80, 8), (96, 4), (128, 1), (128, 4), (128, 8), (256, 2))  # dim, group
-SKETCHES = ((0, 16), (1.5, 16), (1.5, 8), (1.5, 4))  # bits of the sketch and of the bulk
+SKETCHES = {"0": (0, 16), "1.5": (1.5, 16), "1.5+8": (1.5, 8), "1.5+4": (1.5, 4)}  # bits of the sketch and of the bulk
 CAPACITY = 40_000
 
 
@@ -26,16 +26,14 @@ def record_launches(dim: int, group: int, bits: float, rung: int) -> list[Record
     return Step(dim, dim, group, torch.bfloat16, CAPACITY, bits, rung, counted).record_launches()
 
 
-def measure_resources(
-    recorder: Recorder, dim: int, group: int, bits: float, rung: int, architecture: int
-) -> dict[str, Any]:
+def measure_resources(recorder: Recorder, dim: int, group: int, sketch: str, architecture: int) -> dict[str, Any]:
     """A row of the table."""
     compiled = Compiled(recorder, architecture)
     return {
         "kernel": recorder.kernel.__name__,
         "dim": dim,
         "group": group,
-        "sketch": f"{bits:g}+{rung}" if rung < 16 else f"{bits:g}",
+        "sketch": sketch,
         "architecture": f"sm_{architecture}",
         "registers": compiled.registers,
         "stack": compiled.stack,
@@ -49,14 +47,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.triton_resources", description=__doc__)
     parser.add_argument("--out", type=new_file, help="write the table here, as CSV")
     parser.add_argument("--dims", type=int, nargs="+", help="only heads of so many channels")
+    parser.add_argument("--sketches", nargs="+", choices=SKETCHES, default=list(SKETCHES), help="only these")
     parser.add_argument("--architectures", type=int, nargs="+", default=ARCHITECTURES, help="80 is capability 8.0")
     args = parser.parse_args(argv)
     rows = [
-        measure_resources(recorder, *size, *sketch, architecture)
+        measure_resources(recorder, *size, sketch, architecture)
         for size in SIZES
         if args.dims is None or size[0] in args.dims
-        for sketch in SKETCHES
-        for recorder in record_launches(*size, *sketch)
+        for sketch in args.sketches
+        for recorder in record_launches(*size, *SKETCHES[sketch])
         for architecture in args.architectures
     ]
     print(align(rows))
