@@ -254,6 +254,7 @@ void attend(const Call& call) {
     std::unique_ptr<uint32_t[]> keys(new uint32_t[chunks * CHUNK * WORDS]);
     std::unique_ptr<uint32_t[]> values(new uint32_t[chunks * CHUNK / IN_WORD * VALUE_DIM]);
     std::vector<Block> room(call.threads);
+    for (Block& block : room) block.chosen.reserve(call.tokens);  // nothing may be thrown in a thread
 #pragma omp parallel for num_threads(call.threads)
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         const auto token = [&](int64_t each) { return chunk * CHUNK + each; };
