@@ -213,7 +213,7 @@ void attend(Block& block, const Call& call, int64_t head, int64_t index, const u
             call.query + head * call.query_head + (start + std::min<int64_t>(q, count - 1)) * call.query_token;
         std::memcpy(block.query[q], query, sizeof block.query[q]);
         alignas(64) float state[DIM];
-        std::transform(query, query + DIM, state, widened);
+        std::transform(query, query + DIM, state, widen);
         regress(block, q, state, mean, call.covariances + index * DIM * (DIM + VALUE_DIM), scaling);
         encode(block, q, state, scaling);
     }
