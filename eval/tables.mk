@@ -49,11 +49,14 @@ tables/trials-peers.csv:  # interrupted after 5 needles of Qwen's
 	$(EVAL).trials --peers --tasks prose_niah --lengths 4096 --documents 16 --question sparse dense $(OUT)
 	$(EVAL).trials --model $(QWEN) --peers --tasks prose_niah --lengths 4096 --documents 5 --question sparse dense $(OUT)
 
-tables/bits/trials.csv:  # interrupted after 7 texts
+tables/bits/trials.csv:  # interrupted after 7 needles
 	$(EVAL).trials --tokens --own --bits 16 8 4 --documents 8 $(OUT)
+	$(EVAL).trials --model $(QWEN) --tokens --own --bits 16 8 4 --documents 4 $(OUT)
+	$(EVAL).trials --tokens --own --bits 16 8 4 --tasks prose_niah --lengths 4096 --documents 12 --question sparse dense $(OUT)
 
 tables/bits/trials-bfloat16.csv:
 	$(EVAL).trials --tokens --own --bits 16 8 4 --dtype bfloat16 --documents 3 $(OUT)
+	$(EVAL).trials --model $(QWEN) --tokens --own --bits 16 8 4 --dtype bfloat16 --documents 2 $(OUT)
 
 tables/rungs-smollm2.csv:
 	$(EVAL).rungs $(OUT)

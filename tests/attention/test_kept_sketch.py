@@ -27,7 +27,7 @@ def test_device_bytes_are_as_computed() -> None:
         read = 4 * 16 + 4 * 16 + 4 * 16 + 16 * 16 + 4 * 16  # noise, variances, mean value, slopes and their units
         made_of = 4 + 4 * 16 + 4 * 16 * 16  # mean square, mean key, covariance
         assert held.nbytes == 2 * 2 * (tokens + segments + read + made_of)
-        assert kept.read_bytes(300) == 300 * (4 + 1) + segments + read
+        assert kept.count_read_bytes(300) == 300 * (4 + 1) + segments + read
 
 
 def test_file_keeps_the_sketch(tmp_path: Path) -> None:
