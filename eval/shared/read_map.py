@@ -33,7 +33,7 @@ def count_reads(cache: QAdACache) -> Iterator[dict[int, Tensor]]:
     counts = {
         index: torch.zeros(
             store.near_keys.shape[1],
-            store.bulk.capacity + store.bulk.beside_tokens + store.near_keys.shape[2],
+            store.lengths[0] + store.near_keys.shape[2],  # as many more may follow
             dtype=torch.int64,
         )
         for index, store in stores.items()
