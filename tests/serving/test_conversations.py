@@ -143,11 +143,11 @@ def test_a_limit_in_bytes(model: PreTrainedModel) -> None:
         assert kept.counters()["bytes"] <= 2.9 * each
     assert kept.counters()["evicted"] == 4
     assert [kept.ask(text) for text in texts[4:]] == [299, 299]
-    kept.ask(tokens(1000, seed=9))  # which makes all others go
+    kept.ask(tokens(1300, seed=9))  # which makes all others go
     assert kept.counters()["conversations"] == 1
     kept = Kept(model, 100, memory=each)
     kept.ask(texts[0])
-    kept.ask(tokens(1000, seed=9))  # too large to be kept, and no reason to forget the other
+    kept.ask(tokens(1300, seed=9))  # too large to be kept, and no reason to forget the other
     assert kept.ask(texts[0]) == 299
 
 
