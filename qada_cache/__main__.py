@@ -48,7 +48,7 @@ def _make_parser() -> argparse.ArgumentParser:
     deciding = argparse.ArgumentParser(add_help=False, parents=[hub])
     deciding.add_argument("--threshold", type=float, help="QAdACache's (default: its own)")
     deciding.add_argument("--token-threshold", type=float, help="QAdACache's (default: its own)")
-    deciding.add_argument("--tuned", action="store_true", default=None, help="take both from what qada tune kept")
+    deciding.add_argument("--tuned", action="store_true", default=None, help="take what qada tune kept")
     names = f"current, {', '.join(PROMPTS)}, a file, or current+ one of the others"
     deciding.add_argument("--moments", help=f"QAdACache's: {names} (default: its own)")
     which = "path, Hugging Face Hub id, or GGUF file"
@@ -184,7 +184,7 @@ def _profile(options: argparse.Namespace) -> None:
     words = choose_prompt("random-words", tokenizer)
     ids = make_ids(words, model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[None]
     if (asked := QAdACache(model, **cache).options).tuned:
-        print(f"QAdACache takes the setting that qada tune kept: {tuned_choice.Thresholds.of(asked)}")
+        print(f"QAdACache takes the setting that qada tune kept: {tuned_choice.describe(asked)}")
     found = profile.profile(model, ids, new_tokens=options.new_tokens, chunk=options.chunk, **cache)
     _print_table([each.summarize() for each in found])
     if options.layers:

@@ -86,8 +86,8 @@ class QAdACache(WatchedCache):
             missed attention in `stats().audit`; outputs stay the same. 0: never.
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
         progress: show a bar with the time left while a prompt of more than a few seconds is read.
-        tuned: take `threshold` and `token_threshold` from `qada tune`, which kept them of this model; neither is given
-            then. If none are kept, or they were measured under other options, the defaults count, with a warning.
+        tuned: take both thresholds, and `bulk_bits` if few, from `qada tune`, which kept them of this model; neither
+            threshold is given then. Without any, or measured under other options, the defaults count, with a warning.
 
     Raises:
         TypeError, ValueError, FileNotFoundError: an argument of the wrong type or outside its range, moments that

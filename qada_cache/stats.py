@@ -183,6 +183,7 @@ def describe_stats(cache: DynamicCache, options: Options, model_type: str) -> st
     moments = " and ".join(["current"] * options.current_moments + other)
     tuned = " (tuned)" if options.tuned else ""
     tokens = f"token threshold {options.token_threshold:g}{tuned}, " if options.selects_tokens else ""
+    tokens += f"{options.bulk_bits} bits, " if options.codes_tokens else ""
     ours = sum(isinstance(layer, QAdALayer) for layer in cache.layers)
     on_device, on_host = (part / 2**20 for part in count_bytes(cache))
     return (

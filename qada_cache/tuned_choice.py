@@ -41,6 +41,12 @@ class Thresholds:
         return f"token_threshold={self.token_threshold:g}{threshold}"
 
 
+def describe(options: Options) -> str:
+    """The setting of options that are `tuned`, in words."""
+    few = options.bulk_bits < DEFAULT_BITS
+    return f"{Thresholds.of(options)}" + (f", bulk_bits={options.bulk_bits}" if few else "")
+
+
 def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> Path:
     """Keep the thresholds and bits of these options, under which caches were measured, as the model's own. Returns the
     path. The `figures`, measurements behind the choice, are JSON-able and for people. An OSError if the user's cache

@@ -124,12 +124,12 @@ def attention_forward(
     """The signature transformers gives attention functions, after `base`, the model's own of them; returns
     `[batch, tokens, heads, dim]` and weights.
 
-    The first call on an empty cache is exact, by the model's own unless ours is faster (`attend_to_prompt`). A call of
-    another cache is the model's own. A call with more new tokens
-    than the window, or of a chunk of `generate`'s prompt, or with a mask that is not causal among its tokens, is exact
-    attention over everything; any other is query-adaptive. NotImplementedError, if the model asks for something this
-    cache does not compute; RuntimeError in training mode, or at keys of a cache already used with another model;
-    ValueError at a mask this cache cannot follow.
+    The first call on an empty cache is exact but for `prefill_threshold`, by the model's own unless ours is faster
+    (`attend_to_prompt`). A call of another cache is the model's own. A call with more new tokens than the window, or of
+    a chunk of `generate`'s prompt, or with a mask that is not causal among its tokens, is exact attention over
+    everything; any other is query-adaptive. NotImplementedError, if the model asks for something this cache does not
+    compute; RuntimeError in training mode, or at keys of a cache already used with another model; ValueError at a mask
+    this cache cannot follow.
     """
     kwargs.update(scaling=scaling, dropout=dropout)
     if (layer := getattr(key, "_qada_layer", None)) is None:
@@ -206,7 +206,8 @@ def _attend(
         untagged = key.view_as(key)  # `base` may lead back to us, where others put a function into the table
         # Without a mask only these know that a prompt is causal, and a mask of another shape is theirs to read.
         known = name == "sdpa" and (mask is None or mask.dim() == 4)
-        found = attend_to_prompt(layer, asked, key, value) if known else None
+        with suspend_autocast(query.device):
+            found = attend_to_prompt(layer, asked, key, value) if known else None
         out = base(module, query, untagged, value, mask, **kwargs)[0] if found is None else found
     else:
         if exact:

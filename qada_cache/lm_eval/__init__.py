@@ -18,7 +18,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
 
-from qada_cache import CacheStats, QAdACache, StaticHeads, prepare
+from qada_cache import CacheStats, QAdACache, StaticHeads, prepare, tuned_choice
 from qada_cache.tuned_choice import Thresholds
 from qada_cache.versions import pass_cache
 
@@ -133,9 +133,11 @@ class QAdALM(HFLM):
         # A wrong option or model is refused before any request. The tokenizer need not be the one beside the model.
         prepare(self.model, self.tokenizer, **options)
         taken = QAdACache(self.model, **options).options
-        self.cache_tuned = str(Thresholds.of(taken)) if taken.tuned else ""  # the setting that these caches take
+        self.cache_tuned = tuned_choice.describe(taken) if taken.tuned else ""  # the setting that these caches take
         # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
-        setting = asdict(Thresholds.of(taken)) | ({"bulk_bits": taken.bulk_bits} if taken.tuned else {})
+        setting = asdict(Thresholds.of(taken))
+        if taken.tuned and store is None:  # a store keeps tokens as the model made them
+            setting["bulk_bits"] = taken.bulk_bits
         self._cache_options = {"progress": True} | options | setting | {"tuned": False}
         if store is not None and self.mixed_precision_dtype is not None:
             raise ValueError(f"cache_store={store} keeps keys in the model's dtype: give dtype=, no mixed precision")

@@ -114,7 +114,7 @@ def _record(
         read_tokens(model, ids, cache)
         found = recorder.finish()
         size += 0 if found is None else len(found.packed)
-        if size > MOST_BYTES:
+        if passes and size > MOST_BYTES:
             break
         passes.append(found)
         bar.update()

@@ -67,13 +67,13 @@ class Options:
     token_threshold: float = field(default=TOKEN_THRESHOLD, metadata=_describe_keyword(_FINITE))
     sketch_bits: float = field(default=SKETCH_BITS, metadata=_describe_keyword(_BITS))
     bulk_bits: int = field(default=BULK_BITS, metadata=_describe_keyword(laid_out=True))
-    prefill_threshold: float = field(default=0.0, metadata=_describe_keyword(_FINITE))
+    prefill_threshold: float = field(default=0.0, metadata=_describe_keyword(_FINITE, laid_out=True))
     moments: MomentsSource = field(default=CURRENT, metadata=_describe_keyword())  # as asked for
     # No keywords but for the last: found by these and by the model.
     current_moments: bool = True  # whether these include the moments of the prompt being read
     other_moments: KeyMoments | None = None  # those of another prompt that they include
     query_energies: Tensor | None = None  # of the model [layers, kv_heads, dim], None if they are not known
-    # Whether `threshold` and `token_threshold` are those that `qada tune` kept of the model.
+    # Whether `threshold`, `token_threshold` and perhaps `bulk_bits` are those that `qada tune` kept of the model.
     tuned: bool = field(default=False, metadata={"check": _FLAG})
 
     def __post_init__(self) -> None:

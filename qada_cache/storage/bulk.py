@@ -163,10 +163,11 @@ class Bulk(RowTensors):
         """Make room for `tokens` tokens a row in `tensors`.
 
         Layers grow at lengths of their own, which do not depend on how the tokens came: in a long context no step
-        copies more than one of them. Pinned blocks double in size, so layers leave theirs before it is full.
+        copies more than a few of them, records apart, which grow with each segment or two. Pinned blocks double in
+        size, so layers leave theirs before it is full.
         """
         share = self.residents.index * GOLDEN % 1.0
-        need = int(tokens * self.growth**share) if self.offloaded else tokens
+        need = int(tokens * GROWTH**share) if self.offloaded else tokens
         if need <= self.capacity:
             return
         if self.offloaded:

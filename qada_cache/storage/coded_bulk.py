@@ -2,6 +2,7 @@
 
 from operator import sub
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -33,11 +34,11 @@ class CodedBulk(Bulk):
     growth = 1 + 1 / 64  # what has room for more takes memory that records are to save
     _known_weights: tuple[Tensor | None, Tensor] | None = None  # of `records`, behind the energies they follow from
     sketched_beside = SEGMENT_TOKENS + LAST_TOKENS
-    _is_lent = False  # whether a copy has the tensors `beside` as well
 
     def __init__(self, keys: Tensor, values: Tensor, *, layout: RecordLayout, **options: Any) -> None:
         """As `Bulk`; `layout` is of its records. It takes tokens once it has a `sketch`."""
         self.layout = layout
+        self._holders: WeakSet[CodedBulk] = WeakSet([self])  # who has the tensors `beside`
         super().__init__(keys, values, **options)
 
     def _start(self, keys: Tensor, values: Tensor) -> None:
@@ -49,14 +50,16 @@ class CodedBulk(Bulk):
         self.adopt(None, self._allocate(records, 0), lengths=[0] * batch)
 
     def __deepcopy__(self, memo: dict) -> "Bulk":
-        self._is_lent = True
         memo[id(self.beside)] = self.beside
-        return super().__deepcopy__(memo)  # which is lent them, too
+        twin = super().__deepcopy__(memo)
+        assert isinstance(twin, CodedBulk)
+        self._holders.add(twin)
+        return twin
 
     @property
     def lent_bytes(self) -> int:
         """As `Bulk`."""
-        return sum(held.nbytes for held in self.beside) if self._is_lent else 0
+        return sum(held.nbytes for held in self.beside) if len(self._holders) > 1 else 0
 
     @property
     def keys(self) -> Tensor:
@@ -158,12 +161,14 @@ class CodedBulk(Bulk):
         """As `Bulk`."""
         lengths = [self.lengths[row] for row in index]
         super().select_rows(index)
-        self.beside, self.lengths, self._is_lent = tuple(held[index] for held in self.beside), lengths, False
+        self._hold(*(held[index] for held in self.beside))
+        self.lengths = lengths
 
     def take(self, other: Bulk) -> None:
         """As `Bulk`; the sketch is to follow."""
         super().take(other)
-        self.beside, self.lengths = tuple(held.to(self.device) for held in other.beside), other.lengths
+        self._hold(*(held.to(self.device, copy=True) for held in other.beside))
+        self.lengths = other.lengths
 
     def _set_lengths(self, lengths: list[int]) -> None:
         ours = self.lengths
@@ -189,11 +194,16 @@ class CodedBulk(Bulk):
         """Before something is written there: have room for the tokens beside the records, and not much more, unlent."""
         tokens, had = max(map(sub, self.lengths, self.stored), default=0), self.keys.shape[2]
         room = -(-tokens // STEP) * STEP
-        if room == had and not self._is_lent:
+        if room == had and not self.lent_bytes:
             return
         fitted, kept = [], slice(0, min(room, had))
         for old in self.beside:
             new = old.new_empty(*old.shape[:2], room, old.shape[3])
             new[:, :, kept] = old[:, :, kept]
             fitted.append(new)
-        self.beside, self._is_lent = tuple(fitted), False
+        self._hold(*fitted)
+
+    def _hold(self, *beside: Tensor) -> None:
+        """Have these `beside` the records, which nobody else has."""
+        self._holders.discard(self)
+        self.beside, self._holders = beside, WeakSet([self])

@@ -196,6 +196,23 @@ def test_in_a_cache() -> None:
 
 
 @torch.no_grad()
+def test_under_autocast() -> None:
+    """Which lowers products: those of the estimate are of float32 all the same."""
+    model, ids = tiny(dtype=torch.bfloat16), words(900)[0]
+    found = []
+    for enabled in (False, True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(model(ids, **pass_cache(exact(model, prefill_threshold=THETA))).logits.float())
+    torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.02)
+
+
+def test_a_fork_does_not_say_otherwise() -> None:
+    """Of how a prompt was read, which a PrefixStore has to know."""
+    cache = QAdACache(tiny(), moments="current", prefill_threshold=THETA)
+    with pytest.raises(ValueError, match="prefill_threshold"):
+        cache.fork(prefill_threshold=0.0)
+
+
 def test_torch_reads_exactly() -> None:
     model, ids = tiny("llama", head_dim=16), words(900)[0]
     cache = exact(model, prefill_threshold=THETA, kernels="torch")

@@ -217,6 +217,20 @@ def test_results_name_what_qada_tune_kept() -> None:
         assert other._make_cache().options.token_threshold == token_threshold
 
 
+def test_what_qada_tune_kept_in_few_bits(tmp_path: Path, default_bits: None) -> None:
+    """Taken, but where a store keeps tokens as the model made them."""
+    model = needle_lm().model
+    path = tuned_choice.keep(model, replace(QAdACache(model, bulk_bits=4).options, token_threshold=8.0), {})
+    try:
+        lms = [needle_lm(cache_tuned=True, cache_store=store) for store in (None, str(tmp_path / "store"))]
+    finally:
+        path.unlink()
+    few = 4 if QAdACache(model).options.codes_tokens else 16
+    for lm, bits in zip(lms, (few, 16), strict=True):
+        assert lm._cache_options["token_threshold"] == 8.0
+        assert lm._cache_options.get("bulk_bits", 16) == bits
+
+
 def test_short_texts_have_no_sparsity() -> None:
     lm = needle_lm()
     lm._loglikelihood_tokens([(("", ""), [1, 5], [6, 7])], disable_tqdm=True)

@@ -97,7 +97,9 @@ def build(
     try:
         kernel = load(source, define(dim, value_dim, dtype))
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning_once(f"the fast kernel for prompts could not be built, torch's slower one serves: {error}")
+        logger.warning_once(
+            f"{source.name}, a fast kernel for prompts, could not be built, and a slower one serves: {error}"
+        )
         return None
     kernel.prompt_attention.errcheck = check_memory
     if (size := kernel.call_size()) != ctypes.sizeof(call):
