@@ -134,7 +134,13 @@ tables/bfloat16/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
 	$(EVAL).first_token --model $(QWEN) --tokens 4096 16384 --rounds 1 $(INTO)
 
 tables/prompt_rate.csv:
-	$(EVAL).prompt_rate --tokens 8192 16384 --dims 64 128 --rounds 3 $(OUT)
+	$(EVAL).prompt_rate --tokens 8192 16384 --dims 64 128 --rounds 2 $(OUT)
+
+tables/prompt_loss-smollm2.csv:
+	$(EVAL).prompt_loss --dtype float32 --tokens 7000 --documents 1 --thresholds 4.4 12 30 $(OUT)
+
+tables/prompt_loss-qwen2.5-coder-0.5b.csv:
+	$(EVAL).prompt_loss --model $(QWEN) --dtype bfloat16 --tokens 16384 --documents 1 --thresholds 12 $(OUT)
 
 tables/step_overhead-small-cpu.csv:
 	$(EVAL).step_overhead --model small --dtype float32 --tokens 2000 --rounds 24 $(INTO)
