@@ -213,6 +213,7 @@ def test_a_fork_does_not_say_otherwise() -> None:
         cache.fork(prefill_threshold=0.0)
 
 
+@torch.no_grad()
 def test_torch_reads_exactly() -> None:
     model, ids = tiny("llama", head_dim=16), words(900)[0]
     cache = exact(model, prefill_threshold=THETA, kernels="torch")
