@@ -19,9 +19,8 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from eval.shared import language_model
-from eval.shared.tables import align, new_file, write
+from eval.shared.tables import new_file, report
 from qada_cache import QAdACache, prepare
-from qada_cache.machine import describe_machine
 from qada_cache.process_memory import PeakMemory
 from qada_cache.stats import count_bytes
 from qada_cache.tuning.measuring import read_default_text
@@ -114,11 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(run(options)))
         return 0
     rows = measure(options)
-    print(describe_machine())
-    print(align(rows))
-    if options.out:
-        about = {"model": language_model.label(options.model), "dtype": options.dtype, "machine": describe_machine()}
-        write(options.out, rows, add=True, **about)
+    report(rows, options.out, add=True, model=language_model.label(options.model), dtype=options.dtype)
     return 0
 
 

@@ -20,11 +20,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from eval.shared.language_model import DEFAULT, HELP, check_loading, label, load
-from eval.shared.tables import align, new_file, write
+from eval.shared.tables import new_file, report
 from eval.shared.texts import read_prose
 from qada_cache import QAdACache
 from qada_cache.kernels.cpu import selected_prompt
-from qada_cache.machine import describe_machine
 from qada_cache.versions import pass_cache
 
 LAST = 512  # tokens
@@ -119,10 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = measure(model, [document.prompt for document in taken], options.thresholds)
     told = {"model": label(options.model), "dtype": str(model.dtype).removeprefix("torch."), "tokens": options.tokens}
     rows = [told | row for row in rows]
-    print(describe_machine())
-    print(align(rows))
-    if options.out:
-        write(options.out, rows, threads=torch.get_num_threads(), machine=describe_machine())
+    report(rows, options.out, threads=torch.get_num_threads())
     return 0
 
 

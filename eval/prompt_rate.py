@@ -19,9 +19,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
-from eval.shared.tables import align, new_file, write
+from eval.shared.tables import new_file, report
 from qada_cache.kernels.cpu import prompt
-from qada_cache.machine import describe_machine
 
 GROUP, KV_HEADS = 4, 2
 DTYPES = ["bfloat16", "float32"]
@@ -92,10 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = [measure(*size, options.rounds) for size in tqdm(sizes, unit="size")]
     except RuntimeError as error:
         parser.error(str(error))
-    print(describe_machine())
-    print(align(rows))
-    if options.out:
-        write(options.out, rows, threads=torch.get_num_threads(), machine=describe_machine())
+    report(rows, options.out, threads=torch.get_num_threads())
     return 0
 
 

@@ -6,6 +6,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from qada_cache.machine import describe_machine
+
 Rows = list[dict[str, str]]
 
 
@@ -37,6 +39,14 @@ def align(table: list[dict[str, Any]]) -> str:
     lines.insert(1, ["-" * width for width in widths])
     aligned = ("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
     return "\n".join(aligned)
+
+
+def report(rows: list[dict[str, Any]], out: Path | None, *, add: bool = False, **everywhere: object) -> None:
+    """Print the machine and the table, and `write` it with the machine in a last column if a file was given."""
+    print(describe_machine())
+    print(align(rows))
+    if out:
+        write(out, rows, add=add, **everywhere, machine=describe_machine())
 
 
 def write(path: Path, table: list[dict[str, Any]], *, add: bool = False, **everywhere: object) -> None:

@@ -78,13 +78,8 @@ void attend(const Call& call) {
         const int64_t batch = each / call.kv_heads, head = each % call.kv_heads;
         const Number* key = call.key + batch * call.key_strides.batch + head * call.key_strides.head;
         const Number* value = call.value + batch * call.value_strides.batch + head * call.value_strides.head;
-#pragma omp parallel for num_threads(call.threads)
-        for (int64_t chunk = 0; chunk < chunks; chunk++) {
-            const auto token = [&](int64_t each) { return chunk * CHUNK + each; };
-            pack_keys(key, call.key_strides.token, call.tokens - chunk * CHUNK, token, &keys[chunk * CHUNK * WORDS]);
-            pack_values(value, call.value_strides.token, call.tokens - chunk * CHUNK, token,
-                        &values[chunk * CHUNK / IN_WORD * VALUE_DIM]);
-        }
+        pack(key, call.key_strides.token, value, call.value_strides.token, call.tokens, chunks, call.threads,
+             keys.get(), values.get());
         // The last ones first: they see most.
 #pragma omp parallel for num_threads(call.threads) schedule(dynamic)
         for (int64_t block = blocks - 1; block >= 0; block--)

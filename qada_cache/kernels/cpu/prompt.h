@@ -117,6 +117,17 @@ INLINED void pack_values(const Number* value, int64_t stride, int64_t count, Tok
     }
 }
 
+// Keys and values of all tokens, in so many chunks.
+inline void pack(const Number* key, int64_t key_stride, const Number* value, int64_t value_stride, int64_t tokens,
+                 int64_t chunks, int64_t threads, uint32_t* keys, uint32_t* values) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        const auto token = [&](int64_t each) { return chunk * CHUNK + each; };
+        pack_keys(key, key_stride, tokens - chunk * CHUNK, token, keys + chunk * CHUNK * WORDS);
+        pack_values(value, value_stride, tokens - chunk * CHUNK, token, values + chunk * CHUNK / IN_WORD * VALUE_DIM);
+    }
+}
+
 // Scores of a strip and a chunk of keys, `[STRIP][TILE]` floats; sums of fewer products round less.
 INLINED void score(const uint32_t (*query)[WORDS], const uint32_t* keys, float (*scores)[TILE]) {
     for (int first = 0; first < WORDS; first += SUMMED) {

@@ -255,13 +255,8 @@ void attend(const Call& call) {
     std::unique_ptr<uint32_t[]> values(new uint32_t[chunks * CHUNK / IN_WORD * VALUE_DIM]);
     std::vector<Block> room(call.threads);
     for (Block& block : room) block.chosen.reserve(call.tokens);  // nothing may be thrown in a thread
-#pragma omp parallel for num_threads(call.threads)
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        const auto token = [&](int64_t each) { return chunk * CHUNK + each; };
-        pack_keys(call.key, call.key_token, call.tokens - chunk * CHUNK, token, &keys[chunk * CHUNK * WORDS]);
-        pack_values(call.value, call.value_token, call.tokens - chunk * CHUNK, token,
-                    &values[chunk * CHUNK / IN_WORD * VALUE_DIM]);
-    }
+    pack(call.key, call.key_token, call.value, call.value_token, call.tokens, chunks, call.threads, keys.get(),
+         values.get());
     // The last ones first: they see most.
 #pragma omp parallel for num_threads(call.threads) schedule(dynamic)
     for (int64_t each = blocks * call.group - 1; each >= 0; each--)
