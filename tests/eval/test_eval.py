@@ -120,14 +120,17 @@ def test_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         KeyMoments, "collect", lambda *given, **named: collected.append(given[2]) or collect(*given, **named)
     )
     before = os.environ.get("QADA_HOME")
-    arguments = ["--model", "tiny", "--tokens", "300", "--rounds", "2", "--device", "cpu", "--out", str(tmp_path)]
-    assert first_token.main(arguments) == 0
+    arguments = ["--model", "tiny", "--tokens", "300", "200", "--rounds", "2", "--device", "cpu", "--prefill", "3"]
+    assert first_token.main([*arguments, "--out", str(tmp_path)]) == 0
     assert os.environ.get("QADA_HOME") == before
     assert collected == ["random-tokens"]
     with (tmp_path / "first_token-tiny-cpu.csv").open() as file:
-        rows = {row["method"]: row for row in csv.DictReader(file)}
-    assert list(rows) == ["DynamicCache", "StaticCache", "QAdACache, the first time", "QAdACache"]
-    assert all(float(row["first_token_s"]) > 0 and float(row["second_token_ms"]) > 0 for row in rows.values())
+        rows = list(csv.DictReader(file))
+    selected = "QAdACache, prefill_threshold=3"
+    of_first = ["DynamicCache", "StaticCache", "QAdACache, the first time", "QAdACache", selected]
+    named = [("300", name) for name in of_first] + [("200", name) for name in of_first if "time" not in name]
+    assert [(row["tokens"], row["method"]) for row in rows] == named
+    assert all(float(row["first_token_s"]) > 0 and float(row["second_token_ms"]) > 0 for row in rows)
 
 
 def test_benchmark_of_a_model_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,10 +302,11 @@ def test_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
 
     monkeypatch.setattr(memory, "CACHES", ("DynamicCache", "QAdACache", "QAdACache, 4 bits"))
     table, model = tmp_path / "table.csv", ["--model", str(needle.FOLDER), "--dtype", "float32"]
-    assert memory.main([*model, "--tokens", "1600", "--new-tokens", "2", "--out", str(table)]) == 0
+    assert memory.main([*model, "--tokens", "1600", "--new-tokens", "2", "--chunk", "700", "--out", str(table)]) == 0
     with table.open(encoding="utf-8") as file:
         rows = {row["cache"]: row for row in csv.DictReader(file)}
     assert list(rows) == list(memory.CACHES)
+    assert {row["chunk"] for row in rows.values()} == {"700"}
     held = {name: float(row["held_mib"]) for name, row in rows.items()}
     assert held["QAdACache, 4 bits"] < held["QAdACache"] < held["DynamicCache"]
     with pytest.raises(SystemExit):
