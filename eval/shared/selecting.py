@@ -58,6 +58,6 @@ def expect_selection(threshold: float) -> Iterator[None]:
         yield
     if threshold > 0 and not sum(pairs):
         raise ValueError(
-            f"--prefill {threshold:g} selected nothing: it takes prompts of 1,300 tokens, a model in float32 or bfloat16 and "
-            "a CPU with AVX512-BF16; --prefill 0 reads exactly"
+            f"--prefill {threshold:g} selected nothing: it takes prompts of 1,300 tokens, a model in float32 or "
+            "bfloat16 and a CPU with AVX512-BF16; --prefill 0 reads exactly"
         )
