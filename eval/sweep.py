@@ -244,12 +244,13 @@ def main(arguments: list[str] | None = None) -> int:
     add("--prefill", type=float, nargs="+", default=[0.0], help="prefill_threshold of prompts (default: 0, exact)")
     add("--limit", type=int, help="documents per task and length (default: all that the task has)")
     add("--batch-size", default="1", help="as lm-eval's (default: %(default)s)")
+    add("--dtype", default="auto", help="(default: the model's own)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--out", type=new_file, required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
     with language_model.check_loading(parser):
         pretrained, gguf = language_model.find_hflm_source(options.model)
-        lm = SweepLM(pretrained, **gguf, batch_size=options.batch_size, device=options.device)
+        lm = SweepLM(pretrained, **gguf, dtype=options.dtype, batch_size=options.batch_size, device=options.device)
     done, wanted = read_known(options.out), list_variants(options)
     normal = [variant for variant in wanted if not variant.criterion.startswith("static")]
     with tqdm(total=len(wanted) * len(options.tasks) * len(options.lengths), unit="row") as bar:
