@@ -9,7 +9,7 @@ OUT = --out $(TABLES)/$(@:tables/%=%)
 INTO = --out $(patsubst %/,%,$(dir $(TABLES)/$(@:tables/%=%)))
 RULER := prose_niah prose_niah_multikey_4 prose_niah_multivalue prose_niah_multiquery prose_vt prose_cwe prose_fwe prose_icl
 NEEDLES := prose_niah prose_niah_multikey_4
-SELECTED := --prefill 0 12 30 --bits 8 --question dense sparse
+SELECTED := --prefill 0 12 --question dense sparse
 PAPERS := --group-rules head --moments random-words wiki single-word current --thresholds 0.1 0.3 0.5 0.7 0.9 0.99
 
 TARGETS := $(shell sed -n 's|^\(tables/.*\):.*|\1|p' eval/tables.mk)
@@ -64,13 +64,15 @@ tables/prefill/trials.csv:
 	$(EVAL).trials --prefill 0 4.4 12 30 --bits 8 --tasks code --lengths 4096 --documents 4 $(OUT)
 
 tables/prefill/trials-bfloat16.csv:
+	$(EVAL).trials --dtype bfloat16 $(SELECTED) --bits 8 4 --tasks $(NEEDLES) --lengths 4096 --documents 5 $(OUT)
+	$(EVAL).trials --dtype bfloat16 $(SELECTED) --bits 8 --tasks chat --lengths 4096 --documents 2 $(OUT)
+
+tables/prefill/trials-qwen2.5-coder-0.5b.csv:
+	$(EVAL).trials --model $(QWEN) --dtype bfloat16 $(SELECTED) --bits 8 4 --tasks $(NEEDLES) --lengths 4096 --documents 5 $(OUT)
 	$(EVAL).trials --model $(QWEN) --dtype bfloat16 --prefill 0 4.4 12 30 --bits 8 --documents 4 $(OUT)
 	$(EVAL).trials --model $(QWEN) --dtype bfloat16 --prefill 0 4.4 12 30 --bits 8 --tasks code --lengths 4096 --documents 4 $(OUT)
-	$(EVAL).trials --dtype bfloat16 $(SELECTED) --tasks $(NEEDLES) --lengths 4096 --documents 8 $(OUT)
-	$(EVAL).trials --model $(QWEN) --dtype bfloat16 $(SELECTED) --tasks $(NEEDLES) --lengths 4096 --documents 8 $(OUT)
-	$(EVAL).trials --model $(QWEN) --dtype bfloat16 $(SELECTED) --tasks prose_niah --lengths 16384 --documents 2 $(OUT)
-	$(EVAL).trials --dtype bfloat16 $(SELECTED) --tasks chat --lengths 4096 --documents 2 $(OUT)
-	$(EVAL).trials --model $(QWEN) --dtype bfloat16 $(SELECTED) --tasks chat --lengths 4096 --documents 2 $(OUT)
+	$(EVAL).trials --model $(QWEN) --dtype bfloat16 --prefill 0 12 --bits 8 --question sparse --tasks prose_niah --lengths 16384 --documents 2 $(OUT)
+	$(EVAL).trials --model $(QWEN) --dtype bfloat16 $(SELECTED) --bits 8 --tasks chat --lengths 4096 --documents 2 $(OUT)
 
 tables/prefill/ruler-smollm2.csv:
 	$(EVAL).sweep --dtype bfloat16 --prefill 0 12 --tokens --tasks $(RULER) --lengths 4096 --limit 2 --thresholds --static $(OUT)
@@ -148,10 +150,10 @@ tables/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
 	$(EVAL).first_token --model $(QWEN) --dtype float32 --tokens 4096 --rounds 2 $(INTO)
 
 tables/bfloat16/first_token-smollm2-cpu.csv:
-	$(EVAL).first_token --model smollm2 --tokens 4096 7000 --rounds 2 $(INTO)
+	$(EVAL).first_token --model smollm2 --tokens 4096 7000 --prefill 12 --rounds 2 $(INTO)
 
 tables/bfloat16/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
-	$(EVAL).first_token --model $(QWEN) --tokens 4096 16384 --rounds 1 $(INTO)
+	$(EVAL).first_token --model $(QWEN) --tokens 4096 8192 16384 32768 --prefill 12 --rounds 1 $(INTO)
 
 tables/prompt_rate.csv:
 	$(EVAL).prompt_rate --tokens 8192 16384 --dims 64 128 --rounds 2 $(OUT)

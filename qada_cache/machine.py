@@ -12,8 +12,11 @@ def describe_machine() -> str:
     """One line: processor or accelerator, cores, memory, and the versions of Python, torch and transformers."""
     name, cpuinfo = platform.machine(), Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        models = {line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line}
-        name = ", ".join(sorted(models)) or name
+        told = dict(line.split(":", 1) for line in cpuinfo.read_text().splitlines() if ":" in line)
+        told = {key.strip(): value.strip() for key, value in told.items()}
+        name = told.get("model name", name)
+        if "cpu family" in told:  # a virtual machine's name may leave out the generation
+            name += f", family {told['cpu family']}, model {told.get('model')}"
     memory = ""
     if hasattr(os, "sysconf"):
         memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from documents import DOCUMENTS, ROOT
 
 from eval.shared.tables import Rows, read
@@ -49,3 +50,10 @@ def test_figures_are_those_of_the_tables() -> None:
     shown = [list(cells) for cells in zip(*rows[1:6], strict=True)]
     assert shown == [column(model) for model in MODELS]
     assert f"decodes {column(QWEN)[-1]} times as fast" in README
+
+
+def test_half_the_time_is_half_the_time() -> None:
+    rows = read(RESULTS / f"bfloat16/first_token-{QWEN}-cpu.csv")
+    seconds = [float(one(rows, method=name, tokens="16384")["first_token_s"]) for name in ("QAdACache", "DynamicCache")]
+    assert "reads them in half the time" in README
+    assert seconds[0] / seconds[1] == pytest.approx(0.5, abs=0.05)
