@@ -54,7 +54,7 @@ class PrefixStore:
         max_age: seconds after which an unused file is removed; None: never.
 
     Raises:
-        ValueError: a limit out of its range.
+        ValueError: a limit is out of its range.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class PrefixStore:
             options: of `QAdACache`.
 
         Raises:
-            ValueError: `input_ids` and mask of other shapes, or padding that is not on the left.
-            TypeError: a key that is no str.
+            ValueError: `input_ids` are not of these shapes, the mask is of another, or padding is not on the left.
+            TypeError: `key` is no str.
             NotImplementedError: a model or prompt whose keys depend on more than the tokens before them, or a model
                 that is split over processes.
             TypeError, ValueError, FileNotFoundError, NotImplementedError: as `QAdACache`.
@@ -154,7 +154,7 @@ class PrefixStore:
 
         Raises:
             RuntimeError: a forward pass was interrupted, so there is no whole state.
-            ValueError: `token_ids` of other rows, or fewer, than the cache holds.
+            ValueError: `token_ids` have another number of rows than the cache, or fewer tokens.
             NotImplementedError: padding, or as for `cache`.
         """
         rows, columns = find_real_rows(token_ids, None)

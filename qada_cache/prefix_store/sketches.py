@@ -25,7 +25,8 @@ def digest_sketch(options: Options) -> str:
 
 
 def find_code(store: TokenStore, row: int, start: int, stop: int) -> dict[str, torch.Tensor]:
-    """The code, by field, of the bulk's segment that ends among tokens `start..stop` of a row; empty if none does."""
+    """The code of the bulk's segment that ends among tokens `start..stop` of a row, as tensors by name. Empty if no
+    segment ends there."""
     sketch, index = store.sketch, (stop - store.sinks) // SEGMENT_TOKENS - 1
     if sketch is None or index < 0 or index == (start - store.sinks) // SEGMENT_TOKENS - 1:
         return {}
@@ -39,7 +40,7 @@ def find_code(store: TokenStore, row: int, start: int, stop: int) -> dict[str, t
 
 
 def has_code(layer: dict[str, torch.Tensor], layout: Layout) -> bool:
-    """Whether `layer` has fields of the shapes and dtypes of its keys' code under `layout`."""
+    """Whether the codes of `layer` have the shapes and dtypes that `layout` gives its keys."""
     (heads, _, dim), value_dim = layer["keys"].shape, layer["values"].shape[2]
     fields = list_fields(dim, value_dim, layout.count, SEGMENT_TOKENS)
     fits = all(
