@@ -21,7 +21,7 @@ Pieces = Sequence[tuple[Layers, int]]  # of one row: segments in order, and of e
 
 
 def keep_as_made(options: Mapping[str, Any]) -> dict[str, Any]:
-    """These options with a bulk of 16 bits, as the model made it, unless they name other bits."""
+    """Options of a cache whose bulk is as the model made it, unless they ask for other bits."""
     return {**options} if options.get("bulk_bits") else {**options, "bulk_bits": BULK_BITS}
 
 
